@@ -1,0 +1,58 @@
+# `make demo` and `make test` need Python 3.11 to 3.13 and nothing else; they build their own environment in $(VENV).
+
+# The newest suitable interpreter that can also make an environment; `make demo PYTHON=/path/to/python` overrides it.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 \
+	&& echo "$$p" && break; done)
+VENV ?= .venv
+PY := $(VENV)/bin/python
+INSTALL ?= $(PY) -m pip install --quiet
+PYTEST_ARGS ?= -n 2
+DEMO_ARGS ?=
+
+.PHONY: demo test test-float32 lint docs bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-examples  ## the hospitals example; writes hospitals.png
+	MPLBACKEND=Agg $(PY) examples/hospitals.py --out hospitals.png $(DEMO_ARGS)
+
+test: $(VENV)/.installed-test  ## the test suite
+	MPLBACKEND=Agg $(PY) -m pytest $(PYTEST_ARGS)
+
+test-float32: $(VENV)/.installed-test  ## the laws in float32, NumPyro's default precision
+	MPLBACKEND=Agg NUMPYRO_PVI_TEST_X64=0 $(PY) -m pytest tests/laws $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint $(VENV)/.installed-test  ## one linter, one type checker
+	$(PY) -m ruff check .
+	$(PY) -m pyright --pythonpath $(PY)
+
+docs: $(VENV)/.installed-docs docs/_static/mathjax/tex-mml-chtml.js  ## HTML in docs/_build/html, warnings are errors
+	MPLBACKEND=Agg $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+# Formulas are set by MathJax from a local copy, so that the pages work without a network. Without npm the pages are built
+# all the same and show their formulas as TeX.
+docs/_static/mathjax/tex-mml-chtml.js:
+	@mkdir -p docs/_build/mathjax docs/_static
+	@if command -v npm >/dev/null 2>&1 \
+	  && (cd docs/_build/mathjax && npm pack --silent mathjax@3 >/dev/null && tar -xzf mathjax-3*.tgz); then \
+	  rm -rf docs/_static/mathjax && mkdir -p docs/_static/mathjax/output/chtml/fonts \
+	  && cp docs/_build/mathjax/package/es5/tex-mml-chtml.js docs/_static/mathjax/ \
+	  && cp -r docs/_build/mathjax/package/es5/output/chtml/fonts/woff-v2 docs/_static/mathjax/output/chtml/fonts/; \
+	else echo "MathJax could not be fetched with npm: formulas will be shown as TeX"; fi
+
+bench: $(VENV)/.installed-test  ## make bench NAME=glm DATA=folder
+	@test -n "$(NAME)" -a -n "$(DATA)" || { echo "write: make bench NAME=glm DATA=folder"; exit 2; }
+	$(PY) -m benchmarks $(NAME) --data $(DATA) $(BENCH_ARGS)
+
+# One stamp per extra: installed again only when pyproject.toml has changed.
+$(VENV)/.installed-%: pyproject.toml | $(PY)
+	$(INSTALL) -e ".[$*]"
+	@touch $@
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "no Python from 3.11 to 3.13 with the venv module was found; \
+	install one or write: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+clean:  ## everything that was built here, the environments included
+	rm -rf .venv .venv-* build dist docs/_build docs/_static/mathjax .jax_cache .pytest_cache .ruff_cache hospitals.png

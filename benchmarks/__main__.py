@@ -1,0 +1,58 @@
+"""Command line: ``python -m benchmarks NAME [--data DIR] [--device gpu] [--quick]``."""
+
+import argparse
+import importlib
+import os
+import sys
+
+NAMES = {
+    "glm": "PVI against SVI on logistic regression: rounds, warm and cold times (--size: growth with N, D, M)",
+    "skew": "one group with half the rows against balanced groups",
+    "regressions": "Poisson, negative binomial, Student-t, ordinal, multinomial against float64 optima",
+    "wide": "prior sd 100, nearly separable labels, column scales over six decades",
+    "meanfield": "diagonal q on correlated columns converges to its own optimum",
+    "startup": "init and first update against SVI's, in fresh processes",
+}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    listing = "\n".join(f"  {name:12} {text}" for name, text in NAMES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", epilog=listing, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=[*NAMES, "all"], help="which benchmark")
+    parser.add_argument("--data", metavar="DIR", help="folder with covtype_397k.npz: glm runs on it too")
+    parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all; decides no target")
+    parser.add_argument("--size", action="store_true", help="with glm: growth of time and memory instead")
+    parser.add_argument("--no-cold", action="store_true", help="with glm: leave the fresh processes out")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="with regressions: only these")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Runs what was asked for and prints the tables as Markdown."""
+    options = parse()
+    # Before JAX is imported. The float64 references need the CPU whatever device is measured.
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu" if options.device == "gpu" else "cpu"
+    from benchmarks import _report
+
+    names = list(NAMES) if options.name == "all" else [options.name]
+    met = True
+    for name in names:
+        modules = ["sizes"] if name == "glm" and options.size else [name]
+        if options.name == "all" and name == "glm":
+            modules = ["glm", "sizes"]
+        for module in modules:
+            print(f"## {module}\n\n{_report.describe_machine()}", flush=True)
+            report = importlib.import_module(f"benchmarks.{module}").run(options)
+            report.print_targets()
+            met = met and report.met
+    return 0 if met or not options.strict else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

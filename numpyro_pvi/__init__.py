@@ -1,0 +1,34 @@
+"""Partitioned variational inference for NumPyro."""
+
+from .errors import (
+    CheckpointError,
+    DataError,
+    GuideError,
+    ImproperError,
+    PartitionError,
+    PVIError,
+    SkippedGroupError,
+    StateError,
+)
+from .handlers import PRIOR, Partition
+from .pvi import PVI
+from ._state import PVIInfo, PVIRunResult, PVIState
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "PRIOR",
+    "PVI",
+    "CheckpointError",
+    "DataError",
+    "GuideError",
+    "ImproperError",
+    "PVIError",
+    "PVIInfo",
+    "PVIRunResult",
+    "PVIState",
+    "Partition",
+    "PartitionError",
+    "SkippedGroupError",
+    "StateError",
+]

@@ -1,0 +1,137 @@
+"""States and results: what travels between calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from numpyro.infer.svi import SVIRunResult
+
+from .factors import Packing, PartitionPlan
+from .families import GaussianFamily
+from .schedules import RoundReport, Rule
+from .sites import SiteStack
+
+# A group skipped in so many rounds running ends a run.
+SKIP_LIMIT = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static, hashable part of a state: everything that was decided by looking at values, decided once in ``init``."""
+
+    partition: PartitionPlan
+    family: GaussianFamily
+    # Structure, shapes and dtypes of the model's arguments.
+    signature: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PVIState:
+    """State of a fit: arrays, and one static field ``plan``. Holds no data.
+
+    ``rng_key``, ``optim_state`` and ``mutable_state`` are named as in ``SVIState``.
+    """
+
+    rng_key: Any
+    # Natural parameters of every site, the groups' with a leading axis M.
+    sites: SiteStack
+    # Natural parameters of the exactly held prior (at the current hyperparameters), and the coordinates it covers.
+    prior: Any
+    exact: Any
+    # Optimiser state of the model's numpyro.param sites (their unconstrained values are inside); None without optim.
+    optim_state: Any
+    solver_state: Any
+    prior_solver_state: Any
+    schedule_state: Any
+    packing: Packing
+    # The last round's report, and how often each factor has backed off since the start.
+    report: RoundReport
+    rule: Rule
+    # Rounds done.
+    step: Any
+    plan: Plan = dataclasses.field(metadata={"static": True})
+
+    @property
+    def mutable_state(self) -> None:
+        """PVI refuses models with mutable sites; here for readers of ``SVIState``."""
+        return None
+
+
+class PVIRunResult(SVIRunResult):
+    """What ``run`` returns: an ``SVIRunResult`` (same fields, same unpacking) with three attributes more.
+
+    Attributes:
+        params: the guide's params and the model's ``numpyro.param`` values.
+        state: the last :class:`PVIState`.
+        losses: Float[rounds]; negative global ELBO in nats after each round; NaN where ``loss_every`` skipped it.
+        info: the last round's :class:`PVIInfo`.
+        converged: True when ``tol`` was given and reached; None when it was not given.
+        message: one sentence on how the run ended.
+    """
+
+    info: PVIInfo | None
+    converged: bool | None
+    message: str
+
+    def __new__(cls, params, state, losses, info=None, converged=None, message=""):
+        """Make the three-tuple and attach the rest."""
+        self = super().__new__(cls, params, state, losses)
+        self.info, self.converged, self.message = info, converged, message
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class PVIInfo:
+    """What happened to every factor in the last round; ``str()`` is a table with labels.
+
+    One entry per factor, in the order of ``labels`` (the prior factor, if any, first).
+    """
+
+    labels: tuple
+    # Largest change of a posterior mean by the factor's step, in posterior sds.
+    move: Any
+    # Share of the proposed change that was taken; 0 for a skipped factor.
+    step: Any
+    # Halvings in the last round.
+    backoffs: Any
+    skipped: Any
+    skip_run: Any
+    # Whether q without the factor's site (its cavity) is normalisable; an improper cavity is legal for VI solvers.
+    cavity_proper: Any
+    # Effective sample size of sampled expectations; NaN where they are exact or unweighted.
+    ess: Any
+    structure: tuple[str, ...]
+    expectation: tuple[str, ...]
+    # Whether q was normalisable.
+    valid: bool
+    # Largest change of any posterior mean or log sd in the last round, in posterior sds.
+    total_move: float
+    rounds: int
+    # Remarks: an optimiser with nothing to optimise, quadrature short of its target.
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        header = ("factor", "move (sd)", "step", "back-offs", "skipped", "cavity", "ess", "structure", "expectation")
+        rows = [header]
+        for i, label in enumerate(self.labels):
+            rows.append(
+                (
+                    str(label),
+                    f"{float(self.move[i]):.2e}",
+                    f"{float(self.step[i]):.3g}",
+                    str(int(self.backoffs[i])),
+                    f"{int(self.skip_run[i])} rounds" if self.skipped[i] else "no",
+                    "proper" if self.cavity_proper[i] else "improper",
+                    "-" if self.ess[i] != self.ess[i] else f"{float(self.ess[i]):.0f}",
+                    self.structure[i],
+                    self.expectation[i],
+                )
+            )
+        widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        state = "normalisable" if self.valid else "NOT normalisable"
+        lines.append(f"after {self.rounds} rounds: q is {state}; largest move in the last round {self.total_move:.2e} sd")
+        return "\n".join([*lines, *self.notes])

@@ -1,0 +1,141 @@
+"""How a state is shown: distributions per latent, natural parameters with a way to a distribution, and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from numpyro.distributions.transforms import ReshapeTransform, biject_to
+
+from ._state import Plan, PVIInfo, PVIState
+from .errors import ImproperError
+from .expectations import RULES
+from .families import GaussianFamily, GaussianMoments
+from .handlers import PRIOR
+from .sites import posterior
+
+
+@dataclasses.dataclass(frozen=True)
+class NaturalView:
+    """Natural parameters of a site or cavity over the flat unconstrained vector.
+
+    Attributes:
+        natural: the natural-parameter object (``precision_mean`` Float[D], ``precision`` Float[D D] or Float[D]).
+        family: its family.
+        what: what it is, for messages.
+    """
+
+    natural: Any
+    family: GaussianFamily
+    what: str
+
+    @property
+    def precision_mean(self):
+        """Float[D], ``Lambda m``."""
+        return self.natural.precision_mean
+
+    @property
+    def precision(self):
+        """Float[D D] (full) or Float[D] (mean-field), Lambda."""
+        return self.natural.precision
+
+    def to_distribution(self) -> dist.Distribution:
+        """The normalised Gaussian with these natural parameters.
+
+        Raises:
+            ImproperError: when they are not normalisable, as a site's need not be.
+        """
+        if not bool(self.family.in_domain(self.natural)):
+            raise ImproperError(
+                f"the {self.what} is not normalisable (its precision is not positive definite): a site or cavity is a factor, not "
+                "always a distribution. Read .precision and .precision_mean instead."
+            )
+        return self.family.to_distribution(self.natural)
+
+
+def latent_distributions(plan: Plan, natural: Any, trace: dict, what: str, joint: bool) -> dict[Any, dist.Distribution]:
+    """Marginals of every latent in its own support.
+
+    Args:
+        plan: the state's plan.
+        natural: natural parameters over the flat vector.
+        trace: a prototype trace with every latent's support and shapes.
+        what: "posterior" or "prior", for the message.
+        joint: whether to add the joint Gaussian under the tuple of names.
+
+    Returns:
+        Distributions by latent name.
+
+    Raises:
+        ImproperError: when the parameters are not normalisable.
+    """
+    moments = plan.family.moments(natural)
+    if not bool(moments.valid):
+        raise ImproperError(f"the {what} is not normalisable; run rounds until the data complete it, or use a proper prior.")
+    layout = plan.partition.layout
+    found: dict[Any, dist.Distribution] = {
+        name: _marginal(plan.family, moments, layout.slice_of(name), shape, trace[name]["fn"])
+        for name, shape in zip(layout.names, layout.shapes, strict=True)
+    }
+    if joint and plan.family.full:
+        found[layout.names] = plan.family.to_distribution(natural)
+    return found
+
+
+def _marginal(family: GaussianFamily, moments: GaussianMoments, where: slice, shape: tuple, fn) -> dist.Distribution:
+    transform = biject_to(fn.support)
+    event_dim = transform.domain.event_dim
+    loc = moments.loc[where].reshape(shape)
+    sd = jnp.sqrt(family.variances(moments))[where].reshape(shape)
+    batch, event = shape[: len(shape) - event_dim], shape[len(shape) - event_dim :]
+    size = int(np.prod(event))
+    if not family.full or size == 1 and event_dim == 0:
+        base: dist.Distribution = dist.Normal(loc, sd).to_event(event_dim)
+    else:
+        root = moments.scale[where].reshape(*batch, size, -1)
+        covariance = jnp.einsum("...ik,...jk->...ij", root, root)
+        base = dist.MultivariateNormal(loc.reshape(*batch, size), covariance_matrix=covariance)
+        if event_dim != 1:
+            base = dist.TransformedDistribution(base, ReshapeTransform(event, (size,)))
+    real = getattr(fn.support, "base_constraint", fn.support) is dist.constraints.real
+    return base if real else dist.TransformedDistribution(base, transform)
+
+
+def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
+    """The last round's report with labels and what was found about every factor."""
+    part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
+    q = posterior(state.prior, state.sites)
+    proper = np.asarray(family.in_domain(jax.tree.map(lambda a, b: a - b, q, state.sites.groups)))
+    labels: tuple = part.table.labels
+    count = len(labels)
+    structure, expectation = (part.likelihood,) * count, (_words(part.likelihood, state),) * count
+    if part.has_prior_factor:
+        labels = (PRIOR, *labels)
+        proper = np.concatenate([[bool(family.in_domain(q - state.sites.prior))], proper])
+        structure, expectation = (part.prior_kind, *structure), (_words(part.prior_kind, state), *expectation)
+    return PVIInfo(
+        labels=labels,
+        move=report.move,
+        step=report.step,
+        backoffs=report.backoffs,
+        skipped=report.skipped,
+        skip_run=report.skip_run,
+        cavity_proper=proper,
+        ess=np.full(len(labels), np.nan),
+        structure=structure,
+        expectation=expectation,
+        valid=bool(report.valid),
+        total_move=float(report.total_move),
+        rounds=int(state.step),
+        notes=notes,
+    )
+
+
+def _words(kind: str, state: PVIState) -> str:
+    if kind == "affine":
+        return f"quadrature ({RULES[min(int(state.rule.level), len(RULES) - 1)]})"
+    return {"quadratic": "closed form", "draws": "antithetic draws"}[kind]

@@ -1,0 +1,1 @@
+def khat(*a, **k): raise ValueError

@@ -1,0 +1,18 @@
+"""Expectations of a factor and its gradients under q: closed form, quadrature over affine predictors, antithetic draws."""
+
+from ._affine import AffineProgram
+from ._draws import DrawsProgram
+from ._expected import Expected, add_expected, sum_by_group, zero_expected
+from ._quadratic import QuadraticProgram
+from ._rules import RULES
+
+__all__ = [
+    "RULES",
+    "AffineProgram",
+    "DrawsProgram",
+    "Expected",
+    "QuadraticProgram",
+    "add_expected",
+    "sum_by_group",
+    "zero_expected",
+]

@@ -1,0 +1,176 @@
+"""Expectations of factors whose rows see the latents through one or two affine predictors: 1-D and 2-D quadrature.
+
+With predictors ``u_i = a_i^T theta + c_i`` a row's gradient and Hessian are ``sum_i a_i psi_i`` and ``sum_ij psi_ij a_i a_j^T``, so
+the expectations need the Gaussian law of (u_1, u_2) only, and a factor's natural parameters are two or five numbers per row,
+contracted with the design once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from .._numerics import clip_psd_2x2
+from ..factors import ModelCall, TermData, TermSpec, prepare_term, term_log_prob
+from ..families import GaussianFamily, GaussianMoments
+from ._expected import Expected
+from ._rules import TARGET
+from .quadrature import expect_1d, expect_2d
+
+
+@dataclasses.dataclass(frozen=True)
+class AffineProgram:
+    """Quadrature over affine predictors.
+
+    Args:
+        terms: the structure of every term.
+        family: the Gaussian family of q.
+    """
+
+    terms: tuple[TermSpec, ...]
+    family: GaussianFamily
+    noisy: bool = dataclasses.field(default=False, init=False)
+
+    def prepare(self, call: ModelCall, mask: Bool[Array, "R"] | None) -> tuple:
+        """Read every term's design off the model on one chunk.
+
+        Args:
+            call: the model on the chunk's rows.
+            mask: which rows are real; None when all are.
+
+        Returns:
+            Per term, its arrays and a Bool[E] mask.
+        """
+        return tuple(self._with_mask(prepare_term(call, spec), spec.row_dim, mask) for spec in self.terms)
+
+    def _with_mask(self, data: TermData, dim: int | None, mask: Bool[Array, "R"] | None) -> tuple[TermData, Array]:
+        shape = data.fn.batch_shape
+        if mask is None or dim is None:
+            return data, jnp.ones((_size(shape),), bool)
+        aligned = mask.reshape(mask.shape + (1,) * (-dim - 1))
+        return data, jnp.broadcast_to(aligned, shape).reshape(-1)
+
+    def expected(self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: bool) -> Expected:
+        """Expectations of one chunk's terms.
+
+        Args:
+            chunk: what :meth:`prepare` returned.
+            moments: q.
+            probe: Float[D] vector for the curvature product, or None.
+            level: Int[] quadrature rule.
+            noise: unused; quadrature has no draws.
+            clip: raise each row's curvature to positive semi-definite (for curvature starts).
+
+        Returns:
+            The chunk's expectations; ``level`` is one past the rule used when a row missed its target.
+        """
+        del noise
+        parts = [self._term(spec, *data, moments, probe, level, clip) for spec, data in zip(self.terms, chunk, strict=True)]
+        value, vector, precision, product, needed, spread = (list(column) for column in zip(*parts, strict=True))
+        loc = moments.loc
+        precision = sum(precision)
+        # In a full-covariance family the row formula already includes H loc; the diagonal needs its own part of it.
+        vector = sum(vector) if self.family.full else sum(vector) + precision * loc
+        target = self.family.natural(vector, precision)
+        return Expected(sum(value), target, sum(product), jnp.stack(needed).max(), jnp.stack(spread).max())
+
+    def _term(self, spec: TermSpec, data: TermData, mask, moments: GaussianMoments, probe, level, clip: bool):
+        center = tuple(_project(a, moments.loc) for a in data.design)
+        mean = tuple(m + c for m, c in zip(center, data.offset, strict=True))
+        covariance = self._covariances(data, moments)
+        value, grad, hess, error = _row_expectations(spec, data, mean, covariance, level)
+        missed = jnp.max(jnp.where(mask, error, 0.0)) > TARGET[error.dtype.name]
+        needed = (level + missed).astype(jnp.int32)
+        spread = jnp.sqrt(jnp.stack([jnp.max(covariance[i, i]) for i in range(len(data.design))]).max())
+        value = jnp.sum(jnp.where(mask, value, 0.0))
+        grad = tuple(jnp.where(mask, g, 0.0) for g in grad)
+        weight = {pair: jnp.where(mask, -h, 0.0) for pair, h in hess.items()}
+        if clip:
+            weight = _clip_weights(weight)
+        vector, precision, product = 0.0, 0.0, jnp.zeros_like(moments.loc)
+        for i, design in enumerate(data.design):
+            row = grad[i]
+            if self.family.full:
+                row = row + sum(weight[min(i, j), max(i, j)] * center[j] for j in range(len(data.design)))
+            vector = vector + _pull(design, row)
+            for j, other in enumerate(data.design):
+                w = weight[min(i, j), max(i, j)]
+                if probe is not None:
+                    product = product + _pull(design, w * _project(other, probe))
+                if j < i:
+                    continue
+                block = _gram(design, w, other) if self.family.full else _gram_diagonal(design, w, other)
+                if self.family.full and j > i:
+                    block = block + block.T
+                precision = precision + (block if i == j or self.family.full else 2 * block)
+        return value, vector, precision, product, needed, spread
+
+    def _covariances(self, data: TermData, moments: GaussianMoments) -> dict[tuple[int, int], Array]:
+        if not self.family.full:
+            variance = moments.scale**2
+            return {
+                (i, j): (data.design[i] * data.design[j]) @ variance
+                for i in range(len(data.design))
+                for j in range(i, len(data.design))
+            }
+        spread = [a @ moments.scale for a in data.design]
+        return {
+            (i, j): jnp.sum(spread[i] * spread[j], axis=-1) for i in range(len(spread)) for j in range(i, len(spread))
+        }
+
+
+def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level):
+    size = _size(data.fn.batch_shape)
+    row_fn = partial(_evaluate, spec, data)
+    mean = tuple(jnp.broadcast_to(m, (size,)) for m in mean)
+    spread = {k: jnp.broadcast_to(v, (size,)) for k, v in covariance.items()}
+    if len(mean) == 1:
+        sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))
+        result = expect_1d(row_fn, mean[0], sd, rule=level)
+        return result.value, (result.grad,), {(0, 0): result.hess}, result.error
+    result = expect_2d(row_fn, mean[0], mean[1], spread[0, 0], spread[0, 1], spread[1, 1], rule=level)
+    hess = {(0, 0): result.hess[..., 0], (0, 1): result.hess[..., 1], (1, 1): result.hess[..., 2]}
+    return result.value, (result.grad[..., 0], result.grad[..., 1]), hess, result.error
+
+
+def _evaluate(spec: TermSpec, data: TermData, *predictors: Float[Array, "E"]) -> Float[Array, "E"]:
+    return term_log_prob(spec, data, predictors)
+
+
+def _clip_weights(weight: dict) -> dict:
+    if (1, 1) not in weight:
+        return {(0, 0): jnp.clip(weight[0, 0], 0.0, None)}
+    uu, uv, vv = clip_psd_2x2(weight[0, 0], weight[0, 1], weight[1, 1])
+    return {(0, 0): uu, (0, 1): uv, (1, 1): vv}
+
+
+def _project(design: Array, vector: Float[Array, "D"]) -> Array:
+    return design @ vector
+
+
+def _pull(design: Array, rows: Float[Array, "E"]) -> Float[Array, "D"]:
+    return rows @ design if design.ndim == 2 else jnp.sum(rows) * design
+
+
+def _gram(left: Array, weight: Float[Array, "E"], right: Array) -> Float[Array, "D D"]:
+    if left.ndim == 2 and right.ndim == 2:
+        return left.T @ (weight[:, None] * right)
+    if left.ndim == right.ndim == 1:
+        return jnp.sum(weight) * jnp.outer(left, right)
+    return jnp.outer(_pull(left, weight), right) if left.ndim == 2 else jnp.outer(left, _pull(right, weight))
+
+
+def _gram_diagonal(left: Array, weight: Float[Array, "E"], right: Array) -> Float[Array, "D"]:
+    product = left * right
+    return weight @ product if product.ndim == 2 else jnp.sum(weight) * product
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

@@ -1,0 +1,67 @@
+"""What an expectation hands to a solver."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..families import GaussianFamily, GaussianNatural
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Expectations of one factor's log density f under a Gaussian q; sums over rows, so chunks add up.
+
+    ``target`` is ``grad_mu E_q[f]`` in natural coordinates (PVI eq. 10): precision ``-E[hess f]`` (its diagonal for a mean-field
+    q) and precision-mean ``E[grad f] - E[hess f] loc``.
+    """
+
+    # E_q[f], nats.
+    value: Float[Array, "*M"]
+    target: GaussianNatural
+    # -E[hess f] @ probe, for the step cap of a mean-field q; zeros when q has full covariance.
+    product: Float[Array, "*M D"]
+    # The quadrature rule that the rows asked for, and their largest predictor sd; zeros when there is none.
+    level: Int[Array, "*M"]
+    spread: Float[Array, "*M"]
+
+
+def zero_expected(family: GaussianFamily, dtype) -> Expected:
+    """The expectations of a factor without rows."""
+    return Expected(
+        jnp.zeros((), dtype),
+        family.zeros((), dtype),
+        jnp.zeros((family.dim,), dtype),
+        jnp.zeros((), jnp.int32),
+        jnp.zeros((), dtype),
+    )
+
+
+def add_expected(left: Expected, right: Expected) -> Expected:
+    """Sum two sets of rows; the rule asked for is the larger one."""
+    return Expected(
+        left.value + right.value,
+        left.target + right.target,
+        left.product + right.product,
+        jnp.maximum(left.level, right.level),
+        jnp.maximum(left.spread, right.spread),
+    )
+
+
+def sum_by_group(chunks: Expected, chunk_group: Int[Array, "C"], num_groups: int) -> Expected:
+    """Segment-sum chunk results (leading axis C, sorted by group) to groups (leading axis M)."""
+
+    def total(x):
+        return jax.ops.segment_sum(x, chunk_group, num_groups, indices_are_sorted=True)
+
+    return Expected(
+        total(chunks.value),
+        jax.tree.map(total, chunks.target),
+        total(chunks.product),
+        jax.ops.segment_max(chunks.level, chunk_group, num_groups, indices_are_sorted=True),
+        jax.ops.segment_max(chunks.spread, chunk_group, num_groups, indices_are_sorted=True),
+    )

@@ -1,0 +1,49 @@
+"""Fixed node sets for Gaussian expectations: Gauss-Hermite for small predictor sd, a plain trapezoid above it.
+
+Nodes live in standardised units, u = mean + sd * z. Everything here is NumPy, computed on first use and cached.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.polynomial.hermite_e import hermegauss
+
+RULES: tuple[str, ...] = ("gh8", "gh20", "trapezoid", "mapped")
+"""Rules for expectations over one or two predictors, cheapest first; a rule's index is its place here."""
+
+SD_LIMITS: dict[str, tuple[float, ...]] = {"float64": (0.1, 0.9, 2.0), "float32": (0.35, 1.5, 2.5)}
+"""Largest predictor sd, in units of the link's own scale, up to which each rule but the last meets the target."""
+
+TARGET: dict[str, float] = {"float64": 1e-8, "float32": 1e-6}
+"""Relative error aimed at on the value and both derivatives."""
+
+
+def core_limit(dtype: np.dtype) -> float:
+    """Standard deviations beyond which a Gaussian has no mass the dtype could see (unless the integrand grows)."""
+    return 9.0 if np.dtype(dtype) == np.float64 else 6.5
+
+
+def tail_limit(dtype: np.dtype) -> float:
+    """Standard deviations beyond which the Gaussian density itself leaves the dtype's range."""
+    return 37.0 if np.dtype(dtype) == np.float64 else 12.5
+
+
+@lru_cache(maxsize=None)
+def fixed_nodes(name: str, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights of a fixed rule for E[f(z)], z standard normal.
+
+    Args:
+        name: "gh8", "gh20" or "trapezoid".
+        dtype_name: "float32" or "float64"; the trapezoid's range and step follow it.
+
+    Returns:
+        Nodes (ascending) and weights that sum to one, both float64.
+    """
+    if name.startswith("gh"):
+        nodes, weights = hermegauss(int(name[2:]))
+        return nodes, weights / weights.sum()
+    limit, step = core_limit(np.dtype(dtype_name)), 0.4 if dtype_name == "float64" else 0.5
+    half = int(np.ceil(limit / step))
+    nodes = np.linspace(-limit, limit, 2 * half + 1)
+    weights = np.exp(-0.5 * nodes**2)
+    return nodes, weights / weights.sum()

@@ -1,0 +1,330 @@
+"""Gaussian expectations of rows that depend on one affine predictor, with an error estimate.
+
+For each row n with log-likelihood psi_n(u), u ~ N(mean_n, sd_n^2):
+
+    value = E psi_n,    grad = E psi_n' = d value / d mean,    hess = E psi_n'' = d2 value / d mean2.
+
+Nothing here decides on concrete values, so everything runs under jit, vmap and loops.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ._mapping import locate_features
+from ._quadrature_2d import RowFn2D, RowMoments2D, fixed_2d, gaussian_law, mapped_2d
+from ._rules import RULES, SD_LIMITS, TARGET, fixed_nodes
+
+RowFn = Callable[[Array], Array]
+
+_NUM_MAPPED = {"float64": 176, "float32": 96}
+
+
+class RowMoments1D(NamedTuple):
+    """Expectations of psi_n and its derivatives over one predictor, in nats per unit of the predictor."""
+
+    value: Float[Array, "*rows"]  # E psi
+    grad: Float[Array, "*rows"]  # E psi'
+    hess: Float[Array, "*rows"]  # E psi''
+    error: Float[Array, "*rows"]  # estimated relative error of the worst of the three; inf where psi is not finite
+
+
+class _Sums(NamedTuple):
+    """Weighted sums over nodes; `stein_*` are the same quantities by E[f'] = E[z f] / sd, `abs_*` sums of sizes."""
+
+    value: Array
+    grad: Array
+    hess: Array
+    stein_grad: Array
+    stein_hess: Array
+    abs_value: Array
+    abs_grad: Array
+    abs_hess: Array
+    abs_stein_grad: Array
+    abs_stein_hess: Array
+
+
+def derivatives(row_fn: RowFn, u: Array) -> tuple[Array, Array, Array]:
+    """psi, psi' and psi'' of an elementwise function, by two forward passes."""
+    ones = jnp.ones_like(u)
+    (value, grad), (_, hess) = jax.jvp(lambda x: jax.jvp(row_fn, (x,), (ones,)), (u,), (ones,))
+    return value, grad, hess
+
+
+def _terms(row_fn: RowFn, u: Array, z: Array, weight: Array, sd: Array) -> _Sums:
+    value, grad, hess = (weight * t for t in derivatives(row_fn, u))
+    tilt = z / sd
+    parts = (value, grad, hess, tilt * value, tilt * grad)
+    return _Sums(*parts, *(jnp.abs(part) for part in parts))
+
+
+def _zeros(like: Array) -> _Sums:
+    return _Sums(*([jnp.zeros_like(like)] * len(_Sums._fields)))
+
+
+def _add(left: _Sums, right: _Sums) -> _Sums:
+    return _Sums(*(a + b for a, b in zip(left, right, strict=True)))
+
+
+def _floor_sd(sd: Array) -> Array:
+    """A row whose predictor does not vary still has a z / sd: keep it finite; rounding then hides the Stein forms."""
+    return jnp.maximum(sd, jnp.asarray(1e-15, sd.dtype))
+
+
+def _relative(error: Array, scale: Array) -> Array:
+    """error / scale with 0 / 0 = 0, and inf for anything that is not a number."""
+    ratio = error / jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)
+    return jnp.where(jnp.isfinite(ratio), ratio, jnp.inf)
+
+
+def _rounding(sums: _Sums, mean: Array, sd: Array) -> tuple[Array, Array]:
+    """What rounding alone can put between the direct and the Stein form of grad and hess."""
+    unit = 8 * jnp.finfo(mean.dtype).eps
+    wobble = jnp.abs(mean) / sd
+    return (
+        unit * (sums.abs_stein_grad + sums.abs_grad * (1 + wobble)),
+        unit * (sums.abs_stein_hess + sums.abs_hess * (1 + wobble)),
+    )
+
+
+def _fixed(row_fn: RowFn, mean: Array, sd: Array, name: str) -> RowMoments1D:
+    """A rule with the same standardised nodes in every row."""
+    sd = _floor_sd(sd)
+    nodes, weights = (jnp.asarray(a, mean.dtype) for a in fixed_nodes(name, mean.dtype.name))
+
+    def step(sums: _Sums, node: tuple[Array, Array]) -> tuple[_Sums, None]:
+        z, weight = node
+        return _add(sums, _terms(row_fn, mean + sd * z, z, weight, sd)), None
+
+    sums, _ = jax.lax.scan(step, _zeros(mean), (nodes, weights))
+    return RowMoments1D(sums.value, sums.grad, sums.hess, _fixed_error(sums, mean, sd, len(nodes)))
+
+
+def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int) -> Array:
+    """Error from the gap between direct and Stein forms.
+
+    The two forms differ first in the polynomial degree the rule itself fails at, so the gap has the size of the error,
+    not of a coarser rule's error. The gap of grad sees the even part of the failure, that of hess the odd part.
+    """
+    noise_grad, noise_hess = _rounding(sums, mean, sd)
+    gap_grad = jnp.abs(sums.grad - sums.stein_grad)
+    gap_hess = jnp.abs(sums.hess - sums.stein_hess)
+    gap_grad = jnp.where(gap_grad > noise_grad, gap_grad, 0.0)
+    gap_hess = jnp.where(gap_hess > noise_hess, gap_hess, 0.0)
+    error = gap_hess + gap_grad / sd * num_nodes**0.5
+    relative = [
+        _relative(error, jnp.maximum(sums.abs_hess, noise_hess)),
+        _relative(error * sd, sums.abs_grad),
+        _relative(error * sd**2, sums.abs_value),
+    ]
+    return jnp.maximum(jnp.maximum(relative[0], relative[1]), relative[2])
+
+
+def _standardised(row_fn: RowFn, mean: Array, sd: Array) -> Callable[[Array, Array], tuple[Array, Array, Array]]:
+    def slope_fn(center: Array, offset: Array) -> tuple[Array, Array, Array]:
+        value, grad, hess = derivatives(row_fn, (mean + sd * center) + sd * offset)
+        return value, sd * grad, sd**2 * hess
+
+    return slope_fn
+
+
+def _mapped(row_fn: RowFn, mean: Array, sd: Array) -> RowMoments1D:
+    """Trapezoid on the row's own change of variable: fine at its features, wide enough for its mass."""
+    sd = _floor_sd(sd)
+    rows = locate_features(_standardised(row_fn, mean, sd), mean)
+    low, high = rows.forward(rows.low), rows.forward(rows.high)
+    half = _NUM_MAPPED[mean.dtype.name] // 2
+    step = (high - low) / (2 * half - 1)
+    base = mean + sd * rows.anchor
+    norm = step / (2 * np.pi) ** 0.5
+
+    def node(index: Array) -> _Sums:
+        offset, rate = rows.inverse(low + step * index)
+        z = rows.anchor + offset
+        return _terms(row_fn, base + sd * offset, z, norm * rate * jnp.exp(-0.5 * z**2), sd)
+
+    def pair(carry: tuple[_Sums, _Sums], index: Array) -> tuple[tuple[_Sums, _Sums], None]:
+        even, odd = carry
+        return (_add(even, node(2 * index)), _add(odd, node(2 * index + 1))), None
+
+    (even, odd), _ = jax.lax.scan(pair, (_zeros(mean),) * 2, jnp.arange(half, dtype=mean.dtype))
+    ends = _add(node(jnp.zeros((), mean.dtype)), node(jnp.asarray(2 * half - 1, mean.dtype)))
+    return _mapped_moments(even, odd, ends, mean, sd)
+
+
+def _mapped_moments(even: _Sums, odd: _Sums, ends: _Sums, mean: Array, sd: Array) -> RowMoments1D:
+    """Joins the two half rules, decides between E psi'' and its Stein form, and estimates the error."""
+    sums = _add(even, odd)
+    halves = _Sums(*(jnp.abs(a - b) for a, b in zip(even, odd, strict=True)))
+    noise_grad, noise_hess = _rounding(sums, mean, sd)
+    gap_grad, gap_hess = jnp.abs(sums.grad - sums.stein_grad), jnp.abs(sums.hess - sums.stein_hess)
+    kink = gap_hess > 10 * (halves.hess + halves.stein_hess + noise_hess)
+    gap_grad = jnp.where(gap_grad > noise_grad, gap_grad, 0.0)
+    gap_hess = jnp.where(kink | (gap_hess <= noise_hess), 0.0, gap_hess)
+    eps = jnp.finfo(mean.dtype).eps
+
+    def error(half: Array, scale: Array, end: Array) -> Array:
+        # Halving the step of an analytic trapezoid squares its relative error.
+        coarse = half / jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)
+        return scale * (jnp.minimum(coarse, 10 * coarse**2) + 4 * eps) + end
+
+    direct = error(halves.hess, sums.abs_hess, ends.abs_hess)
+    stein = error(halves.stein_hess, sums.abs_stein_hess, ends.abs_stein_hess)
+    use_stein = kink | (stein < direct)
+    hess = jnp.where(use_stein, sums.stein_hess, sums.hess)
+    hess_error = jnp.where(use_stein, stein, direct) + gap_hess + gap_grad / sd
+    scale = jnp.maximum(jnp.where(use_stein, sums.abs_stein_hess, sums.abs_hess), noise_hess)
+    relative = [
+        _relative(hess_error, scale),
+        _relative(error(halves.grad, sums.abs_grad, ends.abs_grad) + gap_grad, sums.abs_grad),
+        _relative(error(halves.value, sums.abs_value, ends.abs_value) + sd * gap_grad, sums.abs_value),
+    ]
+    worst = jnp.maximum(jnp.maximum(relative[0], relative[1]), relative[2])
+    return RowMoments1D(sums.value, sums.grad, hess, worst)
+
+
+def _apply(row_fn: RowFn, mean: Array, sd: Array, name: str) -> RowMoments1D:
+    return _mapped(row_fn, mean, sd) if name == "mapped" else _fixed(row_fn, mean, sd, name)
+
+
+def rule_index(max_sd: Float[Array, ""]) -> Int[Array, ""]:
+    """Index of the cheapest rule for a largest predictor sd in units of the link's own scale.
+
+    Args:
+        max_sd: largest sd of any row's predictor (for a Student-t: divided by scale * sqrt(df)).
+
+    Returns:
+        Index into `RULES`. Only a first guess: `choose_rule` measures.
+    """
+    max_sd = jnp.asarray(max_sd)
+    limits = jnp.asarray(SD_LIMITS[max_sd.dtype.name], max_sd.dtype)
+    return jnp.sum(max_sd > limits).astype(jnp.int32)
+
+
+def choose_rule(
+    row_fn: RowFn, mean: Float[Array, "*rows"], sd: Float[Array, "*rows"], *, target: float | None = None
+) -> Int[Array, ""]:
+    """Index of the cheapest rule whose estimated error meets the target in every row.
+
+    Rules are tried in order and only as far as needed, so where the first one serves it costs one pass of it. Call
+    it once a round, outside any vmap, and hand the index to `expect_1d`.
+
+    Args:
+        row_fn: elementwise psi, rows to rows.
+        mean: mean of each row's predictor.
+        sd: standard deviation of each row's predictor.
+        target: relative error wanted; default 1e-8 in float64, 1e-6 in float32.
+
+    Returns:
+        Index into `RULES`.
+    """
+    mean, sd = jnp.broadcast_arrays(mean, sd)
+    return _cheapest(lambda name: _apply(row_fn, mean, sd, name).error, mean.dtype.name, target)
+
+
+def choose_rule_2d(
+    row_fn: RowFn2D,
+    mean_u: Float[Array, "*rows"],
+    mean_v: Float[Array, "*rows"],
+    cov_uu: Float[Array, "*rows"],
+    cov_uv: Float[Array, "*rows"],
+    cov_vv: Float[Array, "*rows"],
+    *,
+    target: float | None = None,
+) -> Int[Array, ""]:
+    """`choose_rule` for two predictors; arguments as in `expect_2d`."""
+    moments = jnp.broadcast_arrays(mean_u, mean_v, cov_uu, cov_uv, cov_vv)
+    return _cheapest(lambda name: _apply_2d(row_fn, name, *moments).error, moments[0].dtype.name, target)
+
+
+def _cheapest(error_of: Callable[[str], Array], dtype: str, target: float | None) -> Array:
+    target = TARGET[dtype] if target is None else target
+
+    def attempt(index: int) -> Array:
+        here = jnp.asarray(index, jnp.int32)
+        if index == len(RULES) - 1:
+            return here
+        good = jnp.max(error_of(RULES[index]), initial=0.0) <= target
+        return jax.lax.cond(good, lambda: here, lambda: attempt(index + 1))
+
+    return attempt(0)
+
+
+def expect_1d(
+    row_fn: RowFn,
+    mean: Float[Array, "*rows"],
+    sd: Float[Array, "*rows"],
+    *,
+    rule: str | int | Int[Array, ""] | None = None,
+) -> RowMoments1D:
+    """E psi, E psi' and E psi'' of every row under u ~ N(mean, sd^2).
+
+    Args:
+        row_fn: elementwise psi, rows to rows, in nats; may close over data and parameters.
+        mean: mean of each row's predictor.
+        sd: standard deviation of each row's predictor, >= 0.
+        rule: a name in `RULES`, an index into it (traced or not), or None for `choose_rule` on these rows.
+
+    Returns:
+        The three expectations and the estimated relative error of the worst of them per row.
+
+    Raises:
+        ValueError: unknown rule name.
+    """
+    mean, sd = jnp.broadcast_arrays(mean, sd)
+    if rule is None:
+        rule = choose_rule(row_fn, mean, sd)
+    return _dispatch(lambda name: lambda m, s: _apply(row_fn, m, s, name), rule, mean, sd)
+
+
+def expect_2d(
+    row_fn: RowFn2D,
+    mean_u: Float[Array, "*rows"],
+    mean_v: Float[Array, "*rows"],
+    cov_uu: Float[Array, "*rows"],
+    cov_uv: Float[Array, "*rows"],
+    cov_vv: Float[Array, "*rows"],
+    *,
+    rule: str | int | Int[Array, ""] | None = None,
+) -> RowMoments2D:
+    """E psi, its gradient and its Hessian for every row under (u, v) jointly Gaussian.
+
+    Args:
+        row_fn: elementwise psi(u, v), rows to rows, in nats.
+        mean_u: mean of the first predictor.
+        mean_v: mean of the second predictor.
+        cov_uu: variance of the first predictor, >= 0.
+        cov_uv: covariance.
+        cov_vv: variance of the second predictor, >= 0.
+        rule: a name in `RULES`, an index into it (traced or not), or None for the cheapest that meets the target.
+
+    Returns:
+        The expectations and the estimated relative error of the worst of them per row.
+
+    Raises:
+        ValueError: unknown rule name.
+    """
+    moments = jnp.broadcast_arrays(mean_u, mean_v, cov_uu, cov_uv, cov_vv)
+    if rule is None:
+        rule = choose_rule_2d(row_fn, *moments)
+    return _dispatch(lambda name: lambda *args: _apply_2d(row_fn, name, *args), rule, *moments)
+
+
+def _dispatch(build: Callable[[str], Callable], rule: str | int | Array, *args: Array):
+    """Runs one rule; a traced index stays one branch of a switch."""
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"rule={rule!r} is not one of {', '.join(RULES)}")
+        return build(rule)(*args)
+    if isinstance(rule, int):
+        return build(RULES[rule])(*args)
+    return jax.lax.switch(rule, [build(name) for name in RULES], *args)
+
+
+def _apply_2d(row_fn: RowFn2D, name: str, *moments: Array) -> RowMoments2D:
+    law = gaussian_law(*moments)
+    return mapped_2d(row_fn, law) if name == "mapped" else fixed_2d(row_fn, law, name)

@@ -1,0 +1,36 @@
+"""The exact side: a partitioned model as log-likelihoods of single groups, packed rows, and the structure they have."""
+
+from ._model import Layout, ModelCall, abstract_trace, row_log_likelihood
+from ._packing import Packing, gather_rows
+from ._plan import PartitionPlan
+from ._planner import Planned, make_plan, model_layout, move_to_prior_factor, plan_factors, refuse_unsupported, slice_rows
+from ._prior import exact_prior, prior_factor_log_density
+from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
+from ._terms import TermData, TermSpec, prepare_term, term_log_prob
+
+__all__ = [
+    "Layout",
+    "ModelCall",
+    "Packing",
+    "PartitionPlan",
+    "Planned",
+    "TermData",
+    "TermSpec",
+    "abstract_trace",
+    "as_arrays",
+    "check_finite_arguments",
+    "check_same_signature",
+    "exact_prior",
+    "gather_rows",
+    "make_plan",
+    "model_layout",
+    "move_to_prior_factor",
+    "plan_factors",
+    "prepare_term",
+    "prior_factor_log_density",
+    "row_log_likelihood",
+    "signature_of",
+    "refuse_unsupported",
+    "slice_rows",
+    "term_log_prob",
+]

@@ -1,0 +1,205 @@
+"""Reading a NumPyro model at a point of the flat unconstrained space."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jaxtyping import Array, Float
+from numpyro import handlers
+from numpyro.distributions.transforms import biject_to
+from numpyro.distributions.util import sum_rightmost
+from numpyro.primitives import Messenger
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Names and unconstrained shapes of the latents, in the order in which they lie in the flat vector.
+
+    It is the guide's own order, fixed when a state is made and carried in it: a guide that is set up under ``jit`` sorts its
+    latents differently from one that is set up eagerly, and the same parameters would mean another posterior.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of unconstrained coordinates of each latent."""
+        return tuple(int(np.prod(shape)) for shape in self.shapes)
+
+    @property
+    def dim(self) -> int:
+        """D, the length of the flat vector."""
+        return sum(self.sizes)
+
+    def slice_of(self, name: str) -> slice:
+        """Where a latent lies in the flat vector."""
+        index = self.names.index(name)
+        start = sum(self.sizes[:index])
+        return slice(start, start + self.sizes[index])
+
+    def unflatten(self, flat: Float[Array, "*batch D"]) -> dict[str, Array]:
+        """Flat unconstrained vector(s) to a dict of unconstrained latents."""
+        batch = flat.shape[:-1]
+        return {n: flat[..., self.slice_of(n)].reshape(batch + s) for n, s in zip(self.names, self.shapes, strict=True)}
+
+    def flatten(self, values: dict[str, Array], batch_shape: tuple[int, ...] = ()) -> Float[Array, "*batch D"]:
+        """A dict of unconstrained latents to flat vector(s)."""
+        parts = [jnp.reshape(values[n], batch_shape + (size,)) for n, size in zip(self.names, self.sizes, strict=True)]
+        return jnp.concatenate(parts, axis=-1)
+
+    def coordinate_name(self, index: int) -> str:
+        """A readable name of one flat coordinate, for messages: ``w[3]`` or ``sigma``."""
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            where = self.slice_of(name)
+            if where.start <= index < where.stop:
+                position = np.unravel_index(index - where.start, shape) if shape else ()
+                return name + (f"[{','.join(str(int(i)) for i in position)}]" if shape else "")
+        raise IndexError(index)
+
+
+class _AtPoint(Messenger):
+    """Give every latent the value that its unconstrained coordinates map to, and keep the log Jacobians."""
+
+    def __init__(self, fn: Callable, values: dict[str, Array]):
+        self.values = values
+        self.log_jacobians: dict[str, Array] = {}
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Substitute a latent's value; everything else passes."""
+        if msg["type"] != "sample" or msg["is_observed"] or msg["name"] not in self.values:
+            return
+        point = self.values[msg["name"]]
+        transform = biject_to(msg["fn"].support)
+        value = transform(point)
+        jacobian = transform.log_abs_det_jacobian(point, value)
+        event_dim = len(msg["fn"].event_shape)
+        self.log_jacobians[msg["name"]] = sum_rightmost(jacobian, jnp.ndim(jacobian) - jnp.ndim(value) + event_dim)
+        msg["value"] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCall:
+    """A model with everything that stays fixed while the flat vector moves.
+
+    Args:
+        model: the NumPyro model.
+        layout: the flat layout of its latents.
+        args: positional arguments (arrays or static leaves).
+        kwargs: keyword arguments.
+        params: constrained values of the model's ``numpyro.param`` sites.
+    """
+
+    model: Callable
+    layout: Layout
+    args: tuple
+    kwargs: dict
+    params: dict
+
+    def trace(self, point: Float[Array, "D"]) -> tuple[dict, dict[str, Array]]:
+        """Trace the model at a flat unconstrained point.
+
+        Args:
+            point: unconstrained latents.
+
+        Returns:
+            ``(trace, log_jacobians)``: the NumPyro trace (constrained values) and each latent's log |d constrained / d
+            unconstrained|, in its batch shape.
+        """
+        reader = _AtPoint(self.model, self.layout.unflatten(point))
+        seeded = handlers.seed(handlers.substitute(reader, data=self.params), jax.random.key(0))
+        with jax.named_scope("numpyro_model"):
+            trace = handlers.trace(seeded).get_trace(*self.args, **self.kwargs)
+        return trace, reader.log_jacobians
+
+
+def site_log_prob(site: dict, log_jacobian: Array | None = None) -> Array:
+    """Elementwise log density of a sample site in its batch shape, with its scale, mask and Jacobian, in nats."""
+    value = site["fn"].log_prob(site["value"])
+    if log_jacobian is not None:
+        value = value + log_jacobian
+    return value if site["scale"] is None else value * site["scale"]
+
+
+def is_latent(site: dict) -> bool:
+    """Whether a trace entry is an unobserved sample site."""
+    return site["type"] == "sample" and not site["is_observed"]
+
+
+def is_observed(site: dict) -> bool:
+    """Whether a trace entry is an observed sample site (``numpyro.factor`` included)."""
+    return site["type"] == "sample" and site["is_observed"]
+
+
+def frame_of(site: dict, plate: str):
+    """The plate's frame in a site's conditional-independence stack, or None."""
+    return next((f for f in site["cond_indep_stack"] if f.name == plate), None)
+
+
+def latent_log_density(call: ModelCall, point: Float[Array, "D"]) -> dict[str, Array]:
+    """Each latent's log density in unconstrained space at a flat point, in nats."""
+    trace, jacobians = call.trace(point)
+    return {n: jnp.sum(site_log_prob(s, jacobians.get(n))) for n, s in trace.items() if is_latent(s)}
+
+
+def outside_log_likelihood(call: ModelCall, point: Float[Array, "D"], plate: str) -> Array:
+    """Log density of the observed sites outside the partitioned plate, in nats: they belong to the prior factor."""
+    trace, _ = call.trace(point)
+    terms = [jnp.sum(site_log_prob(s)) for s in trace.values() if is_observed(s) and frame_of(s, plate) is None]
+    return sum(terms, start=jnp.zeros((), point.dtype))
+
+
+def row_log_likelihood(call: ModelCall, point: Float[Array, "D"], plate: str) -> dict[str, Float[Array, "N"]]:
+    """Log-likelihood of every row of the partitioned plate at one flat point.
+
+    Args:
+        call: the model and its (full or sliced) arguments.
+        point: unconstrained latents.
+        plate: name of the partitioned plate.
+
+    Returns:
+        For each observed sample site in the plate, one number per plate index, in nats; other batch axes are summed.
+    """
+    trace, _ = call.trace(point)
+    rows = {}
+    for name, site in trace.items():
+        frame = frame_of(site, plate) if is_observed(site) else None
+        if frame is not None:
+            rows[name] = rows_first(site_log_prob(site), frame.dim)
+    return rows
+
+
+def rows_first(values: Array, dim: int) -> Float[Array, "N"]:
+    """Move a plate's (negative) batch axis to the front and sum the others."""
+    values = jnp.moveaxis(values, values.ndim + dim, 0)
+    return values.reshape(values.shape[0], -1).sum(axis=-1)
+
+
+def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
+    """Trace a model's structure (names, plates, shapes, supports) without computing anything.
+
+    Args:
+        model: the NumPyro model.
+        key: a random key.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        The trace; its values are abstract and must not be computed with.
+    """
+    found: dict = {}
+
+    def run(key):
+        found.update(handlers.trace(handlers.seed(model, key)).get_trace(*args, **kwargs))
+        return jnp.zeros(())
+
+    with numpyro.validation_enabled(False):
+        jax.eval_shape(run, key)
+    return found

@@ -1,0 +1,137 @@
+"""Rows of unequal groups in chunks of equal length, each chunk of one group.
+
+Padding every group to the largest costs M times the data when one group holds half the rows. Chunks cost at most
+`MAX_PADDED_SHARE` of the rows, and there are at most `MAX_CHUNKS_PER_GROUP` of them per group on average, because every
+chunk leaves a result as large as a site.
+"""
+
+from dataclasses import dataclass
+from typing import Final, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Num
+
+from ..errors import DataError
+from ..handlers import GroupTable
+
+__all__ = ["MAX_CHUNKS_PER_GROUP", "MAX_PADDED_SHARE", "Packing", "choose_chunk_rows", "gather_rows", "pack_rows"]
+
+MAX_PADDED_SHARE: Final = 1.3
+# Chunks of R > s a rows (a the average group size, s the padding allowed) number less than M (1 + 1/s), and with
+# R - 1 <= s a they pad at most s N: both limits can always be met.
+MAX_CHUNKS_PER_GROUP: Final = 1 + 1 / (MAX_PADDED_SHARE - 1)
+# What a chunk costs besides its rows (its result, its share of the model's global part), in units of `chunk_size` rows.
+_CHUNK_COST = 1 / 16
+_MAX_CANDIDATES = 2048
+
+
+# JAX rebuilds pytrees around placeholders (vmap axes, shapes), so the constructor must not check its arguments.
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packing:
+    """Which row stands where in the chunks. Chunks are sorted by group.
+
+    Attributes:
+        rows: Plate index of each slot; slots of padding repeat the chunk's first row.
+        mask: True where a slot holds a row, False where it is padding. Every row is in exactly one such slot.
+        chunk_group: Position of each chunk's group in the group table; ascending.
+        offsets: First chunk of each group, and the number of chunks at the end; G = M + 1 entries.
+    """
+
+    rows: Int[Array, "C R"]
+    mask: Bool[Array, "C R"]
+    chunk_group: Int[Array, " C"]
+    offsets: Int[Array, " G"]
+
+
+def choose_chunk_rows(sizes: tuple[int, ...], chunk_size: int = 128) -> int:
+    r"""Choose the chunk length R that makes rows and chunks together cheapest.
+
+    With C(R) = sum_m ceil(n_m / R) chunks, it minimises
+
+        R C(R) + (chunk_size / 16) C(R)   subject to   R C(R) <= 1.3 N,   C(R) <= 4.3 M.
+
+    Groups of equal size get one chunk each and no padding. The minimum is at some R = ceil(n_m / k), since between
+    those C is constant; all of them are tried (evenly thinned out above 2048).
+
+    Args:
+        sizes: Rows of each group, n_m >= 1.
+        chunk_size: Rows worth 16 chunks' own cost: a larger number accepts more padding to have fewer chunks.
+
+    Returns:
+        R, between 1 and the largest group's size.
+    """
+    rows_of, count = np.unique(np.asarray(sizes, dtype=np.int64), return_counts=True)
+    num_rows, num_groups = int(rows_of @ count), int(count.sum())
+    # One past the padding allowed per group: feasible for any sizes (see MAX_CHUNKS_PER_GROUP).
+    safe = min(int((MAX_PADDED_SHARE - 1) * num_rows / num_groups) + 1, int(rows_of[-1]))
+    candidates = _candidates(rows_of, num_rows, num_groups, safe)
+    chunks = np.array([int(-(-rows_of // length) @ count) for length in candidates])
+    padded = candidates * chunks
+    feasible = (padded <= MAX_PADDED_SHARE * num_rows) & (chunks <= MAX_CHUNKS_PER_GROUP * num_groups)
+    cost = np.where(feasible, padded + _CHUNK_COST * chunk_size * chunks, np.inf)
+    # Among equals the longest: fewest chunks.
+    return int(candidates[cost == cost.min()].max())
+
+
+def pack_rows(table: GroupTable, chunk_rows: int) -> Packing:
+    """Pack the rows of every group into chunks.
+
+    Args:
+        table: Group of each row.
+        chunk_rows: Chunk length R, at least 1.
+
+    Returns:
+        The packing; within a group, rows keep their order.
+    """
+    sizes = np.asarray(table.sizes, dtype=np.int64)
+    order = np.argsort(table.index_of_row, kind="stable")
+    ends = np.cumsum(sizes)
+    chunks = -(-sizes // chunk_rows)
+    offsets = np.concatenate([[0], np.cumsum(chunks)])
+    group = np.repeat(np.arange(len(sizes)), chunks)
+    start = (ends - sizes)[group] + (np.arange(offsets[-1]) - offsets[group]) * chunk_rows
+    slots = start[:, None] + np.arange(chunk_rows)
+    mask = slots < ends[group][:, None]
+    rows = order[np.where(mask, slots, start[:, None])]
+    return Packing(
+        rows=jnp.asarray(rows, dtype=jnp.int32),
+        mask=jnp.asarray(mask),
+        chunk_group=jnp.asarray(group, dtype=jnp.int32),
+        offsets=jnp.asarray(offsets, dtype=jnp.int32),
+    )
+
+
+def gather_rows(leaf: Num[Array, "..."], packing: Packing, axis: int = 0) -> Num[Array, "C ..."]:
+    """Arrange an array's rows in chunks.
+
+    Args:
+        leaf: Array whose `axis` runs over the plate's rows.
+        packing: Where each row stands.
+        axis: The axis of the rows.
+
+    Returns:
+        The chunks along a new leading axis; within a chunk the rows stay on `axis`, so ``(N, D)`` gives ``(C, R, D)``
+        and, with axis 1, ``(D, N)`` gives ``(C, D, R)``. Slots of padding repeat the chunk's first row.
+
+    Raises:
+        DataError: If the array has no such axis.
+    """
+    if not -leaf.ndim <= axis < leaf.ndim:
+        raise DataError(f"an array of shape {leaf.shape} has no axis {axis} for its rows.")
+    axis %= leaf.ndim
+    return jnp.moveaxis(jnp.take(leaf, packing.rows, axis=axis), axis, 0)
+
+
+def _candidates(rows_of: np.ndarray, num_rows: int, num_groups: int, safe: int) -> np.ndarray:
+    # Shorter chunks than this would exceed the allowed number, as C >= N / R.
+    shortest = max(1, int(num_rows / (MAX_CHUNKS_PER_GROUP * num_groups)))
+    lengths = [np.unique(-(-int(rows) // np.arange(1, int(rows) // shortest + 2))) for rows in rows_of]
+    lengths = np.unique(np.concatenate(lengths))
+    lengths = lengths[lengths >= shortest]
+    if len(lengths) > _MAX_CANDIDATES:
+        lengths = lengths[np.linspace(0, len(lengths) - 1, _MAX_CANDIDATES).astype(int)]
+    return np.union1d(lengths, [safe])

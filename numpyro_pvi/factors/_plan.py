@@ -1,0 +1,82 @@
+"""The static result of planning, as a user reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..handlers import GroupTable
+from ._model import Layout
+from ._terms import TermSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionPlan:
+    """How a model is split into a prior part and one factor per group. Static and hashable; ``str()`` is a table.
+
+    ``exact`` latents have a prior inside the Gaussian family; ``prior_latents`` and ``outside`` (observed sites in no
+    partitioned plate) form the prior factor.
+    """
+
+    plate: str
+    table: GroupTable
+    layout: Layout
+    # How one group is evaluated: "args" slices every argument whose axis runs over the plate.
+    mechanism: str
+    reason: str
+    # One entry per leaf of (args, kwargs): the axis that runs over the plate, or None.
+    axes: tuple[int | None, ...]
+    sliced: tuple[str, ...]
+    chunk_rows: int
+    num_chunks: int
+    observed: tuple[str, ...]
+    outside: tuple[str, ...]
+    # "quadratic", "affine" or "draws", with the terms found (empty when there are none).
+    likelihood: str
+    terms: tuple[TermSpec, ...]
+    exact: tuple[str, ...]
+    prior_latents: tuple[str, ...]
+    prior_terms: tuple[TermSpec, ...]
+    # "none", "affine" or "draws".
+    prior_kind: str
+    params: tuple[str, ...]
+
+    @property
+    def has_prior_factor(self) -> bool:
+        """Whether part of the prior is outside the family and gets a site of its own."""
+        return self.prior_kind != "none"
+
+    def __str__(self) -> str:
+        padded = self.num_chunks * self.chunk_rows
+        sizes = self.table.sizes
+        shown = ", ".join(f"{label!r}: {size}" for label, size in zip(self.table.labels[:8], sizes[:8], strict=True))
+        more = f", ... ({len(sizes)} groups)" if len(sizes) > 8 else ""
+        rows = [
+            ("plate", f"{self.plate!r}, size {self.table.num_rows}"),
+            ("groups (rows)", shown + more),
+            ("mechanism", f"{self.mechanism}: {self.reason}"),
+            ("arguments sliced", ", ".join(self.sliced)),
+            ("chunks", f"{self.num_chunks} of {self.chunk_rows} rows, padding {padded / self.table.num_rows - 1:.0%}"),
+            ("observed sites", ", ".join(self.observed)),
+            ("likelihood", _describe(self.likelihood, self.terms)),
+            ("prior held exactly", ", ".join(self.exact) or "none"),
+            ("prior factor", self._prior_line()),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def _prior_line(self) -> str:
+        if not self.has_prior_factor:
+            return "none"
+        parts = [", ".join(self.prior_latents)] if self.prior_latents else []
+        if self.outside:
+            parts.append("observed outside the plate: " + ", ".join(self.outside))
+        return "; ".join(parts) + f" ({_describe(self.prior_kind, self.prior_terms)})"
+
+
+def _describe(kind: str, terms: tuple[TermSpec, ...]) -> str:
+    if kind == "quadratic":
+        return "quadratic in the latents (closed form)"
+    if kind == "draws":
+        return "no structure found (antithetic draws)"
+    counts = ", ".join(f"{t.site}: {len(t.predictors)} affine predictor{'s' * (len(t.predictors) > 1)}" for t in terms)
+    return f"{counts} (quadrature)"

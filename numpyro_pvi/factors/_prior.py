@@ -1,0 +1,42 @@
+"""The exactly held part of the prior, and the prior factor."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ._model import ModelCall, is_latent, latent_log_density, outside_log_likelihood, site_log_prob
+
+
+def exact_prior(
+    call: ModelCall, exact: tuple[str, ...], point: Float[Array, "D"]
+) -> tuple[Float[Array, "D"], Float[Array, "D D"]]:
+    """Natural parameters of the quadratic part of the log prior.
+
+    Args:
+        call: the model and its arguments.
+        exact: latents whose priors are jointly quadratic in the flat vector.
+        point: where to read them (anywhere: they are quadratic).
+
+    Returns:
+        ``(precision_mean, precision)``; zero on every other coordinate.
+    """
+
+    def log_prior(z):
+        terms = latent_log_density(call, z)
+        return sum((terms[n] for n in exact), start=jnp.zeros((), z.dtype))
+
+    gradient = jax.grad(log_prior)(point)
+    precision = -jax.jacfwd(jax.grad(log_prior))(point)
+    return gradient + precision @ point, precision
+
+
+def prior_factor_log_density(
+    call: ModelCall, point: Float[Array, "D"], latents: tuple[str, ...], outside: tuple[str, ...], plate: str
+) -> Float[Array, ""]:
+    """Log density of the prior factor at a flat point: priors outside the family, and likelihood outside the plate, in nats."""
+    trace, jacobians = call.trace(point)
+    terms = [jnp.sum(site_log_prob(trace[n], jacobians[n])) for n in latents if is_latent(trace[n])]
+    total = sum(terms, start=jnp.zeros((), point.dtype))
+    return total + outside_log_likelihood(call, point, plate) if outside else total

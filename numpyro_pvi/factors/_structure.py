@@ -1,0 +1,208 @@
+"""What kind of function of the latents a factor is, found by looking at values on random rays.
+
+The tests run on numpy arrays that one compiled probe of the model returned: third differences along rays for "quadratic in theta",
+second differences of a distribution's parameters under the usual links for "affine predictors". Values decide, never Hessians at
+a point: a Laplace density has a zero Hessian wherever it is evaluated and is not Gaussian.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ._terms import LINKS, OWN_VALUE, DerivedLeaf, Predictor, TermSpec
+
+# Points on each ray: base + k * step, k = 0..3 (the base is shared by all rays).
+POINTS_PER_RAY = 4
+# Largest number of affine predictors per element that quadrature is used for.
+MAX_PREDICTORS = 2
+_LINK_ORDER = ("identity", "log", "logit", "softplus", "probit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rays:
+    """How the rows of a probe's point matrix form rays: ``index[r, k]`` is the k-th point of ray r."""
+
+    index: np.ndarray
+
+    @property
+    def points(self) -> np.ndarray:
+        """Every distinct point that lies on a ray."""
+        return np.unique(self.index)
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteFacts:
+    """Static facts of one sample site, read from an abstract trace."""
+
+    name: str
+    latent: bool
+    discrete: bool
+    batch_shape: tuple[int, ...]
+    event_dim: int
+    # Event dimension of each parameter, by path; None for leaves inside transforms.
+    leaf_event_dims: tuple[tuple[str, int | None], ...]
+    elementwise: bool
+    # Batch axis (negative) that runs over the partitioned plate's rows; None outside it.
+    row_dim: int | None = None
+
+
+def is_quadratic(values: np.ndarray, rays: Rays) -> bool:
+    """Whether values are quadratic along every ray.
+
+    Args:
+        values: Float[P, ...]; a log density (per row, or summed) at each probe point.
+        rays: the rays.
+
+    Returns:
+        True when every third difference vanishes to rounding. A value that overflows on a ray is not quadratic.
+    """
+    values = np.asarray(values)
+    if not np.all(np.isfinite(values[rays.points])):
+        return False
+    tolerance = 2e-4 if values.dtype == np.float32 else 1e-9
+    v = np.asarray(values, np.float64)[rays.index]
+    third = v[:, 0] - 3 * v[:, 1] + 3 * v[:, 2] - v[:, 3]
+    size = np.abs(v).sum(axis=1)
+    return bool(np.all(np.abs(third) <= tolerance * size + 1e-30))
+
+
+def moves(values: np.ndarray, rays: Rays) -> bool:
+    """Whether an array of parameters changes anywhere along the rays."""
+    v = np.asarray(values)[rays.points]
+    with np.errstate(invalid="ignore"):
+        return not bool(np.all((v == v[:1]) | (np.isnan(v) & np.isnan(v[:1]))))
+
+
+def affine_link(values: np.ndarray, rays: Rays) -> tuple[str, np.ndarray] | None:
+    """The first link under which a parameter is affine in the latents.
+
+    Args:
+        values: Float[P, ...]; the parameter at each probe point.
+        rays: the rays.
+
+    Returns:
+        ``(link, predictor values)``, or None. Entries where the link saturates are left out of the test, but a link needs
+        usable entries that move on at least one ray.
+    """
+    values = np.asarray(values)
+    for name in _LINK_ORDER:
+        predictor = _apply_link(name, values)
+        if predictor is not None and _is_affine(predictor, rays, values.dtype):
+            return name, predictor
+    return None
+
+
+def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray | None, rays: Rays) -> TermSpec | None:
+    """Find at most two affine predictors that every element of a site depends on.
+
+    Args:
+        facts: the site's static facts.
+        leaves: Float[P, ...] per parameter path.
+        own: Float[P, ...], a latent's unconstrained value at each point; None for an observed site.
+        rays: the rays.
+
+    Returns:
+        The term's structure, or None when some parameter is not affine under any link or more than two predictors remain.
+    """
+    if facts.event_dim or (facts.latent and not facts.elementwise):
+        return None
+    count = int(np.prod(facts.batch_shape)) if facts.batch_shape else 1
+    basis: list[tuple[Predictor, np.ndarray]] = []
+    derived: list[DerivedLeaf] = []
+    if own is not None:
+        flat = np.asarray(own, np.float64).reshape(own.shape[0], -1)
+        basis.append((Predictor(OWN_VALUE, "identity", count == 1), np.broadcast_to(flat, (flat.shape[0], count))))
+    event_dims = dict(facts.leaf_event_dims)
+    # Whole-row parameters first, so that a row's own predictor becomes the basis and derived ones are written through it.
+    for path in sorted(leaves, key=lambda p: (p.count("/"), p.startswith("_"), p)):
+        values = leaves[path]
+        if not moves(values, rays):
+            continue
+        if event_dims.get(path) != 0:
+            return None
+        found = affine_link(values, rays)
+        if found is None:
+            return None
+        link, predictor = found
+        spread = _broadcast_elements(predictor, facts.batch_shape)
+        combination = _combine([b for _, b in basis], spread, rays)
+        if combination is None:
+            if len(basis) == MAX_PREDICTORS:
+                return None
+            basis.append((Predictor(path, link, values[0].size == 1), spread))
+            combination = (0.0,) * (len(basis) - 1) + (1.0,)
+        derived.append(DerivedLeaf(path, link, combination))
+    if not basis:
+        return None
+    width = len(basis)
+    padded = tuple(DerivedLeaf(d.path, d.link, d.coefficients + (0.0,) * (width - len(d.coefficients))) for d in derived)
+    return TermSpec(facts.name, facts.latent, tuple(p for p, _ in basis), padded, facts.row_dim)
+
+
+def _apply_link(name: str, values: np.ndarray) -> np.ndarray | None:
+    with np.errstate(all="ignore"):
+        v = np.asarray(values, np.float64)
+        if name == "identity":
+            return v
+        if name == "log":
+            return np.where((v > 1e-30) & (v < 1e30), np.log(v), np.nan) if np.nanmin(v) >= 0 else None
+        if name == "softplus":
+            return np.where((v > 1e-4) & (v < 1e30), v + np.log(-np.expm1(-v)), np.nan) if np.nanmin(v) >= 0 else None
+        if np.nanmin(v) < 0 or np.nanmax(v) > 1:
+            return None
+        inside = (v > 1e-3) & (v < 1 - 1e-3)
+        if name == "logit":
+            return np.where(inside, np.log(v) - np.log1p(-v), np.nan)
+        return np.where(inside, np.asarray(LINKS["probit"][0](v), np.float64), np.nan)
+
+
+def _is_affine(predictor: np.ndarray, rays: Rays, dtype: Any) -> bool:
+    u = predictor.reshape(predictor.shape[0], -1)[rays.index]
+    single = dtype == np.float32
+    with np.errstate(all="ignore"):
+        second = np.stack([u[:, 0] - 2 * u[:, 1] + u[:, 2], u[:, 1] - 2 * u[:, 2] + u[:, 3]], axis=1)
+        span = np.stack([_span(u[:, :3]), _span(u[:, 1:])], axis=1)
+        size = np.max(np.abs(u), axis=1, keepdims=True)
+        # Rounding of the parameter itself, and of the sums that made it.
+        allowed = (1e-3 if single else 1e-8) * span + (2e-5 if single else 1e-11) * (1 + size)
+        usable = np.isfinite(second) & np.isfinite(span)
+        informative = usable & (span > 10 * allowed)
+        wrong = usable & (np.abs(second) > allowed)
+    if not np.any(informative):
+        return False
+    # Every element must have been seen to move somewhere, or not move at all.
+    return not bool(np.any(wrong))
+
+
+def _span(u: np.ndarray) -> np.ndarray:
+    return np.max(u, axis=1) - np.min(u, axis=1)
+
+
+def _broadcast_elements(values: np.ndarray, batch_shape: tuple[int, ...]) -> np.ndarray:
+    points = values.shape[0]
+    inner = values.reshape((points,) + (1,) * (len(batch_shape) - values.ndim + 1) + values.shape[1:])
+    return np.broadcast_to(inner, (points, *batch_shape)).reshape(points, -1)
+
+
+def _combine(basis: list[np.ndarray], target: np.ndarray, rays: Rays) -> tuple[float, ...] | None:
+    """Coefficients (the same for all elements, up to a constant per element) that give the target from the basis."""
+    if not basis:
+        return None
+    usable = np.all(np.isfinite(np.stack([*basis, target])), axis=0)
+    usable &= np.isin(np.arange(target.shape[0]), rays.points)[:, None]
+    weight = usable.astype(np.float64)
+    count = np.maximum(weight.sum(axis=0), 1.0)
+
+    def centre(x):
+        x = np.where(usable, x, 0.0)
+        return np.where(usable, x - x.sum(axis=0) / count, 0.0).reshape(-1)
+
+    matrix = np.stack([centre(b) for b in basis], axis=1)
+    wanted = centre(target)
+    coefficients, *_ = np.linalg.lstsq(matrix, wanted, rcond=1e-9)
+    rounded = np.where(np.abs(coefficients - np.round(coefficients)) < 1e-3, np.round(coefficients), coefficients)
+    residual = np.abs(wanted - matrix @ rounded).max()
+    return tuple(float(c) for c in rounded) if residual <= 1e-3 * max(np.abs(wanted).max(), 1e-12) else None

@@ -1,0 +1,206 @@
+"""Terms: log densities whose every element depends on the latents through one or two affine predictors.
+
+An observed site whose parameters are ``link^-1(a_n^T theta + c_n)`` is such a term (every GLM is), and so is a latent's own prior
+when it depends on its coordinate and at most one more predictor (a HalfNormal scale, a Normal with an unknown scale).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax.scipy.special import logit, ndtr, ndtri
+from jaxtyping import Array, Float
+from numpyro.distributions.transforms import biject_to
+
+from ._model import ModelCall
+
+# (link, inverse): a parameter p has predictor link(p). Tried in this order.
+LINKS = {
+    "identity": (lambda p: p, lambda u: u),
+    "log": (jnp.log, jnp.exp),
+    "logit": (logit, jax.nn.sigmoid),
+    "softplus": (lambda p: p + jnp.log(-jnp.expm1(-p)), jax.nn.softplus),
+    "probit": (ndtri, ndtr),
+}
+OWN_VALUE = "value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictor:
+    """One affine predictor: where it is read (a parameter's path, or ``value``), under which link, and whether rows share it."""
+
+    path: str
+    link: str
+    shared: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class DerivedLeaf:
+    """A distribution parameter as ``link^-1(sum_k coefficients[k] u_k + constant)`` of the term's predictors."""
+
+    path: str
+    link: str
+    coefficients: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TermSpec:
+    """What was found about one sample site: its predictors, and every parameter that moves with them."""
+
+    site: str
+    latent: bool
+    predictors: tuple[Predictor, ...]
+    leaves: tuple[DerivedLeaf, ...]
+    # Batch axis (negative) that runs over the partitioned plate's rows; None outside it.
+    row_dim: int | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TermData:
+    """Arrays of one term on one chunk of rows; E elements (rows times the site's other batch axes)."""
+
+    # The distribution at theta = 0; its moving parameters are replaced, its constant ones (known scales, totals) are data.
+    fn: Any
+    # The observation, or None for a latent (whose value is its predictor).
+    value: Any
+    # Per predictor: Float["E D"], or Float["D"] when all rows share it; and its value at theta = 0.
+    design: tuple
+    offset: tuple
+    # Per moving parameter: the part of its predictor that the term's predictors do not explain (a constant in theta).
+    constant: tuple
+    # numpyro.handlers.scale of the site.
+    scale: Any
+
+
+def leaf_paths(fn: dist.Distribution, prefix: str = "") -> list[tuple[str, int | None]]:
+    """Names of a distribution's pytree leaves, in flattening order.
+
+    Args:
+        fn: a NumPyro distribution.
+        prefix: path of the enclosing distributions.
+
+    Returns:
+        ``(path, event_dim)`` per leaf; ``event_dim`` is None for leaves that are not plain parameters (inside transforms).
+    """
+    paths: list[tuple[str, int | None]] = []
+    for name in type(fn).gather_pytree_data_fields():
+        field = fn.__dict__.get(name)
+        if isinstance(field, dist.Distribution):
+            paths += leaf_paths(field, f"{prefix}{name}/")
+            continue
+        count = len(jax.tree.leaves(field))
+        plain = hasattr(field, "dtype") or isinstance(field, (int, float))
+        event_dim = _event_dim(fn, name, field) if plain else None
+        paths += [(f"{prefix}{name}" + ("" if plain else f".{i}"), event_dim if plain else None) for i in range(count)]
+    return paths
+
+
+def _event_dim(fn: dist.Distribution, name: str, field: Any) -> int:
+    """Event dimension of a parameter: its constraint's, or what sticks out of the batch shape where none is declared."""
+    try:
+        return fn.arg_constraints[name].event_dim
+    except (KeyError, NotImplementedError):
+        return max(0, jnp.ndim(field) - len(fn.batch_shape))
+
+
+def leaves_by_path(fn: dist.Distribution) -> dict[str, Array]:
+    """Every pytree leaf of a distribution under its path."""
+    names = [path for path, _ in leaf_paths(fn)]
+    return {n: jnp.asarray(leaf) for n, leaf in zip(names, jax.tree.leaves(fn), strict=True)}
+
+
+def replace_leaves(fn: dist.Distribution, new: dict[str, Array]) -> dist.Distribution:
+    """The same distribution with some parameters replaced."""
+    names = [path for path, _ in leaf_paths(fn)]
+    leaves, structure = jax.tree.flatten(fn)
+    return structure.unflatten([new.get(n, leaf) for n, leaf in zip(names, leaves, strict=True)])
+
+
+def read_predictors(call: ModelCall, spec: TermSpec, point: Float[Array, "D"]) -> tuple[Array, ...]:
+    """The term's predictors at a flat point: scalars when shared, else in the site's batch shape."""
+    trace, _ = call.trace(point)
+    fn = trace[spec.site]["fn"]
+    values = []
+    for predictor in spec.predictors:
+        if predictor.path == OWN_VALUE:
+            own = call.layout.unflatten(point)[spec.site]
+            values.append(jnp.reshape(own, ()) if predictor.shared else jnp.broadcast_to(own, fn.batch_shape))
+            continue
+        leaf = LINKS[predictor.link][0](leaves_by_path(fn)[predictor.path])
+        values.append(jnp.reshape(leaf, ()) if predictor.shared else jnp.broadcast_to(leaf, fn.batch_shape))
+    return tuple(values)
+
+
+def prepare_term(call: ModelCall, spec: TermSpec) -> TermData:
+    """Read a term's design, offsets and constant parameters off the model.
+
+    Args:
+        call: the model on one chunk's rows (or on all arguments for a prior term).
+        spec: what structure detection found.
+
+    Returns:
+        The term's arrays. The design costs D tangents of the model, once per preparation and not once a round.
+    """
+    dim = call.layout.dim
+    origin = jnp.zeros((dim,), _float_dtype(call))
+    offset, tangent = jax.linearize(lambda z: read_predictors(call, spec, z), origin)
+    columns = jax.vmap(tangent)(jnp.eye(dim, dtype=origin.dtype))
+    design = tuple(jnp.moveaxis(c, 0, -1).reshape((-1, dim) if c.ndim > 1 else (dim,)) for c in columns)
+    flat_offset = tuple(o.reshape(-1) if o.ndim else o for o in offset)
+    trace, _ = call.trace(origin)
+    site = trace[spec.site]
+    leaves = leaves_by_path(site["fn"])
+    constant = []
+    for leaf in spec.leaves:
+        explained = sum((c * o for c, o in zip(leaf.coefficients, offset, strict=True)), start=jnp.zeros((), origin.dtype))
+        basis = any(p.path == leaf.path for p in spec.predictors)
+        constant.append(jnp.zeros(()) if basis else LINKS[leaf.link][0](leaves[leaf.path]) - explained)
+    value = None if spec.latent else site["value"]
+    scale = jnp.ones((), origin.dtype) if site["scale"] is None else jnp.asarray(site["scale"], origin.dtype)
+    return TermData(site["fn"], value, design, flat_offset, tuple(constant), scale)
+
+
+def term_log_prob(spec: TermSpec, data: TermData, predictors: tuple[Float[Array, "E"], ...]) -> Float[Array, "E"]:
+    """Elementwise log density of a term at given predictor values, in nats.
+
+    Args:
+        spec: the term's structure.
+        data: the term's arrays on one chunk.
+        predictors: one array per predictor.
+
+    Returns:
+        One log density per element; masked sites give zero where they are masked.
+    """
+    shape = data.fn.batch_shape
+    shaped = tuple(jnp.broadcast_to(u, data_size(data)).reshape(shape) for u in predictors)
+    new = {}
+    for leaf, constant in zip(spec.leaves, data.constant, strict=True):
+        linear = sum((c * u for c, u in zip(leaf.coefficients, shaped, strict=True) if c != 0.0), start=constant)
+        new[leaf.path] = LINKS[leaf.link][1](linear)
+    fn = replace_leaves(data.fn, new)
+    if spec.latent:
+        index = next(i for i, p in enumerate(spec.predictors) if p.path == OWN_VALUE)
+        transform = biject_to(fn.support)
+        value = transform(shaped[index])
+        log_prob = fn.log_prob(value) + transform.log_abs_det_jacobian(shaped[index], value)
+    else:
+        log_prob = fn.log_prob(data.value)
+    return jnp.broadcast_to(log_prob * data.scale, shape).reshape(-1)
+
+
+def data_size(data: TermData) -> tuple[int]:
+    """``(E,)``, the number of elements of a term on one chunk."""
+    size = 1
+    for length in data.fn.batch_shape:
+        size *= length
+    return (size,)
+
+
+def _float_dtype(call: ModelCall):
+    # The package follows the precision that is switched on, as NumPyro does; a float32 design under x64 would lose digits.
+    return jnp.result_type(float)

@@ -1,0 +1,181 @@
+"""Guides: reading NumPyro's Gaussian AutoGuides as a family and a flat layout, and writing posteriors back as their params."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from numpyro import handlers
+from numpyro.infer import autoguide
+
+from ._numerics import scaled_cholesky, symmetrise
+from .errors import GuideError
+from .families import GaussianFamily, GaussianNatural, MultivariateNormalFamily, NormalFamily
+
+_FAMILIES = {
+    autoguide.AutoMultivariateNormal: MultivariateNormalFamily,
+    autoguide.AutoDiagonalNormal: NormalFamily,
+    autoguide.AutoNormal: NormalFamily,
+}
+SUPPORTED = "AutoMultivariateNormal, AutoDiagonalNormal, AutoNormal"
+
+
+def check_guide(guide: Any) -> None:
+    """Raise unless the guide is one whose posterior is a Gaussian in unconstrained space.
+
+    Args:
+        guide: a NumPyro guide.
+
+    Raises:
+        GuideError: naming the guide and the supported ones, with the nearest.
+    """
+    if type(guide) in _FAMILIES:
+        return
+    name = type(guide).__name__
+    nearest = {
+        "AutoLowRankMultivariateNormal": "AutoMultivariateNormal keeps the full covariance",
+        "AutoLaplaceApproximation": "AutoMultivariateNormal is fitted instead of expanded at the mode",
+        "AutoDelta": "AutoDiagonalNormal also keeps a variance per coordinate",
+    }.get(name, "AutoMultivariateNormal is the nearest")
+    if callable(guide) and not isinstance(guide, autoguide.AutoGuide):
+        name = "a hand-written guide (" + getattr(guide, "__name__", name) + ")"
+    raise GuideError(
+        f"PVI cannot use {name}: sites are Gaussian factors in unconstrained space, so the guide must be one of {SUPPORTED} "
+        f"({nearest})."
+    )
+
+
+def setup_guide(guide: Any, key: Any, args: tuple, kwargs: dict) -> None:
+    """Set a guide's prototype up eagerly: under ``jit`` it would order its latents differently.
+
+    Args:
+        guide: a supported guide.
+        key: a random key.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+    """
+    if guide.prototype_trace is None:
+        handlers.seed(guide._setup_prototype, key)(*args, **kwargs)
+
+
+def guide_layout(guide: Any, latents: dict[str, tuple[int, ...]]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """The guide's latents and unconstrained shapes, in the order of its flat vector.
+
+    Args:
+        guide: a guide whose prototype is set up.
+        latents: the model's latents and their unconstrained shapes.
+
+    Returns:
+        ``(names, shapes)``.
+
+    Raises:
+        GuideError: when the guide was made for another model.
+    """
+    own = {name: tuple(jnp.shape(value)) for name, value in guide._init_locs.items()}
+    if own != latents:
+        missing = sorted(set(latents) - set(own))
+        extra = sorted(set(own) - set(latents))
+        shapes = [f"{n}: guide {own[n]}, model {latents[n]}" for n in own if n in latents and own[n] != latents[n]]
+        parts = [f"latents of the model that it lacks: {', '.join(missing)}"] if missing else []
+        parts += [f"latents that the model lacks: {', '.join(extra)}"] if extra else []
+        parts += ["shapes differ: " + "; ".join(shapes)] if shapes else []
+        raise GuideError(
+            f"the guide {type(guide).__name__} was made for another model or other data ({'; '.join(parts)}). Make a fresh one, "
+            f"{type(guide).__name__}(model), from the model given to PVI."
+        )
+    return tuple(own), tuple(own.values())
+
+
+def family_of(guide: Any, dim: int) -> GaussianFamily:
+    """The exponential family of a supported guide over ``dim`` unconstrained coordinates."""
+    return _FAMILIES[type(guide)](dim)
+
+
+def natural_to_params(
+    guide: Any, family: GaussianFamily, names: tuple[str, ...], shapes: tuple, natural: GaussianNatural
+) -> dict[str, Array]:
+    """Write a posterior as the guide's own params (constrained values, the guide's own names).
+
+    Args:
+        guide: the guide that will read them; its prototype decides the order of its flat vector.
+        family: the family of q.
+        names: latents in the order of ``natural``.
+        shapes: their unconstrained shapes.
+        natural: natural parameters of q.
+
+    Returns:
+        Params for ``Predictive(guide, params=...)``, ``guide.median`` and the like.
+    """
+    moments = family.moments(natural)
+    prefix = guide.prefix
+    if isinstance(guide, autoguide.AutoNormal):
+        params = {}
+        for name, shape, where in zip(names, shapes, slices(shapes), strict=True):
+            params[f"{name}_{prefix}_loc"] = moments.loc[where].reshape(shape)
+            params[f"{name}_{prefix}_scale"] = moments.scale[where].reshape(shape)
+        return params
+    order = _permutation(guide, names, shapes)
+    loc = moments.loc[order]
+    if not family.full:
+        return {f"{prefix}_loc": loc, f"{prefix}_scale": moments.scale[order]}
+    root = moments.scale[order]
+    tril, _ = scaled_cholesky(symmetrise(root @ root.T))
+    return {f"{prefix}_loc": loc, f"{prefix}_scale_tril": tril}
+
+
+def params_to_natural(
+    guide: Any, family: GaussianFamily, names: tuple[str, ...], shapes: tuple, params: dict, default: GaussianNatural
+) -> GaussianNatural:
+    """Read a (partial) dict of the guide's params; what is missing is taken from ``default``.
+
+    Args:
+        guide: the guide whose names the params bear.
+        family: the family of q.
+        names: latents in the order of the flat vector.
+        shapes: their unconstrained shapes.
+        params: constrained values under the guide's own names.
+        default: natural parameters to complete the dict from.
+
+    Returns:
+        Natural parameters of q.
+    """
+    full = natural_to_params(guide, family, names, shapes, default)
+    full.update({k: jnp.asarray(v) for k, v in params.items() if k in full})
+    prefix = guide.prefix
+    if isinstance(guide, autoguide.AutoNormal):
+        loc = jnp.concatenate([full[f"{n}_{prefix}_loc"].reshape(-1) for n in names])
+        return family.from_loc_sd(loc, jnp.concatenate([full[f"{n}_{prefix}_scale"].reshape(-1) for n in names]))
+    inverse = jnp.argsort(_permutation(guide, names, shapes))
+    loc = full[f"{prefix}_loc"][inverse]
+    if not family.full:
+        return family.from_loc_sd(loc, full[f"{prefix}_scale"][inverse])
+    tril = full[f"{prefix}_scale_tril"][inverse]
+    return family.from_loc_covariance(loc, tril @ tril.T)
+
+
+def guide_param_names(guide: Any, names: tuple[str, ...]) -> set[str]:
+    """Names under which a supported guide keeps its params."""
+    prefix = guide.prefix
+    if isinstance(guide, autoguide.AutoNormal):
+        return {f"{n}_{prefix}_{part}" for n in names for part in ("loc", "scale")}
+    scale = "scale_tril" if isinstance(guide, autoguide.AutoMultivariateNormal) else "scale"
+    return {f"{prefix}_loc", f"{prefix}_{scale}"}
+
+
+def slices(shapes: tuple[tuple[int, ...], ...]) -> list[slice]:
+    """Where each latent lies in the flat vector."""
+    found, start = [], 0
+    for shape in shapes:
+        size = 1
+        for length in shape:
+            size *= length
+        found.append(slice(start, start + size))
+        start += size
+    return found
+
+
+def _permutation(guide: Any, names: tuple[str, ...], shapes: tuple) -> Float[Array, "D"]:
+    where = dict(zip(names, slices(shapes), strict=True))
+    own = list(guide._init_locs) if guide.prototype_trace is not None else list(names)
+    return jnp.concatenate([jnp.arange(where[n].start, where[n].stop) for n in own])

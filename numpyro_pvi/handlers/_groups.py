@@ -1,0 +1,290 @@
+"""Labels to groups: one label per plate index becomes a `GroupTable`."""
+
+import datetime
+import hashlib
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from ..errors import PartitionError
+
+__all__ = ["PRIOR", "GroupTable", "blocks_table", "known_labels", "labels_table"]
+
+DEFAULT_NUM_GROUPS = 10
+_SHOWN_LABELS = 10
+# Types with a total order; others (frozenset, complex, user classes) keep the order of first appearance.
+_SORTABLE = (bool, int, float, str, bytes, tuple, datetime.date, datetime.timedelta, np.datetime64, np.timedelta64)
+
+
+class _Prior:
+    """The one address of the prior factor; equal to nothing but itself, so that every user label stays free."""
+
+    def __repr__(self) -> str:
+        return "PRIOR"
+
+    def __reduce__(self) -> str:
+        # A string makes pickle and copy look the object up by name: there is only ever one.
+        return "PRIOR"
+
+
+PRIOR: Final = _Prior()
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """Which group every row (plate index) belongs to. Static and hashable, so it can travel in a state's plan.
+
+    Two tables are equal when their labels, sizes and `digest` are; the row array itself is never compared.
+
+    Attributes:
+        labels: The distinct labels as Python objects. Sorted when all are of one sortable type (bool, int, float, str,
+            bytes, tuple, date, ...), else in order of first appearance.
+        sizes: Rows per group, in the order of `labels`; every entry is at least 1.
+        digest: SHA-256 of the row array and the label types.
+        index_of_row: Position in `labels` for each row; read-only.
+    """
+
+    labels: tuple[Hashable, ...]
+    sizes: tuple[int, ...]
+    digest: str
+    index_of_row: Int[np.ndarray, " N"] = field(compare=False, repr=False)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups M."""
+        return len(self.labels)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows N of the plate."""
+        return len(self.index_of_row)
+
+    @cached_property
+    def _positions(self) -> dict[Hashable, int]:
+        return {label: position for position, label in enumerate(self.labels)}
+
+    def __contains__(self, label: Any) -> bool:
+        """Whether `label` (a Python or NumPy scalar) is a group of this table."""
+        return _is_hashable(label) and _plain(label) in self._positions
+
+    def index(self, label: Any) -> int:
+        """Position of a group.
+
+        Args:
+            label: A label; NumPy scalars count as the Python scalars they hold.
+
+        Returns:
+            The position in `labels`, from 0.
+
+        Raises:
+            PartitionError: If there is no such group; names the known ones.
+        """
+        if label not in self:
+            raise PartitionError(f"there is no group {label!r}; the groups are: {known_labels(self.labels)}.")
+        return self._positions[_plain(label)]
+
+    def rows(self, label: Any) -> Int[np.ndarray, " n"]:
+        """Row indices of one group, ascending.
+
+        Args:
+            label: A label of this table.
+
+        Returns:
+            The plate indices that carry the label.
+
+        Raises:
+            PartitionError: If there is no such group.
+        """
+        return np.flatnonzero(self.index_of_row == self.index(label)).astype(np.int32)
+
+
+def labels_table(groups: Any) -> GroupTable:
+    """Build the table of one label per row.
+
+    Args:
+        groups: A sequence or a NumPy, JAX or pandas array with one hashable label per row.
+
+    Returns:
+        The table; its row order is that of `groups`.
+
+    Raises:
+        PartitionError: For a missing (NaN, None), unhashable or reserved label, labels that are equal but of different
+            types (1 and True), a label array that is not one-dimensional, no labels, or a category that no row uses.
+    """
+    values = _label_values(groups)
+    if isinstance(values, np.ndarray):
+        # Sorted already, and the fast way for the many rows of a numeric or text array.
+        uniques, index = np.unique(values, return_inverse=True)
+        return _table(tuple(_plain(value) for value in uniques), index)
+    positions: dict[Hashable, int] = {}
+    index = np.empty(len(values), dtype=np.int32)
+    first: list[Hashable] = []
+    for row, value in enumerate(values):
+        label = _checked_label(value, row)
+        index[row] = positions.setdefault(label, len(positions))
+        if index[row] == len(first):
+            first.append(label)
+        elif type(label) is not type(first[index[row]]):
+            raise PartitionError(
+                f"`groups` has labels {first[index[row]]!r} and {label!r} (row {row}) that are equal but of different "
+                "types: "
+                "write every group's label in one type."
+            )
+    order = _order(first)
+    rank = np.argsort(np.asarray(order))
+    return _table(tuple(first[position] for position in order), rank[index])
+
+
+def blocks_table(num_groups: int, num_rows: int) -> GroupTable:
+    """Cut the rows into random blocks, labelled 0, 1, ..., whose sizes differ by at most one.
+
+    The permutation is NumPy's default generator at seed 0, so the blocks depend on the two counts only.
+
+    Args:
+        num_groups: Number of blocks M, at least 1.
+        num_rows: Number of rows N of the plate, at least M.
+
+    Returns:
+        The table.
+
+    Raises:
+        PartitionError: If there are fewer than one group or more groups than rows.
+    """
+    if num_groups < 1:
+        raise PartitionError(f"{num_groups} groups were asked for; write at least 1.")
+    if num_groups > num_rows:
+        raise PartitionError(
+            f"{num_groups} groups were asked for but the plate has {num_rows} rows, so some groups would be empty: "
+            f"write at most {num_rows} groups."
+        )
+    index = np.empty(num_rows, dtype=np.int32)
+    permutation = np.random.default_rng(0).permutation(num_rows)
+    for group, rows in enumerate(np.array_split(permutation, num_groups)):
+        index[rows] = group
+    return _table(tuple(range(num_groups)), index)
+
+
+def known_labels(labels: Iterable[Hashable]) -> str:
+    """Write labels for a message, the first ten of them.
+
+    Args:
+        labels: The labels.
+
+    Returns:
+        For example ``'a', 'b'`` or ``0, 1, ... (200 in all)``.
+    """
+    labels = tuple(labels)
+    shown = ", ".join(repr(label) for label in labels[:_SHOWN_LABELS])
+    return shown if len(labels) <= _SHOWN_LABELS else f"{shown}, ... ({len(labels)} in all)"
+
+
+def _label_values(groups: Any) -> np.ndarray | list[Any]:
+    """One-dimensional labels: an array where NumPy can sort them safely, else a list of objects."""
+    if isinstance(groups, jax.core.Tracer):
+        raise PartitionError(
+            "`groups` is a traced array; groups are fixed before compiling: pass a NumPy array or a list."
+        )
+    if isinstance(groups, str | bytes) or not (hasattr(groups, "__array__") or isinstance(groups, Iterable)):
+        raise PartitionError(
+            f"`groups` is {groups!r}; expected one label per plate index (a list or array), or an int for that many "
+            "random blocks."
+        )
+    _refuse_unused_categories(groups)
+    # A list must not pass through np.asarray: it would turn [1, "a"] into text.
+    values = np.asarray(groups) if hasattr(groups, "__array__") else list(groups)
+    if isinstance(values, np.ndarray) and values.ndim != 1:
+        raise PartitionError(f"`groups` has shape {values.shape}; expected one axis, one label per plate index.")
+    if len(values) == 0:
+        raise PartitionError("`groups` is empty; expected one label per plate index.")
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufUSMm":
+        return values.tolist()
+    if isinstance(values, np.ndarray):
+        missing = np.flatnonzero(values != values)
+        if missing.size:
+            raise PartitionError(_missing_message(missing.tolist()))
+    return values
+
+
+def _refuse_unused_categories(groups: Any) -> None:
+    """A pandas category that no row has would be a group nobody belongs to."""
+    categorical = getattr(groups, "cat", groups)
+    categories = getattr(categorical, "categories", None)
+    codes = getattr(categorical, "codes", None)
+    if categories is None or codes is None:
+        return
+    unused = sorted(set(range(len(categories))) - set(np.asarray(codes).tolist()))
+    if unused:
+        raise PartitionError(
+            f"`groups` has categories that no row uses: {known_labels(categories[position] for position in unused)}. "
+            "Every group needs a row: call `.remove_unused_categories()` first."
+        )
+
+
+def _missing_message(rows: Iterable[int]) -> str:
+    rows = tuple(rows)
+    return (
+        f"`groups` has {len(rows)} missing label(s) (NaN or None), at row(s) {known_labels(rows)}: "
+        "drop those rows, or give them a label of their own such as 'unknown'."
+    )
+
+
+def _checked_label(value: Any, row: int) -> Hashable:
+    if not _is_hashable(value):
+        raise PartitionError(
+            f"the label of row {row} is a {type(value).__name__}, which is not hashable: write a tuple, str or int."
+        )
+    if value is PRIOR:
+        raise PartitionError(f"the label of row {row} is PRIOR, which addresses the prior factor: write another label.")
+    if _is_missing(value):
+        raise PartitionError(_missing_message([row]))
+    return _plain(value)
+
+
+def _is_missing(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(_is_missing(part) for part in value if part is not None)
+    # NaN and NaT differ from themselves; pandas.NA answers with itself, which is neither True nor False.
+    unequal = value != value
+    return value is None or not isinstance(unequal, bool | np.bool_) or bool(unequal)
+
+
+def _plain(value: Any) -> Any:
+    """The Python scalar in a NumPy scalar. Dates stay: `.item()` turns nanoseconds into a bare int."""
+    if isinstance(value, np.generic) and not isinstance(value, np.datetime64 | np.timedelta64):
+        return value.item()
+    return value
+
+
+def _is_hashable(value: Any) -> bool:
+    # isinstance(value, Hashable) says yes to a tuple that holds a list.
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _order(labels: list[Any]) -> list[int]:
+    """Positions of labels in the table's order."""
+    positions = list(range(len(labels)))
+    if len({type(label) for label in labels}) > 1 or not isinstance(labels[0], _SORTABLE):
+        return positions
+    try:
+        return sorted(positions, key=labels.__getitem__)
+    except TypeError:  # tuples of mixed types
+        return positions
+
+
+def _table(labels: tuple[Hashable, ...], index: np.ndarray) -> GroupTable:
+    index = np.ascontiguousarray(index, dtype=np.int32).reshape(-1)
+    index.flags.writeable = False
+    sizes = tuple(np.bincount(index, minlength=len(labels)).tolist())
+    # 1, 1.0 and True are equal as labels; the digest keeps tables that differ so apart.
+    types = "|".join(type(label).__qualname__ for label in labels)
+    digest = hashlib.sha256(index.tobytes() + types.encode()).hexdigest()
+    return GroupTable(labels=labels, sizes=sizes, digest=digest, index_of_row=index)

@@ -1,0 +1,310 @@
+"""`Partition`: which rows of a model's likelihood belong to which group, as a NumPyro effect handler."""
+
+import copy
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+from numpyro import handlers
+from numpyro.primitives import Messenger
+
+from ..errors import PartitionError
+from ._groups import PRIOR, GroupTable, known_labels
+from ._plates import pick_plate
+from ._splits import as_int, checked_axes, checked_group, parse_splits, split_table
+
+__all__ = ["Partition"]
+
+MODES = ("auto", "args", "index", "mask")
+
+
+@dataclass
+class _Run:
+    """What one entry of the handler has met: plates or sites it restricted, other plates, observed sample sites."""
+
+    found: set[str | None] = field(default_factory=set)
+    plates: dict[str, int] = field(default_factory=dict)
+    observed: list[str] = field(default_factory=list)
+
+
+class Partition(Messenger):
+    r"""Split a model's likelihood into groups of rows.
+
+    Without `group` the handler changes nothing; it only carries the split. With ``group=g`` every sample site in the
+    partitioned plate keeps the rows of group g: the other groups' observed terms (`numpyro.factor` included) and the
+    log density of their local latents are masked out. Priors and everything outside the plate stay. Hence, with M
+    groups and PRIOR standing for "no group at all",
+
+        sum_g log_density(g) - (M - 1) * log_density(PRIOR) = log_density(model).
+
+    A discrete latent marked ``infer={"enumerate": "parallel"}`` inside the plate is not masked: summed out without its
+    observed terms it contributes exactly zero, masked it would contribute the log of its number of values per row.
+
+    Use it around a model (``Partition(model, "data", labels)``), as a decorator, or as a context manager (name the
+    plate).
+
+    Args:
+        fn: The model. None for a context manager or decorator.
+        plate: Name of the plate to split. None: the only plate with observed sample sites.
+        groups: One label per plate index (ints, strings, any hashables; list, NumPy, JAX or pandas array), or an int
+            for that many random blocks labelled 0, 1, ... None: at most 10 random blocks. ``{"A": labels_a, "B":
+            labels_b}``, with no `plate`, masks several plates together: a group is then its rows in each of them.
+        group: The group whose terms remain; `PRIOR` for none of them. None: transparent.
+        sites: ``{"obs": -1}`` masks that batch axis of a sample site that is in no plate.
+        data_axes: Argument name or position to the axis that runs over rows, for arguments where it is not the leading
+            one.
+        mode: How one group is evaluated: "auto", "args", "index" or "mask".
+        chunk_size: Rows in a chunk below which smaller chunks stop paying; chunks are longer where groups are large.
+        check: Whether to compare the split with the untouched model at random points before it is trusted.
+
+    Raises:
+        PartitionError: For labels, modes or combinations that make no sense, named in the message.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any] | None = None,
+        plate: str | None = None,
+        groups: Any = None,
+        *,
+        group: Hashable | None = None,
+        sites: Mapping[str, int] | None = None,
+        data_axes: Mapping[str | int, int] | None = None,
+        mode: str = "auto",
+        chunk_size: int = 128,
+        check: bool = True,
+    ) -> None:
+        if fn is not None and not callable(fn):
+            raise PartitionError(
+                f"the model is {fn!r}, which cannot be called: write Partition(model, plate, groups), or plate={fn!r}."
+            )
+        if mode not in MODES:
+            raise PartitionError(f"mode is {mode!r}; expected one of {known_labels(MODES)}.")
+        chunk_rows = as_int(chunk_size)
+        if chunk_rows is None or chunk_rows < 1:
+            raise PartitionError(f"chunk_size is {chunk_size!r}; expected a number of rows, at least 1.")
+        super().__init__(fn)
+        self.mode = mode
+        self.chunk_size = chunk_rows
+        self.check = bool(check)
+        self.data_axes = checked_axes(data_axes, "data_axes")
+        self.sites = checked_axes(sites, "sites")
+        if any(not isinstance(name, str) or axis >= 0 for name, axis in (self.sites or {}).items()):
+            raise PartitionError(
+                f"sites is {sites!r}; expected sample site names with batch axes counted from the right, such as -1."
+            )
+        self.plate, self._splits = parse_splits(plate, groups, self.sites)
+        self._tables: dict[tuple[str | None, int], GroupTable] = {}
+        self._runs: list[_Run] = []
+        self.group = None if group is None else checked_group(group, self._splits)
+
+    def for_group(self, group: Hashable) -> "Partition":
+        """The same partition restricted to one group.
+
+        Args:
+            group: A label, or `PRIOR` for none of the groups.
+
+        Returns:
+            A new handler; this one is left as it was.
+
+        Raises:
+            PartitionError: If there is no such group.
+        """
+        if group is None:
+            raise PartitionError("for_group(None): write a label, or PRIOR for none of the groups' terms.")
+        return self._copy(group=checked_group(group, self._splits))
+
+    def resolve(self, plate_size: int, plate: str | None = None) -> GroupTable:
+        """Table of groups for a plate of the given size.
+
+        Args:
+            plate_size: Number of indices N of the plate.
+            plate: Which plate, where `groups` splits several.
+
+        Returns:
+            The table; the same object for the same size.
+
+        Raises:
+            PartitionError: If the number of labels is not the plate's size, there are more groups than rows, or
+                `groups` splits several plates and `plate` names none of them.
+        """
+        key = plate if plate in self._splits else None
+        if key not in self._splits and len(self._splits) == 1:
+            (key,) = self._splits
+        if key not in self._splits:
+            raise PartitionError(
+                f"`groups` splits the plates {known_labels(self._splits)}, not one plate: write Partition(model, "
+                "plate, labels)."
+            )
+        if (key, plate_size) not in self._tables:
+            self._tables[key, plate_size] = split_table(self._splits[key], plate_size, self.plate or key)
+        return self._tables[key, plate_size]
+
+    def require_one_plate(self) -> None:
+        """Refuse what can be masked but not planned for fitting: several plates, or `sites`.
+
+        Raises:
+            PartitionError: Unless exactly one plate, named or left to be found, is split.
+        """
+        if self.sites:
+            (name, axis), *_ = self.sites.items()
+            raise PartitionError(
+                f"sites={self.sites!r} can be masked (with group=) but not fitted: put sample site {name!r} inside "
+                f"`with numpyro.plate('data', N):`, N being its batch axis {axis}, and write Partition(model, 'data', "
+                "groups)."
+            )
+        if len(self._splits) > 1:
+            raise PartitionError(
+                f"`groups` splits the plates {known_labels(self._splits)} together; that can be masked (with group=) "
+                "but not fitted: "
+                "name one plate, Partition(model, plate, labels)."
+            )
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """How the groups would be evaluated for these arguments, and why.
+
+        Args:
+            *args: The model's positional arguments.
+            **kwargs: The model's keyword arguments.
+
+        Returns:
+            A `PartitionPlan`; its ``str()`` is a table: plate, groups with sizes, mechanism and reason, chunks, padded
+            share.
+
+        Raises:
+            PartitionError: If the model cannot be split as asked.
+        """
+        # `factors` is a later room and imports this one; only a call, never an import, may reach it from here.
+        from numpyro_pvi.factors import make_plan
+
+        self.require_one_plate()
+        return make_plan(self, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model under this handler; without a model, decorate the one given."""
+        if self.fn is None:
+            if len(args) != 1 or kwargs or not callable(args[0]):
+                raise PartitionError(
+                    "this Partition holds no model: write Partition(model, plate, groups), or decorate a model with it."
+                )
+            return self._copy(fn=args[0])
+        if self.group is not None and None in self._splits and not self.sites:
+            return self._copy(plate=self._find_plate(args, kwargs))(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def __enter__(self) -> "Partition":
+        """Start masking; `group` without a plate name is refused, since only a model's trace could tell the plate."""
+        if self.group is not None and None in self._splits and not self.sites:
+            raise PartitionError(
+                "a context manager cannot see the model ahead, so name the plate: Partition(plate=..., groups=..., "
+                "group=...)."
+            )
+        self._runs.append(_Run())
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop masking, and refuse a model in which there was nothing to mask."""
+        super().__exit__(exc_type, exc_value, traceback)
+        run = self._runs.pop()
+        wanted = self.sites or self._splits
+        missing = [name for name in wanted if name not in run.found]
+        if exc_type is None and self.group is not None and run.observed and missing:
+            kind = "sample site" if self.sites else "plate"
+            plates = ", ".join(f"{name!r} (size {size})" for name, size in run.plates.items()) or "none"
+            raise PartitionError(
+                f"group {self.group!r} was asked for, but the model has no {kind} {missing[0]!r}, so nothing was left "
+                "out; its plates "
+                f"are: {plates}; its observed sample sites: {known_labels(run.observed)}."
+            )
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Mask the rows of the other groups; plates are further in, so `msg` has their frames and expanded `fn`."""
+        if self.group is None:
+            return
+        if msg["type"] == "plate":
+            self._meet_plate(msg)
+        if msg["type"] != "sample":
+            return
+        run = self._runs[-1]
+        run.plates.update({frame.name: frame.size for frame in msg["cond_indep_stack"]})
+        if msg["is_observed"]:
+            run.observed.append(msg["name"])
+        axes = self._axes(msg)
+        run.found.update(key for key, _, _ in axes)
+        self._refuse_disagreement(msg, axes)
+        if not msg["is_observed"] and msg["infer"].get("enumerate") == "parallel":
+            return
+        for key, dim, size in axes:
+            msg["fn"] = msg["fn"].mask(self._mask(key, dim, size))
+
+    def _meet_plate(self, msg: dict[str, Any]) -> None:
+        size, subsample_size = msg["args"]
+        self._runs[-1].plates[msg["name"]] = size
+        if self.sites or msg["name"] not in self._splits:
+            return
+        self._runs[-1].found.add(msg["name"])
+        if subsample_size is not None and subsample_size != size:
+            raise PartitionError(
+                f"plate {msg['name']!r} has size {size} but draws subsample_size={subsample_size}; groups are sets of "
+                "all its rows: "
+                f"write numpyro.plate({msg['name']!r}, {size}) without subsample_size."
+            )
+
+    def _axes(self, msg: dict[str, Any]) -> list[tuple[str | None, int, int]]:
+        """The partitioned axes of a sample site: key of the split, batch dimension, size."""
+        if not self.sites:
+            return [
+                (frame.name, frame.dim, frame.size) for frame in msg["cond_indep_stack"] if frame.name in self._splits
+            ]
+        if msg["name"] not in self.sites:
+            return []
+        dim, shape = self.sites[msg["name"]], tuple(msg["fn"].batch_shape)
+        if len(shape) < -dim:
+            raise PartitionError(
+                f"sample site {msg['name']!r} has batch shape {shape} and event shape {tuple(msg['fn'].event_shape)}, "
+                "so there is no "
+                f"batch axis {dim}: a joint term over all rows cannot be split. Leave out to_event or the sum over "
+                "rows."
+            )
+        return [(msg["name"], dim, shape[dim])]
+
+    def _mask(self, key: str | None, dim: int, size: int) -> Bool[Array, "..."] | bool:
+        table = self.resolve(size, key)
+        # A plain False also skips the terms' computation. A group may be absent from one of several plates.
+        if self.group is PRIOR or (len(self._splits) > 1 and self.group not in table):
+            return False
+        rows = table.index_of_row == table.index(self.group)
+        return jnp.asarray(rows.reshape((size,) + (1,) * (-dim - 1)))
+
+    def _refuse_disagreement(self, msg: dict[str, Any], axes: list[tuple[str | None, int, int]]) -> None:
+        labels = {self.resolve(size, key).labels for key, _, size in axes}
+        if len(axes) > 1 and (len(labels) > 1 or len(next(iter(labels))) > 1):
+            raise PartitionError(
+                f"sample site {msg['name']!r} is inside the partitioned plates "
+                f"{known_labels(key for key, _, _ in axes)}, whose labels "
+                "disagree on some of its terms: split one of the plates only."
+            )
+
+    def _find_plate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        # block() hides this extra pass from outer handlers; its draws are thrown away.
+        with handlers.block():
+            trace = handlers.trace(handlers.seed(self.fn, rng_seed=0)).get_trace(*args, **kwargs)
+        return pick_plate(trace, None)
+
+    def _copy(self, *, fn: Any = None, group: Any = None, plate: str | None = None) -> "Partition":
+        new = copy.copy(self)
+        # Tables are shared on purpose: they depend on the splits alone, and random blocks cost a permutation each.
+        new._runs = []
+        if fn is not None:
+            Messenger.__init__(new, fn)
+        if group is not None:
+            new.group = group
+        if plate is not None:
+            new.plate, new._splits = plate, {plate: self._splits[None]}
+        return new

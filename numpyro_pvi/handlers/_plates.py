@@ -1,0 +1,196 @@
+"""What plates a traced model has, and which of them can be split into groups."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PartitionError
+
+__all__ = ["PlateInfo", "choose_plate", "find_plates", "pick_plate"]
+
+
+@dataclass(frozen=True)
+class PlateInfo:
+    """What one plate of a traced model holds.
+
+    Attributes:
+        size: Full number of indices of the plate.
+        subsample_size: Indices drawn per evaluation; `size` where the plate is not subsampled.
+        dims: Batch dimensions it takes (negative, counted from the right), ascending; one unless it is entered at
+            several.
+        observed: Names of the observed sample sites inside, `numpyro.factor` included, in order of appearance.
+        latents: Names of the latent sample sites inside, in order of appearance.
+    """
+
+    size: int
+    subsample_size: int
+    dims: tuple[int, ...]
+    observed: tuple[str, ...]
+    latents: tuple[str, ...]
+
+
+def find_plates(trace: Mapping[str, Mapping[str, Any]]) -> dict[str, PlateInfo]:
+    """List the plates of a traced model with what is inside each.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+
+    Returns:
+        Plate name to its `PlateInfo`, in order of appearance. A plate inside a `scan` body shows through its sample
+        sites.
+    """
+    plates: dict[str, tuple[int, int]] = {}
+    inside: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for msg in trace.values():
+        if msg["type"] == "plate":
+            size, subsample_size = msg["args"]
+            plates[msg["name"]] = (size, size if subsample_size is None else subsample_size)
+        if msg["type"] != "sample":
+            continue
+        for frame in msg["cond_indep_stack"]:
+            plates.setdefault(frame.name, (frame.size, frame.size))
+            inside.setdefault(frame.name, []).append((frame.dim, msg))
+    return {name: _plate_info(*sizes, inside.get(name, [])) for name, sizes in plates.items()}
+
+
+def choose_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None = None) -> str:
+    """Choose the plate to split, and refuse a model that cannot be split along it.
+
+    Observed sample sites outside the plate are legal: they belong to the prior factor.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        plate: Name of the plate, or None for the only one with observed sample sites.
+
+    Returns:
+        The plate's name.
+
+    Raises:
+        PartitionError: If there is no such plate, no observed sample site in it, or several candidates; if the plate is
+            subsampled or holds latents; if a discrete latent couples all groups.
+    """
+    name = pick_plate(trace, plate)
+    info = find_plates(trace)[name]
+    if info.subsample_size != info.size:
+        raise PartitionError(
+            f"plate {name!r} has size {info.size} but draws subsample_size={info.subsample_size} of its indices; all "
+            "rows are "
+            f"needed, because every group is visited in full: write numpyro.plate({name!r}, {info.size}) without "
+            "subsample_size "
+            "and pass all rows as arguments."
+        )
+    _refuse_latents(trace, name, info)
+    return name
+
+
+def pick_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None) -> str:
+    """Choose the plate to split by its observed sample sites alone.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        plate: Name of the plate, or None for the only one with observed sample sites.
+
+    Returns:
+        The plate's name.
+
+    Raises:
+        PartitionError: If there is no such plate, no observed sample site in it, or several candidates.
+    """
+    plates = find_plates(trace)
+    observed = [msg for msg in trace.values() if msg["type"] == "sample" and msg["is_observed"]]
+    if plate is not None and plate not in plates:
+        raise PartitionError(
+            f"the model has no plate {plate!r}; {_plates_text(plates)} {_advice(plate, plates, observed)}"
+        )
+    if plate is not None and not plates[plate].observed:
+        raise PartitionError(
+            f"plate {plate!r} (size {plates[plate].size}) has no observed sample site inside (latents inside: "
+            f"{_names(plates[plate].latents)}), so there is no likelihood to split. {_advice(plate, plates, observed)}"
+        )
+    if plate is not None:
+        return plate
+    candidates = {name: info for name, info in plates.items() if info.observed}
+    if len(candidates) == 1:
+        return next(iter(candidates))
+    if candidates:
+        raise PartitionError(
+            f"several plates hold observed sample sites: {_sizes(candidates)}; name the one to split, "
+            f"Partition(model, {next(iter(candidates))!r}, groups)."
+        )
+    raise PartitionError(
+        f"no plate of the model holds an observed sample site; {_plates_text(plates)} "
+        f"{_advice('data', plates, observed)}"
+    )
+
+
+def _plate_info(size: int, subsample_size: int, inside: list[tuple[int, Mapping[str, Any]]]) -> PlateInfo:
+    return PlateInfo(
+        size=size,
+        subsample_size=subsample_size,
+        dims=tuple(sorted({dim for dim, _ in inside})),
+        observed=tuple(msg["name"] for _, msg in inside if msg["is_observed"]),
+        latents=tuple(msg["name"] for _, msg in inside if not msg["is_observed"]),
+    )
+
+
+def _refuse_latents(trace: Mapping[str, Mapping[str, Any]], name: str, info: PlateInfo) -> None:
+    latents = [msg for msg in trace.values() if msg["type"] == "sample" and not msg["is_observed"]]
+    coupling = [msg["name"] for msg in latents if msg["name"] not in info.latents and _is_discrete(msg)]
+    if coupling:
+        raise PartitionError(
+            f"discrete latent(s) {_names(coupling)} outside plate {name!r} couple all groups: summed out, log sum_k "
+            "p(k) prod_m "
+            f"p(y_m | k) is not a sum over groups. Move the discrete latent into plate {name!r}, or replace it by "
+            "continuous "
+            "mixing weights."
+        )
+    if info.latents:
+        raise PartitionError(
+            f"latent(s) {_names(info.latents)} are inside plate {name!r}, one per row; only latents shared by all "
+            "groups are fitted. "
+            f"Integrate them out (for example a Normal row effect becomes a wider scale), or declare them outside "
+            f"plate {name!r} "
+            "in a plate of their own and index them by row."
+        )
+
+
+def _is_discrete(msg: Mapping[str, Any]) -> bool:
+    support = msg["fn"].support
+    return support is not None and support.is_discrete
+
+
+def _advice(wanted: str, plates: Mapping[str, PlateInfo], observed: list[Mapping[str, Any]]) -> str:
+    """The line to write instead, from what the model does have."""
+    candidates = [name for name, info in plates.items() if info.observed]
+    if candidates:
+        return f"The likelihood is in plate {candidates[0]!r}: write Partition(model, {candidates[0]!r}, groups)."
+    if not observed:
+        return "No sample site is observed: pass the data to the model, so that `obs=` is not None."
+    for msg in observed:
+        shape = tuple(msg["fn"].batch_shape)
+        if shape:
+            return (
+                f"Observed sample site {msg['name']!r} has batch shape {shape} and is in no plate: "
+                f"put it inside `with numpyro.plate({wanted!r}, {shape[-1]}):`."
+            )
+    events = ", ".join(f"{msg['name']!r} (event shape {tuple(msg['fn'].event_shape)})" for msg in observed)
+    return (
+        f"No observed sample site has a batch axis: {events}. One joint term over all rows (to_event over rows, a "
+        "multivariate "
+        "normal or Gaussian process over all rows, a summed numpyro.factor) cannot be split into groups. If the rows "
+        "are "
+        f"independent given the latents, leave the sum and to_event out and put the site inside `with "
+        f"numpyro.plate({wanted!r}, N):`."
+    )
+
+
+def _plates_text(plates: Mapping[str, PlateInfo]) -> str:
+    return f"its plates are: {_sizes(plates)}." if plates else "it has no plates."
+
+
+def _sizes(plates: Mapping[str, PlateInfo]) -> str:
+    return ", ".join(f"{name!r} (size {info.size})" for name, info in plates.items())
+
+
+def _names(names: Any) -> str:
+    return ", ".join(repr(name) for name in names) or "none"

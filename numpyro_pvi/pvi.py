@@ -1,0 +1,585 @@
+"""PVI, the one shell: joins the rooms and holds no algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from numpyro.distributions.transforms import biject_to
+from numpyro.infer import SVI, RenyiELBO, Trace_ELBO
+
+from . import diagnostics, export
+from ._driver import drive
+from ._state import Plan, PVIInfo, PVIRunResult, PVIState
+from ._views import NaturalView, describe, latent_distributions
+from .errors import GuideError, ImproperError, PartitionError, PVIError, StateError
+from .factors import (
+    Layout,
+    abstract_trace,
+    as_arrays,
+    check_finite_arguments,
+    check_same_signature,
+    model_layout,
+    move_to_prior_factor,
+    plan_factors,
+    refuse_unsupported,
+    signature_of,
+)
+from .guides import (
+    check_guide,
+    family_of,
+    guide_layout,
+    guide_param_names,
+    natural_to_params,
+    params_to_natural,
+    setup_guide,
+)
+from .handlers import PRIOR, Partition, choose_plate, find_plates
+from .runtime import Engine, Runtime, Vmap
+from .schedules import Schedule, Synchronous
+from .sites import SiteStack, cavity, posterior, take
+from .solvers import LocalSolver, NaturalGradient
+
+_DEFAULT_GROUPS = 10
+
+
+class PVI(SVI):
+    """Partitioned variational inference with the interface of ``numpyro.infer.SVI``.
+
+    The posterior is ``q(theta) ~ p(theta) prod_m t_m(theta)``: every group's exact factor ``p(y_m | theta)`` is stood in for by a
+    *site* t_m, a Gaussian factor in unconstrained space. ``solver`` refines one site, ``schedule`` says which groups move when and
+    how far, ``runtime`` where it runs. Results come back under the guide's own names, so ``Predictive``, ``guide.median`` and
+    ArviZ work as after SVI.
+
+    Args:
+        model: a NumPyro model, or a :class:`numpyro_pvi.Partition` of one (groups by label).
+        guide: ``AutoMultivariateNormal``, ``AutoDiagonalNormal`` or ``AutoNormal`` of the same model.
+        optim: NumPyro, JAX or optax optimiser of the model's ``numpyro.param`` sites. It does not fit q.
+        loss: gives the number of particles where the loss is Monte Carlo.
+        solver: local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
+        schedule: :class:`numpyro_pvi.schedules.Synchronous` by default.
+        num_groups: number of random blocks of the only plate with observed sites, for a model that is not a ``Partition``;
+            ``min(10, plate size)`` by default.
+        init_sites: "prior" (sites at 1), "curvature" (each site the positive semi-definite curvature of its factor at the prior's
+            location), or "auto": curvature where the structure gives it cheaply.
+        runtime: :class:`numpyro_pvi.runtime.Vmap` by default.
+        static_kwargs: keyword arguments of the model, as in SVI; checked against its signature.
+
+    Raises:
+        GuideError: for a guide that is not one of the three.
+        PVIError: for an unknown keyword, an unsupported loss, or choices that do not fit together.
+
+    References:
+        Ashman et al., Partitioned Variational Inference: A Framework for Probabilistic Federated Learning.
+    """
+
+    def __init__(
+        self,
+        model: Callable | Partition,
+        guide: Any,
+        optim: Any = None,
+        loss: Any = None,
+        *,
+        solver: LocalSolver | None = None,
+        schedule: Schedule | None = None,
+        num_groups: int | None = None,
+        init_sites: str = "auto",
+        runtime: Runtime | None = None,
+        **static_kwargs: Any,
+    ):
+        loss = Trace_ELBO() if loss is None else loss
+        _check_loss(loss)
+        check_guide(guide)
+        inner = model.fn if isinstance(model, Partition) else model
+        _check_keywords(inner, static_kwargs)
+        if init_sites not in ("auto", "prior", "curvature"):
+            raise PVIError(f"init_sites={init_sites!r}: expected 'auto', 'prior' or 'curvature'.")
+        if isinstance(model, Partition) and num_groups is not None:
+            raise PVIError("num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups).")
+        if isinstance(model, Partition) and model.group is not None:
+            raise PVIError("the Partition is restricted to one group; pass it without `group`.")
+        solver, schedule, runtime = solver or NaturalGradient(), schedule or Synchronous(), runtime or Vmap()
+        for value, kind, word in ((solver, LocalSolver, "solver"), (schedule, Schedule, "schedule"), (runtime, Runtime, "runtime")):
+            if isinstance(value, type) or not isinstance(value, kind):
+                raise PVIError(f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.")
+        if optim is not None:
+            super().__init__(inner, guide, optim, loss, **static_kwargs)
+        else:
+            self.model, self.guide, self.loss, self.optim = inner, guide, loss, None
+            self.static_kwargs, self.constrain_fn = static_kwargs, None
+        self.partition = model if isinstance(model, Partition) else None
+        self.num_groups, self.init_sites = num_groups, init_sites
+        self.solver, self.schedule, self.runtime = solver, schedule, runtime
+        self._labels: tuple = ()
+        self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
+        self._rounds = jax.jit(_rounds, static_argnames=("engine", "static", "length"))
+        self._start = jax.jit(_start, static_argnames=("engine", "plan", "static", "curvature"))
+        self._loss = jax.jit(_loss, static_argnames=("engine", "static"))
+
+    # ------------------------------------------------------------------ SVI's verbs
+
+    def init(self, rng_key: Any, *args: Any, init_params: dict | None = None, **kwargs: Any) -> PVIState:
+        """Plan the partition, find the structure of every factor, and make the first state.
+
+        Args:
+            rng_key: random key.
+            args: the model's positional arguments.
+            init_params: guide params (constrained values, possibly partial) to start q from, spread over the sites in equal
+                shares, and values of ``numpyro.param`` sites.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            The state. It holds no data.
+
+        Raises:
+            PartitionError: when the model cannot be split.
+            GuideError: when the guide was made for another model.
+            DataError: for NaN or infinity in the arguments.
+            ImproperError: when q is not normalisable (an improper prior that no data completes).
+        """
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rng_key, args, kwargs))):
+            raise PVIError("jit(pvi.init) is not possible: planning looks at values. Call pvi.init eagerly; jit pvi.update.")
+        names = _positional_names(self.model)
+        args, kwargs = self._arguments(args, kwargs)
+        check_finite_arguments(args, kwargs, names)
+        key, guide_key, plan_key = jax.random.split(rng_key, 3)
+        trace = abstract_trace(self.model, plan_key, args, kwargs)
+        refuse_unsupported(trace)
+        setup_guide(self.guide, guide_key, args, kwargs)
+        own = model_layout(trace)
+        layout = Layout(*guide_layout(self.guide, dict(zip(own.names, own.shapes, strict=True))))
+        partition = self.partition or self._default_partition(trace)
+        planned = plan_factors(partition, args, kwargs, key=plan_key, layout=layout)
+        family = family_of(self.guide, layout.dim)
+        plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
+        params = self._initial_params(planned.params, init_params)
+        optim_state = self._init_optim(plan, params)
+        dynamic, static = split_arguments(args, kwargs)
+
+        def start(plan):
+            curvature = self._starts_at_curvature(plan, init_params)
+            return self._start(
+                self._engine, plan, planned.packing, dynamic, static, optim_state, planned.prior_loc, planned.prior_sd, curvature
+            )  # fmt: skip
+
+        arrays, missing = start(plan)
+        if bool(missing):
+            # A correlated Gaussian prior is outside a mean-field family: its latents go to the prior factor.
+            plan = dataclasses.replace(plan, partition=move_to_prior_factor(planned).plan)
+            arrays, _ = start(plan)
+        self._check_structure(plan)
+        state = PVIState(rng_key=key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
+        if init_params is not None:
+            state = self._spread_params(state, init_params)
+        self._check_proper(state)
+        self._labels = plan.partition.table.labels
+        return state
+
+    def update(
+        self, state: PVIState, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
+    ) -> tuple[PVIState, Float[Array, ""]]:
+        """One round of the schedule.
+
+        Args:
+            state: current state.
+            args: the model's positional arguments, of the shapes given to ``init``.
+            forward_mode_differentiation: accepted for SVI's sake; PVI differentiates each factor in the mode that suits it.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            ``(state, loss)``; the loss is the negative global ELBO in nats of the q *after* the round (SVI's is the one before).
+
+        Raises:
+            StateError: when the arguments differ in structure, shape or dtype from those given to ``init``.
+        """
+        del forward_mode_differentiation
+        args, kwargs = self._checked_arguments(state, args, kwargs)
+        dynamic, static = split_arguments(args, kwargs)
+        state, losses, _, _ = self._rounds(
+            self._engine, state, dynamic, static, jnp.int32(1), jnp.asarray(-1.0, _dtype()), length=1
+        )
+        return state, losses[0]
+
+    def stable_update(
+        self, state: PVIState, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
+    ) -> tuple[PVIState, Float[Array, ""]]:
+        """The same as :meth:`update`: a PVI round never takes a step to an invalid q or from a non-finite factor."""
+        return self.update(state, *args, forward_mode_differentiation=forward_mode_differentiation, **kwargs)
+
+    def evaluate(self, state: PVIState, *args: Any, **kwargs: Any) -> Float[Array, ""]:
+        """Negative global ELBO at a state, in nats; ``update``'s loss equals this at the state it returns."""
+        args, kwargs = self._checked_arguments(state, args, kwargs)
+        return self._loss(self._engine, state, *split_arguments(args, kwargs))
+
+    def get_params(self, state: PVIState) -> dict[str, Array]:
+        """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
+        part = state.plan.partition
+        params = natural_to_params(
+            self.guide, state.plan.family, part.layout.names, part.layout.shapes, posterior(state.prior, state.sites)
+        )
+        if part.params:
+            transforms = self._param_transforms()
+            params.update({n: transforms[n](v) for n, v in self.optim.get_params(state.optim_state).items()})
+        return params
+
+    def run(
+        self,
+        rng_key: Any,
+        num_steps: int,
+        *args: Any,
+        progress_bar: bool = True,
+        stable_update: bool = False,
+        forward_mode_differentiation: bool = False,
+        init_state: PVIState | None = None,
+        init_params: dict | None = None,
+        tol: float | None = None,
+        callback: Callable[[int, PVIState, PVIInfo], bool | None] | None = None,
+        loss_every: int = 1,
+        **kwargs: Any,
+    ) -> PVIRunResult:
+        """Run up to ``num_steps`` rounds of the schedule in compiled blocks.
+
+        Args:
+            rng_key: random key; ignored when ``init_state`` is given, as in SVI.
+            num_steps: number of rounds, at least 1.
+            args: the model's positional arguments.
+            progress_bar: show rounds, ELBO and the largest move in posterior sds.
+            stable_update: accepted for SVI's sake; every PVI round is stable.
+            forward_mode_differentiation: accepted for SVI's sake.
+            init_state: continue from this state.
+            init_params: see :meth:`init`.
+            tol: stop when no posterior mean or log sd moves by more than ``tol`` posterior sds in a round.
+            callback: called after every round with ``(rounds done, state, info)``; returning True stops.
+            loss_every: rounds between reported losses; the others are NaN.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            ``(params, state, losses)`` with ``.info``, ``.converged`` and ``.message``. On KeyboardInterrupt the result holds the
+            last state that was finished, and says so.
+
+        Raises:
+            PVIError: for ``num_steps`` below 1.
+            SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
+        """
+        del stable_update, forward_mode_differentiation
+        if not isinstance(num_steps, (int, np.integer)) or num_steps < 1:
+            raise PVIError(f"num_steps={num_steps!r}: expected a positive int, the number of rounds.")
+        if tol is not None and not tol > 0:
+            raise PVIError(f"tol={tol!r}: expected a positive number of posterior sds, or None.")
+        if not isinstance(loss_every, (int, np.integer)) or loss_every < 1:
+            raise PVIError(f"loss_every={loss_every!r}: expected a positive int.")
+        state = self.init(rng_key, *args, init_params=init_params, **kwargs) if init_state is None else init_state
+        args, kwargs = self._checked_arguments(state, args, kwargs)
+        dynamic, static = split_arguments(args, kwargs)
+
+        def rounds(state, count, tol, length):
+            return self._rounds(self._engine, state, dynamic, static, count, tol, length=length)
+
+        run = drive(rounds, self.info, state, int(num_steps), tol, callback, progress_bar)
+        losses = jnp.where((jnp.arange(1, len(run.losses) + 1) % loss_every) == 0, run.losses, jnp.nan)
+        return PVIRunResult(
+            self.get_params(run.state), run.state, losses, self.info(run.state), run.converged, run.message
+        )
+
+    # ------------------------------------------------------------------ what SVI does not have
+
+    def posterior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
+        """Marginal posterior of every latent, as NumPyro distributions in the latents' own supports.
+
+        Args:
+            state: a state.
+            joint: also give the joint Gaussian over all latents' unconstrained coordinates, under the tuple of their names (q of
+                full covariance only).
+
+        Returns:
+            Distributions by latent name.
+
+        Raises:
+            ImproperError: when q is not normalisable.
+        """
+        return self._distributions(state, posterior(state.prior, state.sites), "posterior", joint)
+
+    def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
+        """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
+
+        Args:
+            state: a state.
+            joint: as in :meth:`posterior`.
+
+        Returns:
+            Distributions by latent name.
+
+        Raises:
+            ImproperError: when the prior (or its site) is not normalisable.
+        """
+        natural = state.prior if state.sites.prior is None else state.prior + state.sites.prior
+        return self._distributions(state, natural, "prior", joint)
+
+    def site(self, state: PVIState, group: Hashable) -> NaturalView:
+        """One group's site t_m in natural space; ``numpyro_pvi.PRIOR`` names the prior factor's.
+
+        Args:
+            state: a state.
+            group: the group's label.
+
+        Returns:
+            Natural parameters, with ``.to_distribution()``, which raises where they are not normalisable.
+
+        Raises:
+            PartitionError: for an unknown label.
+        """
+        return NaturalView(self._site(state, group), state.plan.family, f"site of group {group!r}")
+
+    def cavity(self, state: PVIState, group: Hashable) -> NaturalView:
+        """q without one group's site, in natural space; see :meth:`site`."""
+        q = posterior(state.prior, state.sites)
+        return NaturalView(cavity(q, self._site(state, group)), state.plan.family, f"cavity of group {group!r}")
+
+    def log_evidence(self, state: PVIState, *args: Any, **kwargs: Any) -> Float[Array, ""]:
+        """Estimate of log p(y) in nats: for variational solvers the global ELBO, a lower bound."""
+        return -self.evaluate(state, *args, **kwargs)
+
+    def info(self, state: PVIState) -> PVIInfo:
+        """What happened to every factor in the last round; ``print`` it for a table."""
+        notes = ()
+        if self.optim is not None and not state.plan.partition.params:
+            notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
+        return describe(state, notes)
+
+    @property
+    def groups(self) -> tuple:
+        """Labels of the groups of the last ``init``, in the order of every stacked array; a state's own are in its plan."""
+        return self._labels
+
+    def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
+        """Pareto k-hat of importance weights from q to the exact posterior: below .7 q is usable, below .5 good.
+
+        Args:
+            state: a state.
+            args: the model's positional arguments.
+            rng_key: random key.
+            num_samples: draws from q; each costs one evaluation of the model on all rows.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            k-hat.
+
+        References:
+            Yao et al., Yes, but Did It Work?: Evaluating Variational Inference, section 3.
+        """
+        args, kwargs = self._checked_arguments(state, args, kwargs)
+        return diagnostics.khat(
+            rng_key, self.model, state, args, kwargs, self._param_values(state), num_samples=num_samples
+        )
+
+    def to_arviz(
+        self, rng_key: Any, state_or_result: PVIState | PVIRunResult, *args: Any, num_samples: int = 1000, **kwargs: Any
+    ) -> Any:
+        """Posterior draws and log-likelihoods as ArviZ data, with chain and draw dimensions.
+
+        Args:
+            rng_key: random key.
+            state_or_result: a state, or what ``run`` returned.
+            args: the model's positional arguments.
+            num_samples: draws.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            ``InferenceData`` (ArviZ 0.23) or ``DataTree`` (1.x); log-likelihoods use the fitted ``numpyro.param`` values.
+        """
+        state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
+        args, kwargs = self._checked_arguments(state, args, kwargs)
+        return export.to_arviz(
+            rng_key, self.model, self.guide, self.get_params(state), args, kwargs, num_samples=num_samples
+        )
+
+    # ------------------------------------------------------------------ joints between the rooms
+
+    def _arguments(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return as_arrays(args, {**self.static_kwargs, **kwargs}, _positional_names(self.model))
+
+    def _checked_arguments(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if not isinstance(state, PVIState):
+            raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
+        args, kwargs = self._arguments(args, kwargs)
+        check_same_signature(state.plan.signature, signature_of(args, kwargs, _positional_names(self.model)))
+        return args, kwargs
+
+    def _default_partition(self, trace: dict) -> Partition:
+        plate = choose_plate(trace, None)
+        size = find_plates(trace)[plate].size
+        return Partition(self.model, plate, min(_DEFAULT_GROUPS, size) if self.num_groups is None else self.num_groups)
+
+    def _initial_params(self, found: dict, init_params: dict | None) -> dict:
+        if found and self.optim is None:
+            raise PVIError(
+                f"the model has numpyro.param site(s) {', '.join(sorted(found))} but optim is None, so nothing would fit them: "
+                "pass an optimiser, PVI(model, guide, numpyro.optim.Adam(0.01)), or give them a prior with numpyro.sample."
+            )
+        given = init_params or {}
+        return {n: jnp.asarray(given.get(n, v), jnp.result_type(v)) for n, v in found.items()}
+
+    def _init_optim(self, plan: Plan, params: dict) -> Any:
+        if self.optim is None:
+            return None
+        transforms = self._param_transforms()
+        unconstrained = {n: jnp.asarray(transforms[n].inv(v), _dtype()) for n, v in params.items()}
+        return self.optim.init(unconstrained)
+
+    def _param_transforms(self) -> dict[str, Any]:
+        if self.guide.prototype_trace is None:
+            raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
+        sites = self.guide.prototype_trace.items()
+        from numpyro.distributions import constraints
+
+        return {n: biject_to(s["kwargs"].get("constraint", constraints.real)) for n, s in sites if s["type"] == "param"}
+
+    def _param_values(self, state: PVIState) -> dict:
+        if not state.plan.partition.params:
+            return {}
+        transforms = self._param_transforms()
+        return {n: transforms[n](v) for n, v in self.optim.get_params(state.optim_state).items()}
+
+    def _starts_at_curvature(self, plan: Plan, init_params: dict | None) -> bool:
+        gaussian_params = guide_param_names(self.guide, plan.partition.layout.names)
+        if init_params is not None and gaussian_params & set(init_params):
+            return False
+        if self.init_sites != "auto":
+            return self.init_sites == "curvature"
+        return plan.partition.likelihood == "affine" or not plan.partition.exact
+
+    def _spread_params(self, state: PVIState, init_params: dict) -> PVIState:
+        layout, family = state.plan.partition.layout, state.plan.family
+        unknown = set(init_params) - guide_param_names(self.guide, layout.names) - set(state.plan.partition.params)
+        if unknown:
+            raise PVIError(f"init_params has unknown name(s) {', '.join(sorted(unknown))}.")
+        q = posterior(state.prior, state.sites)
+        if not set(init_params) & guide_param_names(self.guide, layout.names):
+            return state
+        wanted = params_to_natural(self.guide, family, layout.names, layout.shapes, init_params, q)
+        count = state.report.move.shape[0]
+        share = (wanted - q) * (1.0 / count)
+        groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, share)
+        prior = None if state.sites.prior is None else state.sites.prior + share
+        return dataclasses.replace(state, sites=SiteStack(groups, prior))
+
+    def _check_structure(self, plan: Plan) -> None:
+        part = plan.partition
+        self.solver.check(part.likelihood, plan.family.full, f"likelihood in plate {part.plate!r}")
+        if part.has_prior_factor:
+            self.solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")
+
+    def _check_proper(self, state: PVIState) -> None:
+        q = posterior(state.prior, state.sites)
+        if bool(state.plan.family.in_domain(q)):
+            return
+        layout = state.plan.partition.layout
+        diag = np.asarray(state.plan.family.precision_diagonal(q))
+        worst = int(np.argmin(np.where(np.isfinite(diag), diag, -np.inf)))
+        raise ImproperError(
+            f"q is not normalisable at the start: latent {layout.coordinate_name(worst)} has no proper prior and the data do not "
+            "determine it (no curvature at the starting point). Give it a proper prior, or start from init_params."
+        )
+
+    def _site(self, state: PVIState, group: Hashable) -> Any:
+        if group is PRIOR:
+            if state.sites.prior is None:
+                raise PartitionError("there is no PRIOR site: the prior is held exactly. See pvi.prior(state).")
+            return state.sites.prior
+        return take(state.sites.groups, state.plan.partition.table.index(group))
+
+    def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
+        if self.guide.prototype_trace is None:
+            raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
+        return latent_distributions(state.plan, natural, self.guide.prototype_trace, what, joint)
+
+
+_EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
+
+
+def split_arguments(args: tuple, kwargs: dict) -> tuple[list, tuple]:
+    """Separate arrays (traced) from static leaves (hashed) of the model's arguments."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    dynamic = [x for x in leaves if hasattr(x, "dtype")]
+    return dynamic, (structure, tuple(None if hasattr(x, "dtype") else ("static", x) for x in leaves))
+
+
+def _join(dynamic: list, static: tuple) -> tuple[tuple, dict]:
+    structure, kept = static
+    arrays = iter(dynamic)
+    return structure.unflatten([next(arrays) if k is None else k[1] for k in kept])
+
+
+def _rounds(engine: Engine, state: PVIState, dynamic: list, static: tuple, count, tol, length: int):
+    args, kwargs = _join(dynamic, static)
+    return engine.rounds(state, args, kwargs, count, tol, length)
+
+
+def _loss(engine: Engine, state: PVIState, dynamic: list, static: tuple):
+    args, kwargs = _join(dynamic, static)
+    return engine.loss(state, args, kwargs)
+
+
+def _start(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, curvature: bool):
+    args, kwargs = _join(dynamic, static)
+    return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, curvature)
+
+
+def _dtype():
+    return jnp.result_type(float)
+
+
+def _positional_names(model: Callable) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, RenyiELBO):
+        raise PVIError("RenyiELBO is not a PVI objective; pass Trace_ELBO().")
+    if getattr(loss, "sum_sites", True) is False:
+        raise PVIError(f"{type(loss).__name__}(sum_sites=False) returns a dict of terms; pass it with sum_sites=True.")
+    if getattr(loss, "multi_sample_guide", False):
+        raise PVIError(f"{type(loss).__name__}(multi_sample_guide=True) is not supported: q is one Gaussian.")
+    if not hasattr(loss, "loss"):
+        raise PVIError(f"loss={loss!r} is not a NumPyro ELBO; pass Trace_ELBO().")
+
+
+def _check_keywords(model: Callable | None, static_kwargs: dict) -> None:
+    if model is None or not callable(model):
+        raise PVIError(f"the model is {model!r}, which cannot be called: pass a NumPyro model or Partition(model, plate, labels).")
+    try:
+        parameters = inspect.signature(model).parameters
+    except (TypeError, ValueError):
+        return
+    own = set(inspect.signature(PVI.run).parameters) - {"self", "args", "kwargs"}
+    clash = [name for name in parameters if name in own]
+    if clash:
+        raise PVIError(
+            f"the model has a parameter {clash[0]!r}, which is also a keyword of PVI.run and would never reach the model: rename it."
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    options = [n for n in inspect.signature(PVI.__init__).parameters if n not in ("self", "static_kwargs")]
+    for name in static_kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, options + known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise PVIError(
+                f"unknown keyword {name!r}: it is neither an option of PVI ({', '.join(options)}) nor a parameter of the model "
+                f"({', '.join(known) or 'none'}).{hint}"
+            )
+
+
+__all__ = ["PVI", "GuideError"]

@@ -1,0 +1,8 @@
+"""Runtimes: where the groups' passes over their rows are run."""
+
+from ._base import Runtime
+from ._engine import Engine
+from ._local import FactorData, LocalProblem
+from ._mapping import LaxMap, Vmap
+
+__all__ = ["Engine", "FactorData", "LaxMap", "LocalProblem", "Runtime", "Vmap"]

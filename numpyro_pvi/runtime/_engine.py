@@ -1,0 +1,343 @@
+"""From a plan and arrays to the factors of a model, and from a state through rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import biject_to
+
+from .._state import SKIP_LIMIT, Plan, PVIState
+from ..expectations import AffineProgram, DrawsProgram, QuadraticProgram
+from ..factors import (
+    ModelCall,
+    Packing,
+    abstract_trace,
+    exact_prior,
+    gather_rows,
+    prior_factor_log_density,
+    row_log_likelihood,
+    slice_rows,
+)
+from ..families import GaussianMoments, MultivariateNormalFamily
+from ..schedules import RoundCarry, RoundReport, Schedule
+from ..solvers import LocalSolver
+from ._base import Runtime
+from ._local import FactorData, LocalProblem, first_rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """Everything static about a fit except its plan: the model and the independent choices.
+
+    Args:
+        model: the NumPyro model.
+        solver: local solver.
+        schedule: who moves when.
+        runtime: where passes over rows run.
+        optim: NumPyro optimiser of the model's ``numpyro.param`` sites, or None.
+        num_particles: draws of the loss where it is Monte Carlo.
+    """
+
+    model: Callable
+    solver: LocalSolver
+    schedule: Schedule
+    runtime: Runtime
+    optim: Any
+    num_particles: int
+
+    def constrain(self, plan: Plan, args: tuple, kwargs: dict, optim_state: Any) -> dict[str, Array]:
+        """Constrained values of the model's ``numpyro.param`` sites held in an optimiser state."""
+        if not plan.partition.params:
+            return {}
+        transforms = self.param_transforms(args, kwargs)
+        return {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
+
+    def param_transforms(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """Bijections from unconstrained space to the supports of the model's ``numpyro.param`` sites."""
+        trace = abstract_trace(self.model, jax.random.key(0), args, kwargs)
+        return {
+            n: biject_to(s["kwargs"].get("constraint", constraints.real)) for n, s in trace.items() if s["type"] == "param"
+        }
+
+    def problem(self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, params: dict, prior: Any) -> LocalProblem:
+        """Prepare every factor's arrays from the model's arguments.
+
+        Args:
+            plan: the static plan.
+            packing: rows of each chunk.
+            args: positional arguments (arrays).
+            kwargs: keyword arguments.
+            params: constrained values of the model's ``numpyro.param`` sites.
+            prior: ``(natural, exact mask)`` of the exactly held prior, or None to read it off the model.
+
+        Returns:
+            The factors, ready to be evaluated.
+        """
+        part = plan.partition
+        call = ModelCall(self.model, part.layout, args, kwargs, params)
+        natural, exact = prior if prior is not None else self.exact_prior(plan, call)[:2]
+        program, chunks, group, offsets = self._likelihood(plan, call, packing)
+        prior_program, prior_data = self._prior_factor(plan, call)
+        data = FactorData(chunks, group, offsets, prior_data, natural, exact)
+        return LocalProblem(
+            plan.family, self.solver, self.runtime, program, prior_program, part.likelihood == "quadratic", data
+        )
+
+    def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
+        """Read the exactly held prior off the model.
+
+        Args:
+            plan: the static plan.
+            call: the model with its arguments.
+
+        Returns:
+            ``(natural, exact, outside)``: its natural parameters, the coordinates it covers, and whether it is outside the family
+            after all (correlated under a mean-field q).
+        """
+        part, dim, dtype = plan.partition, plan.family.dim, jnp.result_type(float)
+        exact = jnp.zeros((dim,), bool)
+        for name in part.exact:
+            exact = exact.at[part.layout.slice_of(name)].set(True)
+        if not part.exact:
+            return plan.family.zeros((), dtype), exact, jnp.array(False)
+        vector, precision = exact_prior(call, part.exact, jnp.zeros((dim,), dtype))
+        if plan.family.full:
+            return plan.family.natural(vector, precision), exact, jnp.array(False)
+        diag = jnp.diagonal(precision)
+        size = jnp.sqrt(jnp.abs(diag[:, None] * diag[None, :]))
+        off = jnp.any(jnp.abs(precision - jnp.diag(diag)) > 1e3 * jnp.finfo(dtype).eps * size)
+        return plan.family.natural(vector, diag), exact, off
+
+    def _likelihood(self, plan: Plan, call: ModelCall, packing: Packing):
+        part, family = plan.partition, plan.family
+        tree = (call.args, call.kwargs)
+
+        def chunk_call(rows) -> ModelCall:
+            args, kwargs = slice_rows(tree, part.axes, rows)
+            return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+        if part.likelihood == "affine":
+            program = AffineProgram(part.terms, family)
+            chunks = self._prepare(lambda rows, mask: program.prepare(chunk_call(rows), mask), packing)
+            return program, chunks, packing.chunk_group, packing.offsets
+        if part.likelihood == "draws":
+            # Rows are gathered here, once, and not at every pass.
+            leaves, structure = jax.tree.flatten(tree)
+            packed = [None if a is None else gather_rows(x, packing, a) for x, a in zip(leaves, part.axes, strict=True)]
+
+            def packed_call(own) -> ModelCall:
+                args, kwargs = structure.unflatten([x if o is None else o for x, o in zip(leaves, own, strict=True)])
+                return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+            program = DrawsProgram(partial(_chunk_log_likelihood, packed_call, part.plate), family)
+            return program, ((packed, packing.mask), None), packing.chunk_group, packing.offsets
+        dense = MultivariateNormalFamily(family.dim)
+        if part.terms:
+            reader: Any = AffineProgram(part.terms, dense)
+        else:
+            reader = DrawsProgram(partial(_chunk_log_likelihood, chunk_call, part.plate), dense)
+        dtype = jnp.result_type(float)
+        origin = GaussianMoments(
+            jnp.zeros((family.dim,), dtype), jnp.zeros((family.dim,) * 2, dtype), jnp.zeros((), dtype), jnp.array(True)
+        )
+        noise = jnp.zeros((1, family.dim), dtype)
+
+        def read(chunk):
+            rows, mask = chunk
+            arrays = reader.prepare(chunk_call(rows), mask) if part.terms else ((rows, mask), None)
+            return reader.expected(arrays, origin, None, jnp.int32(0), noise, False)
+
+        groups = self.runtime.sum_chunks(read, (packing.rows, packing.mask), packing.chunk_group, packing.offsets)
+        count = packing.offsets.shape[0]
+        return QuadraticProgram(reader, family), groups, jnp.arange(count - 1), jnp.arange(count)
+
+    def _prepare(self, prepare: Callable, packing: Packing):
+        count, rows = packing.rows.shape
+        batch = max(1, min(count, (1 << 16) // max(rows, 1)))
+        return jax.lax.map(lambda xs: prepare(*xs), (packing.rows, packing.mask), batch_size=batch)
+
+    def _prior_factor(self, plan: Plan, call: ModelCall):
+        part = plan.partition
+        if not part.has_prior_factor:
+            return None, None
+        if part.prior_kind == "affine":
+            program = AffineProgram(part.prior_terms, plan.family)
+            return program, program.prepare(call, None)
+
+        def log_density(chunk, point):
+            del chunk
+            return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.plate)
+
+        return DrawsProgram(log_density, plan.family), (None, None)
+
+    def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
+        """The draws that belong to a state's key: the loss of a state and its next round share them."""
+        return problem.noise(jax.random.fold_in(rng_key, 0x9E37), self.num_particles)
+
+    def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
+        """Evaluate a state's q and put the state into the form that rounds take."""
+        evaluation = problem.evaluate(state.sites, state.rule, self.noise(problem, state.rng_key))
+        return RoundCarry(
+            state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
+        )
+
+    def rounds(
+        self, state: PVIState, args: tuple, kwargs: dict, count: Int[Array, ""], tol: Float[Array, ""], length: int
+    ) -> tuple[PVIState, Float[Array, "length"], Int[Array, ""], Float[Array, "length"]]:
+        """Run up to ``count`` rounds in one compiled loop.
+
+        Args:
+            state: where to start.
+            args: positional arguments (arrays).
+            kwargs: keyword arguments.
+            count: rounds to run, at most ``length``.
+            tol: stop after a round whose largest move is at most this many posterior sds; negative never stops.
+            length: static size of the buffers.
+
+        Returns:
+            ``(state, losses, rounds done, moves)``; entries past the rounds done are NaN.
+        """
+        plan = state.plan
+        static = not plan.partition.params
+        fixed = self._state_problem(state, args, kwargs) if static else None
+
+        def unfinished(loop):
+            i, state, carry, losses, moves = loop
+            stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
+            last = carry.report.total_move
+            return (i < count) & ~((i > 0) & ((last <= tol) | stuck))
+
+        def one(loop):
+            i, state, carry, losses, moves = loop
+            problem = fixed if static else self._state_problem(state, args, kwargs)
+            state, carry = self._round(problem, state, carry, args, kwargs)
+            losses = losses.at[i].set(-carry.evaluation.elbo)
+            return i + 1, state, carry, losses, moves.at[i].set(carry.report.total_move)
+
+        problem = fixed if static else self._state_problem(state, args, kwargs)
+        carry = self.carry(problem, state)
+        empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
+        done, state, carry, losses, moves = jax.lax.while_loop(unfinished, one, (jnp.int32(0), state, carry, empty, empty))
+        return state, losses, done, moves
+
+    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict) -> LocalProblem:
+        params = self.constrain(state.plan, args, kwargs, state.optim_state)
+        return self.problem(state.plan, state.packing, args, kwargs, params, (state.prior, state.exact))
+
+    def _round(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict):
+        next_key, round_key = jax.random.split(state.rng_key)
+        carry = self.schedule.round(problem, carry, round_key, self.noise(problem, state.rng_key))
+        state = dataclasses.replace(
+            state,
+            rng_key=next_key,
+            sites=carry.sites,
+            solver_state=carry.solver,
+            prior_solver_state=carry.prior_solver,
+            schedule_state=carry.schedule,
+            report=carry.report,
+            step=state.step + 1,
+        )
+        if state.plan.partition.params:
+            state = self._update_params(problem, state, carry, args, kwargs)
+            problem = self._state_problem(state, args, kwargs)
+        if problem.noisy or state.plan.partition.params:
+            noise = self.noise(problem, next_key)
+            carry = carry._replace(evaluation=problem.evaluate(state.sites, carry.evaluation.rule, noise))
+        return dataclasses.replace(state, rule=carry.evaluation.rule), carry
+
+    def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs) -> PVIState:
+        """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
+        moments, rule = carry.evaluation.moments, carry.evaluation.rule
+        noise = self.noise(problem, state.rng_key)
+        transforms = self.param_transforms(args, kwargs)
+
+        def loss(values):
+            params = {n: transforms[n](v) for n, v in values.items()}
+            at = self.problem(state.plan, state.packing, args, kwargs, params, None)
+            return -at.elbo_at(moments, rule.level, noise)
+
+        values = self.optim.get_params(state.optim_state)
+        gradient = jax.grad(loss)(values)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradient)]))
+        moved = self.optim.update(gradient, state.optim_state, value=None)
+        optim_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state.optim_state)
+        params = {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
+        call = ModelCall(self.model, state.plan.partition.layout, args, kwargs, params)
+        prior = self.exact_prior(state.plan, call)[0]
+        return dataclasses.replace(state, optim_state=optim_state, prior=prior)
+
+    def loss(self, state: PVIState, args: tuple, kwargs: dict) -> Float[Array, ""]:
+        """Negative global ELBO at a state, in nats."""
+        problem = self._state_problem(state, args, kwargs)
+        return -self.carry(problem, state).evaluation.elbo
+
+    def start(self, plan: Plan, packing: Packing, args, kwargs, optim_state, loc, sd, curvature: bool):
+        """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
+
+        Args:
+            plan: the static plan.
+            packing: rows of each chunk.
+            args: positional arguments (arrays).
+            kwargs: keyword arguments.
+            optim_state: optimiser state of the params, or None.
+            loc: Float[D] prior location.
+            sd: Float[D] prior sd.
+            curvature: whether sites start at their factor's curvature at ``loc`` instead of at 1.
+
+        Returns:
+            The fields of a :class:`PVIState` that depend on arrays, and whether the exact prior is outside the family.
+        """
+        params = self.constrain(plan, args, kwargs, optim_state)
+        family, dtype = plan.family, jnp.result_type(float)
+        call = ModelCall(self.model, plan.partition.layout, args, kwargs, params)
+        natural, exact, outside = self.exact_prior(plan, call)
+        problem = self.problem(plan, packing, args, kwargs, params, (natural, exact))
+        # The exactly held prior knows its location better than draws do.
+        unit = family.from_loc_sd(jnp.where(exact, 0.0, loc), jnp.where(exact, 1.0, sd))
+        base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
+        moments = family.moments(natural + base)
+        sites = problem.empty_sites(base if problem.has_prior_factor else None)
+        if curvature:
+            found = problem.curvature_sites(jnp.where(moments.valid, moments.loc, loc))
+            sites = dataclasses.replace(sites, groups=found.groups)
+        solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype))
+        prior_solver = self.solver.init(family, dtype) if problem.has_prior_factor else None
+        count = problem.num_groups + problem.has_prior_factor
+        report = RoundReport(
+            jnp.full((count,), jnp.inf, dtype),
+            jnp.zeros((count,), dtype),
+            jnp.zeros((count,), jnp.int32),
+            jnp.zeros((count,), bool),
+            jnp.zeros((count,), jnp.int32),
+            jnp.asarray(jnp.inf, dtype),
+            jnp.array(True),
+        )
+        fields = {
+            "sites": sites,
+            "prior": natural,
+            "exact": exact,
+            "solver_state": solver,
+            "prior_solver_state": prior_solver,
+            "schedule_state": self.schedule.init(problem, dtype),
+            "report": report,
+            "rule": first_rule(dtype),
+            "step": jnp.int32(0),
+        }
+        return fields, outside
+
+
+def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:
+    return ~exact if leaf.ndim == 1 else ~exact[:, None] & ~exact[None, :]
+
+
+def _chunk_log_likelihood(chunk_call: Callable, plate: str, chunk: tuple, point: Float[Array, "D"]) -> Float[Array, ""]:
+    (rows, mask), _ = chunk
+    terms = row_log_likelihood(chunk_call(rows), point, plate)
+    return sum((jnp.sum(jnp.where(mask, t, 0.0)) for t in terms.values()), start=jnp.zeros((), point.dtype))

@@ -1,0 +1,93 @@
+"""Two ways to run on one device: all chunks at once, or one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ..errors import PVIError
+from ..expectations import Expected, add_expected, sum_by_group
+from ..sites import take
+
+
+@dataclasses.dataclass(frozen=True)
+class Vmap:
+    """All chunks in one vectorised program, in batches whose arrays stay below ``batch_bytes``.
+
+    Args:
+        batch_bytes: largest size of the chunk arrays of one batch. Batches bound the temporary memory of a pass; within a batch
+            chunks are vectorised, which beats a loop while the batch fits the cache.
+
+    Raises:
+        PVIError: on construction, for a size that is not positive.
+    """
+
+    batch_bytes: int = 1 << 23
+
+    def __post_init__(self):
+        if not isinstance(self.batch_bytes, int) or self.batch_bytes < 1:
+            raise PVIError(f"Vmap(batch_bytes={self.batch_bytes!r}): expected a positive int, in bytes.")
+
+    def sum_chunks(
+        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "M+1"]
+    ) -> Expected:
+        """Evaluate chunks in batches: see :class:`numpyro_pvi.runtime.Runtime`."""
+        count, num_groups = chunk_group.shape[0], offsets.shape[0] - 1
+        batch = self._batch_size(chunks, count)
+        if batch >= count:
+            results = jax.vmap(expect)(chunks)
+        else:
+            results = jax.lax.map(expect, chunks, batch_size=batch)
+        return results if count == num_groups else sum_by_group(results, chunk_group, num_groups)
+
+    def map_groups(self, solve: Callable[..., Any], operands: Any, reads_rows: bool) -> Any:
+        """Vectorise over groups, or loop when each reads rows of its own (groups differ in their number of chunks)."""
+        if reads_rows:
+            return jax.lax.map(lambda xs: solve(*xs), operands)
+        return jax.vmap(solve)(*operands)
+
+    def _batch_size(self, chunks: Any, count: int) -> int:
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(chunks))
+        return max(1, int(count * self.batch_bytes / max(size, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LaxMap:
+    """One chunk after another: the least temporary memory, one group's result at a time."""
+
+    def sum_chunks(
+        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "M+1"]
+    ) -> Expected:
+        """Loop over groups and their chunks: see :class:`numpyro_pvi.runtime.Runtime`."""
+        del chunk_group
+        return jax.lax.map(lambda m: sum_one_group(expect, chunks, offsets, m), jnp.arange(offsets.shape[0] - 1))
+
+    def map_groups(self, solve: Callable[..., Any], operands: Any, reads_rows: bool) -> Any:
+        """Loop over groups."""
+        del reads_rows
+        return jax.lax.map(lambda xs: solve(*xs), operands)
+
+
+def sum_one_group(
+    expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "M+1"], group: Int[Array, ""]
+) -> Expected:
+    """Add up one group's chunks in a loop of as many steps as the group has chunks.
+
+    Args:
+        expect: one chunk's arrays to its expectations.
+        chunks: arrays with a leading chunk axis C, sorted by group.
+        offsets: first chunk of each group, and C.
+        group: which group.
+
+    Returns:
+        The group's expectations.
+    """
+    first = offsets[group]
+    shapes = jax.eval_shape(expect, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.fori_loop(first, offsets[group + 1], lambda c, total: add_expected(total, expect(take(chunks, c))), zero)

@@ -1,0 +1,27 @@
+"""Schedules: who moves when, and how far."""
+
+from ._base import (
+    Evaluation,
+    Problem,
+    RoundCarry,
+    RoundReport,
+    Rule,
+    Schedule,
+    accept_jointly,
+    elbo_has_not_fallen,
+)
+from ._sequential import Sequential
+from ._synchronous import Synchronous
+
+__all__ = [
+    "Evaluation",
+    "Problem",
+    "RoundCarry",
+    "RoundReport",
+    "Rule",
+    "Schedule",
+    "Sequential",
+    "Synchronous",
+    "accept_jointly",
+    "elbo_has_not_fallen",
+]

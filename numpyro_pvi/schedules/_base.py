@@ -1,0 +1,253 @@
+"""The contract of a schedule, and the acceptance test that every schedule's joint step passes through."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..expectations import Expected
+from ..families import GaussianFamily, GaussianMoments
+from ..sites import SiteStack, damp, posterior
+from ..solvers import LocalResult, LocalSolver
+
+# Halvings of a joint step before a round gives up: 2^-20 is about 1e-6.
+MAX_HALVINGS = 20
+
+
+class Rule(NamedTuple):
+    """Memory of the quadrature rule: the one to start from, and the predictor sd at which it was last decided."""
+
+    level: Int[Array, ""]
+    anchor: Float[Array, ""]
+
+
+class Evaluation(NamedTuple):
+    """Everything one pass over the data says about one q."""
+
+    q: Any
+    moments: GaussianMoments
+    # Expectations per group (leading axis M) and of the prior factor (None when there is none).
+    groups: Expected
+    prior: Expected | None
+    # E_q[log p(theta)] of the exactly held prior plus the entropy of q, nats.
+    rest: Float[Array, ""]
+    elbo: Float[Array, ""]
+    # Size of the summands of the ELBO, for rounding tolerances.
+    size: Float[Array, ""]
+    rule: Rule
+    # Whether rows missed the error target under the finest rule.
+    missed: Bool[Array, ""]
+
+
+class RoundReport(NamedTuple):
+    """What happened to every factor in one round; the prior factor, if any, comes first."""
+
+    # Largest change of a posterior mean by this factor's step, in posterior sds.
+    move: Float[Array, "F"]
+    step: Float[Array, "F"]
+    backoffs: Int[Array, "F"]
+    skipped: Bool[Array, "F"]
+    # Rounds running in which the factor was skipped.
+    skip_run: Int[Array, "F"]
+    # Largest change of any posterior mean or log sd in the round, in posterior sds.
+    total_move: Float[Array, ""]
+    # Whether q was normalisable at the end of the round.
+    valid: Bool[Array, ""]
+
+
+class RoundCarry(NamedTuple):
+    """What goes from round to round."""
+
+    sites: SiteStack
+    evaluation: Evaluation
+    # Solver states: of the groups (leading axis M) and of the prior factor.
+    solver: Any
+    prior_solver: Any
+    schedule: Any
+    report: RoundReport
+
+
+class Problem(Protocol):
+    """What a runtime offers to a schedule."""
+
+    family: GaussianFamily
+    solver: LocalSolver
+    num_groups: int
+    prior_natural: Any
+    has_prior_factor: bool
+    # Whether expectations are by draws, so that values compare only on common draws.
+    noisy: bool
+    # Whether every factor is quadratic jointly with a full-covariance q, so that no guard is needed.
+    conjugate: bool
+
+    def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None) -> Evaluation:
+        """One pass over all groups at the q of these sites."""
+        ...
+
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any) -> LocalResult:
+        """Every group's local solve from the same q; leading axis M."""
+        ...
+
+    def visit_group(self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any) -> LocalResult:
+        """One group's local solve from the current q."""
+        ...
+
+    def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
+        """The prior factor's local solve; ``start`` gives its expectations at q when they are known (a guarded step)."""
+        ...
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Who moves when, and how far; what every implementor owes.
+
+    Frozen and hashable (settings only). ``round`` is pure and traceable. After it the sites are symmetrised, q is their fresh sum
+    with the prior, ``evaluation`` belongs to that q, and the report covers every factor.
+    """
+
+    def init(self, problem: Problem, dtype: Any) -> Any:
+        """The schedule's own state, a pytree of arrays."""
+        ...
+
+    def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        """One round.
+
+        Args:
+            problem: the factors.
+            carry: where things stand; its evaluation belongs to its sites and to ``noise``.
+            key: a random key.
+            noise: the round's draws, or None where expectations are exact.
+
+        Returns:
+            The carry after the round.
+        """
+        ...
+
+
+class Accepted(NamedTuple):
+    """The outcome of a joint step."""
+
+    sites: SiteStack
+    evaluation: Evaluation
+    step: Float[Array, ""]
+    halvings: Int[Array, ""]
+    accepted: Bool[Array, ""]
+
+
+def elbo_has_not_fallen(new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
+    """Whether a candidate is at least as good as the old q beyond rounding.
+
+    Groups whose factor was not finite before are left out of the comparison; none may become non-finite.
+
+    Args:
+        new: evaluation of the candidate.
+        old: evaluation of the q it would replace, on the same draws if there are any.
+
+    Returns:
+        True when the candidate may be taken.
+    """
+    known = jnp.isfinite(old.groups.value)
+    stays_finite = jnp.all(jnp.isfinite(new.groups.value) | ~known)
+    gain = jnp.sum(jnp.where(known, new.groups.value - old.groups.value, 0.0)) + new.rest - old.rest
+    if new.prior is not None:
+        prior_gain = new.prior.value - old.prior.value
+        gain = gain + jnp.where(jnp.isfinite(old.prior.value), prior_gain, 0.0)
+    tolerance = 20 * jnp.finfo(new.size.dtype).eps * jnp.where(jnp.isfinite(old.size), old.size, 0.0)
+    # A q that was not normalisable has no bound to fall from.
+    better = (gain >= -tolerance) | ~old.moments.valid
+    return new.moments.valid & stays_finite & better
+
+
+def accept_jointly(
+    problem: Problem,
+    old_sites: SiteStack,
+    proposal: SiteStack,
+    old: Evaluation,
+    step: Float[Array, ""],
+    noise: Any,
+    probe: Any = None,
+) -> Accepted:
+    """Move all sites together towards their proposals, halving the joint step until q is valid and the ELBO has not fallen.
+
+    ``eta <- eta + step * (proposal - eta)`` with one common factor.
+
+    Args:
+        problem: the factors.
+        old_sites: where the sites are.
+        proposal: where the local solves want them.
+        old: evaluation at the old sites, on the same draws.
+        step: first step tried.
+        noise: the round's draws, or None.
+        probe: vector for the curvature product of a mean-field q, or None.
+
+    Returns:
+        The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
+    """
+
+    def at(step):
+        sites = damp(old_sites, proposal, step)
+        symmetrise = problem.family.symmetrise
+        return SiteStack(symmetrise(sites.groups), None if sites.prior is None else symmetrise(sites.prior))
+
+    def invalid(state):
+        step, tries = state
+        return ~problem.family.in_domain(posterior(problem.prior_natural, at(step))) & (tries < MAX_HALVINGS)
+
+    def unfinished(state: Accepted):
+        return ~state.accepted & (state.halvings < MAX_HALVINGS)
+
+    def attempt(state: Accepted) -> Accepted:
+        # Validity costs one Cholesky, the ELBO a pass over the data: settle the first before paying for the second.
+        step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (state.step, state.halvings))
+        sites = at(step)
+        evaluation = problem.evaluate(sites, old.rule, noise, probe)
+        good = elbo_has_not_fallen(evaluation, old)
+        return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good)
+
+    first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False))
+    last = jax.lax.while_loop(unfinished, attempt, first)
+
+    def keep(new, previous):
+        return jax.tree.map(lambda a, b: jnp.where(last.accepted, a, b), new, previous)
+
+    return last._replace(sites=keep(last.sites, old_sites), evaluation=keep(last.evaluation, old))
+
+
+def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+    """Largest change of a posterior mean, or of a log sd, in posterior sd units."""
+    sd_new, sd_old = (jnp.sqrt(family.variances(e.moments)) for e in (new, old))
+    shift = jnp.max(jnp.abs(new.moments.loc - old.moments.loc) / sd_new)
+    stretch = jnp.max(jnp.abs(jnp.log(sd_new) - jnp.log(sd_old)))
+    return jnp.where(old.moments.valid, jnp.maximum(shift, stretch), jnp.inf)
+
+
+def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: Evaluation) -> Float[Array, "F"]:
+    """First-order change of the posterior means by each factor's step, largest coordinate, in posterior sds.
+
+    Args:
+        problem: the factors.
+        new: sites after the round.
+        old: sites before it.
+        evaluation: evaluation of the q after the round.
+
+    Returns:
+        One number per factor, the prior factor (if any) first.
+    """
+    family, moments = problem.family, evaluation.moments
+    sd = jnp.sqrt(family.variances(moments))
+    change = new - old
+
+    def move(natural):
+        force = natural.precision_mean - family.precision_product(natural, moments.loc)
+        return jnp.max(jnp.abs(family.covariance_product(moments, force)) / sd, axis=-1)
+
+    moves = move(change.groups)
+    return moves if change.prior is None else jnp.concatenate([move(change.prior)[None], moves])
+
+
+def with_prior(prior: Any, groups: Array) -> Array:
+    """Put the prior factor's entry, if there is one, before the groups'."""
+    return groups if prior is None else jnp.concatenate([jnp.reshape(prior, (1,)).astype(groups.dtype), groups])

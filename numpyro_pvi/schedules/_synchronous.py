@@ -1,0 +1,140 @@
+"""All sites from the same q, absorbed together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._numerics import power_iteration_step
+from ..errors import PVIError
+from ..sites import SiteStack
+from ._base import Problem, RoundCarry, RoundReport, accept_jointly, factor_moves, total_move, with_prior
+
+
+class SynchronousState(NamedTuple):
+    """The joint step's memory."""
+
+    step: Float[Array, ""]
+    # Unit vector of the power iteration on D^-1/2 Lambda D^-1/2 (mean-field q only; a zero-length stand-in otherwise).
+    probe: Float[Array, "P"]
+    # Its Rayleigh quotient at the last evaluation, a lower bound of the largest eigenvalue.
+    eigenvalue: Float[Array, ""]
+    # Rounds since Monte Carlo noise, not contraction, decided the move; late naturals are averaged over them.
+    late: Int[Array, ""]
+    last_move: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Synchronous:
+    """One update of every site from the same q, then absorbed together: ``eta_m <- eta_m + step (proposal_m - eta_m)``.
+
+    The joint step starts at ``damping`` and is halved until q is normalisable and the global ELBO has not fallen beyond rounding
+    (on common draws where expectations are by draws), and doubled again when a round is accepted at once. A mean-field q also caps
+    it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda: parallel mean-field updates blow up
+    at moderate correlations with every q and cavity valid. Where expectations are by draws, the naturals of late rounds (from the
+    first round whose move grew) are averaged.
+
+    Args:
+        damping: largest joint step in (0, 1], or "auto", which starts at 1. 1 is the full step, as in earlier PVI code.
+
+    Raises:
+        PVIError: on construction, for a damping outside (0, 1].
+
+    References:
+        Ashman et al., Partitioned Variational Inference, section 3.2 (synchronous updates) and property 5.
+    """
+
+    damping: float | str = "auto"
+
+    def __post_init__(self):
+        if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
+            raise PVIError(f"Synchronous(damping={self.damping!r}): expected 'auto' or a number in (0, 1]; 1 is the full step.")
+
+    @property
+    def _largest(self) -> float:
+        return 1.0 if self.damping == "auto" else float(self.damping)
+
+    def init(self, problem: Problem, dtype: Any) -> SynchronousState:
+        """Start at the largest step."""
+        dim = 0 if problem.family.full else problem.family.dim
+        probe = jnp.ones((dim,), dtype) / jnp.sqrt(jnp.asarray(max(dim, 1), dtype))
+        one = jnp.ones((), dtype)
+        return SynchronousState(one * self._largest, probe, one, jnp.int32(0), one * jnp.inf)
+
+    def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        """One update of every site: see :class:`numpyro_pvi.schedules.Schedule`."""
+        solve_key, prior_key = jax.random.split(key)
+        probe, scale = self._probe(problem, carry)
+        old = carry.evaluation
+        results = problem.visit_all(carry, solve_key, noise)
+        prior = None
+        if problem.has_prior_factor:
+            prior = problem.visit_prior(
+                old.q, carry.sites.prior, carry.prior_solver, prior_key, old.rule, noise, start=old.prior
+            )
+        proposal = SiteStack(results.site, None if prior is None else prior.site)
+        first = self._first_step(carry.schedule)
+        done = accept_jointly(problem, carry.sites, proposal, old, first, noise, probe)
+        return self._finish(problem, carry, results, prior, done, scale)
+
+    def _probe(self, problem: Problem, carry: RoundCarry):
+        if problem.family.full:
+            return None, None
+        # The curvature at the target, not q's own precision, is what the next parallel step divides by.
+        scale = _curvature_diagonal(problem, carry.evaluation)
+        return carry.schedule.probe / jnp.sqrt(scale), scale
+
+    def _first_step(self, state: SynchronousState) -> Float[Array, ""]:
+        averaging = 1.0 / (1.0 + state.late.astype(state.step.dtype))
+        return jnp.minimum(jnp.minimum(state.step, self._largest * averaging), 1.0 / jnp.maximum(state.eigenvalue, 1.0))
+
+    def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale) -> RoundCarry:
+        old, state = carry.evaluation, carry.schedule
+        moved = total_move(problem.family, done.evaluation, old)
+        started = (state.late > 0) | (moved > state.last_move)
+        late = jnp.where(started, state.late + 1, 0) if problem.noisy else state.late
+        # A round that found no acceptable step starts the next search a little below the full one.
+        step = jnp.where(done.accepted, jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest), 0.125)
+        probe, eigenvalue = state.probe, state.eigenvalue
+        if not problem.family.full:
+            product = _curvature_product(problem, state, done.evaluation, scale)
+            estimate, direction = power_iteration_step(product, scale, state.probe)
+            usable = done.accepted & jnp.isfinite(estimate) & jnp.all(jnp.isfinite(direction))
+            probe, eigenvalue = jnp.where(usable, direction, probe), jnp.where(usable, estimate, eigenvalue)
+        skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
+        taken = jnp.where(done.accepted, done.step, 0.0)
+        report = RoundReport(
+            move=factor_moves(problem, done.sites, carry.sites, done.evaluation),
+            step=jnp.where(skipped, 0.0, taken),
+            backoffs=with_prior(None if prior is None else prior.backoffs, results.backoffs) + done.halvings,
+            skipped=skipped,
+            skip_run=jnp.where(skipped, carry.report.skip_run + 1, 0),
+            total_move=moved,
+            valid=done.evaluation.moments.valid,
+        )
+        return RoundCarry(
+            done.sites,
+            done.evaluation,
+            results.state,
+            None if prior is None else prior.state,
+            SynchronousState(step.astype(state.step.dtype), probe, eigenvalue, late, moved),
+            report,
+        )
+
+
+def _curvature_diagonal(problem: Problem, evaluation) -> Float[Array, "D"]:
+    total = problem.family.precision_diagonal(problem.prior_natural) + jnp.sum(evaluation.groups.target.precision, axis=0)
+    if evaluation.prior is not None:
+        total = total + evaluation.prior.target.precision
+    own = problem.family.precision_diagonal(evaluation.q)
+    return jnp.where(jnp.isfinite(total) & (total > 0), total, jnp.where(own > 0, own, 1.0))
+
+
+def _curvature_product(problem: Problem, state: SynchronousState, evaluation, scale) -> Float[Array, "D"]:
+    vector = state.probe / jnp.sqrt(scale)
+    product = problem.family.precision_diagonal(problem.prior_natural) * vector + jnp.sum(evaluation.groups.product, axis=0)
+    return product if evaluation.prior is None else product + evaluation.prior.product

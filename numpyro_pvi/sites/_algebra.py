@@ -1,0 +1,57 @@
+"""Sites are natural parameters: they add to the prior to give q, and subtract from q to give a cavity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from ..families import Vector, natural_parameters
+
+
+@natural_parameters
+class SiteStack(Vector):
+    """Every site of a state, in natural space.
+
+    ``groups`` is one natural-parameter object whose leaves carry a leading group axis M; ``prior`` is the site of the prior
+    factor (no group axis), or None when the prior is held exactly.
+    """
+
+    groups: Any
+    prior: Any
+
+
+def posterior(prior_natural: Any, sites: SiteStack) -> Any:
+    """Sum the prior and every site: ``eta_q = eta_0 + eta_PRIOR + sum_m eta_m`` (PVI eq. 1).
+
+    Args:
+        prior_natural: natural parameters of the exactly held part of the prior.
+        sites: all sites.
+
+    Returns:
+        Natural parameters of q. Always a fresh sum: carrying q along as ``q + new - old`` drifts in float32.
+    """
+    total = jax.tree.map(lambda eta, site: eta + jnp.sum(site, axis=0), prior_natural, sites.groups)
+    return total if sites.prior is None else total + sites.prior
+
+
+def cavity(posterior_natural: Any, site: Any, power: float = 1.0) -> Any:
+    """Natural parameters of q with a ``power`` share of one site removed, ``eta_q - power * eta_m``."""
+    return posterior_natural - site * power
+
+
+def damp(old: Any, new: Any, damping: Any) -> Any:
+    """``old + damping * (new - old)`` in natural space; ``damping`` 1 is the full step, as in earlier PVI code."""
+    return old + (new - old) * damping
+
+
+def take(stack: Any, index: Any) -> Any:
+    """One group's slice of a stacked pytree."""
+    return jax.tree.map(lambda x: x[index], stack)
+
+
+def select(keep: Bool[Array, "*batch"], new: Any, old: Any) -> Any:
+    """Leaf-wise ``where(keep, new, old)`` with ``keep`` broadcast over trailing axes."""
+    return jax.tree.map(lambda a, b: jnp.where(keep.reshape(keep.shape + (1,) * (a.ndim - keep.ndim)), a, b), new, old)

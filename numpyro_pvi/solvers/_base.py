@@ -1,0 +1,94 @@
+"""The contract of a local solver: a cavity in, a site out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..expectations import Expected
+from ..families import GaussianFamily, GaussianMoments
+
+
+class LocalFactor(Protocol):
+    """One group's exact factor, as a solver sees it."""
+
+    family: GaussianFamily
+    # Whether the factor is quadratic in theta jointly, so that one full step is exact.
+    quadratic: bool
+
+    def expected(self, moments: GaussianMoments) -> Expected:
+        """Expectations of the group's log-likelihood under a Gaussian q; a pass over the group's rows."""
+        ...
+
+
+class LocalResult(NamedTuple):
+    """A solver's answer for one group."""
+
+    site: Any
+    state: Any
+    # How often a step was halved.
+    backoffs: Int[Array, ""]
+    # False when no step was acceptable and the site came back unchanged.
+    moved: Bool[Array, ""]
+
+
+@runtime_checkable
+class LocalSolver(Protocol):
+    """Refine one site; what every implementor owes.
+
+    Frozen and hashable (settings only). ``solve`` is pure and traceable under ``vmap``, ``scan`` and ``while_loop``; it uses the
+    cavity as natural parameters only, so the cavity may be improper; it never returns a non-finite site (the old one comes back
+    with ``moved`` False instead). Leading parameters in this order, under these names.
+    """
+
+    def init(self, family: GaussianFamily, dtype: Any) -> Any:
+        """The solver's state for one group, a pytree of arrays."""
+        ...
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Raise when the solver cannot treat factors of this structure ("quadratic", "affine", "draws")."""
+        ...
+
+    def solve(
+        self, factor: LocalFactor, cavity: Any, site: Any, state: Any, key: Any, start: Expected | None, guarded: bool
+    ) -> LocalResult:
+        """One visit.
+
+        Args:
+            factor: the group's exact factor.
+            cavity: natural parameters of q without the site.
+            site: the current site, natural parameters.
+            state: this group's solver state.
+            key: a random key.
+            start: expectations at q = cavity * site when they are known already.
+            guarded: True when the schedule tests the joint step itself, so that the solver need not.
+
+        Returns:
+            The refined site.
+        """
+        ...
+
+
+def local_free_energy(
+    family: GaussianFamily, expected: Expected, site: Any, q: Any, moments: GaussianMoments
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Local free energy of one group up to a constant in q (PVI eq. 2), to be raised.
+
+    ``F_m(q) = E_q[f_m] - KL(q || cavity) = E_q[f_m] - <eta_m, mu_q> + A(eta_q) + const``.
+
+    Args:
+        family: the family of q.
+        expected: expectations at q.
+        site: the group's site, natural parameters.
+        q: natural parameters of q.
+        moments: q as moments.
+
+    Returns:
+        ``(F, size)`` in nats: the value, and the size of its largest parts for rounding tolerances.
+    """
+    pairing = family.expect_quadratic(site, moments)
+    square = 0.5 * jnp.vdot(q.precision_mean, moments.loc)
+    value = expected.value - pairing + square - 0.5 * moments.log_det_precision
+    return value, jnp.abs(expected.value) + jnp.abs(pairing) + jnp.abs(square)

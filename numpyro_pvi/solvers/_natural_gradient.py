@@ -1,0 +1,164 @@
+"""Conjugate-computation variational inference: natural-gradient steps on one site."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._numerics import all_finite
+from ..errors import PVIError
+from ..expectations import Expected
+from ..families import GaussianFamily
+from ..sites import damp, select
+from ._base import LocalFactor, LocalResult, local_free_energy
+
+# Halvings after which a step is 1e-6 of a full one.
+_MAX_TRIES = 20
+
+
+class NaturalGradientState(NamedTuple):
+    """One group's memory: the step that was accepted last, doubled back towards the full one when it is accepted again."""
+
+    step: Float[Array, ""]
+
+
+class _Search(NamedTuple):
+    site: Any
+    expected: Expected
+    energy: Float[Array, ""]
+    step: Float[Array, ""]
+    accepted: Int[Array, ""]
+    tries: Int[Array, ""]
+    backoffs: Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class NaturalGradient:
+    """Natural-gradient variational inference on one site (CVI; PVI eq. 10).
+
+    A step is ``eta_m <- (1 - step) eta_m + step * grad_mu E_q[log p(y_m | theta)]`` at the current local q, ``num_steps`` times.
+    For a Gaussian q with ``f = log p(y_m | theta)``, ``H = E[hess f]`` and ``g = E[grad f]``, the target has precision ``-H`` and
+    precision-mean ``g - H loc`` (their diagonals for a mean-field q).
+
+    Args:
+        num_steps: inner steps per visit, each a pass over the group's rows; 1 makes parallel rounds independent of the
+            partition (PVI property 5).
+        step_size: largest step in (0, 1], in natural space; 1 is the full step, as for ``damping`` in earlier PVI code.
+        expectation: "auto" (closed form or quadrature where the structure allows, else antithetic draws), "exact",
+            "quadrature" or "monte_carlo" to insist on one.
+        backtracking: halve a step that lowers the local free energy or leaves q improper, and double it back when it is
+            accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not quadratic.
+        num_draws: antithetic pairs per round when expectations are by draws.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges.
+
+    References:
+        Ashman et al., Partitioned Variational Inference, eq. 10. Khan and Lin, Conjugate-Computation Variational Inference,
+        algorithm 1.
+    """
+
+    num_steps: int = 1
+    step_size: float = 1.0
+    expectation: str = "auto"
+    backtracking: bool | str = "auto"
+    num_draws: int = 16
+
+    def __post_init__(self):
+        if not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise PVIError(f"NaturalGradient(num_steps={self.num_steps!r}): expected a positive int.")
+        if not 0.0 < float(self.step_size) <= 1.0:
+            raise PVIError(f"NaturalGradient(step_size={self.step_size!r}): expected a number in (0, 1]; 1 is the full step.")
+        words = ("auto", "exact", "quadrature", "monte_carlo")
+        if self.expectation not in words:
+            raise PVIError(f"NaturalGradient(expectation={self.expectation!r}): expected one of {', '.join(words)}.")
+        if self.backtracking not in (True, False, "auto"):
+            raise PVIError(f"NaturalGradient(backtracking={self.backtracking!r}): expected True, False or 'auto'.")
+        if not isinstance(self.num_draws, int) or self.num_draws < 1:
+            raise PVIError(f"NaturalGradient(num_draws={self.num_draws!r}): expected a positive int.")
+
+    def init(self, family: GaussianFamily, dtype: Any) -> NaturalGradientState:
+        """Start every group at the largest step."""
+        del family
+        return NaturalGradientState(jnp.asarray(self.step_size, dtype))
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Raise when a forced expectation does not fit what was found.
+
+        Args:
+            structure: "quadratic", "affine" or "draws".
+            full: whether q has full covariance.
+            where: the factor's name, for the message.
+
+        Raises:
+            PVIError: naming the factor and the choices that work.
+        """
+        del full
+        wanted = {"exact": ("quadratic",), "quadrature": ("quadratic", "affine")}.get(self.expectation)
+        if wanted is not None and structure not in wanted:
+            raise PVIError(
+                f"NaturalGradient(expectation={self.expectation!r}) needs a {' or '.join(wanted)} structure, but the {where} "
+                f"was found to be {structure!r}; leave expectation='auto', or look at Partition.plan(*args)."
+            )
+
+    def solve(
+        self,
+        factor: LocalFactor,
+        cavity: Any,
+        site: Any,
+        state: NaturalGradientState,
+        key: Any,
+        start: Expected | None = None,
+        guarded: bool = False,
+    ) -> LocalResult:
+        """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        del key
+        family = factor.family
+        backtrack = self.backtracking is True or (self.backtracking == "auto" and not guarded and not factor.quadratic)
+        start = factor.expected(family.moments(cavity + site)) if start is None else start
+        if guarded and self.num_steps == 1 and not backtrack:
+            return self._full_step(site, start, state)
+        if factor.quadratic and self.step_size == 1.0:
+            result = self._full_step(site, start, state)
+            valid = family.in_domain(cavity + result.site)
+            return LocalResult(select(valid, result.site, site), state, jnp.int32(0), result.moved & valid)
+        return self._search(factor, cavity, site, state, start, backtrack)
+
+    def _full_step(self, site: Any, start: Expected, state: NaturalGradientState) -> LocalResult:
+        proposal = start.target if self.step_size == 1.0 else damp(site, start.target, self.step_size)
+        good = all_finite(proposal) & jnp.isfinite(start.value)
+        return LocalResult(select(good, proposal, site), state, jnp.int32(0), good)
+
+    def _search(self, factor, cavity, site, state, start: Expected, backtrack: bool) -> LocalResult:
+        energy, size, _ = self._energy(factor.family, start, site, cavity)
+        tolerance = 20 * jnp.finfo(size.dtype).eps * size
+
+        def unfinished(s: _Search) -> Bool[Array, ""]:
+            return (s.accepted < self.num_steps) & (s.tries < _MAX_TRIES + self.num_steps)
+
+        def attempt(s: _Search) -> _Search:
+            candidate = factor.family.symmetrise(damp(s.site, s.expected.target, s.step))
+            moments = factor.family.moments(cavity + candidate)
+            expected = factor.expected(moments)
+            energy, _, valid = self._energy(factor.family, expected, candidate, cavity)
+            good = valid & all_finite(candidate) & jnp.isfinite(expected.value)
+            if backtrack:
+                good = good & ((energy >= s.energy - tolerance) | ~jnp.isfinite(s.energy))
+            step = jnp.where(good, jnp.minimum(2 * s.step, self.step_size), 0.5 * s.step)
+            keep = jax.tree.map(lambda new, old: jnp.where(good, new, old), (candidate, expected, energy), s[:3])
+            return _Search(*keep, step, s.accepted + good, s.tries + 1, s.backoffs + ~good)
+
+        first = _Search(site, start, energy, state.step, jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        last = jax.lax.while_loop(unfinished, attempt, first)
+        step = jnp.where(last.accepted > 0, last.step, jnp.asarray(self.step_size, last.step.dtype))
+        return LocalResult(last.site, NaturalGradientState(step), last.backoffs, last.accepted > 0)
+
+    def _energy(self, family, expected: Expected, site, cavity):
+        q = cavity + site
+        moments = family.moments(q)
+        value, size = local_free_energy(family, expected, site, q, moments)
+        return value, size, moments.valid

@@ -1,0 +1,69 @@
+"""What every test shares: precision, checked annotations, and which tests run.
+
+Environment switches, all on unless set to 0:
+
+* ``NUMPYRO_PVI_TEST_X64``: the suite runs in float64; 0 leaves JAX's float32 (``make test-float32`` runs the laws so).
+* ``NUMPYRO_PVI_TEST_TYPES``: jaxtyping annotations of the package are enforced by beartype while the tests run.
+"""
+
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+X64 = os.environ.get("NUMPYRO_PVI_TEST_X64", "1") != "0"
+HERE = pathlib.Path(__file__).parent
+
+if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
+    from jaxtyping import install_import_hook
+
+    # The hook only reaches modules that are imported after it; it lives as long as the session.
+    install_import_hook("numpyro_pvi", "beartype.beartype")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_configure(config):
+    jax.config.update("jax_enable_x64", X64)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks the laws, and leaves the slow tests out unless they are asked for by --slow, by -m or by node id."""
+    for item in items:
+        if HERE / "laws" in item.path.parents:
+            item.add_marker(pytest.mark.laws)
+    named = any("::" in argument for argument in config.args)
+    if config.getoption("--slow") or "slow" in config.getoption("-m") or named:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture
+def rng_key():
+    """The same key in every test."""
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def rng():
+    """The same NumPy generator in every test."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def x64():
+    """Whether this session runs in float64."""
+    return X64
+
+
+@pytest.fixture(scope="session")
+def tolerance():
+    """Relative tolerance for quantities that are equal up to rounding: 1e-10 in float64, 1e-4 in float32."""
+    return 1e-10 if X64 else 1e-4

@@ -1,0 +1,38 @@
+"""The code that a new user copies runs: README.md and the getting-started page, block after block."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+def test_code_of_the_page_runs(page):
+    text = (ROOT / page).read_text()
+    namespace = {"__name__": "page"}
+    blocks = list(BLOCK.finditer(text))
+    assert blocks
+    for block in blocks:
+        # Blank lines in front keep the page's own line numbers in a traceback.
+        source = "\n" * text[: block.start(1)].count("\n") + block.group(1)
+        exec(compile(source, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_code_of_every_page_is_python(page):
+    for block in BLOCK.finditer(page.read_text()):
+        compile(block.group(1), page.name, "exec")
+
+
+def test_pages_name_no_missing_page():
+    """Relative links between Markdown pages, README included, point at files that are there."""
+    missing = [
+        f"{page.name}: {target}"
+        for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert missing == []
