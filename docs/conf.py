@@ -36,3 +36,13 @@ autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+
+
+def shorten_types(app, what, name, obj, options, signature, returned):
+    """Writes `Array` for the module path that jaxtyping's annotations print."""
+    short = [text.replace("jaxlib._jax.Array", "Array") if text else text for text in (signature, returned)]
+    return tuple(short)
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", shorten_types)

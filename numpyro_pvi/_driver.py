@@ -38,7 +38,7 @@ def drive(
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
     Args:
-        rounds: ``(state, count, tol, length) -> (state, losses, done, moves)``, compiled once for all blocks.
+        rounds: ``(state, count, tol, length) -> (state, losses, done, moves, missed)``, compiled once for all blocks.
         info: a state's report.
         state: where to start.
         num_steps: number of rounds.
@@ -61,8 +61,10 @@ def drive(
     try:
         while done < num_steps and not message:
             count = min(step, num_steps - done)
-            state, block, ran, moves = rounds(state, jnp.int32(count), limit, BLOCK)
+            state, block, ran, moves, _ = rounds(state, jnp.int32(count), limit, BLOCK)
             ran = int(ran)
+            if ran == 0:
+                continue
             losses.append(np.asarray(block)[:ran])
             move = float(moves[ran - 1])
             done += ran

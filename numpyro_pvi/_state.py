@@ -25,6 +25,8 @@ class Plan:
     family: GaussianFamily
     # Structure, shapes and dtypes of the model's arguments.
     signature: Any
+    # Whether the costliest quadrature rule is compiled in: switched on when rows first ask for it.
+    fine: bool = False
 
 
 @jax.tree_util.register_dataclass

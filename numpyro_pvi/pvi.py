@@ -42,7 +42,7 @@ from .guides import (
     setup_guide,
 )
 from .handlers import PRIOR, Partition, choose_plate, find_plates
-from .runtime import Engine, Runtime, Vmap
+from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
 from .sites import SiteStack, cavity, posterior, take
 from .solvers import LocalSolver, NaturalGradient
@@ -119,9 +119,9 @@ class PVI(SVI):
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
         self._labels: tuple = ()
         self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
-        self._rounds = jax.jit(_rounds, static_argnames=("engine", "static", "length"))
+        self._rounds = jax.jit(_rounds, static_argnames=("engine", "static", "length", "fine"))
         self._start = jax.jit(_start, static_argnames=("engine", "plan", "static", "curvature"))
-        self._loss = jax.jit(_loss, static_argnames=("engine", "static"))
+        self._loss = jax.jit(_loss, static_argnames=("engine", "static", "fine"))
 
     # ------------------------------------------------------------------ SVI's verbs
 
@@ -202,10 +202,11 @@ class PVI(SVI):
         del forward_mode_differentiation
         args, kwargs = self._checked_arguments(state, args, kwargs)
         dynamic, static = split_arguments(args, kwargs)
-        state, losses, _, _ = self._rounds(
-            self._engine, state, dynamic, static, jnp.int32(1), jnp.asarray(-1.0, _dtype()), length=1
-        )
-        return state, losses[0]
+        never = jnp.asarray(-1.0, _dtype())
+        done = self._advance(state, dynamic, static, jnp.int32(1), never, 1)
+        if not _traced(done.done) and int(done.done) == 0:
+            done = self._advance(done.state, dynamic, static, jnp.int32(1), never, 1)
+        return done.state, done.losses[0]
 
     def stable_update(
         self, state: PVIState, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
@@ -216,7 +217,12 @@ class PVI(SVI):
     def evaluate(self, state: PVIState, *args: Any, **kwargs: Any) -> Float[Array, ""]:
         """Negative global ELBO at a state, in nats; ``update``'s loss equals this at the state it returns."""
         args, kwargs = self._checked_arguments(state, args, kwargs)
-        return self._loss(self._engine, state, *split_arguments(args, kwargs))
+        dynamic, static = split_arguments(args, kwargs)
+        fine = state.plan.fine or _traced((state, dynamic))
+        loss, missed = self._loss(self._engine, state, dynamic, static, fine=fine)
+        if not fine and bool(missed):
+            loss, _ = self._loss(self._engine, state, dynamic, static, fine=True)
+        return loss
 
     def get_params(self, state: PVIState) -> dict[str, Array]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
@@ -280,7 +286,7 @@ class PVI(SVI):
         dynamic, static = split_arguments(args, kwargs)
 
         def rounds(state, count, tol, length):
-            return self._rounds(self._engine, state, dynamic, static, count, tol, length=length)
+            return self._advance(state, dynamic, static, count, tol, length)
 
         run = drive(rounds, self.info, state, int(num_steps), tol, callback, progress_bar)
         losses = jnp.where((jnp.arange(1, len(run.losses) + 1) % loss_every) == 0, run.losses, jnp.nan)
@@ -402,6 +408,16 @@ class PVI(SVI):
 
     # ------------------------------------------------------------------ joints between the rooms
 
+    def _advance(self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int) -> RoundsDone:
+        """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
+        # A traced call cannot look at values between rounds, so it carries every rule from the start.
+        fine = state.plan.fine or _traced((state, dynamic))
+        done = self._rounds(self._engine, state, dynamic, static, count, tol, length=length, fine=fine)
+        if not fine and bool(done.missed):
+            marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
+            done = done._replace(state=marked)
+        return done
+
     def _arguments(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return as_arrays(args, {**self.static_kwargs, **kwargs}, _positional_names(self.model))
 
@@ -517,19 +533,23 @@ def _join(dynamic: list, static: tuple) -> tuple[tuple, dict]:
     return structure.unflatten([next(arrays) if k is None else k[1] for k in kept])
 
 
-def _rounds(engine: Engine, state: PVIState, dynamic: list, static: tuple, count, tol, length: int):
+def _rounds(engine: Engine, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
     args, kwargs = _join(dynamic, static)
-    return engine.rounds(state, args, kwargs, count, tol, length)
+    return engine.rounds(state, args, kwargs, count, tol, length, fine)
 
 
-def _loss(engine: Engine, state: PVIState, dynamic: list, static: tuple):
+def _loss(engine: Engine, state: PVIState, dynamic: list, static: tuple, fine: bool):
     args, kwargs = _join(dynamic, static)
-    return engine.loss(state, args, kwargs)
+    return engine.loss(state, args, kwargs, fine)
 
 
 def _start(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, curvature: bool):
     args, kwargs = _join(dynamic, static)
     return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, curvature)
+
+
+def _traced(tree: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def _dtype():

@@ -129,7 +129,7 @@ print(f"sd relative to NUTS: from {ratio.min():.2f} to {ratio.max():.2f}")
 # hospital's influence.
 
 # %%
-((block, posterior),) = pvi.posterior(result.state, joint=True).items()
+posterior = pvi.posterior(result.state, joint=True)["intercept", "coefficients"]
 everything, spread = np.asarray(posterior.mean), np.sqrt(np.asarray(posterior.variance))
 for label in pvi.groups:
     cavity = pvi.cavity(result.state, label).to_distribution()

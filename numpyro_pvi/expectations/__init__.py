@@ -4,9 +4,10 @@ from ._affine import AffineProgram
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._quadratic import QuadraticProgram
-from ._rules import RULES
+from ._rules import FIXED_RULES, RULES
 
 __all__ = [
+    "FIXED_RULES",
     "RULES",
     "AffineProgram",
     "DrawsProgram",

@@ -29,10 +29,12 @@ class AffineProgram:
     Args:
         terms: the structure of every term.
         family: the Gaussian family of q.
+        num_rules: how many of the quadrature rules are compiled in.
     """
 
     terms: tuple[TermSpec, ...]
     family: GaussianFamily
+    num_rules: int
     noisy: bool = dataclasses.field(default=False, init=False)
 
     def prepare(self, call: ModelCall, mask: Bool[Array, "R"] | None) -> tuple:
@@ -82,7 +84,7 @@ class AffineProgram:
         center = tuple(_project(a, moments.loc) for a in data.design)
         mean = tuple(m + c for m, c in zip(center, data.offset, strict=True))
         covariance = self._covariances(data, moments)
-        value, grad, hess, error = _row_expectations(spec, data, mean, covariance, level)
+        value, grad, hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
         missed = jnp.max(jnp.where(mask, error, 0.0)) > TARGET[error.dtype.name]
         needed = (level + missed).astype(jnp.int32)
         spread = jnp.sqrt(jnp.stack([jnp.max(covariance[i, i]) for i in range(len(data.design))]).max())
@@ -123,16 +125,17 @@ class AffineProgram:
         }
 
 
-def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level):
+def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level, num_rules: int):
     size = _size(data.fn.batch_shape)
     row_fn = partial(_evaluate, spec, data)
     mean = tuple(jnp.broadcast_to(m, (size,)) for m in mean)
     spread = {k: jnp.broadcast_to(v, (size,)) for k, v in covariance.items()}
     if len(mean) == 1:
         sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))
-        result = expect_1d(row_fn, mean[0], sd, rule=level)
+        result = expect_1d(row_fn, mean[0], sd, rule=level, num_rules=num_rules)
         return result.value, (result.grad,), {(0, 0): result.hess}, result.error
-    result = expect_2d(row_fn, mean[0], mean[1], spread[0, 0], spread[0, 1], spread[1, 1], rule=level)
+    law = (mean[0], mean[1], spread[0, 0], spread[0, 1], spread[1, 1])
+    result = expect_2d(row_fn, *law, rule=level, num_rules=num_rules)
     hess = {(0, 0): result.hess[..., 0], (0, 1): result.hess[..., 1], (1, 1): result.hess[..., 2]}
     return result.value, (result.grad[..., 0], result.grad[..., 1]), hess, result.error
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ._rules import core_limit, tail_limit
 
@@ -28,39 +28,47 @@ SlopeFn = Callable[[Array, Array], tuple[Array, Array, Array]]
 """slope_fn(center, offset): psi, d psi/dz, d2 psi/dz2 at z = center + offset (kept apart so that u is exact near a feature)."""
 
 
-class Feature(NamedTuple):
-    """One place per row where the slope turns, in the coordinate that the features before it leave."""
-
-    center: Float[Array, "*rows"]  # in this coordinate
-    width: Float[Array, "*rows"]  # in this coordinate, in (0, 1]; 1 makes the map the identity
-
-
 class RowMap(NamedTuple):
-    """A change of variable per row: the range to cover, and the features to be fine at."""
+    """A change of variable per row: the range to cover, and the features to be fine at.
+
+    Feature k lives in the coordinate that features 0..k-1 leave; a width of 1 at center 0 is the identity.
+    """
 
     low: Float[Array, "*rows"]  # smallest z that matters
     high: Float[Array, "*rows"]  # largest z that matters
-    features: tuple[Feature, ...]
+    cut: Bool[Array, "*rows"]  # mass was left outside because psi or the density leaves the dtype's range there
+    center: Float[Array, "K *rows"]
+    width: Float[Array, "K *rows"]  # in (0, 1]
 
     @property
     def anchor(self) -> Array:
-        """Point from which `inverse` measures: the first feature's center, or 0."""
-        return self.features[0].center if self.features else jnp.zeros_like(self.low)
+        """Point from which `inverse` measures: the first feature's center."""
+        return self.center[0]
 
     def forward(self, z: Array) -> Array:
         """Coordinate x of the standardised point z."""
-        for center, width in self.features:
-            z = jnp.arcsinh(jnp.sinh(z - center) / width)
+        for k in range(NUM_FEATURES):
+            z = _arcsinh(_sinh(z - self.center[k]) / self.width[k])
         return z
 
     def inverse(self, x: Array) -> tuple[Array, Array]:
-        """Offset of z from `anchor`, and dz/dx, at coordinate x."""
-        rate = jnp.ones_like(x)
-        for index, (center, width) in reversed(list(enumerate(self.features))):
-            scaled = width * jnp.sinh(x)
-            rate = rate * width * jnp.cosh(x) / jnp.sqrt(1 + scaled**2)
-            x = jnp.arcsinh(scaled) + (center if index else 0.0)
+        """Offset of z from `anchor`, and dz/dx, at coordinate x (rows, or a leading axis of points by rows)."""
+        rate = 1.0
+        for k in reversed(range(NUM_FEATURES)):
+            scaled = self.width[k] * _sinh(x)
+            rate = rate * jnp.sqrt((self.width[k] ** 2 + scaled**2) / (1 + scaled**2))
+            x = _arcsinh(scaled) + (self.center[k] if k else 0.0)
         return x, rate
+
+
+def _sinh(x: Array) -> Array:
+    grown = jnp.expm1(jnp.abs(x))
+    return jnp.sign(x) * 0.5 * (grown + grown / (1 + grown))
+
+
+def _arcsinh(x: Array) -> Array:
+    size = jnp.abs(x)
+    return jnp.sign(x) * jnp.log1p(size + size * (size / (1 + jnp.sqrt(1 + size * size))))
 
 
 class _Point(NamedTuple):
@@ -72,8 +80,8 @@ class _Point(NamedTuple):
     curve: Array
 
 
-def _mass_range(slope_fn: SlopeFn, like: Array) -> tuple[Array, Array]:
-    """Range of z outside which psi times the Gaussian density is below rounding; ends where psi stops being finite."""
+def _mass_range(slope_fn: SlopeFn, like: Array) -> tuple[Array, Array, Array]:
+    """Range of z outside which psi times the Gaussian density is below rounding, and whether it had to be cut short."""
     core, tail = core_limit(like.dtype), tail_limit(like.dtype)
     outer = np.linspace(core, tail, 8)[1:]
     probes = np.concatenate([-outer[::-1], np.linspace(-core, core, 13), outer])
@@ -82,19 +90,21 @@ def _mass_range(slope_fn: SlopeFn, like: Array) -> tuple[Array, Array]:
     finite = jnp.isfinite(terms[0]) & jnp.isfinite(terms[1]) & jnp.isfinite(terms[2])
     density = jnp.exp(-0.5 * jnp.asarray(probes, like.dtype) ** 2).reshape((-1,) + (1,) * like.ndim)
     share = jnp.where(finite, sum(jnp.abs(t) for t in terms) * density, 0.0)
-    needed = share > 0.1 * jnp.finfo(like.dtype).eps * jnp.max(share, axis=0)
+    share = share / (jnp.max(share, axis=0) + jnp.finfo(like.dtype).tiny)
+    tiny = 0.1 * jnp.finfo(like.dtype).eps
 
-    def end(side: np.ndarray) -> Array:
-        reached = zero + side[0].astype(like.dtype)
-        usable = jnp.ones(like.shape, bool)
-        for i in range(1, len(side)):
-            index = int(np.nonzero(probes == side[i])[0][0])
-            before = int(np.nonzero(probes == side[i - 1])[0][0])
-            usable = usable & finite[index]
-            reached = jnp.where(usable & (needed[index] | needed[before]), side[i].astype(like.dtype), reached)
-        return reached
+    def end(order: np.ndarray) -> tuple[Array, Array]:
+        """Walks outwards from the core while the integrand is finite and still matters."""
+        side, usable = probes[order], jnp.cumprod(finite[order], axis=0).astype(bool)
+        needed = jnp.concatenate([usable[:1], usable[1:] & ((share[order][1:] > tiny) | (share[order][:-1] > tiny))])
+        index = jnp.max(jnp.where(needed, jnp.arange(len(side)).reshape((-1,) + (1,) * like.ndim), 0), axis=0)
+        left_over = jnp.take_along_axis(share[order], index[None], axis=0)[0]
+        return jnp.asarray(side, like.dtype)[index], left_over > 1e4 * tiny
 
-    return end(probes[: len(outer) + 1][::-1]), end(probes[-len(outer) - 1 :])
+    num_outer = len(outer)
+    low, low_cut = end(np.arange(num_outer, -1, -1))
+    high, high_cut = end(np.arange(len(probes) - num_outer - 1, len(probes)))
+    return low, high, low_cut | high_cut
 
 
 def _bend(left: _Point, middle: _Point, right: _Point) -> tuple[Array, Array]:
@@ -111,10 +121,8 @@ def _bend(left: _Point, middle: _Point, right: _Point) -> tuple[Array, Array]:
     return bend, bend / (change + jnp.finfo(bend.dtype).tiny)
 
 
-def _worst_cell(point: Callable[[Array], _Point], anchor: Array, low: Array, high: Array) -> tuple[_Point, ...]:
-    """Coarse scan: left, middle and right point of the cell whose bend weighs most."""
-    steps = jnp.linspace(0.0, 1.0, 2 * _NUM_CELLS + 1, dtype=low.dtype).reshape((-1,) + (1,) * low.ndim)
-    points = jax.vmap(point)(low + (high - low) * steps)
+def _worst_cell(points: _Point, anchor: Array) -> tuple[_Point, _Point, _Point]:
+    """Left, middle and right point of the cell (two grid intervals) whose bend weighs most."""
     cells = [jax.tree.map(lambda a, k=k: a[k : k + 2 * _NUM_CELLS : 2], points) for k in (0, 1)]
     cells.append(jax.tree.map(lambda a: a[2::2], points))
     weight = (cells[2].offset - cells[0].offset) * jnp.exp(-0.25 * (anchor + cells[1].offset) ** 2)
@@ -122,36 +130,40 @@ def _worst_cell(point: Callable[[Array], _Point], anchor: Array, low: Array, hig
     return tuple(jax.tree.map(lambda a: jnp.take_along_axis(a, worst, axis=0)[0], cell) for cell in cells)
 
 
-def _next_feature(slope_fn: SlopeFn, rows: RowMap) -> Feature:
-    """Finds the strongest unresolved bend of the slope by a coarse scan and bisection."""
+def _next_feature(slope_fn: SlopeFn, rows: RowMap) -> tuple[Array, Array]:
+    """Center and width of the strongest unresolved bend of the slope: a coarse scan, then bisection."""
     dtype = rows.low.dtype
     smallest, rounds = (1e-9, 34) if dtype == jnp.float64 else (1e-6, 22)
 
-    def point(x: Array) -> _Point:
+    def points(x: Array) -> _Point:
         offset, _ = rows.inverse(x)
-        _, slope, curve = slope_fn(rows.anchor, offset)
+        _, slope, curve = jax.vmap(lambda o: slope_fn(rows.anchor, o))(offset)
         return _Point(x, offset, slope, curve)
 
     def crooked(cell: tuple[_Point, ...]) -> Array:
         return (_bend(*cell)[1] > _STRAIGHT) & (cell[2].offset - cell[0].offset > smallest)
 
-    def halve(cell: tuple[_Point, ...]) -> tuple[_Point, ...]:
-        left, middle, right = cell
-        first = (left, point(0.5 * (left.x + middle.x)), middle)
-        second = (middle, point(0.5 * (middle.x + right.x)), right)
-        go, take_first = crooked(cell), _bend(*first)[0] >= _bend(*second)[0]
-        return jax.tree.map(lambda a, b, old: jnp.where(go, jnp.where(take_first, a, b), old), first, second, cell)
+    def halve(carry: tuple) -> tuple:
+        count, (left, middle, right), go = carry
+        between = points(0.5 * (jnp.stack([left.x, right.x]) + middle.x))
+        first, second = (jax.tree.map(lambda a, k=k: a[k], between) for k in (0, 1))
+        first, second = (left, first, middle), (middle, second, right)
+        take_first = _bend(*first)[0] >= _bend(*second)[0]
+        cell = jax.tree.map(
+            lambda a, b, old: jnp.where(go, jnp.where(take_first, a, b), old), first, second, (left, middle, right)
+        )
+        return count + 1, cell, crooked(cell)
 
-    start = _worst_cell(point, rows.anchor, rows.forward(rows.low), rows.forward(rows.high))
-    _, (left, middle, right) = jax.lax.while_loop(
-        lambda carry: (carry[0] < rounds) & jnp.any(crooked(carry[1])),
-        lambda carry: (carry[0] + 1, halve(carry[1])),
-        (0, start),
+    low, high = rows.forward(rows.low), rows.forward(rows.high)
+    steps = jnp.linspace(0.0, 1.0, 2 * _NUM_CELLS + 1, dtype=dtype).reshape((-1,) + (1,) * low.ndim)
+    start = _worst_cell(points(low + (high - low) * steps), rows.anchor)
+    _, (left, middle, right), _ = jax.lax.while_loop(
+        lambda carry: (carry[0] < rounds) & jnp.any(carry[2]), halve, (0, start, crooked(start))
     )
     span = right.x - left.x
     zoomed = span < 0.75 * (start[2].x - start[0].x)
     width = jnp.clip(_WIDTH_FACTOR * span, 0.5 * smallest, 1.0)
-    return Feature(jnp.where(zoomed, middle.x, jnp.zeros_like(span)), jnp.where(zoomed, width, jnp.ones_like(span)))
+    return jnp.where(zoomed, middle.x, jnp.zeros_like(span)), jnp.where(zoomed, width, jnp.ones_like(span))
 
 
 def locate_features(slope_fn: SlopeFn, like: Array) -> RowMap:
@@ -164,8 +176,12 @@ def locate_features(slope_fn: SlopeFn, like: Array) -> RowMap:
     Returns:
         The change of variable; constant under differentiation.
     """
-    low, high = _mass_range(slope_fn, like)
-    rows = RowMap(low, high, ())
-    for _ in range(NUM_FEATURES):
-        rows = rows._replace(features=(*rows.features, _next_feature(slope_fn, rows)))
-    return jax.tree.map(jax.lax.stop_gradient, rows)
+    low, high, cut = _mass_range(slope_fn, like)
+    shape = (NUM_FEATURES, *like.shape)
+    start = RowMap(low, high, cut, jnp.zeros(shape, like.dtype), jnp.ones(shape, like.dtype))
+
+    def add(k: Array, rows: RowMap) -> RowMap:
+        center, width = _next_feature(slope_fn, rows)
+        return rows._replace(center=rows.center.at[k].set(center), width=rows.width.at[k].set(width))
+
+    return jax.tree.map(jax.lax.stop_gradient, jax.lax.fori_loop(0, NUM_FEATURES, add, start))

@@ -3,7 +3,8 @@
 Nodes live in standardised units, u = mean + sd * z. Everything here is NumPy, computed on first use and cached.
 """
 
-from functools import lru_cache
+from typing import NamedTuple
+from functools import cache
 
 import numpy as np
 from numpy.polynomial.hermite_e import hermegauss
@@ -28,7 +29,45 @@ def tail_limit(dtype: np.dtype) -> float:
     return 37.0 if np.dtype(dtype) == np.float64 else 12.5
 
 
-@lru_cache(maxsize=None)
+FIXED_RULES: tuple[str, ...] = RULES[:-1]
+"""Rules with the same standardised nodes in every row."""
+
+
+class NodeTable(NamedTuple):
+    """Nodes of all fixed rules end to end, so that one loop serves whichever rule a traced index means."""
+
+    nodes: tuple[np.ndarray, ...]  # one array per axis
+    weights: np.ndarray
+    starts: np.ndarray  # first node of each rule, and the total
+    per_axis: np.ndarray  # nodes of each rule along one axis
+
+
+@cache
+def node_table(num_axes: int, dtype_name: str) -> NodeTable:
+    """Tensor-product nodes of every fixed rule in one or two dimensions.
+
+    Args:
+        num_axes: 1 or 2.
+        dtype_name: "float32" or "float64".
+
+    Returns:
+        The table; nodes of negligible weight are left out in two dimensions.
+    """
+    parts, weights, per_axis = [], [], []
+    for name in FIXED_RULES:
+        nodes, weight = fixed_nodes(name, dtype_name)
+        grids = np.meshgrid(*[nodes] * num_axes)
+        product = np.prod(np.meshgrid(*[weight] * num_axes), axis=0).ravel()
+        kept = product > (0.0 if num_axes == 1 else 1e-18 if dtype_name == "float64" else 1e-10)
+        parts.append([g.ravel()[kept] for g in grids])
+        weights.append(product[kept])
+        per_axis.append(len(nodes))
+    starts = np.concatenate([[0], np.cumsum([len(w) for w in weights])])
+    axes = tuple(np.concatenate([p[k] for p in parts]) for k in range(num_axes))
+    return NodeTable(axes, np.concatenate(weights), starts, np.asarray(per_axis))
+
+
+@cache
 def fixed_nodes(name: str, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
     """Nodes and weights of a fixed rule for E[f(z)], z standard normal.
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from ._mapping import locate_features
 from ._quadrature_2d import RowFn2D, RowMoments2D, fixed_2d, gaussian_law, mapped_2d
-from ._rules import RULES, SD_LIMITS, TARGET, fixed_nodes
+from ._rules import RULES, SD_LIMITS, TARGET, node_table
 
 RowFn = Callable[[Array], Array]
 
@@ -83,28 +83,30 @@ def _relative(error: Array, scale: Array) -> Array:
 
 def _rounding(sums: _Sums, mean: Array, sd: Array) -> tuple[Array, Array]:
     """What rounding alone can put between the direct and the Stein form of grad and hess."""
-    unit = 8 * jnp.finfo(mean.dtype).eps
+    unit = 16 * jnp.finfo(mean.dtype).eps
     wobble = jnp.abs(mean) / sd
     return (
-        unit * (sums.abs_stein_grad + sums.abs_grad * (1 + wobble)),
+        2 * unit * (sums.abs_stein_grad + sums.abs_grad * (1 + wobble)),
         unit * (sums.abs_stein_hess + sums.abs_hess * (1 + wobble)),
     )
 
 
-def _fixed(row_fn: RowFn, mean: Array, sd: Array, name: str) -> RowMoments1D:
-    """A rule with the same standardised nodes in every row."""
+def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array) -> RowMoments1D:
+    """A rule with the same standardised nodes in every row; one loop in the program, whichever rule the index means."""
     sd = _floor_sd(sd)
-    nodes, weights = (jnp.asarray(a, mean.dtype) for a in fixed_nodes(name, mean.dtype.name))
+    table = node_table(1, mean.dtype.name)
+    nodes, weights = (jnp.asarray(a, mean.dtype) for a in (*table.nodes, table.weights))
+    starts, per_axis = (table.starts, table.per_axis) if isinstance(index, int) else map(jnp.asarray, table[2:])
 
-    def step(sums: _Sums, node: tuple[Array, Array]) -> tuple[_Sums, None]:
-        z, weight = node
-        return _add(sums, _terms(row_fn, mean + sd * z, z, weight, sd)), None
+    def step(k: Array, sums: _Sums) -> _Sums:
+        return _add(sums, _terms(row_fn, mean + sd * nodes[k], nodes[k], weights[k], sd))
 
-    sums, _ = jax.lax.scan(step, _zeros(mean), (nodes, weights))
-    return RowMoments1D(sums.value, sums.grad, sums.hess, _fixed_error(sums, mean, sd, len(nodes)))
+    bounds = (starts[index], starts[index + 1])
+    sums = jax.lax.fori_loop(*(map(int, bounds) if isinstance(index, int) else bounds), step, _zeros(mean))
+    return RowMoments1D(sums.value, sums.grad, sums.hess, _fixed_error(sums, mean, sd, per_axis[index]))
 
 
-def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int) -> Array:
+def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int | Array) -> Array:
     """Error from the gap between direct and Stein forms.
 
     The two forms differ first in the polynomial degree the rule itself fails at, so the gap has the size of the error,
@@ -142,21 +144,23 @@ def _mapped(row_fn: RowFn, mean: Array, sd: Array) -> RowMoments1D:
     base = mean + sd * rows.anchor
     norm = step / (2 * np.pi) ** 0.5
 
-    def node(index: Array) -> _Sums:
-        offset, rate = rows.inverse(low + step * index)
+    def pair(sums: _Sums, first: Array) -> tuple[_Sums, None]:
+        """An even and an odd node, on a leading axis of two."""
+        x = low + step * (first + jnp.arange(2, dtype=mean.dtype).reshape((2,) + (1,) * mean.ndim))
+        offset, rate = rows.inverse(x)
         z = rows.anchor + offset
-        return _terms(row_fn, base + sd * offset, z, norm * rate * jnp.exp(-0.5 * z**2), sd)
+        new = jax.vmap(_terms, (None, 0, 0, 0, None))(
+            row_fn, base + sd * offset, z, norm * rate * jnp.exp(-0.5 * z**2), sd
+        )
+        return _add(sums, new), None
 
-    def pair(carry: tuple[_Sums, _Sums], index: Array) -> tuple[tuple[_Sums, _Sums], None]:
-        even, odd = carry
-        return (_add(even, node(2 * index)), _add(odd, node(2 * index + 1))), None
-
-    (even, odd), _ = jax.lax.scan(pair, (_zeros(mean),) * 2, jnp.arange(half, dtype=mean.dtype))
-    ends = _add(node(jnp.zeros((), mean.dtype)), node(jnp.asarray(2 * half - 1, mean.dtype)))
-    return _mapped_moments(even, odd, ends, mean, sd)
+    start = _zeros(jnp.zeros((2, *mean.shape), mean.dtype))
+    sums, _ = jax.lax.scan(pair, start, 2.0 * jnp.arange(half, dtype=mean.dtype))
+    even, odd = (jax.tree.map(lambda a, k=k: a[k], sums) for k in (0, 1))
+    return _mapped_moments(even, odd, rows.cut, mean, sd)
 
 
-def _mapped_moments(even: _Sums, odd: _Sums, ends: _Sums, mean: Array, sd: Array) -> RowMoments1D:
+def _mapped_moments(even: _Sums, odd: _Sums, cut: Array, mean: Array, sd: Array) -> RowMoments1D:
     """Joins the two half rules, decides between E psi'' and its Stein form, and estimates the error."""
     sums = _add(even, odd)
     halves = _Sums(*(jnp.abs(a - b) for a, b in zip(even, odd, strict=True)))
@@ -167,28 +171,28 @@ def _mapped_moments(even: _Sums, odd: _Sums, ends: _Sums, mean: Array, sd: Array
     gap_hess = jnp.where(kink | (gap_hess <= noise_hess), 0.0, gap_hess)
     eps = jnp.finfo(mean.dtype).eps
 
-    def error(half: Array, scale: Array, end: Array) -> Array:
+    def error(half: Array, scale: Array) -> Array:
         # Halving the step of an analytic trapezoid squares its relative error.
         coarse = half / jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)
-        return scale * (jnp.minimum(coarse, 10 * coarse**2) + 4 * eps) + end
+        return scale * (jnp.minimum(coarse, 10 * coarse**2) + 4 * eps)
 
-    direct = error(halves.hess, sums.abs_hess, ends.abs_hess)
-    stein = error(halves.stein_hess, sums.abs_stein_hess, ends.abs_stein_hess)
+    direct = error(halves.hess, sums.abs_hess)
+    stein = error(halves.stein_hess, sums.abs_stein_hess)
     use_stein = kink | (stein < direct)
     hess = jnp.where(use_stein, sums.stein_hess, sums.hess)
     hess_error = jnp.where(use_stein, stein, direct) + gap_hess + gap_grad / sd
     scale = jnp.maximum(jnp.where(use_stein, sums.abs_stein_hess, sums.abs_hess), noise_hess)
     relative = [
         _relative(hess_error, scale),
-        _relative(error(halves.grad, sums.abs_grad, ends.abs_grad) + gap_grad, sums.abs_grad),
-        _relative(error(halves.value, sums.abs_value, ends.abs_value) + sd * gap_grad, sums.abs_value),
+        _relative(error(halves.grad, sums.abs_grad) + gap_grad, sums.abs_grad),
+        _relative(error(halves.value, sums.abs_value) + sd * gap_grad, sums.abs_value),
     ]
     worst = jnp.maximum(jnp.maximum(relative[0], relative[1]), relative[2])
-    return RowMoments1D(sums.value, sums.grad, hess, worst)
+    return RowMoments1D(sums.value, sums.grad, hess, jnp.where(cut, jnp.inf, worst))
 
 
 def _apply(row_fn: RowFn, mean: Array, sd: Array, name: str) -> RowMoments1D:
-    return _mapped(row_fn, mean, sd) if name == "mapped" else _fixed(row_fn, mean, sd, name)
+    return _mapped(row_fn, mean, sd) if name == "mapped" else _fixed(row_fn, mean, sd, RULES.index(name))
 
 
 def rule_index(max_sd: Float[Array, ""]) -> Int[Array, ""]:
@@ -260,6 +264,7 @@ def expect_1d(
     sd: Float[Array, "*rows"],
     *,
     rule: str | int | Int[Array, ""] | None = None,
+    num_rules: int | None = None,
 ) -> RowMoments1D:
     """E psi, E psi' and E psi'' of every row under u ~ N(mean, sd^2).
 
@@ -268,6 +273,7 @@ def expect_1d(
         mean: mean of each row's predictor.
         sd: standard deviation of each row's predictor, >= 0.
         rule: a name in `RULES`, an index into it (traced or not), or None for `choose_rule` on these rows.
+        num_rules: how many of `RULES` a traced index can mean; the finest one is costly to compile.
 
     Returns:
         The three expectations and the estimated relative error of the worst of them per row.
@@ -278,7 +284,7 @@ def expect_1d(
     mean, sd = jnp.broadcast_arrays(mean, sd)
     if rule is None:
         rule = choose_rule(row_fn, mean, sd)
-    return _dispatch(lambda name: lambda m, s: _apply(row_fn, m, s, name), rule, mean, sd)
+    return _dispatch(lambda *a: _fixed(row_fn, *a), lambda *a: _mapped(row_fn, *a), rule, num_rules, (mean, sd))
 
 
 def expect_2d(
@@ -290,6 +296,7 @@ def expect_2d(
     cov_vv: Float[Array, "*rows"],
     *,
     rule: str | int | Int[Array, ""] | None = None,
+    num_rules: int | None = None,
 ) -> RowMoments2D:
     """E psi, its gradient and its Hessian for every row under (u, v) jointly Gaussian.
 
@@ -301,6 +308,7 @@ def expect_2d(
         cov_uv: covariance.
         cov_vv: variance of the second predictor, >= 0.
         rule: a name in `RULES`, an index into it (traced or not), or None for the cheapest that meets the target.
+        num_rules: how many of `RULES` a traced index can mean; the finest one is costly to compile.
 
     Returns:
         The expectations and the estimated relative error of the worst of them per row.
@@ -311,20 +319,25 @@ def expect_2d(
     moments = jnp.broadcast_arrays(mean_u, mean_v, cov_uu, cov_uv, cov_vv)
     if rule is None:
         rule = choose_rule_2d(row_fn, *moments)
-    return _dispatch(lambda name: lambda *args: _apply_2d(row_fn, name, *args), rule, *moments)
+    law = gaussian_law(*moments)
+    return _dispatch(lambda *a: fixed_2d(row_fn, *a), lambda *a: mapped_2d(row_fn, *a), rule, num_rules, (law,))
 
 
-def _dispatch(build: Callable[[str], Callable], rule: str | int | Array, *args: Array):
-    """Runs one rule; a traced index stays one branch of a switch."""
+def _dispatch(fixed: Callable, mapped: Callable, rule: str | int | Array, num_rules: int | None, args: tuple):
+    """Run one rule; a traced index costs one loop over nodes, and one branch more where the finest rule is compiled in."""
     if isinstance(rule, str):
         if rule not in RULES:
             raise ValueError(f"rule={rule!r} is not one of {', '.join(RULES)}")
-        return build(rule)(*args)
+        rule = RULES.index(rule)
+    last = len(RULES) - 1
     if isinstance(rule, int):
-        return build(RULES[rule])(*args)
-    return jax.lax.switch(rule, [build(name) for name in RULES], *args)
+        return mapped(*args) if rule == last else fixed(*args, rule)
+    coarse = jnp.minimum(rule, last - 1)
+    if num_rules is not None and num_rules <= last:
+        return fixed(*args, coarse)
+    return jax.lax.cond(rule == last, lambda: mapped(*args), lambda: fixed(*args, coarse))
 
 
 def _apply_2d(row_fn: RowFn2D, name: str, *moments: Array) -> RowMoments2D:
     law = gaussian_law(*moments)
-    return mapped_2d(row_fn, law) if name == "mapped" else fixed_2d(row_fn, law, name)
+    return mapped_2d(row_fn, law) if name == "mapped" else fixed_2d(row_fn, law, RULES.index(name))

@@ -1,8 +1,8 @@
 """Runtimes: where the groups' passes over their rows are run."""
 
 from ._base import Runtime
-from ._engine import Engine
+from ._engine import Engine, RoundsDone
 from ._local import FactorData, LocalProblem
 from ._mapping import LaxMap, Vmap
 
-__all__ = ["Engine", "FactorData", "LaxMap", "LocalProblem", "Runtime", "Vmap"]
+__all__ = ["Engine", "RoundsDone", "FactorData", "LaxMap", "LocalProblem", "Runtime", "Vmap"]

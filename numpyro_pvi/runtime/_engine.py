@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import AffineProgram, DrawsProgram, QuadraticProgram
+from ..expectations import RULES, AffineProgram, DrawsProgram, QuadraticProgram
 from ..factors import (
     ModelCall,
     Packing,
@@ -30,6 +30,18 @@ from ..schedules import RoundCarry, RoundReport, Schedule
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._local import FactorData, LocalProblem, first_rule
+
+
+class RoundsDone(NamedTuple):
+    """The outcome of :meth:`Engine.rounds`."""
+
+    state: PVIState
+    # Negative ELBOs and largest moves of the rounds that ran; NaN after them.
+    losses: Float[Array, "length"]
+    done: Int[Array, ""]
+    moves: Float[Array, "length"]
+    # Whether the next round needs the finest quadrature rule compiled in.
+    missed: Bool[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +78,9 @@ class Engine:
             n: biject_to(s["kwargs"].get("constraint", constraints.real)) for n, s in trace.items() if s["type"] == "param"
         }
 
-    def problem(self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, params: dict, prior: Any) -> LocalProblem:
+    def problem(
+        self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, params: dict, prior: Any, num_rules: int
+    ) -> LocalProblem:
         """Prepare every factor's arrays from the model's arguments.
 
         Args:
@@ -76,6 +90,7 @@ class Engine:
             kwargs: keyword arguments.
             params: constrained values of the model's ``numpyro.param`` sites.
             prior: ``(natural, exact mask)`` of the exactly held prior, or None to read it off the model.
+            num_rules: how many quadrature rules are compiled in.
 
         Returns:
             The factors, ready to be evaluated.
@@ -83,11 +98,12 @@ class Engine:
         part = plan.partition
         call = ModelCall(self.model, part.layout, args, kwargs, params)
         natural, exact = prior if prior is not None else self.exact_prior(plan, call)[:2]
-        program, chunks, group, offsets = self._likelihood(plan, call, packing)
-        prior_program, prior_data = self._prior_factor(plan, call)
+        program, chunks, group, offsets = self._likelihood(plan, call, packing, num_rules)
+        prior_program, prior_data = self._prior_factor(plan, call, num_rules)
         data = FactorData(chunks, group, offsets, prior_data, natural, exact)
+        quadratic = part.likelihood == "quadratic"
         return LocalProblem(
-            plan.family, self.solver, self.runtime, program, prior_program, part.likelihood == "quadratic", data
+            plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
@@ -115,7 +131,7 @@ class Engine:
         off = jnp.any(jnp.abs(precision - jnp.diag(diag)) > 1e3 * jnp.finfo(dtype).eps * size)
         return plan.family.natural(vector, diag), exact, off
 
-    def _likelihood(self, plan: Plan, call: ModelCall, packing: Packing):
+    def _likelihood(self, plan: Plan, call: ModelCall, packing: Packing, num_rules: int):
         part, family = plan.partition, plan.family
         tree = (call.args, call.kwargs)
 
@@ -124,7 +140,7 @@ class Engine:
             return dataclasses.replace(call, args=args, kwargs=kwargs)
 
         if part.likelihood == "affine":
-            program = AffineProgram(part.terms, family)
+            program = AffineProgram(part.terms, family, num_rules)
             chunks = self._prepare(lambda rows, mask: program.prepare(chunk_call(rows), mask), packing)
             return program, chunks, packing.chunk_group, packing.offsets
         if part.likelihood == "draws":
@@ -140,7 +156,7 @@ class Engine:
             return program, ((packed, packing.mask), None), packing.chunk_group, packing.offsets
         dense = MultivariateNormalFamily(family.dim)
         if part.terms:
-            reader: Any = AffineProgram(part.terms, dense)
+            reader: Any = AffineProgram(part.terms, dense, 1)
         else:
             reader = DrawsProgram(partial(_chunk_log_likelihood, chunk_call, part.plate), dense)
         dtype = jnp.result_type(float)
@@ -163,12 +179,12 @@ class Engine:
         batch = max(1, min(count, (1 << 16) // max(rows, 1)))
         return jax.lax.map(lambda xs: prepare(*xs), (packing.rows, packing.mask), batch_size=batch)
 
-    def _prior_factor(self, plan: Plan, call: ModelCall):
+    def _prior_factor(self, plan: Plan, call: ModelCall, num_rules: int):
         part = plan.partition
         if not part.has_prior_factor:
             return None, None
         if part.prior_kind == "affine":
-            program = AffineProgram(part.prior_terms, plan.family)
+            program = AffineProgram(part.prior_terms, plan.family, num_rules)
             return program, program.prepare(call, None)
 
         def log_density(chunk, point):
@@ -189,8 +205,15 @@ class Engine:
         )
 
     def rounds(
-        self, state: PVIState, args: tuple, kwargs: dict, count: Int[Array, ""], tol: Float[Array, ""], length: int
-    ) -> tuple[PVIState, Float[Array, "length"], Int[Array, ""], Float[Array, "length"]]:
+        self,
+        state: PVIState,
+        args: tuple,
+        kwargs: dict,
+        count: Int[Array, ""],
+        tol: Float[Array, ""],
+        length: int,
+        fine: bool,
+    ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop.
 
         Args:
@@ -200,38 +223,47 @@ class Engine:
             count: rounds to run, at most ``length``.
             tol: stop after a round whose largest move is at most this many posterior sds; negative never stops.
             length: static size of the buffers.
+            fine: whether the finest quadrature rule is compiled in. Without it the loop ends before the first round whose rows
+                ask for it.
 
         Returns:
-            ``(state, losses, rounds done, moves)``; entries past the rounds done are NaN.
+            The state and what was recorded.
         """
         plan = state.plan
         static = not plan.partition.params
-        fixed = self._state_problem(state, args, kwargs) if static else None
+        fixed = self._state_problem(state, args, kwargs, fine) if static else None
 
         def unfinished(loop):
-            i, state, carry, losses, moves = loop
+            i, state, carry, losses, moves, missed = loop
             stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
             last = carry.report.total_move
-            return (i < count) & ~((i > 0) & ((last <= tol) | stuck))
+            return (i < count) & ~missed & ~((i > 0) & ((last <= tol) | stuck))
 
         def one(loop):
-            i, state, carry, losses, moves = loop
-            problem = fixed if static else self._state_problem(state, args, kwargs)
-            state, carry = self._round(problem, state, carry, args, kwargs)
-            losses = losses.at[i].set(-carry.evaluation.elbo)
-            return i + 1, state, carry, losses, moves.at[i].set(carry.report.total_move)
+            i, *before, losses, moves, _ = loop
+            problem = fixed if static else self._state_problem(before[0], args, kwargs, fine)
+            state, carry = self._round(problem, *before, args, kwargs, fine)
+            missed = carry.evaluation.missed & (not fine)
+            losses = losses.at[i].set(jnp.where(missed, jnp.nan, -carry.evaluation.elbo))
+            moves = moves.at[i].set(jnp.where(missed, jnp.nan, carry.report.total_move))
+            state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
+            return i + ~missed, state, carry, losses, moves, missed
 
-        problem = fixed if static else self._state_problem(state, args, kwargs)
+        problem = fixed if static else self._state_problem(state, args, kwargs, fine)
         carry = self.carry(problem, state)
+        missed = carry.evaluation.missed & (not fine)
         empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
-        done, state, carry, losses, moves = jax.lax.while_loop(unfinished, one, (jnp.int32(0), state, carry, empty, empty))
-        return state, losses, done, moves
+        first = (jnp.int32(0), state, carry, empty, empty, missed)
+        done, state, _, losses, moves, missed = jax.lax.while_loop(unfinished, one, first)
+        return RoundsDone(state, losses, done, moves, missed)
 
-    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict) -> LocalProblem:
+    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
         params = self.constrain(state.plan, args, kwargs, state.optim_state)
-        return self.problem(state.plan, state.packing, args, kwargs, params, (state.prior, state.exact))
+        return self.problem(state.plan, state.packing, args, kwargs, params, (state.prior, state.exact), len(RULES) - (not fine))
 
-    def _round(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict):
+    def _round(
+        self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool
+    ):
         next_key, round_key = jax.random.split(state.rng_key)
         carry = self.schedule.round(problem, carry, round_key, self.noise(problem, state.rng_key))
         state = dataclasses.replace(
@@ -245,23 +277,23 @@ class Engine:
             step=state.step + 1,
         )
         if state.plan.partition.params:
-            state = self._update_params(problem, state, carry, args, kwargs)
-            problem = self._state_problem(state, args, kwargs)
+            state = self._update_params(problem, state, carry, args, kwargs, fine)
+            problem = self._state_problem(state, args, kwargs, fine)
         if problem.noisy or state.plan.partition.params:
             noise = self.noise(problem, next_key)
             carry = carry._replace(evaluation=problem.evaluate(state.sites, carry.evaluation.rule, noise))
         return dataclasses.replace(state, rule=carry.evaluation.rule), carry
 
-    def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs) -> PVIState:
+    def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine) -> PVIState:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
-        moments, rule = carry.evaluation.moments, carry.evaluation.rule
+        moments = carry.evaluation.moments
         noise = self.noise(problem, state.rng_key)
         transforms = self.param_transforms(args, kwargs)
 
         def loss(values):
             params = {n: transforms[n](v) for n, v in values.items()}
-            at = self.problem(state.plan, state.packing, args, kwargs, params, None)
-            return -at.elbo_at(moments, rule.level, noise)
+            at = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
+            return -at.elbo_at(moments, noise)
 
         values = self.optim.get_params(state.optim_state)
         gradient = jax.grad(loss)(values)
@@ -273,10 +305,11 @@ class Engine:
         prior = self.exact_prior(state.plan, call)[0]
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)
 
-    def loss(self, state: PVIState, args: tuple, kwargs: dict) -> Float[Array, ""]:
-        """Negative global ELBO at a state, in nats."""
-        problem = self._state_problem(state, args, kwargs)
-        return -self.carry(problem, state).evaluation.elbo
+    def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+        """Negative global ELBO at a state in nats, and whether rows asked for a finer quadrature rule than was compiled in."""
+        problem = self._state_problem(state, args, kwargs, fine)
+        evaluation = self.carry(problem, state).evaluation
+        return -evaluation.elbo, evaluation.missed & (not fine)
 
     def start(self, plan: Plan, packing: Packing, args, kwargs, optim_state, loc, sd, curvature: bool):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
@@ -298,7 +331,8 @@ class Engine:
         family, dtype = plan.family, jnp.result_type(float)
         call = ModelCall(self.model, plan.partition.layout, args, kwargs, params)
         natural, exact, outside = self.exact_prior(plan, call)
-        problem = self.problem(plan, packing, args, kwargs, params, (natural, exact))
+        # Curvature is read at a point, where every rule is exact.
+        problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), 1)
         # The exactly held prior knows its location better than draws do.
         unit = family.from_loc_sd(jnp.where(exact, 0.0, loc), jnp.where(exact, 1.0, sd))
         base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)

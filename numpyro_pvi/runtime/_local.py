@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import clip_to_psd
-from ..expectations import RULES, Expected
+from ..expectations import FIXED_RULES, Expected
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import SiteStack, cavity, posterior
@@ -48,6 +48,7 @@ class LocalProblem:
         program: expectations of one chunk of the likelihood.
         prior_program: expectations of the prior factor, or None.
         quadratic: whether the likelihood is quadratic in the latents jointly.
+        num_rules: how many quadrature rules are compiled in.
         data: the factors' arrays.
     """
 
@@ -57,6 +58,7 @@ class LocalProblem:
     program: Any
     prior_program: Any
     quadratic: bool
+    num_rules: int
     data: FactorData
 
     @property
@@ -122,8 +124,8 @@ class LocalProblem:
                 needed, spread = jnp.maximum(needed, prior.level), jnp.maximum(spread, prior.spread)
             return (groups, prior), needed, spread
 
-        (groups, prior), needed, spread = escalate(both, rule.level)
-        used = jnp.minimum(needed, len(RULES) - 1)
+        (groups, prior), needed, spread = escalate(both, rule.level, self.num_rules)
+        used = jnp.minimum(needed, self.num_rules - 1)
         rest = self._rest(moments)
         values = jnp.sum(groups.value) + (0.0 if prior is None else prior.value)
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest) + (0.0 if prior is None else jnp.abs(prior.value))
@@ -131,17 +133,18 @@ class LocalProblem:
             q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), needed > used
         )
 
-    def elbo_at(self, moments: GaussianMoments, level: Any, noise: Any) -> Float[Array, ""]:
+    def elbo_at(self, moments: GaussianMoments, noise: Any) -> Float[Array, ""]:
         """The global ELBO at a fixed q under a fixed quadrature rule: reverse-mode differentiable in the factors' arrays.
 
         Args:
             moments: q.
-            level: quadrature rule.
             noise: the round's draws, or None.
 
         Returns:
             The ELBO in nats.
         """
+        # A static rule: loops of traced length have no reverse mode.
+        level = len(FIXED_RULES) - 1
         values = jax.lax.map(
             lambda chunk: self.program.expected(chunk, moments, None, level, noise, False).value, self.data.chunks
         )
@@ -173,7 +176,7 @@ class LocalProblem:
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve."""
         expect = partial(self._prior_expected, probe=None, noise=noise, clip=False)
-        factor = _Factor(self.family, False, lambda moments: _escalated(lambda lv: expect(moments, level=lv), rule.level))
+        factor = _Factor(self.family, False, lambda moments: _escalated(lambda lv: expect(moments, level=lv), rule.level, self.num_rules))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=start is not None)
 
     def curvature_sites(self, loc: Float[Array, "D"]) -> SiteStack:
@@ -230,7 +233,7 @@ class LocalProblem:
                     return expect(jax.tree.map(lambda x: x[index], self.data.chunks))
                 return sum_one_group(expect, self.data.chunks, self.data.offsets, index)
 
-            return _escalated(at, level)
+            return _escalated(at, level, self.num_rules)
 
         return _Factor(self.family, self.quadratic and self.family.full, expected)
 
@@ -274,23 +277,26 @@ def next_rule(rule: Rule, used: Int[Array, ""], spread: Float[Array, ""]) -> Rul
     return Rule(jnp.where(lower, used - 1, used).astype(jnp.int32), jnp.where(lower, spread, anchor))
 
 
-def escalate(evaluate: Callable[[Any], tuple[Any, Array, Array]], level: Any) -> tuple[Any, Array, Array]:
+def escalate(
+    evaluate: Callable[[Any], tuple[Any, Array, Array]], level: Any, num_rules: int
+) -> tuple[Any, Array, Array]:
     """Evaluate with a quadrature rule, and again with finer ones while rows ask for them.
 
     Args:
         evaluate: a rule to ``(result, rule asked for, largest predictor sd)``; asking for the same rule means being content.
         level: the rule to start from.
+        num_rules: how many rules there are.
 
     Returns:
         The last evaluation; the rule asked for is past the end of the list where even the finest one missed its target.
     """
     shapes = jax.eval_shape(evaluate, jnp.int32(0))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    level = jnp.asarray(level, jnp.int32)
+    level = jnp.minimum(jnp.asarray(level, jnp.int32), num_rules - 1)
 
     def unfinished(state):
         used, (_, needed, _) = state
-        return used < jnp.minimum(needed, len(RULES) - 1)
+        return used < jnp.minimum(needed, num_rules - 1)
 
     def attempt(state):
         _, (_, needed, _) = state
@@ -300,9 +306,9 @@ def escalate(evaluate: Callable[[Any], tuple[Any, Array, Array]], level: Any) ->
     return last
 
 
-def _escalated(evaluate: Callable[[Any], Expected], level: Any) -> Expected:
+def _escalated(evaluate: Callable[[Any], Expected], level: Any, num_rules: int) -> Expected:
     def split(lv):
         result = evaluate(lv)
         return result, result.level, result.spread
 
-    return escalate(split, level)[0]
+    return escalate(split, level, num_rules)[0]
