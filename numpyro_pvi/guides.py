@@ -32,6 +32,10 @@ def check_guide(guide: Any) -> None:
     """
     if type(guide) in _FAMILIES:
         return
+    if isinstance(guide, type) and issubclass(guide, autoguide.AutoGuide):
+        raise GuideError(f"the guide is the class {guide.__name__}: pass an instance of the same model, {guide.__name__}(model).")
+    if not callable(guide):
+        raise GuideError(f"the guide is {guide!r}: pass one of {SUPPORTED}, made of the same model.")
     name = type(guide).__name__
     nearest = {
         "AutoLowRankMultivariateNormal": "AutoMultivariateNormal keeps the full covariance",

@@ -68,7 +68,8 @@ class PVI(SVI):
         num_groups: number of random blocks of the only plate with observed sites, for a model that is not a ``Partition``;
             ``min(10, plate size)`` by default.
         init_sites: "prior" (sites at 1), "curvature" (each site the positive semi-definite curvature of its factor at the prior's
-            location), or "auto": curvature where the structure gives it cheaply.
+            location), or "auto": the prior where a fixed quadrature rule can resolve the factors there, else curvature where the
+            structure gives it cheaply.
         runtime: :class:`numpyro_pvi.runtime.Vmap` by default.
         static_kwargs: keyword arguments of the model, as in SVI; checked against its signature.
 
@@ -120,7 +121,7 @@ class PVI(SVI):
         self._labels: tuple = ()
         self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
         self._rounds = jax.jit(_rounds, static_argnames=("engine", "static", "length", "fine"))
-        self._start = jax.jit(_start, static_argnames=("engine", "plan", "static", "curvature"))
+        self._start = jax.jit(_start, static_argnames=("engine", "plan", "static", "mode"))
         self._loss = jax.jit(_loss, static_argnames=("engine", "static", "fine"))
 
     # ------------------------------------------------------------------ SVI's verbs
@@ -164,21 +165,23 @@ class PVI(SVI):
         dynamic, static = split_arguments(args, kwargs)
 
         def start(plan):
-            curvature = self._starts_at_curvature(plan, init_params)
+            mode = self._start_mode(plan, init_params)
             return self._start(
-                self._engine, plan, planned.packing, dynamic, static, optim_state, planned.prior_loc, planned.prior_sd, curvature
+                self._engine, plan, planned.packing, dynamic, static, optim_state, planned.prior_loc, planned.prior_sd, mode
             )  # fmt: skip
 
-        arrays, missing = start(plan)
-        if bool(missing):
+        arrays, outside, proper = start(plan)
+        if bool(outside):
             # A correlated Gaussian prior is outside a mean-field family: its latents go to the prior factor.
             plan = dataclasses.replace(plan, partition=move_to_prior_factor(planned).plan)
-            arrays, _ = start(plan)
+            arrays, _, proper = start(plan)
         self._check_structure(plan)
         state = PVIState(rng_key=key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
         if init_params is not None:
             state = self._spread_params(state, init_params)
-        self._check_proper(state)
+            proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
+        if not bool(proper):
+            self._refuse_improper(state)
         self._labels = plan.partition.table.labels
         return state
 
@@ -463,19 +466,23 @@ class PVI(SVI):
         transforms = self._param_transforms()
         return {n: transforms[n](v) for n, v in self.optim.get_params(state.optim_state).items()}
 
-    def _starts_at_curvature(self, plan: Plan, init_params: dict | None) -> bool:
+    def _start_mode(self, plan: Plan, init_params: dict | None) -> str:
         gaussian_params = guide_param_names(self.guide, plan.partition.layout.names)
         if init_params is not None and gaussian_params & set(init_params):
-            return False
+            return "prior"
         if self.init_sites != "auto":
-            return self.init_sites == "curvature"
-        return plan.partition.likelihood == "affine" or not plan.partition.exact
+            return self.init_sites
+        # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do without one.
+        cheap = plan.partition.likelihood == "affine" or not plan.partition.exact
+        return "auto" if cheap else "prior"
 
     def _spread_params(self, state: PVIState, init_params: dict) -> PVIState:
         layout, family = state.plan.partition.layout, state.plan.family
-        unknown = set(init_params) - guide_param_names(self.guide, layout.names) - set(state.plan.partition.params)
-        if unknown:
-            raise PVIError(f"init_params has unknown name(s) {', '.join(sorted(unknown))}.")
+        known = guide_param_names(self.guide, layout.names) | set(state.plan.partition.params)
+        if unknown := set(init_params) - known:
+            raise PVIError(
+                f"init_params has unknown name(s) {', '.join(sorted(unknown))}; expected some of {', '.join(sorted(known))}."
+            )
         q = posterior(state.prior, state.sites)
         if not set(init_params) & guide_param_names(self.guide, layout.names):
             return state
@@ -492,10 +499,8 @@ class PVI(SVI):
         if part.has_prior_factor:
             self.solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")
 
-    def _check_proper(self, state: PVIState) -> None:
+    def _refuse_improper(self, state: PVIState) -> None:
         q = posterior(state.prior, state.sites)
-        if bool(state.plan.family.in_domain(q)):
-            return
         layout = state.plan.partition.layout
         diag = np.asarray(state.plan.family.precision_diagonal(q))
         worst = int(np.argmin(np.where(np.isfinite(diag), diag, -np.inf)))
@@ -543,9 +548,9 @@ def _loss(engine: Engine, state: PVIState, dynamic: list, static: tuple, fine: b
     return engine.loss(state, args, kwargs, fine)
 
 
-def _start(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, curvature: bool):
+def _start(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, mode: str):
     args, kwargs = _join(dynamic, static)
-    return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, curvature)
+    return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, mode)
 
 
 def _traced(tree: Any) -> bool:

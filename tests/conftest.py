@@ -19,8 +19,10 @@ HERE = pathlib.Path(__file__).parent
 if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
     from jaxtyping import install_import_hook
 
+    import tests._typecheck  # noqa: F401 - the hook looks it up by this name
+
     # The hook only reaches modules that are imported after it; it lives as long as the session.
-    install_import_hook("numpyro_pvi", "beartype.beartype")
+    install_import_hook("numpyro_pvi", "tests._typecheck.check")
 
 
 def pytest_addoption(parser):

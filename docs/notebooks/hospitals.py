@@ -140,29 +140,30 @@ for label in pvi.groups:
 # %% [markdown]
 # ## Alone and together
 #
-# For comparison, every hospital on its own: the prior times its own rows.
+# For comparison, the largest and the smallest hospital on their own: the prior times their own rows.
 
 # %%
 alone = {}
-for label in shares:
+for label in ("Aster", "Elm"):
     rows = hospital == label
     own_guide = AutoMultivariateNormal(model)
     own = PVI(Partition(model, "patients", [label] * int(rows.sum())), own_guide)
-    alone[label] = moments(
-        own_guide, own.run(jax.random.key(0), 30, X[rows], y[rows], tol=1e-3, progress_bar=False).params
-    )
+    fit = own.run(jax.random.key(0), 30, X[rows], y[rows], tol=1e-3, progress_bar=False)
+    alone[f"{label} alone"] = moments(own_guide, fit.params)
 
 shown = np.argsort(-np.abs(nuts.mean(0) / nuts.std(0)))[:8]
 figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
 fits = {"NUTS, pooled": (nuts.mean(0), nuts.std(0)), "PVI": (mean, sd), **alone}
 for i, (label, (centre, width)) in enumerate(fits.items()):
     style = {"fmt": "o", "markersize": 4, "linewidth": 2} if i < 2 else {"fmt": ".", "linewidth": 0.8, "alpha": 0.7}
-    axes.errorbar(centre[shown], np.arange(len(shown)) + 0.1 * (i - 3), xerr=1.64 * width[shown], label=label, **style)
+    axes.errorbar(
+        centre[shown], np.arange(len(shown)) + 0.12 * (i - 1.5), xerr=1.64 * width[shown], label=label, **style
+    )
 axes.set_yticks(np.arange(len(shown)), [names[i] for i in shown])
 axes.invert_yaxis()
 axes.axvline(0.0, color="grey", linewidth=0.5)
 axes.set_xlabel("coefficient of the standardised column, 90 % interval")
-_ = axes.legend()
+_ = figure.legend(loc="outside upper center", ncols=4)
 
 # %% [markdown]
-# PVI lies on the pooled posterior. The hospitals alone are wide, the small ones hardly narrower than the prior.
+# PVI lies on the pooled posterior. A hospital alone is wider, and the smallest hardly narrower than the prior.

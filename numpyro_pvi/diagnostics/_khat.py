@@ -45,7 +45,7 @@ def khat(
         args: the model's positional arguments. All rows are read.
         kwargs: the model's keyword arguments.
         params: constrained values of the model's ``numpyro.param`` sites.
-        num_samples: draws S from q, at least 25. Each costs one evaluation of the model on all rows; draws go in
+        num_samples: draws S from q, at least 100. Each costs one evaluation of the model on all rows; draws go in
             batches, so memory does not grow with S.
 
     Returns:
@@ -54,7 +54,7 @@ def khat(
         of draws carries all the weight; NaN, with a warning, when the model's log density is NaN or +inf at a draw.
 
     Raises:
-        PVIError: for fewer than 25 draws.
+        PVIError: for fewer than 100 draws.
         ImproperError: when q is not normalisable.
 
     References:

@@ -5,6 +5,7 @@ from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._quadratic import QuadraticProgram
 from ._rules import FIXED_RULES, RULES
+from .quadrature import rule_index
 
 __all__ = [
     "FIXED_RULES",
@@ -14,6 +15,7 @@ __all__ = [
     "Expected",
     "QuadraticProgram",
     "add_expected",
+    "rule_index",
     "sum_by_group",
     "zero_expected",
 ]

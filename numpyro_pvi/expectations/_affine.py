@@ -18,7 +18,6 @@ from .._numerics import clip_psd_2x2
 from ..factors import ModelCall, TermData, TermSpec, prepare_term, term_log_prob
 from ..families import GaussianFamily, GaussianMoments
 from ._expected import Expected
-from ._rules import TARGET
 from .quadrature import expect_1d, expect_2d
 
 
@@ -56,7 +55,7 @@ class AffineProgram:
         aligned = mask.reshape(mask.shape + (1,) * (-dim - 1))
         return data, jnp.broadcast_to(aligned, shape).reshape(-1)
 
-    def expected(self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: bool) -> Expected:
+    def expected(self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any) -> Expected:
         """Expectations of one chunk's terms.
 
         Args:
@@ -65,34 +64,35 @@ class AffineProgram:
             probe: Float[D] vector for the curvature product, or None.
             level: Int[] quadrature rule.
             noise: unused; quadrature has no draws.
-            clip: raise each row's curvature to positive semi-definite (for curvature starts).
+            clip: whether (a bool, traced or not) to raise each row's curvature to positive semi-definite (for curvature starts).
 
         Returns:
-            The chunk's expectations; ``level`` is one past the rule used when a row missed its target.
+            The chunk's expectations.
         """
         del noise
         parts = [self._term(spec, *data, moments, probe, level, clip) for spec, data in zip(self.terms, chunk, strict=True)]
-        value, vector, precision, product, needed, spread = (list(column) for column in zip(*parts, strict=True))
+        value, vector, precision, product, wrong, weight, spread = (list(column) for column in zip(*parts, strict=True))
         loc = moments.loc
         precision = sum(precision)
         # In a full-covariance family the row formula already includes H loc; the diagonal needs its own part of it.
         vector = sum(vector) if self.family.full else sum(vector) + precision * loc
         target = self.family.natural(vector, precision)
-        return Expected(sum(value), target, sum(product), jnp.stack(needed).max(), jnp.stack(spread).max())
+        return Expected(sum(value), target, sum(product), sum(wrong), sum(weight), jnp.stack(spread).max())
 
-    def _term(self, spec: TermSpec, data: TermData, mask, moments: GaussianMoments, probe, level, clip: bool):
+    def _term(self, spec: TermSpec, data: TermData, mask, moments: GaussianMoments, probe, level, clip):
         center = tuple(_project(a, moments.loc) for a in data.design)
         mean = tuple(m + c for m, c in zip(center, data.offset, strict=True))
         covariance = self._covariances(data, moments)
         value, grad, hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
-        missed = jnp.max(jnp.where(mask, error, 0.0)) > TARGET[error.dtype.name]
-        needed = (level + missed).astype(jnp.int32)
+        # Rows whose second derivative is negligible (a saturated logit) need no relative accuracy of their own.
+        size = jnp.where(mask, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in hess.items()), 0.0)
+        wrong = jnp.sum(jnp.where(size > 0, jnp.where(jnp.isfinite(size), size * error, jnp.inf), 0.0))
         spread = jnp.sqrt(jnp.stack([jnp.max(covariance[i, i]) for i in range(len(data.design))]).max())
         value = jnp.sum(jnp.where(mask, value, 0.0))
         grad = tuple(jnp.where(mask, g, 0.0) for g in grad)
         weight = {pair: jnp.where(mask, -h, 0.0) for pair, h in hess.items()}
-        if clip:
-            weight = _clip_weights(weight)
+        if clip is not False:
+            weight = {pair: jnp.where(clip, w, weight[pair]) for pair, w in _clip_weights(weight).items()}
         vector, precision, product = 0.0, 0.0, jnp.zeros_like(moments.loc)
         for i, design in enumerate(data.design):
             row = grad[i]
@@ -109,7 +109,7 @@ class AffineProgram:
                 if self.family.full and j > i:
                     block = block + block.T
                 precision = precision + (block if i == j or self.family.full else 2 * block)
-        return value, vector, precision, product, needed, spread
+        return value, vector, precision, product, wrong, jnp.sum(size), spread
 
     def _covariances(self, data: TermData, moments: GaussianMoments) -> dict[tuple[int, int], Array]:
         if not self.family.full:

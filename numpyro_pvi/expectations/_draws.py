@@ -35,7 +35,7 @@ class DrawsProgram:
         """Keep one chunk's arguments and mask."""
         return data, mask
 
-    def expected(self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: bool) -> Expected:
+    def expected(self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any) -> Expected:
         """Expectations of one chunk.
 
         Args:
@@ -44,7 +44,7 @@ class DrawsProgram:
             probe: Float[D] vector for the curvature product, or None.
             level: unused; there is no rule to choose.
             noise: Float[S D] standard normal draws; each is used with both signs. One row of zeros evaluates at ``loc``.
-            clip: raise the curvature to positive semi-definite.
+            clip: whether (a bool, traced or not) to raise the curvature to positive semi-definite.
 
         Returns:
             The chunk's expectations.
@@ -61,12 +61,12 @@ class DrawsProgram:
         value, gradient, hessian = jax.tree.map(lambda x: jnp.mean(x, axis=0), jax.vmap(one)(points))
         value = value + self._quadratic_correction(hessian, moments, points - moments.loc)
         curvature = -0.5 * (hessian + hessian.T)
-        if clip:
-            curvature = clip_to_psd(curvature)
+        if clip is not False:
+            curvature = jnp.where(clip, clip_to_psd(curvature), curvature)
         product = jnp.zeros_like(moments.loc) if probe is None else curvature @ probe
         precision = curvature if self.family.full else jnp.diagonal(curvature)
         vector = gradient + (precision @ moments.loc if self.family.full else precision * moments.loc)
-        return Expected(value, self.family.natural(vector, precision), product, jnp.zeros((), jnp.int32), jnp.zeros_like(value))
+        return Expected(value, self.family.natural(vector, precision), product, *(jnp.zeros_like(value),) * 3)
 
     def _quadratic_correction(self, hessian, moments: GaussianMoments, deviation: Float[Array, "S D"]):
         sampled = jnp.mean(jnp.einsum("si,ij,sj->s", deviation, hessian, deviation))

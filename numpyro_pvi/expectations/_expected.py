@@ -25,8 +25,10 @@ class Expected:
     target: GaussianNatural
     # -E[hess f] @ probe, for the step cap of a mean-field q; zeros when q has full covariance.
     product: Float[Array, "*M D"]
-    # The quadrature rule that the rows asked for, and their largest predictor sd; zeros when there is none.
-    level: Int[Array, "*M"]
+    # Estimated quadrature error of the rows' second derivatives and the size of those derivatives (sums over rows: their ratio
+    # is the factor's relative error), and the largest predictor sd; zeros when there is no quadrature.
+    error: Float[Array, "*M"]
+    weight: Float[Array, "*M"]
     spread: Float[Array, "*M"]
 
 
@@ -36,18 +38,20 @@ def zero_expected(family: GaussianFamily, dtype) -> Expected:
         jnp.zeros((), dtype),
         family.zeros((), dtype),
         jnp.zeros((family.dim,), dtype),
-        jnp.zeros((), jnp.int32),
+        jnp.zeros((), dtype),
+        jnp.zeros((), dtype),
         jnp.zeros((), dtype),
     )
 
 
 def add_expected(left: Expected, right: Expected) -> Expected:
-    """Sum two sets of rows; the rule asked for is the larger one."""
+    """Sum two sets of rows."""
     return Expected(
         left.value + right.value,
         left.target + right.target,
         left.product + right.product,
-        jnp.maximum(left.level, right.level),
+        left.error + right.error,
+        left.weight + right.weight,
         jnp.maximum(left.spread, right.spread),
     )
 
@@ -62,6 +66,7 @@ def sum_by_group(chunks: Expected, chunk_group: Int[Array, "C"], num_groups: int
         total(chunks.value),
         jax.tree.map(total, chunks.target),
         total(chunks.product),
-        jax.ops.segment_max(chunks.level, chunk_group, num_groups, indices_are_sorted=True),
+        total(chunks.error),
+        total(chunks.weight),
         jax.ops.segment_max(chunks.spread, chunk_group, num_groups, indices_are_sorted=True),
     )

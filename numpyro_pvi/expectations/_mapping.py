@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 
 from ._rules import core_limit, tail_limit
 
-NUM_FEATURES = 3
+_NUM_FEATURES = {"float64": 3, "float32": 2}
 _NUM_CELLS = 24
 _STRAIGHT = 0.05
 _WIDTH_FACTOR = 0.5
@@ -47,14 +47,14 @@ class RowMap(NamedTuple):
 
     def forward(self, z: Array) -> Array:
         """Coordinate x of the standardised point z."""
-        for k in range(NUM_FEATURES):
+        for k in range(len(self.center)):
             z = _arcsinh(_sinh(z - self.center[k]) / self.width[k])
         return z
 
     def inverse(self, x: Array) -> tuple[Array, Array]:
         """Offset of z from `anchor`, and dz/dx, at coordinate x (rows, or a leading axis of points by rows)."""
         rate = 1.0
-        for k in reversed(range(NUM_FEATURES)):
+        for k in reversed(range(len(self.center))):
             scaled = self.width[k] * _sinh(x)
             rate = rate * jnp.sqrt((self.width[k] ** 2 + scaled**2) / (1 + scaled**2))
             x = _arcsinh(scaled) + (self.center[k] if k else 0.0)
@@ -118,7 +118,11 @@ def _bend(left: _Point, middle: _Point, right: _Point) -> tuple[Array, Array]:
     hermite = middle.slope - 0.5 * (left.slope + right.slope) - width * (left.curve - right.curve) / 8
     bend = jnp.abs(simpson) + jnp.abs(hermite)
     change = jnp.abs(middle.slope - left.slope) + jnp.abs(right.slope - middle.slope)
-    return bend, bend / (change + jnp.finfo(bend.dtype).tiny)
+    # A bend within the rounding of slope and curve is none; the factor makes it fall below the threshold.
+    curve = jnp.maximum(jnp.maximum(jnp.abs(left.curve), jnp.abs(right.curve)), jnp.abs(middle.curve))
+    rounding = jnp.abs(left.slope) + jnp.abs(right.slope) + width * curve
+    info = jnp.finfo(bend.dtype)
+    return bend, bend / (change + 32 * info.eps / _STRAIGHT * rounding + info.tiny)
 
 
 def _worst_cell(points: _Point, anchor: Array) -> tuple[_Point, _Point, _Point]:
@@ -143,22 +147,27 @@ def _next_feature(slope_fn: SlopeFn, rows: RowMap) -> tuple[Array, Array]:
     def crooked(cell: tuple[_Point, ...]) -> Array:
         return (_bend(*cell)[1] > _STRAIGHT) & (cell[2].offset - cell[0].offset > smallest)
 
+    def between(cell: tuple[_Point, ...]) -> _Point:
+        left, middle, right = cell
+        return points(0.5 * (jnp.stack([left.x, right.x]) + middle.x))
+
     def halve(carry: tuple) -> tuple:
-        count, (left, middle, right), go = carry
-        between = points(0.5 * (jnp.stack([left.x, right.x]) + middle.x))
-        first, second = (jax.tree.map(lambda a, k=k: a[k], between) for k in (0, 1))
+        # New points are evaluated last and used in the next turn: used at once, the compiler would repeat their
+        # evaluation in every array that the choice between the halves produces.
+        count, (left, middle, right), inner, go = carry
+        first, second = (jax.tree.map(lambda a, k=k: a[k], inner) for k in (0, 1))
         first, second = (left, first, middle), (middle, second, right)
         take_first = _bend(*first)[0] >= _bend(*second)[0]
         cell = jax.tree.map(
             lambda a, b, old: jnp.where(go, jnp.where(take_first, a, b), old), first, second, (left, middle, right)
         )
-        return count + 1, cell, crooked(cell)
+        return count + 1, cell, between(cell), crooked(cell)
 
     low, high = rows.forward(rows.low), rows.forward(rows.high)
     steps = jnp.linspace(0.0, 1.0, 2 * _NUM_CELLS + 1, dtype=dtype).reshape((-1,) + (1,) * low.ndim)
     start = _worst_cell(points(low + (high - low) * steps), rows.anchor)
-    _, (left, middle, right), _ = jax.lax.while_loop(
-        lambda carry: (carry[0] < rounds) & jnp.any(carry[2]), halve, (0, start, crooked(start))
+    _, (left, middle, right), _, _ = jax.lax.while_loop(
+        lambda carry: (carry[0] < rounds) & jnp.any(carry[3]), halve, (0, start, between(start), crooked(start))
     )
     span = right.x - left.x
     zoomed = span < 0.75 * (start[2].x - start[0].x)
@@ -177,11 +186,11 @@ def locate_features(slope_fn: SlopeFn, like: Array) -> RowMap:
         The change of variable; constant under differentiation.
     """
     low, high, cut = _mass_range(slope_fn, like)
-    shape = (NUM_FEATURES, *like.shape)
+    shape = (_NUM_FEATURES[like.dtype.name], *like.shape)
     start = RowMap(low, high, cut, jnp.zeros(shape, like.dtype), jnp.ones(shape, like.dtype))
 
     def add(k: Array, rows: RowMap) -> RowMap:
         center, width = _next_feature(slope_fn, rows)
         return rows._replace(center=rows.center.at[k].set(center), width=rows.width.at[k].set(width))
 
-    return jax.tree.map(jax.lax.stop_gradient, jax.lax.fori_loop(0, NUM_FEATURES, add, start))
+    return jax.tree.map(jax.lax.stop_gradient, jax.lax.fori_loop(0, shape[0], add, start))

@@ -24,7 +24,7 @@ class QuadraticProgram:
     family: GaussianFamily
     noisy: bool = dataclasses.field(default=False, init=False)
 
-    def expected(self, factor: Expected, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: bool) -> Expected:
+    def expected(self, factor: Expected, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any) -> Expected:
         """Closed-form expectations of one group's factor.
 
         Args:
@@ -50,4 +50,4 @@ class QuadraticProgram:
         else:
             diag = jnp.diagonal(precision)
             target = self.family.natural(vector - precision @ loc + diag * loc, diag)
-        return Expected(value, target, product, jnp.zeros((), jnp.int32), jnp.zeros_like(value))
+        return Expected(value, target, product, *(jnp.zeros_like(value),) * 3)

@@ -3,8 +3,8 @@
 Nodes live in standardised units, u = mean + sd * z. Everything here is NumPy, computed on first use and cached.
 """
 
-from typing import NamedTuple
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.polynomial.hermite_e import hermegauss

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+import numpyro.distributions as dist
 from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
@@ -120,6 +121,28 @@ class ModelCall:
         return trace, reader.log_jacobians
 
 
+class DrawImproper(Messenger):
+    """Draw improper latents, which have no sampler, from a standard normal in unconstrained space; others pass."""
+
+    def __init__(self, fn: Callable, key: Any):
+        self.key, self.count = key, 0
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Give an improper latent a value."""
+        if msg["value"] is None and is_latent(msg) and isinstance(_base(msg["fn"]), dist.ImproperUniform):
+            self.count += 1
+            transform = biject_to(msg["fn"].support)
+            key = jax.random.fold_in(self.key, self.count)
+            msg["value"] = transform(jax.random.normal(key, transform.inverse_shape(msg["fn"].shape())))
+
+
+def _base(fn: Any) -> Any:
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return fn
+
+
 def site_log_prob(site: dict, log_jacobian: Array | None = None) -> Array:
     """Elementwise log density of a sample site in its batch shape, with its scale, mask and Jacobian, in nats."""
     value = site["fn"].log_prob(site["value"])
@@ -197,7 +220,7 @@ def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
     found: dict = {}
 
     def run(key):
-        found.update(handlers.trace(handlers.seed(model, key)).get_trace(*args, **kwargs))
+        found.update(handlers.trace(handlers.seed(DrawImproper(model, key), key)).get_trace(*args, **kwargs))
         return jnp.zeros(())
 
     with numpyro.validation_enabled(False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
-from numpyro.primitives import Messenger
 
 from ..errors import PartitionError
 from ..handlers import GroupTable
-from ._model import ModelCall, frame_of, is_latent, is_observed, rows_first, site_log_prob
+from ._model import DrawImproper, ModelCall, frame_of, is_latent, is_observed, rows_first, site_log_prob
 from ._packing import Packing
 from ._structure import POINTS_PER_RAY, Rays, SiteFacts, moves
 from ._terms import leaf_paths, leaves_by_path
@@ -55,32 +53,9 @@ class Probe:
         return any(moves(values, self.rays) for values in self.leaves[name].values())
 
 
-class _Draw(Messenger):
-    """Draw latents, improper ones from a standard normal in unconstrained space."""
-
-    def __init__(self, fn, key):
-        self.key, self.count = key, 0
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        """Give an improper latent a value, since its distribution has no sampler."""
-        improper = is_latent(msg) and "Improper" in type(_base(msg["fn"])).__name__
-        if improper and msg["value"] is None:
-            self.count += 1
-            transform = biject_to(msg["fn"].support)
-            key = jax.random.fold_in(self.key, self.count)
-            msg["value"] = transform(jax.random.normal(key, transform.inverse_shape(msg["fn"].shape())))
-
-
-def _base(fn):
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return fn
-
-
 def draw_trace(model, key, args: tuple, kwargs: dict, params: dict) -> dict:
     """A trace of the model with its latents drawn from the prior, improper ones replaced by standard normals."""
-    seeded = handlers.seed(handlers.substitute(_Draw(model, key), data=params), key)
+    seeded = handlers.seed(handlers.substitute(DrawImproper(model, key), data=params), key)
     return handlers.trace(seeded).get_trace(*args, **kwargs)
 
 

@@ -27,6 +27,8 @@ LINKS = {
     "probit": (ndtri, ndtr),
 }
 OWN_VALUE = "value"
+# What a constructor computes from a distribution's parameters: no parameters themselves, and stale once one is replaced.
+_COMPUTED = {dist.OrderedLogistic: ("probs",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +111,35 @@ def _event_dim(fn: dist.Distribution, name: str, field: Any) -> int:
 
 
 def leaves_by_path(fn: dist.Distribution) -> dict[str, Array]:
-    """Every pytree leaf of a distribution under its path."""
-    names = [path for path, _ in leaf_paths(fn)]
-    return {n: jnp.asarray(leaf) for n, leaf in zip(names, jax.tree.leaves(fn), strict=True)}
+    """Every parameter of a distribution (its pytree leaves, less what it computes from the others) under its path."""
+    names, computed = [path for path, _ in leaf_paths(fn)], _computed_paths(fn)
+    return {n: jnp.asarray(leaf) for n, leaf in zip(names, jax.tree.leaves(fn), strict=True) if n not in computed}
 
 
 def replace_leaves(fn: dist.Distribution, new: dict[str, Array]) -> dist.Distribution:
     """The same distribution with some parameters replaced."""
     names = [path for path, _ in leaf_paths(fn)]
     leaves, structure = jax.tree.flatten(fn)
-    return structure.unflatten([new.get(n, leaf) for n, leaf in zip(names, leaves, strict=True)])
+    return _recompute(structure.unflatten([new.get(n, leaf) for n, leaf in zip(names, leaves, strict=True)]))
+
+
+def _nested(fn: dist.Distribution) -> dict[str, dist.Distribution]:
+    fields = ((name, fn.__dict__.get(name)) for name in type(fn).gather_pytree_data_fields())
+    return {name: field for name, field in fields if isinstance(field, dist.Distribution)}
+
+
+def _computed_paths(fn: dist.Distribution, prefix: str = "") -> set[str]:
+    paths = {prefix + name for name in _COMPUTED.get(type(fn), ())}
+    return paths.union(*(_computed_paths(inner, f"{prefix}{name}/") for name, inner in _nested(fn).items()))
+
+
+def _recompute(fn: dist.Distribution) -> dist.Distribution:
+    """Make a distribution again, from the inside out, where its constructor computes what its density reads."""
+    if type(fn) in _COMPUTED:
+        return type(fn)(**{name: getattr(fn, name) for name in fn.arg_constraints}, validate_args=False)
+    for name, inner in _nested(fn).items():
+        setattr(fn, name, _recompute(inner))
+    return fn
 
 
 def read_predictors(call: ModelCall, spec: TermSpec, point: Float[Array, "D"]) -> tuple[Array, ...]:

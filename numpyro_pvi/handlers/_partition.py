@@ -54,7 +54,7 @@ class Partition(Messenger):
             labels_b}``, with no `plate`, masks several plates together: a group is then its rows in each of them.
         group: The group whose terms remain; `PRIOR` for none of them. None: transparent.
         sites: ``{"obs": -1}`` masks that batch axis of a sample site that is in no plate.
-        data_axes: Argument name or position to the axis that runs over rows, for arguments where it is not the leading
+        data_axes: Argument name or position to the axis that runs over rows (None: none does), where it is not the leading
             one.
         mode: How one group is evaluated: "auto", "args", "index" or "mask".
         chunk_size: Rows in a chunk below which smaller chunks stop paying; chunks are longer where groups are large.
@@ -72,7 +72,7 @@ class Partition(Messenger):
         *,
         group: Hashable | None = None,
         sites: Mapping[str, int] | None = None,
-        data_axes: Mapping[str | int, int] | None = None,
+        data_axes: Mapping[str | int, int | None] | None = None,
         mode: str = "auto",
         chunk_size: int = 128,
         check: bool = True,

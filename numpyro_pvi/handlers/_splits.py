@@ -110,24 +110,27 @@ def checked_group(group: Hashable, splits: Mapping[str | None, Split]) -> Hashab
     return group
 
 
-def checked_axes(axes: Mapping[Any, int] | None, word: str) -> dict[Any, int] | None:
+def checked_axes(axes: Mapping[Any, int | None] | None, word: str) -> dict[Any, int | None] | None:
     """Refuse anything but a dict of axis numbers.
 
     Args:
-        axes: The user's dict, or None.
+        axes: The user's dict, or None; "data_axes" may say None for an argument that does not run over rows.
         word: What the user calls it.
 
     Returns:
-        A plain dict of Python ints, or None.
+        A plain dict of Python ints (or Nones), or None.
 
     Raises:
         PartitionError: For anything else.
     """
     if axes is None:
         return None
-    if not isinstance(axes, Mapping) or not axes or any(as_int(axis) is None for axis in axes.values()):
-        raise PartitionError(f"{word} is {axes!r}; expected a dict from name to axis number.")
-    return {name: operator.index(axis) for name, axis in axes.items()}
+    optional = word == "data_axes"
+    wrong = not isinstance(axes, Mapping) or not axes
+    if wrong or any(as_int(axis) is None and not (optional and axis is None) for axis in axes.values()):
+        none = ", or None for what does not run over rows" if optional else ""
+        raise PartitionError(f"{word} is {axes!r}; expected a dict from name to axis number{none}.")
+    return {name: None if axis is None else operator.index(axis) for name, axis in axes.items()}
 
 
 def as_int(value: Any) -> int | None:

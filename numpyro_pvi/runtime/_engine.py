@@ -14,7 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import RULES, AffineProgram, DrawsProgram, QuadraticProgram
+from ..expectations import FIXED_RULES, RULES, AffineProgram, DrawsProgram, QuadraticProgram
 from ..factors import (
     ModelCall,
     Packing,
@@ -27,9 +27,10 @@ from ..factors import (
 )
 from ..families import GaussianMoments, MultivariateNormalFamily
 from ..schedules import RoundCarry, RoundReport, Schedule
+from ..sites import SiteStack, posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
-from ._local import FactorData, LocalProblem, first_rule
+from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem
 
 
 class RoundsDone(NamedTuple):
@@ -141,7 +142,7 @@ class Engine:
 
         if part.likelihood == "affine":
             program = AffineProgram(part.terms, family, num_rules)
-            chunks = self._prepare(lambda rows, mask: program.prepare(chunk_call(rows), mask), packing)
+            chunks = self._prepare(lambda rows, mask: program.prepare(chunk_call(rows), mask), packing, family.dim)
             return program, chunks, packing.chunk_group, packing.offsets
         if part.likelihood == "draws":
             # Rows are gathered here, once, and not at every pass.
@@ -174,9 +175,10 @@ class Engine:
         count = packing.offsets.shape[0]
         return QuadraticProgram(reader, family), groups, jnp.arange(count - 1), jnp.arange(count)
 
-    def _prepare(self, prepare: Callable, packing: Packing):
+    def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape
-        batch = max(1, min(count, (1 << 16) // max(rows, 1)))
+        # A batch's tangents of the model (D per row) are what takes memory here.
+        batch = max(1, min(count, (1 << 17) // max(rows * dim, 1)))
         return jax.lax.map(lambda xs: prepare(*xs), (packing.rows, packing.mask), batch_size=batch)
 
     def _prior_factor(self, plan: Plan, call: ModelCall, num_rules: int):
@@ -199,7 +201,7 @@ class Engine:
 
     def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """Evaluate a state's q and put the state into the form that rounds take."""
-        evaluation = problem.evaluate(state.sites, state.rule, self.noise(problem, state.rng_key))
+        evaluation = problem.evaluate(state.sites, state.rule, self.noise(problem, state.rng_key), again=True)
         return RoundCarry(
             state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
         )
@@ -282,7 +284,11 @@ class Engine:
         if problem.noisy or state.plan.partition.params:
             noise = self.noise(problem, next_key)
             carry = carry._replace(evaluation=problem.evaluate(state.sites, carry.evaluation.rule, noise))
-        return dataclasses.replace(state, rule=carry.evaluation.rule), carry
+        rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
+        settled = carry.report.total_move < LOOSE_MOVE
+        rule = rule._replace(tolerance=jnp.where(settled, TOLERANCE[dtype.name], LOOSE_TOLERANCE).astype(dtype))
+        carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
+        return dataclasses.replace(state, rule=rule), carry
 
     def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine) -> PVIState:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
@@ -311,7 +317,7 @@ class Engine:
         evaluation = self.carry(problem, state).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 
-    def start(self, plan: Plan, packing: Packing, args, kwargs, optim_state, loc, sd, curvature: bool):
+    def start(self, plan: Plan, packing: Packing, args, kwargs, optim_state, loc, sd, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
 
         Args:
@@ -322,25 +328,24 @@ class Engine:
             optim_state: optimiser state of the params, or None.
             loc: Float[D] prior location.
             sd: Float[D] prior sd.
-            curvature: whether sites start at their factor's curvature at ``loc`` instead of at 1.
+            mode: where sites start: "prior", "curvature" or "auto".
 
         Returns:
-            The fields of a :class:`PVIState` that depend on arrays, and whether the exact prior is outside the family.
+            The fields of a :class:`PVIState` that depend on arrays, whether the exact prior is outside the family, and whether q is
+            normalisable.
         """
         params = self.constrain(plan, args, kwargs, optim_state)
         family, dtype = plan.family, jnp.result_type(float)
         call = ModelCall(self.model, plan.partition.layout, args, kwargs, params)
         natural, exact, outside = self.exact_prior(plan, call)
-        # Curvature is read at a point, where every rule is exact.
-        problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), 1)
+        problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), len(FIXED_RULES))
         # The exactly held prior knows its location better than draws do.
         unit = family.from_loc_sd(jnp.where(exact, 0.0, loc), jnp.where(exact, 1.0, sd))
         base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
         moments = family.moments(natural + base)
-        sites = problem.empty_sites(base if problem.has_prior_factor else None)
-        if curvature:
-            found = problem.curvature_sites(jnp.where(moments.valid, moments.loc, loc))
-            sites = dataclasses.replace(sites, groups=found.groups)
+        sites, rule = problem.first_sites(moments, jnp.where(moments.valid, moments.loc, loc), mode)
+        sites = SiteStack(sites.groups, base if problem.has_prior_factor else None)
+        proper = family.in_domain(posterior(natural, sites))
         solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype))
         prior_solver = self.solver.init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
@@ -361,10 +366,10 @@ class Engine:
             "prior_solver_state": prior_solver,
             "schedule_state": self.schedule.init(problem, dtype),
             "report": report,
-            "rule": first_rule(dtype),
+            "rule": rule,
             "step": jnp.int32(0),
         }
-        return fields, outside
+        return fields, outside, proper
 
 
 def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:

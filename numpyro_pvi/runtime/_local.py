@@ -12,14 +12,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import clip_to_psd
-from ..expectations import FIXED_RULES, Expected
+from .._numerics import all_finite, clip_to_psd
+from ..expectations import FIXED_RULES, Expected, rule_index
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ..schedules import Evaluation, RoundCarry, Rule
-from ..sites import SiteStack, cavity, posterior
+from ..sites import SiteStack, cavity, posterior, select
 from ..solvers import LocalResult, LocalSolver
 from ._base import Runtime
 from ._mapping import sum_one_group
+
+
+# Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
+LOOSE_TOLERANCE = 2e-2
+LOOSE_MOVE = 1.0
+# Relative quadrature error aimed at otherwise, by dtype.
+TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
 
 
 @jax.tree_util.register_dataclass
@@ -95,9 +102,10 @@ class LocalProblem:
             return None
         return jax.random.normal(key, (max(self.solver.num_draws, -(-num_particles // 2)), self.family.dim), self._dtype)
 
-    def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None) -> Evaluation:
+    def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
+        rule = rule if again else cheaper_rule(rule)
         return self.evaluate_at(q, self.family.moments(q), rule, noise, probe)
 
     def evaluate_at(self, q, moments: GaussianMoments, rule: Rule, noise, probe=None, clip: bool = False) -> Evaluation:
@@ -119,18 +127,17 @@ class LocalProblem:
             expect = partial(self._expect, self.program, moments=moments, probe=probe, level=level, noise=noise, clip=clip)
             groups = self.runtime.sum_chunks(expect, self.data.chunks, self.data.chunk_group, self.data.offsets)
             prior = self._prior_expected(moments, probe, level, noise, clip)
-            needed, spread = jnp.max(groups.level), jnp.max(groups.spread)
+            error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
-                needed, spread = jnp.maximum(needed, prior.level), jnp.maximum(spread, prior.spread)
-            return (groups, prior), needed, spread
+                error, spread = jnp.maximum(error, relative_error(prior)), jnp.maximum(spread, prior.spread)
+            return (groups, prior, spread), error
 
-        (groups, prior), needed, spread = escalate(both, rule.level, self.num_rules)
-        used = jnp.minimum(needed, self.num_rules - 1)
+        (groups, prior, spread), used, error = escalate(both, rule, self.num_rules)
         rest = self._rest(moments)
         values = jnp.sum(groups.value) + (0.0 if prior is None else prior.value)
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest) + (0.0 if prior is None else jnp.abs(prior.value))
         return Evaluation(
-            q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), needed > used
+            q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), error > rule.tolerance
         )
 
     def elbo_at(self, moments: GaussianMoments, noise: Any) -> Float[Array, ""]:
@@ -161,7 +168,7 @@ class LocalProblem:
         keys = jax.random.split(key, self.num_groups)
 
         def solve(index, site, state, key, start):
-            factor = self._factor(index, evaluation.rule.level, noise)
+            factor = self._factor(index, evaluation.rule, noise)
             rest = cavity(evaluation.q, site)
             return self.solver.solve(factor, rest, site, state, key, start=start, guarded=True)
 
@@ -170,41 +177,69 @@ class LocalProblem:
 
     def visit_group(self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any) -> LocalResult:
         """One group's local solve from the current q."""
-        factor = self._factor(index, rule.level, noise)
+        factor = self._factor(index, rule, noise)
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve."""
         expect = partial(self._prior_expected, probe=None, noise=noise, clip=False)
-        factor = _Factor(self.family, False, lambda moments: _escalated(lambda lv: expect(moments, level=lv), rule.level, self.num_rules))
+        factor = _Factor(self.family, False, lambda moments: _escalated(lambda lv: expect(moments, level=lv), rule, self.num_rules))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=start is not None)
 
-    def curvature_sites(self, loc: Float[Array, "D"]) -> SiteStack:
-        """Sites from each factor's positive semi-definite curvature and gradient at one point (the cure for wide priors).
+    def first_sites(self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
+        """Where the groups' sites start.
 
         Args:
-            loc: flat unconstrained point, the prior's location.
+            at_prior: the prior as moments.
+            loc: its location.
+            mode: "prior" (unit sites), "curvature" (each factor's positive semi-definite curvature and gradient at ``loc``, the cure
+                for wide priors), or "auto": unit sites where every factor is finite and concave under the prior and a fixed
+                quadrature rule can resolve it there, else curvature.
 
         Returns:
-            Sites; a factor that is not finite there gets the unit site.
+            Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite at ``loc`` gets
+            the unit site.
         """
-        scale = jnp.zeros((self.family.dim,) * (2 if self.family.full else 1), self._dtype)
-        moments = GaussianMoments(loc, scale, jnp.zeros((), self._dtype), jnp.array(True))
+        units = self.empty_sites(None)
+        if mode == "prior":
+            return units, first_rule(self._dtype)
         noise = jnp.zeros((1, self.family.dim), self._dtype) if self.noisy else None
-        found = self.evaluate_at(self.prior_natural, moments, first_rule(self._dtype), noise, clip=True)
+        # One program for both looks, at the prior itself and at its location.
+        looks = (
+            jnp.stack([at_prior.loc, loc]),
+            jnp.stack([at_prior.scale, jnp.zeros_like(at_prior.scale)]),
+            jnp.array([False, True]),
+        )
 
-        def clean(natural):
-            precision = natural.precision
-            if self.quadratic and self.family.full:
-                precision = clip_to_psd(precision)
-            finite = jnp.isfinite(natural.precision_mean).all(-1) & jnp.isfinite(precision).all(
-                (-2, -1) if self.family.full else -1
+        def look(xs):
+            moments = GaussianMoments(xs[0], xs[1], at_prior.log_det_precision, at_prior.valid)
+            expect = partial(
+                self._expect, self.program, moments=moments, probe=None, level=len(FIXED_RULES) - 1, noise=noise, clip=xs[2]
             )
-            shaped = finite[..., None, None] if self.family.full else finite[..., None]
-            vector = jnp.where(finite[..., None], natural.precision_mean, 0.0)
-            return self.family.natural(vector, jnp.where(shaped, precision, 0.0))
+            return self.runtime.sum_chunks(expect, self.data.chunks, self.data.chunk_group, self.data.offsets)
 
-        return SiteStack(clean(found.groups.target), None if found.prior is None else clean(found.prior.target))
+        found = jax.lax.map(look, looks)
+        prior, curved = (jax.tree.map(lambda x, i=i: x[i], found) for i in (0, 1))
+        curvature = SiteStack(self._finite_sites(curved.target), None)
+        if mode == "curvature" or self.noisy:
+            return curvature, first_rule(self._dtype)
+        concave = jnp.all(self.family.in_domain(jax.tree.map(lambda eta, t: eta + t, self.prior_natural, prior.target)))
+        usable = all_finite(prior) & (relative_error(prior) <= LOOSE_TOLERANCE) & concave & jnp.all(self.data.exact)
+        spread = jnp.max(prior.spread)
+        sites = select(usable, units, curvature)
+        rule = jax.tree.map(
+            lambda a, b: jnp.where(usable, a, b), first_rule(self._dtype, spread), first_rule(self._dtype)
+        )
+        return sites, rule
+
+    def _finite_sites(self, natural: GaussianNatural) -> GaussianNatural:
+        precision = natural.precision
+        if self.quadratic and self.family.full:
+            precision = clip_to_psd(precision)
+        finite = jnp.isfinite(natural.precision_mean).all(-1)
+        finite &= jnp.isfinite(precision).all((-2, -1) if self.family.full else -1)
+        zero = self.family.zeros((self.num_groups,), self._dtype)
+        return select(finite, self.family.natural(natural.precision_mean, precision), zero)
 
     @property
     def _dtype(self):
@@ -223,7 +258,7 @@ class LocalProblem:
             return None
         return self.prior_program.expected(self.data.prior, moments, probe, level, noise, clip)
 
-    def _factor(self, index, level, noise) -> _Factor:
+    def _factor(self, index, rule, noise) -> _Factor:
         def expected(moments):
             def at(lv):
                 expect = partial(
@@ -233,7 +268,7 @@ class LocalProblem:
                     return expect(jax.tree.map(lambda x: x[index], self.data.chunks))
                 return sum_one_group(expect, self.data.chunks, self.data.offsets, index)
 
-            return _escalated(at, level, self.num_rules)
+            return _escalated(at, rule, self.num_rules)
 
         return _Factor(self.family, self.quadratic and self.family.full, expected)
 
@@ -256,59 +291,69 @@ class _Factor:
     expected: Callable[[GaussianMoments], Expected]
 
 
-def first_rule(dtype) -> Rule:
-    """Start from the cheapest quadrature rule."""
-    return Rule(jnp.int32(0), jnp.zeros((), dtype))
+def first_rule(dtype, spread: Float[Array, ""] | None = None) -> Rule:
+    """The rule of a fresh state: the cheapest, or the finest fixed one where predictors are known to be wide."""
+    zero = jnp.zeros((), dtype)
+    loose = zero + LOOSE_TOLERANCE
+    if spread is None:
+        return Rule(jnp.int32(0), zero, zero, loose)
+    level = jnp.minimum(rule_index(spread), len(FIXED_RULES) - 1).astype(jnp.int32)
+    return Rule(level, spread, spread, loose)
+
+
+def cheaper_rule(rule: Rule) -> Rule:
+    """Where the next evaluation starts: a cheaper rule is tried again whenever the predictor sd has halved."""
+    lower = (rule.level > 0) & (rule.spread < 0.5 * rule.anchor)
+    level = jnp.minimum(rule.level - 1, rule_index(rule.spread))
+    return rule._replace(
+        level=jnp.where(lower, level, rule.level).astype(jnp.int32), anchor=jnp.where(lower, rule.spread, rule.anchor)
+    )
 
 
 def next_rule(rule: Rule, used: Int[Array, ""], spread: Float[Array, ""]) -> Rule:
-    """Where the next evaluation starts: a cheaper rule is tried again whenever the predictor sd has halved.
+    """What an evaluation leaves behind: the rule it ended with, and the sd at which it had to refine."""
+    return rule._replace(level=used, spread=spread, anchor=jnp.where(used > rule.level, spread, rule.anchor))
 
-    Args:
-        rule: where this evaluation started.
-        used: the rule it ended with.
-        spread: largest predictor sd.
 
-    Returns:
-        The rule for the next evaluation.
-    """
-    anchor = jnp.where(used > rule.level, spread, rule.anchor)
-    lower = (used > 0) & (spread < 0.5 * anchor)
-    return Rule(jnp.where(lower, used - 1, used).astype(jnp.int32), jnp.where(lower, spread, anchor))
+def relative_error(expected: Expected) -> Float[Array, ""]:
+    """Estimated quadrature error of all rows, relative to the size of what was integrated."""
+    total = jnp.sum(expected.weight)
+    ratio = jnp.sum(expected.error) / jnp.where(total > 0, total, 1.0)
+    return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
 
 
 def escalate(
-    evaluate: Callable[[Any], tuple[Any, Array, Array]], level: Any, num_rules: int
-) -> tuple[Any, Array, Array]:
-    """Evaluate with a quadrature rule, and again with finer ones while rows ask for them.
+    evaluate: Callable[[Any], tuple[Any, Float[Array, ""]]], rule: Rule, num_rules: int
+) -> tuple[Any, Int[Array, ""], Float[Array, ""]]:
+    """Evaluate with a quadrature rule, and again with finer ones while the error is above the rule's tolerance.
 
     Args:
-        evaluate: a rule to ``(result, rule asked for, largest predictor sd)``; asking for the same rule means being content.
-        level: the rule to start from.
+        evaluate: the index of a quadrature rule to ``(result, relative error)``.
+        rule: where to start, and the tolerance.
         num_rules: how many rules there are.
 
     Returns:
-        The last evaluation; the rule asked for is past the end of the list where even the finest one missed its target.
+        ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
     """
-    shapes = jax.eval_shape(evaluate, jnp.int32(0))
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    level = jnp.minimum(jnp.asarray(level, jnp.int32), num_rules - 1)
+    result, error = jax.eval_shape(evaluate, jnp.int32(0))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), result)
+    first = jnp.minimum(jnp.asarray(rule.level, jnp.int32), num_rules - 1)
 
     def unfinished(state):
-        used, (_, needed, _) = state
-        return used < jnp.minimum(needed, num_rules - 1)
+        _, used, error = state
+        return (used < first) | ((error > rule.tolerance) & (used < num_rules - 1))
 
     def attempt(state):
-        _, (_, needed, _) = state
-        return needed, evaluate(needed)
+        _, used, _ = state
+        result, error = evaluate(used + 1)
+        return result, used + 1, error
 
-    _, last = jax.lax.while_loop(unfinished, attempt, (jnp.int32(-1), (zero[0], level, zero[2])))
-    return last
+    return jax.lax.while_loop(unfinished, attempt, (zero, first - 1, jnp.asarray(jnp.inf, error.dtype)))
 
 
-def _escalated(evaluate: Callable[[Any], Expected], level: Any, num_rules: int) -> Expected:
-    def split(lv):
-        result = evaluate(lv)
-        return result, result.level, result.spread
+def _escalated(evaluate: Callable[[Any], Expected], rule: Rule, num_rules: int) -> Expected:
+    def split(level):
+        result = evaluate(level)
+        return result, relative_error(result)
 
-    return escalate(split, level, num_rules)[0]
+    return escalate(split, rule, num_rules)[0]

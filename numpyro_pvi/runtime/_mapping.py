@@ -27,7 +27,7 @@ class Vmap:
         PVIError: on construction, for a size that is not positive.
     """
 
-    batch_bytes: int = 1 << 23
+    batch_bytes: int = 1 << 20
 
     def __post_init__(self):
         if not isinstance(self.batch_bytes, int) or self.batch_bytes < 1:

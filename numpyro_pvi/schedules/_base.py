@@ -18,10 +18,15 @@ MAX_HALVINGS = 20
 
 
 class Rule(NamedTuple):
-    """Memory of the quadrature rule: the one to start from, and the predictor sd at which it was last decided."""
+    """Memory of the quadrature rule."""
 
+    # The rule that the last evaluation ended with, and the largest predictor sd it saw.
     level: Int[Array, ""]
+    spread: Float[Array, ""]
+    # The predictor sd at which a cheaper rule was last found wanting (or tried).
     anchor: Float[Array, ""]
+    # Relative error aimed at: loose while q still moves by more than a posterior sd.
+    tolerance: Float[Array, ""]
 
 
 class Evaluation(NamedTuple):
@@ -70,6 +75,7 @@ class RoundCarry(NamedTuple):
     report: RoundReport
 
 
+@runtime_checkable
 class Problem(Protocol):
     """What a runtime offers to a schedule."""
 
@@ -83,8 +89,8 @@ class Problem(Protocol):
     # Whether every factor is quadratic jointly with a full-covariance q, so that no guard is needed.
     conjugate: bool
 
-    def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None) -> Evaluation:
-        """One pass over all groups at the q of these sites."""
+    def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False) -> Evaluation:
+        """One pass over all groups at the q of these sites; ``again`` repeats the last evaluation's rule to the letter."""
         ...
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any) -> LocalResult:

@@ -11,6 +11,7 @@ from ..expectations import Expected
 from ..families import GaussianFamily, GaussianMoments
 
 
+@runtime_checkable
 class LocalFactor(Protocol):
     """One group's exact factor, as a solver sees it."""
 

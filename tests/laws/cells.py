@@ -1,0 +1,130 @@
+"""The fits on which the laws are checked, one per cell of the table, and what each model's oracle is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+
+from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.solvers import Conjugate, NaturalGradient
+
+from . import checks, models, oracles
+from .fits import Fit, fit
+
+
+class Cell(NamedTuple):
+    """One fit: a model, a solver, a schedule, a number of groups, and the laws checked on its trajectory."""
+
+    name: str
+    kind: str
+    solver: Any
+    schedule: Any
+    num_groups: int
+    laws: tuple[int, ...]
+    rounds: int
+    guide: Any = AutoMultivariateNormal
+    init_sites: str = "prior"
+
+    @property
+    def damping(self) -> float:
+        return 1.0 if self.schedule.damping == "auto" else self.schedule.damping
+
+
+SEQUENTIAL, RANDOM = Sequential(), Sequential(order="random")
+SYNCHRONOUS, DAMPED = Synchronous(), Synchronous(damping=0.5)
+CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
+
+# The full product for the quadratic model; pairwise for the others: every schedule and M in {1, 2, 5, N} occurs.
+CELLS = (
+    Cell("linear-conjugate-cyclic", "linear", CONJUGATE, SEQUENTIAL, 3, (1, 2, 3, 6), 2),
+    Cell("linear-conjugate-random", "linear", CONJUGATE, RANDOM, 5, (1, 2, 3, 6), 2),
+    Cell("linear-conjugate-parallel", "linear", CONJUGATE, SYNCHRONOUS, 12, (1, 2, 3, 6), 2),
+    Cell("linear-conjugate-damped", "linear", CONJUGATE, DAMPED, 3, (1, 2, 6), 5),
+    Cell("linear-natural-cyclic", "linear", NATURAL, SEQUENTIAL, 12, (1, 2, 3, 6), 2),
+    Cell("linear-natural-random-damped", "linear", NATURAL, Sequential("random", 0.5), 3, (1, 2, 6), 5),
+    Cell("linear-natural-random", "linear", NATURAL, RANDOM, 3, (1, 2, 3, 6), 2),
+    Cell("linear-natural-parallel", "linear", NATURAL, SYNCHRONOUS, 1, (1, 2, 3, 6), 2),
+    Cell("linear-natural-damped", "linear", NATURAL, DAMPED, 5, (1, 2, 6), 5),
+    Cell("logistic-cyclic", "logistic", NATURAL, SEQUENTIAL, 5, (1, 3, 6), 20),
+    Cell("logistic-random", "logistic", NATURAL, RANDOM, 2, (1, 3, 6), 20),
+    Cell("logistic-parallel", "logistic", NATURAL, SYNCHRONOUS, 1, (1, 3, 6), 25),
+    Cell("logistic-damped", "logistic", NATURAL, DAMPED, 12, (1, 3, 6), 45),
+    Cell("scale-parallel", "scale", NATURAL, SYNCHRONOUS, 3, (1, 3, 6), 60, init_sites="auto"),
+    Cell("scale-cyclic", "scale", NATURAL, SEQUENTIAL, 2, (1, 3, 6), 60, init_sites="auto"),
+    *(
+        Cell(f"meanfield-{word}-{m}", "meanfield", NATURAL, schedule, m, (1, 3, 6, 12), 250, AutoDiagonalNormal, "auto")
+        for word, schedule in (("cyclic", SEQUENTIAL), ("parallel", SYNCHRONOUS))
+        for m in (1, 2, 12)
+    ),
+    Cell("meanfield-logistic", "logistic", NATURAL, SYNCHRONOUS, 2, (1, 3, 6, 12), 120, AutoDiagonalNormal, "auto"),
+)
+
+PRIORS = {
+    "linear": (models.PRIOR_LOC, models.PRIOR_COVARIANCE),
+    "meanfield": (np.zeros(2), 4 * np.eye(2)),
+}
+MAKERS: dict[str, Callable] = {
+    "linear": models.make_linear,
+    "meanfield": models.make_independent_linear,
+    "logistic": models.make_logistic,
+    "scale": models.make_scale,
+}
+
+
+def data_of(cell: Cell):
+    """Covariates and responses: correlation .9 where q is mean-field."""
+    X, y, labels = models.rows(correlation=0.9 if cell.guide is AutoDiagonalNormal else 0.0)
+    return X, labels if cell.kind == "logistic" else y
+
+
+@functools.cache
+def fit_of(cell: Cell) -> Fit:
+    """The cell's trajectory."""
+    X, y = data_of(cell)
+    labels = models.groups(cell.num_groups)
+    return fit(MAKERS[cell.kind](), X, y, labels, cell.solver, cell.schedule, cell.rounds, cell.guide, cell.init_sites)
+
+
+def violations(cell: Cell, fitted: Fit) -> dict[str, float]:
+    """Every law of the cell with its largest violation."""
+    found = {"law 1": checks.sums(fitted), "law 1, symmetry": checks.asymmetry(fitted)}
+    elbo, expected, expected_prior = _oracle(cell, fitted)
+    if 2 in cell.laws:
+        found["law 2"] = checks.conjugate(fitted, models.NOISE, cell.damping)
+    if 3 in cell.laws:
+        found["law 3, slope"] = checks.stationarity(fitted, elbo)
+        best = _optimum(cell, fitted)
+        if best is not None:
+            found["law 12" if 12 in cell.laws else "law 3, optimum"] = checks.distance(fitted, *best)
+    if 6 in cell.laws:
+        found["law 6"] = checks.accounting(fitted, expected, expected_prior)
+        if 2 in cell.laws and cell.damping == 1.0:
+            found["law 6, evidence"] = checks.evidence(fitted, models.NOISE)
+    return found
+
+
+def _oracle(cell: Cell, fitted: Fit):
+    X, y = fitted.X, fitted.y
+    if cell.kind == "logistic":
+        return oracles.elbo_logistic(X, y), oracles.expected_logistic, None
+    if cell.kind == "scale":
+        return oracles.elbo_scale(X, y), oracles.expected_scale, oracles.expected_half_normal
+    expected = functools.partial(oracles.expected_linear, noise=models.NOISE)
+    return oracles.elbo_linear(X, y, models.NOISE, *PRIORS[cell.kind]), expected, None
+
+
+def _optimum(cell: Cell, fitted: Fit):
+    X, y = fitted.X, fitted.y
+    if cell.kind == "logistic":
+        return oracles.batch_vi_logistic(X, y, diagonal=cell.guide is AutoDiagonalNormal)
+    if cell.kind == "scale":
+        return None
+    exact = oracles.linear_posterior(X, y, models.NOISE, *PRIORS[cell.kind])
+    if cell.kind == "meanfield":
+        loc, variances = oracles.mean_field_of_gaussian(*exact)
+        return loc, np.diag(variances)
+    return exact

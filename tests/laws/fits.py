@@ -1,0 +1,107 @@
+"""One fit with its whole trajectory, from which every law reads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PVI, Partition
+
+
+class Fit(NamedTuple):
+    """A trajectory. ``states[0]`` is the start, ``losses[r]`` belongs to ``states[r]`` (NaN for the start)."""
+
+    pvi: Any
+    states: list
+    losses: list
+    X: np.ndarray
+    y: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def last(self):
+        return self.states[-1]
+
+    def rows_of(self, index):
+        """Covariates and responses of the group at a position of the stacked arrays."""
+        mine = self.labels == self.last.plan.partition.table.labels[index]
+        return self.X[mine], self.y[mine]
+
+
+class Numbers(NamedTuple):
+    """A state's natural parameters as dense float64 matrices, whatever the family."""
+
+    prior: tuple
+    groups: list
+    prior_site: tuple | None
+    total: tuple
+
+    @property
+    def moments(self):
+        covariance = np.linalg.inv(self.total[1])
+        return covariance @ self.total[0], covariance
+
+
+def fit(
+    model,
+    X,
+    y,
+    labels,
+    solver,
+    schedule,
+    rounds,
+    guide=AutoMultivariateNormal,
+    init_sites="prior",
+    runtime=None,
+    seed=0,
+):
+    """Run ``rounds`` rounds one by one and keep every state."""
+    pvi = PVI(
+        Partition(model, "data", labels),
+        guide(model),
+        solver=solver,
+        schedule=schedule,
+        init_sites=init_sites,
+        runtime=runtime,
+    )
+    state = pvi.init(jax.random.key(seed), X, y)
+    states, losses = [state], [np.nan]
+    for _ in range(rounds):
+        state, loss = pvi.update(state, X, y)
+        states.append(state)
+        losses.append(float(loss))
+    return Fit(pvi, states, losses, np.asarray(X, float), np.asarray(y, float), np.asarray(labels))
+
+
+def numbers(state) -> Numbers:
+    """Read a state: the sum is taken here, not by the package."""
+
+    def dense(natural, index=...):
+        vector = np.asarray(natural.precision_mean, np.float64)[index]
+        precision = np.asarray(natural.precision, np.float64)[index]
+        return vector, precision if state.plan.family.full else np.diag(precision)
+
+    prior = dense(state.prior)
+    count = state.sites.groups.precision_mean.shape[0]
+    sites = [dense(state.sites.groups, i) for i in range(count)]
+    prior_site = None if state.sites.prior is None else dense(state.sites.prior)
+    parts = [prior, *sites, *([] if prior_site is None else [prior_site])]
+    total = tuple(np.sum([p[i] for p in parts], axis=0) for i in (0, 1))
+    return Numbers(prior, sites, prior_site, total)
+
+
+def guide_moments(pvi, state):
+    """Location and covariance of q as the guide's params say them."""
+    params = {k: np.asarray(v, np.float64) for k, v in pvi.get_params(state).items()}
+    if "auto_scale_tril" in params:
+        return params["auto_loc"], params["auto_scale_tril"] @ params["auto_scale_tril"].T
+    return params["auto_loc"], np.diag(params["auto_scale"] ** 2)
+
+
+def scale_of(fitted):
+    """Cholesky factor, or standard deviations, of the last q."""
+    loc, covariance = numbers(fitted.last).moments
+    return loc, np.linalg.cholesky(covariance) if fitted.last.plan.family.full else np.sqrt(np.diag(covariance))

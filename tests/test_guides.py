@@ -1,0 +1,138 @@
+"""Gaussian AutoGuides as a family and a flat layout, and their params from natural parameters and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import autoguide as ag
+
+from numpyro_pvi.errors import GuideError
+from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
+from numpyro_pvi.guides import (
+    check_guide,
+    family_of,
+    guide_layout,
+    guide_param_names,
+    natural_to_params,
+    params_to_natural,
+    setup_guide,
+    slices,
+)
+
+KEY = jax.random.key(0)
+NAMES, SHAPES = ("w", "b"), ((2, 2), ())
+FULL, DIAGONAL, NAMED = ag.AutoMultivariateNormal, ag.AutoDiagonalNormal, ag.AutoNormal
+
+
+def model():
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 2]).to_event(2))
+    b = numpyro.sample("b", dist.HalfNormal(1.0))
+    numpyro.sample("obs", dist.Normal(w.sum() * b, 1.0), obs=0.3)
+
+
+def ready(make, **options):
+    guide = make(model, **options)
+    setup_guide(guide, KEY, (), {})
+    return guide
+
+
+def params_of(make, prefix="auto"):
+    rng = np.random.default_rng(0)
+    loc, root = rng.normal(size=5), np.tril(rng.normal(size=(5, 5))) + 3 * np.eye(5)
+    if make is FULL:
+        return {f"{prefix}_loc": loc, f"{prefix}_scale_tril": root}
+    if make is DIAGONAL:
+        return {f"{prefix}_loc": loc, f"{prefix}_scale": np.diag(root)}
+    scale = np.diag(root)
+    return {
+        f"w_{prefix}_loc": loc[:4].reshape(2, 2),
+        f"w_{prefix}_scale": scale[:4].reshape(2, 2),
+        f"b_{prefix}_loc": loc[4],
+        f"b_{prefix}_scale": scale[4],
+    }
+
+
+def test_family():
+    assert isinstance(family_of(ready(FULL), 5), MultivariateNormalFamily)
+    assert isinstance(family_of(ready(DIAGONAL), 5), NormalFamily)
+    assert isinstance(family_of(ready(NAMED), 5), NormalFamily)
+
+
+def test_slices():
+    assert slices(((2, 3), (), (4,), (0,))) == [slice(0, 6), slice(6, 7), slice(7, 11), slice(11, 11)]
+
+
+@pytest.mark.parametrize("make", [FULL, DIAGONAL, NAMED])
+def test_layout_is_the_guides_own(make):
+    assert guide_layout(ready(make), {"b": (), "w": (2, 2)}) == (NAMES, SHAPES)
+    with pytest.raises(GuideError, match="lacks: z"):
+        guide_layout(ready(make), {"w": (2, 2), "b": (), "z": ()})
+
+
+@pytest.mark.parametrize("prefix", ["auto", "q"])
+@pytest.mark.parametrize("make", [FULL, DIAGONAL, NAMED])
+def test_params_round_trip(make, prefix):
+    guide, given = ready(make, prefix=prefix), params_of(make, prefix)
+    family = family_of(guide, 5)
+    assert guide_param_names(guide, NAMES) == set(given)
+    start = family.from_loc_sd(jnp.zeros(5), jnp.ones(5))
+    natural = params_to_natural(guide, family, NAMES, SHAPES, given, start)
+    found = natural_to_params(guide, family, NAMES, SHAPES, natural)
+    assert set(found) == set(given)
+    for name, value in given.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("make", [FULL, DIAGONAL, NAMED])
+def test_the_guide_reads_what_was_written(make):
+    guide, given = ready(make), params_of(make)
+    loc = given["auto_loc"] if make is not NAMED else np.append(given["w_auto_loc"], given["b_auto_loc"])
+    family = family_of(guide, 5)
+    natural = params_to_natural(guide, family, NAMES, SHAPES, given, family.from_loc_sd(jnp.zeros(5), jnp.ones(5)))
+    median = guide.median(natural_to_params(guide, family, NAMES, SHAPES, natural))
+    np.testing.assert_allclose(median["w"].reshape(-1), loc[:4], rtol=1e-4)
+    np.testing.assert_allclose(median["b"], np.exp(loc[4]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", [FULL, DIAGONAL])
+def test_another_order_of_the_same_latents(make):
+    """A guide set up under jit lists its latents alphabetically; its params follow its own order."""
+    guide, jitted = ready(make), make(model)
+    jax.jit(lambda: setup_guide(jitted, KEY, (), {}))()
+    jitted._init_locs = dict(sorted(guide._init_locs.items()))
+    family = family_of(guide, 5)
+    natural = params_to_natural(
+        guide, family, NAMES, SHAPES, params_of(make), family.from_loc_sd(jnp.zeros(5), jnp.ones(5))
+    )
+    own, other = (natural_to_params(g, family, NAMES, SHAPES, natural) for g in (guide, jitted))
+    order = [4, 0, 1, 2, 3]
+    np.testing.assert_allclose(other["auto_loc"], own["auto_loc"][jnp.array(order)], rtol=1e-6)
+    if make is FULL:
+        covariances = [p["auto_scale_tril"] @ p["auto_scale_tril"].T for p in (own, other)]
+        np.testing.assert_allclose(covariances[1], covariances[0][np.ix_(order, order)], rtol=1e-4, atol=1e-4)
+    back = params_to_natural(jitted, family, NAMES, SHAPES, other, natural)
+    np.testing.assert_allclose(back.precision, natural.precision, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [FULL, DIAGONAL, NAMED])
+def test_partial_params_keep_the_rest(make):
+    guide, given = ready(make), params_of(make)
+    name = next(iter(given))
+    family = family_of(guide, 5)
+    start = family.from_loc_sd(jnp.arange(5.0), 0.5 * jnp.ones(5))
+    natural = params_to_natural(guide, family, NAMES, SHAPES, {name: given[name]}, start)
+    before, after = (natural_to_params(guide, family, NAMES, SHAPES, n) for n in (start, natural))
+    np.testing.assert_allclose(after[name], given[name], rtol=1e-5, atol=1e-6)
+    for other in set(given) - {name}:
+        np.testing.assert_allclose(after[other], before[other], rtol=1e-5, atol=1e-6)
+
+
+def test_supported_kinds_pass_and_others_do_not():
+    for make in (FULL, DIAGONAL, NAMED):
+        check_guide(make(model))
+    with pytest.raises(GuideError, match=r"class AutoNormal.*AutoNormal\(model\)"):
+        check_guide(ag.AutoNormal)
+    with pytest.raises(GuideError, match="AutoLowRank.*must be one of"):
+        check_guide(ag.AutoLowRankMultivariateNormal(model))

@@ -1,0 +1,66 @@
+"""A runtime may not change a trajectory beyond rounding."""
+
+import jax
+import numpy as np
+import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PVI, Partition
+from numpyro_pvi.errors import PVIError
+from numpyro_pvi.runtime import LaxMap, Vmap
+from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.solvers import Conjugate, NaturalGradient
+from tests.laws.models import make_linear, make_logistic, rows
+
+X, Y, CLASSES = rows(24)
+
+
+def trajectory(make_model, runtime, schedule, solver, rounds, chunk_size=128):
+    model = make_model()
+    y = Y if make_model is make_linear else CLASSES
+    labels = np.arange(24) % 3 * (np.arange(24) > 11)
+    pvi = PVI(
+        Partition(model, "data", labels, chunk_size=chunk_size),
+        AutoMultivariateNormal(model),
+        solver=solver,
+        schedule=schedule,
+        runtime=runtime,
+    )
+    state, found = pvi.init(jax.random.key(0), X, y), []
+    for _ in range(rounds):
+        state, loss = pvi.update(state, X, y)
+        found.append((jax.device_get(state.sites), float(loss)))
+    return found
+
+
+def assert_same(found, wanted, tolerance):
+    for (sites, loss), (other, other_loss) in zip(found, wanted, strict=True):
+        assert abs(loss - other_loss) <= tolerance * abs(other_loss)
+        for a, b in zip(jax.tree.leaves(sites), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "solver"),
+    [(Sequential(), NaturalGradient()), (Synchronous(damping=0.5), Conjugate())],
+    ids=["cyclic", "parallel"],
+)
+def test_linear_trajectories_are_the_same(schedule, solver, tolerance):
+    reference = trajectory(make_linear, Vmap(), schedule, solver, 3)
+    assert_same(trajectory(make_linear, LaxMap(), schedule, solver, 3), reference, tolerance)
+
+
+def test_logistic_trajectories_are_the_same(tolerance):
+    """Groups of several chunks (8 rows each), in batches of one chunk, in one batch, and one after another."""
+    found = [
+        trajectory(make_logistic, runtime, Synchronous(), NaturalGradient(), 4, chunk_size=8)
+        for runtime in (Vmap(), Vmap(batch_bytes=1), LaxMap())
+    ]
+    for other in found[1:]:
+        assert_same(other, found[0], tolerance)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "8MB"])
+def test_senseless_batch_sizes_are_refused(size):
+    with pytest.raises(PVIError, match="batch_bytes"):
+        Vmap(batch_bytes=size)
