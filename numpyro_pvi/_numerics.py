@@ -12,6 +12,10 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
 
+# Triangular matrices up to this size are inverted by substitution in one compiled loop.
+_SMALL = 128
+
+
 def symmetrise(matrix: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
     """Return ``(A + A^T) / 2``.
 
@@ -63,12 +67,32 @@ def inverse_root(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D
     Returns:
         Square roots of the covariance: ``loc + S @ eps`` is a draw for a standard normal ``eps``.
     """
-    # The rows of L carry the scales; taking them out first keeps the triangular solve well conditioned.
+    # The rows of L carry the scales; taking them out first keeps the inversion well conditioned.
     scale = jnp.linalg.norm(factor, axis=-1)
-    unit = factor / scale[..., :, None]
-    eye = jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape)
-    inverse = solve_triangular(unit, eye, lower=True) / scale[..., None, :]
+    inverse = invert_lower(factor / scale[..., :, None]) / scale[..., None, :]
     return jnp.swapaxes(inverse, -1, -2)
+
+
+def invert_lower(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
+    """Inverse of lower-triangular matrices.
+
+    Args:
+        factor: lower-triangular matrices with a non-zero diagonal.
+
+    Returns:
+        Their inverses.
+    """
+    size = factor.shape[-1]
+    eye = jnp.eye(size, dtype=factor.dtype)
+    if size > _SMALL:
+        return solve_triangular(factor, jnp.broadcast_to(eye, factor.shape), lower=True)
+
+    # Row by row. The library's triangular solve wakes threads for any size, which costs milliseconds on a busy machine.
+    def row(i, inverse):
+        solved = eye[i] - jnp.einsum("...k,...kj->...j", factor[..., i, :], inverse)
+        return inverse.at[..., i, :].set(solved / factor[..., i, i][..., None])
+
+    return jax.lax.fori_loop(0, size, row, jnp.zeros_like(factor))
 
 
 def clip_to_psd(matrix: Float[Array, "*batch D D"], floor: float = 0.0) -> Float[Array, "*batch D D"]:

@@ -10,7 +10,7 @@ from numpyro import handlers
 from numpyro.infer import autoguide
 
 from ._numerics import scaled_cholesky, symmetrise
-from .errors import GuideError
+from .errors import GuideError, StateError
 from .families import GaussianFamily, GaussianNatural, MultivariateNormalFamily, NormalFamily
 
 _FAMILIES = {
@@ -181,5 +181,8 @@ def slices(shapes: tuple[tuple[int, ...], ...]) -> list[slice]:
 
 def _permutation(guide: Any, names: tuple[str, ...], shapes: tuple) -> Float[Array, "D"]:
     where = dict(zip(names, slices(shapes), strict=True))
-    own = list(guide._init_locs) if guide.prototype_trace is not None else list(names)
+    if guide.prototype_trace is None:
+        # Set up later under jit or vmap (as Predictive does) it would order its flat vector otherwise, and read another posterior.
+        raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
+    own = list(guide._init_locs)
     return jnp.concatenate([jnp.arange(where[n].start, where[n].stop) for n in own])

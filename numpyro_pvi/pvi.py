@@ -164,8 +164,8 @@ class PVI(SVI):
         optim_state = self._init_optim(plan, params)
         dynamic, static = split_arguments(args, kwargs)
 
-        def start(plan):
-            mode = self._start_mode(plan, init_params)
+        def start(plan, mode=None):
+            mode = self._start_mode(plan, init_params) if mode is None else mode
             return self._start(
                 self._engine, plan, planned.packing, dynamic, static, optim_state, planned.prior_loc, planned.prior_sd, mode
             )  # fmt: skip
@@ -175,6 +175,9 @@ class PVI(SVI):
             # A correlated Gaussian prior is outside a mean-field family: its latents go to the prior factor.
             plan = dataclasses.replace(plan, partition=move_to_prior_factor(planned).plan)
             arrays, _, proper = start(plan)
+        if not bool(proper) and self.init_sites == "auto":
+            # An improper prior that the data complete: q is normalisable from the factors' curvature only.
+            arrays, _, proper = start(plan, "curvature")
         self._check_structure(plan)
         state = PVIState(rng_key=key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
         if init_params is not None:

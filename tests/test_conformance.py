@@ -29,7 +29,7 @@ def implementations():
                 yield pytest.param(found, protocol, options, id=f"{room}-{name}")
 
 
-each_implementation = pytest.mark.parametrize(("cls", "protocol", "options"), implementations())
+each_implementation = pytest.mark.parametrize(("cls", "protocol", "options"), list(implementations()))
 
 
 def contract(protocol):

@@ -1,7 +1,7 @@
 """Where a row's log-likelihood bends, and a change of variable that puts quadrature nodes there.
 
-A log-likelihood psi(u) seen through a Gaussian of sd s has two scales: s, and the width w of the places where psi' turns
-(a logit's shoulder, a Student-t's core, a Laplace kink with w = 0). Both are resolved by one smooth map of a uniform grid,
+A log-likelihood psi(u) seen through a Gaussian of sd s has two scales: s, and the width w of the places where psi'
+turns (a logit's shoulder, a Student-t's core, a Laplace kink with w = 0). One smooth map of a uniform grid serves both,
 
     z = c + asinh(b * sinh(x)),    z = (u - mean) / sd,
 
@@ -25,7 +25,7 @@ _STRAIGHT = 0.05
 _WIDTH_FACTOR = 0.5
 
 SlopeFn = Callable[[Array, Array], tuple[Array, Array, Array]]
-"""slope_fn(center, offset): psi, d psi/dz, d2 psi/dz2 at z = center + offset (kept apart so that u is exact near a feature)."""
+"""slope_fn(center, offset): psi, d psi/dz, d2 psi/dz2 at z = center + offset (apart: u stays exact near features)."""
 
 
 class RowMap(NamedTuple):

@@ -1,4 +1,4 @@
-"""Gaussian expectations of rows that depend on two affine predictors (a location and a scale, say), with an error estimate.
+"""Gaussian expectations of rows that depend on two affine predictors (a location and a scale, say), with their error.
 
 Rows are integrated in whitened coordinates z = (z1, z2), both standard normal: v = mean_v + s_v z2 outside, and
 u = mean_u + r z2 + s_c z1 inside, where s_v^2 = cov_vv, r = cov_uv / s_v and s_c^2 = cov_uu - r^2.
@@ -131,18 +131,17 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array) -> RowMoments2D:
     dtype = law.mean_u.dtype
     table = node_table(2, dtype.name)
     inner, outer, weights = (jnp.asarray(a, dtype) for a in (*table.nodes, table.weights))
-    starts, per_axis = (table.starts, table.per_axis) if isinstance(index, int) else map(jnp.asarray, table[2:])
+    start, stop, per_axis = table.span(index)
 
     def step(k: Array, sums: Sums2D) -> Sums2D:
         z1, z2 = inner[k], outer[k]
         u, v = law.mean_u + law.slope * z2 + law.sd_u * z1, law.mean_v + law.sd_v * z2
         return _add(sums, _terms(row_fn, law, u, v, (z1, z2), weights[k]))
 
-    bounds = (starts[index], starts[index + 1])
-    sums = jax.lax.fori_loop(*(map(int, bounds) if isinstance(index, int) else bounds), step, _zeros(law.mean_u))
+    sums = jax.lax.fori_loop(start, stop, step, _zeros(law.mean_u))
     _, _, gaps = _gaps(sums, law)
     gaps = [jnp.where(g > n, g, 0.0) for g, n in zip(gaps, _noise(sums, law), strict=True)]
-    first = (gaps[3] + gaps[4]) * per_axis[index] ** 0.5
+    first = (gaps[3] + gaps[4]) * per_axis**0.5
     second = gaps[0] + gaps[1] + gaps[2] + first
     error = _worst([second] * 6, sums.size)
     return _moments(sums, list(sums.plain[3:]), error)

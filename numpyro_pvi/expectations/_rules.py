@@ -6,13 +6,15 @@ Nodes live in standardised units, u = mean + sd * z. Everything here is NumPy, c
 from functools import cache
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 from numpy.polynomial.hermite_e import hermegauss
 
 RULES: tuple[str, ...] = ("gh8", "gh20", "trapezoid", "mapped")
 """Rules for expectations over one or two predictors, cheapest first; a rule's index is its place here."""
 
-SD_LIMITS: dict[str, tuple[float, ...]] = {"float64": (0.1, 0.9, 2.0), "float32": (0.35, 1.5, 2.5)}
+SD_LIMITS: dict[str, tuple[float, ...]] = {"float64": (0.1, 0.9, 4.0), "float32": (0.35, 1.5, 5.0)}
 """Largest predictor sd, in units of the link's own scale, up to which each rule but the last meets the target."""
 
 TARGET: dict[str, float] = {"float64": 1e-8, "float32": 1e-6}
@@ -40,6 +42,13 @@ class NodeTable(NamedTuple):
     weights: np.ndarray
     starts: np.ndarray  # first node of each rule, and the total
     per_axis: np.ndarray  # nodes of each rule along one axis
+
+    def span(self, index: int | Array) -> tuple[int | Array, int | Array, int | Array]:
+        """First node, end and nodes per axis of a rule; Python ints for an index known while tracing."""
+        if isinstance(index, int):
+            return int(self.starts[index]), int(self.starts[index + 1]), int(self.per_axis[index])
+        starts = jnp.asarray(self.starts)
+        return starts[index], starts[index + 1], jnp.asarray(self.per_axis)[index]
 
 
 @cache
@@ -81,7 +90,7 @@ def fixed_nodes(name: str, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
     if name.startswith("gh"):
         nodes, weights = hermegauss(int(name[2:]))
         return nodes, weights / weights.sum()
-    limit, step = core_limit(np.dtype(dtype_name)), 0.4 if dtype_name == "float64" else 0.5
+    limit, step = core_limit(np.dtype(dtype_name)), 0.2 if dtype_name == "float64" else 0.25
     half = int(np.ceil(limit / step))
     nodes = np.linspace(-limit, limit, 2 * half + 1)
     weights = np.exp(-0.5 * nodes**2)

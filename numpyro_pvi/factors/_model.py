@@ -130,14 +130,15 @@ class DrawImproper(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         """Give an improper latent a value."""
-        if msg["value"] is None and is_latent(msg) and isinstance(_base(msg["fn"]), dist.ImproperUniform):
+        if msg["value"] is None and is_latent(msg) and isinstance(base_distribution(msg["fn"]), dist.ImproperUniform):
             self.count += 1
             transform = biject_to(msg["fn"].support)
             key = jax.random.fold_in(self.key, self.count)
             msg["value"] = transform(jax.random.normal(key, transform.inverse_shape(msg["fn"].shape())))
 
 
-def _base(fn: Any) -> Any:
+def base_distribution(fn: Any) -> Any:
+    """A distribution without its expansions, masks and transforms."""
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return fn

@@ -258,7 +258,8 @@ def _structure(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...]
     terms = tuple(find_term(probe.facts[n], probe.leaves[n], None, rays) for n in observed)
     complete = all(t is not None for t in terms)
     continuous = not any(probe.facts[n].discrete for n in observed)
-    quadratic = continuous and all(is_quadratic(probe.rows[n], rays) for n in observed)
+    possible = continuous and all(probe.facts[n].may_be_quadratic for n in observed)
+    quadratic = possible and all(is_quadratic(probe.rows[n], rays) for n in observed)
     kind = "quadratic" if quadratic else "affine" if complete else "draws"
     gaussian = {n for n in layout.names if is_quadratic(probe.latents[n], rays)}
     if len(gaussian) == len(layout.names):

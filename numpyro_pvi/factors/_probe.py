@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
 from ..errors import PartitionError
 from ..handlers import GroupTable
-from ._model import DrawImproper, ModelCall, frame_of, is_latent, is_observed, rows_first, site_log_prob
+from ._model import DrawImproper, ModelCall, base_distribution, frame_of, is_latent, is_observed, rows_first, site_log_prob
 from ._packing import Packing
 from ._structure import POINTS_PER_RAY, Rays, SiteFacts, moves
 from ._terms import leaf_paths, leaves_by_path
@@ -24,6 +25,18 @@ _NUM_DRAWS = 64
 _RAY_SCALES = (1e-4, 1e-2, 0.3, 3.0, 30.0)
 _NUM_DIRECTIONS = 2
 _CHECK_STEPS = (0.3, 0.01)
+# NumPyro's distributions whose log density can be quadratic in their parameters, once expansions and transforms are taken off;
+# Unit is numpyro.factor's.
+_GAUSSIAN = (
+    dist.Normal,
+    dist.MultivariateNormal,
+    dist.LowRankMultivariateNormal,
+    dist.MatrixNormal,
+    dist.GaussianRandomWalk,
+    dist.GaussianStateSpace,
+    dist.CAR,
+    dist.Unit,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +226,14 @@ def _facts(name: str, site: dict, plate: str) -> SiteFacts:
         leaf_event_dims=tuple(leaf_paths(fn)),
         elementwise=elementwise,
         row_dim=getattr(frame_of(site, plate), "dim", None),
+        may_be_quadratic=_may_be_quadratic(fn),
     )
+
+
+def _may_be_quadratic(fn) -> bool:
+    base = base_distribution(fn)
+    # Of a user's own distribution nothing is known beforehand: its values decide.
+    return isinstance(base, _GAUSSIAN) or not type(base).__module__.startswith("numpyro.")
 
 
 def _rays() -> Rays:

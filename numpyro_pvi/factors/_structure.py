@@ -47,6 +47,9 @@ class SiteFacts:
     elementwise: bool
     # Batch axis (negative) that runs over the partitioned plate's rows; None outside it.
     row_dim: int | None = None
+    # False for a distribution that is never Gaussian in its parameters. Under a narrow prior the rays are short, and a Laplace
+    # density whose kinks they do not reach, or a Student-t far from its bend, has no third difference.
+    may_be_quadratic: bool = True
 
 
 def is_quadratic(values: np.ndarray, rays: Rays) -> bool:

@@ -25,6 +25,8 @@ from ._mapping import sum_one_group
 # Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
 LOOSE_TOLERANCE = 2e-2
 LOOSE_MOVE = 1.0
+# The first step from the prior may be cruder still: at worst a step is halved.
+START_TOLERANCE = 0.3
 # Relative quadrature error aimed at otherwise, by dtype.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
 
@@ -177,13 +179,14 @@ class LocalProblem:
 
     def visit_group(self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any) -> LocalResult:
         """One group's local solve from the current q."""
-        factor = self._factor(index, rule, noise)
+        factor = self._factor(index, cheaper_rule(rule), noise)
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve."""
         expect = partial(self._prior_expected, probe=None, noise=noise, clip=False)
-        factor = _Factor(self.family, False, lambda moments: _escalated(lambda lv: expect(moments, level=lv), rule, self.num_rules))
+        start_rule = cheaper_rule(rule)
+        factor = _Factor(self.family, False, lambda moments: _escalated(lambda lv: expect(moments, level=lv), start_rule, self.num_rules))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=start is not None)
 
     def first_sites(self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
@@ -224,7 +227,7 @@ class LocalProblem:
         if mode == "curvature" or self.noisy:
             return curvature, first_rule(self._dtype)
         concave = jnp.all(self.family.in_domain(jax.tree.map(lambda eta, t: eta + t, self.prior_natural, prior.target)))
-        usable = all_finite(prior) & (relative_error(prior) <= LOOSE_TOLERANCE) & concave & jnp.all(self.data.exact)
+        usable = all_finite(prior) & (relative_error(prior) <= START_TOLERANCE) & concave & jnp.all(self.data.exact)
         spread = jnp.max(prior.spread)
         sites = select(usable, units, curvature)
         rule = jax.tree.map(

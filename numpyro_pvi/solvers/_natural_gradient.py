@@ -134,18 +134,21 @@ class NaturalGradient:
         return LocalResult(select(good, proposal, site), state, jnp.int32(0), good)
 
     def _search(self, factor, cavity, site, state, start: Expected, backtrack: bool) -> LocalResult:
-        energy, size, _ = self._energy(factor.family, start, site, cavity)
+        family = factor.family
+        q = cavity + site
+        energy, size = local_free_energy(family, start, site, q, family.moments(q))
         tolerance = 20 * jnp.finfo(size.dtype).eps * size
 
         def unfinished(s: _Search) -> Bool[Array, ""]:
             return (s.accepted < self.num_steps) & (s.tries < _MAX_TRIES + self.num_steps)
 
         def attempt(s: _Search) -> _Search:
-            candidate = factor.family.symmetrise(damp(s.site, s.expected.target, s.step))
-            moments = factor.family.moments(cavity + candidate)
+            candidate = family.symmetrise(damp(s.site, s.expected.target, s.step))
+            q = cavity + candidate
+            moments = family.moments(q)
             expected = factor.expected(moments)
-            energy, _, valid = self._energy(factor.family, expected, candidate, cavity)
-            good = valid & all_finite(candidate) & jnp.isfinite(expected.value)
+            energy, _ = local_free_energy(family, expected, candidate, q, moments)
+            good = moments.valid & all_finite(candidate) & jnp.isfinite(expected.value)
             if backtrack:
                 good = good & ((energy >= s.energy - tolerance) | ~jnp.isfinite(s.energy))
             step = jnp.where(good, jnp.minimum(2 * s.step, self.step_size), 0.5 * s.step)
@@ -156,9 +159,3 @@ class NaturalGradient:
         last = jax.lax.while_loop(unfinished, attempt, first)
         step = jnp.where(last.accepted > 0, last.step, jnp.asarray(self.step_size, last.step.dtype))
         return LocalResult(last.site, NaturalGradientState(step), last.backoffs, last.accepted > 0)
-
-    def _energy(self, family, expected: Expected, site, cavity):
-        q = cavity + site
-        moments = family.moments(q)
-        value, size = local_free_energy(family, expected, site, q, moments)
-        return value, size, moments.valid

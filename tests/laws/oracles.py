@@ -6,7 +6,10 @@ import numpy as np
 from scipy import optimize
 
 LOG_2PI = np.log(2 * np.pi)
-_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(80)
+# Dense trapezoidal integration against the standard normal. Its error falls as exp(-2 pi^2 / (sd * step)) for a logistic
+# link; Gauss-Hermite with 80 nodes leaves 1e-8 already at predictor sd 2.
+_NODES = np.linspace(-9, 9, 1801)
+_WEIGHTS = np.exp(-0.5 * _NODES**2)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
 
 
@@ -68,7 +71,7 @@ def expected_linear(X, y, loc, covariance, noise):
 
 
 def expected_logistic(X, y, loc, covariance):
-    """E log p(y_n | theta) per row, by Gauss-Hermite quadrature with 80 nodes."""
+    """E log p(y_n | theta) per row, by dense integration."""
     predictor = (X @ loc)[:, None] + np.sqrt(_variances(X, covariance))[:, None] * _NODES
     return (y[:, None] * predictor - np.logaddexp(0, predictor)) @ _WEIGHTS
 
