@@ -21,6 +21,10 @@ from ._expected import Expected
 from .quadrature import expect_1d, expect_2d
 
 
+# Relative error that stands for "unknown": large enough to be noticed in any row that matters, and in no other.
+_UNKNOWN_ERROR = 1e6
+
+
 @dataclasses.dataclass(frozen=True)
 class AffineProgram:
     """Quadrature over affine predictors.
@@ -86,7 +90,8 @@ class AffineProgram:
         value, grad, hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
         # Rows whose second derivative is negligible (a saturated logit) need no relative accuracy of their own.
         size = jnp.where(mask, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in hess.items()), 0.0)
-        wrong = jnp.sum(jnp.where(size > 0, jnp.where(jnp.isfinite(size), size * error, jnp.inf), 0.0))
+        worst = jnp.minimum(error, _UNKNOWN_ERROR)
+        wrong = jnp.sum(jnp.where(size > 0, jnp.where(jnp.isfinite(size), size * worst, jnp.inf), 0.0))
         spread = jnp.sqrt(jnp.stack([jnp.max(covariance[i, i]) for i in range(len(data.design))]).max())
         value = jnp.sum(jnp.where(mask, value, 0.0))
         grad = tuple(jnp.where(mask, g, 0.0) for g in grad)

@@ -20,7 +20,7 @@ class Runtime(Protocol):
     """
 
     def sum_chunks(
-        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "M+1"]
+        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "ends"]
     ) -> Expected:
         """Evaluate every chunk and add the results up by group.
 

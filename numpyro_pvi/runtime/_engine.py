@@ -169,7 +169,8 @@ class Engine:
         def read(chunk):
             rows, mask = chunk
             arrays = reader.prepare(chunk_call(rows), mask) if part.terms else ((rows, mask), None)
-            return reader.expected(arrays, origin, None, jnp.int32(0), noise, False)
+            # A static rule: params are differentiated through this, and loops of traced length have no reverse mode.
+            return reader.expected(arrays, origin, None, 0, noise, False)
 
         groups = self.runtime.sum_chunks(read, (packing.rows, packing.mask), packing.chunk_group, packing.offsets)
         count = packing.offsets.shape[0]
@@ -267,6 +268,11 @@ class Engine:
         self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool
     ):
         next_key, round_key = jax.random.split(state.rng_key)
+        # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it) used.
+        rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
+        settled = carry.report.total_move < LOOSE_MOVE
+        rule = rule._replace(tolerance=jnp.where(settled, TOLERANCE[dtype.name], LOOSE_TOLERANCE).astype(dtype))
+        carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
         carry = self.schedule.round(problem, carry, round_key, self.noise(problem, state.rng_key))
         state = dataclasses.replace(
             state,
@@ -284,11 +290,7 @@ class Engine:
         if problem.noisy or state.plan.partition.params:
             noise = self.noise(problem, next_key)
             carry = carry._replace(evaluation=problem.evaluate(state.sites, carry.evaluation.rule, noise))
-        rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
-        settled = carry.report.total_move < LOOSE_MOVE
-        rule = rule._replace(tolerance=jnp.where(settled, TOLERANCE[dtype.name], LOOSE_TOLERANCE).astype(dtype))
-        carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
-        return dataclasses.replace(state, rule=rule), carry
+        return dataclasses.replace(state, rule=carry.evaluation.rule), carry
 
     def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine) -> PVIState:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""

@@ -39,7 +39,7 @@ class FactorData:
     # Leading chunk axis C; a quadratic likelihood has one "chunk" per group.
     chunks: Any
     chunk_group: Int[Array, "C"]
-    offsets: Int[Array, "M+1"]
+    offsets: Int[Array, "ends"]
     prior: Any
     prior_natural: GaussianNatural
     # Which flat coordinates the exactly held prior covers.
@@ -196,44 +196,49 @@ class LocalProblem:
             at_prior: the prior as moments.
             loc: its location.
             mode: "prior" (unit sites), "curvature" (each factor's positive semi-definite curvature and gradient at ``loc``, the cure
-                for wide priors), or "auto": unit sites where every factor is finite and concave under the prior and a fixed
-                quadrature rule can resolve it there, else curvature.
+                for wide priors), or "auto": curvature, or one natural-gradient step of all groups from the prior where a fixed
+                quadrature rule resolves every factor there and the global ELBO is higher after it.
 
         Returns:
-            Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite at ``loc`` gets
-            the unit site.
+            Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where it is read
+            gets the unit site.
         """
-        units = self.empty_sites(None)
         if mode == "prior":
-            return units, first_rule(self._dtype)
+            return self.empty_sites(None), first_rule(self._dtype)
         noise = jnp.zeros((1, self.family.dim), self._dtype) if self.noisy else None
-        # One program for both looks, at the prior itself and at its location.
-        looks = (
-            jnp.stack([at_prior.loc, loc]),
-            jnp.stack([at_prior.scale, jnp.zeros_like(at_prior.scale)]),
-            jnp.array([False, True]),
-        )
 
         def look(xs):
-            moments = GaussianMoments(xs[0], xs[1], at_prior.log_det_precision, at_prior.valid)
+            moments, clip = xs
             expect = partial(
-                self._expect, self.program, moments=moments, probe=None, level=len(FIXED_RULES) - 1, noise=noise, clip=xs[2]
+                self._expect, self.program, moments=moments, probe=None, level=len(FIXED_RULES) - 1, noise=noise, clip=clip
             )
             return self.runtime.sum_chunks(expect, self.data.chunks, self.data.chunk_group, self.data.offsets)
 
-        found = jax.lax.map(look, looks)
-        prior, curved = (jax.tree.map(lambda x, i=i: x[i], found) for i in (0, 1))
-        curvature = SiteStack(self._finite_sites(curved.target), None)
+        def stage(moments, _):
+            found = jax.lax.map(look, (moments, jnp.array([False, True])))
+            sites = jax.vmap(self._finite_sites)(found.target)
+            after = jax.vmap(lambda groups: self.family.moments(posterior(self.prior_natural, SiteStack(groups, None))))(sites)
+            return after, (found, sites, after.valid)
+
+        point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
+        both = jax.tree.map(lambda *xs: jnp.stack(xs), at_prior, point)
+        # First at the prior and at its location, then at the two q that come of it: one program for all four looks.
+        after, (found, sites, valid) = jax.lax.scan(stage, both, length=1 if mode == "curvature" or self.noisy else 2)
+        first = [jax.tree.map(lambda x, i=i: x[0, i], sites) for i in (0, 1)]
         if mode == "curvature" or self.noisy:
-            return curvature, first_rule(self._dtype)
-        concave = jnp.all(self.family.in_domain(jax.tree.map(lambda eta, t: eta + t, self.prior_natural, prior.target)))
-        usable = all_finite(prior) & (relative_error(prior) <= START_TOLERANCE) & concave & jnp.all(self.data.exact)
-        spread = jnp.max(prior.spread)
-        sites = select(usable, units, curvature)
-        rule = jax.tree.map(
-            lambda a, b: jnp.where(usable, a, b), first_rule(self._dtype, spread), first_rule(self._dtype)
-        )
-        return sites, rule
+            return SiteStack(first[1], None), first_rule(self._dtype)
+        at_q = [jax.tree.map(lambda x, i=i: x[0, i], valid) for i in (0, 1)]
+        reached = [jax.tree.map(lambda x, i=i: x[1, i], found) for i in (0, 1)]
+        prior_look = jax.tree.map(lambda x: x[0, 0], found)
+        usable = jnp.all(self.data.exact) & all_finite(prior_look) & (relative_error(prior_look) <= START_TOLERANCE) & at_q[0]
+        gain = self._elbo_of(reached[0], first[0]) - self._elbo_of(reached[1], first[1])
+        better = usable & ((gain > 0) | ~at_q[1])
+        rules = [first_rule(self._dtype, jnp.max(r.spread)) for r in reached]
+        return SiteStack(select(better, *first), None), select(better, *rules)
+
+    def _elbo_of(self, groups: Expected, sites: GaussianNatural) -> Float[Array, ""]:
+        moments = self.family.moments(posterior(self.prior_natural, SiteStack(sites, None)))
+        return jnp.sum(groups.value) + self._rest(moments)
 
     def _finite_sites(self, natural: GaussianNatural) -> GaussianNatural:
         precision = natural.precision
@@ -319,9 +324,19 @@ def next_rule(rule: Rule, used: Int[Array, ""], spread: Float[Array, ""]) -> Rul
 
 
 def relative_error(expected: Expected) -> Float[Array, ""]:
-    """Estimated quadrature error of all rows, relative to the size of what was integrated."""
-    total = jnp.sum(expected.weight)
-    ratio = jnp.sum(expected.error) / jnp.where(total > 0, total, 1.0)
+    """Estimated quadrature error of all rows, relative to the precision of q.
+
+    Errors and sizes are weighted by the predictors' variances, so both are traces of (a precision times the covariance of q), and
+    the trace of q's own precision times its covariance is D: curvature much smaller than that needs no relative accuracy.
+
+    Args:
+        expected: expectations of one or more groups.
+
+    Returns:
+        The ratio; infinity where the error is unknown.
+    """
+    total = jnp.maximum(jnp.sum(expected.weight), expected.product.shape[-1])
+    ratio = jnp.sum(expected.error) / total
     return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
 
 

@@ -34,7 +34,7 @@ class Vmap:
             raise PVIError(f"Vmap(batch_bytes={self.batch_bytes!r}): expected a positive int, in bytes.")
 
     def sum_chunks(
-        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "M+1"]
+        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "ends"]
     ) -> Expected:
         """Evaluate chunks in batches: see :class:`numpyro_pvi.runtime.Runtime`."""
         count, num_groups = chunk_group.shape[0], offsets.shape[0] - 1
@@ -61,7 +61,7 @@ class LaxMap:
     """One chunk after another: the least temporary memory, one group's result at a time."""
 
     def sum_chunks(
-        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "M+1"]
+        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "ends"]
     ) -> Expected:
         """Loop over groups and their chunks: see :class:`numpyro_pvi.runtime.Runtime`."""
         del chunk_group
@@ -74,7 +74,7 @@ class LaxMap:
 
 
 def sum_one_group(
-    expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "M+1"], group: Int[Array, ""]
+    expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
 ) -> Expected:
     """Add up one group's chunks in a loop of as many steps as the group has chunks.
 

@@ -46,7 +46,7 @@ def test_no_fault_no_violation(x64):
         checks.sums(fitted),
         checks.asymmetry(fitted),
         checks.conjugate(fitted, NOISE),
-        checks.accounting(fitted, expected),
+        *checks.accounting(fitted, expected),
     ]
     assert max(found) < (1e-8 if x64 else 2e-5)
 

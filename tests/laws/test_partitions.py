@@ -17,7 +17,7 @@ TOLERANCE = (1e-10, 1e-5)
 def largest_gap(first, second):
     """Largest relative difference between the naturals of two trajectories' q, at any state."""
     pairs = [(numbers(a).total, numbers(b).total) for a, b in zip(first.states, second.states, strict=True)]
-    return max(np.max(np.abs(x - y)) / np.max(np.abs(y)) for a, b in pairs for x, y in zip(a, b, strict=True))
+    return max(np.max(np.abs(x - y)) / (np.max(np.abs(y)) or 1.0) for a, b in pairs for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("solver", [Conjugate(), PLAIN], ids=["conjugate", "natural"])
