@@ -1,5 +1,6 @@
 """Partitioned variational inference for NumPyro."""
 
+from ._state import PVIInfo, PVIRunResult, PVIState
 from .errors import (
     CheckpointError,
     DataError,
@@ -12,7 +13,6 @@ from .errors import (
 )
 from .handlers import PRIOR, Partition
 from .pvi import PVI
-from ._state import PVIInfo, PVIRunResult, PVIState
 
 __version__ = "0.1.0.dev0"
 

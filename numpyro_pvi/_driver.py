@@ -13,7 +13,8 @@ from ._state import SKIP_LIMIT, PVIInfo, PVIState
 from .errors import SkippedGroupError
 from .handlers import PRIOR
 
-# Rounds in one compiled block: long enough that re-reading the data between blocks does not show, short enough to look up.
+# Rounds in one compiled block: long enough that re-reading the data between blocks does not show, short enough to look
+# up.
 BLOCK = 32
 
 

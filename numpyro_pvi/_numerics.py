@@ -1,7 +1,7 @@
 """Linear algebra in one place: every symmetrisation, jitter and clip of the package.
 
-All functions accept leading batch axes, keep the dtype of their inputs, and are pure. Factorisations work on the Jacobi-scaled
-matrix (unit diagonal), so column scales that differ by many decades cost no accuracy in float32.
+All functions accept leading batch axes, keep the dtype of their inputs, and are pure. Factorisations work on the
+Jacobi-scaled matrix (unit diagonal), so column scales that differ by many decades cost no accuracy in float32.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
-
 
 # Triangular matrices up to this size are inverted by substitution in one compiled loop.
 _SMALL = 128
@@ -23,8 +22,8 @@ def symmetrise(matrix: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]
         matrix: square matrices.
 
     Returns:
-        The symmetric part. Rounding that is left asymmetric grows about threefold a round, so sites pass through here at
-        every update.
+        The symmetric part. Rounding that is left asymmetric grows about threefold a round, so sites pass through here
+        at every update.
     """
     return 0.5 * (matrix + jnp.swapaxes(matrix, -1, -2))
 
@@ -43,8 +42,9 @@ def scaled_cholesky(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*
         matrix: symmetric matrices, in natural (precision) space or covariances.
 
     Returns:
-        ``(L, ok)``: lower factors with ``L L^T = A``, and whether each matrix is finite and positive definite. Where ``ok``
-        is False the factor is the identity, so that what follows stays finite and can be discarded by ``jnp.where``.
+        ``(L, ok)``: lower factors with ``L L^T = A``, and whether each matrix is finite and positive definite. Where
+        ``ok`` is False the factor is the identity, so that what follows stays finite and can be discarded by
+        ``jnp.where``.
     """
     diag = diagonal(matrix)
     positive = jnp.all(jnp.isfinite(diag) & (diag > 0), axis=-1)
@@ -103,7 +103,8 @@ def clip_to_psd(matrix: Float[Array, "*batch D D"], floor: float = 0.0) -> Float
         floor: smallest eigenvalue kept, relative to the unit diagonal of the scaled matrix.
 
     Returns:
-        The matrix with negative eigenvalues raised to ``floor``; a matrix that is already valid comes back up to rounding.
+        The matrix with negative eigenvalues raised to ``floor``; a matrix that is already valid comes back up to
+        rounding.
     """
     size = jnp.sqrt(jnp.clip(jnp.abs(diagonal(matrix)), jnp.finfo(matrix.dtype).tiny, None))
     scaled = symmetrise(matrix / (size[..., :, None] * size[..., None, :]))
@@ -176,7 +177,8 @@ def power_iteration_step(
         probe: the current unit vector.
 
     Returns:
-        ``(eigenvalue, probe)``: the Rayleigh quotient (a lower bound of the largest eigenvalue) and the next unit vector.
+        ``(eigenvalue, probe)``: the Rayleigh quotient (a lower bound of the largest eigenvalue) and the next unit
+        vector.
     """
     image = product / jnp.sqrt(scale)
     value = jnp.dot(probe, image)

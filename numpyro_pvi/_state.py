@@ -135,5 +135,7 @@ class PVIInfo:
         widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         state = "normalisable" if self.valid else "NOT normalisable"
-        lines.append(f"after {self.rounds} rounds: q is {state}; largest move in the last round {self.total_move:.2e} sd")
+        lines.append(
+            f"after {self.rounds} rounds: q is {state}; largest move in the last round {self.total_move:.2e} sd"
+        )
         return "\n".join([*lines, *self.notes])

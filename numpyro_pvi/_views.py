@@ -75,7 +75,9 @@ def latent_distributions(plan: Plan, natural: Any, trace: dict, what: str, joint
     """
     moments = plan.family.moments(natural)
     if not bool(moments.valid):
-        raise ImproperError(f"the {what} is not normalisable; run rounds until the data complete it, or use a proper prior.")
+        raise ImproperError(
+            f"the {what} is not normalisable; run rounds until the data complete it, or use a proper prior."
+        )
     layout = plan.partition.layout
     found: dict[Any, dist.Distribution] = {
         name: _marginal(plan.family, moments, layout.slice_of(name), shape, trace[name]["fn"])
@@ -93,7 +95,7 @@ def _marginal(family: GaussianFamily, moments: GaussianMoments, where: slice, sh
     sd = jnp.sqrt(family.variances(moments))[where].reshape(shape)
     batch, event = shape[: len(shape) - event_dim], shape[len(shape) - event_dim :]
     size = int(np.prod(event))
-    if not family.full or size == 1 and event_dim == 0:
+    if not family.full or (size == 1 and event_dim == 0):
         base: dist.Distribution = dist.Normal(loc, sd).to_event(event_dim)
     else:
         root = moments.scale[where].reshape(*batch, size, -1)

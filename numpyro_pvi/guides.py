@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Int
 from numpyro import handlers
 from numpyro.infer import autoguide
 
@@ -33,7 +33,9 @@ def check_guide(guide: Any) -> None:
     if type(guide) in _FAMILIES:
         return
     if isinstance(guide, type) and issubclass(guide, autoguide.AutoGuide):
-        raise GuideError(f"the guide is the class {guide.__name__}: pass an instance of the same model, {guide.__name__}(model).")
+        raise GuideError(
+            f"the guide is the class {guide.__name__}: pass an instance of the same model, {guide.__name__}(model)."
+        )
     if not callable(guide):
         raise GuideError(f"the guide is {guide!r}: pass one of {SUPPORTED}, made of the same model.")
     name = type(guide).__name__
@@ -63,7 +65,9 @@ def setup_guide(guide: Any, key: Any, args: tuple, kwargs: dict) -> None:
         handlers.seed(guide._setup_prototype, key)(*args, **kwargs)
 
 
-def guide_layout(guide: Any, latents: dict[str, tuple[int, ...]]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+def guide_layout(
+    guide: Any, latents: dict[str, tuple[int, ...]]
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """The guide's latents and unconstrained shapes, in the order of its flat vector.
 
     Args:
@@ -179,10 +183,11 @@ def slices(shapes: tuple[tuple[int, ...], ...]) -> list[slice]:
     return found
 
 
-def _permutation(guide: Any, names: tuple[str, ...], shapes: tuple) -> Float[Array, "D"]:
+def _permutation(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[Array, "D"]:
     where = dict(zip(names, slices(shapes), strict=True))
     if guide.prototype_trace is None:
-        # Set up later under jit or vmap (as Predictive does) it would order its flat vector otherwise, and read another posterior.
+        # Set up later under jit or vmap (as Predictive does) it would order its flat vector otherwise, and read another
+        # posterior.
         raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
     own = list(guide._init_locs)
     return jnp.concatenate([jnp.arange(where[n].start, where[n].stop) for n in own])

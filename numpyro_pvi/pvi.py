@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from numpyro.distributions.transforms import biject_to
-from numpyro.infer import SVI, RenyiELBO, Trace_ELBO
+from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
 from ._driver import drive
+from ._entry import (
+    check_keywords,
+    check_loss,
+    evaluate_loss,
+    float_dtype,
+    is_traced,
+    positional_names,
+    run_rounds,
+    start_arrays,
+)
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import NaturalView, describe, latent_distributions
-from .errors import GuideError, ImproperError, PartitionError, PVIError, StateError
+from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import (
     Layout,
     abstract_trace,
@@ -31,6 +40,7 @@ from .factors import (
     plan_factors,
     refuse_unsupported,
     signature_of,
+    split_arguments,
 )
 from .guides import (
     check_guide,
@@ -53,10 +63,10 @@ _DEFAULT_GROUPS = 10
 class PVI(SVI):
     """Partitioned variational inference with the interface of ``numpyro.infer.SVI``.
 
-    The posterior is ``q(theta) ~ p(theta) prod_m t_m(theta)``: every group's exact factor ``p(y_m | theta)`` is stood in for by a
-    *site* t_m, a Gaussian factor in unconstrained space. ``solver`` refines one site, ``schedule`` says which groups move when and
-    how far, ``runtime`` where it runs. Results come back under the guide's own names, so ``Predictive``, ``guide.median`` and
-    ArviZ work as after SVI.
+    The posterior is ``q(theta) ~ p(theta) prod_m t_m(theta)``: every group's exact factor ``p(y_m | theta)`` is stood
+    in for by a *site* t_m, a Gaussian factor in unconstrained space. ``solver`` refines one site, ``schedule`` says
+    which groups move when and how far, ``runtime`` where it runs. Results come back under the guide's own names, so
+    ``Predictive``, ``guide.median`` and ArviZ work as after SVI.
 
     Args:
         model: a NumPyro model, or a :class:`numpyro_pvi.Partition` of one (groups by label).
@@ -65,11 +75,11 @@ class PVI(SVI):
         loss: gives the number of particles where the loss is Monte Carlo.
         solver: local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
         schedule: :class:`numpyro_pvi.schedules.Synchronous` by default.
-        num_groups: number of random blocks of the only plate with observed sites, for a model that is not a ``Partition``;
-            ``min(10, plate size)`` by default.
-        init_sites: "prior" (sites at 1), "curvature" (each site the positive semi-definite curvature of its factor at the prior's
-            location), or "auto": the prior where a fixed quadrature rule can resolve the factors there, else curvature where the
-            structure gives it cheaply.
+        num_groups: number of random blocks of the only plate with observed sites, for a model that is not a
+            ``Partition``; ``min(10, plate size)`` by default.
+        init_sites: "prior" (sites at 1), "curvature" (each site the positive semi-definite curvature of its factor at
+            the prior's location), or "auto": the prior where a fixed quadrature rule can resolve the factors there,
+            else curvature where the structure gives it cheaply.
         runtime: :class:`numpyro_pvi.runtime.Vmap` by default.
         static_kwargs: keyword arguments of the model, as in SVI; checked against its signature.
 
@@ -96,18 +106,24 @@ class PVI(SVI):
         **static_kwargs: Any,
     ):
         loss = Trace_ELBO() if loss is None else loss
-        _check_loss(loss)
+        check_loss(loss)
         check_guide(guide)
         inner = model.fn if isinstance(model, Partition) else model
-        _check_keywords(inner, static_kwargs)
+        check_keywords(inner, static_kwargs, type(self).__init__, type(self).run)
         if init_sites not in ("auto", "prior", "curvature"):
             raise PVIError(f"init_sites={init_sites!r}: expected 'auto', 'prior' or 'curvature'.")
         if isinstance(model, Partition) and num_groups is not None:
-            raise PVIError("num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups).")
+            raise PVIError(
+                "num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups)."
+            )
         if isinstance(model, Partition) and model.group is not None:
             raise PVIError("the Partition is restricted to one group; pass it without `group`.")
         solver, schedule, runtime = solver or NaturalGradient(), schedule or Synchronous(), runtime or Vmap()
-        for value, kind, word in ((solver, LocalSolver, "solver"), (schedule, Schedule, "schedule"), (runtime, Runtime, "runtime")):
+        for value, kind, word in (
+            (solver, LocalSolver, "solver"),
+            (schedule, Schedule, "schedule"),
+            (runtime, Runtime, "runtime"),
+        ):
             if isinstance(value, type) or not isinstance(value, kind):
                 raise PVIError(f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.")
         if optim is not None:
@@ -120,9 +136,9 @@ class PVI(SVI):
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
         self._labels: tuple = ()
         self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
-        self._rounds = jax.jit(_rounds, static_argnames=("engine", "static", "length", "fine"))
-        self._start = jax.jit(_start, static_argnames=("engine", "plan", "static", "mode"))
-        self._loss = jax.jit(_loss, static_argnames=("engine", "static", "fine"))
+        self._rounds = jax.jit(run_rounds, static_argnames=("engine", "static", "length", "fine"))
+        self._start = jax.jit(start_arrays, static_argnames=("engine", "plan", "static", "mode"))
+        self._loss = jax.jit(evaluate_loss, static_argnames=("engine", "static", "fine"))
 
     # ------------------------------------------------------------------ SVI's verbs
 
@@ -132,8 +148,8 @@ class PVI(SVI):
         Args:
             rng_key: random key.
             args: the model's positional arguments.
-            init_params: guide params (constrained values, possibly partial) to start q from, spread over the sites in equal
-                shares, and values of ``numpyro.param`` sites.
+            init_params: guide params (constrained values, possibly partial) to start q from, spread over the sites in
+                equal shares, and values of ``numpyro.param`` sites.
             kwargs: the model's keyword arguments.
 
         Returns:
@@ -146,8 +162,10 @@ class PVI(SVI):
             ImproperError: when q is not normalisable (an improper prior that no data completes).
         """
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rng_key, args, kwargs))):
-            raise PVIError("jit(pvi.init) is not possible: planning looks at values. Call pvi.init eagerly; jit pvi.update.")
-        names = _positional_names(self.model)
+            raise PVIError(
+                "jit(pvi.init) is not possible: planning looks at values. Call pvi.init eagerly; jit pvi.update."
+            )
+        names = positional_names(self.model)
         args, kwargs = self._arguments(args, kwargs)
         check_finite_arguments(args, kwargs, names)
         key, guide_key, plan_key = jax.random.split(rng_key, 3)
@@ -196,11 +214,13 @@ class PVI(SVI):
         Args:
             state: current state.
             args: the model's positional arguments, of the shapes given to ``init``.
-            forward_mode_differentiation: accepted for SVI's sake; PVI differentiates each factor in the mode that suits it.
+            forward_mode_differentiation: accepted for SVI's sake; PVI differentiates each factor in the mode that suits
+                it.
             kwargs: the model's keyword arguments.
 
         Returns:
-            ``(state, loss)``; the loss is the negative global ELBO in nats of the q *after* the round (SVI's is the one before).
+            ``(state, loss)``; the loss is the negative global ELBO in nats of the q *after* the round (SVI's is the one
+            before).
 
         Raises:
             StateError: when the arguments differ in structure, shape or dtype from those given to ``init``.
@@ -208,9 +228,9 @@ class PVI(SVI):
         del forward_mode_differentiation
         args, kwargs = self._checked_arguments(state, args, kwargs)
         dynamic, static = split_arguments(args, kwargs)
-        never = jnp.asarray(-1.0, _dtype())
+        never = jnp.asarray(-1.0, float_dtype())
         done = self._advance(state, dynamic, static, jnp.int32(1), never, 1)
-        if not _traced(done.done) and int(done.done) == 0:
+        if not is_traced(done.done) and int(done.done) == 0:
             done = self._advance(done.state, dynamic, static, jnp.int32(1), never, 1)
         return done.state, done.losses[0]
 
@@ -224,7 +244,7 @@ class PVI(SVI):
         """Negative global ELBO at a state, in nats; ``update``'s loss equals this at the state it returns."""
         args, kwargs = self._checked_arguments(state, args, kwargs)
         dynamic, static = split_arguments(args, kwargs)
-        fine = state.plan.fine or _traced((state, dynamic))
+        fine = state.plan.fine or is_traced((state, dynamic))
         loss, missed = self._loss(self._engine, state, dynamic, static, fine=fine)
         if not fine and bool(missed):
             loss, _ = self._loss(self._engine, state, dynamic, static, fine=True)
@@ -238,7 +258,7 @@ class PVI(SVI):
         )
         if part.params:
             transforms = self._param_transforms()
-            params.update({n: transforms[n](v) for n, v in self.optim.get_params(state.optim_state).items()})
+            params.update({n: transforms[n](v) for n, v in self._optimiser.get_params(state.optim_state).items()})
         return params
 
     def run(
@@ -273,8 +293,8 @@ class PVI(SVI):
             kwargs: the model's keyword arguments.
 
         Returns:
-            ``(params, state, losses)`` with ``.info``, ``.converged`` and ``.message``. On KeyboardInterrupt the result holds the
-            last state that was finished, and says so.
+            ``(params, state, losses)`` with ``.info``, ``.converged`` and ``.message``. On KeyboardInterrupt the result
+            holds the last state that was finished, and says so.
 
         Raises:
             PVIError: for ``num_steps`` below 1.
@@ -307,8 +327,8 @@ class PVI(SVI):
 
         Args:
             state: a state.
-            joint: also give the joint Gaussian over all latents' unconstrained coordinates, under the tuple of their names (q of
-                full covariance only).
+            joint: also give the joint Gaussian over all latents' unconstrained coordinates, under the tuple of their
+                names (q of full covariance only).
 
         Returns:
             Distributions by latent name.
@@ -404,7 +424,8 @@ class PVI(SVI):
             kwargs: the model's keyword arguments.
 
         Returns:
-            ``InferenceData`` (ArviZ 0.23) or ``DataTree`` (1.x); log-likelihoods use the fitted ``numpyro.param`` values.
+            ``InferenceData`` (ArviZ 0.23) or ``DataTree`` (1.x); log-likelihoods use the fitted ``numpyro.param``
+            values.
         """
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
@@ -417,7 +438,7 @@ class PVI(SVI):
     def _advance(self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
         # A traced call cannot look at values between rounds, so it carries every rule from the start.
-        fine = state.plan.fine or _traced((state, dynamic))
+        fine = state.plan.fine or is_traced((state, dynamic))
         done = self._rounds(self._engine, state, dynamic, static, count, tol, length=length, fine=fine)
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
@@ -425,13 +446,13 @@ class PVI(SVI):
         return done
 
     def _arguments(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return as_arrays(args, {**self.static_kwargs, **kwargs}, _positional_names(self.model))
+        return as_arrays(args, {**self.static_kwargs, **kwargs}, positional_names(self.model))
 
     def _checked_arguments(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if not isinstance(state, PVIState):
             raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
         args, kwargs = self._arguments(args, kwargs)
-        check_same_signature(state.plan.signature, signature_of(args, kwargs, _positional_names(self.model)))
+        check_same_signature(state.plan.signature, signature_of(args, kwargs, positional_names(self.model)))
         return args, kwargs
 
     def _default_partition(self, trace: dict) -> Partition:
@@ -452,8 +473,12 @@ class PVI(SVI):
         if self.optim is None:
             return None
         transforms = self._param_transforms()
-        unconstrained = {n: jnp.asarray(transforms[n].inv(v), _dtype()) for n, v in params.items()}
-        return self.optim.init(unconstrained)
+        unconstrained = {n: jnp.asarray(transforms[n].inv(v), float_dtype()) for n, v in params.items()}
+        return self._optimiser.init(unconstrained)
+
+    @property
+    def _optimiser(self) -> Any:
+        return self.optim
 
     def _param_transforms(self) -> dict[str, Any]:
         if self.guide.prototype_trace is None:
@@ -467,7 +492,7 @@ class PVI(SVI):
         if not state.plan.partition.params:
             return {}
         transforms = self._param_transforms()
-        return {n: transforms[n](v) for n, v in self.optim.get_params(state.optim_state).items()}
+        return {n: transforms[n](v) for n, v in self._optimiser.get_params(state.optim_state).items()}
 
     def _start_mode(self, plan: Plan, init_params: dict | None) -> str:
         gaussian_params = guide_param_names(self.guide, plan.partition.layout.names)
@@ -475,7 +500,8 @@ class PVI(SVI):
             return "prior"
         if self.init_sites != "auto":
             return self.init_sites
-        # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do without one.
+        # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do
+        # without one.
         cheap = plan.partition.likelihood == "affine" or not plan.partition.exact
         return "auto" if cheap else "prior"
 
@@ -528,86 +554,4 @@ class PVI(SVI):
 _EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
 
 
-def split_arguments(args: tuple, kwargs: dict) -> tuple[list, tuple]:
-    """Separate arrays (traced) from static leaves (hashed) of the model's arguments."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    dynamic = [x for x in leaves if hasattr(x, "dtype")]
-    return dynamic, (structure, tuple(None if hasattr(x, "dtype") else ("static", x) for x in leaves))
-
-
-def _join(dynamic: list, static: tuple) -> tuple[tuple, dict]:
-    structure, kept = static
-    arrays = iter(dynamic)
-    return structure.unflatten([next(arrays) if k is None else k[1] for k in kept])
-
-
-def _rounds(engine: Engine, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
-    args, kwargs = _join(dynamic, static)
-    return engine.rounds(state, args, kwargs, count, tol, length, fine)
-
-
-def _loss(engine: Engine, state: PVIState, dynamic: list, static: tuple, fine: bool):
-    args, kwargs = _join(dynamic, static)
-    return engine.loss(state, args, kwargs, fine)
-
-
-def _start(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, mode: str):
-    args, kwargs = _join(dynamic, static)
-    return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, mode)
-
-
-def _traced(tree: Any) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-
-
-def _dtype():
-    return jnp.result_type(float)
-
-
-def _positional_names(model: Callable) -> tuple[str, ...]:
-    try:
-        parameters = inspect.signature(model).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-
-
-def _check_loss(loss: Any) -> None:
-    if isinstance(loss, RenyiELBO):
-        raise PVIError("RenyiELBO is not a PVI objective; pass Trace_ELBO().")
-    if getattr(loss, "sum_sites", True) is False:
-        raise PVIError(f"{type(loss).__name__}(sum_sites=False) returns a dict of terms; pass it with sum_sites=True.")
-    if getattr(loss, "multi_sample_guide", False):
-        raise PVIError(f"{type(loss).__name__}(multi_sample_guide=True) is not supported: q is one Gaussian.")
-    if not hasattr(loss, "loss"):
-        raise PVIError(f"loss={loss!r} is not a NumPyro ELBO; pass Trace_ELBO().")
-
-
-def _check_keywords(model: Callable | None, static_kwargs: dict) -> None:
-    if model is None or not callable(model):
-        raise PVIError(f"the model is {model!r}, which cannot be called: pass a NumPyro model or Partition(model, plate, labels).")
-    try:
-        parameters = inspect.signature(model).parameters
-    except (TypeError, ValueError):
-        return
-    own = set(inspect.signature(PVI.run).parameters) - {"self", "args", "kwargs"}
-    clash = [name for name in parameters if name in own]
-    if clash:
-        raise PVIError(
-            f"the model has a parameter {clash[0]!r}, which is also a keyword of PVI.run and would never reach the model: rename it."
-        )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    known = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    options = [n for n in inspect.signature(PVI.__init__).parameters if n not in ("self", "static_kwargs")]
-    for name in static_kwargs:
-        if name not in known:
-            near = difflib.get_close_matches(name, options + known, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PVIError(
-                f"unknown keyword {name!r}: it is neither an option of PVI ({', '.join(options)}) nor a parameter of the model "
-                f"({', '.join(known) or 'none'}).{hint}"
-            )
-
-
-__all__ = ["PVI", "GuideError"]
+__all__ = ["PVI"]

@@ -11,28 +11,6 @@ import jax
 BATCH_ELEMENTS = 2**22
 
 
-def split_arguments(args: tuple, kwargs: dict) -> tuple[list, tuple]:
-    """Separate the arrays of a model's arguments, which are traced, from the static leaves, which are hashed.
-
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        ``(arrays, static)``; ``static`` is hashable.
-    """
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [x for x in leaves if hasattr(x, "dtype")]
-    return arrays, (structure, tuple(None if hasattr(x, "dtype") else (x,) for x in leaves))
-
-
-def join_arguments(arrays: list, static: tuple) -> tuple[tuple, dict]:
-    """The inverse of :func:`split_arguments`."""
-    structure, kept = static
-    rest = iter(arrays)
-    return structure.unflatten([next(rest) if leaf is None else leaf[0] for leaf in kept])
-
-
 def map_draws(one: Callable, draws: Any, num_samples: int, elements_of: Callable | None = None) -> Any:
     """``vmap(one)(draws)`` in batches, so that memory beyond the result itself does not grow with the number of draws.
 

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 
 from .._state import PVIState
 from ..errors import ImproperError, PVIError
-from ..factors import Layout, ModelCall
+from ..factors import Layout, ModelCall, join_arguments, split_arguments
 from ..factors._model import site_log_prob
 from ..families import GaussianFamily, GaussianNatural
 from ..sites import posterior
-from ._calls import join_arguments, map_draws, split_arguments
+from ._calls import map_draws
 from ._psis import MIN_SAMPLES, pareto_khat
 
 

@@ -50,6 +50,6 @@ def _fit(values: np.ndarray) -> float:
 
     if hasattr(arviz, "psislw"):
         return float(arviz.psislw(values)[1])
-    from arviz_stats.base import array_stats
+    from arviz_stats.base import array_stats  # pyright: ignore[reportMissingImports]
 
     return float(array_stats.psislw(-values, axis=-1)[1])

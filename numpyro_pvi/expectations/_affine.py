@@ -1,8 +1,8 @@
 """Expectations of factors whose rows see the latents through one or two affine predictors: 1-D and 2-D quadrature.
 
-With predictors ``u_i = a_i^T theta + c_i`` a row's gradient and Hessian are ``sum_i a_i psi_i`` and ``sum_ij psi_ij a_i a_j^T``, so
-the expectations need the Gaussian law of (u_1, u_2) only, and a factor's natural parameters are two or five numbers per row,
-contracted with the design once.
+With predictors ``u_i = a_i^T theta + c_i`` a row's gradient and Hessian are ``sum_i a_i psi_i`` and ``sum_ij psi_ij a_i
+a_j^T``, so the expectations need the Gaussian law of (u_1, u_2) only, and a factor's natural parameters are two or five
+numbers per row, contracted with the design once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ..factors import ModelCall, TermData, TermSpec, prepare_term, term_log_prob
 from ..families import GaussianFamily, GaussianMoments
 from ._expected import Expected
 from .quadrature import expect_1d, expect_2d
-
 
 # Relative error that stands for "unknown": large enough to be noticed in any row that matters, and in no other.
 _UNKNOWN_ERROR = 1e6
@@ -59,7 +58,9 @@ class AffineProgram:
         aligned = mask.reshape(mask.shape + (1,) * (-dim - 1))
         return data, jnp.broadcast_to(aligned, shape).reshape(-1)
 
-    def expected(self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any) -> Expected:
+    def expected(
+        self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
+    ) -> Expected:
         """Expectations of one chunk's terms.
 
         Args:
@@ -68,13 +69,16 @@ class AffineProgram:
             probe: Float[D] vector for the curvature product, or None.
             level: Int[] quadrature rule.
             noise: unused; quadrature has no draws.
-            clip: whether (a bool, traced or not) to raise each row's curvature to positive semi-definite (for curvature starts).
+            clip: whether (a bool, traced or not) to raise each row's curvature to positive semi-definite (for curvature
+                starts).
 
         Returns:
             The chunk's expectations.
         """
         del noise
-        parts = [self._term(spec, *data, moments, probe, level, clip) for spec, data in zip(self.terms, chunk, strict=True)]
+        parts = [
+            self._term(spec, *data, moments, probe, level, clip) for spec, data in zip(self.terms, chunk, strict=True)
+        ]
         value, vector, precision, product, wrong, weight, spread = (list(column) for column in zip(*parts, strict=True))
         loc = moments.loc
         precision = sum(precision)

@@ -19,8 +19,8 @@ from ._expected import Expected
 class DrawsProgram:
     """``E_q`` by pairs ``loc +- S eps``, with the Hessian of every draw.
 
-    A pair is exact for linear and cubic terms; the quadratic part of the value is replaced by its closed form, so that a
-    quadratic factor comes out exactly from a single pair.
+    A pair is exact for linear and cubic terms; the quadratic part of the value is replaced by its closed form, so that
+    a quadratic factor comes out exactly from a single pair.
 
     Args:
         log_density: ``(data, point) -> nats``, the factor on one chunk's rows.
@@ -35,7 +35,9 @@ class DrawsProgram:
         """Keep one chunk's arguments and mask."""
         return data, mask
 
-    def expected(self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any) -> Expected:
+    def expected(
+        self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
+    ) -> Expected:
         """Expectations of one chunk.
 
         Args:
@@ -43,7 +45,8 @@ class DrawsProgram:
             moments: q.
             probe: Float[D] vector for the curvature product, or None.
             level: unused; there is no rule to choose.
-            noise: Float[S D] standard normal draws; each is used with both signs. One row of zeros evaluates at ``loc``.
+            noise: Float[S D] standard normal draws; each is used with both signs. One row of zeros evaluates at
+                ``loc``.
             clip: whether (a bool, traced or not) to raise the curvature to positive semi-definite.
 
         Returns:

@@ -16,8 +16,8 @@ from ..families import GaussianFamily, GaussianNatural
 class Expected:
     """Expectations of one factor's log density f under a Gaussian q; sums over rows, so chunks add up.
 
-    ``target`` is ``grad_mu E_q[f]`` in natural coordinates (PVI eq. 10): precision ``-E[hess f]`` (its diagonal for a mean-field
-    q) and precision-mean ``E[grad f] - E[hess f] loc``.
+    ``target`` is ``grad_mu E_q[f]`` in natural coordinates (PVI eq. 10): precision ``-E[hess f]`` (its diagonal for a
+    mean-field q) and precision-mean ``E[grad f] - E[hess f] loc``.
     """
 
     # E_q[f], nats.
@@ -25,8 +25,8 @@ class Expected:
     target: GaussianNatural
     # -E[hess f] @ probe, for the step cap of a mean-field q; zeros when q has full covariance.
     product: Float[Array, "*M D"]
-    # Estimated quadrature error of the rows' second derivatives and the size of those derivatives (sums over rows: their ratio
-    # is the factor's relative error), and the largest predictor sd; zeros when there is no quadrature.
+    # Estimated quadrature error of the rows' second derivatives and the size of those derivatives (sums over rows:
+    # their ratio is the factor's relative error), and the largest predictor sd; zeros when there is no quadrature.
     error: Float[Array, "*M"]
     weight: Float[Array, "*M"]
     spread: Float[Array, "*M"]

@@ -53,7 +53,7 @@ class RowMap(NamedTuple):
 
     def inverse(self, x: Array) -> tuple[Array, Array]:
         """Offset of z from `anchor`, and dz/dx, at coordinate x (rows, or a leading axis of points by rows)."""
-        rate = 1.0
+        rate = jnp.ones_like(x)
         for k in reversed(range(len(self.center))):
             scaled = self.width[k] * _sinh(x)
             rate = rate * jnp.sqrt((self.width[k] ** 2 + scaled**2) / (1 + scaled**2))

@@ -24,7 +24,9 @@ class QuadraticProgram:
     family: GaussianFamily
     noisy: bool = dataclasses.field(default=False, init=False)
 
-    def expected(self, factor: Expected, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any) -> Expected:
+    def expected(
+        self, factor: Expected, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
+    ) -> Expected:
         """Closed-form expectations of one group's factor.
 
         Args:

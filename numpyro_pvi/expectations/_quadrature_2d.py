@@ -182,9 +182,10 @@ def _outer_slope(row_fn: RowFn2D, law: Law) -> Callable[[Array, Array], tuple[Ar
     def slope_fn(center: Array, offset: Array) -> tuple[Array, Array, Array]:
         def integral(z: Array) -> Array:
             v = law.mean_v + law.sd_v * z
-            return sum(
+            parts = [
                 w * row_fn(law.mean_u + law.slope * z + law.sd_u * x, v) for x, w in zip(nodes, weights, strict=True)
-            )
+            ]
+            return parts[0] + parts[1] + parts[2]
 
         z, ones = center + offset, jnp.ones_like(center)
         (value, grad), (_, hess) = jax.jvp(lambda x: jax.jvp(integral, (x,), (ones,)), (z,), (ones,))

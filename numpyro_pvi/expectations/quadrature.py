@@ -105,7 +105,7 @@ def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array) -> RowMome
     return RowMoments1D(sums.value, sums.grad, sums.hess, _fixed_error(sums, mean, sd, per_axis))
 
 
-def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int | Array) -> Array:
+def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int | np.integer | Array) -> Array:
     """Error from the gap between direct and Stein forms.
 
     The two forms differ first in the polynomial degree the rule itself fails at, so the gap has the size of the error,

@@ -11,8 +11,9 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 
-from ..diagnostics._calls import join_arguments, map_draws, split_arguments
+from ..diagnostics._calls import map_draws
 from ..errors import PVIError
+from ..factors import join_arguments, split_arguments
 from ..guides import setup_guide
 from ._dims import Dims, site_dims
 

@@ -1,12 +1,21 @@
 """The exact side: a partitioned model as log-likelihoods of single groups, packed rows, and the structure they have."""
 
+from ._arguments import join_arguments, split_arguments
 from ._model import Layout, ModelCall, abstract_trace, row_log_likelihood
 from ._packing import Packing, gather_rows
 from ._plan import PartitionPlan
-from ._planner import Planned, make_plan, model_layout, move_to_prior_factor, plan_factors, refuse_unsupported, slice_rows
+from ._planner import (
+    Planned,
+    make_plan,
+    model_layout,
+    move_to_prior_factor,
+    plan_factors,
+    refuse_unsupported,
+    slice_rows,
+)
 from ._prior import exact_prior, prior_factor_log_density
-from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
+from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
 
 __all__ = [
     "Layout",
@@ -22,6 +31,7 @@ __all__ = [
     "check_same_signature",
     "exact_prior",
     "gather_rows",
+    "join_arguments",
     "make_plan",
     "model_layout",
     "move_to_prior_factor",
@@ -32,5 +42,6 @@ __all__ = [
     "signature_of",
     "refuse_unsupported",
     "slice_rows",
+    "split_arguments",
     "term_log_prob",
 ]

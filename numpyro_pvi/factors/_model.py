@@ -22,8 +22,8 @@ from numpyro.primitives import Messenger
 class Layout:
     """Names and unconstrained shapes of the latents, in the order in which they lie in the flat vector.
 
-    It is the guide's own order, fixed when a state is made and carried in it: a guide that is set up under ``jit`` sorts its
-    latents differently from one that is set up eagerly, and the same parameters would mean another posterior.
+    It is the guide's own order, fixed when a state is made and carried in it: a guide that is set up under ``jit``
+    sorts its latents differently from one that is set up eagerly, and the same parameters would mean another posterior.
     """
 
     names: tuple[str, ...]

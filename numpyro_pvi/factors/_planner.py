@@ -193,7 +193,9 @@ def _data_axes(partition: Partition, model: Callable, args: tuple, kwargs: dict,
         elif hasattr(leaf, "shape") and leaf.ndim and leaf.shape[0] == size:
             axis = 0
         if axis is not None and (not hasattr(leaf, "shape") or leaf.ndim <= axis or leaf.shape[axis] != size):
-            raise PartitionError(f"data_axes says that argument {shown!r} runs over the plate on axis {axis}, but it does not.")
+            raise PartitionError(
+                f"data_axes says that argument {shown!r} runs over the plate on axis {axis}, but it does not."
+            )
         axes.append(axis)
         if axis is not None:
             sliced.append(shown)

@@ -15,7 +15,16 @@ from numpyro.distributions.transforms import biject_to
 
 from ..errors import PartitionError
 from ..handlers import GroupTable
-from ._model import DrawImproper, ModelCall, base_distribution, frame_of, is_latent, is_observed, rows_first, site_log_prob
+from ._model import (
+    DrawImproper,
+    ModelCall,
+    base_distribution,
+    frame_of,
+    is_latent,
+    is_observed,
+    rows_first,
+    site_log_prob,
+)
 from ._packing import Packing
 from ._structure import POINTS_PER_RAY, Rays, SiteFacts, moves
 from ._terms import leaf_paths, leaves_by_path
@@ -25,8 +34,8 @@ _NUM_DRAWS = 64
 _RAY_SCALES = (1e-4, 1e-2, 0.3, 3.0, 30.0)
 _NUM_DIRECTIONS = 2
 _CHECK_STEPS = (0.3, 0.01)
-# NumPyro's distributions whose log density can be quadratic in their parameters, once expansions and transforms are taken off;
-# Unit is numpyro.factor's.
+# NumPyro's distributions whose log density can be quadratic in their parameters, once expansions and transforms are
+# taken off; Unit is numpyro.factor's.
 _GAUSSIAN = (
     dist.Normal,
     dist.MultivariateNormal,
@@ -78,7 +87,8 @@ def run_probe(
     """Evaluate the model on rays through the prior, whole and in chunks, in one compiled program.
 
     Args:
-        call: the model, its layout and arguments; ``call.params`` is replaced by initial values when ``params`` is None.
+        call: the model, its layout and arguments; ``call.params`` is replaced by initial values when ``params`` is
+            None.
         trace: an abstract trace.
         plate: the partitioned plate.
         packing: rows of each chunk.
@@ -166,7 +176,7 @@ class _StaticArgs:
 
     def _all_rows(self, call: ModelCall, point) -> Float[Array, "N"]:
         rows, _, _ = self._look(call, point)
-        return sum(rows.values())
+        return sum(rows.values(), start=jnp.zeros((), point.dtype))
 
     def _chunk_rows(self, call: ModelCall, packing: Packing, point) -> Float[Array, "C R"]:
         from ._planner import slice_rows
@@ -188,8 +198,8 @@ def check_additive(probe: Probe, plate: str, table: GroupTable, sliced: tuple[st
         sliced: names of the sliced arguments, for the message.
 
     Raises:
-        PartitionError: naming the first group that differs by more than 1e-5 (float32; 1e-10 in x64) of its own absolute row
-            terms.
+        PartitionError: naming the first group that differs by more than 1e-5 (float32; 1e-10 in x64) of its own
+            absolute row terms.
     """
     tolerance = 1e-5 if probe.reference.dtype == np.float32 else 1e-10
     index = table.index_of_row
@@ -244,7 +254,9 @@ def _rays() -> Rays:
 
 
 def _ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float[Array, "P D"]:
-    steps = jnp.asarray([s * k / (POINTS_PER_RAY - 1) for s in _RAY_SCALES for k in range(1, POINTS_PER_RAY)], loc.dtype)
+    steps = jnp.asarray(
+        [s * k / (POINTS_PER_RAY - 1) for s in _RAY_SCALES for k in range(1, POINTS_PER_RAY)], loc.dtype
+    )
     moved = loc + steps[None, :, None] * directions[:, None, :]
     return jnp.concatenate([loc[None], moved.reshape(-1, loc.shape[0])])
 

@@ -1,8 +1,8 @@
 """What kind of function of the latents a factor is, found by looking at values on random rays.
 
-The tests run on numpy arrays that one compiled probe of the model returned: third differences along rays for "quadratic in theta",
-second differences of a distribution's parameters under the usual links for "affine predictors". Values decide, never Hessians at
-a point: a Laplace density has a zero Hessian wherever it is evaluated and is not Gaussian.
+The tests run on numpy arrays that one compiled probe of the model returned: third differences along rays for "quadratic
+in theta", second differences of a distribution's parameters under the usual links for "affine predictors". Values
+decide, never Hessians at a point: a Laplace density has a zero Hessian wherever it is evaluated and is not Gaussian.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class SiteFacts:
     elementwise: bool
     # Batch axis (negative) that runs over the partitioned plate's rows; None outside it.
     row_dim: int | None = None
-    # False for a distribution that is never Gaussian in its parameters. Under a narrow prior the rays are short, and a Laplace
-    # density whose kinks they do not reach, or a Student-t far from its bend, has no third difference.
+    # False for a distribution that is never Gaussian in its parameters. Under a narrow prior the rays are short, and a
+    # Laplace density whose kinks they do not reach, or a Student-t far from its bend, has no third difference.
     may_be_quadratic: bool = True
 
 
@@ -87,8 +87,8 @@ def affine_link(values: np.ndarray, rays: Rays) -> tuple[str, np.ndarray] | None
         rays: the rays.
 
     Returns:
-        ``(link, predictor values)``, or None. Entries where the link saturates are left out of the test, but a link needs
-        usable entries that move on at least one ray.
+        ``(link, predictor values)``, or None. Entries where the link saturates are left out of the test, but a link
+        needs usable entries that move on at least one ray.
     """
     values = np.asarray(values)
     for name in _LINK_ORDER:
@@ -108,7 +108,8 @@ def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray |
         rays: the rays.
 
     Returns:
-        The term's structure, or None when some parameter is not affine under any link or more than two predictors remain.
+        The term's structure, or None when some parameter is not affine under any link or more than two predictors
+        remain.
     """
     if facts.event_dim or (facts.latent and not facts.elementwise):
         return None
@@ -119,7 +120,8 @@ def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray |
         flat = np.asarray(own, np.float64).reshape(own.shape[0], -1)
         basis.append((Predictor(OWN_VALUE, "identity", count == 1), np.broadcast_to(flat, (flat.shape[0], count))))
     event_dims = dict(facts.leaf_event_dims)
-    # Whole-row parameters first, so that a row's own predictor becomes the basis and derived ones are written through it.
+    # Whole-row parameters first, so that a row's own predictor becomes the basis and derived ones are written through
+    # it.
     for path in sorted(leaves, key=lambda p: (p.count("/"), p.startswith("_"), p)):
         values = leaves[path]
         if not moves(values, rays):
@@ -141,7 +143,9 @@ def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray |
     if not basis:
         return None
     width = len(basis)
-    padded = tuple(DerivedLeaf(d.path, d.link, d.coefficients + (0.0,) * (width - len(d.coefficients))) for d in derived)
+    padded = tuple(
+        DerivedLeaf(d.path, d.link, d.coefficients + (0.0,) * (width - len(d.coefficients))) for d in derived
+    )
     return TermSpec(facts.name, facts.latent, tuple(p for p, _ in basis), padded, facts.row_dim)
 
 

@@ -1,7 +1,8 @@
 """Terms: log densities whose every element depends on the latents through one or two affine predictors.
 
-An observed site whose parameters are ``link^-1(a_n^T theta + c_n)`` is such a term (every GLM is), and so is a latent's own prior
-when it depends on its coordinate and at most one more predictor (a HalfNormal scale, a Normal with an unknown scale).
+An observed site whose parameters are ``link^-1(a_n^T theta + c_n)`` is such a term (every GLM is), and so is a latent's
+own prior when it depends on its coordinate and at most one more predictor (a HalfNormal scale, a Normal with an unknown
+scale).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ LINKS = {
     "probit": (ndtri, ndtr),
 }
 OWN_VALUE = "value"
-# What a constructor computes from a distribution's parameters: no parameters themselves, and stale once one is replaced.
+# What a constructor computes from a distribution's parameters: no parameters themselves, and stale once one is
+# replaced.
 _COMPUTED = {dist.OrderedLogistic: ("probs",)}
 
 
@@ -66,7 +68,8 @@ class TermSpec:
 class TermData:
     """Arrays of one term on one chunk of rows; E elements (rows times the site's other batch axes)."""
 
-    # The distribution at theta = 0; its moving parameters are replaced, its constant ones (known scales, totals) are data.
+    # The distribution at theta = 0; its moving parameters are replaced, its constant ones (known scales, totals) are
+    # data.
     fn: Any
     # The observation, or None for a latent (whose value is its predictor).
     value: Any
@@ -87,7 +90,8 @@ def leaf_paths(fn: dist.Distribution, prefix: str = "") -> list[tuple[str, int |
         prefix: path of the enclosing distributions.
 
     Returns:
-        ``(path, event_dim)`` per leaf; ``event_dim`` is None for leaves that are not plain parameters (inside transforms).
+        ``(path, event_dim)`` per leaf; ``event_dim`` is None for leaves that are not plain parameters (inside
+        transforms).
     """
     paths: list[tuple[str, int | None]] = []
     for name in type(fn).gather_pytree_data_fields():
@@ -178,7 +182,9 @@ def prepare_term(call: ModelCall, spec: TermSpec) -> TermData:
     leaves = leaves_by_path(site["fn"])
     constant = []
     for leaf in spec.leaves:
-        explained = sum((c * o for c, o in zip(leaf.coefficients, offset, strict=True)), start=jnp.zeros((), origin.dtype))
+        explained = sum(
+            (c * o for c, o in zip(leaf.coefficients, offset, strict=True)), start=jnp.zeros((), origin.dtype)
+        )
         basis = any(p.path == leaf.path for p in spec.predictors)
         constant.append(jnp.zeros(()) if basis else LINKS[leaf.link][0](leaves[leaf.path]) - explained)
     value = None if spec.latent else site["value"]
@@ -223,5 +229,6 @@ def data_size(data: TermData) -> tuple[int]:
 
 
 def _float_dtype(call: ModelCall):
-    # The package follows the precision that is switched on, as NumPyro does; a float32 design under x64 would lose digits.
+    # The package follows the precision that is switched on, as NumPyro does; a float32 design under x64 would lose
+    # digits.
     return jnp.result_type(float)

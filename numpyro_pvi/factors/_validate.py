@@ -11,6 +11,7 @@ from numbers import Number
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

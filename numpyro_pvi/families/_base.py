@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, dataclass_transform, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float
 
 
+@dataclass_transform(frozen_default=True)
 def natural_parameters(cls):
     """Class decorator: a frozen dataclass registered as a pytree, with ``+ - *`` defined leaf by leaf.
 
@@ -18,8 +19,8 @@ def natural_parameters(cls):
         cls: a class with annotated array fields only.
 
     Returns:
-        The registered class. ``a + b`` and ``a - b`` need the same class on both sides; ``a * s`` scales by a number or by an
-        array that broadcasts against the *leading* (batch) axes.
+        The registered class. ``a + b`` and ``a - b`` need the same class on both sides; ``a * s`` scales by a number or
+        by an array that broadcasts against the *leading* (batch) axes.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
     names = [field.name for field in dataclasses.fields(cls)]
@@ -41,7 +42,9 @@ class Vector:
 
     def __mul__(self, scale):
         scale = jnp.asarray(scale)
-        return jax.tree.map(lambda x: x * scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim)).astype(x.dtype), self)
+        return jax.tree.map(
+            lambda x: x * scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim)).astype(x.dtype), self
+        )
 
     __rmul__ = __mul__
 
@@ -53,11 +56,11 @@ class Vector:
 class Family(Protocol):
     """An exponential family ``exp(<eta, T(theta)> - A(eta))``: what every implementor owes.
 
-    Natural parameters are frozen registered dataclasses with ``+ - *`` (:func:`natural_parameters`, :class:`Vector`), mean
-    parameters likewise; both take leading batch axes. The functions are pure, keep the inputs' dtype, and hold no key and no
-    data. ``in_domain`` says whether the distribution is normalisable, ``nearest_valid`` is idempotent and leaves valid
-    parameters alone. ``log_partition`` is in nats and belongs to a *unit* base measure, so that ``<eta, T> - A`` is NumPyro's
-    ``log_prob`` exactly.
+    Natural parameters are frozen registered dataclasses with ``+ - *`` (:func:`natural_parameters`, :class:`Vector`),
+    mean parameters likewise; both take leading batch axes. The functions are pure, keep the inputs' dtype, and hold no
+    key and no data. ``in_domain`` says whether the distribution is normalisable, ``nearest_valid`` is idempotent and
+    leaves valid parameters alone. ``log_partition`` is in nats and belongs to a *unit* base measure, so that ``<eta, T>
+    - A`` is NumPyro's ``log_prob`` exactly.
     """
 
     dim: int

@@ -1,7 +1,7 @@
 """Gaussian families over a flat unconstrained vector: full covariance and diagonal.
 
-Both take ``T(theta) = (theta, -1/2 theta theta^T)`` (its diagonal for the mean-field family), so the natural parameters are the
-precision-mean ``h = Lambda m`` and the precision ``Lambda`` themselves.
+Both take ``T(theta) = (theta, -1/2 theta theta^T)`` (its diagonal for the mean-field family), so the natural parameters
+are the precision-mean ``h = Lambda m`` and the precision ``Lambda`` themselves.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class MultivariateNormalFamily:
         covariance = jnp.einsum("...ik,...jk->...ij", moments.scale, moments.scale)
         return dist.MultivariateNormal(moments.loc, scale_tril=scaled_cholesky(symmetrise(covariance))[0])
 
-    def from_distribution(self, distribution: dist.Distribution) -> GaussianNatural:
+    def from_distribution(self, distribution: dist.MultivariateNormal) -> GaussianNatural:
         """Natural parameters of a NumPyro ``MultivariateNormal``."""
         return self.from_loc_covariance(distribution.mean, distribution.covariance_matrix)
 

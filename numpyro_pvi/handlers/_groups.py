@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Final
 
 import jax
+import jax.core
 import numpy as np
 from jaxtyping import Int
 

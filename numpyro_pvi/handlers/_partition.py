@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -54,8 +54,8 @@ class Partition(Messenger):
             labels_b}``, with no `plate`, masks several plates together: a group is then its rows in each of them.
         group: The group whose terms remain; `PRIOR` for none of them. None: transparent.
         sites: ``{"obs": -1}`` masks that batch axis of a sample site that is in no plate.
-        data_axes: Argument name or position to the axis that runs over rows (None: none does), where it is not the leading
-            one.
+        data_axes: Argument name or position to the axis that runs over rows (None: none does), where it is not the
+            leading one.
         mode: How one group is evaluated: "auto", "args", "index" or "mask".
         chunk_size: Rows in a chunk below which smaller chunks stop paying; chunks are longer where groups are large.
         check: Whether to compare the split with the untouched model at random points before it is trusted.
@@ -63,6 +63,9 @@ class Partition(Messenger):
     Raises:
         PartitionError: For labels, modes or combinations that make no sense, named in the message.
     """
+
+    # Set by the room of factors, which knows how to plan.
+    planner: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -177,11 +180,8 @@ class Partition(Messenger):
         Raises:
             PartitionError: If the model cannot be split as asked.
         """
-        # `factors` is a later room and imports this one; only a call, never an import, may reach it from here.
-        from numpyro_pvi.factors import make_plan
-
         self.require_one_plate()
-        return make_plan(self, args, kwargs)
+        return type(self).planner(self, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under this handler; without a model, decorate the one given."""
@@ -256,7 +256,7 @@ class Partition(Messenger):
                 f"write numpyro.plate({msg['name']!r}, {size}) without subsample_size."
             )
 
-    def _axes(self, msg: dict[str, Any]) -> list[tuple[str | None, int, int]]:
+    def _axes(self, msg: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
         """The partitioned axes of a sample site: key of the split, batch dimension, size."""
         if not self.sites:
             return [

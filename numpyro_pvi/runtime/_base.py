@@ -14,9 +14,9 @@ from ..expectations import Expected
 class Runtime(Protocol):
     """Map a chunk-level or group-level computation over all groups; what every implementor owes.
 
-    Frozen and hashable (settings only). Results do not depend on the runtime beyond rounding. Functions handed in are pure and
-    traceable; a runtime across machines evaluates them where a group's rows live and moves only their small arguments (q, a
-    site, a key) and results.
+    Frozen and hashable (settings only). Results do not depend on the runtime beyond rounding. Functions handed in are
+    pure and traceable; a runtime across machines evaluates them where a group's rows live and moves only their small
+    arguments (q, a site, a key) and results.
     """
 
     def sum_chunks(

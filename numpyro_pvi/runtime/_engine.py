@@ -76,7 +76,9 @@ class Engine:
         """Bijections from unconstrained space to the supports of the model's ``numpyro.param`` sites."""
         trace = abstract_trace(self.model, jax.random.key(0), args, kwargs)
         return {
-            n: biject_to(s["kwargs"].get("constraint", constraints.real)) for n, s in trace.items() if s["type"] == "param"
+            n: biject_to(s["kwargs"].get("constraint", constraints.real))
+            for n, s in trace.items()
+            if s["type"] == "param"
         }
 
     def problem(
@@ -103,9 +105,7 @@ class Engine:
         prior_program, prior_data = self._prior_factor(plan, call, num_rules)
         data = FactorData(chunks, group, offsets, prior_data, natural, exact)
         quadratic = part.likelihood == "quadratic"
-        return LocalProblem(
-            plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data
-        )
+        return LocalProblem(plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data)
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
         """Read the exactly held prior off the model.
@@ -115,8 +115,8 @@ class Engine:
             call: the model with its arguments.
 
         Returns:
-            ``(natural, exact, outside)``: its natural parameters, the coordinates it covers, and whether it is outside the family
-            after all (correlated under a mean-field q).
+            ``(natural, exact, outside)``: its natural parameters, the coordinates it covers, and whether it is outside
+            the family after all (correlated under a mean-field q).
         """
         part, dim, dtype = plan.partition, plan.family.dim, jnp.result_type(float)
         exact = jnp.zeros((dim,), bool)
@@ -226,8 +226,8 @@ class Engine:
             count: rounds to run, at most ``length``.
             tol: stop after a round whose largest move is at most this many posterior sds; negative never stops.
             length: static size of the buffers.
-            fine: whether the finest quadrature rule is compiled in. Without it the loop ends before the first round whose rows
-                ask for it.
+            fine: whether the finest quadrature rule is compiled in. Without it the loop ends before the first round
+                whose rows ask for it.
 
         Returns:
             The state and what was recorded.
@@ -262,13 +262,14 @@ class Engine:
 
     def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
         params = self.constrain(state.plan, args, kwargs, state.optim_state)
-        return self.problem(state.plan, state.packing, args, kwargs, params, (state.prior, state.exact), len(RULES) - (not fine))
+        return self.problem(
+            state.plan, state.packing, args, kwargs, params, (state.prior, state.exact), len(RULES) - (not fine)
+        )
 
-    def _round(
-        self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool
-    ):
+    def _round(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool):
         next_key, round_key = jax.random.split(state.rng_key)
-        # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it) used.
+        # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it)
+        # used.
         rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
         settled = carry.report.total_move < LOOSE_MOVE
         rule = rule._replace(tolerance=jnp.where(settled, TOLERANCE[dtype.name], LOOSE_TOLERANCE).astype(dtype))
@@ -333,8 +334,8 @@ class Engine:
             mode: where sites start: "prior", "curvature" or "auto".
 
         Returns:
-            The fields of a :class:`PVIState` that depend on arrays, whether the exact prior is outside the family, and whether q is
-            normalisable.
+            The fields of a :class:`PVIState` that depend on arrays, whether the exact prior is outside the family, and
+            whether q is normalisable.
         """
         params = self.constrain(plan, args, kwargs, optim_state)
         family, dtype = plan.family, jnp.result_type(float)
@@ -348,7 +349,9 @@ class Engine:
         sites, rule = problem.first_sites(moments, jnp.where(moments.valid, moments.loc, loc), mode)
         sites = SiteStack(sites.groups, base if problem.has_prior_factor else None)
         proper = family.in_domain(posterior(natural, sites))
-        solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype))
+        solver = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype)
+        )
         prior_solver = self.solver.init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
         report = RoundReport(

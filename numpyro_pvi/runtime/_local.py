@@ -21,7 +21,6 @@ from ..solvers import LocalResult, LocalSolver
 from ._base import Runtime
 from ._mapping import sum_one_group
 
-
 # Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
 LOOSE_TOLERANCE = 2e-2
 LOOSE_MOVE = 1.0
@@ -102,7 +101,9 @@ class LocalProblem:
         """
         if not self.noisy:
             return None
-        return jax.random.normal(key, (max(self.solver.num_draws, -(-num_particles // 2)), self.family.dim), self._dtype)
+        return jax.random.normal(
+            key, (max(self.solver.num_draws, -(-num_particles // 2)), self.family.dim), self._dtype
+        )
 
     def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
@@ -126,7 +127,9 @@ class LocalProblem:
         """
 
         def both(level):
-            expect = partial(self._expect, self.program, moments=moments, probe=probe, level=level, noise=noise, clip=clip)
+            expect = partial(
+                self._expect, self.program, moments=moments, probe=probe, level=level, noise=noise, clip=clip
+            )
             groups = self.runtime.sum_chunks(expect, self.data.chunks, self.data.chunk_group, self.data.offsets)
             prior = self._prior_expected(moments, probe, level, noise, clip)
             error, spread = relative_error(groups), jnp.max(groups.spread)
@@ -186,7 +189,11 @@ class LocalProblem:
         """The prior factor's local solve."""
         expect = partial(self._prior_expected, probe=None, noise=noise, clip=False)
         start_rule = cheaper_rule(rule)
-        factor = _Factor(self.family, False, lambda moments: _escalated(lambda lv: expect(moments, level=lv), start_rule, self.num_rules))
+        factor = _Factor(
+            self.family,
+            False,
+            lambda moments: _escalated(lambda lv: expect(moments, level=lv), start_rule, self.num_rules),
+        )
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=start is not None)
 
     def first_sites(self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
@@ -195,13 +202,14 @@ class LocalProblem:
         Args:
             at_prior: the prior as moments.
             loc: its location.
-            mode: "prior" (unit sites), "curvature" (each factor's positive semi-definite curvature and gradient at ``loc``, the cure
-                for wide priors), or "auto": curvature, or one natural-gradient step of all groups from the prior where a fixed
-                quadrature rule resolves every factor there and the global ELBO is higher after it.
+            mode: "prior" (unit sites), "curvature" (each factor's positive semi-definite curvature and gradient at
+                ``loc``, the cure for wide priors), or "auto": curvature, or one natural-gradient step of all groups
+                from the prior where a fixed quadrature rule resolves every factor there and the global ELBO is higher
+                after it.
 
         Returns:
-            Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where it is read
-            gets the unit site.
+            Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
+            it is read gets the unit site.
         """
         if mode == "prior":
             return self.empty_sites(None), first_rule(self._dtype)
@@ -210,14 +218,22 @@ class LocalProblem:
         def look(xs):
             moments, clip = xs
             expect = partial(
-                self._expect, self.program, moments=moments, probe=None, level=len(FIXED_RULES) - 1, noise=noise, clip=clip
+                self._expect,
+                self.program,
+                moments=moments,
+                probe=None,
+                level=len(FIXED_RULES) - 1,
+                noise=noise,
+                clip=clip,
             )
             return self.runtime.sum_chunks(expect, self.data.chunks, self.data.chunk_group, self.data.offsets)
 
         def stage(moments, _):
             found = jax.lax.map(look, (moments, jnp.array([False, True])))
             sites = jax.vmap(self._finite_sites)(found.target)
-            after = jax.vmap(lambda groups: self.family.moments(posterior(self.prior_natural, SiteStack(groups, None))))(sites)
+            after = jax.vmap(
+                lambda groups: self.family.moments(posterior(self.prior_natural, SiteStack(groups, None)))
+            )(sites)
             return after, (found, sites, after.valid)
 
         point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
@@ -230,7 +246,12 @@ class LocalProblem:
         at_q = [jax.tree.map(lambda x, i=i: x[0, i], valid) for i in (0, 1)]
         reached = [jax.tree.map(lambda x, i=i: x[1, i], found) for i in (0, 1)]
         prior_look = jax.tree.map(lambda x: x[0, 0], found)
-        usable = jnp.all(self.data.exact) & all_finite(prior_look) & (relative_error(prior_look) <= START_TOLERANCE) & at_q[0]
+        usable = (
+            jnp.all(self.data.exact)
+            & all_finite(prior_look)
+            & (relative_error(prior_look) <= START_TOLERANCE)
+            & at_q[0]
+        )
         gain = self._elbo_of(reached[0], first[0]) - self._elbo_of(reached[1], first[1])
         better = usable & ((gain > 0) | ~at_q[1])
         rules = [first_rule(self._dtype, jnp.max(r.spread)) for r in reached]
@@ -326,8 +347,9 @@ def next_rule(rule: Rule, used: Int[Array, ""], spread: Float[Array, ""]) -> Rul
 def relative_error(expected: Expected) -> Float[Array, ""]:
     """Estimated quadrature error of all rows, relative to the precision of q.
 
-    Errors and sizes are weighted by the predictors' variances, so both are traces of (a precision times the covariance of q), and
-    the trace of q's own precision times its covariance is D: curvature much smaller than that needs no relative accuracy.
+    Errors and sizes are weighted by the predictors' variances, so both are traces of (a precision times the covariance
+    of q), and the trace of q's own precision times its covariance is D: curvature much smaller than that needs no
+    relative accuracy.
 
     Args:
         expected: expectations of one or more groups.

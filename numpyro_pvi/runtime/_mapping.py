@@ -20,8 +20,8 @@ class Vmap:
     """All chunks in one vectorised program, in batches whose arrays stay below ``batch_bytes``.
 
     Args:
-        batch_bytes: largest size of the chunk arrays of one batch. Batches bound the temporary memory of a pass; within a batch
-            chunks are vectorised, which beats a loop while the batch fits the cache.
+        batch_bytes: largest size of the chunk arrays of one batch. Batches bound the temporary memory of a pass; within
+            a batch chunks are vectorised, which beats a loop while the batch fits the cache.
 
     Raises:
         PVIError: on construction, for a size that is not positive.
@@ -90,4 +90,6 @@ def sum_one_group(
     first = offsets[group]
     shapes = jax.eval_shape(expect, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.fori_loop(first, offsets[group + 1], lambda c, total: add_expected(total, expect(take(chunks, c))), zero)
+    return jax.lax.fori_loop(
+        first, offsets[group + 1], lambda c, total: add_expected(total, expect(take(chunks, c))), zero
+    )

@@ -110,8 +110,8 @@ class Problem(Protocol):
 class Schedule(Protocol):
     """Who moves when, and how far; what every implementor owes.
 
-    Frozen and hashable (settings only). ``round`` is pure and traceable. After it the sites are symmetrised, q is their fresh sum
-    with the prior, ``evaluation`` belongs to that q, and the report covers every factor.
+    Frozen and hashable (settings only). ``round`` is pure and traceable. After it the sites are symmetrised, q is their
+    fresh sum with the prior, ``evaluation`` belongs to that q, and the report covers every factor.
     """
 
     def init(self, problem: Problem, dtype: Any) -> Any:

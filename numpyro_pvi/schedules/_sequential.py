@@ -17,8 +17,8 @@ from ._base import Problem, RoundCarry, RoundReport, accept_jointly, factor_move
 class Sequential:
     """A sweep over all groups; every visit sees the previous one's q. The prior factor, if any, is visited first.
 
-    A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep the global
-    ELBO must not have fallen beyond rounding, else the sweep's joint step is halved.
+    A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep
+    the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved.
 
     Args:
         order: "cyclic" (the order of ``pvi.groups``) or "random" (a fresh permutation each round).

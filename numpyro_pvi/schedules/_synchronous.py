@@ -32,11 +32,11 @@ class SynchronousState(NamedTuple):
 class Synchronous:
     """One update of every site from the same q, then absorbed together: ``eta_m <- eta_m + step (proposal_m - eta_m)``.
 
-    The joint step starts at ``damping`` and is halved until q is normalisable and the global ELBO has not fallen beyond rounding
-    (on common draws where expectations are by draws), and doubled again when a round is accepted at once. A mean-field q also caps
-    it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda: parallel mean-field updates blow up
-    at moderate correlations with every q and cavity valid. Where expectations are by draws, the naturals of late rounds (from the
-    first round whose move grew) are averaged.
+    The joint step starts at ``damping`` and is halved until q is normalisable and the global ELBO has not fallen beyond
+    rounding (on common draws where expectations are by draws), and doubled again when a round is accepted at once. A
+    mean-field q also caps it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda:
+    parallel mean-field updates blow up at moderate correlations with every q and cavity valid. Where expectations are
+    by draws, the naturals of late rounds (from the first round whose move grew) are averaged.
 
     Args:
         damping: largest joint step in (0, 1], or "auto", which starts at 1. 1 is the full step, as in earlier PVI code.
@@ -52,7 +52,9 @@ class Synchronous:
 
     def __post_init__(self):
         if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
-            raise PVIError(f"Synchronous(damping={self.damping!r}): expected 'auto' or a number in (0, 1]; 1 is the full step.")
+            raise PVIError(
+                f"Synchronous(damping={self.damping!r}): expected 'auto' or a number in (0, 1]; 1 is the full step."
+            )
 
     @property
     def _largest(self) -> float:
@@ -98,7 +100,9 @@ class Synchronous:
         started = (state.late > 0) | (moved > state.last_move)
         late = jnp.where(started, state.late + 1, 0) if problem.noisy else state.late
         # A round that found no acceptable step starts the next search a little below the full one.
-        step = jnp.where(done.accepted, jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest), 0.125)
+        step = jnp.where(
+            done.accepted, jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest), 0.125
+        )
         probe, eigenvalue = state.probe, state.eigenvalue
         if not problem.family.full:
             product = _curvature_product(problem, state, done.evaluation, scale)
@@ -127,7 +131,9 @@ class Synchronous:
 
 
 def _curvature_diagonal(problem: Problem, evaluation) -> Float[Array, "D"]:
-    total = problem.family.precision_diagonal(problem.prior_natural) + jnp.sum(evaluation.groups.target.precision, axis=0)
+    total = problem.family.precision_diagonal(problem.prior_natural) + jnp.sum(
+        evaluation.groups.target.precision, axis=0
+    )
     if evaluation.prior is not None:
         total = total + evaluation.prior.target.precision
     own = problem.family.precision_diagonal(evaluation.q)
@@ -136,5 +142,7 @@ def _curvature_diagonal(problem: Problem, evaluation) -> Float[Array, "D"]:
 
 def _curvature_product(problem: Problem, state: SynchronousState, evaluation, scale) -> Float[Array, "D"]:
     vector = state.probe / jnp.sqrt(scale)
-    product = problem.family.precision_diagonal(problem.prior_natural) * vector + jnp.sum(evaluation.groups.product, axis=0)
+    product = problem.family.precision_diagonal(problem.prior_natural) * vector + jnp.sum(
+        evaluation.groups.product, axis=0
+    )
     return product if evaluation.prior is None else product + evaluation.prior.product

@@ -15,8 +15,8 @@ from ..families import Vector, natural_parameters
 class SiteStack(Vector):
     """Every site of a state, in natural space.
 
-    ``groups`` is one natural-parameter object whose leaves carry a leading group axis M; ``prior`` is the site of the prior
-    factor (no group axis), or None when the prior is held exactly.
+    ``groups`` is one natural-parameter object whose leaves carry a leading group axis M; ``prior`` is the site of the
+    prior factor (no group axis), or None when the prior is held exactly.
     """
 
     groups: Any

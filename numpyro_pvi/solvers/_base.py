@@ -39,10 +39,15 @@ class LocalResult(NamedTuple):
 class LocalSolver(Protocol):
     """Refine one site; what every implementor owes.
 
-    Frozen and hashable (settings only). ``solve`` is pure and traceable under ``vmap``, ``scan`` and ``while_loop``; it uses the
-    cavity as natural parameters only, so the cavity may be improper; it never returns a non-finite site (the old one comes back
-    with ``moved`` False instead). Leading parameters in this order, under these names.
+    Frozen and hashable (settings only). ``solve`` is pure and traceable under ``vmap``, ``scan`` and ``while_loop``; it
+    uses the cavity as natural parameters only, so the cavity may be improper; it never returns a non-finite site (the
+    old one comes back with ``moved`` False instead). Leading parameters in this order, under these names.
     """
+
+    @property
+    def num_draws(self) -> int:
+        """Antithetic pairs per round where expectations are by draws."""
+        ...
 
     def init(self, family: GaussianFamily, dtype: Any) -> Any:
         """The solver's state for one group, a pytree of arrays."""

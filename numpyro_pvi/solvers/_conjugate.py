@@ -19,8 +19,8 @@ from ._base import LocalFactor, LocalResult
 class Conjugate:
     """Set a site to the natural parameter of its factor, exactly: ``eta_m = eta(f_m)``, one pass, no optimiser.
 
-    For a Gaussian q the log-likelihood must be quadratic in theta jointly and q must keep full covariance over it (a linear
-    regression with known noise, say).
+    For a Gaussian q the log-likelihood must be quadratic in theta jointly and q must keep full covariance over it (a
+    linear regression with known noise, say).
 
     References:
         Khan and Lin, Conjugate-Computation Variational Inference, section 3 (the conjugate part of algorithm 1).

@@ -40,9 +40,10 @@ class _Search(NamedTuple):
 class NaturalGradient:
     """Natural-gradient variational inference on one site (CVI; PVI eq. 10).
 
-    A step is ``eta_m <- (1 - step) eta_m + step * grad_mu E_q[log p(y_m | theta)]`` at the current local q, ``num_steps`` times.
-    For a Gaussian q with ``f = log p(y_m | theta)``, ``H = E[hess f]`` and ``g = E[grad f]``, the target has precision ``-H`` and
-    precision-mean ``g - H loc`` (their diagonals for a mean-field q).
+    A step is ``eta_m <- (1 - step) eta_m + step * grad_mu E_q[log p(y_m | theta)]`` at the current local q,
+    ``num_steps`` times.
+    For a Gaussian q with ``f = log p(y_m | theta)``, ``H = E[hess f]`` and ``g = E[grad f]``, the target has precision
+    ``-H`` and precision-mean ``g - H loc`` (their diagonals for a mean-field q).
 
     Args:
         num_steps: inner steps per visit, each a pass over the group's rows; 1 makes parallel rounds independent of the
@@ -51,15 +52,16 @@ class NaturalGradient:
         expectation: "auto" (closed form or quadrature where the structure allows, else antithetic draws), "exact",
             "quadrature" or "monte_carlo" to insist on one.
         backtracking: halve a step that lowers the local free energy or leaves q improper, and double it back when it is
-            accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not quadratic.
+            accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not
+            quadratic.
         num_draws: antithetic pairs per round when expectations are by draws.
 
     Raises:
         PVIError: on construction, for values outside these ranges.
 
     References:
-        Ashman et al., Partitioned Variational Inference, eq. 10. Khan and Lin, Conjugate-Computation Variational Inference,
-        algorithm 1.
+        Ashman et al., Partitioned Variational Inference, eq. 10. Khan and Lin, Conjugate-Computation Variational
+        Inference, algorithm 1.
     """
 
     num_steps: int = 1
@@ -72,7 +74,9 @@ class NaturalGradient:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise PVIError(f"NaturalGradient(num_steps={self.num_steps!r}): expected a positive int.")
         if not 0.0 < float(self.step_size) <= 1.0:
-            raise PVIError(f"NaturalGradient(step_size={self.step_size!r}): expected a number in (0, 1]; 1 is the full step.")
+            raise PVIError(
+                f"NaturalGradient(step_size={self.step_size!r}): expected a number in (0, 1]; 1 is the full step."
+            )
         words = ("auto", "exact", "quadrature", "monte_carlo")
         if self.expectation not in words:
             raise PVIError(f"NaturalGradient(expectation={self.expectation!r}): expected one of {', '.join(words)}.")
