@@ -143,6 +143,24 @@ class Accepted(NamedTuple):
     accepted: Bool[Array, ""]
 
 
+def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """How much the global ELBO has risen, over the factors that were finite before.
+
+    Args:
+        new: evaluation of a candidate.
+        old: evaluation of the q it would replace, on the same draws if there are any.
+
+    Returns:
+        ``(gain, rounding)`` in nats: gains smaller than ``rounding`` in size mean nothing.
+    """
+    known = jnp.isfinite(old.groups.value)
+    gain = jnp.sum(jnp.where(known, new.groups.value - old.groups.value, 0.0)) + new.rest - old.rest
+    if new.prior is not None and old.prior is not None:
+        gain = gain + jnp.where(jnp.isfinite(old.prior.value), new.prior.value - old.prior.value, 0.0)
+    rounding = 8 * jnp.finfo(new.size.dtype).eps * jnp.where(jnp.isfinite(old.size), old.size, 0.0)
+    return gain, rounding
+
+
 def elbo_has_not_fallen(new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
     """Whether a candidate is at least as good as the old q beyond rounding.
 
@@ -155,15 +173,10 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
     Returns:
         True when the candidate may be taken.
     """
-    known = jnp.isfinite(old.groups.value)
-    stays_finite = jnp.all(jnp.isfinite(new.groups.value) | ~known)
-    gain = jnp.sum(jnp.where(known, new.groups.value - old.groups.value, 0.0)) + new.rest - old.rest
-    if new.prior is not None:
-        prior_gain = new.prior.value - old.prior.value
-        gain = gain + jnp.where(jnp.isfinite(old.prior.value), prior_gain, 0.0)
-    tolerance = 20 * jnp.finfo(new.size.dtype).eps * jnp.where(jnp.isfinite(old.size), old.size, 0.0)
+    stays_finite = jnp.all(jnp.isfinite(new.groups.value) | ~jnp.isfinite(old.groups.value))
+    gain, rounding = elbo_gain(new, old)
     # A q that was not normalisable has no bound to fall from.
-    better = (gain >= -tolerance) | ~old.moments.valid
+    better = (gain >= -rounding) | ~old.moments.valid
     return new.moments.valid & stays_finite & better
 
 

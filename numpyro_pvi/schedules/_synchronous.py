@@ -12,7 +12,17 @@ from jaxtyping import Array, Float, Int
 from .._numerics import power_iteration_step
 from ..errors import PVIError
 from ..sites import SiteStack
-from ._base import Problem, RoundCarry, RoundReport, accept_jointly, factor_moves, total_move, with_prior
+from ._base import (
+    MAX_HALVINGS,
+    Problem,
+    RoundCarry,
+    RoundReport,
+    accept_jointly,
+    elbo_gain,
+    factor_moves,
+    total_move,
+    with_prior,
+)
 
 
 class SynchronousState(NamedTuple):
@@ -33,7 +43,8 @@ class Synchronous:
     """One update of every site from the same q, then absorbed together: ``eta_m <- eta_m + step (proposal_m - eta_m)``.
 
     The joint step starts at ``damping`` and is halved until q is normalisable and the global ELBO has not fallen beyond
-    rounding (on common draws where expectations are by draws), and doubled again when a round is accepted at once. A
+    rounding (on common draws where expectations are by draws), and doubled again when a round is
+    accepted at once; it is also halved when the moves grow while the ELBO stands still. A
     mean-field q also caps it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda:
     parallel mean-field updates blow up at moderate correlations with every q and cavity valid. Where expectations are
     by draws, the naturals of late rounds (from the first round whose move grew) are averaged.
@@ -99,10 +110,13 @@ class Synchronous:
         moved = total_move(problem.family, done.evaluation, old)
         started = (state.late > 0) | (moved > state.last_move)
         late = jnp.where(started, state.late + 1, 0) if problem.noisy else state.late
+        gain, rounding = elbo_gain(done.evaluation, old)
+        # Below rounding the ELBO no longer sees a parallel step that overshoots; growing moves show it.
+        oscillates = (moved > state.last_move) & (gain <= rounding)
+        grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest)
+        step = jnp.where(oscillates, 0.5 * done.step, grown)
         # A round that found no acceptable step starts the next search a little below the full one.
-        step = jnp.where(
-            done.accepted, jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest), 0.125
-        )
+        step = jnp.where(done.accepted, jnp.maximum(step, 2.0**-MAX_HALVINGS), 0.125)
         probe, eigenvalue = state.probe, state.eigenvalue
         if not problem.family.full:
             product = _curvature_product(problem, state, done.evaluation, scale)
