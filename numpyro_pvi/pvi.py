@@ -41,6 +41,7 @@ from .factors import (
     refuse_unsupported,
     signature_of,
     split_arguments,
+    with_expectation,
 )
 from .guides import (
     check_guide,
@@ -176,6 +177,7 @@ class PVI(SVI):
         layout = Layout(*guide_layout(self.guide, dict(zip(own.names, own.shapes, strict=True))))
         partition = self.partition or self._default_partition(trace)
         planned = plan_factors(partition, args, kwargs, key=plan_key, layout=layout)
+        planned = with_expectation(planned, getattr(self.solver, "expectation", "auto"))
         family = family_of(self.guide, layout.dim)
         plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
         params = self._initial_params(planned.params, init_params)

@@ -1,4 +1,4 @@
-"""The checker that tests/conftest.py hooks into the package: beartype, except on the making of objects."""
+"""The checker that tests/conftest.py hooks into the package: beartype, except where users enter."""
 
 from beartype import beartype
 
@@ -8,6 +8,7 @@ def check(function):
 
     JAX rebuilds dataclasses that are pytrees with leaves that are no arrays at all (shapes, axis numbers, None), so the
     annotations of their fields hold where functions take and return them, not for every object made. And what a user
-    passes to a constructor is checked by the constructor, whose own message is what the tests want to see.
+    passes to a constructor, or to the shell PVI, is checked there, and that message is what the tests want to see.
     """
-    return function if function.__name__ == "__init__" else beartype(function)
+    shell = function.__module__ == "numpyro_pvi.pvi"
+    return function if shell or function.__name__ == "__init__" else beartype(function)

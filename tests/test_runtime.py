@@ -4,13 +4,14 @@ import jax
 import numpy as np
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.runtime import LaxMap, Vmap
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
-from tests.laws.models import make_linear, make_logistic, rows
+from tests.laws.models import groups, make_hyper, make_linear, make_logistic, rows
 
 X, Y, CLASSES = rows(24)
 
@@ -58,6 +59,20 @@ def test_logistic_trajectories_are_the_same(tolerance):
     ]
     for other in found[1:]:
         assert_same(other, found[0], tolerance)
+
+
+def test_hyperparameters_take_the_same_steps_under_every_runtime(tolerance):
+    """The gradient in numpyro.param sites passes through the factors, whatever loop the runtime puts around them."""
+    found = []
+    for runtime in (Vmap(), LaxMap()):
+        model = make_hyper()
+        labels = groups(3, 24)
+        pvi = PVI(Partition(model, "data", labels), AutoMultivariateNormal(model), Adam(0.05), runtime=runtime)
+        state = pvi.init(jax.random.key(0), X, Y)
+        for _ in range(2):
+            state, _ = pvi.update(state, X, Y)
+        found.append(float(pvi.get_params(state)["sigma"]))
+    assert found[0] != 1.5 and abs(found[1] - found[0]) <= tolerance
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "8MB"])

@@ -12,6 +12,7 @@ from ._planner import (
     plan_factors,
     refuse_unsupported,
     slice_rows,
+    with_expectation,
 )
 from ._prior import exact_prior, prior_factor_log_density
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
@@ -43,5 +44,6 @@ __all__ = [
     "refuse_unsupported",
     "slice_rows",
     "split_arguments",
+    "with_expectation",
     "term_log_prob",
 ]

@@ -106,6 +106,26 @@ def plan_factors(
     return Planned(plan, packing, probe.prior_loc, probe.prior_sd, probe.params)
 
 
+def with_expectation(planned: Planned, expectation: str) -> Planned:
+    """Treat every factor as a solver insists, where its structure allows that.
+
+    Args:
+        planned: what was found.
+        expectation: "monte_carlo" (draws for all factors), "quadrature" (for all whose predictors are known), or anything else to
+            leave the plan as it is.
+
+    Returns:
+        The plan to follow.
+    """
+    plan = planned.plan
+    if expectation == "monte_carlo":
+        prior_kind = "draws" if plan.has_prior_factor else "none"
+        plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind)
+    elif expectation == "quadrature" and plan.terms:
+        plan = dataclasses.replace(plan, likelihood="affine")
+    return dataclasses.replace(planned, plan=plan)
+
+
 def move_to_prior_factor(planned: Planned) -> Planned:
     """Give up the exact prior: every latent goes to the prior factor (a mean-field q over a correlated Gaussian prior)."""
     plan = planned.plan

@@ -14,7 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import FIXED_RULES, RULES, AffineProgram, DrawsProgram, QuadraticProgram
+from ..expectations import FIXED_RULES, RULES, AffineProgram, DrawsProgram, QuadraticProgram, sum_by_group
 from ..factors import (
     ModelCall,
     Packing,
@@ -172,8 +172,12 @@ class Engine:
             # A static rule: params are differentiated through this, and loops of traced length have no reverse mode.
             return reader.expected(arrays, origin, None, 0, noise, False)
 
-        groups = self.runtime.sum_chunks(read, (packing.rows, packing.mask), packing.chunk_group, packing.offsets)
-        count = packing.offsets.shape[0]
+        count, chunks = packing.offsets.shape[0], (packing.rows, packing.mask)
+        if part.params:
+            # Differentiated with respect to the params, where a runtime's loop of traced length has no reverse mode.
+            groups = sum_by_group(jax.lax.map(read, chunks), packing.chunk_group, count - 1)
+        else:
+            groups = self.runtime.sum_chunks(read, chunks, packing.chunk_group, packing.offsets)
         return QuadraticProgram(reader, family), groups, jnp.arange(count - 1), jnp.arange(count)
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
