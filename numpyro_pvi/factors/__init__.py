@@ -1,5 +1,6 @@
 """The exact side: a partitioned model as log-likelihoods of single groups, packed rows, and the structure they have."""
 
+from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
 from ._model import Layout, ModelCall, abstract_trace, row_log_likelihood
 from ._packing import Packing, gather_rows
@@ -17,6 +18,9 @@ from ._planner import (
 from ._prior import exact_prior, prior_factor_log_density
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
 from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
+
+# A handler cannot import the planner, which is a later room: the planner hands itself over.
+Partition.planner = staticmethod(make_plan)
 
 __all__ = [
     "Layout",

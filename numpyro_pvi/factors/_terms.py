@@ -192,13 +192,13 @@ def prepare_term(call: ModelCall, spec: TermSpec) -> TermData:
     return TermData(site["fn"], value, design, flat_offset, tuple(constant), scale)
 
 
-def term_log_prob(spec: TermSpec, data: TermData, predictors: tuple[Float[Array, "E"], ...]) -> Float[Array, "E"]:
+def term_log_prob(spec: TermSpec, data: TermData, predictors: tuple[Float[Array, "..."], ...]) -> Float[Array, "E"]:
     """Elementwise log density of a term at given predictor values, in nats.
 
     Args:
         spec: the term's structure.
         data: the term's arrays on one chunk.
-        predictors: one array per predictor.
+        predictors: one Float[E] array per predictor, or a scalar where all rows share it.
 
     Returns:
         One log density per element; masked sites give zero where they are masked.
