@@ -73,6 +73,7 @@ def inverse_root(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D
     return jnp.swapaxes(inverse, -1, -2)
 
 
+@jax.jit
 def invert_lower(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
     """Inverse of lower-triangular matrices.
 

@@ -20,8 +20,8 @@ from ..families import GaussianFamily, GaussianMoments
 from ._expected import Expected
 from .quadrature import expect_1d, expect_2d
 
-# Relative error that stands for "unknown": large enough to be noticed in any row that matters, and in no other.
-_UNKNOWN_ERROR = 1e6
+# Units of rounding that a row's error estimate may hold, about 8 times the root of the number of nodes.
+_ROUNDING = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,11 @@ class AffineProgram:
         value, grad, hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
         # Rows whose second derivative is negligible (a saturated logit) need no relative accuracy of their own.
         size = jnp.where(mask, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in hess.items()), 0.0)
-        worst = jnp.minimum(error, _UNKNOWN_ERROR)
-        wrong = jnp.sum(jnp.where(size > 0, jnp.where(jnp.isfinite(size), size * worst, jnp.inf), 0.0))
+        # A log density is itself only good to rounding of its predictors; the error estimate amplifies that and must not read it
+        # as the rule's failure.
+        rounding = _ROUNDING * jnp.finfo(size.dtype).eps * (1.0 + sum(jnp.abs(m) for m in mean))
+        lost = jnp.where(jnp.isnan(error) | ~jnp.isfinite(size), jnp.inf, jnp.maximum(error - rounding, 0.0))
+        wrong = jnp.sum(jnp.where(mask, lost, 0.0))
         spread = jnp.sqrt(jnp.stack([jnp.max(covariance[i, i]) for i in range(len(data.design))]).max())
         value = jnp.sum(jnp.where(mask, value, 0.0))
         grad = tuple(jnp.where(mask, g, 0.0) for g in grad)
@@ -142,11 +145,11 @@ def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: d
     if len(mean) == 1:
         sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))
         result = expect_1d(row_fn, mean[0], sd, rule=level, num_rules=num_rules)
-        return result.value, (result.grad,), {(0, 0): result.hess}, result.error
+        return result.value, (result.grad,), {(0, 0): result.hess}, result.absolute
     law = (mean[0], mean[1], spread[0, 0], spread[0, 1], spread[1, 1])
     result = expect_2d(row_fn, *law, rule=level, num_rules=num_rules)
     hess = {(0, 0): result.hess[..., 0], (0, 1): result.hess[..., 1], (1, 1): result.hess[..., 2]}
-    return result.value, (result.grad[..., 0], result.grad[..., 1]), hess, result.error
+    return result.value, (result.grad[..., 0], result.grad[..., 1]), hess, result.absolute
 
 
 def _evaluate(spec: TermSpec, data: TermData, *predictors: Float[Array, "E"]) -> Float[Array, "E"]:

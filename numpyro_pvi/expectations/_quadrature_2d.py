@@ -28,6 +28,7 @@ class RowMoments2D(NamedTuple):
     grad: Float[Array, "*rows 2"]  # E psi_u, E psi_v
     hess: Float[Array, "*rows 3"]  # E psi_uu, E psi_uv, E psi_vv
     error: Float[Array, "*rows"]  # estimated relative error of the worst, in whitened coordinates; inf where not finite
+    absolute: Float[Array, "*rows"]  # estimated error of the whitened hess, in nats; inf where not known
 
 
 class Law(NamedTuple):
@@ -122,8 +123,8 @@ def _gaps(sums: Sums2D, law: Law) -> tuple[list[Array], list[Array], list[Array]
     return grad, hess, [jnp.abs(a - b) for a, b in zip((*hess, *grad), sums.stein, strict=True)]
 
 
-def _moments(sums: Sums2D, hess: list[Array], error: Array) -> RowMoments2D:
-    return RowMoments2D(sums.plain[0], jnp.stack(sums.plain[1:3], -1), jnp.stack(hess, -1), error)
+def _moments(sums: Sums2D, hess: list[Array], error: Array, absolute: Array) -> RowMoments2D:
+    return RowMoments2D(sums.plain[0], jnp.stack(sums.plain[1:3], -1), jnp.stack(hess, -1), error, absolute)
 
 
 def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array) -> RowMoments2D:
@@ -144,7 +145,7 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array) -> RowMoments2D:
     first = (gaps[3] + gaps[4]) * per_axis**0.5
     second = gaps[0] + gaps[1] + gaps[2] + first
     error = _worst([second] * 6, sums.size)
-    return _moments(sums, list(sums.plain[3:]), error)
+    return _moments(sums, list(sums.plain[3:]), error, second)
 
 
 def mapped_2d(row_fn: RowFn2D, law: Law) -> RowMoments2D:
@@ -248,5 +249,7 @@ def _mapped_moments(sums: Sums2D, halves: Sums2D, cut: Array, law: Law) -> RowMo
         fine = jnp.where(any_stein, 10 * coarse**2, coarse**4)
         return scale * (jnp.minimum(coarse, fine) + 4 * eps) + gap
 
-    error = _worst([refine(h, s) for h, s in zip(half, scales, strict=True)], tuple(scales))
-    return _moments(sums, hess_out, jnp.where(cut, jnp.inf, error))
+    refined = [refine(h, s) for h, s in zip(half, scales, strict=True)]
+    error = _worst(refined, tuple(scales))
+    lost = refined[3] + refined[4] + refined[5]
+    return _moments(sums, hess_out, jnp.where(cut, jnp.inf, error), jnp.where(cut, jnp.inf, lost))

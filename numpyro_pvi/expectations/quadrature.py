@@ -31,6 +31,7 @@ class RowMoments1D(NamedTuple):
     grad: Float[Array, "*rows"]  # E psi'
     hess: Float[Array, "*rows"]  # E psi''
     error: Float[Array, "*rows"]  # estimated relative error of the worst of the three; inf where psi is not finite
+    absolute: Float[Array, "*rows"]  # estimated error of hess times the variance, in nats; inf where not known
 
 
 class _Sums(NamedTuple):
@@ -102,11 +103,11 @@ def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array) -> RowMome
         return _add(sums, _terms(row_fn, mean + sd * nodes[k], nodes[k], weights[k], sd))
 
     sums = jax.lax.fori_loop(start, stop, step, _zeros(mean))
-    return RowMoments1D(sums.value, sums.grad, sums.hess, _fixed_error(sums, mean, sd, per_axis))
+    return RowMoments1D(sums.value, sums.grad, sums.hess, *_fixed_error(sums, mean, sd, per_axis))
 
 
-def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int | np.integer | Array) -> Array:
-    """Error from the gap between direct and Stein forms.
+def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int | np.integer | Array) -> tuple[Array, Array]:
+    """Relative error, and error of hess times the variance, from the gap between direct and Stein forms.
 
     The two forms differ first in the polynomial degree the rule itself fails at, so the gap has the size of the error,
     not of a coarser rule's error. The gap of grad sees the even part of the failure, that of hess the odd part.
@@ -123,7 +124,7 @@ def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int | np.intege
         _relative(error * sd, sums.abs_grad),
         _relative(error * sd**2, sums.abs_value),
     ]
-    return jnp.maximum(jnp.maximum(relative[0], relative[1]), relative[2])
+    return jnp.maximum(jnp.maximum(relative[0], relative[1]), relative[2]), error * sd**2
 
 
 def _standardised(row_fn: RowFn, mean: Array, sd: Array) -> Callable[[Array, Array], tuple[Array, Array, Array]]:
@@ -190,7 +191,8 @@ def _mapped_moments(even: _Sums, odd: _Sums, cut: Array, mean: Array, sd: Array)
         _relative(error(halves.value, sums.abs_value) + sd * gap_grad, sums.abs_value),
     ]
     worst = jnp.maximum(jnp.maximum(relative[0], relative[1]), relative[2])
-    return RowMoments1D(sums.value, sums.grad, hess, jnp.where(cut, jnp.inf, worst))
+    lost = jnp.where(cut, jnp.inf, hess_error * sd**2)
+    return RowMoments1D(sums.value, sums.grad, hess, jnp.where(cut, jnp.inf, worst), lost)
 
 
 def _apply(row_fn: RowFn, mean: Array, sd: Array, name: str) -> RowMoments1D:
