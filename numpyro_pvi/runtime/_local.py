@@ -89,11 +89,6 @@ class LocalProblem:
         """Whether any expectation is by draws."""
         return self.program.noisy or (self.has_prior_factor and self.prior_program.noisy)
 
-    @property
-    def conjugate(self) -> bool:
-        """Whether one full step of every site is exact."""
-        return self.quadratic and self.family.full and not self.has_prior_factor
-
     def noise(self, key: Any, num_particles: int = 1) -> Any:
         """Standard normal draws shared by all groups in one round, or None.
 

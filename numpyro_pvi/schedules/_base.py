@@ -86,8 +86,6 @@ class Problem(Protocol):
     has_prior_factor: bool
     # Whether expectations are by draws, so that values compare only on common draws.
     noisy: bool
-    # Whether every factor is quadratic jointly with a full-covariance q, so that no guard is needed.
-    conjugate: bool
 
     def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False) -> Evaluation:
         """One pass over all groups at the q of these sites; ``again`` repeats the last evaluation's rule to the letter."""
