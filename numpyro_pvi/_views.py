@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from .errors import ImproperError
 from .expectations import RULES
 from .families import GaussianFamily, GaussianMoments
 from .handlers import PRIOR
-from .sites import posterior
+from .sites import SiteStack, posterior
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +111,13 @@ def _marginal(family: GaussianFamily, moments: GaussianMoments, where: slice, sh
 def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
-    q = posterior(state.prior, state.sites)
-    proper = np.asarray(family.in_domain(jax.tree.map(lambda a, b: a - b, q, state.sites.groups)))
+    proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites))
     labels: tuple = part.table.labels
     count = len(labels)
     structure, expectation = (part.likelihood,) * count, (_words(part.likelihood, state),) * count
     if part.has_prior_factor:
         labels = (PRIOR, *labels)
-        proper = np.concatenate([[bool(family.in_domain(q - state.sites.prior))], proper])
+        proper = np.concatenate([[prior_proper], proper])
         structure, expectation = (part.prior_kind, *structure), (_words(part.prior_kind, state), *expectation)
     return PVIInfo(
         labels=labels,
@@ -135,6 +135,14 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
         rounds=int(state.step),
         notes=notes,
     )
+
+
+@partial(jax.jit, static_argnames="family")
+def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack) -> tuple[Any, Any]:
+    """Whether q without each group's site, and without the prior factor's, is normalisable."""
+    q = posterior(prior, sites)
+    groups = family.in_domain(jax.tree.map(lambda a, b: a - b, q, sites.groups))
+    return groups, groups[0] if sites.prior is None else family.in_domain(q - sites.prior)
 
 
 def _words(kind: str, state: PVIState) -> str:

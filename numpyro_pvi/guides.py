@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 from numpyro import handlers
 from numpyro.infer import autoguide
@@ -115,21 +118,28 @@ def natural_to_params(
     Returns:
         Params for ``Predictive(guide, params=...)``, ``guide.median`` and the like.
     """
-    moments = family.moments(natural)
     prefix = guide.prefix
     if isinstance(guide, autoguide.AutoNormal):
-        params = {}
-        for name, shape, where in zip(names, shapes, slices(shapes), strict=True):
-            params[f"{name}_{prefix}_loc"] = moments.loc[where].reshape(shape)
-            params[f"{name}_{prefix}_scale"] = moments.scale[where].reshape(shape)
-        return params
-    order = _permutation(guide, names, shapes)
-    loc = moments.loc[order]
-    if not family.full:
-        return {f"{prefix}_loc": loc, f"{prefix}_scale": moments.scale[order]}
-    root = moments.scale[order]
-    tril, _ = scaled_cholesky(symmetrise(root @ root.T))
-    return {f"{prefix}_loc": loc, f"{prefix}_scale_tril": tril}
+        loc, scale = _by_latent(family, shapes, natural)
+        params = {f"{name}_{prefix}_loc": x for name, x in zip(names, loc, strict=True)}
+        return params | {f"{name}_{prefix}_scale": x for name, x in zip(names, scale, strict=True)}
+    loc, scale = _in_order(family, natural, _permutation(guide, names, shapes))
+    return {f"{prefix}_loc": loc, f"{prefix}_scale{'_tril' * family.full}": scale}
+
+
+# Compiled: operation by operation, these cost seconds the first time.
+@partial(jax.jit, static_argnames=("family", "shapes"))
+def _by_latent(family: GaussianFamily, shapes: tuple, natural: GaussianNatural) -> tuple[list[Array], list[Array]]:
+    moments = family.moments(natural)
+    parts = list(zip(slices(shapes), shapes, strict=True))
+    return [moments.loc[w].reshape(s) for w, s in parts], [moments.scale[w].reshape(s) for w, s in parts]
+
+
+@partial(jax.jit, static_argnames="family")
+def _in_order(family: GaussianFamily, natural: GaussianNatural, order: Any) -> tuple[Array, Array]:
+    moments = family.moments(natural)
+    scale = moments.scale[order]
+    return moments.loc[order], scaled_cholesky(symmetrise(scale @ scale.T))[0] if family.full else scale
 
 
 def params_to_natural(
@@ -154,7 +164,7 @@ def params_to_natural(
     if isinstance(guide, autoguide.AutoNormal):
         loc = jnp.concatenate([full[f"{n}_{prefix}_loc"].reshape(-1) for n in names])
         return family.from_loc_sd(loc, jnp.concatenate([full[f"{n}_{prefix}_scale"].reshape(-1) for n in names]))
-    inverse = jnp.argsort(_permutation(guide, names, shapes))
+    inverse = np.argsort(_permutation(guide, names, shapes))
     loc = full[f"{prefix}_loc"][inverse]
     if not family.full:
         return family.from_loc_sd(loc, full[f"{prefix}_scale"][inverse])
@@ -183,11 +193,11 @@ def slices(shapes: tuple[tuple[int, ...], ...]) -> list[slice]:
     return found
 
 
-def _permutation(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[Array, "D"]:
+def _permutation(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[np.ndarray, "D"]:
     where = dict(zip(names, slices(shapes), strict=True))
     if guide.prototype_trace is None:
         # Set up later under jit or vmap (as Predictive does) it would order its flat vector otherwise, and read another
         # posterior.
         raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
     own = list(guide._init_locs)
-    return jnp.concatenate([jnp.arange(where[n].start, where[n].stop) for n in own])
+    return np.concatenate([np.arange(where[n].start, where[n].stop) for n in own])

@@ -52,7 +52,7 @@ from .guides import (
     params_to_natural,
     setup_guide,
 )
-from .handlers import PRIOR, Partition, choose_plate, find_plates
+from .handlers import PRIOR, FullPlates, Partition, choose_plate, find_plates
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
 from .sites import SiteStack, cavity, posterior, take
@@ -136,6 +136,8 @@ class PVI(SVI):
         self.num_groups, self.init_sites = num_groups, init_sites
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
         self._labels: tuple = ()
+        # Plates that draw mini-batches run over all of their rows here, wherever the model is evaluated.
+        self._full_model = FullPlates(inner)
         self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
         self._rounds = jax.jit(run_rounds, static_argnames=("engine", "static", "length", "fine"))
         self._start = jax.jit(start_arrays, static_argnames=("engine", "plan", "static", "mode"))
@@ -412,7 +414,7 @@ class PVI(SVI):
         """
         args, kwargs = self._checked_arguments(state, args, kwargs)
         return diagnostics.khat(
-            rng_key, self.model, state, args, kwargs, self._param_values(state), num_samples=num_samples
+            rng_key, self._full_model, state, args, kwargs, self._param_values(state), num_samples=num_samples
         )
 
     def to_arviz(
@@ -434,7 +436,7 @@ class PVI(SVI):
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
         return export.to_arviz(
-            rng_key, self.model, self.guide, self.get_params(state), args, kwargs, num_samples=num_samples
+            rng_key, self._full_model, self.guide, self.get_params(state), args, kwargs, num_samples=num_samples
         )
 
     # ------------------------------------------------------------------ joints between the rooms
@@ -471,13 +473,21 @@ class PVI(SVI):
                 "pass an optimiser, PVI(model, guide, numpyro.optim.Adam(0.01)), or give them a prior with numpyro.sample."
             )
         given = init_params or {}
-        return {n: jnp.asarray(given.get(n, v), jnp.result_type(v)) for n, v in found.items()}
+
+        def like(value, default):
+            return jnp.asarray(value, jnp.result_type(default))
+
+        # A param of a flax module is a pytree of arrays.
+        return {n: jax.tree.map(like, given.get(n, v), v) for n, v in found.items()}
 
     def _init_optim(self, plan: Plan, params: dict) -> Any:
         if self.optim is None:
             return None
         transforms = self._param_transforms()
-        unconstrained = {n: jnp.asarray(transforms[n].inv(v), float_dtype()) for n, v in params.items()}
+        dtype = float_dtype()
+        unconstrained = {
+            n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()
+        }
         return self._optimiser.init(unconstrained)
 
     @property
@@ -528,7 +538,7 @@ class PVI(SVI):
 
     def _check_structure(self, plan: Plan) -> None:
         part = plan.partition
-        self.solver.check(part.likelihood, plan.family.full, f"likelihood in plate {part.plate!r}")
+        self.solver.check(part.likelihood, plan.family.full, f"likelihood in {part.where}")
         if part.has_prior_factor:
             self.solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")
 

@@ -1,6 +1,6 @@
 """Expectations of a factor and its gradients under q: closed form, quadrature over affine predictors, antithetic draws."""
 
-from ._affine import AffineProgram
+from ._affine import AffineProgram, SharedAffineProgram
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._quadratic import QuadraticProgram
@@ -14,6 +14,7 @@ __all__ = [
     "DrawsProgram",
     "Expected",
     "QuadraticProgram",
+    "SharedAffineProgram",
     "add_expected",
     "rule_index",
     "sum_by_group",

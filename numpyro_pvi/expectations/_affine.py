@@ -8,9 +8,11 @@ numbers per row, contracted with the design once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -18,7 +20,14 @@ from .._numerics import clip_psd_2x2
 from ..factors import ModelCall, TermData, TermSpec, prepare_term, term_log_prob
 from ..families import GaussianFamily, GaussianMoments
 from ._expected import Expected
+from ._rules import RULES
 from .quadrature import expect_1d, expect_2d
+
+# Which rows count, by partitioned axis.
+Masks = Mapping[str | None, Bool[Array, "R"]]
+
+# Numbers held per element of a term during a pass, beside its arrays: with the fixed rules only, and with the finest.
+_WORKING = (160, 600)
 
 # Units of rounding that a row's error estimate may hold, about 8 times the root of the number of nodes.
 _ROUNDING = 64
@@ -39,24 +48,42 @@ class AffineProgram:
     num_rules: int
     noisy: bool = dataclasses.field(default=False, init=False)
 
-    def prepare(self, call: ModelCall, mask: Bool[Array, "R"] | None) -> tuple:
+    def prepare(self, call: ModelCall, masks: Masks) -> tuple:
         """Read every term's design off the model on one chunk.
 
         Args:
             call: the model on the chunk's rows.
-            mask: which rows are real; None when all are.
+            masks: which rows are real, by partitioned axis.
 
         Returns:
             Per term, its arrays and a Bool[E] mask.
         """
-        return tuple(self._with_mask(prepare_term(call, spec), spec.row_dim, mask) for spec in self.terms)
+        return self.mask(tuple(prepare_term(call, spec) for spec in self.terms), masks)
 
-    def _with_mask(self, data: TermData, dim: int | None, mask: Bool[Array, "R"] | None) -> tuple[TermData, Array]:
-        shape = data.fn.batch_shape
-        if mask is None or dim is None:
-            return data, jnp.ones((_size(shape),), bool)
-        aligned = mask.reshape(mask.shape + (1,) * (-dim - 1))
-        return data, jnp.broadcast_to(aligned, shape).reshape(-1)
+    def mask(self, data: tuple[TermData, ...], masks: Masks) -> tuple:
+        """Add to every term's arrays which of their elements count.
+
+        Args:
+            data: per term, its arrays.
+            masks: which rows are real, by partitioned axis; an axis that is not named counts whole.
+
+        Returns:
+            Per term, its arrays and a Bool[E] mask.
+        """
+        return tuple((d, _elements(d, spec, masks)) for spec, d in zip(self.terms, data, strict=True))
+
+    def working_bytes(self, chunks: tuple) -> int:
+        """What a pass over one chunk holds beside its arrays.
+
+        Args:
+            chunks: what :meth:`prepare` returned, with or without a leading chunk axis.
+
+        Returns:
+            Bytes, roughly.
+        """
+        itemsize = jnp.finfo(jnp.result_type(float)).bits // 8
+        elements = sum(mask.shape[-1] for _, mask in chunks)
+        return elements * itemsize * _WORKING[self.num_rules == len(RULES)]
 
     def expected(
         self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
@@ -135,6 +162,41 @@ class AffineProgram:
         return {
             (i, j): jnp.sum(spread[i] * spread[j], axis=-1) for i in range(len(spread)) for j in range(i, len(spread))
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedAffineProgram:
+    """Quadrature where every chunk is all rows with the other groups' masked: the arrays are prepared once and shared.
+
+    Args:
+        program: the program of one chunk.
+        data: per term, its arrays on all rows.
+        masks: a chunk to which rows count, by partitioned axis.
+    """
+
+    program: AffineProgram
+    data: tuple[TermData, ...]
+    masks: Callable[[Any], Masks]
+    noisy: bool = dataclasses.field(default=False, init=False)
+
+    def working_bytes(self, chunks: Any) -> int:
+        """What a pass over one chunk reads and holds: see :meth:`AffineProgram.working_bytes`."""
+        del chunks
+        shared = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.data))
+        return shared + self.program.working_bytes(self.program.mask(self.data, {}))
+
+    def expected(self, chunk: Any, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any) -> Expected:
+        """Expectations of one chunk's terms: see :meth:`AffineProgram.expected`."""
+        arrays = self.program.mask(self.data, self.masks(chunk))
+        return self.program.expected(arrays, moments, probe, level, noise, clip)
+
+
+def _elements(data: TermData, spec: TermSpec, masks: Masks) -> Bool[Array, "E"]:
+    shape, mask = data.fn.batch_shape, masks.get(spec.row_key)
+    if mask is None or spec.row_dim is None:
+        return jnp.ones((_size(shape),), bool)
+    aligned = mask.reshape(mask.shape + (1,) * (-spec.row_dim - 1))
+    return jnp.broadcast_to(aligned, shape).reshape(-1)
 
 
 def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level, num_rules: int):

@@ -35,6 +35,11 @@ class DrawsProgram:
         """Keep one chunk's arguments and mask."""
         return data, mask
 
+    def working_bytes(self, chunks: Any) -> int:
+        """What a pass over one chunk holds beside its arrays, in bytes: not known of a model in general."""
+        del chunks
+        return 0
+
     def expected(
         self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
     ) -> Expected:

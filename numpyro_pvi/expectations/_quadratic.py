@@ -24,6 +24,11 @@ class QuadraticProgram:
     family: GaussianFamily
     noisy: bool = dataclasses.field(default=False, init=False)
 
+    def working_bytes(self, chunks: Any) -> int:
+        """What a pass over one group holds beside its arrays, in bytes: nothing to speak of."""
+        del chunks
+        return 0
+
     def expected(
         self, factor: Expected, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
     ) -> Expected:

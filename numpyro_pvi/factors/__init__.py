@@ -12,10 +12,10 @@ from ._planner import (
     move_to_prior_factor,
     plan_factors,
     refuse_unsupported,
-    slice_rows,
     with_expectation,
 )
 from ._prior import exact_prior, prior_factor_log_density
+from ._reading import GroupMasks, slice_rows
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
 from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
 
@@ -23,6 +23,7 @@ from ._validate import as_arrays, check_finite_arguments, check_same_signature, 
 Partition.planner = staticmethod(make_plan)
 
 __all__ = [
+    "GroupMasks",
     "Layout",
     "ModelCall",
     "Packing",

@@ -17,6 +17,8 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.distributions.util import sum_rightmost
 from numpyro.primitives import Messenger
 
+from ..handlers import FullPlates, RowAxes
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -65,27 +67,6 @@ class Layout:
         raise IndexError(index)
 
 
-class _AtPoint(Messenger):
-    """Give every latent the value that its unconstrained coordinates map to, and keep the log Jacobians."""
-
-    def __init__(self, fn: Callable, values: dict[str, Array]):
-        self.values = values
-        self.log_jacobians: dict[str, Array] = {}
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        """Substitute a latent's value; everything else passes."""
-        if msg["type"] != "sample" or msg["is_observed"] or msg["name"] not in self.values:
-            return
-        point = self.values[msg["name"]]
-        transform = biject_to(msg["fn"].support)
-        value = transform(point)
-        jacobian = transform.log_abs_det_jacobian(point, value)
-        event_dim = len(msg["fn"].event_shape)
-        self.log_jacobians[msg["name"]] = sum_rightmost(jacobian, jnp.ndim(jacobian) - jnp.ndim(value) + event_dim)
-        msg["value"] = value
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelCall:
     """A model with everything that stays fixed while the flat vector moves.
@@ -114,11 +95,27 @@ class ModelCall:
             ``(trace, log_jacobians)``: the NumPyro trace (constrained values) and each latent's log |d constrained / d
             unconstrained|, in its batch shape.
         """
-        reader = _AtPoint(self.model, self.layout.unflatten(point))
-        seeded = handlers.seed(handlers.substitute(reader, data=self.params), jax.random.key(0))
+        values = self.layout.unflatten(point)
+
+        # A substitution function is the one handler that also reaches the sample sites inside a scan's body.
+        def constrained(site: dict) -> Array | None:
+            if site["type"] != "sample" or site["is_observed"] or site["name"] not in values:
+                return None
+            return biject_to(site["fn"].support)(values[site["name"]])
+
+        model = handlers.substitute(FullPlates(self.model), data=self.params)
+        seeded = handlers.seed(handlers.substitute(model, substitute_fn=constrained), jax.random.key(0))
         with jax.named_scope("numpyro_model"):
             trace = handlers.trace(seeded).get_trace(*self.args, **self.kwargs)
-        return trace, reader.log_jacobians
+        return trace, {n: _log_jacobian(trace[n], point) for n, point in values.items() if n in trace}
+
+
+def _log_jacobian(site: dict, point: Array) -> Array:
+    transform = biject_to(site["fn"].support)
+    value = site["value"]
+    jacobian = transform.log_abs_det_jacobian(point, value)
+    event_dim = len(site["fn"].event_shape)
+    return sum_rightmost(jacobian, jnp.ndim(jacobian) - jnp.ndim(value) + event_dim)
 
 
 class DrawImproper(Messenger):
@@ -162,42 +159,40 @@ def is_observed(site: dict) -> bool:
     return site["type"] == "sample" and site["is_observed"]
 
 
-def frame_of(site: dict, plate: str):
-    """The plate's frame in a site's conditional-independence stack, or None."""
-    return next((f for f in site["cond_indep_stack"] if f.name == plate), None)
-
-
 def latent_log_density(call: ModelCall, point: Float[Array, "D"]) -> dict[str, Array]:
     """Each latent's log density in unconstrained space at a flat point, in nats."""
     trace, jacobians = call.trace(point)
     return {n: jnp.sum(site_log_prob(s, jacobians.get(n))) for n, s in trace.items() if is_latent(s)}
 
 
-def outside_log_likelihood(call: ModelCall, point: Float[Array, "D"], plate: str) -> Array:
-    """Log density of the observed sites outside the partitioned plate, in nats: they belong to the prior factor."""
+def outside_log_likelihood(call: ModelCall, point: Float[Array, "D"], rows: RowAxes) -> Array:
+    """Log density of the observed sites that no group owns, in nats: they belong to the prior factor."""
     trace, _ = call.trace(point)
-    terms = [jnp.sum(site_log_prob(s)) for s in trace.values() if is_observed(s) and frame_of(s, plate) is None]
+    terms = [jnp.sum(site_log_prob(s)) for s in trace.values() if is_observed(s) and rows.of(s) is None]
     return sum(terms, start=jnp.zeros((), point.dtype))
 
 
-def row_log_likelihood(call: ModelCall, point: Float[Array, "D"], plate: str) -> dict[str, Float[Array, "N"]]:
-    """Log-likelihood of every row of the partitioned plate at one flat point.
+def row_log_likelihood(
+    call: ModelCall, point: Float[Array, "D"], rows: RowAxes
+) -> dict[str, tuple[str, Float[Array, "N"]]]:
+    """Log-likelihood of every row of the partitioned axes at one flat point.
 
     Args:
         call: the model and its (full or sliced) arguments.
         point: unconstrained latents.
-        plate: name of the partitioned plate.
+        rows: where the rows are.
 
     Returns:
-        For each observed sample site in the plate, one number per plate index, in nats; other batch axes are summed.
+        For each observed sample site with a partitioned axis: the axis' key, and one number per row, in nats; other
+        batch axes are summed.
     """
     trace, _ = call.trace(point)
-    rows = {}
+    found = {}
     for name, site in trace.items():
-        frame = frame_of(site, plate) if is_observed(site) else None
-        if frame is not None:
-            rows[name] = rows_first(site_log_prob(site), frame.dim)
-    return rows
+        axis = rows.of(site) if is_observed(site) else None
+        if axis is not None:
+            found[name] = axis.key, rows_first(site_log_prob(site), axis.dim)
+    return found
 
 
 def rows_first(values: Array, dim: int) -> Float[Array, "N"]:
@@ -221,7 +216,8 @@ def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
     found: dict = {}
 
     def run(key):
-        found.update(handlers.trace(handlers.seed(DrawImproper(model, key), key)).get_trace(*args, **kwargs))
+        seeded = handlers.seed(DrawImproper(FullPlates(model), key), key)
+        found.update(handlers.trace(seeded).get_trace(*args, **kwargs))
         return jnp.zeros(())
 
     with numpyro.validation_enabled(False):

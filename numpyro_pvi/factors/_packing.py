@@ -25,6 +25,10 @@ MAX_CHUNKS_PER_GROUP: Final = 1 + 1 / (MAX_PADDED_SHARE - 1)
 # What a chunk costs besides its rows (its result, its share of the model's global part), in units of `chunk_size` rows.
 _CHUNK_COST = 1 / 16
 _MAX_CANDIDATES = 2048
+# Longest chunk: a pass holds some hundred numbers for every row of a chunk. Each chunk leaves a result of D^2 numbers,
+# so it should be several times longer than D all the same.
+_LONGEST_CHUNK = 1024
+_LONGEST_PER_DIM = 8
 
 
 # JAX rebuilds pytrees around placeholders (vmap axes, shapes), so the constructor must not check its arguments.
@@ -46,13 +50,19 @@ class Packing:
     chunk_group: Int[Array, " C"]
     offsets: Int[Array, " G"]
 
+    @property
+    def chunks(self) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
+        """What identifies each chunk: its rows, and which of them are no padding."""
+        return self.rows, self.mask
 
-def choose_chunk_rows(sizes: tuple[int, ...], chunk_size: int = 128) -> int:
+
+def choose_chunk_rows(sizes: tuple[int, ...], chunk_size: int = 128, dim: int = 1) -> int:
     r"""Choose the chunk length R that makes rows and chunks together cheapest.
 
     With C(R) = sum_m ceil(n_m / R) chunks, it minimises
 
-        R C(R) + (chunk_size / 16) C(R)   subject to   R C(R) <= 1.3 N,   C(R) <= 4.3 M.
+        R C(R) + (chunk_size / 16) C(R)   subject to   R C(R) <= 1.3 N,   R <= R_max = max(1024, 8 D),
+                                      C(R) <= max(4.3 M, M + N / R_max).
 
     Groups of equal size get one chunk each and no padding. The minimum is at some R = ceil(n_m / k), since between
     those C is constant; all of them are tried (evenly thinned out above 2048).
@@ -60,18 +70,22 @@ def choose_chunk_rows(sizes: tuple[int, ...], chunk_size: int = 128) -> int:
     Args:
         sizes: Rows of each group, n_m >= 1.
         chunk_size: Rows worth 16 chunks' own cost: a larger number accepts more padding to have fewer chunks.
+        dim: D, the number of latents.
 
     Returns:
-        R, between 1 and the largest group's size.
+        R, between 1 and the largest group's size, and at most ``max(1024, 8 D)``, which bounds the memory of a pass.
     """
     rows_of, count = np.unique(np.asarray(sizes, dtype=np.int64), return_counts=True)
     num_rows, num_groups = int(rows_of @ count), int(count.sum())
+    longest = min(max(_LONGEST_CHUNK, _LONGEST_PER_DIM * dim), int(rows_of[-1]))
+    most = max(MAX_CHUNKS_PER_GROUP * num_groups, num_rows / longest + num_groups)
     # One past the padding allowed per group: feasible for any sizes (see MAX_CHUNKS_PER_GROUP).
-    safe = min(int((MAX_PADDED_SHARE - 1) * num_rows / num_groups) + 1, int(rows_of[-1]))
-    candidates = _candidates(rows_of, num_rows, num_groups, safe)
+    safe = min(int((MAX_PADDED_SHARE - 1) * num_rows / num_groups) + 1, longest)
+    candidates = _candidates(rows_of, max(1, int(num_rows / most)), safe)
+    candidates = candidates[candidates <= longest]
     chunks = np.array([int(-(-rows_of // length) @ count) for length in candidates])
     padded = candidates * chunks
-    feasible = (padded <= MAX_PADDED_SHARE * num_rows) & (chunks <= MAX_CHUNKS_PER_GROUP * num_groups)
+    feasible = (padded <= MAX_PADDED_SHARE * num_rows) & (chunks <= most)
     cost = np.where(feasible, padded + _CHUNK_COST * chunk_size * chunks, np.inf)
     # Among equals the longest: fewest chunks.
     return int(candidates[cost == cost.min()].max())
@@ -126,9 +140,8 @@ def gather_rows(leaf: Num[Array, "..."], packing: Packing, axis: int = 0) -> Num
     return jnp.moveaxis(jnp.take(leaf, packing.rows, axis=axis), axis, 0)
 
 
-def _candidates(rows_of: np.ndarray, num_rows: int, num_groups: int, safe: int) -> np.ndarray:
-    # Shorter chunks than this would exceed the allowed number, as C >= N / R.
-    shortest = max(1, int(num_rows / (MAX_CHUNKS_PER_GROUP * num_groups)))
+def _candidates(rows_of: np.ndarray, shortest: int, safe: int) -> np.ndarray:
+    # Shorter chunks would exceed the allowed number, as C >= N / R.
     lengths = [np.unique(-(-int(rows) // np.arange(1, int(rows) // shortest + 2))) for rows in rows_of]
     lengths = np.unique(np.concatenate(lengths))
     lengths = lengths[lengths >= shortest]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..handlers import GroupTable
+from ..handlers import GroupTable, RowAxes
 from ._model import Layout
+from ._reading import Reading
 from ._terms import TermSpec
 
 
@@ -17,14 +18,15 @@ class PartitionPlan:
     partitioned plate) form the prior factor.
     """
 
-    plate: str
+    # What is partitioned, in words, and the batch axes that run over its rows.
+    where: str
+    rows: RowAxes
     table: GroupTable
     layout: Layout
-    # How one group is evaluated: "args" slices every argument whose axis runs over the plate.
-    mechanism: str
+    # How one group is evaluated, and why so.
+    reading: Reading
     reason: str
-    # One entry per leaf of (args, kwargs): the axis that runs over the plate, or None.
-    axes: tuple[int | None, ...]
+    # Names of the arguments whose rows are taken ("args" only).
     sliced: tuple[str, ...]
     chunk_rows: int
     num_chunks: int
@@ -41,20 +43,26 @@ class PartitionPlan:
     params: tuple[str, ...]
 
     @property
+    def mechanism(self) -> str:
+        """Rows of the arguments ("args"), of the plate's indices ("index"), or all with the others masked ("mask")."""
+        return self.reading.mechanism
+
+    @property
     def has_prior_factor(self) -> bool:
         """Whether part of the prior is outside the family and gets a site of its own."""
         return self.prior_kind != "none"
 
     def __str__(self) -> str:
         padded = self.num_chunks * self.chunk_rows
+        # Masking evaluates all rows for every group: the share beyond one pass is its price.
         sizes = self.table.sizes
         shown = ", ".join(f"{label!r}: {size}" for label, size in zip(self.table.labels[:8], sizes[:8], strict=True))
         more = f", ... ({len(sizes)} groups)" if len(sizes) > 8 else ""
         rows = [
-            ("plate", f"{self.plate!r}, size {self.table.num_rows}"),
+            ("partitioned", f"{self.where}, size {self.table.num_rows}"),
             ("groups (rows)", shown + more),
             ("mechanism", f"{self.mechanism}: {self.reason}"),
-            ("arguments sliced", ", ".join(self.sliced)),
+            *([("arguments sliced", ", ".join(self.sliced))] if self.sliced else []),
             ("chunks", f"{self.num_chunks} of {self.chunk_rows} rows, padding {padded / self.table.num_rows - 1:.0%}"),
             ("observed sites", ", ".join(self.observed)),
             ("likelihood", _describe(self.likelihood, self.terms)),

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions.transforms import biject_to
 
 from ..errors import PartitionError
-from ..handlers import GroupTable, Partition, choose_plate, find_plates
-from ._model import Layout, ModelCall, abstract_trace, frame_of, is_latent, is_observed
-from ._packing import Packing, choose_chunk_rows, pack_rows
+from ..handlers import Partition, refuse_latents
+from ._mechanism import choose_reading
+from ._model import Layout, ModelCall, abstract_trace, is_latent, is_observed
+from ._packing import Packing
 from ._plan import PartitionPlan
-from ._probe import Probe, check_additive, run_probe
+from ._probe import Probe
+from ._reading import GroupMasks
 from ._structure import find_term, is_quadratic
 from ._validate import as_arrays
 
@@ -27,7 +27,7 @@ class Planned:
     """A plan with the arrays found on the way."""
 
     plan: PartitionPlan
-    packing: Packing
+    packing: Packing | GroupMasks
     # Prior location and sd of every flat coordinate, estimated from draws (0 and 1 where the prior is improper).
     prior_loc: np.ndarray
     prior_sd: np.ndarray
@@ -65,45 +65,34 @@ def plan_factors(
     Raises:
         PartitionError: when the model cannot be split, naming the sample site, its plates and shapes.
     """
-    partition.require_one_plate()
     model = _model_of(partition)
     trace = abstract_trace(model, key, args, kwargs)
     refuse_unsupported(trace)
-    plate = choose_plate(trace, partition.plate)
-    size = find_plates(trace)[plate].size
-    table = partition.resolve(size)
+    rows = partition.row_axes(trace)
+    refuse_latents(trace, rows.plates)
     layout = layout if layout is not None else model_layout(trace)
-    axes, sliced = _data_axes(partition, model, args, kwargs, size)
-    chunk_rows = choose_chunk_rows(table.sizes, partition.chunk_size)
-    packing = pack_rows(table, chunk_rows)
-    if partition.mode not in ("auto", "args"):
-        raise PartitionError(
-            f"mode={partition.mode!r} is not available in this version: size plate {plate!r} by an argument's shape, "
-            "numpyro.plate(name, X.shape[0]), pass the rows as arguments, and leave mode='auto'."
-        )
-    _try_chunk(model, plate, table, chunk_rows, axes, sliced, args, kwargs, trace)
-    observed = tuple(n for n, s in trace.items() if is_observed(s) and frame_of(s, plate) is not None)
-    outside = tuple(n for n, s in trace.items() if is_observed(s) and frame_of(s, plate) is None)
     call = ModelCall(model, layout, args, kwargs, {} if params is None else params)
-    probe = run_probe(call, trace, plate, packing, axes, key, params)
-    if partition.check:
-        check_additive(probe, plate, table, sliced)
+    read = choose_reading(partition, call, trace, rows, key, params)
+    observed = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is not None)
+    outside = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is None)
+    packing, probe = read.packing, read.probe
     plan = PartitionPlan(
-        plate=plate,
-        table=table,
+        where=read.where,
+        rows=rows,
+        table=read.table,
         layout=layout,
-        mechanism="args",
-        reason="the plate's size follows the arguments",
-        axes=axes,
-        sliced=sliced,
-        chunk_rows=chunk_rows,
-        num_chunks=int(packing.rows.shape[0]),
+        reading=read.reading,
+        reason=read.reason,
+        sliced=read.sliced,
+        chunk_rows=packing.rows.shape[1] if isinstance(packing, Packing) else read.table.num_rows,
+        num_chunks=int(packing.chunk_group.shape[0]),
         observed=observed,
         outside=outside,
-        params=tuple(probe.params),
+        params=tuple(n for n in probe.params if n not in probe.inert),
         **_structure(probe, observed, outside, layout),
     )
-    return Planned(plan, packing, probe.prior_loc, probe.prior_sd, probe.params)
+    params = {n: v for n, v in probe.params.items() if n in plan.params}
+    return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params)
 
 
 def with_expectation(planned: Planned, expectation: str) -> Planned:
@@ -173,106 +162,10 @@ def refuse_unsupported(trace: dict) -> None:
         raise PartitionError("the model has no latent sample site, so there is nothing to infer.")
 
 
-def slice_rows(tree: tuple, axes: tuple[int | None, ...], rows) -> tuple:
-    """Take rows of every argument leaf that runs over the plate.
-
-    Args:
-        tree: ``(args, kwargs)``.
-        axes: per leaf, the axis of the plate or None.
-        rows: Int[R] plate indices.
-
-    Returns:
-        ``(args, kwargs)`` of those rows.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    taken = [
-        x if axis is None else jnp.take(x, rows, axis=axis, indices_are_sorted=False, mode="clip")
-        for x, axis in zip(leaves, axes, strict=True)
-    ]
-    return structure.unflatten(taken)
-
-
 def _model_of(partition: Partition) -> Callable:
     if partition.fn is None:
         raise PartitionError("this Partition holds no model: write Partition(model, plate, groups).")
     return partition.fn
-
-
-def _data_axes(partition: Partition, model: Callable, args: tuple, kwargs: dict, size: int):
-    names = _parameter_names(model, len(args))
-    paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    wanted = dict(partition.data_axes or {})
-    axes, sliced = [], []
-    for path, leaf in paths:
-        key = path[1].key if path[0].idx == 1 else path[1].idx
-        name = key if isinstance(key, str) else names.get(key, key)
-        shown = str(name) + jax.tree_util.keystr(path[2:])
-        axis: int | None = None
-        if name in wanted or key in wanted:
-            axis = wanted.get(name, wanted.get(key))
-        elif hasattr(leaf, "shape") and leaf.ndim and leaf.shape[0] == size:
-            axis = 0
-        if axis is not None and (not hasattr(leaf, "shape") or leaf.ndim <= axis or leaf.shape[axis] != size):
-            raise PartitionError(
-                f"data_axes says that argument {shown!r} runs over the plate on axis {axis}, but it does not."
-            )
-        axes.append(axis)
-        if axis is not None:
-            sliced.append(shown)
-    return tuple(axes), tuple(sliced)
-
-
-def _parameter_names(model: Callable, count: int) -> dict[int, str]:
-    try:
-        parameters = list(inspect.signature(model).parameters.values())
-    except (TypeError, ValueError):
-        return {}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return {i: p.name for i, p in enumerate(positional[:count])}
-
-
-def _try_chunk(model, plate: str, table: GroupTable, rows: int, axes, sliced, args, kwargs, trace) -> None:
-    if not sliced:
-        raise PartitionError(_no_argument_message(plate, table.num_rows))
-    # Two chunk lengths: one could meet a constant plate size by chance.
-    for length in {rows, max(1, rows // 2)} - {table.num_rows} or {rows}:
-        try:
-            chunk = _abstract_chunk(model, axes, args, kwargs, length)
-        except (TypeError, ValueError, IndexError, AssertionError) as error:
-            raise PartitionError(_not_sliceable_message(plate, sliced, length, error)) from error
-        for name, site in chunk.items():
-            full = frame_of(trace[name], plate) if name in trace and is_observed(trace[name]) else None
-            if full is None:
-                continue
-            frame = frame_of(site, plate)
-            if frame is None or frame.size != length or site["fn"].batch_shape[frame.dim] != length:
-                got = "no such plate" if frame is None else f"size {frame.size}"
-                detail = ValueError(f"observed site {name!r} of {length} rows is in plate {plate!r} of {got}")
-                raise PartitionError(_not_sliceable_message(plate, sliced, length, detail))
-
-
-def _abstract_chunk(model, axes, args, kwargs, length: int) -> dict:
-    found: dict = {}
-
-    def run(arrays):
-        chunk_args, chunk_kwargs = slice_rows(arrays, axes, jnp.zeros((length,), jnp.int32))
-        found.update(abstract_trace(model, jax.random.key(0), chunk_args, chunk_kwargs))
-        return 0
-
-    arrays, static = _split_static((args, kwargs))
-    jax.eval_shape(lambda a: run(_join_static(a, static)), arrays)
-    return found
-
-
-def _split_static(tree):
-    leaves, structure = jax.tree.flatten(tree)
-    dynamic = [x if hasattr(x, "dtype") else None for x in leaves]
-    return dynamic, ([None if hasattr(x, "dtype") else x for x in leaves], structure)
-
-
-def _join_static(dynamic, static):
-    leaves, structure = static
-    return structure.unflatten([d if s is None and d is not None else s for d, s in zip(dynamic, leaves, strict=True)])
 
 
 def _structure(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...], layout: Layout) -> dict[str, Any]:
@@ -304,20 +197,3 @@ def _structure(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...]
         "prior_terms": prior_terms if prior_kind == "affine" else (),
         "prior_kind": prior_kind,
     }
-
-
-def _no_argument_message(plate: str, size: int) -> str:
-    return (
-        f"plate {plate!r} has size {size}, but no argument of the model has {size} entries along its leading axis, so its rows "
-        "cannot be sliced. Pass the data as arguments, model(X, y), size the plate by one, "
-        f"numpyro.plate({plate!r}, X.shape[0]), or name the axis with Partition(..., data_axes={{'X': 1}})."
-    )
-
-
-def _not_sliceable_message(plate: str, sliced: tuple[str, ...], length: int, error: BaseException) -> str:
-    return (
-        f"the model cannot be evaluated on {length} rows of plate {plate!r} with argument(s) {', '.join(sliced)} sliced: "
-        f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Size the plate by an argument's shape, "
-        f"numpyro.plate({plate!r}, X.shape[0]), use the rows without an index of the full data, and pass every per-row array as "
-        "an argument; arguments that are not per-row are excluded with Partition(..., data_axes={'name': None})."
-    )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..handlers import RowAxes
 from ._model import ModelCall, is_latent, latent_log_density, outside_log_likelihood, site_log_prob
 
 
@@ -33,10 +34,10 @@ def exact_prior(
 
 
 def prior_factor_log_density(
-    call: ModelCall, point: Float[Array, "D"], latents: tuple[str, ...], outside: tuple[str, ...], plate: str
+    call: ModelCall, point: Float[Array, "D"], latents: tuple[str, ...], outside: tuple[str, ...], rows: RowAxes
 ) -> Float[Array, ""]:
-    """Log density of the prior factor at a flat point: priors outside the family, and likelihood outside the plate, in nats."""
+    """Log density of the prior factor at a flat point: priors outside the family, and likelihood that no group owns, in nats."""
     trace, jacobians = call.trace(point)
     terms = [jnp.sum(site_log_prob(trace[n], jacobians[n])) for n in latents if is_latent(trace[n])]
     total = sum(terms, start=jnp.zeros((), point.dtype))
-    return total + outside_log_likelihood(call, point, plate) if outside else total
+    return total + outside_log_likelihood(call, point, rows) if outside else total

@@ -14,18 +14,18 @@ from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
 from ..errors import PartitionError
-from ..handlers import GroupTable
+from ..handlers import FullPlates, GroupTable, RowAxes
 from ._model import (
     DrawImproper,
     ModelCall,
     base_distribution,
-    frame_of,
     is_latent,
     is_observed,
     rows_first,
     site_log_prob,
 )
 from ._packing import Packing
+from ._reading import GroupMasks, Reading
 from ._structure import POINTS_PER_RAY, Rays, SiteFacts, moves
 from ._terms import leaf_paths, leaves_by_path
 
@@ -64,6 +64,8 @@ class Probe:
     prior_loc: np.ndarray
     prior_sd: np.ndarray
     params: dict
+    # Names of ``numpyro.param`` sites that the log density does not depend on.
+    inert: tuple[str, ...]
 
     def own(self, name: str, layout) -> np.ndarray:
         """A latent's unconstrained value at every probe point."""
@@ -77,12 +79,18 @@ class Probe:
 
 def draw_trace(model, key, args: tuple, kwargs: dict, params: dict) -> dict:
     """A trace of the model with its latents drawn from the prior, improper ones replaced by standard normals."""
-    seeded = handlers.seed(handlers.substitute(DrawImproper(model, key), data=params), key)
+    seeded = handlers.seed(handlers.substitute(DrawImproper(FullPlates(model), key), data=params), key)
     return handlers.trace(seeded).get_trace(*args, **kwargs)
 
 
 def run_probe(
-    call: ModelCall, trace: dict, plate: str, packing: Packing, axes: tuple, key: Array, params: dict | None
+    call: ModelCall,
+    trace: dict,
+    rows: RowAxes,
+    reading: Reading,
+    packing: Packing | GroupMasks,
+    key: Array,
+    params: dict | None,
 ) -> Probe:
     """Evaluate the model on rays through the prior, whole and in chunks, in one compiled program.
 
@@ -90,45 +98,48 @@ def run_probe(
         call: the model, its layout and arguments; ``call.params`` is replaced by initial values when ``params`` is
             None.
         trace: an abstract trace.
-        plate: the partitioned plate.
+        rows: the partitioned axes.
+        reading: how a chunk is read.
         packing: rows of each chunk.
-        axes: per argument leaf, the axis of the plate or None.
         key: a random key.
         params: given values of ``numpyro.param`` sites, or None.
 
     Returns:
         The probe, on the host.
     """
-    static = _StaticArgs(call, plate, axes, params)
+    static = _StaticArgs(call, rows, reading, params)
     arrays = [x for x in jax.tree.leaves((call.args, call.kwargs)) if hasattr(x, "dtype")]
     found = jax.device_get(jax.jit(static.probe)(arrays, packing, key))
-    chunked = np.zeros(found["reference"].shape, found["reference"].dtype)
-    mask = np.asarray(packing.mask)
-    for point in range(chunked.shape[0]):
-        chunked[point, np.asarray(packing.rows)[mask]] = found["chunks"][point][mask]
+    chunked = found["reference"]
+    if isinstance(packing, Packing):
+        chunked = np.zeros_like(chunked)
+        mask = np.asarray(packing.mask)
+        for point in range(chunked.shape[0]):
+            chunked[point, np.asarray(packing.rows)[mask]] = found["chunks"][point][mask]
     return Probe(
         rays=_rays(),
         points=found["points"],
         rows=found["rows"],
         latents=found["latents"],
         leaves={n: dict(leaves) for n, leaves in found["leaves"].items()},
-        facts={n: _facts(n, s, plate) for n, s in trace.items() if is_latent(s) or is_observed(s)},
+        facts={n: _facts(n, s, rows) for n, s in trace.items() if is_latent(s) or is_observed(s)},
         reference=found["reference"],
         chunked=chunked,
         prior_loc=found["loc"],
         prior_sd=found["sd"],
         params=found["params"],
+        inert=tuple(n for n, slope in found["slopes"].items() if slope == 0.0),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _StaticArgs:
     call: ModelCall
-    plate: str
-    axes: tuple
+    rows: RowAxes
+    reading: Reading
     params: dict | None
 
-    def probe(self, arrays, packing: Packing, key) -> dict:
+    def probe(self, arrays, packing: Packing | GroupMasks, key) -> dict:
         """The traced body: prior draws, rays, values, parameters and the additive comparison."""
         call = dataclasses.replace(self.call, **self._arguments(arrays))
         draws_key, direction_key = jax.random.split(key)
@@ -141,10 +152,12 @@ class _StaticArgs:
         rows, latents, leaves = jax.vmap(lambda z: self._look(call, z))(points)
         checks = loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None] * sd * noise
         reference = jax.vmap(lambda z: self._all_rows(call, z))(checks)
-        chunks = jax.vmap(lambda z: self._chunk_rows(call, packing, z))(checks)
+        chunks = None
+        if isinstance(packing, Packing):
+            chunks = jax.vmap(lambda z: self._chunk_rows(call, packing, z))(checks)
         return {
             "points": points, "rows": rows, "latents": latents, "leaves": leaves, "reference": reference,
-            "chunks": chunks, "loc": loc, "sd": sd, "params": params,
+            "chunks": chunks, "loc": loc, "sd": sd, "params": params, "slopes": self._slopes(call, checks),
         }  # fmt: skip
 
     def _arguments(self, arrays) -> dict:
@@ -155,7 +168,22 @@ class _StaticArgs:
 
     def _initial_params(self, call: ModelCall, key) -> dict:
         trace = draw_trace(call.model, key, call.args, call.kwargs, {})
-        return {n: jnp.asarray(s["value"]) for n, s in trace.items() if s["type"] == "param"}
+        return {n: jax.tree.map(jnp.asarray, s["value"]) for n, s in trace.items() if s["type"] == "param"}
+
+    def _slopes(self, call: ModelCall, points) -> dict[str, Array]:
+        """Size of the log density's slope along every param; zero where priors have replaced it (random_flax_module)."""
+        if not call.params:
+            return {}
+
+        def density(params, point):
+            trace, jacobians = dataclasses.replace(call, params=params).trace(point)
+            return sum(jnp.sum(site_log_prob(s, jacobians.get(n))) for n, s in trace.items() if s["type"] == "sample")
+
+        def slope(tree):
+            return sum((jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(tree)), start=jnp.zeros(()))
+
+        gradients = jax.vmap(jax.grad(density), (None, 0))(call.params, points)
+        return {n: slope(g) for n, g in gradients.items()}
 
     def _draw(self, call: ModelCall, key) -> Float[Array, "D"]:
         trace = draw_trace(call.model, key, call.args, call.kwargs, call.params)
@@ -168,33 +196,33 @@ class _StaticArgs:
         for name, site in trace.items():
             if is_latent(site):
                 latents[name] = jnp.sum(site_log_prob(site, jacobians[name]))
-            elif is_observed(site) and frame_of(site, self.plate) is not None:
-                rows[name] = rows_first(site_log_prob(site), frame_of(site, self.plate).dim)
+            elif is_observed(site) and (axis := self.rows.of(site)) is not None:
+                rows[name] = rows_first(site_log_prob(site), axis.dim)
             if site["type"] == "sample":
                 leaves[name] = leaves_by_path(site["fn"])
         return rows, latents, leaves
 
     def _all_rows(self, call: ModelCall, point) -> Float[Array, "N"]:
         rows, _, _ = self._look(call, point)
+        if len(self.rows.plates) > 1:
+            return jnp.concatenate(list(rows.values()))
         return sum(rows.values(), start=jnp.zeros((), point.dtype))
 
     def _chunk_rows(self, call: ModelCall, packing: Packing, point) -> Float[Array, "C R"]:
-        from ._planner import slice_rows
+        def chunk(chunk):
+            return self._all_rows(self.reading.call(call, chunk), point)
 
-        def chunk(rows):
-            args, kwargs = slice_rows((call.args, call.kwargs), self.axes, rows)
-            return self._all_rows(dataclasses.replace(call, args=args, kwargs=kwargs), point)
-
-        return jax.lax.map(chunk, packing.rows, batch_size=min(16, packing.rows.shape[0]))
+        return jax.lax.map(chunk, packing.chunks, batch_size=min(16, packing.rows.shape[0]))
 
 
-def check_additive(probe: Probe, plate: str, table: GroupTable, sliced: tuple[str, ...]) -> None:
+def check_additive(probe: Probe, where: str, table: GroupTable, reading: Reading, sliced: tuple[str, ...]) -> None:
     """Compare every group's factor, evaluated from its own rows alone, with the untouched model.
 
     Args:
         probe: values at the check points.
-        plate: the partitioned plate.
+        where: what is partitioned, for the message.
         table: which row belongs to which group.
+        reading: how a group is evaluated.
         sliced: names of the sliced arguments, for the message.
 
     Raises:
@@ -212,16 +240,26 @@ def check_additive(probe: Probe, plate: str, table: GroupTable, sliced: tuple[st
             gap, size = abs(expected.sum() - got.sum()), np.abs(expected).sum()
             if not gap <= tolerance * size + 100 * np.finfo(probe.reference.dtype).tiny:
                 raise PartitionError(
-                    f"plate {plate!r} is not a sum over groups as sliced: the log-likelihood of group {label!r} from its own rows "
-                    f"differs from its share of the whole model by {gap:.3g} nats. Something couples rows (standardising inside "
-                    "the model, ids into an array that is sliced too, per-row randomness), or an argument that is not per-row "
-                    f"was sliced (sliced: {', '.join(sliced)}). Move such steps outside the model, or exclude the argument with "
-                    "Partition(..., data_axes={'name': None})."
+                    f"{where} is not a sum over groups by {reading.mechanism!r}: the log-likelihood of group {label!r} from "
+                    f"its own rows differs from its share of the whole model by {gap:.3g} nats. "
+                    f"{_coupling_advice(reading, sliced)}"
                 )
 
 
-def _facts(name: str, site: dict, plate: str) -> SiteFacts:
-    fn = site["fn"]
+def _coupling_advice(reading: Reading, sliced: tuple[str, ...]) -> str:
+    why = "Something couples rows (standardising inside the model, ids into an array that is restricted too, per-row randomness)"
+    if reading.mechanism == "args":
+        return (
+            f"{why}, or an argument that is not per-row was sliced (sliced: {', '.join(sliced)}). Move such steps outside the "
+            "model, or exclude the argument with Partition(..., data_axes={'name': None})."
+        )
+    return (
+        f"{why}. Move such steps outside the model, or accept a full pass per group with Partition(..., mode='mask')."
+    )
+
+
+def _facts(name: str, site: dict, rows: RowAxes) -> SiteFacts:
+    fn, axis = site["fn"], rows.of(site)
     latent = is_latent(site)
     elementwise = False
     if latent:
@@ -235,7 +273,8 @@ def _facts(name: str, site: dict, plate: str) -> SiteFacts:
         event_dim=len(fn.event_shape),
         leaf_event_dims=tuple(leaf_paths(fn)),
         elementwise=elementwise,
-        row_dim=getattr(frame_of(site, plate), "dim", None),
+        row_key=None if axis is None else axis.key,
+        row_dim=None if axis is None else axis.dim,
         may_be_quadratic=_may_be_quadratic(fn),
     )
 

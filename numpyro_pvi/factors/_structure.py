@@ -45,7 +45,8 @@ class SiteFacts:
     # Event dimension of each parameter, by path; None for leaves inside transforms.
     leaf_event_dims: tuple[tuple[str, int | None], ...]
     elementwise: bool
-    # Batch axis (negative) that runs over the partitioned plate's rows; None outside it.
+    # The partitioned batch axis: its key (plate, or labelled site) and place (negative); None where there is none.
+    row_key: str | None = None
     row_dim: int | None = None
     # False for a distribution that is never Gaussian in its parameters. Under a narrow prior the rays are short, and a
     # Laplace density whose kinks they do not reach, or a Student-t far from its bend, has no third difference.
@@ -69,7 +70,9 @@ def is_quadratic(values: np.ndarray, rays: Rays) -> bool:
     v = np.asarray(values, np.float64)[rays.index]
     third = v[:, 0] - 3 * v[:, 1] + 3 * v[:, 2] - v[:, 3]
     size = np.abs(v).sum(axis=1)
-    return bool(np.all(np.abs(third) <= tolerance * size + 1e-30))
+    # Values may be small because large parts cancel; the largest row on a ray stands for the rounding of the parts.
+    parts = size if size.ndim == 1 else size.max(axis=tuple(range(1, size.ndim)), keepdims=True)
+    return bool(np.all(np.abs(third) <= tolerance * (size + 0.02 * parts) + 1e-30))
 
 
 def moves(values: np.ndarray, rays: Rays) -> bool:
@@ -146,7 +149,7 @@ def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray |
     padded = tuple(
         DerivedLeaf(d.path, d.link, d.coefficients + (0.0,) * (width - len(d.coefficients))) for d in derived
     )
-    return TermSpec(facts.name, facts.latent, tuple(p for p, _ in basis), padded, facts.row_dim)
+    return TermSpec(facts.name, facts.latent, tuple(p for p, _ in basis), padded, facts.row_key, facts.row_dim)
 
 
 def _apply_link(name: str, values: np.ndarray) -> np.ndarray | None:
@@ -173,8 +176,12 @@ def _is_affine(predictor: np.ndarray, rays: Rays, dtype: Any) -> bool:
         second = np.stack([u[:, 0] - 2 * u[:, 1] + u[:, 2], u[:, 1] - 2 * u[:, 2] + u[:, 3]], axis=1)
         span = np.stack([_span(u[:, :3]), _span(u[:, 1:])], axis=1)
         size = np.max(np.abs(u), axis=1, keepdims=True)
+        # A row's predictor may be small because large parts cancel: the rounding is that of the parts, which the largest
+        # row on the ray stands for.
+        parts = np.max(np.where(np.isfinite(size), size, 0.0), axis=-1, keepdims=True)
         # Rounding of the parameter itself, and of the sums that made it.
         allowed = (1e-3 if single else 1e-8) * span + (2e-5 if single else 1e-11) * (1 + size)
+        allowed = allowed + (5e-6 if single else 1e-13) * parts
         usable = np.isfinite(second) & np.isfinite(span)
         informative = usable & (span > 10 * allowed)
         wrong = usable & (np.abs(second) > allowed)

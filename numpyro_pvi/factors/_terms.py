@@ -59,7 +59,8 @@ class TermSpec:
     latent: bool
     predictors: tuple[Predictor, ...]
     leaves: tuple[DerivedLeaf, ...]
-    # Batch axis (negative) that runs over the partitioned plate's rows; None outside it.
+    # The partitioned batch axis: its key (plate, or labelled site) and place (negative); None where there is none.
+    row_key: str | None = None
     row_dim: int | None = None
 
 

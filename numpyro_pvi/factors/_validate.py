@@ -102,11 +102,16 @@ def check_finite_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], names:
         array = _convert(leaf, name)
         if not _is_array(array) or isinstance(array, jax.core.Tracer) or not _can_be_nonfinite(array.dtype):
             continue
-        finite = jnp.isfinite(array)
-        # One number crosses from the device; rows are looked for only when something is wrong.
+        # On another device one number crosses back; rows are looked for only when something is wrong.
+        finite = np.isfinite(np.asarray(array)) if _on_host(array) else jnp.isfinite(array)
         if bool(finite.all()):
             continue
         raise DataError(_nonfinite_message(name, np.asarray(~finite)))
+
+
+def _on_host(array: Any) -> bool:
+    """Whether NumPy reads the array in place: no copy, and nothing to compile."""
+    return isinstance(array, np.ndarray) or all(device.platform == "cpu" for device in array.devices())
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> ArgumentSignature:

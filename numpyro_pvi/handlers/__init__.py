@@ -1,7 +1,21 @@
 """Effect handlers: which rows of a NumPyro model belong to which group."""
 
+from ._axes import Axis, RowAxes
 from ._groups import PRIOR, GroupTable
 from ._partition import Partition
-from ._plates import PlateInfo, choose_plate, find_plates
+from ._plates import PlateInfo, choose_plate, find_plates, refuse_latents
+from ._rows import FullPlates, PlateRows
 
-__all__ = ["PRIOR", "GroupTable", "Partition", "PlateInfo", "choose_plate", "find_plates"]
+__all__ = [
+    "PRIOR",
+    "Axis",
+    "FullPlates",
+    "GroupTable",
+    "Partition",
+    "PlateInfo",
+    "PlateRows",
+    "RowAxes",
+    "choose_plate",
+    "find_plates",
+    "refuse_latents",
+]

@@ -7,13 +7,15 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from ..errors import PartitionError
-from ._groups import PRIOR, GroupTable, known_labels
-from ._plates import pick_plate
+from ._axes import RowAxes
+from ._groups import PRIOR, GroupTable, known_labels, labels_table
+from ._plates import pick_plate, pick_plates, require_observed
 from ._splits import as_int, checked_axes, checked_group, parse_splits, split_table
 
 __all__ = ["Partition"]
@@ -146,25 +148,52 @@ class Partition(Messenger):
             self._tables[key, plate_size] = split_table(self._splits[key], plate_size, self.plate or key)
         return self._tables[key, plate_size]
 
-    def require_one_plate(self) -> None:
-        """Refuse what can be masked but not planned for fitting: several plates, or `sites`.
+    def row_axes(self, trace: Mapping[str, Mapping[str, Any]]) -> RowAxes:
+        """Where this partition's rows lie in a traced model.
+
+        Args:
+            trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+
+        Returns:
+            The partitioned axes.
 
         Raises:
-            PartitionError: Unless exactly one plate, named or left to be found, is split.
+            PartitionError: If there is no such plate or sample site, nothing observed in it, or the one plate to split
+                cannot be told.
         """
         if self.sites:
-            (name, axis), *_ = self.sites.items()
-            raise PartitionError(
-                f"sites={self.sites!r} can be masked (with group=) but not fitted: put sample site {name!r} inside "
-                f"`with numpyro.plate('data', N):`, N being its batch axis {axis}, and write Partition(model, 'data', "
-                "groups)."
-            )
+            for name in self.sites:
+                require_observed(trace, name)
+            return RowAxes(sites=tuple(self.sites.items()))
         if len(self._splits) > 1:
-            raise PartitionError(
-                f"`groups` splits the plates {known_labels(self._splits)} together; that can be masked (with group=) "
-                "but not fitted: "
-                "name one plate, Partition(model, plate, labels)."
-            )
+            return RowAxes(pick_plates(trace, tuple(name for name in self._splits if name is not None)))
+        return RowAxes((pick_plate(trace, self.plate),))
+
+    def tables(self, sizes: Mapping[str, int]) -> tuple[GroupTable, dict[str, np.ndarray]]:
+        """The groups over every partitioned axis.
+
+        Args:
+            sizes: Rows along each axis, by key (plate or labelled site).
+
+        Returns:
+            The table of all rows (axes that are split together end to end, in the order of `sizes`), and by key the
+            position of each row's group in it.
+
+        Raises:
+            PartitionError: If labels and sizes do not fit.
+        """
+        own = {key: self.resolve(size, key) for key, size in sizes.items()}
+        (first, *others) = own.values()
+        if self.sites and any(table.num_rows != first.num_rows for table in others):
+            found = ", ".join(f"{key!r} (size {size})" for key, size in sizes.items())
+            raise PartitionError(f"sites are split by the same labels, but their axes differ in size: {found}.")
+        if self.sites or not others:
+            return first, {key: table.index_of_row for key, table in own.items()}
+        merged = labels_table([table.labels[i] for table in own.values() for i in table.index_of_row])
+        return merged, {
+            key: np.asarray([merged.index(label) for label in table.labels])[table.index_of_row]
+            for key, table in own.items()
+        }
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
         """How the groups would be evaluated for these arguments, and why.
@@ -180,7 +209,6 @@ class Partition(Messenger):
         Raises:
             PartitionError: If the model cannot be split as asked.
         """
-        self.require_one_plate()
         return type(self).planner(self, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,12 +277,9 @@ class Partition(Messenger):
         if self.sites or msg["name"] not in self._splits:
             return
         self._runs[-1].found.add(msg["name"])
-        if subsample_size is not None and subsample_size != size:
-            raise PartitionError(
-                f"plate {msg['name']!r} has size {size} but draws subsample_size={subsample_size}; groups are sets of "
-                "all its rows: "
-                f"write numpyro.plate({msg['name']!r}, {size}) without subsample_size."
-            )
+        if subsample_size is not None and subsample_size != size and msg["value"] is None:
+            # Groups are sets of all rows: the restricted model visits every one of its group's.
+            msg["args"], msg["value"] = (size, size), jnp.arange(size)
 
     def _axes(self, msg: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
         """The partitioned axes of a sample site: key of the split, batch dimension, size."""

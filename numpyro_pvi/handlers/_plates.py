@@ -6,7 +6,15 @@ from typing import Any
 
 from ..errors import PartitionError
 
-__all__ = ["PlateInfo", "choose_plate", "find_plates", "pick_plate"]
+__all__ = [
+    "PlateInfo",
+    "choose_plate",
+    "find_plates",
+    "pick_plate",
+    "pick_plates",
+    "refuse_latents",
+    "require_observed",
+]
 
 
 @dataclass(frozen=True)
@@ -66,21 +74,68 @@ def choose_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None = Non
         The plate's name.
 
     Raises:
-        PartitionError: If there is no such plate, no observed sample site in it, or several candidates; if the plate is
-            subsampled or holds latents; if a discrete latent couples all groups.
+        PartitionError: If there is no such plate, no observed sample site in it, or several candidates; if it holds
+            latents; if a discrete latent couples all groups.
     """
     name = pick_plate(trace, plate)
-    info = find_plates(trace)[name]
-    if info.subsample_size != info.size:
-        raise PartitionError(
-            f"plate {name!r} has size {info.size} but draws subsample_size={info.subsample_size} of its indices; all "
-            "rows are "
-            f"needed, because every group is visited in full: write numpyro.plate({name!r}, {info.size}) without "
-            "subsample_size "
-            "and pass all rows as arguments."
-        )
-    _refuse_latents(trace, name, info)
+    refuse_latents(trace, (name,))
     return name
+
+
+def pick_plates(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Check several plates that are split together: all are there, and at least one holds an observed sample site.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        names: The plates.
+
+    Returns:
+        Their names.
+
+    Raises:
+        PartitionError: If there is no such plate, or nothing observed in any of them.
+    """
+    plates = find_plates(trace)
+    for name in names:
+        if name not in plates:
+            pick_plate(trace, name)
+    if not any(plates[name].observed for name in names):
+        pick_plate(trace, names[0])
+    return names
+
+
+def require_observed(trace: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Refuse a labelled sample site that the model lacks, or does not observe.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        name: The sample site.
+
+    Raises:
+        PartitionError: Naming the site and the observed ones.
+    """
+    observed = [msg["name"] for msg in trace.values() if msg["type"] == "sample" and msg["is_observed"]]
+    if name not in observed:
+        what = "a latent, not observed" if name in trace else "not there"
+        raise PartitionError(
+            f"sites names sample site {name!r}, which is {what}; the observed sample sites are: {_names(observed)}."
+        )
+
+
+def refuse_latents(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> None:
+    """Refuse latents that plates to be split cannot do with.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        names: The plates to be split.
+
+    Raises:
+        PartitionError: For latents inside one of them, and for discrete latents outside, which couple all groups.
+    """
+    plates = find_plates(trace)
+    inside = {latent for name in names for latent in plates[name].latents}
+    for name in names:
+        _refuse_latents(trace, name, plates[name], inside)
 
 
 def pick_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None) -> str:
@@ -133,9 +188,9 @@ def _plate_info(size: int, subsample_size: int, inside: list[tuple[int, Mapping[
     )
 
 
-def _refuse_latents(trace: Mapping[str, Mapping[str, Any]], name: str, info: PlateInfo) -> None:
+def _refuse_latents(trace: Mapping[str, Mapping[str, Any]], name: str, info: PlateInfo, inside: set[str]) -> None:
     latents = [msg for msg in trace.values() if msg["type"] == "sample" and not msg["is_observed"]]
-    coupling = [msg["name"] for msg in latents if msg["name"] not in info.latents and _is_discrete(msg)]
+    coupling = [msg["name"] for msg in latents if msg["name"] not in inside and _is_discrete(msg)]
     if coupling:
         raise PartitionError(
             f"discrete latent(s) {_names(coupling)} outside plate {name!r} couple all groups: summed out, log sum_k "

@@ -20,7 +20,12 @@ class Runtime(Protocol):
     """
 
     def sum_chunks(
-        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "ends"]
+        self,
+        expect: Callable[[Any], Expected],
+        chunks: Any,
+        chunk_group: Int[Array, "C"],
+        offsets: Int[Array, "ends"],
+        working_bytes: int,
     ) -> Expected:
         """Evaluate every chunk and add the results up by group.
 
@@ -29,6 +34,7 @@ class Runtime(Protocol):
             chunks: arrays with a leading chunk axis C, sorted by group.
             chunk_group: each chunk's group.
             offsets: first chunk of each group, and C.
+            working_bytes: roughly what one call of ``expect`` holds beside its chunk's arrays; 0 where nothing is known.
 
         Returns:
             Expectations with a leading group axis M.

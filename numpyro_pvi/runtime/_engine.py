@@ -14,23 +14,33 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import FIXED_RULES, RULES, AffineProgram, DrawsProgram, QuadraticProgram, sum_by_group
+from ..expectations import (
+    FIXED_RULES,
+    RULES,
+    AffineProgram,
+    DrawsProgram,
+    QuadraticProgram,
+    SharedAffineProgram,
+    sum_by_group,
+)
 from ..factors import (
+    GroupMasks,
     ModelCall,
     Packing,
+    PartitionPlan,
     abstract_trace,
     exact_prior,
     gather_rows,
+    prepare_term,
     prior_factor_log_density,
     row_log_likelihood,
-    slice_rows,
 )
 from ..families import GaussianMoments, MultivariateNormalFamily
 from ..schedules import RoundCarry, RoundReport, Schedule
 from ..sites import SiteStack, posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
-from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem
+from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem, exact_log_partition
 
 
 class RoundsDone(NamedTuple):
@@ -82,7 +92,14 @@ class Engine:
         }
 
     def problem(
-        self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, params: dict, prior: Any, num_rules: int
+        self,
+        plan: Plan,
+        packing: Packing | GroupMasks,
+        args: tuple,
+        kwargs: dict,
+        params: dict,
+        prior: Any,
+        num_rules: int,
     ) -> LocalProblem:
         """Prepare every factor's arrays from the model's arguments.
 
@@ -103,7 +120,8 @@ class Engine:
         natural, exact = prior if prior is not None else self.exact_prior(plan, call)[:2]
         program, chunks, group, offsets = self._likelihood(plan, call, packing, num_rules)
         prior_program, prior_data = self._prior_factor(plan, call, num_rules)
-        data = FactorData(chunks, group, offsets, prior_data, natural, exact)
+        partition = exact_log_partition(plan.family, natural, exact)
+        data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition)
         quadratic = part.likelihood == "quadratic"
         return LocalProblem(plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data)
 
@@ -132,34 +150,29 @@ class Engine:
         off = jnp.any(jnp.abs(precision - jnp.diag(diag)) > 1e3 * jnp.finfo(dtype).eps * size)
         return plan.family.natural(vector, diag), exact, off
 
-    def _likelihood(self, plan: Plan, call: ModelCall, packing: Packing, num_rules: int):
+    def _likelihood(self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks, num_rules: int):
         part, family = plan.partition, plan.family
-        tree = (call.args, call.kwargs)
+        reading, groups, offsets = part.reading, packing.chunk_group, packing.offsets
 
-        def chunk_call(rows) -> ModelCall:
-            args, kwargs = slice_rows(tree, part.axes, rows)
-            return dataclasses.replace(call, args=args, kwargs=kwargs)
+        def masks(chunk):
+            return reading.masks(packing, chunk)
 
         if part.likelihood == "affine":
             program = AffineProgram(part.terms, family, num_rules)
-            chunks = self._prepare(lambda rows, mask: program.prepare(chunk_call(rows), mask), packing, family.dim)
-            return program, chunks, packing.chunk_group, packing.offsets
+            if isinstance(packing, GroupMasks):
+                shared = tuple(prepare_term(call, spec) for spec in part.terms)
+                return SharedAffineProgram(program, shared, masks), packing.chunks, groups, offsets
+            chunks = self._prepare(lambda c: program.prepare(reading.call(call, c), masks(c)), packing, family.dim)
+            return program, chunks, groups, offsets
         if part.likelihood == "draws":
-            # Rows are gathered here, once, and not at every pass.
-            leaves, structure = jax.tree.flatten(tree)
-            packed = [None if a is None else gather_rows(x, packing, a) for x, a in zip(leaves, part.axes, strict=True)]
-
-            def packed_call(own) -> ModelCall:
-                args, kwargs = structure.unflatten([x if o is None else o for x, o in zip(leaves, own, strict=True)])
-                return dataclasses.replace(call, args=args, kwargs=kwargs)
-
-            program = DrawsProgram(partial(_chunk_log_likelihood, packed_call, part.plate), family)
-            return program, ((packed, packing.mask), None), packing.chunk_group, packing.offsets
+            program, chunks = self._draws(plan, call, packing)
+            return program, chunks, groups, offsets
         dense = MultivariateNormalFamily(family.dim)
         if part.terms:
             reader: Any = AffineProgram(part.terms, dense, 1)
         else:
-            reader = DrawsProgram(partial(_chunk_log_likelihood, chunk_call, part.plate), dense)
+            density = partial(_chunk_log_likelihood, part, packing, lambda c: reading.call(call, c))
+            reader = DrawsProgram(density, dense)
         dtype = jnp.result_type(float)
         origin = GaussianMoments(
             jnp.zeros((family.dim,), dtype), jnp.zeros((family.dim,) * 2, dtype), jnp.zeros((), dtype), jnp.array(True)
@@ -167,24 +180,41 @@ class Engine:
         noise = jnp.zeros((1, family.dim), dtype)
 
         def read(chunk):
-            rows, mask = chunk
-            arrays = reader.prepare(chunk_call(rows), mask) if part.terms else ((rows, mask), None)
+            arrays = reader.prepare(reading.call(call, chunk), masks(chunk)) if part.terms else (chunk, None)
             # A static rule: params are differentiated through this, and loops of traced length have no reverse mode.
             return reader.expected(arrays, origin, None, 0, noise, False)
 
-        count, chunks = packing.offsets.shape[0], (packing.rows, packing.mask)
-        if part.params:
-            # Differentiated with respect to the params, where a runtime's loop of traced length has no reverse mode.
-            groups = sum_by_group(jax.lax.map(read, chunks), packing.chunk_group, count - 1)
+        count = offsets.shape[0]
+        if part.params or isinstance(packing, GroupMasks):
+            # Params are differentiated, where a runtime's loop of traced length has no reverse mode; and masks hold all
+            # rows, of which one group at a time is enough.
+            found = sum_by_group(jax.lax.map(read, packing.chunks), groups, count - 1)
         else:
-            groups = self.runtime.sum_chunks(read, chunks, packing.chunk_group, packing.offsets)
-        return QuadraticProgram(reader, family), groups, jnp.arange(count - 1), jnp.arange(count)
+            found = self.runtime.sum_chunks(read, packing.chunks, groups, offsets, 0)
+        return QuadraticProgram(reader, family), found, jnp.arange(count - 1), jnp.arange(count)
+
+    def _draws(self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks):
+        part = plan.partition
+        if not isinstance(packing, Packing) or part.mechanism != "args":
+            density = partial(_chunk_log_likelihood, part, packing, lambda c: part.reading.call(call, c))
+            return DrawsProgram(density, plan.family), (packing.chunks, None)
+        # Rows are gathered here, once, and not at every pass.
+        leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+        axes = part.reading.axes
+        packed = [None if a is None else gather_rows(x, packing, a) for x, a in zip(leaves, axes, strict=True)]
+
+        def packed_call(chunk) -> ModelCall:
+            args, kwargs = structure.unflatten([x if o is None else o for x, o in zip(leaves, chunk[0], strict=True)])
+            return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+        density = partial(_chunk_log_likelihood, part, packing, packed_call)
+        return DrawsProgram(density, plan.family), ((packed, packing.mask), None)
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape
         # A batch's tangents of the model (D per row) are what takes memory here.
         batch = max(1, min(count, (1 << 17) // max(rows * dim, 1)))
-        return jax.lax.map(lambda xs: prepare(*xs), (packing.rows, packing.mask), batch_size=batch)
+        return jax.lax.map(prepare, packing.chunks, batch_size=batch)
 
     def _prior_factor(self, plan: Plan, call: ModelCall, num_rules: int):
         part = plan.partition
@@ -192,11 +222,11 @@ class Engine:
             return None, None
         if part.prior_kind == "affine":
             program = AffineProgram(part.prior_terms, plan.family, num_rules)
-            return program, program.prepare(call, None)
+            return program, program.prepare(call, {})
 
         def log_density(chunk, point):
             del chunk
-            return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.plate)
+            return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
 
         return DrawsProgram(log_density, plan.family), (None, None)
 
@@ -324,7 +354,7 @@ class Engine:
         evaluation = self.carry(problem, state).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 
-    def start(self, plan: Plan, packing: Packing, args, kwargs, optim_state, loc, sd, mode: str):
+    def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
 
         Args:
@@ -385,7 +415,15 @@ def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:
     return ~exact if leaf.ndim == 1 else ~exact[:, None] & ~exact[None, :]
 
 
-def _chunk_log_likelihood(chunk_call: Callable, plate: str, chunk: tuple, point: Float[Array, "D"]) -> Float[Array, ""]:
-    (rows, mask), _ = chunk
-    terms = row_log_likelihood(chunk_call(rows), point, plate)
-    return sum((jnp.sum(jnp.where(mask, t, 0.0)) for t in terms.values()), start=jnp.zeros((), point.dtype))
+def _chunk_log_likelihood(
+    part: PartitionPlan,
+    packing: Packing | GroupMasks,
+    read: Callable[[Any], ModelCall],
+    chunk: tuple,
+    point: Float[Array, "D"],
+) -> Float[Array, ""]:
+    rows, _ = chunk
+    masks = part.reading.masks(packing, rows)
+    terms = row_log_likelihood(read(rows), point, part.rows)
+    counted = (jnp.sum(jnp.where(masks[key], values, 0.0)) for key, values in terms.values())
+    return sum(counted, start=jnp.zeros((), point.dtype))

@@ -41,8 +41,9 @@ class FactorData:
     offsets: Int[Array, "ends"]
     prior: Any
     prior_natural: GaussianNatural
-    # Which flat coordinates the exactly held prior covers.
+    # Which flat coordinates the exactly held prior covers, and its log partition function over them, nats.
     exact: Bool[Array, "D"]
+    prior_partition: Float[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ class LocalProblem:
             expect = partial(
                 self._expect, self.program, moments=moments, probe=probe, level=level, noise=noise, clip=clip
             )
-            groups = self.runtime.sum_chunks(expect, self.data.chunks, self.data.chunk_group, self.data.offsets)
+            groups = self._sum_chunks(expect)
             prior = self._prior_expected(moments, probe, level, noise, clip)
             error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
@@ -221,7 +222,7 @@ class LocalProblem:
                 noise=noise,
                 clip=clip,
             )
-            return self.runtime.sum_chunks(expect, self.data.chunks, self.data.chunk_group, self.data.offsets)
+            return self._sum_chunks(expect)
 
         def stage(moments, _):
             found = jax.lax.map(look, (moments, jnp.array([False, True])))
@@ -229,32 +230,25 @@ class LocalProblem:
             after = jax.vmap(
                 lambda groups: self.family.moments(posterior(self.prior_natural, SiteStack(groups, None)))
             )(sites)
-            return after, (found, sites, after.valid)
+            return after, (found, sites, after.valid, jnp.sum(found.value, axis=-1) + jax.vmap(self._rest)(moments))
 
         point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
         both = jax.tree.map(lambda *xs: jnp.stack(xs), at_prior, point)
         # First at the prior and at its location, then at the two q that come of it: one program for all four looks.
-        after, (found, sites, valid) = jax.lax.scan(stage, both, length=1 if mode == "curvature" or self.noisy else 2)
+        _, (found, sites, valid, elbo) = jax.lax.scan(stage, both, length=1 if mode == "curvature" or self.noisy else 2)
         first = [jax.tree.map(lambda x, i=i: x[0, i], sites) for i in (0, 1)]
         if mode == "curvature" or self.noisy:
             return SiteStack(first[1], None), first_rule(self._dtype)
-        at_q = [jax.tree.map(lambda x, i=i: x[0, i], valid) for i in (0, 1)]
-        reached = [jax.tree.map(lambda x, i=i: x[1, i], found) for i in (0, 1)]
         prior_look = jax.tree.map(lambda x: x[0, 0], found)
         usable = (
             jnp.all(self.data.exact)
             & all_finite(prior_look)
             & (relative_error(prior_look) <= START_TOLERANCE)
-            & at_q[0]
+            & valid[0, 0]
         )
-        gain = self._elbo_of(reached[0], first[0]) - self._elbo_of(reached[1], first[1])
-        better = usable & ((gain > 0) | ~at_q[1])
-        rules = [first_rule(self._dtype, jnp.max(r.spread)) for r in reached]
+        better = usable & ((elbo[1, 0] > elbo[1, 1]) | ~valid[0, 1])
+        rules = [first_rule(self._dtype, jnp.max(found.spread[1, i])) for i in (0, 1)]
         return SiteStack(select(better, *first), None), select(better, *rules)
-
-    def _elbo_of(self, groups: Expected, sites: GaussianNatural) -> Float[Array, ""]:
-        moments = self.family.moments(posterior(self.prior_natural, SiteStack(sites, None)))
-        return jnp.sum(groups.value) + self._rest(moments)
 
     def _finite_sites(self, natural: GaussianNatural) -> GaussianNatural:
         precision = natural.precision
@@ -273,6 +267,11 @@ class LocalProblem:
     def _solver_reads_rows(self) -> bool:
         steps = getattr(self.solver, "num_steps", 1)
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
+
+    def _sum_chunks(self, expect: Callable[[Any], Expected]) -> Expected:
+        data = self.data
+        working = self.program.working_bytes(data.chunks)
+        return self.runtime.sum_chunks(expect, data.chunks, data.chunk_group, data.offsets, working)
 
     def _expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Expected:
         return program.expected(chunk, moments, probe, level, noise, clip)
@@ -298,12 +297,7 @@ class LocalProblem:
 
     def _rest(self, moments: GaussianMoments) -> Float[Array, ""]:
         """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats."""
-        eta = self.prior_natural
-        outside = (~self.data.exact).astype(self._dtype)
-        padding = jnp.diag(outside) if self.family.full else outside
-        padded = GaussianNatural(eta.precision_mean, eta.precision + padding)
-        partition = self.family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)
-        expected_prior = self.family.expect_quadratic(eta, moments) - partition
+        expected_prior = self.family.expect_quadratic(self.prior_natural, moments) - self.data.prior_partition
         entropy = 0.5 * self.family.dim * (1 + math.log(2 * math.pi)) - 0.5 * moments.log_det_precision
         return jnp.where(jnp.any(self.data.exact), expected_prior, 0.0) + entropy
 
@@ -313,6 +307,23 @@ class _Factor:
     family: GaussianFamily
     quadratic: bool
     expected: Callable[[GaussianMoments], Expected]
+
+
+def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact: Bool[Array, "D"]) -> Float[Array, ""]:
+    """Log partition function of the exactly held prior over the coordinates that it covers, in nats.
+
+    Args:
+        family: the family of q.
+        natural: the prior's natural parameters, zero on every other coordinate.
+        exact: the coordinates it covers.
+
+    Returns:
+        ``A(eta_0)``; NaN where the prior is not normalisable on its own coordinates.
+    """
+    outside = (~exact).astype(natural.precision.dtype)
+    padding = jnp.diag(outside) if family.full else outside
+    padded = GaussianNatural(natural.precision_mean, natural.precision + padding)
+    return family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)
 
 
 def first_rule(dtype, spread: Float[Array, ""] | None = None) -> Rule:

@@ -20,29 +20,35 @@ class Vmap:
     """All chunks in one vectorised program, in batches whose arrays stay below ``batch_bytes``.
 
     Args:
-        batch_bytes: largest size of the chunk arrays of one batch. Batches bound the temporary memory of a pass; within
-            a batch chunks are vectorised, which beats a loop while the batch fits the cache.
+        batch_bytes: largest size of one batch: its chunk arrays, and what a pass over them holds. Batches bound the
+            temporary memory of a pass; within a batch chunks are vectorised, which beats a loop while the batch fits
+            the cache.
 
     Raises:
         PVIError: on construction, for a size that is not positive.
     """
 
-    batch_bytes: int = 1 << 20
+    batch_bytes: int = 1 << 21
 
     def __post_init__(self):
         if not isinstance(self.batch_bytes, int) or self.batch_bytes < 1:
             raise PVIError(f"Vmap(batch_bytes={self.batch_bytes!r}): expected a positive int, in bytes.")
 
     def sum_chunks(
-        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "ends"]
+        self,
+        expect: Callable[[Any], Expected],
+        chunks: Any,
+        chunk_group: Int[Array, "C"],
+        offsets: Int[Array, "ends"],
+        working_bytes: int,
     ) -> Expected:
         """Evaluate chunks in batches: see :class:`numpyro_pvi.runtime.Runtime`."""
         count, num_groups = chunk_group.shape[0], offsets.shape[0] - 1
-        batch = self._batch_size(chunks, count)
+        batch = self._batch_size(chunks, count, working_bytes)
         if batch >= count:
             results = jax.vmap(expect)(chunks)
         else:
-            results = jax.lax.map(expect, chunks, batch_size=batch)
+            results = jax.lax.map(expect, chunks, batch_size=batch if batch > 1 else None)
         return results if count == num_groups else sum_by_group(results, chunk_group, num_groups)
 
     def map_groups(self, solve: Callable[..., Any], operands: Any, reads_rows: bool) -> Any:
@@ -51,8 +57,8 @@ class Vmap:
             return jax.lax.map(lambda xs: solve(*xs), operands)
         return jax.vmap(solve)(*operands)
 
-    def _batch_size(self, chunks: Any, count: int) -> int:
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(chunks))
+    def _batch_size(self, chunks: Any, count: int, working_bytes: int) -> int:
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(chunks)) + count * working_bytes
         return max(1, int(count * self.batch_bytes / max(size, 1)))
 
 
@@ -61,10 +67,15 @@ class LaxMap:
     """One chunk after another: the least temporary memory, one group's result at a time."""
 
     def sum_chunks(
-        self, expect: Callable[[Any], Expected], chunks: Any, chunk_group: Int[Array, "C"], offsets: Int[Array, "ends"]
+        self,
+        expect: Callable[[Any], Expected],
+        chunks: Any,
+        chunk_group: Int[Array, "C"],
+        offsets: Int[Array, "ends"],
+        working_bytes: int,
     ) -> Expected:
         """Loop over groups and their chunks: see :class:`numpyro_pvi.runtime.Runtime`."""
-        del chunk_group
+        del chunk_group, working_bytes
         return jax.lax.map(lambda m: sum_one_group(expect, chunks, offsets, m), jnp.arange(offsets.shape[0] - 1))
 
     def map_groups(self, solve: Callable[..., Any], operands: Any, reads_rows: bool) -> Any:

@@ -39,7 +39,7 @@ class TestPlan:
         assert "scale; observed outside the plate: total" in text and "obs: 2 affine predictors (quadrature)" in text
 
     def test_fields(self, plan):
-        assert plan.table.labels == ("a", "b") and plan.mechanism == "args" and plan.axes == (0, 0, None)
+        assert plan.table.labels == ("a", "b") and plan.mechanism == "args" and plan.reading.axes == (0, 0, None)
         assert plan.observed == ("obs",) and plan.outside == ("total",)
         assert plan.layout.names == ("w", "scale") and plan.layout.shapes == ((D,), ())
         assert plan.exact == ("w",) and plan.prior_latents == ("scale",) and plan.prior_kind == "affine"
@@ -56,7 +56,7 @@ class TestPlan:
                 numpyro.sample("obs", dist.Normal(z, 1.0), obs=y - y.mean())
 
         with pytest.raises(PartitionError, match="group 'a'"):
-            make_plan(Partition(standardised, "data", LABELS), (Y,), {})
+            make_plan(Partition(standardised, "data", LABELS, mode="args"), (Y,), {})
         assert make_plan(Partition(standardised, "data", LABELS, check=False), (Y,), {}).likelihood == "quadratic"
 
 
@@ -71,12 +71,6 @@ class TestAxes:
         np.testing.assert_array_equal(rows, jnp.asarray(X)[jnp.array([4, 1])])
         np.testing.assert_array_equal(columns, jnp.asarray(X).T[:, jnp.array([4, 1])])
         assert word == "static" and kwargs == {"k": 3}
-
-
-@pytest.mark.parametrize("mode", ["index", "mask"])
-def test_modes_of_later_versions(mode):
-    with pytest.raises(PartitionError, match=f"mode='{mode}' is not available.*mode='auto'"):
-        make_plan(Partition(regression, "data", LABELS, mode=mode), ({"x": X, "y": Y},), {})
 
 
 def test_partition_without_a_model():

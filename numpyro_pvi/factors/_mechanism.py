@@ -1,0 +1,234 @@
+"""Which mechanism evaluates one group: tried in order, and trusted only after comparison with the untouched model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import PartitionError
+from ..handlers import GroupTable, Partition, RowAxes
+from ._model import ModelCall, is_observed
+from ._packing import Packing, choose_chunk_rows, pack_rows
+from ._probe import Probe, check_additive, run_probe
+from ._reading import MECHANISMS, GroupMasks, Reading, group_masks
+
+_REASONS = {
+    "args": "the axis' size follows the arguments",
+    "index": "the model indexes its data by the plate's indices",
+    "mask": "every group is a full pass over all rows with the others' masked",
+}
+# What a model that does not fit a chunk raises: shapes that do not go together, a series longer than its scan.
+_CHUNK_ERRORS = (TypeError, ValueError, IndexError, KeyError, AssertionError, RuntimeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """The mechanism that was chosen, with everything found on the way."""
+
+    reading: Reading
+    where: str
+    table: GroupTable
+    packing: Packing | GroupMasks
+    probe: Probe
+    reason: str
+    sliced: tuple[str, ...]
+
+
+def choose_reading(
+    partition: Partition, call: ModelCall, trace: dict, rows: RowAxes, key: Any, params: dict | None
+) -> Read:
+    """Try the mechanisms in order, and keep the first that passes the additive check.
+
+    Args:
+        partition: the model with its grouping, and the mode that was asked for.
+        call: the model on all rows.
+        trace: an abstract trace of it.
+        rows: the partitioned axes.
+        key: a random key.
+        params: constrained values of ``numpyro.param`` sites, or None for their initial values.
+
+    Returns:
+        The mechanism, the packing of rows and the probe. Falling back to masks warns with the cost and the reasons.
+
+    Raises:
+        PartitionError: when the one mechanism that was asked for does not fit.
+    """
+    sizes = rows.sizes(trace)
+    table, group_of_row = partition.tables(sizes)
+    attempt = _Attempt(partition, call, trace, rows, sizes, table, key, params)
+    if partition.mode in ("auto", "args"):
+        attempt.data_axes()
+    if partition.mode != "auto":
+        return attempt.read(partition.mode, group_of_row)
+    failed: dict[str, PartitionError] = {}
+    for mechanism in MECHANISMS[:-1]:
+        try:
+            return attempt.read(mechanism, group_of_row)
+        except PartitionError as error:
+            failed[mechanism] = error
+    if table.num_groups > 1:
+        reasons = " | ".join(f"{mechanism}: {error}" for mechanism, error in failed.items())
+        warnings.warn(
+            f"{attempt.where}: every one of the {table.num_groups} groups costs a full pass over all {table.num_rows} rows, "
+            f"because no cheaper way to evaluate one group fits the model. {reasons}",
+            stacklevel=2,
+        )
+    return attempt.read("mask", group_of_row)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    partition: Partition
+    call: ModelCall
+    trace: dict
+    rows: RowAxes
+    sizes: dict[str, int]
+    table: GroupTable
+    key: Any
+    params: dict | None
+
+    @property
+    def where(self) -> str:
+        """What is partitioned, in words."""
+        if self.rows.sites:
+            return ", ".join(f"axis {dim} of sample site {name!r}" for name, dim in self.rows.sites)
+        return f"plate{'s' * (len(self.rows.plates) > 1)} " + ", ".join(repr(name) for name in self.rows.plates)
+
+    def read(self, mechanism: str, group_of_row: dict) -> Read:
+        """Evaluate groups by one mechanism, or say why not."""
+        axes, sliced = (), ()
+        packing: Packing | GroupMasks
+        if mechanism == "mask":
+            packing = group_masks(group_of_row, self.table.num_groups)
+        else:
+            self._refuse_several_plates(mechanism)
+            packing = pack_rows(self.table, self._chunk_rows())
+            if mechanism == "args":
+                axes, sliced = self.data_axes()
+        reading = Reading(mechanism, tuple(self.sizes), axes)
+        if isinstance(packing, Packing):
+            self._try_chunk(reading, int(packing.rows.shape[1]), sliced)
+        probe = run_probe(self.call, self.trace, self.rows, reading, packing, self.key, self.params)
+        if self.partition.check and isinstance(packing, Packing):
+            check_additive(probe, self.where, self.table, reading, sliced)
+        return Read(reading, self.where, self.table, packing, probe, _REASONS[mechanism], sliced)
+
+    def _chunk_rows(self) -> int:
+        return choose_chunk_rows(self.table.sizes, self.partition.chunk_size, self.call.layout.dim)
+
+    def _refuse_several_plates(self, mechanism: str) -> None:
+        if len(self.rows.plates) > 1:
+            raise PartitionError(
+                f"{self.where} are split together, which {mechanism!r} cannot do: leave mode='auto' or write mode='mask'."
+            )
+        if mechanism == "index" and not self.rows.plates:
+            raise PartitionError(
+                f"{self.where} has no plate whose indices could be set: put the site inside `with numpyro.plate(...)`."
+            )
+
+    def data_axes(self) -> tuple[tuple[int | None, ...], tuple[str, ...]]:
+        """Axes of the arguments that run over the rows, and the names of those arguments."""
+        size = self.table.num_rows
+        names = _parameter_names(self.call.model, len(self.call.args))
+        paths, _ = jax.tree_util.tree_flatten_with_path((self.call.args, self.call.kwargs))
+        wanted = dict(self.partition.data_axes or {})
+        axes, sliced = [], []
+        for path, leaf in paths:
+            key = path[1].key if path[0].idx == 1 else path[1].idx
+            name = key if isinstance(key, str) else names.get(key, key)
+            shown = str(name) + jax.tree_util.keystr(path[2:])
+            axis: int | None = None
+            if name in wanted or key in wanted:
+                axis = wanted.get(name, wanted.get(key))
+            elif hasattr(leaf, "shape") and leaf.ndim and leaf.shape[0] == size:
+                axis = 0
+            if axis is not None and (not hasattr(leaf, "shape") or leaf.ndim <= axis or leaf.shape[axis] != size):
+                raise PartitionError(
+                    f"data_axes says that argument {shown!r} runs over the plate on axis {axis}, but it does not."
+                )
+            axes.append(axis)
+            if axis is not None:
+                sliced.append(shown)
+        return tuple(axes), tuple(sliced)
+
+    def _try_chunk(self, reading: Reading, length: int, sliced: tuple[str, ...]) -> None:
+        if reading.mechanism == "args" and not sliced:
+            raise PartitionError(self._no_argument_message())
+        # Two chunk lengths: one could meet a constant plate size by chance.
+        for rows in {length, max(1, length // 2)} - {self.table.num_rows} or {length}:
+            try:
+                chunk = self._abstract_chunk(reading, rows)
+            except _CHUNK_ERRORS as error:
+                raise PartitionError(self._misfit_message(reading, sliced, rows, error)) from error
+            for name, site in self.trace.items():
+                if not is_observed(site) or self.rows.of(site) is None:
+                    continue
+                axis = self.rows.of(chunk[name]) if name in chunk else None
+                if axis is None or axis.size != rows or chunk[name]["fn"].batch_shape[axis.dim] != rows:
+                    got = "is missing" if axis is None else f"has batch shape {tuple(chunk[name]['fn'].batch_shape)}"
+                    detail = ValueError(f"observed site {name!r}, which should have {rows} rows, {got}")
+                    raise PartitionError(self._misfit_message(reading, sliced, rows, detail))
+
+    def _abstract_chunk(self, reading: Reading, length: int) -> dict:
+        found: dict = {}
+
+        def run(arrays):
+            args, kwargs = _join_static(arrays, static)
+            rows = jnp.zeros((length,), jnp.int32)
+            chunk = reading.call(dataclasses.replace(self.call, args=args, kwargs=kwargs), (rows, None))
+            # At a point, and not with latents drawn: a substituted series may be too long for a chunk's scan.
+            found.update(chunk.trace(jnp.zeros((self.call.layout.dim,)))[0])
+            return 0
+
+        arrays, static = _split_static((self.call.args, self.call.kwargs))
+        jax.eval_shape(run, arrays)
+        return found
+
+    def _no_argument_message(self) -> str:
+        size, (first, *_) = self.table.num_rows, self.sizes
+        return (
+            f"{self.where} has size {size}, but no argument of the model has {size} entries along its leading axis, so its rows "
+            "cannot be taken from the arguments. Pass the data as arguments, model(X, y), size the plate by one, "
+            f"numpyro.plate({first!r}, X.shape[0]), or name the axis with Partition(..., data_axes={{'X': 1}})."
+        )
+
+    def _misfit_message(self, reading: Reading, sliced: tuple[str, ...], length: int, error: BaseException) -> str:
+        (first, *_) = self.sizes
+        what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}."
+        if reading.mechanism == "index":
+            return (
+                f"the model cannot be evaluated on {length} indices of {self.where}: {what} Index every per-row array by the "
+                f"plate's value, `with numpyro.plate({first!r}, N) as i: ... X[i]`, or use numpyro.subsample."
+            )
+        return (
+            f"the model cannot be evaluated on {length} rows of {self.where} with argument(s) {', '.join(sliced)} sliced: {what} "
+            f"Size the plate by an argument's shape, numpyro.plate({first!r}, X.shape[0]), use the rows without an index of the "
+            "full data, and pass every per-row array as an argument; arguments that are not per-row are excluded with "
+            "Partition(..., data_axes={'name': None})."
+        )
+
+
+def _parameter_names(model: Callable, count: int) -> dict[int, str]:
+    try:
+        parameters = list(inspect.signature(model).parameters.values())
+    except (TypeError, ValueError):
+        return {}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {i: p.name for i, p in enumerate(positional[:count])}
+
+
+def _split_static(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    dynamic = [x if hasattr(x, "dtype") else None for x in leaves]
+    return dynamic, ([None if hasattr(x, "dtype") else x for x in leaves], structure)
+
+
+def _join_static(dynamic, static):
+    leaves, structure = static
+    return structure.unflatten([d if s is None and d is not None else s for d, s in zip(dynamic, leaves, strict=True)])
