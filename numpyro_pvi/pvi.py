@@ -26,9 +26,10 @@ from ._entry import (
     run_rounds,
     start_arrays,
 )
+from ._initial import initial_params, refuse_improper, spread_params
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import NaturalView, describe, latent_distributions
-from .errors import ImproperError, PartitionError, PVIError, StateError
+from .errors import PartitionError, PVIError, StateError
 from .factors import (
     Layout,
     abstract_trace,
@@ -49,13 +50,12 @@ from .guides import (
     guide_layout,
     guide_param_names,
     natural_to_params,
-    params_to_natural,
     setup_guide,
 )
 from .handlers import PRIOR, FullPlates, Partition, choose_plate, find_plates
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
-from .sites import SiteStack, cavity, posterior, take
+from .sites import cavity, posterior, take
 from .solvers import LocalSolver, NaturalGradient
 
 _DEFAULT_GROUPS = 10
@@ -182,7 +182,7 @@ class PVI(SVI):
         planned = with_expectation(planned, getattr(self.solver, "expectation", "auto"))
         family = family_of(self.guide, layout.dim)
         plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
-        params = self._initial_params(planned.params, init_params)
+        params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = self._init_optim(plan, params)
         dynamic, static = split_arguments(args, kwargs)
 
@@ -203,10 +203,10 @@ class PVI(SVI):
         self._check_structure(plan)
         state = PVIState(rng_key=key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
         if init_params is not None:
-            state = self._spread_params(state, init_params)
+            state = spread_params(self.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
         if not bool(proper):
-            self._refuse_improper(state)
+            refuse_improper(state)
         self._labels = plan.partition.table.labels
         return state
 
@@ -256,7 +256,7 @@ class PVI(SVI):
             loss, _ = self._loss(self._engine, state, dynamic, static, fine=True)
         return loss
 
-    def get_params(self, state: PVIState) -> dict[str, Array]:
+    def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
         part = state.plan.partition
         params = natural_to_params(
@@ -466,20 +466,6 @@ class PVI(SVI):
         size = find_plates(trace)[plate].size
         return Partition(self.model, plate, min(_DEFAULT_GROUPS, size) if self.num_groups is None else self.num_groups)
 
-    def _initial_params(self, found: dict, init_params: dict | None) -> dict:
-        if found and self.optim is None:
-            raise PVIError(
-                f"the model has numpyro.param site(s) {', '.join(sorted(found))} but optim is None, so nothing would fit them: "
-                "pass an optimiser, PVI(model, guide, numpyro.optim.Adam(0.01)), or give them a prior with numpyro.sample."
-            )
-        given = init_params or {}
-
-        def like(value, default):
-            return jnp.asarray(value, jnp.result_type(default))
-
-        # A param of a flax module is a pytree of arrays.
-        return {n: jax.tree.map(like, given.get(n, v), v) for n, v in found.items()}
-
     def _init_optim(self, plan: Plan, params: dict) -> Any:
         if self.optim is None:
             return None
@@ -519,38 +505,11 @@ class PVI(SVI):
         cheap = plan.partition.likelihood == "affine" or not plan.partition.exact
         return "auto" if cheap else "prior"
 
-    def _spread_params(self, state: PVIState, init_params: dict) -> PVIState:
-        layout, family = state.plan.partition.layout, state.plan.family
-        known = guide_param_names(self.guide, layout.names) | set(state.plan.partition.params)
-        if unknown := set(init_params) - known:
-            raise PVIError(
-                f"init_params has unknown name(s) {', '.join(sorted(unknown))}; expected some of {', '.join(sorted(known))}."
-            )
-        q = posterior(state.prior, state.sites)
-        if not set(init_params) & guide_param_names(self.guide, layout.names):
-            return state
-        wanted = params_to_natural(self.guide, family, layout.names, layout.shapes, init_params, q)
-        count = state.report.move.shape[0]
-        share = (wanted - q) * (1.0 / count)
-        groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, share)
-        prior = None if state.sites.prior is None else state.sites.prior + share
-        return dataclasses.replace(state, sites=SiteStack(groups, prior))
-
     def _check_structure(self, plan: Plan) -> None:
         part = plan.partition
         self.solver.check(part.likelihood, plan.family.full, f"likelihood in {part.where}")
         if part.has_prior_factor:
             self.solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")
-
-    def _refuse_improper(self, state: PVIState) -> None:
-        q = posterior(state.prior, state.sites)
-        layout = state.plan.partition.layout
-        diag = np.asarray(state.plan.family.precision_diagonal(q))
-        worst = int(np.argmin(np.where(np.isfinite(diag), diag, -np.inf)))
-        raise ImproperError(
-            f"q is not normalisable at the start: latent {layout.coordinate_name(worst)} has no proper prior and the data do not "
-            "determine it (no curvature at the starting point). Give it a proper prior, or start from init_params."
-        )
 
     def _site(self, state: PVIState, group: Hashable) -> Any:
         if group is PRIOR:

@@ -334,7 +334,7 @@ class TestArguments:
             break
 
     def test_excluded_argument(self):
-        # As long as the plate by chance; without data_axes it would be sliced, which the additive check refuses.
+        # As long as the plate by chance; without data_axes it would be sliced, which the additive check sees.
         def centred(X, y, centre):
             w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
             b = numpyro.sample("b", dist.Normal(0, 1))
@@ -343,7 +343,7 @@ class TestArguments:
 
         centre = np.arange(N) - 7.0
         with pytest.raises(PartitionError, match="'centre'|centre"):
-            Partition(centred, "data", LABELS).plan(X, Y, centre)
+            Partition(centred, "data", LABELS, mode="args").plan(X, Y, centre)
         partition = Partition(centred, "data", LABELS, data_axes={"centre": None})
         self.check(PVI(partition, ag.AutoMultivariateNormal(centred)), X, Y, centre)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, no_type_check
 
 import jax
@@ -39,7 +40,7 @@ class GroupMasks:
         """What identifies each chunk: its group."""
         return self.chunk_group
 
-    def masks(self, chunk: Int[Array, ""], keys: tuple[str, ...]) -> dict[str, Bool[Array, " N"]]:
+    def masks(self, chunk: Int[Array, ""], keys: tuple[str, ...]) -> Mapping[str | None, Bool[Array, " N"]]:
         """Which rows of every partitioned axis belong to the chunk's group."""
         return {key: self.group_of_row[key] == chunk for key in keys}
 
@@ -93,11 +94,11 @@ class Reading:
         args, kwargs = slice_rows((call.args, call.kwargs), self.axes, rows)
         return dataclasses.replace(call, args=args, kwargs=kwargs)
 
-    def masks(self, packing: Packing | GroupMasks, chunk: Any) -> dict[str, Bool[Array, " R"]]:
+    def masks(self, packing: Packing | GroupMasks, chunk: Any) -> Mapping[str | None, Bool[Array, " R"]]:
         """Which rows of the evaluated model count for the chunk, by partitioned axis."""
         if isinstance(packing, GroupMasks):
             return packing.masks(chunk, self.keys)
-        return {key: chunk[1] for key in self.keys}
+        return dict.fromkeys(self.keys, chunk[1])
 
 
 def slice_rows(tree: tuple, axes: tuple[int | None, ...], rows) -> tuple:

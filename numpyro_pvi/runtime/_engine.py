@@ -75,7 +75,7 @@ class Engine:
     optim: Any
     num_particles: int
 
-    def constrain(self, plan: Plan, args: tuple, kwargs: dict, optim_state: Any) -> dict[str, Array]:
+    def constrain(self, plan: Plan, args: tuple, kwargs: dict, optim_state: Any) -> dict[str, Any]:
         """Constrained values of the model's ``numpyro.param`` sites held in an optimiser state."""
         if not plan.partition.params:
             return {}
