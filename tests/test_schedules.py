@@ -6,7 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError, SkippedGroupError
@@ -54,6 +54,28 @@ def test_with_one_group_sequential_and_synchronous_are_the_same(make_model, tole
             state, _ = pvi.update(state, X, y)
         ends.append(state)
     assert_same_sites(*ends, tolerance)
+
+
+@pytest.mark.parametrize("schedule", [Sequential(), Synchronous()], ids=["cyclic", "parallel"])
+def test_mean_field_sweeps_do_not_stand_still(schedule):
+    """Two sites can oppose each other so that no share of a whole sweep raises the ELBO; the fit must go on all the same."""
+    rng = np.random.default_rng(3)
+    X = np.sqrt(0.9) * rng.standard_normal((500, 1)) + np.sqrt(0.1) * rng.standard_normal((500, 5))
+    y = X @ rng.standard_normal(5) + rng.standard_normal(500)
+
+    def model(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([5]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Normal(X @ w, 1.0), obs=y)
+
+    pvi = PVI(Partition(model, "data", np.arange(500) // 250), AutoDiagonalNormal(model), schedule=schedule)
+    result = pvi.run(KEY, 400, jnp.asarray(X), jnp.asarray(y), progress_bar=False)
+    precision = np.eye(5) + X.T @ X
+    params = result.params
+    sd = np.asarray(params["auto_scale"])
+    mean = np.linalg.solve(precision, X.T @ y)
+    assert np.abs((params["auto_loc"] - mean) / sd).max() < 0.05
+    np.testing.assert_allclose(sd, np.diag(precision) ** -0.5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("schedule", [Sequential(), Synchronous()], ids=["cyclic", "parallel"])

@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._numerics import all_finite
 from ..expectations import Expected
 from ..families import GaussianFamily, GaussianMoments
-from ..sites import SiteStack, damp, posterior
+from ..sites import SiteStack, damp, posterior, select
 from ..solvers import LocalResult, LocalSolver
 
 # Halvings of a joint step before a round gives up: 2^-20 is about 1e-6.
 MAX_HALVINGS = 20
+# Halvings of a sweep's joint step before the natural gradient at the old q takes its place.
+SWEEP_HALVINGS = 4
 
 
 class Rule(NamedTuple):
@@ -186,6 +189,7 @@ def accept_jointly(
     step: Float[Array, ""],
     noise: Any,
     probe: Any = None,
+    fallback: SiteStack | None = None,
 ) -> Accepted:
     """Move all sites together towards their proposals, halving the joint step until q is valid and the ELBO has not fallen.
 
@@ -199,13 +203,20 @@ def accept_jointly(
         step: first step tried.
         noise: the round's draws, or None.
         probe: vector for the curvature product of a mean-field q, or None.
+        fallback: proposals that take over, from a full step again, when a few halvings have not helped.
 
     Returns:
         The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
     """
+    restart = step * 2.0**-SWEEP_HALVINGS
+
+    def share(step):
+        """The share of the proposal's change: the fallback begins again with a full step."""
+        return step if fallback is None else jnp.where(step < restart, 2 * step / restart, step)
 
     def at(step):
-        sites = damp(old_sites, proposal, step)
+        aim = proposal if fallback is None else select(step < restart, fallback, proposal)
+        sites = damp(old_sites, aim, share(step))
         symmetrise = problem.family.symmetrise
         return SiteStack(symmetrise(sites.groups), None if sites.prior is None else symmetrise(sites.prior))
 
@@ -230,7 +241,27 @@ def accept_jointly(
     def keep(new, previous):
         return jax.tree.map(lambda a, b: jnp.where(last.accepted, a, b), new, previous)
 
-    return last._replace(sites=keep(last.sites, old_sites), evaluation=keep(last.evaluation, old))
+    sites, evaluation = keep(last.sites, old_sites), keep(last.evaluation, old)
+    return last._replace(sites=sites, evaluation=evaluation, step=share(last.step))
+
+
+def natural_gradient_proposal(carry: RoundCarry) -> SiteStack:
+    """Every site's natural-gradient target at the carry's q (PVI eq. 10): small joint steps towards it raise the ELBO.
+
+    Args:
+        carry: where things stand.
+
+    Returns:
+        Targets; a site whose factor was not finite stays.
+    """
+
+    def usable(expected: Expected, site: Any) -> Any:
+        good = jax.vmap(all_finite)(expected) if jnp.ndim(expected.value) else all_finite(expected)
+        return select(good, expected.target, site)
+
+    sites, evaluation = carry.sites, carry.evaluation
+    prior = None if evaluation.prior is None or sites.prior is None else usable(evaluation.prior, sites.prior)
+    return SiteStack(usable(evaluation.groups, sites.groups), sites.prior if prior is None else prior)
 
 
 def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Float[Array, ""]:

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 
 from ..errors import PVIError
 from ..sites import SiteStack, damp, posterior
-from ._base import Problem, RoundCarry, RoundReport, accept_jointly, factor_moves, total_move, with_prior
+from ._base import (
+    Problem,
+    RoundCarry,
+    RoundReport,
+    accept_jointly,
+    factor_moves,
+    natural_gradient_proposal,
+    total_move,
+    with_prior,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +27,8 @@ class Sequential:
     """A sweep over all groups; every visit sees the previous one's q. The prior factor, if any, is visited first.
 
     A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep
-    the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved.
+    the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved; a sweep that four halvings
+    have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises.
 
     Args:
         order: "cyclic" (the order of ``pvi.groups``) or "random" (a fresh permutation each round).
@@ -59,7 +69,15 @@ class Sequential:
             order = jax.random.permutation(order_key, order)
         groups, results = self._sweep(problem, carry, q, order, visit_key, noise)
         one = jnp.ones((), carry.evaluation.elbo.dtype)
-        done = accept_jointly(problem, carry.sites, SiteStack(groups, prior_site), old, one, noise)
+        done = accept_jointly(
+            problem,
+            carry.sites,
+            SiteStack(groups, prior_site),
+            old,
+            one,
+            noise,
+            fallback=natural_gradient_proposal(carry),
+        )
         return self._finish(problem, carry, results, prior, done)
 
     def _sweep(self, problem: Problem, carry: RoundCarry, q, order, key, noise):
