@@ -30,10 +30,12 @@ def evaluate_loss(engine: Engine, state: PVIState, dynamic: list, static: tuple,
     return engine.loss(state, args, kwargs, fine)
 
 
-def start_arrays(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, mode: str):
+def start_arrays(
+    engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, local, mode: str
+):
     """Engine.start on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
-    return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, mode)
+    return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
 
 
 def is_traced(tree: Any) -> bool:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._state import PVIState
-from .errors import ImproperError, PVIError
+from .errors import ImproperError, PartitionError, PVIError
+from .factors import PartitionPlan
 from .guides import guide_param_names, params_to_natural
 from .sites import SiteStack, posterior
 
@@ -56,7 +57,8 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
         PVIError: for unknown names.
     """
     layout, family = state.plan.partition.layout, state.plan.family
-    of_guide = guide_param_names(guide, layout.names)
+    own = () if state.plan.partition.local is None else state.plan.partition.local.names
+    of_guide = guide_param_names(guide, (*layout.names, *own))
     known = of_guide | set(state.plan.partition.params)
     if unknown := set(init_params) - known:
         raise PVIError(
@@ -64,12 +66,33 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
         )
     if not set(init_params) & of_guide:
         return state
+    if (local := state.plan.partition.local) is not None:
+        raise PVIError(
+            f"init_params of the guide cannot be given for a model with local latents ({', '.join(local.names)}): each group "
+            "finds its own. Give values of numpyro.param sites only, or continue from a state with init_state=."
+        )
     q = posterior(state.prior, state.sites)
     wanted = params_to_natural(guide, family, layout.names, layout.shapes, init_params, q)
     share = (wanted - q) * (1.0 / state.report.move.shape[0])
     groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, share)
     prior = None if state.sites.prior is None else state.sites.prior + share
     return dataclasses.replace(state, sites=SiteStack(groups, prior))
+
+
+def refuse_nothing_shared(plan: PartitionPlan) -> None:
+    """Refuse a model whose latents are all inside the partitioned plate: sites would have nothing to hold.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        PartitionError: always then.
+    """
+    if plan.local is not None and not plan.layout.names:
+        raise PartitionError(
+            f"every latent ({', '.join(plan.local.names)}) is inside {plan.where}, so no latent is shared by groups and there is "
+            "nothing to pass between them: fit each group on its own with SVI, or give the latents' prior a shared latent."
+        )
 
 
 def refuse_improper(state: PVIState) -> None:

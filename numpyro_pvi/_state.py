@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from numpyro.infer.svi import SVIRunResult
 
-from .factors import Packing, PartitionPlan
+from .factors import GroupMasks, Packing, PartitionPlan
 from .families import GaussianFamily
 from .schedules import RoundReport, Rule
 from .sites import SiteStack
@@ -48,7 +48,7 @@ class PVIState:
     solver_state: Any
     prior_solver_state: Any
     schedule_state: Any
-    packing: Packing
+    packing: Packing | GroupMasks
     # The last round's report, and how often each factor has backed off since the start.
     report: RoundReport
     rule: Rule

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 from numpyro import handlers
 from numpyro.infer import autoguide
 
@@ -140,6 +140,33 @@ def _in_order(family: GaussianFamily, natural: GaussianNatural, order: Any) -> t
     moments = family.moments(natural)
     scale = moments.scale[order]
     return moments.loc[order], scaled_cholesky(symmetrise(scale @ scale.T))[0] if family.full else scale
+
+
+def flat_to_params(
+    guide: Any, names: tuple[str, ...], shapes: tuple, loc: Float[Array, "D"], spread: Float[Array, "..."]
+) -> dict[str, Array]:
+    """Write a Gaussian over all of a guide's latents as the guide's own params.
+
+    Args:
+        guide: the guide that will read them.
+        names: its latents, in the order of ``loc``.
+        shapes: their unconstrained shapes.
+        loc: the location.
+        spread: covariance (``AutoMultivariateNormal``) or standard deviations.
+
+    Returns:
+        Params under the guide's own names.
+    """
+    prefix = guide.prefix
+    if isinstance(guide, autoguide.AutoNormal):
+        parts = list(zip(names, slices(shapes), shapes, strict=True))
+        params = {f"{n}_{prefix}_loc": loc[where].reshape(s) for n, where, s in parts}
+        return params | {f"{n}_{prefix}_scale": spread[where].reshape(s) for n, where, s in parts}
+    order = _permutation(guide, names, shapes)
+    if isinstance(guide, autoguide.AutoMultivariateNormal):
+        root = scaled_cholesky(symmetrise(spread[order][:, order]))[0]
+        return {f"{prefix}_loc": loc[order], f"{prefix}_scale_tril": root}
+    return {f"{prefix}_loc": loc[order], f"{prefix}_scale": spread[order]}
 
 
 def params_to_natural(

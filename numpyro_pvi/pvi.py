@@ -26,7 +26,8 @@ from ._entry import (
     run_rounds,
     start_arrays,
 )
-from ._initial import initial_params, refuse_improper, spread_params
+from ._initial import initial_params, refuse_improper, refuse_nothing_shared, spread_params
+from ._locals import by_unit, joint_params, local_distributions
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import NaturalView, describe, latent_distributions
 from .errors import PartitionError, PVIError, StateError
@@ -180,17 +181,20 @@ class PVI(SVI):
         partition = self.partition or self._default_partition(trace)
         planned = plan_factors(partition, args, kwargs, key=plan_key, layout=layout)
         planned = with_expectation(planned, getattr(self.solver, "expectation", "auto"))
+        layout = planned.plan.layout
+        refuse_nothing_shared(planned.plan)
         family = family_of(self.guide, layout.dim)
         plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = self._init_optim(plan, params)
         dynamic, static = split_arguments(args, kwargs)
 
+        local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
+
         def start(plan, mode=None):
             mode = self._start_mode(plan, init_params) if mode is None else mode
-            return self._start(
-                self._engine, plan, planned.packing, dynamic, static, optim_state, planned.prior_loc, planned.prior_sd, mode
-            )  # fmt: skip
+            moments = planned.prior_loc, planned.prior_sd, local
+            return self._start(self._engine, plan, planned.packing, dynamic, static, optim_state, *moments, mode=mode)
 
         arrays, outside, proper = start(plan)
         if bool(outside):
@@ -259,9 +263,11 @@ class PVI(SVI):
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
         part = state.plan.partition
-        params = natural_to_params(
-            self.guide, state.plan.family, part.layout.names, part.layout.shapes, posterior(state.prior, state.sites)
-        )
+        q = posterior(state.prior, state.sites)
+        if part.local is not None:
+            params = joint_params(self.guide, state, q)
+        else:
+            params = natural_to_params(self.guide, state.plan.family, part.layout.names, part.layout.shapes, q)
         if part.params:
             transforms = self._param_transforms()
             params.update({n: transforms[n](v) for n, v in self._optimiser.get_params(state.optim_state).items()})
@@ -342,7 +348,9 @@ class PVI(SVI):
         Raises:
             ImproperError: when q is not normalisable.
         """
-        return self._distributions(state, posterior(state.prior, state.sites), "posterior", joint)
+        q = posterior(state.prior, state.sites)
+        found = self._distributions(state, q, "posterior", joint)
+        return found | local_distributions(state, q, self.guide.prototype_trace)
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -413,8 +421,9 @@ class PVI(SVI):
             Yao et al., Yes, but Did It Work?: Evaluating Variational Inference, section 3.
         """
         args, kwargs = self._checked_arguments(state, args, kwargs)
+        local, params = None if state.plan.partition.local is None else by_unit(state), self._param_values(state)
         return diagnostics.khat(
-            rng_key, self._full_model, state, args, kwargs, self._param_values(state), num_samples=num_samples
+            rng_key, self._full_model, state, args, kwargs, params, num_samples=num_samples, local=local
         )
 
     def to_arviz(
@@ -502,7 +511,7 @@ class PVI(SVI):
             return self.init_sites
         # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do
         # without one.
-        cheap = plan.partition.likelihood == "affine" or not plan.partition.exact
+        cheap = plan.partition.likelihood in ("affine", "local") or not plan.partition.exact
         return "auto" if cheap else "prior"
 
     def _check_structure(self, plan: Plan) -> None:

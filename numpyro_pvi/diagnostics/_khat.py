@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from .._state import PVIState
 from ..errors import ImproperError, PVIError
 from ..factors import Layout, ModelCall, join_arguments, split_arguments
 from ..factors._model import site_log_prob
-from ..families import GaussianFamily, GaussianNatural
+from ..families import GaussianFamily, GaussianNatural, conditional_moments
 from ..sites import posterior
 from ._calls import map_draws
 from ._psis import MIN_SAMPLES, pareto_khat
@@ -31,6 +32,7 @@ def khat(
     params: dict[str, Any],
     *,
     num_samples: int = 1000,
+    local: Any = None,
 ) -> float:
     """Pareto k-hat of the importance weights from q to the exact posterior.
 
@@ -45,6 +47,7 @@ def khat(
         args: the model's positional arguments. All rows are read.
         kwargs: the model's keyword arguments.
         params: constrained values of the model's ``numpyro.param`` sites.
+        local: natural parameters of every unit's local latents given the shared ones, or None.
         num_samples: draws S from q, at least 100. Each costs one evaluation of the model on all rows; draws go in
             batches, so memory does not grow with S.
 
@@ -68,7 +71,16 @@ def khat(
     if not bool(plan.family.in_domain(q)):
         raise ImproperError("q is not normalisable, so it cannot be drawn from: run more rounds before calling khat.")
     log_weights = log_importance_weights(
-        rng_key, model, plan.partition.layout, plan.family, q, args, kwargs, params, num_samples=num_samples
+        rng_key,
+        model,
+        plan.partition.layout,
+        plan.family,
+        q,
+        args,
+        kwargs,
+        params,
+        num_samples=num_samples,
+        local=None if local is None else (plan.partition.local, local),
     )
     values = np.asarray(log_weights)
     bad = int(np.sum(np.isnan(values) | (values == np.inf)))
@@ -92,6 +104,7 @@ def log_importance_weights(
     params: dict[str, Any],
     *,
     num_samples: int,
+    local: Any = None,
 ) -> Float[Array, "S"]:
     """Log importance weights of draws from a Gaussian in unconstrained space, up to a constant.
 
@@ -105,29 +118,42 @@ def log_importance_weights(
         kwargs: the model's keyword arguments.
         params: constrained values of the model's ``numpyro.param`` sites.
         num_samples: draws S.
+        local: layout of the local latents, and their natural parameters given the shared ones by unit; or None.
 
     Returns:
         ``log p(y, theta_s) - log q(theta_s)`` minus its value at q's location, in nats.
     """
     arrays, static = split_arguments(args, kwargs)
-    return _log_weights(model, layout, family, static, num_samples, rng_key, natural, params, arrays)
+    own, rows = (None, None) if local is None else local
+    return _log_weights(model, (layout, own), family, static, num_samples, rng_key, natural, params, arrays, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "layout", "family", "static", "num_samples"))
-def _log_weights(model, layout, family, static, num_samples, rng_key, natural, params, arrays):
-    call = ModelCall(model, layout, *join_arguments(arrays, static), params)
-    moments = family.moments(natural)
+@functools.partial(jax.jit, static_argnames=("model", "layouts", "family", "static", "num_samples"))
+def _log_weights(model, layouts, family, static, num_samples, rng_key, natural, params, arrays, local):
+    call = ModelCall(model, layouts[0], *join_arguments(arrays, static), params, layouts[1])
+    moments, own = family.moments(natural), None if local is None else conditional_moments(local)
+
+    def at(point, noise):
+        return call if own is None else dataclasses.replace(call, local=own.draw(point, noise))
+
     # Every term is taken relative to its value at q's location before summing: over many rows the sums are large and
     # nearly equal, and float32 would keep little of their differences.
-    centre = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), _log_terms(call, moments.loc))
+    mean = at(moments.loc, None if local is None else jnp.zeros_like(local.linear))
+    centre = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), _log_terms(mean, moments.loc))
 
     def terms(noise):
-        return jax.tree.map(jnp.subtract, _log_terms(call, family.draw(moments, noise)), centre)
+        point = family.draw(moments, noise[0])
+        return jax.tree.map(jnp.subtract, _log_terms(at(point, noise[1]), point), centre)
 
     def weight(noise):
-        return sum(jnp.sum(x) for x in jax.tree.leaves(terms(noise))) + 0.5 * jnp.sum(noise**2)
+        squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(noise))
+        return sum(jnp.sum(x) for x in jax.tree.leaves(terms(noise))) + 0.5 * squares
 
-    noise = jax.random.normal(rng_key, (num_samples, layout.dim), moments.loc.dtype)
+    shape = (num_samples, layouts[0].dim)
+    noise = (jax.random.normal(rng_key, shape, moments.loc.dtype), None)
+    if local is not None:
+        shape = (num_samples, *local.linear.shape)
+        noise = (noise[0], jax.random.normal(jax.random.fold_in(rng_key, 1), shape, moments.loc.dtype))
     return map_draws(weight, noise, num_samples, elements_of=terms)
 
 

@@ -3,6 +3,7 @@
 from ._affine import AffineProgram, SharedAffineProgram
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
+from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
 from ._quadratic import QuadraticProgram
 from ._rules import FIXED_RULES, RULES
 from .quadrature import rule_index
@@ -13,6 +14,10 @@ __all__ = [
     "AffineProgram",
     "DrawsProgram",
     "Expected",
+    "LocalChunk",
+    "LocalLatentProgram",
+    "LocalNoise",
+    "MaskedLocalProgram",
     "QuadraticProgram",
     "SharedAffineProgram",
     "add_expected",

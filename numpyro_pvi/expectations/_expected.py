@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ class Expected:
     error: Float[Array, "*M"]
     weight: Float[Array, "*M"]
     spread: Float[Array, "*M"]
+    # Natural parameters over local latents that the rows want (per row, never summed), or None.
+    local: Any = None
 
 
 def zero_expected(family: GaussianFamily, dtype) -> Expected:
@@ -69,4 +72,5 @@ def sum_by_group(chunks: Expected, chunk_group: Int[Array, "C"], num_groups: int
         total(chunks.error),
         total(chunks.weight),
         jax.ops.segment_max(chunks.spread, chunk_group, num_groups, indices_are_sorted=True),
+        chunks.local,
     )

@@ -2,7 +2,7 @@
 
 from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
-from ._model import Layout, ModelCall, abstract_trace, row_log_likelihood
+from ._model import Layout, LocalLayout, ModelCall, abstract_trace, row_log_likelihood
 from ._packing import Packing, gather_rows
 from ._plan import PartitionPlan
 from ._planner import (
@@ -25,6 +25,7 @@ Partition.planner = staticmethod(make_plan)
 __all__ = [
     "GroupMasks",
     "Layout",
+    "LocalLayout",
     "ModelCall",
     "Packing",
     "PartitionPlan",

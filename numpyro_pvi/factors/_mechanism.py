@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from ..errors import PartitionError
 from ..handlers import GroupTable, Partition, RowAxes
-from ._model import ModelCall, is_observed
+from ._model import ModelCall, is_observed, site_log_prob
 from ._packing import Packing, choose_chunk_rows, pack_rows
-from ._probe import Probe, check_additive, run_probe
+from ._probe import CoupledLatentError, Probe, check_additive, check_local, run_probe
 from ._reading import MECHANISMS, GroupMasks, Reading, group_masks
 
 _REASONS = {
@@ -70,6 +70,8 @@ def choose_reading(
     for mechanism in MECHANISMS[:-1]:
         try:
             return attempt.read(mechanism, group_of_row)
+        except CoupledLatentError:
+            raise
         except PartitionError as error:
             failed[mechanism] = error
     if table.num_groups > 1:
@@ -115,8 +117,10 @@ class _Attempt:
         if isinstance(packing, Packing):
             self._try_chunk(reading, int(packing.rows.shape[1]), sliced)
         probe = run_probe(self.call, self.trace, self.rows, reading, packing, self.key, self.params)
-        if self.partition.check and isinstance(packing, Packing):
-            check_additive(probe, self.where, self.table, reading, sliced)
+        if self.partition.check:
+            check_local(probe, self.where, self.call.local_layout)
+            if isinstance(packing, Packing):
+                check_additive(probe, self.where, self.table, reading, sliced)
         return Read(reading, self.where, self.table, packing, probe, _REASONS[mechanism], sliced)
 
     def _chunk_rows(self) -> int:
@@ -182,9 +186,12 @@ class _Attempt:
             args, kwargs = _join_static(arrays, static)
             rows = jnp.zeros((length,), jnp.int32)
             chunk = reading.call(dataclasses.replace(self.call, args=args, kwargs=kwargs), (rows, None))
+            if (own := self.call.local_layout) is not None:
+                chunk = dataclasses.replace(chunk, local=jnp.zeros((length, own.width)))
             # At a point, and not with latents drawn: a substituted series may be too long for a chunk's scan.
             found.update(chunk.trace(jnp.zeros((self.call.layout.dim,)))[0])
-            return 0
+            # Rows of an argument that was not taken along show here, and not in the trace.
+            return [site_log_prob(s) for s in found.values() if is_observed(s)]
 
         arrays, static = _split_static((self.call.args, self.call.kwargs))
         jax.eval_shape(run, arrays)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 from numpyro.distributions.util import sum_rightmost
@@ -55,7 +55,7 @@ class Layout:
     def flatten(self, values: dict[str, Array], batch_shape: tuple[int, ...] = ()) -> Float[Array, "*batch D"]:
         """A dict of unconstrained latents to flat vector(s)."""
         parts = [jnp.reshape(values[n], batch_shape + (size,)) for n, size in zip(self.names, self.sizes, strict=True)]
-        return jnp.concatenate(parts, axis=-1)
+        return jnp.concatenate(parts, axis=-1) if parts else jnp.zeros((*batch_shape, 0))
 
     def coordinate_name(self, index: int) -> str:
         """A readable name of one flat coordinate, for messages: ``w[3]`` or ``sigma``."""
@@ -68,6 +68,57 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalLayout:
+    """Latents inside the partitioned plate: K unconstrained coordinates for each of its U indices (*units*).
+
+    Attributes:
+        key: the plate.
+        size: U.
+        names: the latents.
+        shapes: unconstrained shape of one unit's share of each.
+        dims: where the plate's axis lies in each latent's unconstrained value, counted from the right.
+    """
+
+    key: str
+    size: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dims: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of coordinates of each latent per unit."""
+        return tuple(int(np.prod(shape)) for shape in self.shapes)
+
+    @property
+    def width(self) -> int:
+        """K, coordinates per unit."""
+        return sum(self.sizes)
+
+    def slice_of(self, name: str) -> slice:
+        """Where a latent lies among a unit's coordinates."""
+        index = self.names.index(name)
+        start = sum(self.sizes[:index])
+        return slice(start, start + self.sizes[index])
+
+    def unflatten(self, flat: Num[Array, "R K"]) -> dict[str, Array]:
+        """Coordinates of R units to a dict of unconstrained latents in the model's shapes."""
+        found = {}
+        for name, shape, dim in zip(self.names, self.shapes, self.dims, strict=True):
+            value = flat[:, self.slice_of(name)].reshape(flat.shape[0], *shape)
+            found[name] = jnp.moveaxis(value, 0, value.ndim + dim)
+        return found
+
+    def flatten(self, values: dict[str, Array]) -> Float[Array, "R K"]:
+        """A dict of unconstrained latents to coordinates per unit."""
+        parts = []
+        for name, dim in zip(self.names, self.dims, strict=True):
+            value = jnp.moveaxis(values[name], jnp.ndim(values[name]) + dim, 0)
+            parts.append(value.reshape(value.shape[0], -1))
+        return jnp.concatenate(parts, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelCall:
     """A model with everything that stays fixed while the flat vector moves.
 
@@ -77,6 +128,8 @@ class ModelCall:
         args: positional arguments (arrays or static leaves).
         kwargs: keyword arguments.
         params: constrained values of the model's ``numpyro.param`` sites.
+        local_layout: layout of the latents inside the partitioned plate, or None when there are none.
+        local: Float[R K], their unconstrained values on the rows of ``args``.
     """
 
     model: Callable
@@ -84,6 +137,8 @@ class ModelCall:
     args: tuple
     kwargs: dict
     params: dict
+    local_layout: LocalLayout | None = None
+    local: Any = None
 
     def trace(self, point: Float[Array, "D"]) -> tuple[dict, dict[str, Array]]:
         """Trace the model at a flat unconstrained point.
@@ -96,6 +151,8 @@ class ModelCall:
             unconstrained|, in its batch shape.
         """
         values = self.layout.unflatten(point)
+        if self.local_layout is not None:
+            values |= self.local_layout.unflatten(self.local)
 
         # A substitution function is the one handler that also reaches the sample sites inside a scan's body.
         def constrained(site: dict) -> Array | None:
@@ -175,7 +232,7 @@ def outside_log_likelihood(call: ModelCall, point: Float[Array, "D"], rows: RowA
 def row_log_likelihood(
     call: ModelCall, point: Float[Array, "D"], rows: RowAxes
 ) -> dict[str, tuple[str, Float[Array, "N"]]]:
-    """Log-likelihood of every row of the partitioned axes at one flat point.
+    """Log-likelihood of every row of the partitioned axes at one flat point, and log density of the rows' own latents.
 
     Args:
         call: the model and its (full or sliced) arguments.
@@ -183,15 +240,15 @@ def row_log_likelihood(
         rows: where the rows are.
 
     Returns:
-        For each observed sample site with a partitioned axis: the axis' key, and one number per row, in nats; other
-        batch axes are summed.
+        For each sample site with a partitioned axis: the axis' key, and one number per row, in nats; other batch axes
+        are summed.
     """
-    trace, _ = call.trace(point)
+    trace, jacobians = call.trace(point)
     found = {}
     for name, site in trace.items():
-        axis = rows.of(site) if is_observed(site) else None
+        axis = rows.of(site) if site["type"] == "sample" else None
         if axis is not None:
-            found[name] = axis.key, rows_first(site_log_prob(site), axis.dim)
+            found[name] = axis.key, rows_first(site_log_prob(site, jacobians.get(name)), axis.dim)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..handlers import GroupTable, RowAxes
-from ._model import Layout
+from ._model import Layout, LocalLayout
 from ._reading import Reading
 from ._terms import TermSpec
 
@@ -32,7 +32,8 @@ class PartitionPlan:
     num_chunks: int
     observed: tuple[str, ...]
     outside: tuple[str, ...]
-    # "quadratic", "affine" or "draws", with the terms found (empty when there are none).
+    # "quadratic", "affine", "draws" or "local" (latents inside the plate), with the terms found (empty when there are
+    # none).
     likelihood: str
     terms: tuple[TermSpec, ...]
     exact: tuple[str, ...]
@@ -41,6 +42,8 @@ class PartitionPlan:
     # "none", "affine" or "draws".
     prior_kind: str
     params: tuple[str, ...]
+    # Latents inside the partitioned plate, which belong to their groups and never enter a site.
+    local: LocalLayout | None = None
 
     @property
     def mechanism(self) -> str:
@@ -66,6 +69,7 @@ class PartitionPlan:
             ("chunks", f"{self.num_chunks} of {self.chunk_rows} rows, padding {padded / self.table.num_rows - 1:.0%}"),
             ("observed sites", ", ".join(self.observed)),
             ("likelihood", _describe(self.likelihood, self.terms)),
+            *([("local latents", ", ".join(self.local.names))] if self.local is not None else []),
             ("prior held exactly", ", ".join(self.exact) or "none"),
             ("prior factor", self._prior_line()),
         ]
@@ -84,6 +88,8 @@ class PartitionPlan:
 def _describe(kind: str, terms: tuple[TermSpec, ...]) -> str:
     if kind == "quadratic":
         return "quadratic in the latents (closed form)"
+    if kind == "local":
+        return "with local latents (antithetic draws)"
     if kind == "draws":
         return "no structure found (antithetic draws)"
     counts = ", ".join(f"{t.site}: {len(t.predictors)} affine predictor{'s' * (len(t.predictors) > 1)}" for t in terms)

@@ -11,9 +11,9 @@ import numpy as np
 from numpyro.distributions.transforms import biject_to
 
 from ..errors import PartitionError
-from ..handlers import Partition, refuse_latents
+from ..handlers import Partition, RowAxes, refuse_latents
 from ._mechanism import choose_reading
-from ._model import Layout, ModelCall, abstract_trace, is_latent, is_observed
+from ._model import Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed
 from ._packing import Packing
 from ._plan import PartitionPlan
 from ._probe import Probe
@@ -32,6 +32,9 @@ class Planned:
     prior_loc: np.ndarray
     prior_sd: np.ndarray
     params: dict
+    # The same of the local latents, Float[U K]; None when there are none.
+    local_loc: np.ndarray | None = None
+    local_sd: np.ndarray | None = None
 
 
 def make_plan(partition: Partition, args: tuple, kwargs: dict) -> PartitionPlan:
@@ -71,7 +74,9 @@ def plan_factors(
     rows = partition.row_axes(trace)
     refuse_latents(trace, rows.plates)
     layout = layout if layout is not None else model_layout(trace)
-    call = ModelCall(model, layout, args, kwargs, {} if params is None else params)
+    local = local_layout(trace, rows)
+    layout = _without(layout, local)
+    call = ModelCall(model, layout, args, kwargs, {} if params is None else params, local)
     read = choose_reading(partition, call, trace, rows, key, params)
     observed = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is not None)
     outside = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is None)
@@ -89,10 +94,14 @@ def plan_factors(
         observed=observed,
         outside=outside,
         params=tuple(n for n in probe.params if n not in probe.inert),
+        local=local,
         **_structure(probe, observed, outside, layout),
     )
+    if local is not None:
+        plan = dataclasses.replace(plan, likelihood="local", terms=())
     params = {n: v for n, v in probe.params.items() if n in plan.params}
-    return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params)
+    own = (None, None) if probe.local is None else (probe.local.loc, probe.local.sd)
+    return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params, *own)
 
 
 def with_expectation(planned: Planned, expectation: str) -> Planned:
@@ -107,6 +116,8 @@ def with_expectation(planned: Planned, expectation: str) -> Planned:
         The plan to follow.
     """
     plan = planned.plan
+    if plan.local is not None:
+        return planned
     if expectation == "monte_carlo":
         prior_kind = "draws" if plan.has_prior_factor else "none"
         plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind)
@@ -136,6 +147,46 @@ def model_layout(trace: dict) -> Layout:
             names.append(name)
             shapes.append(tuple(biject_to(site["fn"].support).inverse_shape(site["fn"].shape())))
     return Layout(tuple(names), tuple(shapes))
+
+
+def local_layout(trace: dict, rows: RowAxes) -> LocalLayout | None:
+    """The continuous latents inside the partitioned plates.
+
+    Args:
+        trace: an abstract trace of the model.
+        rows: the partitioned axes.
+
+    Returns:
+        Their layout, or None when there are none.
+
+    Raises:
+        PartitionError: when they are in several of the partitioned plates.
+    """
+    found = {}
+    for name, site in trace.items():
+        if is_latent(site) and not site["fn"].support.is_discrete and (axis := rows.of(site)) is not None:
+            shape = tuple(biject_to(site["fn"].support).inverse_shape(site["fn"].shape()))
+            dim = axis.dim - (len(shape) - len(site["fn"].batch_shape))
+            place = len(shape) + dim
+            found[name] = axis, shape[:place] + shape[place + 1 :], dim
+    if not found:
+        return None
+    keys = {axis.key: axis.size for axis, _, _ in found.values()}
+    if len(keys) > 1:
+        raise PartitionError(
+            f"local latents {', '.join(map(repr, found))} are in several partitioned plates ({', '.join(map(repr, keys))}): "
+            "keep those of one plate inside it, and declare the others outside, in plates of their own."
+        )
+    ((key, size),) = keys.items()
+    _, shapes, dims = zip(*found.values(), strict=True)
+    return LocalLayout(key, size, tuple(found), tuple(shapes), tuple(dims))
+
+
+def _without(layout: Layout, local: LocalLayout | None) -> Layout:
+    if local is None:
+        return layout
+    kept = [(n, s) for n, s in zip(layout.names, layout.shapes, strict=True) if n not in local.names]
+    return Layout(tuple(n for n, _ in kept), tuple(s for _, s in kept))
 
 
 def refuse_unsupported(trace: dict) -> None:

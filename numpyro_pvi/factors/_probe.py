@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,14 @@ from ..errors import PartitionError
 from ..handlers import FullPlates, GroupTable, RowAxes
 from ._model import (
     DrawImproper,
+    LocalLayout,
     ModelCall,
     base_distribution,
     is_latent,
     is_observed,
+    latent_log_density,
+    outside_log_likelihood,
+    row_log_likelihood,
     rows_first,
     site_log_prob,
 )
@@ -66,6 +71,8 @@ class Probe:
     params: dict
     # Names of ``numpyro.param`` sites that the log density does not depend on.
     inert: tuple[str, ...]
+    # Prior location and sd of every unit's local latents, Float[U K], and what couples them; None when there are none.
+    local: LocalProbe | None = None
 
     def own(self, name: str, layout) -> np.ndarray:
         """A latent's unconstrained value at every probe point."""
@@ -75,6 +82,22 @@ class Probe:
     def depends_on_others(self, name: str) -> bool:
         """Whether the parameters of a latent's prior move with other latents."""
         return any(moves(values, self.rays) for values in self.leaves[name].values())
+
+
+class CoupledLatentError(PartitionError):
+    """A latent inside the partitioned plate reaches beyond its own index or group."""
+
+
+class LocalProbe(NamedTuple):
+    """What draws and derivatives say about latents inside the partitioned plate."""
+
+    loc: np.ndarray
+    sd: np.ndarray
+    # Derivatives of the log density that must vanish, and the size of those that they are parts of.
+    between_units: np.ndarray
+    between_groups: np.ndarray
+    outside: np.ndarray
+    size: np.ndarray
 
 
 def draw_trace(model, key, args: tuple, kwargs: dict, params: dict) -> dict:
@@ -129,6 +152,7 @@ def run_probe(
         prior_sd=found["sd"],
         params=found["params"],
         inert=tuple(n for n, slope in found["slopes"].items() if slope == 0.0),
+        local=None if found["local"] is None else LocalProbe(*found["local"]),
     )
 
 
@@ -145,19 +169,36 @@ class _StaticArgs:
         draws_key, direction_key = jax.random.split(key)
         params = self._initial_params(call, draws_key) if self.params is None else self.params
         call = dataclasses.replace(call, params=params)
-        draws = jax.vmap(lambda k: self._draw(call, k))(jax.random.split(draws_key, _NUM_DRAWS))
+        draws, own = jax.vmap(lambda k: self._draw(call, k))(jax.random.split(draws_key, _NUM_DRAWS))
         loc, sd = _robust_moments(draws)
+        own_loc = own_sd = None
+        if own is not None:
+            own_loc, own_sd = _robust_moments(own)
+            call = dataclasses.replace(call, local=own_loc)
         noise = jax.random.normal(direction_key, (_NUM_DIRECTIONS, call.layout.dim), loc.dtype)
         points = _ray_points(loc, sd * noise)
         rows, latents, leaves = jax.vmap(lambda z: self._look(call, z))(points)
         checks = loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None] * sd * noise
-        reference = jax.vmap(lambda z: self._all_rows(call, z))(checks)
+        own_checks, local = None, None
+        if own_loc is not None and own_sd is not None:
+            noise = jax.random.normal(jax.random.fold_in(direction_key, 1), own_loc.shape, loc.dtype)
+            own_checks = own_loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None, None] * own_sd * noise
+            at = dataclasses.replace(call, local=own_checks[0])
+            local = (own_loc, own_sd, *self._couplings(at, packing, checks[0], noise))
+
+        def at_checks(look):
+            if own_checks is None:
+                return jax.vmap(lambda z: look(call, z))(checks)
+            return jax.vmap(lambda z, own: look(dataclasses.replace(call, local=own), z))(checks, own_checks)
+
+        reference = at_checks(self._all_rows)
         chunks = None
         if isinstance(packing, Packing):
-            chunks = jax.vmap(lambda z: self._chunk_rows(call, packing, z))(checks)
+            chunks = at_checks(lambda at, z: self._chunk_rows(at, packing, z))
         return {
             "points": points, "rows": rows, "latents": latents, "leaves": leaves, "reference": reference,
             "chunks": chunks, "loc": loc, "sd": sd, "params": params, "slopes": self._slopes(call, checks),
+            "local": local,
         }  # fmt: skip
 
     def _arguments(self, arrays) -> dict:
@@ -185,10 +226,50 @@ class _StaticArgs:
         gradients = jax.vmap(jax.grad(density), (None, 0))(call.params, points)
         return {n: slope(g) for n, g in gradients.items()}
 
-    def _draw(self, call: ModelCall, key) -> Float[Array, "D"]:
+    def _draw(self, call: ModelCall, key) -> tuple[Float[Array, "D"], Float[Array, "U K"] | None]:
         trace = draw_trace(call.model, key, call.args, call.kwargs, call.params)
-        values = {n: biject_to(trace[n]["fn"].support).inv(trace[n]["value"]) for n in call.layout.names}
-        return call.layout.flatten(values).astype(jnp.result_type(float))
+
+        def unconstrained(names):
+            return {n: biject_to(trace[n]["fn"].support).inv(trace[n]["value"]) for n in names}
+
+        dtype, local = jnp.result_type(float), call.local_layout
+        own = None if local is None else local.flatten(unconstrained(local.names)).astype(dtype)
+        return call.layout.flatten(unconstrained(call.layout.names)).astype(dtype), own
+
+    def _couplings(self, call: ModelCall, packing: Packing | GroupMasks, point, noise: Float[Array, "U K"]) -> tuple:
+        """Derivatives in local latents that vanish if every one of them belongs to one unit of one group.
+
+        A unit's Hessian block is found by one tangent for all units at once, which is right only if the Hessian has no
+        block between two units: then a random product agrees. With random weights on the groups' rows, a local latent's
+        slope is its own group's weight times the slope without weights.
+        """
+        plan_rows, layout, weights = self.rows, call.local_layout, None
+        if isinstance(packing, GroupMasks):
+            group = packing.group_of_row
+            draws = jax.random.uniform(jax.random.key(3), (packing.chunk_group.shape[0] + 1,), noise.dtype, 0.5, 1.5)
+            weights = {key: draws[index] for key, index in group.items()}
+
+        def inside(own, weighted):
+            terms = row_log_likelihood(dataclasses.replace(call, local=own), point, plan_rows)
+            parts = (jnp.sum(v * weights[k] if weighted and weights is not None else v) for k, v in terms.values())
+            return sum(parts, start=jnp.zeros((), point.dtype))
+
+        def outside(own):
+            at = dataclasses.replace(call, local=own)
+            latents = latent_log_density(at, point)
+            rest = outside_log_likelihood(at, point, plan_rows)
+            return sum((latents[n] for n in call.layout.names), start=rest)
+
+        slope = jax.grad(lambda own: inside(own, False))
+        _, tangent = jax.linearize(slope, call.local)
+        columns = [tangent(jnp.zeros_like(noise).at[:, k].set(1.0)) for k in range(layout.width)]
+        blocks = sum(c * noise[:, k : k + 1] for k, c in enumerate(columns))
+        size = jnp.abs(slope(call.local)) + sum(jnp.abs(c) for c in columns)
+        across = jnp.zeros_like(noise)
+        if weights is not None:
+            across = jax.grad(lambda own: inside(own, True))(call.local)
+            across = across - weights[layout.key][:, None] * slope(call.local)
+        return tangent(noise) - blocks, across, jax.grad(outside)(call.local), size
 
     def _look(self, call: ModelCall, point):
         trace, jacobians = call.trace(point)
@@ -196,8 +277,8 @@ class _StaticArgs:
         for name, site in trace.items():
             if is_latent(site):
                 latents[name] = jnp.sum(site_log_prob(site, jacobians[name]))
-            elif is_observed(site) and (axis := self.rows.of(site)) is not None:
-                rows[name] = rows_first(site_log_prob(site), axis.dim)
+            if site["type"] == "sample" and (axis := self.rows.of(site)) is not None:
+                rows[name] = rows_first(site_log_prob(site, jacobians.get(name)), axis.dim)
             if site["type"] == "sample":
                 leaves[name] = leaves_by_path(site["fn"])
         return rows, latents, leaves
@@ -244,6 +325,37 @@ def check_additive(probe: Probe, where: str, table: GroupTable, reading: Reading
                     f"its own rows differs from its share of the whole model by {gap:.3g} nats. "
                     f"{_coupling_advice(reading, sliced)}"
                 )
+
+
+def check_local(probe: Probe, where: str, layout: LocalLayout | None) -> None:
+    """Refuse latents inside the partitioned plate that reach beyond their own index or group.
+
+    Args:
+        probe: derivatives at a check point.
+        where: what is partitioned, for the message.
+        layout: the local latents, or None.
+
+    Raises:
+        CoupledLatentError: naming the latent and an index of the plate; no mechanism can do with it.
+    """
+    if probe.local is None or layout is None:
+        return
+    found = probe.local
+    tolerance = (1e-3 if found.size.dtype == np.float32 else 1e-8) * (1 + found.size.max(initial=0.0))
+    reasons = (
+        (found.between_units, "depends on the same terms as another index's, so it is not private to its own"),
+        (found.between_groups, "enters rows of other groups: labels of the plates disagree, or ids tie it to them"),
+        (found.outside, "enters terms outside the partitioned plates, which belong to no group"),
+    )
+    for gaps, reason in reasons:
+        gaps = np.abs(np.where(np.isfinite(gaps), gaps, 0.0))
+        if gaps.max(initial=0.0) > tolerance:
+            unit, k = np.unravel_index(int(gaps.argmax()), gaps.shape)
+            name = next(n for n in layout.names if layout.slice_of(n).start <= k < layout.slice_of(n).stop)
+            raise CoupledLatentError(
+                f"{where}: local latent {name!r} at index {unit} of plate {layout.key!r} {reason}. Declare it outside the "
+                "partitioned plate, in a plate of its own, and index it by row; it is then shared by all groups."
+            )
 
 
 def _coupling_advice(reading: Reading, sliced: tuple[str, ...]) -> str:
@@ -297,10 +409,10 @@ def _ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Floa
         [s * k / (POINTS_PER_RAY - 1) for s in _RAY_SCALES for k in range(1, POINTS_PER_RAY)], loc.dtype
     )
     moved = loc + steps[None, :, None] * directions[:, None, :]
-    return jnp.concatenate([loc[None], moved.reshape(-1, loc.shape[0])])
+    return jnp.concatenate([loc[None], moved.reshape(moved.shape[0] * moved.shape[1], loc.shape[0])])
 
 
-def _robust_moments(draws: Float[Array, "S D"]) -> tuple[Float[Array, "D"], Float[Array, "D"]]:
+def _robust_moments(draws: Float[Array, "S *shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     finite = jnp.isfinite(draws)
     safe = jnp.where(finite, draws, 0.0)
     # Median and quartiles: a Cauchy prior has no mean, but a start is needed for it too.

@@ -89,6 +89,8 @@ class Reading:
         if self.mechanism == "mask":
             return call
         rows = chunk[0]
+        if call.local is not None:
+            call = dataclasses.replace(call, local=call.local[rows])
         if self.mechanism == "index":
             return dataclasses.replace(call, model=PlateRows(call.model, self.keys[0], rows))
         args, kwargs = slice_rows((call.args, call.kwargs), self.axes, rows)

@@ -1,6 +1,13 @@
 """Exponential families: natural and mean parameters, log-partition, and the maps between them."""
 
 from ._base import Family, Vector, inner, natural_parameters
+from ._conditional import (
+    ConditionalMoments,
+    ConditionalNatural,
+    bounded_precision,
+    conditional_moments,
+    schur_complement,
+)
 from ._gaussian import (
     GaussianFamily,
     GaussianMean,
@@ -11,6 +18,8 @@ from ._gaussian import (
 )
 
 __all__ = [
+    "ConditionalMoments",
+    "ConditionalNatural",
     "Family",
     "GaussianFamily",
     "GaussianMean",
@@ -19,6 +28,9 @@ __all__ = [
     "MultivariateNormalFamily",
     "NormalFamily",
     "Vector",
+    "bounded_precision",
+    "conditional_moments",
     "inner",
     "natural_parameters",
+    "schur_complement",
 ]

@@ -74,8 +74,8 @@ def choose_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None = Non
         The plate's name.
 
     Raises:
-        PartitionError: If there is no such plate, no observed sample site in it, or several candidates; if it holds
-            latents; if a discrete latent couples all groups.
+        PartitionError: If there is no such plate, no observed sample site in it, or several candidates; if a discrete
+            latent couples all groups.
     """
     name = pick_plate(trace, plate)
     refuse_latents(trace, (name,))
@@ -130,7 +130,7 @@ def refuse_latents(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...
         names: The plates to be split.
 
     Raises:
-        PartitionError: For latents inside one of them, and for discrete latents outside, which couple all groups.
+        PartitionError: For discrete latents outside them, which couple all groups.
     """
     plates = find_plates(trace)
     inside = {latent for name in names for latent in plates[name].latents}
@@ -198,14 +198,6 @@ def _refuse_latents(trace: Mapping[str, Mapping[str, Any]], name: str, info: Pla
             f"p(y_m | k) is not a sum over groups. Move the discrete latent into plate {name!r}, or replace it by "
             "continuous "
             "mixing weights."
-        )
-    if info.latents:
-        raise PartitionError(
-            f"latent(s) {_names(info.latents)} are inside plate {name!r}, one per row; only latents shared by all "
-            "groups are fitted. "
-            f"Integrate them out (for example a Normal row effect becomes a wider scale), or declare them outside "
-            f"plate {name!r} "
-            "in a plate of their own and index them by row."
         )
 
 

@@ -19,6 +19,8 @@ from ..expectations import (
     RULES,
     AffineProgram,
     DrawsProgram,
+    LocalLatentProgram,
+    MaskedLocalProgram,
     QuadraticProgram,
     SharedAffineProgram,
     sum_by_group,
@@ -35,9 +37,9 @@ from ..factors import (
     prior_factor_log_density,
     row_log_likelihood,
 )
-from ..families import GaussianMoments, MultivariateNormalFamily
+from ..families import ConditionalNatural, GaussianMoments, MultivariateNormalFamily
 from ..schedules import RoundCarry, RoundReport, Schedule
-from ..sites import SiteStack, posterior
+from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem, exact_log_partition
@@ -116,14 +118,17 @@ class Engine:
             The factors, ready to be evaluated.
         """
         part = plan.partition
-        call = ModelCall(self.model, part.layout, args, kwargs, params)
+        call = _whole_call(self.model, part, args, kwargs, params)
         natural, exact = prior if prior is not None else self.exact_prior(plan, call)[:2]
         program, chunks, group, offsets = self._likelihood(plan, call, packing, num_rules)
         prior_program, prior_data = self._prior_factor(plan, call, num_rules)
         partition = exact_log_partition(plan.family, natural, exact)
         data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition)
         quadratic = part.likelihood == "quadratic"
-        return LocalProblem(plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data)
+        units = None if part.local is None else (part.local.size, part.local.width)
+        return LocalProblem(
+            plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data, units
+        )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
         """Read the exactly held prior off the model.
@@ -164,7 +169,7 @@ class Engine:
                 return SharedAffineProgram(program, shared, masks), packing.chunks, groups, offsets
             chunks = self._prepare(lambda c: program.prepare(reading.call(call, c), masks(c)), packing, family.dim)
             return program, chunks, groups, offsets
-        if part.likelihood == "draws":
+        if part.likelihood in ("draws", "local"):
             program, chunks = self._draws(plan, call, packing)
             return program, chunks, groups, offsets
         dense = MultivariateNormalFamily(family.dim)
@@ -195,9 +200,25 @@ class Engine:
 
     def _draws(self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks):
         part = plan.partition
+
+        def program(read: Callable[[Any], ModelCall], data: Any):
+            density = partial(_chunk_log_likelihood, part, packing, read)
+            if part.local is None:
+                return DrawsProgram(density, plan.family), (data, None)
+
+            def joint(chunk, theta, z):
+                return density((chunk, None), theta, local=z)
+
+            slots = (data, *_unit_slots(part, packing))
+            # Forward derivatives of all groups at once take D^2 passes, reverse ones some 3 D for every group.
+            if isinstance(packing, GroupMasks) and plan.family.dim < 3 * part.table.num_groups:
+                densities = partial(_group_densities, part, packing, call)
+                group = packing.group_of_row[part.local.key]
+                return MaskedLocalProgram(joint, plan.family, densities=densities, group_of_unit=group), slots
+            return LocalLatentProgram(joint, plan.family), slots
+
         if not isinstance(packing, Packing) or part.mechanism != "args":
-            density = partial(_chunk_log_likelihood, part, packing, lambda c: part.reading.call(call, c))
-            return DrawsProgram(density, plan.family), (packing.chunks, None)
+            return program(lambda c: part.reading.call(call, c), packing.chunks)
         # Rows are gathered here, once, and not at every pass.
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
         axes = part.reading.axes
@@ -207,8 +228,7 @@ class Engine:
             args, kwargs = structure.unflatten([x if o is None else o for x, o in zip(leaves, chunk[0], strict=True)])
             return dataclasses.replace(call, args=args, kwargs=kwargs)
 
-        density = partial(_chunk_log_likelihood, part, packing, packed_call)
-        return DrawsProgram(density, plan.family), ((packed, packing.mask), None)
+        return program(packed_call, (packed, packing.mask))
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape
@@ -336,7 +356,7 @@ class Engine:
         def loss(values):
             params = {n: transforms[n](v) for n, v in values.items()}
             at = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
-            return -at.elbo_at(moments, noise)
+            return -at.elbo_at(moments, noise, state.sites.local)
 
         values = self.optim.get_params(state.optim_state)
         gradient = jax.grad(loss)(values)
@@ -344,7 +364,7 @@ class Engine:
         moved = self.optim.update(gradient, state.optim_state, value=None)
         optim_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state.optim_state)
         params = {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
-        call = ModelCall(self.model, state.plan.partition.layout, args, kwargs, params)
+        call = _whole_call(self.model, state.plan.partition, args, kwargs, params)
         prior = self.exact_prior(state.plan, call)[0]
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)
 
@@ -354,7 +374,7 @@ class Engine:
         evaluation = self.carry(problem, state).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 
-    def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, mode: str):
+    def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
 
         Args:
@@ -365,6 +385,7 @@ class Engine:
             optim_state: optimiser state of the params, or None.
             loc: Float[D] prior location.
             sd: Float[D] prior sd.
+            local: the same of every unit's local latents, Float[U K] each, or None.
             mode: where sites start: "prior", "curvature" or "auto".
 
         Returns:
@@ -373,15 +394,20 @@ class Engine:
         """
         params = self.constrain(plan, args, kwargs, optim_state)
         family, dtype = plan.family, jnp.result_type(float)
-        call = ModelCall(self.model, plan.partition.layout, args, kwargs, params)
+        call = _whole_call(self.model, plan.partition, args, kwargs, params)
         natural, exact, outside = self.exact_prior(plan, call)
         problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), len(FIXED_RULES))
         # The exactly held prior knows its location better than draws do.
         unit = family.from_loc_sd(jnp.where(exact, 0.0, loc), jnp.where(exact, 1.0, sd))
         base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
         moments = family.moments(natural + base)
-        sites, rule = problem.first_sites(moments, jnp.where(moments.valid, moments.loc, loc), mode)
-        sites = SiteStack(sites.groups, base if problem.has_prior_factor else None)
+        point = jnp.where(moments.valid, moments.loc, loc)
+        if local is None:
+            sites, rule = problem.first_sites(moments, point, mode)
+        else:
+            rows = _first_conditionals(plan, packing, *local)
+            sites, rule = problem.first_local_sites(moments, point, mode, rows)
+        sites = dataclasses.replace(sites, prior=base if problem.has_prior_factor else None)
         proper = family.in_domain(posterior(natural, sites))
         solver = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype)
@@ -415,15 +441,58 @@ def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:
     return ~exact if leaf.ndim == 1 else ~exact[:, None] & ~exact[None, :]
 
 
+def _whole_call(model: Callable, part: PartitionPlan, args: tuple, kwargs: dict, params: dict) -> ModelCall:
+    """The model on all rows; its local latents, if any, at zero: what they touch is read chunk by chunk."""
+    own = None if part.local is None else jnp.zeros((part.local.size, part.local.width))
+    return ModelCall(model, part.layout, args, kwargs, params, part.local, own)
+
+
+def _unit_slots(part: PartitionPlan, packing: Packing | GroupMasks) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
+    """Which unit's local latents every slot of every chunk holds, and which slots count."""
+    if isinstance(packing, Packing):
+        return packing.rows, packing.mask
+    group = packing.group_of_row[part.local.key]
+    shape = (packing.chunk_group.shape[0], group.shape[0])
+    return jnp.broadcast_to(jnp.arange(shape[1]), shape), group == packing.chunk_group[:, None]
+
+
+def _first_conditionals(plan: Plan, packing: Packing | GroupMasks, loc, sd) -> ConditionalNatural:
+    """Local latents at their prior given the shared ones, in the packing's slots; unit Gaussians where nothing counts."""
+    units, mask = _unit_slots(plan.partition, packing)
+    loc = jnp.where(mask[..., None], loc[units], 0.0)
+    precision = 1.0 / jnp.where(mask[..., None], sd[units], 1.0) ** 2
+    dim = plan.family.dim if plan.family.full else 0
+    cross = jnp.zeros((*loc.shape, dim), loc.dtype)
+    dense = precision[..., None] * jnp.eye(loc.shape[-1], dtype=loc.dtype) if plan.family.full else precision
+    return ConditionalNatural(loc * precision, dense, cross)
+
+
+def _group_densities(
+    part: PartitionPlan, packing: GroupMasks, call: ModelCall, point: Float[Array, "D"], local: Float[Array, "U K"]
+) -> Float[Array, "M"]:
+    """Every group's log density at one point, from one pass over all rows."""
+    terms = row_log_likelihood(dataclasses.replace(call, local=local), point, part.rows)
+    count, total = part.table.num_groups, jnp.zeros((part.table.num_groups,), point.dtype)
+    for key, values in terms.values():
+        group = packing.group_of_row[key]
+        # Rows that are nobody's go to a segment beyond the last, which is dropped.
+        total = total + jax.ops.segment_sum(values, jnp.where(group < 0, count, group), count)
+    return total
+
+
 def _chunk_log_likelihood(
     part: PartitionPlan,
     packing: Packing | GroupMasks,
     read: Callable[[Any], ModelCall],
     chunk: tuple,
     point: Float[Array, "D"],
+    local: Float[Array, "R K"] | None = None,
 ) -> Float[Array, ""]:
     rows, _ = chunk
     masks = part.reading.masks(packing, rows)
-    terms = row_log_likelihood(read(rows), point, part.rows)
+    call = read(rows)
+    if local is not None:
+        call = dataclasses.replace(call, local=local)
+    terms = row_log_likelihood(call, point, part.rows)
     counted = (jnp.sum(jnp.where(masks[key], values, 0.0)) for key, values in terms.values())
     return sum(counted, start=jnp.zeros((), point.dtype))

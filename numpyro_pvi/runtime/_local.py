@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite, clip_to_psd
-from ..expectations import FIXED_RULES, Expected, rule_index
-from ..families import GaussianFamily, GaussianMoments, GaussianNatural
+from ..expectations import FIXED_RULES, Expected, LocalChunk, LocalNoise, MaskedLocalProgram, rule_index
+from ..families import ConditionalNatural, GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule
-from ..sites import SiteStack, cavity, posterior, select
+from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, select
 from ..solvers import LocalResult, LocalSolver
 from ._base import Runtime
+from ._conditionals import visit_with_locals
 from ._mapping import sum_one_group
 
 # Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
@@ -59,6 +60,7 @@ class LocalProblem:
         quadratic: whether the likelihood is quadratic in the latents jointly.
         num_rules: how many quadrature rules are compiled in.
         data: the factors' arrays.
+        units: ``(U, K)``, how many units have how many local latents each; None when there are none.
     """
 
     family: GaussianFamily
@@ -69,6 +71,7 @@ class LocalProblem:
     quadratic: bool
     num_rules: int
     data: FactorData
+    units: tuple[int, int] | None = None
 
     @property
     def num_groups(self) -> int:
@@ -97,17 +100,22 @@ class LocalProblem:
         """
         if not self.noisy:
             return None
-        return jax.random.normal(
-            key, (max(self.solver.num_draws, -(-num_particles // 2)), self.family.dim), self._dtype
-        )
+        pairs = max(self.solver.num_draws, -(-num_particles // 2))
+        shared = jax.random.normal(key, (pairs, self.family.dim), self._dtype)
+        if self.units is None:
+            return shared
+        count, width = self.units
+        return LocalNoise(shared, jax.random.normal(jax.random.fold_in(key, 1), (count, pairs, width), self._dtype))
 
     def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
         rule = rule if again else cheaper_rule(rule)
-        return self.evaluate_at(q, self.family.moments(q), rule, noise, probe)
+        return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, local=sites.local)
 
-    def evaluate_at(self, q, moments: GaussianMoments, rule: Rule, noise, probe=None, clip: bool = False) -> Evaluation:
+    def evaluate_at(
+        self, q, moments: GaussianMoments, rule: Rule, noise, probe=None, clip: bool = False, local: Any = None
+    ) -> Evaluation:
         """One pass over all groups at a Gaussian given by its moments.
 
         Args:
@@ -117,6 +125,7 @@ class LocalProblem:
             noise: the round's draws, or None.
             probe: vector for the curvature product, or None.
             clip: raise curvatures to positive semi-definite.
+            local: what groups hold of their local latents, or None.
 
         Returns:
             The evaluation; ``elbo`` is minus infinity or NaN where a factor is not finite.
@@ -126,7 +135,7 @@ class LocalProblem:
             expect = partial(
                 self._expect, self.program, moments=moments, probe=probe, level=level, noise=noise, clip=clip
             )
-            groups = self._sum_chunks(expect)
+            groups = self._sum_chunks(expect, local)
             prior = self._prior_expected(moments, probe, level, noise, clip)
             error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
@@ -137,16 +146,23 @@ class LocalProblem:
         rest = self._rest(moments)
         values = jnp.sum(groups.value) + (0.0 if prior is None else prior.value)
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest) + (0.0 if prior is None else jnp.abs(prior.value))
+        own = None
+        if local is not None:
+            found = conditional_moments(local.rows)
+            own = found.mean(moments.loc), found.marginal_sd(moments)
+            moments = moments._replace(valid=moments.valid & jnp.all(found.valid))
+        missed = error > rule.tolerance
         return Evaluation(
-            q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), error > rule.tolerance
+            q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), missed, own
         )
 
-    def elbo_at(self, moments: GaussianMoments, noise: Any) -> Float[Array, ""]:
+    def elbo_at(self, moments: GaussianMoments, noise: Any, local: Any = None) -> Float[Array, ""]:
         """The global ELBO at a fixed q under a fixed quadrature rule: reverse-mode differentiable in the factors' arrays.
 
         Args:
             moments: q.
             noise: the round's draws, or None.
+            local: what groups hold of their local latents, or None.
 
         Returns:
             The ELBO in nats.
@@ -154,7 +170,7 @@ class LocalProblem:
         # A static rule: loops of traced length have no reverse mode.
         level = len(FIXED_RULES) - 1
         values = jax.lax.map(
-            lambda chunk: self.program.expected(chunk, moments, None, level, noise, False).value, self.data.chunks
+            lambda chunk: self.program.expected(chunk, moments, None, level, noise, False).value, self._chunks(local)
         )
         prior = self._prior_expected(moments, None, level, noise, False)
         return jnp.sum(values) + self._rest(moments) + (0.0 if prior is None else prior.value)
@@ -162,6 +178,27 @@ class LocalProblem:
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites for all groups, and the given site (or None) for the prior factor."""
         return SiteStack(self.family.zeros((self.num_groups,), self._dtype), prior_site)
+
+    def tidy(self, sites: SiteStack) -> SiteStack:
+        """Symmetrise; see :class:`numpyro_pvi.schedules.Problem`."""
+        groups, local = self.family.symmetrise(sites.groups), sites.local
+        if local is not None:
+            local = LocalSites(self.family.symmetrise(local.shared), local.rows)
+            groups = marginal_sites(local, self.data.chunk_group)
+        return SiteStack(groups, None if sites.prior is None else self.family.symmetrise(sites.prior), local)
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
+        """Natural-gradient targets over shared and local latents, of groups that moved and were finite."""
+        wanted, group = carry.evaluation.groups.local, self.data.chunk_group
+        if wanted is None:
+            return None
+        finite = jnp.stack(
+            [jnp.all(jnp.isfinite(x).reshape(x.shape[0], -1), axis=-1) for x in jax.tree.leaves(wanted.rows)]
+        )
+        broken = jax.ops.segment_sum((~jnp.all(finite, axis=0)).astype(jnp.int32), group, self.num_groups)
+        good = moved & (broken == 0) & jnp.isfinite(carry.evaluation.groups.value)
+        new = carry.sites.local + (wanted - carry.sites.local) * getattr(self.solver, "step_size", 1.0)
+        return keep_groups(good, new, carry.sites.local, group)
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any) -> LocalResult:
         """Every group's local solve from the same q, in parallel."""
@@ -173,13 +210,18 @@ class LocalProblem:
             rest = cavity(evaluation.q, site)
             return self.solver.solve(factor, rest, site, state, key, start=start, guarded=True)
 
-        operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, evaluation.groups)
+        start = dataclasses.replace(evaluation.groups, local=None)
+        operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, start)
         return self.runtime.map_groups(solve, operands, reads_rows=self._solver_reads_rows)
 
-    def visit_group(self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any) -> LocalResult:
+    def visit_group(
+        self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, local: Any = None
+    ) -> tuple[LocalResult, Any]:
         """One group's local solve from the current q."""
+        if local is not None:
+            return visit_with_locals(self, index, q, site, state, noise, local)
         factor = self._factor(index, cheaper_rule(rule), noise)
-        return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
+        return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve."""
@@ -191,6 +233,43 @@ class LocalProblem:
             lambda moments: _escalated(lambda lv: expect(moments, level=lv), start_rule, self.num_rules),
         )
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=start is not None)
+
+    def first_local_sites(
+        self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str, rows: ConditionalNatural
+    ) -> tuple[SiteStack, Rule]:
+        """Where sites of groups with local latents start.
+
+        Args:
+            at_prior: the prior as moments.
+            loc: its location.
+            mode: "prior" and "auto" (unit sites: in a hierarchy the curvature at one point says little), or
+                "curvature": each factor's positive semi-definite curvature, local latents integrated out, at ``loc``.
+            rows: the local latents' prior given ``loc``.
+
+        Returns:
+            Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
+            it is read gets the unit site.
+        """
+        dtype, group = self._dtype, self.data.chunk_group
+        local = LocalSites(self.family.zeros((self.num_groups,), dtype), rows)
+        start = SiteStack(self.family.zeros((self.num_groups,), dtype), None, local)
+        if mode != "curvature" or self.units is None:
+            return start, first_rule(dtype)
+        count, width = self.units
+        point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
+        noise = LocalNoise(jnp.zeros((1, self.family.dim), dtype), jnp.zeros((count, 1, width), dtype))
+        expect = partial(self._expect, self.program, moments=point, probe=None, level=0, noise=noise, clip=False)
+        found = self._sum_chunks(expect, local)
+        precision = found.target.precision
+        precision = clip_to_psd(precision) if self.family.full else jnp.maximum(precision, 0.0)
+        site = self.family.natural(found.target.precision_mean, precision)
+        # The shared block is the site and what integrating the local latents out takes from it.
+        wanted = LocalSites(found.local.shared + (site - found.target), found.local.rows)
+        finite = jax.vmap(all_finite)((site, wanted.shared)) & jnp.isfinite(found.value)
+        rows_finite = jax.vmap(all_finite)(wanted.rows).astype(jnp.int32)
+        finite &= jax.ops.segment_min(rows_finite, group, self.num_groups) > 0
+        kept = keep_groups(finite, wanted, local, group)
+        return self.tidy(SiteStack(start.groups, None, kept)), first_rule(dtype)
 
     def first_sites(self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
         """Where the groups' sites start.
@@ -268,17 +347,31 @@ class LocalProblem:
         steps = getattr(self.solver, "num_steps", 1)
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
 
-    def _sum_chunks(self, expect: Callable[[Any], Expected]) -> Expected:
-        data = self.data
-        working = self.program.working_bytes(data.chunks)
-        return self.runtime.sum_chunks(expect, data.chunks, data.chunk_group, data.offsets, working)
+    def _chunks(self, local: Any) -> Any:
+        return self.data.chunks if local is None else LocalChunk(*self.data.chunks, local.rows)
+
+    def _sum_chunks(self, expect: Callable[[Any], Expected], local: Any = None) -> Expected:
+        data, chunks = self.data, self._chunks(local)
+        if isinstance(self.program, MaskedLocalProgram):
+            found = expect(chunks)
+            joint = LocalSites(found.target, found.local)
+            return dataclasses.replace(found, target=marginal_sites(joint, data.chunk_group), local=joint)
+        working = self.program.working_bytes(chunks)
+        found = self.runtime.sum_chunks(expect, chunks, data.chunk_group, data.offsets, working)
+        if found.local is None:
+            return found
+        joint = LocalSites(found.target, found.local)
+        return dataclasses.replace(found, target=marginal_sites(joint, data.chunk_group), local=joint)
 
     def _expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Expected:
+        if isinstance(program, MaskedLocalProgram):
+            return program.expected_all(chunk, moments, probe, noise)
         return program.expected(chunk, moments, probe, level, noise, clip)
 
     def _prior_expected(self, moments, probe, level, noise, clip) -> Expected | None:
         if self.prior_program is None:
             return None
+        noise = noise.shared if isinstance(noise, LocalNoise) else noise
         return self.prior_program.expected(self.data.prior, moments, probe, level, noise, clip)
 
     def _factor(self, index, rule, noise) -> _Factor:

@@ -75,7 +75,11 @@ class LaxMap:
         working_bytes: int,
     ) -> Expected:
         """Loop over groups and their chunks: see :class:`numpyro_pvi.runtime.Runtime`."""
-        del chunk_group, working_bytes
+        del working_bytes
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks)
+        if jax.eval_shape(expect, first).local is not None:
+            # What rows want of their own latents is kept, not summed, so each chunk leaves its result.
+            return sum_by_group(jax.lax.map(expect, chunks), chunk_group, offsets.shape[0] - 1)
         return jax.lax.map(lambda m: sum_one_group(expect, chunks, offsets, m), jnp.arange(offsets.shape[0] - 1))
 
     def map_groups(self, solve: Callable[..., Any], operands: Any, reads_rows: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -48,6 +49,8 @@ class Evaluation(NamedTuple):
     rule: Rule
     # Whether rows missed the error target under the finest rule.
     missed: Bool[Array, ""]
+    # Means and sds of the local latents under q, per chunk and row; None when there are none.
+    local: tuple[Float[Array, "C R K"], Float[Array, "C R K"]] | None = None
 
 
 class RoundReport(NamedTuple):
@@ -94,12 +97,22 @@ class Problem(Protocol):
         """One pass over all groups at the q of these sites; ``again`` repeats the last evaluation's rule to the letter."""
         ...
 
+    def tidy(self, sites: SiteStack) -> SiteStack:
+        """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""
+        ...
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
+        """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
+        ...
+
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any) -> LocalResult:
         """Every group's local solve from the same q; leading axis M."""
         ...
 
-    def visit_group(self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any) -> LocalResult:
-        """One group's local solve from the current q."""
+    def visit_group(
+        self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, local: Any
+    ) -> tuple[LocalResult, Any]:
+        """One group's local solve from the current q, and what groups hold beside their sites after it."""
         ...
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
@@ -216,9 +229,7 @@ def accept_jointly(
 
     def at(step):
         aim = proposal if fallback is None else select(step < restart, fallback, proposal)
-        sites = damp(old_sites, aim, share(step))
-        symmetrise = problem.family.symmetrise
-        return SiteStack(symmetrise(sites.groups), None if sites.prior is None else symmetrise(sites.prior))
+        return problem.tidy(damp(old_sites, aim, share(step)))
 
     def invalid(state):
         step, tries = state
@@ -245,10 +256,11 @@ def accept_jointly(
     return last._replace(sites=sites, evaluation=evaluation, step=share(last.step))
 
 
-def natural_gradient_proposal(carry: RoundCarry) -> SiteStack:
+def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:
     """Every site's natural-gradient target at the carry's q (PVI eq. 10): small joint steps towards it raise the ELBO.
 
     Args:
+        problem: the factors.
         carry: where things stand.
 
     Returns:
@@ -256,12 +268,14 @@ def natural_gradient_proposal(carry: RoundCarry) -> SiteStack:
     """
 
     def usable(expected: Expected, site: Any) -> Any:
+        expected = dataclasses.replace(expected, local=None)
         good = jax.vmap(all_finite)(expected) if jnp.ndim(expected.value) else all_finite(expected)
         return select(good, expected.target, site)
 
     sites, evaluation = carry.sites, carry.evaluation
     prior = None if evaluation.prior is None or sites.prior is None else usable(evaluation.prior, sites.prior)
-    return SiteStack(usable(evaluation.groups, sites.groups), sites.prior if prior is None else prior)
+    local = problem.local_proposal(carry, jnp.ones((problem.num_groups,), bool))
+    return SiteStack(usable(evaluation.groups, sites.groups), sites.prior if prior is None else prior, local)
 
 
 def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
@@ -269,7 +283,12 @@ def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Floa
     sd_new, sd_old = (jnp.sqrt(family.variances(e.moments)) for e in (new, old))
     shift = jnp.max(jnp.abs(new.moments.loc - old.moments.loc) / sd_new)
     stretch = jnp.max(jnp.abs(jnp.log(sd_new) - jnp.log(sd_old)))
-    return jnp.where(old.moments.valid, jnp.maximum(shift, stretch), jnp.inf)
+    largest = jnp.maximum(shift, stretch)
+    if new.local is not None and old.local is not None:
+        (mean_new, own_new), (mean_old, own_old) = new.local, old.local
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(mean_new - mean_old) / own_new))
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(jnp.log(own_new) - jnp.log(own_old))))
+    return jnp.where(old.moments.valid, largest, jnp.inf)
 
 
 def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: Evaluation) -> Float[Array, "F"]:

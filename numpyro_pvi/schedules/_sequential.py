@@ -63,36 +63,39 @@ class Sequential:
         if problem.has_prior_factor:
             prior = problem.visit_prior(q, prior_site, carry.prior_solver, prior_key, old.rule, noise, start=None)
             prior_site = damp(prior_site, prior.site, self.damping)
-            q = posterior(problem.prior_natural, SiteStack(carry.sites.groups, prior_site))
+            q = posterior(problem.prior_natural, dataclasses.replace(carry.sites, prior=prior_site))
         order = jnp.arange(problem.num_groups)
         if self.order == "random":
             order = jax.random.permutation(order_key, order)
-        groups, results = self._sweep(problem, carry, q, order, visit_key, noise)
+        groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
         one = jnp.ones((), carry.evaluation.elbo.dtype)
         done = accept_jointly(
             problem,
             carry.sites,
-            SiteStack(groups, prior_site),
+            SiteStack(groups, prior_site, local),
             old,
             one,
             noise,
-            fallback=natural_gradient_proposal(carry),
+            fallback=natural_gradient_proposal(problem, carry),
         )
         return self._finish(problem, carry, results, prior, done)
 
     def _sweep(self, problem: Problem, carry: RoundCarry, q, order, key, noise):
-        def visit(q, step):
+        def visit(before, step):
+            q, local = before
             index, site, state, key = step
-            result = problem.visit_group(index, q, site, state, key, carry.evaluation.rule, noise)
+            result, local = problem.visit_group(index, q, site, state, key, carry.evaluation.rule, noise, local)
             new = damp(site, result.site, self.damping)
-            return q + (new - site), (new, result._replace(site=None))
+            return (q + (new - site), local), (new, result._replace(site=None))
 
         take = lambda tree: jax.tree.map(lambda x: x[order], tree)  # noqa: E731
         keys = jax.random.split(key, problem.num_groups)
         # Sites are scanned inputs and outputs: carrying the stack and scattering into it would copy it at every visit.
-        _, (sites, results) = jax.lax.scan(visit, q, (order, take(carry.sites.groups), take(carry.solver), keys))
+        swept = (order, take(carry.sites.groups), take(carry.solver), keys)
+        (_, local), (sites, results) = jax.lax.scan(visit, (q, carry.sites.local), swept)
         back = jnp.argsort(order)
-        return jax.tree.map(lambda x: x[back], (sites, results))
+        sites, results = jax.tree.map(lambda x: x[back], (sites, results))
+        return sites, None if local is None else damp(carry.sites.local, local, self.damping), results
 
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done) -> RoundCarry:
         skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)

@@ -14,6 +14,7 @@ from ..errors import PVIError
 from ..sites import SiteStack
 from ._base import (
     MAX_HALVINGS,
+    Evaluation,
     Problem,
     RoundCarry,
     RoundReport,
@@ -24,6 +25,9 @@ from ._base import (
     with_prior,
 )
 
+# Cosine between successive changes of the means from which on they count as progress.
+_ONWARDS = 0.5
+
 
 class SynchronousState(NamedTuple):
     """The joint step's memory."""
@@ -33,8 +37,10 @@ class SynchronousState(NamedTuple):
     probe: Float[Array, "P"]
     # Its Rayleigh quotient at the last evaluation, a lower bound of the largest eigenvalue.
     eigenvalue: Float[Array, ""]
-    # Rounds since Monte Carlo noise, not contraction, decided the move; late naturals are averaged over them.
+    # How often the means turned back on themselves, as noise makes them: late naturals are averaged over so many rounds.
     late: Int[Array, ""]
+    # The last change of the posterior means, in posterior sds.
+    direction: Float[Array, "D"]
     last_move: Float[Array, ""]
 
 
@@ -47,7 +53,8 @@ class Synchronous:
     accepted at once; it is also halved when the moves grow while the ELBO stands still. A
     mean-field q also caps it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda:
     parallel mean-field updates blow up at moderate correlations with every q and cavity valid. Where expectations are
-    by draws, the naturals of late rounds (from the first round whose move grew) are averaged.
+    by draws, the naturals of late rounds are averaged: the step falls with the number of rounds whose change of the means
+    turned back on the one before, as it does when noise decides it, and recovers while changes agree.
 
     Args:
         damping: largest joint step in (0, 1], or "auto", which starts at 1. 1 is the full step, as in earlier PVI code.
@@ -57,6 +64,7 @@ class Synchronous:
 
     References:
         Ashman et al., Partitioned Variational Inference, section 3.2 (synchronous updates) and property 5.
+        Kesten, Accelerated Stochastic Approximation, 1958 (a step that falls with the changes of sign).
     """
 
     damping: float | str = "auto"
@@ -76,7 +84,8 @@ class Synchronous:
         dim = 0 if problem.family.full else problem.family.dim
         probe = jnp.ones((dim,), dtype) / jnp.sqrt(jnp.asarray(max(dim, 1), dtype))
         one = jnp.ones((), dtype)
-        return SynchronousState(one * self._largest, probe, one, jnp.int32(0), one * jnp.inf)
+        still = jnp.zeros((problem.family.dim,), dtype)
+        return SynchronousState(one * self._largest, probe, one, jnp.int32(0), still, one * jnp.inf)
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of every site: see :class:`numpyro_pvi.schedules.Schedule`."""
@@ -89,7 +98,8 @@ class Synchronous:
             prior = problem.visit_prior(
                 old.q, carry.sites.prior, carry.prior_solver, prior_key, old.rule, noise, start=old.prior
             )
-        proposal = SiteStack(results.site, None if prior is None else prior.site)
+        local = problem.local_proposal(carry, results.moved)
+        proposal = SiteStack(results.site, None if prior is None else prior.site, local)
         first = self._first_step(carry.schedule)
         done = accept_jointly(problem, carry.sites, proposal, old, first, noise, probe)
         return self._finish(problem, carry, results, prior, done, scale)
@@ -108,8 +118,7 @@ class Synchronous:
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale) -> RoundCarry:
         old, state = carry.evaluation, carry.schedule
         moved = total_move(problem.family, done.evaluation, old)
-        started = (state.late > 0) | (moved > state.last_move)
-        late = jnp.where(started, state.late + 1, 0) if problem.noisy else state.late
+        late, direction = self._averaging(problem, state, done.evaluation, old)
         gain, rounding = elbo_gain(done.evaluation, old)
         # Below rounding the ELBO no longer sees a parallel step that overshoots; growing moves show it.
         oscillates = (moved > state.last_move) & (gain <= rounding)
@@ -139,9 +148,20 @@ class Synchronous:
             done.evaluation,
             results.state,
             None if prior is None else prior.state,
-            SynchronousState(step.astype(state.step.dtype), probe, eigenvalue, late, moved),
+            SynchronousState(step.astype(state.step.dtype), probe, eigenvalue, late, direction, moved),
             report,
         )
+
+    def _averaging(self, problem: Problem, state: SynchronousState, new: Evaluation, old: Evaluation):
+        """How many rounds to average over, and the change of the means that the next round compares with."""
+        if not problem.noisy:
+            return state.late, state.direction
+        direction = (new.moments.loc - old.moments.loc) / jnp.sqrt(problem.family.variances(new.moments))
+        direction = jnp.where(jnp.isfinite(direction), direction, 0.0)
+        agreement = jnp.dot(direction, state.direction)
+        size = jnp.linalg.norm(direction) * jnp.linalg.norm(state.direction)
+        onwards = agreement > _ONWARDS * size
+        return jnp.where(agreement < 0, state.late + 1, jnp.where(onwards, state.late // 2, state.late)), direction
 
 
 def _curvature_diagonal(problem: Problem, evaluation) -> Float[Array, "D"]:

@@ -16,11 +16,13 @@ class SiteStack(Vector):
     """Every site of a state, in natural space.
 
     ``groups`` is one natural-parameter object whose leaves carry a leading group axis M; ``prior`` is the site of the
-    prior factor (no group axis), or None when the prior is held exactly.
+    prior factor (no group axis), or None when the prior is held exactly. ``local`` holds what groups with local latents
+    keep beside their sites (:class:`LocalSites`), or None.
     """
 
     groups: Any
     prior: Any
+    local: Any = None
 
 
 def posterior(prior_natural: Any, sites: SiteStack) -> Any:

@@ -102,6 +102,11 @@ class NaturalGradient:
             PVIError: naming the factor and the choices that work.
         """
         del full
+        if structure == "local" and (self.num_steps > 1 or self.backtracking is True or self.expectation != "auto"):
+            raise PVIError(
+                f"{self!r} does not fit the {where}, which has local latents: groups with local latents take one "
+                "natural-gradient step a visit, by antithetic draws. Leave num_steps=1, backtracking and expectation as they are."
+            )
         wanted = {"exact": ("quadratic",), "quadrature": ("quadratic", "affine")}.get(self.expectation)
         if wanted is not None and structure not in wanted:
             raise PVIError(

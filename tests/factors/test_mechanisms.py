@@ -310,7 +310,7 @@ TABLE_ROWS = {
     "c2": Row(crossed_plain, (TABLE,), "args", "rows", ("a", "b", "a")),
     "c3": Row(crossed_indexed, (TABLE,), "index", "columns", ("a", "b", "a", "a", "b")),
     "c4": Row(random_effects, (X, G, Y), "args"),
-    "c5": Row(row_latents, (X, Y), "error", words=r"latent\(s\) 'u' are inside plate 'data'"),
+    "c5": Row(row_latents, (X, Y), "args"),
     "d1": Row(factor_indexed, (X, Y), "index"),
     "d2": Row(factor_plain, (X, Y), "args"),
     "d3": Row(summed_factor, (X, Y), "error", words="summed numpyro.factor"),
@@ -323,7 +323,7 @@ TABLE_ROWS = {
     "f4-index": Row(handlers.scope(constant_indexed, "blk"), (X, Y), "index", "blk/data"),
     "f5": Row(standardising, (X, Y), "mask"),
     "f6": Row(reparametrised, (X, G, Y), "args"),
-    "f7": Row(imputed, (X, Y), "error", words="are inside plate 'data'"),
+    "f7": Row(imputed, (X, Y), "args"),
     "f8": Row(row_events, (X, Y), "args"),
     "f9": Row(two_sites, (X, Y), "args"),
     "f10": Row(square_argument, (RNG.normal(size=(N, N)), Y), "args"),
@@ -333,9 +333,9 @@ TABLE_ROWS = {
     "h2": Row(with_random_flax, (X, Y), "args"),
     "h3": Row(shared_dropout, (X, Y), "args"),
     "h4": Row(row_dropout, (X, Y), "mask"),
-    "h5": Row(global_ids, (G, Y), "error", None, EFFECTS, words=r"latent\(s\) 'th' are inside plate 'effects'"),
+    "h5": Row(global_ids, (G, Y), "mask", None, EFFECTS),
     "h5-observed": Row(global_ids_without_latents, (G, Y, TABLE[:, 0]), "mask", None, EFFECTS),
-    "h6": Row(rectangular, (TABLE, MASKED), "error", "rows", ("a", "b", "a"), words="'th' are inside plate 'rows'"),
+    "h6": Row(rectangular, (TABLE, MASKED), "args", "rows", ("a", "b", "a")),
     "h8": Row(time_series, (Y[:T],), "mask", None, ("a", "a", "b", "b", "b"), options={"sites": {"obs": -1}}),
     "condition": Row(conditioned, (), "mask"),
 }
@@ -357,10 +357,17 @@ def plan_of(row: Row, **more: Any):
         return plan_factors(partition_of(row, **more), args, kwargs, key=jax.random.key(0)), args
 
 
+def local_point(planned: Any) -> np.ndarray:
+    """Values of the local latents, one row per index of their plate."""
+    size, width = planned.local_loc.shape
+    return planned.local_loc + 0.4 * np.sin(1 + np.arange(size * width).reshape(size, width))
+
+
 def by_group(planned: Any, model: Callable, args: tuple, point: Any) -> np.ndarray:
     """Each group's log-likelihood through the mechanism."""
     plan, packing = planned.plan, planned.packing
-    call = ModelCall(model, plan.layout, args, {}, planned.params)
+    own = None if plan.local is None else jnp.asarray(local_point(planned), jnp.result_type(float))
+    call = ModelCall(model, plan.layout, args, {}, planned.params, plan.local, own)
 
     def chunk(chunk):
         masks = plan.reading.masks(packing, chunk)
@@ -373,11 +380,16 @@ def by_group(planned: Any, model: Callable, args: tuple, point: Any) -> np.ndarr
 
 def oracle(row: Row, planned: Any, args: tuple, point: Any) -> dict[Any, float]:
     """Each group's log-likelihood from one trace of the untouched model with whole plates."""
-    layout = planned.plan.layout
+    layout, local = planned.plan.layout, planned.plan.local
     model = row.model
     if model is own_subsample:
         model = constant_indexed
     names = dict(zip(layout.names, (np.asarray(v) for v in layout.unflatten(point).values()), strict=True))
+    if local is not None:
+        (name,) = local.names
+        names[name] = np.moveaxis(
+            local_point(planned).reshape(-1, *local.shapes[0]), 0, len(local.shapes[0]) + 1 + local.dims[0]
+        )
 
     def constrain(site):
         if site["type"] == "sample" and not site["is_observed"] and site["name"] in names:
@@ -391,7 +403,8 @@ def oracle(row: Row, planned: Any, args: tuple, point: Any) -> dict[Any, float]:
     labels = row.groups if isinstance(row.groups, dict) else {None: row.groups}
     total: dict[Any, float] = dict.fromkeys({label for own in labels.values() for label in own}, 0.0)
     for name, site in trace.items():
-        if site["type"] != "sample" or not site["is_observed"]:
+        own_latent = local is not None and name in local.names
+        if site["type"] != "sample" or not (site["is_observed"] or own_latent):
             continue
         values = np.asarray(site["fn"].log_prob(site["value"])) * (1.0 if site["scale"] is None else site["scale"])
         for own_plate, own in labels.items():

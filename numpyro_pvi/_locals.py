@@ -1,0 +1,132 @@
+"""Local latents as a user sees them: joined with the shared ones under the guide's names, and their marginals."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jaxtyping import Array, Float
+from numpyro.distributions.transforms import ReshapeTransform, biject_to
+
+from ._state import PVIState
+from .factors import GroupMasks, LocalLayout
+from .families import ConditionalMoments, ConditionalNatural, GaussianFamily, GaussianMoments, conditional_moments
+from .guides import flat_to_params
+
+
+def by_unit(state: PVIState) -> ConditionalNatural:
+    """Natural parameters of every unit's local latents given the shared ones, in the plate's order.
+
+    Args:
+        state: a state of a model with local latents.
+
+    Returns:
+        Arrays with a leading axis U.
+    """
+    rows, packing = state.sites.local.rows, state.packing
+    if isinstance(packing, GroupMasks):
+        group = packing.group_of_row[state.plan.partition.local.key]
+        return jax.tree.map(lambda x: x[group, jnp.arange(group.shape[0])], rows)
+    where = np.flatnonzero(np.asarray(packing.mask).reshape(-1))
+    slot = where[np.argsort(np.asarray(packing.rows).reshape(-1)[where])]
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[slot], rows)
+
+
+def joint_params(guide: Any, state: PVIState, natural: Any) -> dict[str, Array]:
+    """The guide's params over shared and local latents together.
+
+    Args:
+        guide: the guide.
+        state: a state of a model with local latents.
+        natural: natural parameters of q(theta).
+
+    Returns:
+        Params under the guide's own names; a guide of full covariance gets a dense matrix over all of them.
+    """
+    part = state.plan.partition
+    loc, spread = _joint(state.plan.family, natural, by_unit(state))
+    names, shapes, order = _flat_order(part.layout, part.local)
+    spread = spread[order][:, order] if state.plan.family.full else spread[order]
+    return flat_to_params(guide, names, shapes, loc[order], spread)
+
+
+@partial(jax.jit, static_argnames="family")
+def _joint(family: GaussianFamily, natural: Any, rows: ConditionalNatural) -> tuple[Array, Array]:
+    """Location, and covariance (full) or sds (mean-field), of (theta, z of unit 0, z of unit 1, ...)."""
+    shared, q = family.moments(natural), conditional_moments(rows)
+    loc = jnp.concatenate([shared.loc, q.mean(shared.loc).reshape(-1)])
+    if not family.full:
+        return loc, jnp.concatenate([shared.scale, q.root.reshape(-1)])
+    dim, (count, width) = family.dim, rows.linear.shape
+    inherited = (q.slope @ shared.scale).reshape(-1, dim)
+    root = jnp.concatenate([shared.scale, inherited])
+    own = jnp.einsum("uik,ujk->uij", q.root, q.root)
+    unit = jnp.arange(count)
+    blocks = jnp.zeros((count, width, count, width), loc.dtype).at[unit, :, unit, :].set(own)
+    covariance = (root @ root.T).at[dim:, dim:].add(blocks.reshape(count * width, count * width))
+    return loc, covariance
+
+
+def _flat_order(layout: Any, local: LocalLayout) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], np.ndarray]:
+    """All latents, and where their flattened values lie in (theta, z of unit 0, ...)."""
+    index = layout.dim + jnp.arange(local.size * local.width).reshape(local.size, local.width)
+    own = {n: np.asarray(v) for n, v in local.unflatten(index).items()}
+    names = (*layout.names, *own)
+    shapes = (*layout.shapes, *(v.shape for v in own.values()))
+    order = np.concatenate([np.arange(layout.dim), *(v.reshape(-1) for v in own.values())])
+    return names, shapes, order
+
+
+def local_distributions(state: PVIState, natural: Any, trace: dict) -> dict[str, dist.Distribution]:
+    """Marginal posteriors of the local latents, in their own supports and the model's shapes.
+
+    Args:
+        state: a state.
+        natural: natural parameters of q(theta).
+        trace: a prototype trace with every latent's support.
+
+    Returns:
+        Distributions by name; empty when the model has no local latents.
+    """
+    local = state.plan.partition.local
+    if local is None:
+        return {}
+    shared, q = state.plan.family.moments(natural), conditional_moments(by_unit(state))
+    mean, sd = q.mean(shared.loc), q.marginal_sd(shared)
+    locs, sds = local.unflatten(mean), local.unflatten(sd)
+    found = {}
+    for name in local.names:
+        transform = biject_to(trace[name]["fn"].support)
+        event_dim, loc = transform.domain.event_dim, locs[name]
+        event = loc.shape[loc.ndim - event_dim :]
+        base: dist.Distribution = dist.Normal(loc, sds[name]).to_event(event_dim)
+        if event_dim and state.plan.family.full:
+            covariance = _event_covariance(q, shared, local, name, event_dim)
+            size = int(np.prod(event))
+            base = dist.MultivariateNormal(loc.reshape(*loc.shape[: loc.ndim - event_dim], size), covariance)
+            if event_dim != 1:
+                base = dist.TransformedDistribution(base, ReshapeTransform(event, (size,)))
+        real = getattr(trace[name]["fn"].support, "base_constraint", trace[name]["fn"].support) is dist.constraints.real
+        found[name] = base if real else dist.TransformedDistribution(base, transform)
+    return found
+
+
+def _event_covariance(
+    q: ConditionalMoments, shared: GaussianMoments, local: LocalLayout, name: str, event_dim: int
+) -> Float[Array, "*batch E E"]:
+    """Covariance over the event of one latent, marginal over everything else, in the latent's batch shape."""
+    inherited = q.slope @ shared.scale
+    covariance = q.root @ jnp.swapaxes(q.root, -1, -2) + inherited @ jnp.swapaxes(inherited, -1, -2)
+    where, index = local.slice_of(name), local.names.index(name)
+    shape, dim = local.shapes[index], local.dims[index]
+    batch = shape[: len(shape) - event_dim]
+    units, size = covariance.shape[0], int(np.prod(shape[len(shape) - event_dim :]))
+    count = (where.stop - where.start) // size
+    own = covariance[:, where, where].reshape(units, count, size, count, size)
+    own = jnp.einsum("ubibj->ubij", own).reshape(units, *batch, size, size)
+    # The plate's axis goes back to its place among the batch axes.
+    return jnp.moveaxis(own, 0, len(batch) + 1 + dim + event_dim)

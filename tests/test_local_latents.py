@@ -1,0 +1,341 @@
+"""Latents inside the partitioned plate: fitted beside the sites, never in one."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
+
+from numpyro_pvi import PVI, Partition
+from numpyro_pvi.errors import PartitionError, PVIError
+from numpyro_pvi.families import (
+    ConditionalNatural,
+    MultivariateNormalFamily,
+    bounded_precision,
+    conditional_moments,
+    schur_complement,
+)
+from numpyro_pvi.runtime import LaxMap
+from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.sites import posterior
+from numpyro_pvi.solvers import Conjugate, NaturalGradient
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(5)
+N, NOISE, SPREAD = 12, 0.7, 1.3
+X = RNG.normal(size=(N, 2))
+LABELS = np.array(list("aaaaabbbbccd"))
+Y = X @ [1.0, -0.5] + SPREAD * RNG.normal(size=N) + NOISE * RNG.normal(size=N)
+IDS = np.array([0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 4, 0])
+COUNTS = RNG.poisson(np.exp(0.4 + 0.8 * RNG.normal(size=5))[IDS])
+
+
+def row_effects(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        u = numpyro.sample("u", dist.Normal(0.3 * w[0], SPREAD))
+        numpyro.sample("obs", dist.Normal(X @ w + u, NOISE), obs=y)
+
+
+def row_effects_indexed(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", N) as i:
+        u = numpyro.sample("u", dist.Normal(0.3 * w[0], SPREAD))
+        numpyro.sample("obs", dist.Normal(X[i] @ w + u, NOISE), obs=y[i])
+
+
+def by_ids(counts, ids):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    with numpyro.plate("effects", 5):
+        u = numpyro.sample("u", dist.Normal(mu, 0.8))
+    with numpyro.plate("data", counts.shape[0]):
+        numpyro.sample("obs", dist.Poisson(jnp.exp(u[ids])), obs=counts)
+
+
+def pairs(X, y):
+    """Two local latents per row, one of them a positive scale; a shared scale with a prior outside the family."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with numpyro.plate("data", X.shape[0]):
+        v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        s = numpyro.sample("s", dist.LogNormal(0.0, 0.3))
+        numpyro.sample("obs", dist.Normal(tau * jnp.sum(X * v, -1), s), obs=y)
+
+
+class Joint(NamedTuple):
+    mean: np.ndarray
+    precision: np.ndarray
+    evidence: float
+
+
+def closed_form() -> Joint:
+    """Posterior of (w, u) and log evidence of `row_effects`, from dense linear algebra."""
+    effects = np.hstack([-0.3 * np.ones((N, 1)), np.zeros((N, 1)), np.eye(N)])
+    prior = np.zeros((N + 2, N + 2))
+    prior[:2, :2] = np.eye(2)
+    prior += effects.T @ effects / SPREAD**2
+    design = np.hstack([X, np.eye(N)])
+    precision = prior + design.T @ design / NOISE**2
+    mean = np.linalg.solve(precision, design.T @ Y / NOISE**2)
+    slope = X + np.array([0.3, 0.0])
+    covariance = slope @ slope.T + (SPREAD**2 + NOISE**2) * np.eye(N)
+    evidence = -0.5 * (Y @ np.linalg.solve(covariance, Y) + np.linalg.slogdet(2 * np.pi * covariance)[1])
+    return Joint(mean, precision, evidence)
+
+
+def close(tolerance, got, wanted):
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=100 * tolerance * (1 + np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(), Sequential()], ids=["parallel", "cyclic"])
+@pytest.mark.parametrize("mode", ["args", "index", "mask"])
+def test_one_round_is_exact_where_everything_is_gaussian(mode, schedule, tolerance):
+    """Law 2 with local latents: the joint posterior, the evidence, and law 1 for the marginal sites."""
+    model = row_effects_indexed if mode == "index" else row_effects
+    pvi = PVI(Partition(model, "data", LABELS, mode=mode), AutoMultivariateNormal(model), schedule=schedule)
+    state = pvi.init(KEY, X, Y)
+    state, loss = pvi.update(state, X, Y)
+    wanted, params = closed_form(), pvi.get_params(state)
+    close(tolerance, np.asarray(params["auto_loc"]), wanted.mean)
+    root = np.asarray(params["auto_scale_tril"])
+    close(tolerance, root @ root.T, np.linalg.inv(wanted.precision))
+    close(tolerance, -float(loss), wanted.evidence)
+    assert pvi.site(state, "a").precision.shape == (2, 2)
+    q = posterior(state.prior, state.sites)
+    close(tolerance, sum(np.asarray(pvi.site(state, g).precision) for g in "abcd") + np.eye(2), np.asarray(q.precision))
+    found = pvi.posterior(state)
+    close(tolerance, np.asarray(found["u"].mean), wanted.mean[2:])
+    close(tolerance, np.asarray(found["u"].variance), np.diag(np.linalg.inv(wanted.precision))[2:])
+
+
+def test_the_local_entropy_is_part_of_the_elbo(tolerance, monkeypatch):
+    """The planted fault: without it the ELBO is not the evidence."""
+
+    def without(natural):
+        found = conditional_moments(natural)
+        return found._replace(entropy=jnp.zeros_like(found.entropy))
+
+    monkeypatch.setattr("numpyro_pvi.expectations._local_latents.conditional_moments", without)
+    pvi = PVI(Partition(row_effects, "data", LABELS), AutoMultivariateNormal(row_effects))
+    state, loss = pvi.update(pvi.init(KEY, X, Y), X, Y)
+    assert abs(float(loss) + closed_form().evidence) > 1.0
+
+
+@pytest.mark.parametrize("make_guide", [AutoDiagonalNormal, AutoNormal])
+def test_mean_field_optimum(make_guide):
+    pvi = PVI(Partition(row_effects, "data", LABELS), make_guide(row_effects), schedule=Sequential())
+    params = pvi.run(KEY, 80, X, Y, progress_bar=False).params
+    wanted, sd = closed_form(), None
+    if make_guide is AutoNormal:
+        loc = np.concatenate([params["w_auto_loc"], params["u_auto_loc"]])
+        sd = np.concatenate([params["w_auto_scale"], params["u_auto_scale"]])
+    else:
+        loc, sd = np.asarray(params["auto_loc"]), np.asarray(params["auto_scale"])
+    np.testing.assert_allclose(loc, wanted.mean, atol=2e-3)
+    np.testing.assert_allclose(sd, np.diag(wanted.precision) ** -0.5, rtol=1e-4)
+
+
+def split(labels):
+    return {"effects": labels, "data": [labels[i] for i in IDS]}
+
+
+def test_global_ids_agree_with_latents_that_all_groups_share():
+    """Two ways to the same posterior: effects private to their groups by draws, and shared by all with quadrature."""
+    local = PVI(Partition(by_ids, groups=split(list("abcde")), mode="mask"), AutoMultivariateNormal(by_ids))
+    shared = PVI(Partition(by_ids, "data", IDS), AutoMultivariateNormal(by_ids))
+    ends = {}
+    for name, pvi in (("local", local), ("shared", shared)):
+        result = pvi.run(KEY, 60, COUNTS, IDS, progress_bar=False)
+        order = [list(pvi.guide._init_locs).index(n) for n in ("mu", "u")]
+        assert order == [0, 1]
+        root = np.asarray(result.params["auto_scale_tril"])
+        ends[name] = np.asarray(result.params["auto_loc"]), root @ root.T
+    sd = np.sqrt(np.diag(ends["shared"][1]))
+    np.testing.assert_allclose(ends["local"][0] / sd, ends["shared"][0] / sd, atol=0.03)
+    np.testing.assert_allclose(ends["local"][1] / np.outer(sd, sd), ends["shared"][1] / np.outer(sd, sd), atol=0.03)
+
+
+def test_a_round_is_the_same_for_every_partition(tolerance):
+    """Law 4 with local latents: draws belong to units, so parallel rounds do not depend on the groups."""
+    ends = []
+    for labels in (list("aaaaa"), list("abbca"), list("abcde")):
+        pvi = PVI(Partition(by_ids, groups=split(labels), mode="mask"), AutoMultivariateNormal(by_ids))
+        state = pvi.init(KEY, COUNTS, IDS)
+        for _ in range(3):
+            state, loss = pvi.update(state, COUNTS, IDS)
+        ends.append(np.append(np.asarray(pvi.get_params(state)["auto_scale_tril"]).ravel(), float(loss)))
+    np.testing.assert_allclose(ends[1], ends[0], rtol=0, atol=1e3 * tolerance)
+    np.testing.assert_allclose(ends[2], ends[0], rtol=0, atol=1e3 * tolerance)
+
+
+def test_one_pass_for_all_groups_equals_a_pass_for_each(tolerance, monkeypatch):
+    """Forward derivatives of all groups at once against reverse ones of each group alone."""
+    ends = []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr("numpyro_pvi.runtime._local.MaskedLocalProgram", type("Never", (), {}))
+        for make_guide in (AutoMultivariateNormal, AutoNormal):
+            pvi = PVI(Partition(by_ids, groups=split(list("abbca")), mode="mask"), make_guide(by_ids))
+            state = pvi.init(KEY, COUNTS, IDS)
+            for _ in range(2):
+                state, loss = pvi.update(state, COUNTS, IDS)
+            ends.append([*(np.asarray(x) for x in jax.tree.leaves(state.sites)), np.asarray(loss)])
+    for first, second in zip(ends[:2], ends[2:], strict=True):
+        for a, b in zip(first, second, strict=True):
+            if a.size == 0:
+                continue
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e3 * tolerance * (1 + np.abs(a).max()))
+
+
+@pytest.mark.parametrize("schedule", [Synchronous(), Sequential()], ids=["parallel", "cyclic"])
+def test_several_local_latents_under_a_prior_factor(schedule, tolerance):
+    """Supports, events, shapes, draws from the guide, runtimes, and what leaves a group."""
+    ends = []
+    for runtime in (None, LaxMap()):
+        guide = AutoMultivariateNormal(pairs)
+        pvi = PVI(Partition(pairs, "data", LABELS), guide, schedule=schedule, runtime=runtime)
+        result = pvi.run(KEY, 15, X, Y, progress_bar=False)
+        ends.append(np.asarray(result.params["auto_loc"]))
+        assert np.all(np.isfinite(result.losses))
+        assert np.ptp(np.asarray(result.losses)[-5:]) < 2.0
+    np.testing.assert_allclose(ends[0], ends[1], atol=1e4 * tolerance)
+    found = pvi.posterior(result.state)
+    assert (found["v"].batch_shape, found["v"].event_shape) == ((N,), (2,))
+    assert found["s"].batch_shape == (N,) and found["tau"].batch_shape == ()
+    draws = Predictive(guide, params=result.params, num_samples=4000)(jax.random.key(1), X, Y)
+    assert draws["v"].shape == (4000, N, 2) and np.all(np.asarray(draws["s"]) > 0)
+    # 48 means and variances at 4,000 draws: each outside 5 standard errors with probability 6e-7.
+    mean, sd = np.asarray(found["v"].mean), np.sqrt(np.asarray(found["v"].variance))
+    np.testing.assert_allclose(np.asarray(draws["v"]).mean(0), mean, atol=5 * sd.max() / np.sqrt(4000))
+    np.testing.assert_allclose(np.asarray(draws["v"]).std(0) / sd, 1.0, atol=5 / np.sqrt(8000))
+    assert pvi.khat(result.state, X, Y, rng_key=KEY, num_samples=400) < 1.0
+    assert "local latents" in str(result.state.plan.partition)
+    for leaf in jax.tree.leaves(result.state.sites.groups):
+        assert leaf.shape in ((4, 1), (4, 1, 1))
+
+
+def test_params_of_the_model_are_fitted_beside_local_latents():
+    def model(X, y):
+        scale = numpyro.param("scale", 0.5, constraint=dist.constraints.positive)
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            u = numpyro.sample("u", dist.Normal(0.0, scale))
+            numpyro.sample("obs", dist.Normal(X @ w + u, NOISE), obs=y)
+
+    pvi = PVI(Partition(model, "data", LABELS), AutoMultivariateNormal(model), numpyro.optim.Adam(0.1))
+    result = pvi.run(KEY, 100, X, Y, progress_bar=False)
+    grid = np.linspace(0.05, 4, 400)
+
+    def evidence(scale):
+        covariance = X @ X.T + (scale**2 + NOISE**2) * np.eye(N)
+        return -0.5 * (Y @ np.linalg.solve(covariance, Y) + np.linalg.slogdet(2 * np.pi * covariance)[1])
+
+    best = grid[np.argmax([evidence(s) for s in grid])]
+    assert float(result.params["scale"]) == pytest.approx(best, abs=0.03)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def coupled(X, y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", N):
+        u = numpyro.sample("u", dist.Normal(mu, 1.0))
+        numpyro.sample("obs", dist.Normal(u * jnp.roll(u, 1), NOISE), obs=y)
+
+
+def leaking(X, y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", X.shape[0]):
+        u = numpyro.sample("u", dist.Normal(mu, 1.0))
+        numpyro.sample("obs", dist.Normal(u, NOISE), obs=y)
+    numpyro.sample("total", dist.Normal(jnp.sum(u), 1.0), obs=0.0)
+
+
+def two_plates(counts, ids):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    with numpyro.plate("effects", 5):
+        u = numpyro.sample("u", dist.Normal(mu, 0.8))
+    with numpyro.plate("data", counts.shape[0]):
+        v = numpyro.sample("v", dist.Normal(0.0, 1.0))
+        numpyro.sample("obs", dist.Poisson(jnp.exp(u[ids] + v)), obs=counts)
+
+
+def all_private(X, y):
+    with numpyro.plate("data", X.shape[0]):
+        u = numpyro.sample("u", dist.Normal(0.0, 1.0))
+        numpyro.sample("obs", dist.Normal(u, NOISE), obs=y)
+
+
+MISMATCHED = {"effects": list("abcde"), "data": [str(k) for k in np.array(list("abcde"))[(IDS + 1) % 5]]}
+REFUSED: dict[str, tuple[Any, Any, tuple, str]] = {
+    "coupled": (coupled, {"plate": "data", "groups": LABELS, "mode": "mask"}, (X, Y), "local latent 'u' at index"),
+    "leaking": (leaking, {"plate": "data", "groups": LABELS}, (X, Y), "outside the partitioned plates"),
+    "two plates": (two_plates, {"groups": split(list("abcde"))}, (COUNTS, IDS), "several partitioned plates"),
+    "labels disagree": (by_ids, {"groups": MISMATCHED, "mode": "mask"}, (COUNTS, IDS), "enters rows of other groups"),
+    "all private": (all_private, {"plate": "data", "groups": LABELS}, (X, Y), "no latent is shared by groups"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_private_is_refused(name):
+    model, split_by, args, words = REFUSED[name]
+    pvi = PVI(Partition(model, **split_by), AutoMultivariateNormal(model))
+    with pytest.raises(PartitionError, match=words):
+        pvi.init(KEY, *args)
+
+
+@pytest.mark.parametrize(
+    "solver", [NaturalGradient(num_steps=2), NaturalGradient(expectation="quadrature"), Conjugate()]
+)
+def test_solvers_that_do_not_fit_are_refused(solver):
+    pvi = PVI(Partition(row_effects, "data", LABELS), AutoMultivariateNormal(row_effects), solver=solver)
+    with pytest.raises(PVIError, match="local latents|quadratic"):
+        pvi.init(KEY, X, Y)
+
+
+def test_guide_params_to_start_from_are_refused():
+    pvi = PVI(Partition(row_effects, "data", LABELS), AutoNormal(row_effects))
+    with pytest.raises(PVIError, match="local latents"):
+        pvi.init(KEY, X, Y, init_params={"w_auto_loc": jnp.zeros(2)})
+
+
+# ------------------------------------------------------------------------------------------------------------ algebra
+
+
+def test_schur_complement_is_the_marginal_of_the_dense_joint(tolerance):
+    rows, width, dim = 3, 2, 2
+    roots = RNG.normal(size=(rows, width + dim, width + dim))
+    joint = np.einsum("rij,rkj->rik", roots, roots)
+    vector = RNG.normal(size=(rows, width + dim))
+    natural = ConditionalNatural(
+        jnp.asarray(vector[:, dim:]), jnp.asarray(joint[:, dim:, dim:]), jnp.asarray(joint[:, dim:, :dim])
+    )
+    taken = schur_complement(natural)
+    dense = np.linalg.inv(joint)[:, :dim, :dim]
+    close(tolerance, joint[:, :dim, :dim].sum(0) - np.asarray(taken[1]), np.linalg.inv(dense).sum(0))
+    means = np.einsum("rij,rj->ri", np.linalg.inv(joint), vector)
+    wanted = sum(np.linalg.solve(dense[r], means[r, :dim]) for r in range(rows))
+    close(tolerance, vector[:, :dim].sum(0) - np.asarray(taken[0]), wanted)
+    # Marginal sds: theta from its own marginal, then z given theta.
+    q = conditional_moments(jax.tree.map(lambda x: x[:1], natural))
+    family = MultivariateNormalFamily(dim)
+    shared = family.moments(family.from_loc_covariance(jnp.zeros(dim), jnp.asarray(dense[0])))
+    sd = np.sqrt(np.diagonal(np.linalg.inv(joint[0])))[dim:]
+    close(tolerance, np.asarray(q.marginal_sd(shared))[0], sd)
+
+
+def test_precisions_of_local_latents_stay_positive(tolerance):
+    present = ConditionalNatural(jnp.zeros((1, 2)), jnp.asarray([[[4.0, 1.0], [1.0, 2.0]]]), jnp.zeros((1, 2, 1)))
+    fine = jnp.asarray([[[3.0, 0.0], [0.0, 1.0]]])
+    close(tolerance, np.asarray(bounded_precision(fine, present)), np.asarray(fine))
+    low = np.asarray(bounded_precision(jnp.asarray([[[-3.0, 0.0], [0.0, 1.0]]]), present))[0]
+    share = np.linalg.eigvals(np.linalg.solve(np.asarray(present.precision)[0], low))
+    assert share.min() == pytest.approx(0.1, rel=1e-3)
+    single = dataclasses.replace(present, linear=jnp.zeros((1, 1)), precision=jnp.asarray([[[4.0]]]))
+    assert float(bounded_precision(jnp.asarray([[[-1.0]]]), single)[0, 0, 0]) == pytest.approx(0.4)
