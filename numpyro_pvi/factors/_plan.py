@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from ..handlers import GroupTable, RowAxes
+from ._enumerate import Enumeration
 from ._model import Layout
 from ._reading import Reading
 from ._terms import TermSpec
@@ -41,6 +43,12 @@ class PartitionPlan:
     # "none", "affine" or "draws".
     prior_kind: str
     params: tuple[str, ...]
+    # Discrete latents that are summed out of every row, or None.
+    enumeration: Enumeration | None = None
+
+    def model(self, model: Callable) -> Callable:
+        """The model that factors are read off: the user's, with discrete latents summed out where it has local ones."""
+        return model if self.enumeration is None else self.enumeration.wrap(model)
 
     @property
     def mechanism(self) -> str:
@@ -65,6 +73,7 @@ class PartitionPlan:
             *([("arguments sliced", ", ".join(self.sliced))] if self.sliced else []),
             ("chunks", f"{self.num_chunks} of {self.chunk_rows} rows, padding {padded / self.table.num_rows - 1:.0%}"),
             ("observed sites", ", ".join(self.observed)),
+            *([("enumerated", str(self.enumeration))] if self.enumeration else []),
             ("likelihood", _describe(self.likelihood, self.terms)),
             ("prior held exactly", ", ".join(self.exact) or "none"),
             ("prior factor", self._prior_line()),

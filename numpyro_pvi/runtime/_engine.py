@@ -116,7 +116,7 @@ class Engine:
             The factors, ready to be evaluated.
         """
         part = plan.partition
-        call = ModelCall(self.model, part.layout, args, kwargs, params)
+        call = ModelCall(part.model(self.model), part.layout, args, kwargs, params)
         natural, exact = prior if prior is not None else self.exact_prior(plan, call)[:2]
         program, chunks, group, offsets = self._likelihood(plan, call, packing, num_rules)
         prior_program, prior_data = self._prior_factor(plan, call, num_rules)
@@ -344,7 +344,7 @@ class Engine:
         moved = self.optim.update(gradient, state.optim_state, value=None)
         optim_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state.optim_state)
         params = {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
-        call = ModelCall(self.model, state.plan.partition.layout, args, kwargs, params)
+        call = ModelCall(state.plan.partition.model(self.model), state.plan.partition.layout, args, kwargs, params)
         prior = self.exact_prior(state.plan, call)[0]
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)
 
@@ -373,7 +373,7 @@ class Engine:
         """
         params = self.constrain(plan, args, kwargs, optim_state)
         family, dtype = plan.family, jnp.result_type(float)
-        call = ModelCall(self.model, plan.partition.layout, args, kwargs, params)
+        call = ModelCall(plan.partition.model(self.model), plan.partition.layout, args, kwargs, params)
         natural, exact, outside = self.exact_prior(plan, call)
         problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), len(FIXED_RULES))
         # The exactly held prior knows its location better than draws do.
