@@ -114,7 +114,8 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
     proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites))
     labels: tuple = part.table.labels
     count = len(labels)
-    structure, expectation = (part.likelihood,) * count, (_words(part.likelihood, state),) * count
+    found = part.likelihood if part.enumeration is None else "enumerated"
+    structure, expectation = (found,) * count, (_words(part.likelihood, state),) * count
     if part.has_prior_factor:
         labels = (PRIOR, *labels)
         proper = np.concatenate([[prior_proper], proper])

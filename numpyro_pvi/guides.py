@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,9 @@ def check_guide(guide: Any) -> None:
     )
 
 
-def setup_guide(guide: Any, key: Any, args: tuple, kwargs: dict) -> None:
+def setup_guide(
+    guide: Any, key: Any, args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable] | None = None
+) -> None:
     """Set a guide's prototype up eagerly: under ``jit`` it would order its latents differently.
 
     Args:
@@ -63,8 +66,12 @@ def setup_guide(guide: Any, key: Any, args: tuple, kwargs: dict) -> None:
         key: a random key.
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
+        wrap: what hides the latents that q does not hold, discrete ones that are summed out, from the guide; None where
+            there are none.
     """
     if guide.prototype_trace is None:
+        if wrap is not None:
+            guide.model = wrap(guide.model)
         handlers.seed(guide._setup_prototype, key)(*args, **kwargs)
 
 

@@ -37,6 +37,7 @@ from .factors import (
     as_arrays,
     check_finite_arguments,
     check_same_signature,
+    enumerated,
     model_layout,
     move_to_prior_factor,
     plan_factors,
@@ -53,7 +54,7 @@ from .guides import (
     natural_to_params,
     setup_guide,
 )
-from .handlers import PRIOR, FullPlates, Partition, choose_plate, find_plates
+from .handlers import PRIOR, FullPlates, Partition, find_plates, pick_plate
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
 from .sites import cavity, posterior, take
@@ -175,10 +176,12 @@ class PVI(SVI):
         key, guide_key, plan_key = jax.random.split(rng_key, 3)
         trace = abstract_trace(self.model, plan_key, args, kwargs)
         refuse_unsupported(trace)
-        setup_guide(self.guide, guide_key, args, kwargs)
+        partition = self.partition or self._default_partition(trace)
+        rows = partition.row_axes(trace)
+        _, trace, enumeration = enumerated(self.model, trace, rows, plan_key, args, kwargs)
+        setup_guide(self.guide, guide_key, args, kwargs, enumeration and enumeration.wrap)
         own = model_layout(trace)
         layout = Layout(*guide_layout(self.guide, dict(zip(own.names, own.shapes, strict=True))))
-        partition = self.partition or self._default_partition(trace)
         planned = plan_factors(partition, args, kwargs, key=plan_key, layout=layout)
         planned = with_expectation(planned, getattr(self.solver, "expectation", "auto"))
         layout = planned.plan.layout
@@ -423,7 +426,14 @@ class PVI(SVI):
         args, kwargs = self._checked_arguments(state, args, kwargs)
         local, params = None if state.plan.partition.local is None else by_unit(state), self._param_values(state)
         return diagnostics.khat(
-            rng_key, self._full_model, state, args, kwargs, params, num_samples=num_samples, local=local
+            rng_key,
+            state.plan.partition.model(self._full_model),
+            state,
+            args,
+            kwargs,
+            params,
+            num_samples=num_samples,
+            local=local,
         )
 
     def to_arviz(
@@ -444,9 +454,8 @@ class PVI(SVI):
         """
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
-        return export.to_arviz(
-            rng_key, self._full_model, self.guide, self.get_params(state), args, kwargs, num_samples=num_samples
-        )
+        model, params = state.plan.partition.model(self._full_model), self.get_params(state)
+        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples)
 
     # ------------------------------------------------------------------ joints between the rooms
 
@@ -471,7 +480,7 @@ class PVI(SVI):
         return args, kwargs
 
     def _default_partition(self, trace: dict) -> Partition:
-        plate = choose_plate(trace, None)
+        plate = pick_plate(trace, None)
         size = find_plates(trace)[plate].size
         return Partition(self.model, plate, min(_DEFAULT_GROUPS, size) if self.num_groups is None else self.num_groups)
 

@@ -2,6 +2,7 @@
 
 from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
+from ._enumerate import Enumeration, enumerated
 from ._model import Layout, LocalLayout, ModelCall, abstract_trace, row_log_likelihood
 from ._packing import Packing, gather_rows
 from ._plan import PartitionPlan
@@ -23,6 +24,7 @@ from ._validate import as_arrays, check_finite_arguments, check_same_signature, 
 Partition.planner = staticmethod(make_plan)
 
 __all__ = [
+    "Enumeration",
     "GroupMasks",
     "Layout",
     "LocalLayout",
@@ -36,6 +38,7 @@ __all__ = [
     "as_arrays",
     "check_finite_arguments",
     "check_same_signature",
+    "enumerated",
     "exact_prior",
     "gather_rows",
     "join_arguments",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from ..handlers import GroupTable, RowAxes
+from ._enumerate import Enumeration
 from ._model import Layout, LocalLayout
 from ._reading import Reading
 from ._terms import TermSpec
@@ -44,6 +46,12 @@ class PartitionPlan:
     params: tuple[str, ...]
     # Latents inside the partitioned plate, which belong to their groups and never enter a site.
     local: LocalLayout | None = None
+    # Discrete latents that are summed out of every row, or None.
+    enumeration: Enumeration | None = None
+
+    def model(self, model: Callable) -> Callable:
+        """The model that factors are read off: the user's, with discrete latents summed out where it has local ones."""
+        return model if self.enumeration is None else self.enumeration.wrap(model)
 
     @property
     def mechanism(self) -> str:
@@ -68,6 +76,7 @@ class PartitionPlan:
             *([("arguments sliced", ", ".join(self.sliced))] if self.sliced else []),
             ("chunks", f"{self.num_chunks} of {self.chunk_rows} rows, padding {padded / self.table.num_rows - 1:.0%}"),
             ("observed sites", ", ".join(self.observed)),
+            *([("enumerated", str(self.enumeration))] if self.enumeration else []),
             ("likelihood", _describe(self.likelihood, self.terms)),
             *([("local latents", ", ".join(self.local.names))] if self.local is not None else []),
             ("prior held exactly", ", ".join(self.exact) or "none"),

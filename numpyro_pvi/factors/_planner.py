@@ -12,6 +12,7 @@ from numpyro.distributions.transforms import biject_to
 
 from ..errors import PartitionError
 from ..handlers import Partition, RowAxes, refuse_latents
+from ._enumerate import check_enumerated, enumerated
 from ._mechanism import choose_reading
 from ._model import Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed
 from ._packing import Packing
@@ -68,10 +69,11 @@ def plan_factors(
     Raises:
         PartitionError: when the model cannot be split, naming the sample site, its plates and shapes.
     """
-    model = _model_of(partition)
-    trace = abstract_trace(model, key, args, kwargs)
+    untouched = _model_of(partition)
+    trace = abstract_trace(untouched, key, args, kwargs)
     refuse_unsupported(trace)
     rows = partition.row_axes(trace)
+    model, trace, enumeration = enumerated(untouched, trace, rows, key, args, kwargs)
     refuse_latents(trace, rows.plates)
     layout = layout if layout is not None else model_layout(trace)
     local = local_layout(trace, rows)
@@ -81,6 +83,9 @@ def plan_factors(
     observed = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is not None)
     outside = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is None)
     packing, probe = read.packing, read.probe
+    if enumeration is not None and partition.check:
+        whole = ModelCall(untouched, layout, args, kwargs, probe.params)
+        check_enumerated(whole, enumeration, read.where, probe.prior_loc, probe.prior_sd)
     plan = PartitionPlan(
         where=read.where,
         rows=rows,
@@ -95,6 +100,7 @@ def plan_factors(
         outside=outside,
         params=tuple(n for n in probe.params if n not in probe.inert),
         local=local,
+        enumeration=enumeration,
         **_structure(probe, observed, outside, layout),
     )
     if local is not None:
@@ -190,7 +196,7 @@ def _without(layout: Layout, local: LocalLayout | None) -> Layout:
 
 
 def refuse_unsupported(trace: dict) -> None:
-    """Raise for what no mechanism can split: mutable state, discrete latents, no latent at all.
+    """Raise for what no mechanism can split: mutable state, no latent at all.
 
     Args:
         trace: an abstract trace of the model.
@@ -203,11 +209,6 @@ def refuse_unsupported(trace: dict) -> None:
             raise PartitionError(
                 f"numpyro mutable site {name!r}: state that changes with every evaluation (BatchNorm and the like) makes "
                 "factors depend on the order of visits. Use a stateless layer (LayerNorm, GroupNorm) instead."
-            )
-        if is_latent(site) and site["fn"].support.is_discrete:
-            raise PartitionError(
-                f"latent {name!r} is discrete ({type(site['fn']).__name__}); only continuous latents can be held by a "
-                "Gaussian q. Marginalise it in the model (for example MixtureSameFamily)."
             )
     if not any(is_latent(site) for site in trace.values()):
         raise PartitionError("the model has no latent sample site, so there is nothing to infer.")

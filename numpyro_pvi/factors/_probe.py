@@ -16,6 +16,7 @@ from numpyro.distributions.transforms import biject_to
 
 from ..errors import PartitionError
 from ..handlers import FullPlates, GroupTable, RowAxes
+from ._enumerate import EnumeratedRows
 from ._model import (
     DrawImproper,
     LocalLayout,
@@ -393,6 +394,8 @@ def _facts(name: str, site: dict, rows: RowAxes) -> SiteFacts:
 
 def _may_be_quadratic(fn) -> bool:
     base = base_distribution(fn)
+    if isinstance(base, EnumeratedRows):
+        return False
     # Of a user's own distribution nothing is known beforehand: its values decide.
     return isinstance(base, _GAUSSIAN) or not type(base).__module__.startswith("numpyro.")
 

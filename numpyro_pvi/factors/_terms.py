@@ -95,10 +95,13 @@ def leaf_paths(fn: dist.Distribution, prefix: str = "") -> list[tuple[str, int |
         transforms).
     """
     paths: list[tuple[str, int | None]] = []
+    # A mixture's inner parameters have an axis over its components, which is no axis of the mixture's own batch.
+    mixture = isinstance(fn, dist.MixtureSameFamily | dist.MixtureGeneral)
     for name in type(fn).gather_pytree_data_fields():
         field = fn.__dict__.get(name)
         if isinstance(field, dist.Distribution):
-            paths += leaf_paths(field, f"{prefix}{name}/")
+            inner = leaf_paths(field, f"{prefix}{name}/")
+            paths += [(path, None) for path, _ in inner] if mixture else inner
             continue
         count = len(jax.tree.leaves(field))
         plain = hasattr(field, "dtype") or isinstance(field, (int, float))

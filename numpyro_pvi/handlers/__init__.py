@@ -3,7 +3,7 @@
 from ._axes import Axis, RowAxes
 from ._groups import PRIOR, GroupTable
 from ._partition import Partition
-from ._plates import PlateInfo, choose_plate, find_plates, refuse_latents
+from ._plates import PlateInfo, choose_plate, find_plates, pick_plate, refuse_latents
 from ._rows import FullPlates, PlateRows
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "RowAxes",
     "choose_plate",
     "find_plates",
+    "pick_plate",
     "refuse_latents",
 ]

@@ -444,7 +444,7 @@ def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:
 def _whole_call(model: Callable, part: PartitionPlan, args: tuple, kwargs: dict, params: dict) -> ModelCall:
     """The model on all rows; its local latents, if any, at zero: what they touch is read chunk by chunk."""
     own = None if part.local is None else jnp.zeros((part.local.size, part.local.width))
-    return ModelCall(model, part.layout, args, kwargs, params, part.local, own)
+    return ModelCall(part.model(model), part.layout, args, kwargs, params, part.local, own)
 
 
 def _unit_slots(part: PartitionPlan, packing: Packing | GroupMasks) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:

@@ -1,0 +1,262 @@
+"""Discrete latents inside the partitioned plate: which there are, and the model with them summed out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from numpyro import distributions as dist
+
+from ..errors import PartitionError, PVIError
+from ..handlers import RowAxes
+from ._model import ModelCall, abstract_trace, base_distribution, is_latent, is_observed, site_log_prob
+
+
+class EnumeratedRows(dist.Unit):
+    """The log-likelihood of every row with its discrete latents summed out, as an observed site's distribution.
+
+    A type of its own, since no structure may be looked for in a log of sums: wherever one value of a latent explains
+    every row it passes for a quadratic, which it is not elsewhere.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Enumeration:
+    """Which discrete latents of a model are summed out, and where. Static and hashable.
+
+    Args:
+        plates: partitioned plates that hold discrete latents.
+        dims: their batch dimensions, negative.
+        latents: the discrete latents.
+        names: per plate, the name of the site that stands for its rows: the observed sites' names, joined by "+".
+        depth: batch dimensions that the model's plates take; enumeration uses those to the left.
+    """
+
+    plates: tuple[str, ...]
+    dims: tuple[int, ...]
+    latents: tuple[str, ...]
+    names: tuple[str, ...]
+    depth: int
+
+    def wrap(self, model: Callable) -> Callable:
+        """The model with the discrete latents summed out of every row.
+
+        Args:
+            model: the NumPyro model.
+
+        Returns:
+            A model of the same arguments and continuous latents, whose partitioned plates hold one observed site each.
+
+        Raises:
+            PVIError: where funsor is not installed.
+        """
+        require_funsor(self.latents)
+        from ._marginal import MarginalModel
+
+        return MarginalModel(model, self)
+
+    def __str__(self) -> str:
+        where = " and ".join(repr(plate) for plate in self.plates)
+        return f"{', '.join(self.latents)} in plate {where}, summed out exactly row by row"
+
+
+def require_funsor(latents: tuple[str, ...]) -> None:
+    """Import funsor, or say which extra has it.
+
+    Args:
+        latents: the discrete latents it is needed for.
+
+    Raises:
+        PVIError: where it is not installed.
+    """
+    try:
+        import funsor  # noqa: F401 - only whether it can be imported
+    except ModuleNotFoundError as error:
+        raise PVIError(
+            f"discrete latent(s) {_names(latents)} are summed out by funsor, which is not installed: "
+            "pip install 'numpyro_pvi[enum]', or marginalise in the model (for example MixtureSameFamily)."
+        ) from error
+
+
+def enumerated(
+    model: Callable, trace: dict, rows: RowAxes, key: Any, args: tuple, kwargs: dict
+) -> tuple[Callable, dict, Enumeration | None]:
+    """Sum the local discrete latents out of a model, where it has some.
+
+    Args:
+        model: the NumPyro model.
+        trace: an abstract trace of it.
+        rows: the partitioned axes.
+        key: a random key.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        ``(model, trace, enumeration)``: the model without discrete latents, its abstract trace, and what was done; the
+        model, its trace and None where there is nothing to do.
+
+    Raises:
+        PartitionError: for discrete latents that cannot be summed out row by row.
+    """
+    enumeration = find_enumeration(trace, rows)
+    if enumeration is None:
+        return model, trace, None
+    model = enumeration.wrap(model)
+    return model, abstract_trace(model, key, args, kwargs), enumeration
+
+
+def find_enumeration(trace: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> Enumeration | None:
+    """Find the discrete latents that each belong to one row of a partitioned plate.
+
+    Args:
+        trace: an abstract trace of the model.
+        rows: the partitioned axes.
+
+    Returns:
+        What to sum out; None for a model without discrete latents.
+
+    Raises:
+        PartitionError: for a discrete latent outside the partitioned plates, one without finite support, or sample
+            sites whose batch axes enumeration could not tell from its own.
+    """
+    found = {n: s for n, s in trace.items() if is_latent(s) and s["fn"].support.is_discrete}
+    if not found:
+        return None
+    _refuse_global(found, rows)
+    for name, site in found.items():
+        _refuse_support(name, site["fn"])
+    if len(found) == sum(is_latent(s) for s in trace.values()):
+        raise PartitionError(
+            f"the model has no latent but the discrete {_names(found)}, which are summed out, so there is nothing to fit."
+        )
+    inside = {
+        n: frame
+        for n, site in trace.items()
+        if site["type"] == "sample"
+        for frame in site["cond_indep_stack"]
+        if frame.name in rows.plates
+    }
+    plates = tuple(p for p in rows.plates if any(inside[n].name == p for n in found))
+    inside = {n: frame for n, frame in inside.items() if frame.name in plates}
+    for name in inside:
+        _refuse_undeclared_axes(name, trace[name])
+    depth = max(-frame.dim for s in trace.values() if s["type"] == "sample" for frame in s["cond_indep_stack"])
+    dims = {frame.name: frame.dim for frame in inside.values()}
+    names = ("+".join(n for n, f in inside.items() if f.name == p and is_observed(trace[n])) for p in plates)
+    return Enumeration(plates, tuple(dims[p] for p in plates), tuple(found), tuple(names), depth)
+
+
+def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc: np.ndarray, sd: np.ndarray) -> None:
+    """Compare rows with their discrete latents summed out with NumPyro's own enumeration of the untouched model.
+
+    Args:
+        call: the untouched model on all rows.
+        enumeration: what is summed out.
+        where: what is partitioned, for the message.
+        loc: Float[D] prior location.
+        sd: Float[D] prior sd.
+
+    Raises:
+        PartitionError: when the log-likelihoods of all rows differ at one of two points by more than 1e-5 (float32;
+            1e-10 in x64) of the absolute row terms.
+    """
+    from ._marginal import numpyro_log_density
+
+    direction = np.cos(1.0 + np.arange(len(loc)))
+    points = jnp.asarray(loc + np.array([[0.3], [0.01]]) * sd * direction, jnp.result_type(float))
+    arrays, structure = jax.tree.flatten((call.args, call.kwargs))
+    moving = [i for i, x in enumerate(arrays) if hasattr(x, "dtype")]
+
+    def densities(values, point):
+        leaves = list(arrays)
+        for i, value in zip(moving, values, strict=True):
+            leaves[i] = value
+        args, kwargs = structure.unflatten(leaves)
+        here = dataclasses.replace(call, args=args, kwargs=kwargs)
+        trace, _ = dataclasses.replace(here, model=enumeration.wrap(call.model)).trace(point)
+        rows = jnp.concatenate([site_log_prob(trace[n]).reshape(-1) for n in enumeration.names])
+        latents = {n: trace[n]["value"] for n in call.layout.names}
+        return jnp.sum(rows), jnp.sum(jnp.abs(rows)), numpyro_log_density(here, enumeration, latents)
+
+    compiled = jax.jit(lambda values: jax.lax.map(lambda z: densities(values, z), points))
+    got, size, expected = jax.device_get(compiled([arrays[i] for i in moving]))
+    tolerance = 1e-5 if points.dtype == jnp.float32 else 1e-10
+    for mine, scale, theirs in zip(got, size, expected, strict=True):
+        if np.isfinite(theirs) and not abs(mine - theirs) <= tolerance * max(scale, 1.0):
+            raise PartitionError(
+                f"{where}: with {_names(enumeration.latents)} summed out row by row, the log-likelihood differs from "
+                f"NumPyro's own enumeration of it by {abs(mine - theirs):.3g} nats. Something couples rows through a "
+                "discrete latent: keep what depends on one inside its row, or marginalise it in the model."
+            )
+
+
+def _refuse_global(found: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> None:
+    coupling = [n for n, s in found.items() if not any(f.name in rows.plates for f in s["cond_indep_stack"])]
+    if not coupling:
+        return
+    (name, *_) = coupling
+    kind = type(base_distribution(found[name]["fn"])).__name__
+    if not rows.plates:
+        raise PartitionError(
+            f"latent {name!r} is discrete ({kind}) and in no plate; a labelled axis, sites={dict(rows.sites)}, cannot say "
+            "which of its values belong to which row. Put it and the observed site inside `with numpyro.plate(...)` and "
+            "partition that plate."
+        )
+    plates = " and ".join(repr(p) for p in rows.plates)
+    raise PartitionError(
+        f"latent {name!r} is discrete ({kind}) and outside the partitioned plate {plates}, so it couples all groups: summed "
+        "out, log sum_k p(k) prod_m p(y_m | k) is not a sum over groups. Move it into the plate, one value per row, "
+        f"`with numpyro.plate({rows.plates[0]!r}, N): {name} = numpyro.sample(...)`, or replace it by continuous mixing "
+        "weights."
+    )
+
+
+def _refuse_support(name: str, fn: Any) -> None:
+    base = base_distribution(fn)
+    kind = type(base).__name__
+    if not fn.has_enumerate_support:
+        raise PartitionError(
+            f"latent {name!r} is discrete ({kind}) and has infinitely many values, or too many to enumerate. Marginalise it in "
+            "the model (a Poisson with a Gamma rate is GammaPoisson), or bound it: numpyro.distributions.Categorical over "
+            "the values that matter."
+        )
+    low = getattr(base, "low", 0) if isinstance(base, dist.DiscreteUniform) else 0
+    # NumPyro's enumeration counts values from 0 whatever the support.
+    if isinstance(low, jax.core.Tracer) or np.any(np.asarray(low) != 0):
+        raise PartitionError(
+            f"latent {name!r} is a DiscreteUniform whose values do not start at 0, which enumeration takes for granted: "
+            f"write low=0 and add the offset, {name} + low, where it is used."
+        )
+
+
+def _refuse_undeclared_axes(name: str, site: Mapping[str, Any]) -> None:
+    value, event_dim = jnp.shape(site["value"]), site["fn"].event_dim
+    shape = jax.lax.broadcast_shapes(tuple(site["fn"].batch_shape), value[: len(value) - event_dim])
+    declared = {frame.dim for frame in site["cond_indep_stack"]}
+    for dim in range(-len(shape), 0):
+        if shape[dim] != 1 and dim not in declared:
+            raise PartitionError(
+                f"sample site {name!r} has batch shape {shape}, and its axis {dim} (size {shape[dim]}) is no plate's, so "
+                "enumeration of the discrete latents cannot place it. Make it an event, `.to_event(1)`, or give it a "
+                "plate. Discrete states of a `scan` are not supported: write the steps as a Python loop, `for t in "
+                "numpyro.contrib.funsor.markov(range(T)):`, inside the plate."
+            )
+
+
+def _names(names: Any) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+__all__ = [
+    "EnumeratedRows",
+    "Enumeration",
+    "check_enumerated",
+    "enumerated",
+    "find_enumeration",
+    "require_funsor",
+]
