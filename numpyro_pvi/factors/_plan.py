@@ -41,6 +41,9 @@ class PartitionPlan:
     # "none", "affine" or "draws".
     prior_kind: str
     params: tuple[str, ...]
+    # How factors without structure are evaluated: "auto" (sigma points while draws agree with them), "sigma_points",
+    # "stein", "hessian", or "monte_carlo" while it is open which of the last two.
+    unstructured: str = "auto"
 
     @property
     def mechanism(self) -> str:
@@ -65,7 +68,7 @@ class PartitionPlan:
             *([("arguments sliced", ", ".join(self.sliced))] if self.sliced else []),
             ("chunks", f"{self.num_chunks} of {self.chunk_rows} rows, padding {padded / self.table.num_rows - 1:.0%}"),
             ("observed sites", ", ".join(self.observed)),
-            ("likelihood", _describe(self.likelihood, self.terms)),
+            ("likelihood", _describe(self.likelihood, self.terms, self.unstructured)),
             ("prior held exactly", ", ".join(self.exact) or "none"),
             ("prior factor", self._prior_line()),
         ]
@@ -78,13 +81,22 @@ class PartitionPlan:
         parts = [", ".join(self.prior_latents)] if self.prior_latents else []
         if self.outside:
             parts.append("observed outside the plate: " + ", ".join(self.outside))
-        return "; ".join(parts) + f" ({_describe(self.prior_kind, self.prior_terms)})"
+        return "; ".join(parts) + f" ({_describe(self.prior_kind, self.prior_terms, self.unstructured)})"
 
 
-def _describe(kind: str, terms: tuple[TermSpec, ...]) -> str:
+_UNSTRUCTURED = {
+    "auto": "sigma points while draws agree with them",
+    "sigma_points": "sigma points",
+    "stein": "random points, gradients only",
+    "hessian": "antithetic draws with Hessians",
+    "monte_carlo": "draws",
+}
+
+
+def _describe(kind: str, terms: tuple[TermSpec, ...], unstructured: str) -> str:
     if kind == "quadratic":
         return "quadratic in the latents (closed form)"
     if kind == "draws":
-        return "no structure found (antithetic draws)"
+        return f"no structure used ({_UNSTRUCTURED[unstructured]})"
     counts = ", ".join(f"{t.site}: {len(t.predictors)} affine predictor{'s' * (len(t.predictors) > 1)}" for t in terms)
     return f"{counts} (quadrature)"

@@ -19,6 +19,7 @@ from ..expectations import (
     RULES,
     AffineProgram,
     DrawsProgram,
+    PointsProgram,
     QuadraticProgram,
     SharedAffineProgram,
     sum_by_group,
@@ -41,6 +42,10 @@ from ..sites import SiteStack, posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem, exact_log_partition
+from ._settle import settle
+
+# Antithetic pairs of the prior factor, which reads no rows, where it has no structure.
+_PRIOR_PAIRS = 64
 
 
 class RoundsDone(NamedTuple):
@@ -197,7 +202,7 @@ class Engine:
         part = plan.partition
         if not isinstance(packing, Packing) or part.mechanism != "args":
             density = partial(_chunk_log_likelihood, part, packing, lambda c: part.reading.call(call, c))
-            return DrawsProgram(density, plan.family), (packing.chunks, None)
+            return self._unstructured(plan, density), (packing.chunks, None)
         # Rows are gathered here, once, and not at every pass.
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
         axes = part.reading.axes
@@ -208,7 +213,14 @@ class Engine:
             return dataclasses.replace(call, args=args, kwargs=kwargs)
 
         density = partial(_chunk_log_likelihood, part, packing, packed_call)
-        return DrawsProgram(density, plan.family), ((packed, packing.mask), None)
+        return self._unstructured(plan, density), ((packed, packing.mask), None)
+
+    def _unstructured(self, plan: Plan, density: Callable, least: int = 1) -> Any:
+        mode = plan.partition.unstructured
+        if mode == "hessian":
+            return DrawsProgram(density, plan.family)
+        pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
+        return PointsProgram(density, plan.family, mode, pairs)
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape
@@ -228,7 +240,7 @@ class Engine:
             del chunk
             return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
 
-        return DrawsProgram(log_density, plan.family), (None, None)
+        return self._unstructured(plan, log_density, _PRIOR_PAIRS), (None, None)
 
     def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
         """The draws that belong to a state's key: the loss of a state and its next round share them."""
@@ -236,7 +248,11 @@ class Engine:
 
     def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """Evaluate a state's q and put the state into the form that rounds take."""
-        evaluation = problem.evaluate(state.sites, state.rule, self.noise(problem, state.rng_key), again=True)
+        noise = self.noise(problem, state.rng_key)
+        shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
+        still = jnp.zeros((), empty.elbo.dtype)
+        evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
         return RoundCarry(
             state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
         )
@@ -324,7 +340,9 @@ class Engine:
             problem = self._state_problem(state, args, kwargs, fine)
         if problem.noisy or state.plan.partition.params:
             noise = self.noise(problem, next_key)
-            carry = carry._replace(evaluation=problem.evaluate(state.sites, carry.evaluation.rule, noise))
+            changed = bool(state.plan.partition.params) or not problem.can_switch
+            evaluation = settle(problem, state.sites, carry.evaluation, noise, carry.report.total_move, stale=changed)
+            carry = carry._replace(evaluation=evaluation)
         return dataclasses.replace(state, rule=carry.evaluation.rule), carry
 
     def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine) -> PVIState:
@@ -336,7 +354,7 @@ class Engine:
         def loss(values):
             params = {n: transforms[n](v) for n, v in values.items()}
             at = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
-            return -at.elbo_at(moments, noise)
+            return -at.elbo_at(moments, noise, carry.evaluation.rule)
 
         values = self.optim.get_params(state.optim_state)
         gradient = jax.grad(loss)(values)
