@@ -303,7 +303,7 @@ def average_late(problem: Problem, state: Averaging, new: Evaluation, old: Evalu
     size = jnp.sqrt(jnp.abs(jnp.dot(shift, image) * jnp.dot(state.shift, last)))
     back = inner < 0
     # In D dimensions chance alone makes cosines of 1 / sqrt(D).
-    on = inner * problem.family.dim**0.5 > 2 * size
+    on = inner * problem.family.dim**0.5 > size
     late = jnp.maximum(state.late + back.astype(jnp.int32) - (on & (size > 0)).astype(jnp.int32), 0)
     moved = jnp.any(shift != 0)
     counted = Averaging(late, jnp.where(moved, shift, state.shift))
