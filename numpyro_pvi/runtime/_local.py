@@ -178,7 +178,7 @@ class LocalProblem:
             expect = partial(
                 self._expect, self.program, moments=moments, probe=probe, level=level, noise=draws, clip=clip
             )
-            groups = self.sum_chunks(expect)
+            groups = self.sum_groups(expect)
             prior = self._prior_expected(moments, probe, level, prior_draws, clip)
             error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
@@ -280,7 +280,7 @@ class LocalProblem:
                 noise=draws,
                 clip=clip,
             )
-            return self.sum_chunks(expect)
+            return self.sum_groups(expect)
 
         def stage(moments, _):
             found = jax.lax.map(look, (moments, jnp.array([False, True])))
@@ -327,7 +327,7 @@ class LocalProblem:
         steps = getattr(self.solver, "num_steps", 1)
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
 
-    def sum_chunks(self, expect: Callable[[Any], Expected]) -> Expected:
+    def sum_groups(self, expect: Callable[[Any], Expected]) -> Expected:
         """A pass over all chunks, summed by group."""
         data = self.data
         working = self.program.working_bytes(data.chunks)
@@ -380,9 +380,12 @@ def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact:
         exact: the coordinates it covers.
 
     Returns:
-        ``A(eta_0)``; NaN where the prior is not normalisable on its own coordinates.
+        ``A(eta_0)``, flat coordinates left out; NaN where the prior is not normalisable on the others.
     """
-    outside = (~exact).astype(natural.precision.dtype)
+    diagonal = family.precision_diagonal(natural)
+    # A flat (improper) prior has log density 0 and nothing to normalise.
+    flat = (diagonal == 0) & (natural.precision_mean == 0)
+    outside = (~exact | flat).astype(natural.precision.dtype)
     padding = jnp.diag(outside) if family.full else outside
     padded = GaussianNatural(natural.precision_mean, natural.precision + padding)
     return family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)

@@ -100,7 +100,7 @@ def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws) -> 
     def total(groups: Expected) -> Expected:
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), groups)
 
-    pairs = jax.vmap(lambda e: total(problem.sum_chunks(lambda chunk: program.pair(chunk, moments, e))))(eps)
+    pairs = jax.vmap(lambda e: total(problem.sum_groups(lambda chunk: program.pair(chunk, moments, e))))(eps)
     return disagreement(problem.family, moments, total(evaluation.groups), eps, pairs)
 
 
