@@ -15,7 +15,7 @@ from numpyro.infer import RenyiELBO
 from ._state import Plan, PVIState
 from .errors import PVIError
 from .factors import join_arguments
-from .runtime import Engine
+from .runtime import Engine, gradient_jumps
 
 
 def run_rounds(engine: Engine, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
@@ -36,6 +36,16 @@ def start_arrays(
     """Engine.start on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
+
+
+def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, key):
+    """gradient_jumps on split arguments, for ``jit``."""
+    args, kwargs = join_arguments(dynamic, static)
+    params = engine.constrain(plan, args, kwargs, optim_state)
+    dtype = float_dtype()
+    return gradient_jumps(
+        engine, plan, packing, args, kwargs, params, jnp.asarray(loc, dtype), jnp.asarray(sd, dtype), key
+    )
 
 
 def is_traced(tree: Any) -> bool:

@@ -115,11 +115,11 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
     labels: tuple = part.table.labels
     count = len(labels)
     found = part.likelihood if part.enumeration is None else "enumerated"
-    structure, expectation = (found,) * count, (_words(part.likelihood, state),) * count
+    structure, expectation = (found,) * count, (_words(part.likelihood, state, 0),) * count
     if part.has_prior_factor:
         labels = (PRIOR, *labels)
         proper = np.concatenate([[prior_proper], proper])
-        structure, expectation = (part.prior_kind, *structure), (_words(part.prior_kind, state), *expectation)
+        structure, expectation = (part.prior_kind, *structure), (_words(part.prior_kind, state, 1), *expectation)
     return PVIInfo(
         labels=labels,
         move=report.move,
@@ -146,7 +146,14 @@ def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack) -> tu
     return groups, groups[0] if sites.prior is None else family.in_domain(q - sites.prior)
 
 
-def _words(kind: str, state: PVIState) -> str:
+def _words(kind: str, state: PVIState, which: int) -> str:
     if kind == "affine":
         return f"quadrature ({RULES[min(int(state.rule.level), len(RULES) - 1)]})"
-    return {"quadratic": "closed form", "draws": "antithetic draws", "local": "antithetic draws"}[kind]
+    if kind == "quadratic":
+        return "closed form"
+    if kind == "local":
+        return "monte_carlo (hessian)"
+    mode = state.plan.partition.unstructured
+    if mode == "auto":
+        mode = "stein" if bool(state.rule.points.sampled[which]) else "sigma_points"
+    return mode if mode == "sigma_points" else f"monte_carlo ({mode})"

@@ -19,6 +19,7 @@ from ._driver import drive
 from ._entry import (
     check_keywords,
     check_loss,
+    compare_forms,
     evaluate_loss,
     float_dtype,
     is_traced,
@@ -192,6 +193,10 @@ class PVI(SVI):
         optim_state = self._init_optim(plan, params)
         dynamic, static = split_arguments(args, kwargs)
 
+        if planned.plan.unstructured == "monte_carlo":
+            form = self._draws_form(plan, planned, dynamic, static, optim_state, plan_key)
+            planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, unstructured=form))
+            plan = dataclasses.replace(plan, partition=planned.plan)
         local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
 
         def start(plan, mode=None):
@@ -458,6 +463,14 @@ class PVI(SVI):
         return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples)
 
     # ------------------------------------------------------------------ joints between the rooms
+
+    def _draws_form(self, plan: Plan, planned: Any, dynamic: list, static: tuple, optim_state: Any, key: Any) -> str:
+        """Second derivatives where they see all of the curvature, Stein's identity where gradients jump."""
+        compare = jax.jit(compare_forms, static_argnames=("engine", "plan", "static"))
+        jumps = compare(
+            self._engine, plan, planned.packing, dynamic, static, optim_state, planned.prior_loc, planned.prior_sd, key
+        )
+        return "stein" if bool(jumps) else "hessian"
 
     def _advance(self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""

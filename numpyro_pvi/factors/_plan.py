@@ -48,6 +48,9 @@ class PartitionPlan:
     local: LocalLayout | None = None
     # Discrete latents that are summed out of every row, or None.
     enumeration: Enumeration | None = None
+    # How factors without structure are evaluated: "auto" (sigma points while draws agree with them), "sigma_points",
+    # "stein", "hessian", or "monte_carlo" while it is open which of the last two.
+    unstructured: str = "auto"
 
     def model(self, model: Callable) -> Callable:
         """The model that factors are read off: the user's, with discrete latents summed out where it has local ones."""
@@ -77,7 +80,7 @@ class PartitionPlan:
             ("chunks", f"{self.num_chunks} of {self.chunk_rows} rows, padding {padded / self.table.num_rows - 1:.0%}"),
             ("observed sites", ", ".join(self.observed)),
             *([("enumerated", str(self.enumeration))] if self.enumeration else []),
-            ("likelihood", _describe(self.likelihood, self.terms)),
+            ("likelihood", _describe(self.likelihood, self.terms, self.unstructured)),
             *([("local latents", ", ".join(self.local.names))] if self.local is not None else []),
             ("prior held exactly", ", ".join(self.exact) or "none"),
             ("prior factor", self._prior_line()),
@@ -91,15 +94,24 @@ class PartitionPlan:
         parts = [", ".join(self.prior_latents)] if self.prior_latents else []
         if self.outside:
             parts.append("observed outside the plate: " + ", ".join(self.outside))
-        return "; ".join(parts) + f" ({_describe(self.prior_kind, self.prior_terms)})"
+        return "; ".join(parts) + f" ({_describe(self.prior_kind, self.prior_terms, self.unstructured)})"
 
 
-def _describe(kind: str, terms: tuple[TermSpec, ...]) -> str:
+_UNSTRUCTURED = {
+    "auto": "sigma points while draws agree with them",
+    "sigma_points": "sigma points",
+    "stein": "random points, gradients only",
+    "hessian": "antithetic draws with Hessians",
+    "monte_carlo": "draws",
+}
+
+
+def _describe(kind: str, terms: tuple[TermSpec, ...], unstructured: str) -> str:
     if kind == "quadratic":
         return "quadratic in the latents (closed form)"
     if kind == "local":
         return "with local latents (antithetic draws)"
     if kind == "draws":
-        return "no structure found (antithetic draws)"
+        return f"no structure used ({_UNSTRUCTURED[unstructured]})"
     counts = ", ".join(f"{t.site}: {len(t.predictors)} affine predictor{'s' * (len(t.predictors) > 1)}" for t in terms)
     return f"{counts} (quadrature)"

@@ -115,8 +115,8 @@ def with_expectation(planned: Planned, expectation: str) -> Planned:
 
     Args:
         planned: what was found.
-        expectation: "monte_carlo" (draws for all factors), "quadrature" (for all whose predictors are known), or anything else to
-            leave the plan as it is.
+        expectation: "monte_carlo", "stein", "hessian" or "sigma_points" (all factors as if they had no structure),
+            "quadrature" (for all whose predictors are known), or anything else to leave the plan as it is.
 
     Returns:
         The plan to follow.
@@ -124,9 +124,9 @@ def with_expectation(planned: Planned, expectation: str) -> Planned:
     plan = planned.plan
     if plan.local is not None:
         return planned
-    if expectation == "monte_carlo":
+    if expectation in ("monte_carlo", "stein", "hessian", "sigma_points"):
         prior_kind = "draws" if plan.has_prior_factor else "none"
-        plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind)
+        plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind, unstructured=expectation)
     elif expectation == "quadrature" and plan.terms:
         plan = dataclasses.replace(plan, likelihood="affine")
     return dataclasses.replace(planned, plan=plan)

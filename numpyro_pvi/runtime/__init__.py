@@ -2,7 +2,8 @@
 
 from ._base import Runtime
 from ._engine import Engine, RoundsDone
+from ._forms import gradient_jumps
 from ._local import FactorData, LocalProblem
 from ._mapping import LaxMap, Vmap
 
-__all__ = ["Engine", "RoundsDone", "FactorData", "LaxMap", "LocalProblem", "Runtime", "Vmap"]
+__all__ = ["Engine", "RoundsDone", "FactorData", "LaxMap", "LocalProblem", "Runtime", "Vmap", "gradient_jumps"]

@@ -21,6 +21,7 @@ from ..expectations import (
     DrawsProgram,
     LocalLatentProgram,
     MaskedLocalProgram,
+    PointsProgram,
     QuadraticProgram,
     SharedAffineProgram,
     sum_by_group,
@@ -43,6 +44,10 @@ from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem, exact_log_partition
+from ._settle import settle
+
+# Antithetic pairs of the prior factor, which reads no rows, where it has no structure.
+_PRIOR_PAIRS = 64
 
 
 class RoundsDone(NamedTuple):
@@ -204,7 +209,7 @@ class Engine:
         def program(read: Callable[[Any], ModelCall], data: Any):
             density = partial(_chunk_log_likelihood, part, packing, read)
             if part.local is None:
-                return DrawsProgram(density, plan.family), (data, None)
+                return self._unstructured(plan, density), (data, None)
 
             def joint(chunk, theta, z):
                 return density((chunk, None), theta, local=z)
@@ -230,6 +235,13 @@ class Engine:
 
         return program(packed_call, (packed, packing.mask))
 
+    def _unstructured(self, plan: Plan, density: Callable, least: int = 1) -> Any:
+        mode = plan.partition.unstructured
+        if mode == "hessian":
+            return DrawsProgram(density, plan.family)
+        pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
+        return PointsProgram(density, plan.family, mode, pairs)
+
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape
         # A batch's tangents of the model (D per row) are what takes memory here.
@@ -248,7 +260,7 @@ class Engine:
             del chunk
             return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
 
-        return DrawsProgram(log_density, plan.family), (None, None)
+        return self._unstructured(plan, log_density, _PRIOR_PAIRS), (None, None)
 
     def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
         """The draws that belong to a state's key: the loss of a state and its next round share them."""
@@ -256,7 +268,11 @@ class Engine:
 
     def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """Evaluate a state's q and put the state into the form that rounds take."""
-        evaluation = problem.evaluate(state.sites, state.rule, self.noise(problem, state.rng_key), again=True)
+        noise = self.noise(problem, state.rng_key)
+        shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
+        still = jnp.zeros((), empty.elbo.dtype)
+        evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
         return RoundCarry(
             state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
         )
@@ -344,7 +360,9 @@ class Engine:
             problem = self._state_problem(state, args, kwargs, fine)
         if problem.noisy or state.plan.partition.params:
             noise = self.noise(problem, next_key)
-            carry = carry._replace(evaluation=problem.evaluate(state.sites, carry.evaluation.rule, noise))
+            changed = bool(state.plan.partition.params) or not problem.can_switch
+            evaluation = settle(problem, state.sites, carry.evaluation, noise, carry.report.total_move, stale=changed)
+            carry = carry._replace(evaluation=evaluation)
         return dataclasses.replace(state, rule=carry.evaluation.rule), carry
 
     def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine) -> PVIState:
@@ -356,7 +374,7 @@ class Engine:
         def loss(values):
             params = {n: transforms[n](v) for n, v in values.items()}
             at = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
-            return -at.elbo_at(moments, noise, state.sites.local)
+            return -at.elbo_at(moments, noise, carry.evaluation.rule, state.sites.local)
 
         values = self.optim.get_params(state.optim_state)
         gradient = jax.grad(loss)(values)

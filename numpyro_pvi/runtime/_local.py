@@ -6,16 +6,26 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite, clip_to_psd
-from ..expectations import FIXED_RULES, Expected, LocalChunk, LocalNoise, MaskedLocalProgram, rule_index
+from ..expectations import (
+    FIXED_RULES,
+    Expected,
+    LocalChunk,
+    LocalLatentProgram,
+    LocalNoise,
+    MaskedLocalProgram,
+    PointSet,
+    PointsProgram,
+    rule_index,
+)
 from ..families import ConditionalNatural, GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
-from ..schedules import Evaluation, RoundCarry, Rule
+from ..schedules import Evaluation, Points, RoundCarry, Rule
 from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, select
 from ..solvers import LocalResult, LocalSolver
 from ._base import Runtime
@@ -27,6 +37,10 @@ LOOSE_TOLERANCE = 2e-2
 LOOSE_MOVE = 1.0
 # The first step from the prior may be cruder still: at worst a step is halved.
 START_TOLERANCE = 0.3
+# Antithetic pairs that sigma points are compared with; of the likelihood, whose passes cost rows, only the first few.
+COMPARED_PAIRS = 16
+# Scale of the q, in prior sds, under which a factor's curvature at a point is read from gradients.
+POINT_SCALE = 0.01
 # Relative quadrature error aimed at otherwise, by dtype.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
 
@@ -45,6 +59,19 @@ class FactorData:
     # Which flat coordinates the exactly held prior covers, and its log partition function over them, nats.
     exact: Bool[Array, "D"]
     prior_partition: Float[Array, ""]
+
+
+class Draws(NamedTuple):
+    """A round's standard normal draws; one row of zeros among ``pairs`` evaluates at the location."""
+
+    pairs: Float[Array, "S D"]
+    # For the comparison with sigma points.
+    compared: Float[Array, "K D"]
+    # Random point sets of the likelihood and of the prior factor, where they have no structure.
+    points: PointSet | None
+    prior_points: PointSet | None
+    # For every unit's local latents, Float[U S K], so that a unit's draws do not depend on the partition; or None.
+    local: Float[Array, "U S K"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,28 +120,73 @@ class LocalProblem:
         """Whether any expectation is by draws."""
         return self.program.noisy or (self.has_prior_factor and self.prior_program.noisy)
 
-    def noise(self, key: Any, num_particles: int = 1) -> Any:
-        """Standard normal draws shared by all groups in one round, or None.
+    @property
+    def can_switch(self) -> bool:
+        """Whether any factor goes from sigma points to draws when these contradict them."""
+        return "auto" in (getattr(p, "mode", "") for p in (self.program, self.prior_program))
+
+    def sampled(self, rule: Rule) -> Bool[Array, ""]:
+        """Whether any expectation is by draws under this rule."""
+        programs = (self.program, self.prior_program)
+        flags = [
+            rule.points.sampled[i] if getattr(p, "mode", "") == "auto" else jnp.array(p.noisy)
+            for i, p in enumerate(programs)
+            if p is not None
+        ]
+        return jnp.any(jnp.stack(flags))
+
+    def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
+        """The draws of one round, shared by all groups, or None.
 
         Sharing them keeps a round's result independent of the partition, and lets ELBOs of one round be compared.
         """
         if not self.noisy:
             return None
-        pairs = max(self.solver.num_draws, -(-num_particles // 2))
-        shared = jax.random.normal(key, (pairs, self.family.dim), self._dtype)
-        if self.units is None:
-            return shared
-        count, width = self.units
-        return LocalNoise(shared, jax.random.normal(jax.random.fold_in(key, 1), (count, pairs, width), self._dtype))
+        keys = jax.random.split(key, 5)
+        count = max(self.solver.num_draws, -(-num_particles // 2))
+        pairs, compared = (
+            jax.random.normal(k, (n, self.family.dim), self._dtype)
+            for k, n in zip(keys[:2], (count, COMPARED_PAIRS), strict=True)
+        )
+        points = [
+            p.draw(k, self._dtype) if isinstance(p, PointsProgram) else None
+            for k, p in zip(keys[2:4], (self.program, self.prior_program), strict=True)
+        ]
+        local = None
+        if self.units is not None:
+            units, width = self.units
+            local = jax.random.normal(keys[4], (units, count, width), self._dtype)
+        return Draws(pairs, compared, *points, local)
 
-    def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False) -> Evaluation:
+    def draws_of(self, program: Any, noise: Draws | None, rule: Rule | None, trial: bool = False) -> Any:
+        """What one program takes of a round's draws: sigma points or random ones, pairs, or None."""
+        if isinstance(program, LocalLatentProgram) and noise is not None:
+            return LocalNoise(noise.pairs, noise.local)
+        if not isinstance(program, PointsProgram):
+            return None if noise is None else noise.pairs
+        prior = program is self.prior_program
+        random = None if noise is None else noise.prior_points if prior else noise.points
+        sampled = False if rule is None else rule.points.sampled[int(prior)]
+        return program.choose(random, sampled, self._dtype, trial)
+
+    def evaluate(
+        self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False, trial: bool = False
+    ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
         rule = rule if again else cheaper_rule(rule)
-        return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, local=sites.local)
+        return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial, local=sites.local)
 
     def evaluate_at(
-        self, q, moments: GaussianMoments, rule: Rule, noise, probe=None, clip: bool = False, local: Any = None
+        self,
+        q,
+        moments: GaussianMoments,
+        rule: Rule,
+        noise,
+        probe=None,
+        clip: bool = False,
+        trial: bool = False,
+        local: Any = None,
     ) -> Evaluation:
         """One pass over all groups at a Gaussian given by its moments.
 
@@ -125,18 +197,20 @@ class LocalProblem:
             noise: the round's draws, or None.
             probe: vector for the curvature product, or None.
             clip: raise curvatures to positive semi-definite.
+            trial: whether values alone will do where they are by random points.
             local: what groups hold of their local latents, or None.
 
         Returns:
             The evaluation; ``elbo`` is minus infinity or NaN where a factor is not finite.
         """
+        draws, prior_draws = (self.draws_of(p, noise, rule, trial) for p in (self.program, self.prior_program))
 
         def both(level):
             expect = partial(
-                self._expect, self.program, moments=moments, probe=probe, level=level, noise=noise, clip=clip
+                self._expect, self.program, moments=moments, probe=probe, level=level, noise=draws, clip=clip
             )
-            groups = self._sum_chunks(expect, local)
-            prior = self._prior_expected(moments, probe, level, noise, clip)
+            groups = self.sum_groups(expect, local)
+            prior = self._prior_expected(moments, probe, level, prior_draws, clip)
             error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
                 error, spread = jnp.maximum(error, relative_error(prior)), jnp.maximum(spread, prior.spread)
@@ -156,23 +230,25 @@ class LocalProblem:
             q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), missed, own
         )
 
-    def elbo_at(self, moments: GaussianMoments, noise: Any, local: Any = None) -> Float[Array, ""]:
+    def elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
         """The global ELBO at a fixed q under a fixed quadrature rule: reverse-mode differentiable in the factors' arrays.
 
         Args:
             moments: q.
             noise: the round's draws, or None.
+            rule: says which points are in use where there is no structure.
             local: what groups hold of their local latents, or None.
 
         Returns:
             The ELBO in nats.
         """
+        draws, prior_draws = (self.draws_of(p, noise, rule) for p in (self.program, self.prior_program))
         # A static rule: loops of traced length have no reverse mode.
         level = len(FIXED_RULES) - 1
         values = jax.lax.map(
-            lambda chunk: self.program.expected(chunk, moments, None, level, noise, False).value, self._chunks(local)
+            lambda chunk: self.program.expected(chunk, moments, None, level, draws, False).value, self._chunks(local)
         )
-        prior = self._prior_expected(moments, None, level, noise, False)
+        prior = self._prior_expected(moments, None, level, prior_draws, False)
         return jnp.sum(values) + self._rest(moments) + (0.0 if prior is None else prior.value)
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
@@ -219,13 +295,14 @@ class LocalProblem:
     ) -> tuple[LocalResult, Any]:
         """One group's local solve from the current q."""
         if local is not None:
-            return visit_with_locals(self, index, q, site, state, noise, local)
+            return visit_with_locals(self, index, q, site, state, self.draws_of(self.program, noise, rule), local)
         factor = self._factor(index, cheaper_rule(rule), noise)
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve."""
-        expect = partial(self._prior_expected, probe=None, noise=noise, clip=False)
+        draws = self.draws_of(self.prior_program, noise, rule)
+        expect = partial(self._prior_expected, probe=None, noise=draws, clip=False)
         start_rule = cheaper_rule(rule)
         factor = _Factor(
             self.family,
@@ -259,7 +336,7 @@ class LocalProblem:
         point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
         noise = LocalNoise(jnp.zeros((1, self.family.dim), dtype), jnp.zeros((count, 1, width), dtype))
         expect = partial(self._expect, self.program, moments=point, probe=None, level=0, noise=noise, clip=False)
-        found = self._sum_chunks(expect, local)
+        found = self.sum_groups(expect, local)
         precision = found.target.precision
         precision = clip_to_psd(precision) if self.family.full else jnp.maximum(precision, 0.0)
         site = self.family.natural(found.target.precision_mean, precision)
@@ -288,7 +365,10 @@ class LocalProblem:
         """
         if mode == "prior":
             return self.empty_sites(None), first_rule(self._dtype)
-        noise = jnp.zeros((1, self.family.dim), self._dtype) if self.noisy else None
+        points = isinstance(self.program, PointsProgram)
+        # One row of zeros evaluates at the location; points at a distance read the curvature there from gradients.
+        zero = jnp.zeros((1, self.family.dim), self._dtype)
+        draws = self.draws_of(self.program, None, None) if points else zero
 
         def look(xs):
             moments, clip = xs
@@ -298,10 +378,10 @@ class LocalProblem:
                 moments=moments,
                 probe=None,
                 level=len(FIXED_RULES) - 1,
-                noise=noise,
+                noise=draws,
                 clip=clip,
             )
-            return self._sum_chunks(expect)
+            return self.sum_groups(expect)
 
         def stage(moments, _):
             found = jax.lax.map(look, (moments, jnp.array([False, True])))
@@ -311,12 +391,13 @@ class LocalProblem:
             )(sites)
             return after, (found, sites, after.valid, jnp.sum(found.value, axis=-1) + jax.vmap(self._rest)(moments))
 
-        point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
+        point = at_prior._replace(loc=loc, scale=(POINT_SCALE if points else 0.0) * at_prior.scale)
         both = jax.tree.map(lambda *xs: jnp.stack(xs), at_prior, point)
+        quick = mode == "curvature" or self.noisy or points
         # First at the prior and at its location, then at the two q that come of it: one program for all four looks.
-        _, (found, sites, valid, elbo) = jax.lax.scan(stage, both, length=1 if mode == "curvature" or self.noisy else 2)
+        _, (found, sites, valid, elbo) = jax.lax.scan(stage, both, length=1 if quick else 2)
         first = [jax.tree.map(lambda x, i=i: x[0, i], sites) for i in (0, 1)]
-        if mode == "curvature" or self.noisy:
+        if quick:
             return SiteStack(first[1], None), first_rule(self._dtype)
         prior_look = jax.tree.map(lambda x: x[0, 0], found)
         usable = (
@@ -350,14 +431,14 @@ class LocalProblem:
     def _chunks(self, local: Any) -> Any:
         return self.data.chunks if local is None else LocalChunk(*self.data.chunks, local.rows)
 
-    def _sum_chunks(self, expect: Callable[[Any], Expected], local: Any = None) -> Expected:
+    def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None) -> Expected:
+        """A pass over all chunks, summed by group; with local latents, integrated out of the targets."""
         data, chunks = self.data, self._chunks(local)
         if isinstance(self.program, MaskedLocalProgram):
             found = expect(chunks)
-            joint = LocalSites(found.target, found.local)
-            return dataclasses.replace(found, target=marginal_sites(joint, data.chunk_group), local=joint)
-        working = self.program.working_bytes(chunks)
-        found = self.runtime.sum_chunks(expect, chunks, data.chunk_group, data.offsets, working)
+        else:
+            working = self.program.working_bytes(chunks)
+            found = self.runtime.sum_chunks(expect, chunks, data.chunk_group, data.offsets, working)
         if found.local is None:
             return found
         joint = LocalSites(found.target, found.local)
@@ -371,14 +452,15 @@ class LocalProblem:
     def _prior_expected(self, moments, probe, level, noise, clip) -> Expected | None:
         if self.prior_program is None:
             return None
-        noise = noise.shared if isinstance(noise, LocalNoise) else noise
         return self.prior_program.expected(self.data.prior, moments, probe, level, noise, clip)
 
     def _factor(self, index, rule, noise) -> _Factor:
+        draws = self.draws_of(self.program, noise, rule)
+
         def expected(moments):
             def at(lv):
                 expect = partial(
-                    self._expect, self.program, moments=moments, probe=None, level=lv, noise=noise, clip=False
+                    self._expect, self.program, moments=moments, probe=None, level=lv, noise=draws, clip=False
                 )
                 if self.quadratic:
                     return expect(jax.tree.map(lambda x: x[index], self.data.chunks))
@@ -411,9 +493,12 @@ def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact:
         exact: the coordinates it covers.
 
     Returns:
-        ``A(eta_0)``; NaN where the prior is not normalisable on its own coordinates.
+        ``A(eta_0)``, flat coordinates left out; NaN where the prior is not normalisable on the others.
     """
-    outside = (~exact).astype(natural.precision.dtype)
+    diagonal = family.precision_diagonal(natural)
+    # A flat (improper) prior has log density 0 and nothing to normalise.
+    flat = (diagonal == 0) & (natural.precision_mean == 0)
+    outside = (~exact | flat).astype(natural.precision.dtype)
     padding = jnp.diag(outside) if family.full else outside
     padded = GaussianNatural(natural.precision_mean, natural.precision + padding)
     return family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)
@@ -423,10 +508,12 @@ def first_rule(dtype, spread: Float[Array, ""] | None = None) -> Rule:
     """The rule of a fresh state: the cheapest, or the finest fixed one where predictors are known to be wide."""
     zero = jnp.zeros((), dtype)
     loose = zero + LOOSE_TOLERANCE
+    # Nothing compared yet: as if q had come from far away.
+    points = Points(jnp.zeros((2,), bool), jnp.full((2,), jnp.inf, dtype), zero + jnp.inf)
     if spread is None:
-        return Rule(jnp.int32(0), zero, zero, loose)
+        return Rule(jnp.int32(0), zero, zero, loose, points)
     level = jnp.minimum(rule_index(spread), len(FIXED_RULES) - 1).astype(jnp.int32)
-    return Rule(level, spread, spread, loose)
+    return Rule(level, spread, spread, loose, points)
 
 
 def cheaper_rule(rule: Rule) -> Rule:

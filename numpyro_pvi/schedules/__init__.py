@@ -2,6 +2,7 @@
 
 from ._base import (
     Evaluation,
+    Points,
     Problem,
     RoundCarry,
     RoundReport,
@@ -15,6 +16,7 @@ from ._synchronous import Synchronous
 
 __all__ = [
     "Evaluation",
+    "Points",
     "Problem",
     "RoundCarry",
     "RoundReport",

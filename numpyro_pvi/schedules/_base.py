@@ -21,8 +21,19 @@ MAX_HALVINGS = 20
 SWEEP_HALVINGS = 4
 
 
+class Points(NamedTuple):
+    """Memory of how factors without structure are evaluated; two entries each, the likelihood and the prior factor."""
+
+    # Whether random points have taken the place of sigma points.
+    sampled: Bool[Array, "2"]
+    # Mean log sd of q when draws last contradicted the sigma points.
+    anchor: Float[Array, "2"]
+    # How far q has moved since they were last compared, in posterior sds.
+    moved: Float[Array, ""]
+
+
 class Rule(NamedTuple):
-    """Memory of the quadrature rule."""
+    """Memory of the quadrature rule, and of the points where there is no structure."""
 
     # The rule that the last evaluation ended with, and the largest predictor sd it saw.
     level: Int[Array, ""]
@@ -31,6 +42,7 @@ class Rule(NamedTuple):
     anchor: Float[Array, ""]
     # Relative error aimed at: loose while q still moves by more than a posterior sd.
     tolerance: Float[Array, ""]
+    points: Points
 
 
 class Evaluation(NamedTuple):
@@ -90,11 +102,21 @@ class Problem(Protocol):
     num_groups: int
     prior_natural: Any
     has_prior_factor: bool
-    # Whether expectations are by draws, so that values compare only on common draws.
+    # Whether expectations may be by draws, so that values compare only on common draws.
     noisy: bool
 
-    def evaluate(self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False) -> Evaluation:
-        """One pass over all groups at the q of these sites; ``again`` repeats the last evaluation's rule to the letter."""
+    def sampled(self, rule: Rule) -> Bool[Array, ""]:
+        """Whether expectations are by draws under this rule, so that q hovers within their error."""
+        ...
+
+    def evaluate(
+        self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False, trial: bool = False
+    ) -> Evaluation:
+        """One pass over all groups at the q of these sites.
+
+        ``again`` repeats the last evaluation's rule to the letter. Of a ``trial`` by draws only the values are needed: the
+        accepted q is evaluated again on fresh draws.
+        """
         ...
 
     def tidy(self, sites: SiteStack) -> SiteStack:
@@ -242,7 +264,7 @@ def accept_jointly(
         # Validity costs one Cholesky, the ELBO a pass over the data: settle the first before paying for the second.
         step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (state.step, state.halvings))
         sites = at(step)
-        evaluation = problem.evaluate(sites, old.rule, noise, probe)
+        evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None)
         good = elbo_has_not_fallen(evaluation, old)
         return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good)
 
@@ -254,6 +276,51 @@ def accept_jointly(
 
     sites, evaluation = keep(last.sites, old_sites), keep(last.evaluation, old)
     return last._replace(sites=sites, evaluation=evaluation, step=share(last.step))
+
+
+class Averaging(NamedTuple):
+    """Memory of how far noise, not progress, decides the moves: late naturals are averaged."""
+
+    # Rounds in which the move turned back, less those in which it went on; the next step is at most 1 / (1 + late).
+    late: Int[Array, ""]
+    # The last change of the location.
+    shift: Float[Array, "D"]
+
+
+def no_averaging(dim: int, dtype: Any) -> Averaging:
+    """The memory of a fresh schedule."""
+    return Averaging(jnp.int32(0), jnp.zeros((dim,), dtype))
+
+
+def average_late(problem: Problem, state: Averaging, new: Evaluation, old: Evaluation) -> Averaging:
+    """Shorten steps while successive moves turn back, as noise makes them do, and lengthen them when they clearly go on.
+
+    Args:
+        problem: the factors.
+        state: the memory.
+        new: evaluation after the round.
+        old: evaluation before it.
+
+    Returns:
+        The memory after the round; nothing is counted where expectations are not by draws.
+
+    References:
+        Delyon and Juditsky, Accelerated stochastic approximation, SIAM J. Optim. 3 (1993), after Kesten (1958).
+    """
+    shift = jnp.where(old.moments.valid, new.moments.loc - old.moments.loc, 0.0)
+    image = problem.family.precision_product(new.q, shift)
+    last = problem.family.precision_product(new.q, state.shift)
+    inner = jnp.dot(state.shift, image)
+    size = jnp.sqrt(jnp.abs(jnp.dot(shift, image) * jnp.dot(state.shift, last)))
+    back = inner < 0
+    # In D dimensions chance alone makes cosines of 1 / sqrt(D).
+    on = inner * problem.family.dim**0.5 > size
+    late = jnp.maximum(state.late + back.astype(jnp.int32) - (on & (size > 0)).astype(jnp.int32), 0)
+    moved = jnp.any(shift != 0)
+    counted = Averaging(late, jnp.where(moved, shift, state.shift))
+    return jax.tree.map(
+        lambda a, b: jnp.where(problem.sampled(old.rule), a, b), counted, Averaging(jnp.zeros_like(late), shift)
+    )
 
 
 def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from ..errors import PVIError
 from ..sites import SiteStack, damp, posterior
 from ._base import (
+    Averaging,
     Problem,
     RoundCarry,
     RoundReport,
     accept_jointly,
+    average_late,
     factor_moves,
     natural_gradient_proposal,
+    no_averaging,
     total_move,
     with_prior,
 )
@@ -28,7 +31,8 @@ class Sequential:
 
     A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep
     the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved; a sweep that four halvings
-    have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises.
+    have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises. Where
+    expectations are by draws, the naturals of late sweeps are averaged, as :class:`Synchronous` does.
 
     Args:
         order: "cyclic" (the order of ``pvi.groups``) or "random" (a fresh permutation each round).
@@ -50,10 +54,9 @@ class Sequential:
         if not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
             raise PVIError(f"Sequential(damping={self.damping!r}): expected a number in (0, 1]; 1 is the full step.")
 
-    def init(self, problem: Problem, dtype: Any) -> tuple:
-        """No state: the solver remembers each group's step."""
-        del problem, dtype
-        return ()
+    def init(self, problem: Problem, dtype: Any) -> Averaging:
+        """Nothing averaged yet; the solver remembers each group's step."""
+        return no_averaging(problem.family.dim if problem.noisy else 0, dtype)
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """A full sweep: see :class:`numpyro_pvi.schedules.Schedule`."""
@@ -68,13 +71,13 @@ class Sequential:
         if self.order == "random":
             order = jax.random.permutation(order_key, order)
         groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
-        one = jnp.ones((), carry.evaluation.elbo.dtype)
+        share = 1.0 / (1.0 + carry.schedule.late.astype(old.elbo.dtype))
         done = accept_jointly(
             problem,
             carry.sites,
             SiteStack(groups, prior_site, local),
             old,
-            one,
+            share,
             noise,
             fallback=natural_gradient_proposal(problem, carry),
         )
@@ -99,6 +102,9 @@ class Sequential:
 
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done) -> RoundCarry:
         skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
+        averaging = carry.schedule
+        if problem.noisy:
+            averaging = average_late(problem, averaging, done.evaluation, carry.evaluation)
         report = RoundReport(
             move=factor_moves(problem, done.sites, carry.sites, done.evaluation),
             step=jnp.where(skipped | ~done.accepted, 0.0, done.step * self.damping),
@@ -109,5 +115,10 @@ class Sequential:
             valid=done.evaluation.moments.valid,
         )
         return RoundCarry(
-            done.sites, done.evaluation, results.state, None if prior is None else prior.state, carry.schedule, report
+            done.sites,
+            done.evaluation,
+            results.state,
+            None if prior is None else prior.state,
+            averaging,
+            report,
         )

@@ -7,26 +7,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .._numerics import power_iteration_step
 from ..errors import PVIError
 from ..sites import SiteStack
 from ._base import (
     MAX_HALVINGS,
-    Evaluation,
+    Averaging,
     Problem,
     RoundCarry,
     RoundReport,
     accept_jointly,
+    average_late,
     elbo_gain,
     factor_moves,
+    no_averaging,
     total_move,
     with_prior,
 )
-
-# Cosine between successive changes of the means from which on they count as progress.
-_ONWARDS = 0.5
 
 
 class SynchronousState(NamedTuple):
@@ -37,10 +36,7 @@ class SynchronousState(NamedTuple):
     probe: Float[Array, "P"]
     # Its Rayleigh quotient at the last evaluation, a lower bound of the largest eigenvalue.
     eigenvalue: Float[Array, ""]
-    # How often the means turned back on themselves, as noise makes them: late naturals are averaged over so many rounds.
-    late: Int[Array, ""]
-    # The last change of the posterior means, in posterior sds.
-    direction: Float[Array, "D"]
+    averaging: Averaging
     last_move: Float[Array, ""]
 
 
@@ -53,8 +49,8 @@ class Synchronous:
     accepted at once; it is also halved when the moves grow while the ELBO stands still. A
     mean-field q also caps it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda:
     parallel mean-field updates blow up at moderate correlations with every q and cavity valid. Where expectations are
-    by draws, the naturals of late rounds are averaged: the step falls with the number of rounds whose change of the means
-    turned back on the one before, as it does when noise decides it, and recovers while changes agree.
+    by draws, the naturals of late rounds are averaged: steps shrink as 1 / k with the number k of rounds in which the
+    location turned back.
 
     Args:
         damping: largest joint step in (0, 1], or "auto", which starts at 1. 1 is the full step, as in earlier PVI code.
@@ -84,8 +80,8 @@ class Synchronous:
         dim = 0 if problem.family.full else problem.family.dim
         probe = jnp.ones((dim,), dtype) / jnp.sqrt(jnp.asarray(max(dim, 1), dtype))
         one = jnp.ones((), dtype)
-        still = jnp.zeros((problem.family.dim,), dtype)
-        return SynchronousState(one * self._largest, probe, one, jnp.int32(0), still, one * jnp.inf)
+        averaging = no_averaging(problem.family.dim if problem.noisy else 0, dtype)
+        return SynchronousState(one * self._largest, probe, one, averaging, one * jnp.inf)
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of every site: see :class:`numpyro_pvi.schedules.Schedule`."""
@@ -112,13 +108,15 @@ class Synchronous:
         return carry.schedule.probe / jnp.sqrt(scale), scale
 
     def _first_step(self, state: SynchronousState) -> Float[Array, ""]:
-        averaging = 1.0 / (1.0 + state.late.astype(state.step.dtype))
+        averaging = 1.0 / (1.0 + state.averaging.late.astype(state.step.dtype))
         return jnp.minimum(jnp.minimum(state.step, self._largest * averaging), 1.0 / jnp.maximum(state.eigenvalue, 1.0))
 
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale) -> RoundCarry:
         old, state = carry.evaluation, carry.schedule
         moved = total_move(problem.family, done.evaluation, old)
-        late, direction = self._averaging(problem, state, done.evaluation, old)
+        averaging = state.averaging
+        if problem.noisy:
+            averaging = average_late(problem, averaging, done.evaluation, old)
         gain, rounding = elbo_gain(done.evaluation, old)
         # Below rounding the ELBO no longer sees a parallel step that overshoots; growing moves show it.
         oscillates = (moved > state.last_move) & (gain <= rounding)
@@ -148,20 +146,9 @@ class Synchronous:
             done.evaluation,
             results.state,
             None if prior is None else prior.state,
-            SynchronousState(step.astype(state.step.dtype), probe, eigenvalue, late, direction, moved),
+            SynchronousState(step.astype(state.step.dtype), probe, eigenvalue, averaging, moved),
             report,
         )
-
-    def _averaging(self, problem: Problem, state: SynchronousState, new: Evaluation, old: Evaluation):
-        """How many rounds to average over, and the change of the means that the next round compares with."""
-        if not problem.noisy:
-            return state.late, state.direction
-        direction = (new.moments.loc - old.moments.loc) / jnp.sqrt(problem.family.variances(new.moments))
-        direction = jnp.where(jnp.isfinite(direction), direction, 0.0)
-        agreement = jnp.dot(direction, state.direction)
-        size = jnp.linalg.norm(direction) * jnp.linalg.norm(state.direction)
-        onwards = agreement > _ONWARDS * size
-        return jnp.where(agreement < 0, state.late + 1, jnp.where(onwards, state.late // 2, state.late)), direction
 
 
 def _curvature_diagonal(problem: Problem, evaluation) -> Float[Array, "D"]:

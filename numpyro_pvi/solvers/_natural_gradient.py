@@ -49,12 +49,16 @@ class NaturalGradient:
         num_steps: inner steps per visit, each a pass over the group's rows; 1 makes parallel rounds independent of the
             partition (PVI property 5).
         step_size: largest step in (0, 1], in natural space; 1 is the full step, as for ``damping`` in earlier PVI code.
-        expectation: "auto" (closed form or quadrature where the structure allows, else antithetic draws), "exact",
-            "quadrature" or "monte_carlo" to insist on one.
+        expectation: "auto" (closed form or quadrature where the structure allows, else sigma points while a few random
+            draws agree with them, else random points with gradients), or one to insist on: "exact", "quadrature",
+            "sigma_points", "stein" (random points, gradients only), "hessian" (antithetic draws with second
+            derivatives, wrong where the gradient jumps), "monte_carlo" (whichever of the last two a comparison on
+            common draws allows).
         backtracking: halve a step that lowers the local free energy or leaves q improper, and double it back when it is
             accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not
             quadratic.
-        num_draws: antithetic pairs per round when expectations are by draws.
+        num_draws: antithetic pairs per round when expectations are by draws; random points come in whole rotations, at
+            least as many pairs as there are latents.
 
     Raises:
         PVIError: on construction, for values outside these ranges.
@@ -77,7 +81,7 @@ class NaturalGradient:
             raise PVIError(
                 f"NaturalGradient(step_size={self.step_size!r}): expected a number in (0, 1]; 1 is the full step."
             )
-        words = ("auto", "exact", "quadrature", "monte_carlo")
+        words = ("auto", "exact", "quadrature", "sigma_points", "monte_carlo", "stein", "hessian")
         if self.expectation not in words:
             raise PVIError(f"NaturalGradient(expectation={self.expectation!r}): expected one of {', '.join(words)}.")
         if self.backtracking not in (True, False, "auto"):
