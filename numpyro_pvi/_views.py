@@ -148,4 +148,4 @@ def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack) -> tu
 def _words(kind: str, state: PVIState) -> str:
     if kind == "affine":
         return f"quadrature ({RULES[min(int(state.rule.level), len(RULES) - 1)]})"
-    return {"quadratic": "closed form", "draws": "antithetic draws"}[kind]
+    return {"quadratic": "closed form", "draws": "antithetic draws", "reparameterised": "reparameterised draws"}[kind]

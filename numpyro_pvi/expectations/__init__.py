@@ -4,6 +4,7 @@ from ._affine import AffineProgram, SharedAffineProgram
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._quadratic import QuadraticProgram
+from ._reparameterised import ReparameterisedProgram
 from ._rules import FIXED_RULES, RULES
 from .quadrature import rule_index
 
@@ -14,6 +15,7 @@ __all__ = [
     "DrawsProgram",
     "Expected",
     "QuadraticProgram",
+    "ReparameterisedProgram",
     "SharedAffineProgram",
     "add_expected",
     "rule_index",

@@ -14,7 +14,7 @@ from ._planner import (
     refuse_unsupported,
     with_expectation,
 )
-from ._prior import exact_prior, prior_factor_log_density
+from ._prior import exact_diagonal_prior, exact_prior, prior_factor_log_density
 from ._reading import GroupMasks, slice_rows
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
 from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
@@ -35,6 +35,7 @@ __all__ = [
     "as_arrays",
     "check_finite_arguments",
     "check_same_signature",
+    "exact_diagonal_prior",
     "exact_prior",
     "gather_rows",
     "join_arguments",

@@ -32,13 +32,13 @@ class PartitionPlan:
     num_chunks: int
     observed: tuple[str, ...]
     outside: tuple[str, ...]
-    # "quadratic", "affine" or "draws", with the terms found (empty when there are none).
+    # "quadratic", "affine", "draws" or "reparameterised", with the terms found (empty when there are none).
     likelihood: str
     terms: tuple[TermSpec, ...]
     exact: tuple[str, ...]
     prior_latents: tuple[str, ...]
     prior_terms: tuple[TermSpec, ...]
-    # "none", "affine" or "draws".
+    # "none", "affine", "draws" or "reparameterised".
     prior_kind: str
     params: tuple[str, ...]
 
@@ -84,6 +84,8 @@ class PartitionPlan:
 def _describe(kind: str, terms: tuple[TermSpec, ...]) -> str:
     if kind == "quadratic":
         return "quadratic in the latents (closed form)"
+    if kind == "reparameterised":
+        return "no structure found (reparameterised draws)"
     if kind == "draws":
         return "no structure found (antithetic draws)"
     counts = ", ".join(f"{t.site}: {len(t.predictors)} affine predictor{'s' * (len(t.predictors) > 1)}" for t in terms)

@@ -20,6 +20,7 @@ from ..expectations import (
     AffineProgram,
     DrawsProgram,
     QuadraticProgram,
+    ReparameterisedProgram,
     SharedAffineProgram,
     sum_by_group,
 )
@@ -29,6 +30,7 @@ from ..factors import (
     Packing,
     PartitionPlan,
     abstract_trace,
+    exact_diagonal_prior,
     exact_prior,
     gather_rows,
     prepare_term,
@@ -40,7 +42,12 @@ from ..schedules import RoundCarry, RoundReport, Schedule
 from ..sites import SiteStack, posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
-from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem, exact_log_partition
+from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem, exact_log_partition, solver_of_prior
+from ._rows import GroupRows
+
+
+# Seed of the draws on which losses under a stochastic solver are taken.
+_LOSS_DRAWS = 0x9E37
 
 
 class RoundsDone(NamedTuple):
@@ -123,7 +130,13 @@ class Engine:
         partition = exact_log_partition(plan.family, natural, exact)
         data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition)
         quadratic = part.likelihood == "quadratic"
-        return LocalProblem(plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data)
+        rows = None
+        if self.solver.stochastic:
+            density = partial(_chunk_log_likelihood, part, packing, lambda c: part.reading.call(call, c))
+            rows = GroupRows(lambda chunk, point: density((chunk, None), point), packing, part.table.sizes)
+        return LocalProblem(
+            plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data, rows
+        )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
         """Read the exactly held prior off the model.
@@ -142,13 +155,11 @@ class Engine:
             exact = exact.at[part.layout.slice_of(name)].set(True)
         if not part.exact:
             return plan.family.zeros((), dtype), exact, jnp.array(False)
-        vector, precision = exact_prior(call, part.exact, jnp.zeros((dim,), dtype))
+        origin = jnp.zeros((dim,), dtype)
         if plan.family.full:
-            return plan.family.natural(vector, precision), exact, jnp.array(False)
-        diag = jnp.diagonal(precision)
-        size = jnp.sqrt(jnp.abs(diag[:, None] * diag[None, :]))
-        off = jnp.any(jnp.abs(precision - jnp.diag(diag)) > 1e3 * jnp.finfo(dtype).eps * size)
-        return plan.family.natural(vector, diag), exact, off
+            return plan.family.natural(*exact_prior(call, part.exact, origin)), exact, jnp.array(False)
+        vector, precision, coupled = exact_diagonal_prior(call, part.exact, origin)
+        return plan.family.natural(vector, precision), exact, coupled
 
     def _likelihood(self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks, num_rules: int):
         part, family = plan.partition, plan.family
@@ -164,7 +175,7 @@ class Engine:
                 return SharedAffineProgram(program, shared, masks), packing.chunks, groups, offsets
             chunks = self._prepare(lambda c: program.prepare(reading.call(call, c), masks(c)), packing, family.dim)
             return program, chunks, groups, offsets
-        if part.likelihood == "draws":
+        if part.likelihood in ("draws", "reparameterised"):
             program, chunks = self._draws(plan, call, packing)
             return program, chunks, groups, offsets
         dense = MultivariateNormalFamily(family.dim)
@@ -195,9 +206,11 @@ class Engine:
 
     def _draws(self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks):
         part = plan.partition
-        if not isinstance(packing, Packing) or part.mechanism != "args":
+        make = DrawsProgram if part.likelihood == "draws" else ReparameterisedProgram
+        # A stochastic solver takes a few rows at a time: gathering all of them would only copy the data.
+        if not isinstance(packing, Packing) or part.mechanism != "args" or self.solver.stochastic:
             density = partial(_chunk_log_likelihood, part, packing, lambda c: part.reading.call(call, c))
-            return DrawsProgram(density, plan.family), (packing.chunks, None)
+            return make(density, plan.family), (packing.chunks, None)
         # Rows are gathered here, once, and not at every pass.
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
         axes = part.reading.axes
@@ -208,7 +221,7 @@ class Engine:
             return dataclasses.replace(call, args=args, kwargs=kwargs)
 
         density = partial(_chunk_log_likelihood, part, packing, packed_call)
-        return DrawsProgram(density, plan.family), ((packed, packing.mask), None)
+        return make(density, plan.family), ((packed, packing.mask), None)
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape
@@ -228,10 +241,17 @@ class Engine:
             del chunk
             return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
 
-        return DrawsProgram(log_density, plan.family), (None, None)
+        make = DrawsProgram if part.prior_kind == "draws" else ReparameterisedProgram
+        return make(log_density, plan.family), (None, None)
 
     def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
-        """The draws that belong to a state's key: the loss of a state and its next round share them."""
+        """The draws that belong to a state's key: the loss of a state and its next round share them.
+
+        A stochastic solver draws for itself, and one evaluation a round is all that its rounds may cost: their losses
+        are on the same draws throughout, so that they can be compared.
+        """
+        if self.solver.stochastic:
+            return problem.noise(jax.random.key(_LOSS_DRAWS), self.num_particles)
         return problem.noise(jax.random.fold_in(rng_key, 0x9E37), self.num_particles)
 
     def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
@@ -322,7 +342,8 @@ class Engine:
         if state.plan.partition.params:
             state = self._update_params(problem, state, carry, args, kwargs, fine)
             problem = self._state_problem(state, args, kwargs, fine)
-        if problem.noisy or state.plan.partition.params:
+        # Fresh draws for the next round, or new params, need a new evaluation.
+        if (problem.noisy and not self.solver.stochastic) or state.plan.partition.params:
             noise = self.noise(problem, next_key)
             carry = carry._replace(evaluation=problem.evaluate(state.sites, carry.evaluation.rule, noise))
         return dataclasses.replace(state, rule=carry.evaluation.rule), carry
@@ -386,7 +407,7 @@ class Engine:
         solver = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype)
         )
-        prior_solver = self.solver.init(family, dtype) if problem.has_prior_factor else None
+        prior_solver = solver_of_prior(self.solver).init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
         report = RoundReport(
             jnp.full((count,), jnp.inf, dtype),

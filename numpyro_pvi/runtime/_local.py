@@ -17,9 +17,10 @@ from ..expectations import FIXED_RULES, Expected, rule_index
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import SiteStack, cavity, posterior, select
-from ..solvers import LocalResult, LocalSolver
+from ..solvers import Derivatives, LocalResult, LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._mapping import sum_one_group
+from ._rows import GroupRows
 
 # Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
 LOOSE_TOLERANCE = 2e-2
@@ -28,6 +29,11 @@ LOOSE_MOVE = 1.0
 START_TOLERANCE = 0.3
 # Relative quadrature error aimed at otherwise, by dtype.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
+
+
+# Vectors of length D that one stochastic visit holds, and the bytes up to which visits run side by side.
+_VISIT_VECTORS = 12
+_SIDE_BY_SIDE = 1 << 21
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +65,7 @@ class LocalProblem:
         quadratic: whether the likelihood is quadratic in the latents jointly.
         num_rules: how many quadrature rules are compiled in.
         data: the factors' arrays.
+        rows: the groups' rows at points, for a stochastic solver; else None.
     """
 
     family: GaussianFamily
@@ -69,6 +76,12 @@ class LocalProblem:
     quadratic: bool
     num_rules: int
     data: FactorData
+    rows: GroupRows | None = None
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether local solves take noisy steps of their own."""
+        return self.solver.stochastic
 
     @property
     def num_groups(self) -> int:
@@ -97,6 +110,8 @@ class LocalProblem:
         """
         if not self.noisy:
             return None
+        if self.stochastic:
+            return jax.random.normal(key, (num_particles, self.family.dim), self._dtype)
         return jax.random.normal(
             key, (max(self.solver.num_draws, -(-num_particles // 2)), self.family.dim), self._dtype
         )
@@ -105,6 +120,8 @@ class LocalProblem:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
         rule = rule if again else cheaper_rule(rule)
+        if self.stochastic:
+            return self._values_at(q, self.family.moments(q), rule, noise)
         return self.evaluate_at(q, self.family.moments(q), rule, noise, probe)
 
     def evaluate_at(self, q, moments: GaussianMoments, rule: Rule, noise, probe=None, clip: bool = False) -> Evaluation:
@@ -141,6 +158,28 @@ class LocalProblem:
             q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), error > rule.tolerance
         )
 
+    def _values_at(self, q, moments: GaussianMoments, rule: Rule, noise) -> Evaluation:
+        """The ELBO at a Gaussian and nothing that only a natural gradient would read."""
+        if not self.program.noisy:
+            found = self.evaluate_at(q, moments, rule, noise)
+            return found._replace(groups=_values_only(found.groups), prior=_values_only(found.prior))
+        values = self.rows.values(self.family.draw(moments, noise))
+        zero = jnp.zeros_like(values)
+        groups = Expected(values, None, None, zero, zero, zero)
+
+        def prior_at(level):
+            prior = self._prior_expected(moments, None, level, noise, False)
+            return prior, relative_error(prior)
+
+        prior, error = None, jnp.zeros((), values.dtype)
+        if self.has_prior_factor:
+            prior, used, error = escalate(prior_at, rule, self.num_rules)
+            rule = next_rule(rule, used, prior.spread)
+        rest = self._rest(moments)
+        own = jnp.zeros((), values.dtype) if prior is None else prior.value
+        elbo, size = jnp.sum(values) + rest + own, jnp.sum(jnp.abs(values)) + jnp.abs(rest) + jnp.abs(own)
+        return Evaluation(q, moments, groups, _values_only(prior), rest, elbo, size, rule, error > rule.tolerance)
+
     def elbo_at(self, moments: GaussianMoments, noise: Any) -> Float[Array, ""]:
         """The global ELBO at a fixed q under a fixed quadrature rule: reverse-mode differentiable in the factors' arrays.
 
@@ -167,6 +206,7 @@ class LocalProblem:
         """Every group's local solve from the same q, in parallel."""
         evaluation = carry.evaluation
         keys = jax.random.split(key, self.num_groups)
+        noise = self._visit_noise(key, noise)
 
         def solve(index, site, state, key, start):
             factor = self._factor(index, evaluation.rule, noise)
@@ -178,19 +218,24 @@ class LocalProblem:
 
     def visit_group(self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any) -> LocalResult:
         """One group's local solve from the current q."""
-        factor = self._factor(index, cheaper_rule(rule), noise)
+        factor = self._factor(index, cheaper_rule(rule), self._visit_noise(key, noise))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
-        """The prior factor's local solve."""
-        expect = partial(self._prior_expected, probe=None, noise=noise, clip=False)
+        """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
+        expect = partial(self._prior_expected, probe=None, noise=self._visit_noise(key, noise), clip=False)
         start_rule = cheaper_rule(rule)
         factor = _Factor(
             self.family,
             False,
+            self.prior_program.noisy,
             lambda moments: _escalated(lambda lv: expect(moments, level=lv), start_rule, self.num_rules),
         )
-        return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=start is not None)
+        guarded = start is not None
+        if self.stochastic:
+            start = None
+        solver = solver_of_prior(self.solver)
+        return solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=guarded)
 
     def first_sites(self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
         """Where the groups' sites start.
@@ -263,8 +308,18 @@ class LocalProblem:
     def _dtype(self):
         return self.data.prior_natural.precision_mean.dtype
 
+    def _visit_noise(self, key: Any, noise: Any) -> Any:
+        """Draws for expectations within a visit: the round's, or a stochastic solver's own."""
+        if noise is None or not self.stochastic:
+            return noise
+        return jax.random.normal(jax.random.fold_in(key, 1), (self.solver.num_draws, self.family.dim), self._dtype)
+
     @property
     def _solver_reads_rows(self) -> bool:
+        if self.rows is not None:
+            # Side by side while the working set of all visits stays small, and where they are equally long.
+            size = _VISIT_VECTORS * self.num_groups * self.family.dim * self._dtype.itemsize
+            return size > _SIDE_BY_SIDE or not self.rows.equal
         steps = getattr(self.solver, "num_steps", 1)
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
 
@@ -293,7 +348,8 @@ class LocalProblem:
 
             return _escalated(at, rule, self.num_rules)
 
-        return _Factor(self.family, self.quadratic and self.family.full, expected)
+        quadratic = self.quadratic and self.family.full
+        return _Factor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
 
     def _rest(self, moments: GaussianMoments) -> Float[Array, ""]:
         """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats."""
@@ -306,7 +362,33 @@ class LocalProblem:
 class _Factor:
     family: GaussianFamily
     quadratic: bool
+    noisy: bool
     expected: Callable[[GaussianMoments], Expected]
+    group_rows: GroupRows | None = None
+    index: Any = None
+
+    @property
+    def num_rows(self) -> Any:
+        """N_m."""
+        return self.group_rows.num_rows(self.index)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest group."""
+        return max(self.group_rows.sizes)
+
+    def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
+        return self.group_rows.derivatives(self.index, points, rows, hessian)
+
+
+def solver_of_prior(solver: LocalSolver) -> LocalSolver:
+    """Who refines the prior factor's site: a stochastic solver has no rows to take there."""
+    return NaturalGradient() if solver.stochastic else solver
+
+
+def _values_only(expected: Expected | None) -> Expected | None:
+    return None if expected is None else dataclasses.replace(expected, target=None, product=None)
 
 
 def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact: Bool[Array, "D"]) -> Float[Array, ""]:

@@ -15,6 +15,7 @@ from ._base import (
     RoundCarry,
     RoundReport,
     accept_jointly,
+    accept_once,
     factor_moves,
     natural_gradient_proposal,
     total_move,
@@ -28,7 +29,8 @@ class Sequential:
 
     A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep
     the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved; a sweep that four halvings
-    have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises.
+    have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises. After a
+    sweep of a stochastic solver the ELBO is looked at once; a sweep that has lost more than its noise explains is undone.
 
     Args:
         order: "cyclic" (the order of ``pvi.groups``) or "random" (a fresh permutation each round).
@@ -69,15 +71,12 @@ class Sequential:
             order = jax.random.permutation(order_key, order)
         groups, results = self._sweep(problem, carry, q, order, visit_key, noise)
         one = jnp.ones((), carry.evaluation.elbo.dtype)
-        done = accept_jointly(
-            problem,
-            carry.sites,
-            SiteStack(groups, prior_site),
-            old,
-            one,
-            noise,
-            fallback=natural_gradient_proposal(carry),
-        )
+        proposal = SiteStack(groups, prior_site)
+        if problem.stochastic:
+            done = accept_once(problem, carry.sites, proposal, old, one, noise)
+        else:
+            fallback = natural_gradient_proposal(carry)
+            done = accept_jointly(problem, carry.sites, proposal, old, one, noise, fallback=fallback)
         return self._finish(problem, carry, results, prior, done)
 
     def _sweep(self, problem: Problem, carry: RoundCarry, q, order, key, noise):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +51,8 @@ class NaturalGradient:
             partition (PVI property 5).
         step_size: largest step in (0, 1], in natural space; 1 is the full step, as for ``damping`` in earlier PVI code.
         expectation: "auto" (closed form or quadrature where the structure allows, else antithetic draws), "exact",
-            "quadrature" or "monte_carlo" to insist on one.
+            "quadrature", "monte_carlo" (draws, with the Hessian of each) or "reparameterised" (draws without
+            Hessians, for a mean-field q) to insist on one.
         backtracking: halve a step that lowers the local free energy or leaves q improper, and double it back when it is
             accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not
             quadratic.
@@ -70,6 +72,8 @@ class NaturalGradient:
     backtracking: bool | str = "auto"
     num_draws: int = 16
 
+    stochastic = False
+
     def __post_init__(self):
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise PVIError(f"NaturalGradient(num_steps={self.num_steps!r}): expected a positive int.")
@@ -77,7 +81,7 @@ class NaturalGradient:
             raise PVIError(
                 f"NaturalGradient(step_size={self.step_size!r}): expected a number in (0, 1]; 1 is the full step."
             )
-        words = ("auto", "exact", "quadrature", "monte_carlo")
+        words = ("auto", "exact", "quadrature", "monte_carlo", "reparameterised")
         if self.expectation not in words:
             raise PVIError(f"NaturalGradient(expectation={self.expectation!r}): expected one of {', '.join(words)}.")
         if self.backtracking not in (True, False, "auto"):
@@ -94,20 +98,28 @@ class NaturalGradient:
         """Raise when a forced expectation does not fit what was found.
 
         Args:
-            structure: "quadratic", "affine" or "draws".
+            structure: "quadratic", "affine", "draws" or "reparameterised".
             full: whether q has full covariance.
             where: the factor's name, for the message.
 
         Raises:
             PVIError: naming the factor and the choices that work.
         """
-        del full
+        if self.expectation == "reparameterised" and full:
+            raise PVIError(
+                "NaturalGradient(expectation='reparameterised') estimates the diagonal of the curvature only, which is what a "
+                "mean-field guide needs: pass AutoDiagonalNormal or AutoNormal, or leave expectation='auto'."
+            )
         wanted = {"exact": ("quadratic",), "quadrature": ("quadratic", "affine")}.get(self.expectation)
         if wanted is not None and structure not in wanted:
             raise PVIError(
                 f"NaturalGradient(expectation={self.expectation!r}) needs a {' or '.join(wanted)} structure, but the {where} "
                 f"was found to be {structure!r}; leave expectation='auto', or look at Partition.plan(*args)."
             )
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Groups of any size will do."""
+        del sizes, mechanism
 
     def solve(
         self,
