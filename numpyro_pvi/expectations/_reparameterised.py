@@ -14,6 +14,10 @@ from ..families import GaussianMoments, NormalFamily
 from ._expected import Expected
 
 
+# Pairs from which the correction by the others' coefficient lowers the variance.
+_ENOUGH = 6
+
+
 @dataclasses.dataclass(frozen=True)
 class ReparameterisedProgram:
     """``E_q`` by pairs ``theta = loc +- sd * eps``, with two gradients and no Hessian a pair.
@@ -24,7 +28,8 @@ class ReparameterisedProgram:
 
     from the half-difference of a pair's gradients, which the gradient at ``loc`` has left. The part of it that is
     proportional to ``eps_d^2 - 1`` (all of it for a factor that is quadratic and separable) is taken off with the
-    coefficient that the *other* draws give, so that the estimate stays unbiased. It needs no second derivative, hence is
+    coefficient that the *other* draws give, so that the estimate stays unbiased (of S pairs this leaves a variance of
+    8 / (S (S - 1)) squared curvatures in place of 2 / S, so it is done from six pairs on). It needs no second derivative, hence is
     right where the gradient jumps (ReLU, Laplace). Memory is a handful of vectors of length D, whatever the number of
     draws.
 
@@ -84,7 +89,7 @@ class ReparameterisedProgram:
         totals, _ = jax.lax.scan(pair, first, noise)
         count = noise.shape[0]
         value, gradient, bend, weighted, product = totals
-        if count > 1:
+        if count >= _ENOUGH:
             square = jnp.sum(noise**2, axis=0)
             bend = bend - (bend * (square - count + 1) - weighted) / (count - 1)
         precision = -bend / (count * sd)

@@ -369,13 +369,13 @@ class _Factor:
 
     @property
     def num_rows(self) -> Any:
-        """N_m."""
-        return self.group_rows.num_rows(self.index)
+        """N_m; 0 where rows are not offered."""
+        return 0 if self.group_rows is None else self.group_rows.num_rows(self.index)
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest group."""
-        return max(self.group_rows.sizes)
+        """Rows of the largest group; 0 where rows are not offered."""
+        return 0 if self.group_rows is None else max(self.group_rows.sizes)
 
     def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
