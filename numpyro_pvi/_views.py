@@ -149,8 +149,8 @@ def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack) -> tu
 def _words(kind: str, state: PVIState, which: int) -> str:
     if kind == "affine":
         return f"quadrature ({RULES[min(int(state.rule.level), len(RULES) - 1)]})"
-    if kind == "quadratic":
-        return "closed form"
+    if kind in ("quadratic", "reparameterised"):
+        return {"quadratic": "closed form", "reparameterised": "reparameterised draws"}[kind]
     if kind == "local":
         return "monte_carlo (hessian)"
     mode = state.plan.partition.unstructured

@@ -184,10 +184,11 @@ class PVI(SVI):
         own = model_layout(trace)
         layout = Layout(*guide_layout(self.guide, dict(zip(own.names, own.shapes, strict=True))))
         planned = plan_factors(partition, args, kwargs, key=plan_key, layout=layout)
-        planned = with_expectation(planned, getattr(self.solver, "expectation", "auto"))
         layout = planned.plan.layout
         refuse_nothing_shared(planned.plan)
         family = family_of(self.guide, layout.dim)
+        expectation = getattr(self.solver, "expectation", "auto")
+        planned = with_expectation(planned, expectation, family.full)
         plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = self._init_optim(plan, params)
@@ -207,7 +208,8 @@ class PVI(SVI):
         arrays, outside, proper = start(plan)
         if bool(outside):
             # A correlated Gaussian prior is outside a mean-field family: its latents go to the prior factor.
-            plan = dataclasses.replace(plan, partition=move_to_prior_factor(planned).plan)
+            moved = with_expectation(move_to_prior_factor(planned), expectation, family.full)
+            plan = dataclasses.replace(plan, partition=moved.plan)
             arrays, _, proper = start(plan)
         if not bool(proper) and self.init_sites == "auto":
             # An improper prior that the data complete: q is normalisable from the factors' curvature only.
@@ -538,6 +540,8 @@ class PVI(SVI):
 
     def _check_structure(self, plan: Plan) -> None:
         part = plan.partition
+        sizes = dict(zip(part.table.labels, part.table.sizes, strict=True))
+        self.solver.check_groups(sizes, part.mechanism)
         self.solver.check(part.likelihood, plan.family.full, f"likelihood in {part.where}")
         if part.has_prior_factor:
             self.solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")

@@ -7,6 +7,7 @@ from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
 from ._points import PointSet, PointsProgram, random_points, sigma_points
 from ._quadratic import QuadraticProgram
+from ._reparameterised import ReparameterisedProgram
 from ._rules import FIXED_RULES, RULES
 from .quadrature import rule_index
 
@@ -23,6 +24,7 @@ __all__ = [
     "PointSet",
     "PointsProgram",
     "QuadraticProgram",
+    "ReparameterisedProgram",
     "SharedAffineProgram",
     "add_expected",
     "disagreement",

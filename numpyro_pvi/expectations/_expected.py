@@ -23,9 +23,10 @@ class Expected:
 
     # E_q[f], nats.
     value: Float[Array, "*M"]
-    target: GaussianNatural
+    # None where only values were asked for.
+    target: GaussianNatural | None
     # -E[hess f] @ probe, for the step cap of a mean-field q; zeros when q has full covariance.
-    product: Float[Array, "*M D"]
+    product: Float[Array, "*M D"] | None
     # Estimated quadrature error of the rows' second derivatives and the size of those derivatives (sums over rows:
     # their ratio is the factor's relative error), and the largest predictor sd; zeros when there is no quadrature.
     error: Float[Array, "*M"]

@@ -15,7 +15,7 @@ from ._planner import (
     refuse_unsupported,
     with_expectation,
 )
-from ._prior import exact_prior, prior_factor_log_density
+from ._prior import exact_diagonal_prior, exact_prior, prior_factor_log_density
 from ._reading import GroupMasks, slice_rows
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
 from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
@@ -39,6 +39,7 @@ __all__ = [
     "check_finite_arguments",
     "check_same_signature",
     "enumerated",
+    "exact_diagonal_prior",
     "exact_prior",
     "gather_rows",
     "join_arguments",

@@ -34,14 +34,14 @@ class PartitionPlan:
     num_chunks: int
     observed: tuple[str, ...]
     outside: tuple[str, ...]
-    # "quadratic", "affine", "draws" or "local" (latents inside the plate), with the terms found (empty when there are
-    # none).
+    # "quadratic", "affine", "draws", "reparameterised" or "local" (latents inside the plate), with the terms found (empty
+    # when there are none).
     likelihood: str
     terms: tuple[TermSpec, ...]
     exact: tuple[str, ...]
     prior_latents: tuple[str, ...]
     prior_terms: tuple[TermSpec, ...]
-    # "none", "affine" or "draws".
+    # "none", "affine", "draws" or "reparameterised".
     prior_kind: str
     params: tuple[str, ...]
     # Latents inside the partitioned plate, which belong to their groups and never enter a site.
@@ -111,6 +111,8 @@ def _describe(kind: str, terms: tuple[TermSpec, ...], unstructured: str) -> str:
         return "quadratic in the latents (closed form)"
     if kind == "local":
         return "with local latents (antithetic draws)"
+    if kind == "reparameterised":
+        return "no structure found (reparameterised draws)"
     if kind == "draws":
         return f"no structure used ({_UNSTRUCTURED[unstructured]})"
     counts = ", ".join(f"{t.site}: {len(t.predictors)} affine predictor{'s' * (len(t.predictors) > 1)}" for t in terms)

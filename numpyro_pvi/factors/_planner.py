@@ -22,6 +22,10 @@ from ._reading import GroupMasks
 from ._structure import find_term, is_quadratic
 from ._validate import as_arrays
 
+# Latents above which a mean-field q is not given the Hessian of every draw: it costs D tangents of the gradient and D^2
+# numbers, against two gradients.
+LARGEST_HESSIAN = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
@@ -110,13 +114,15 @@ def plan_factors(
     return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params, *own)
 
 
-def with_expectation(planned: Planned, expectation: str) -> Planned:
+def with_expectation(planned: Planned, expectation: str, full: bool = True) -> Planned:
     """Treat every factor as a solver insists, where its structure allows that.
 
     Args:
         planned: what was found.
         expectation: "monte_carlo", "stein", "hessian" or "sigma_points" (all factors as if they had no structure),
-            "quadrature" (for all whose predictors are known), or anything else to leave the plan as it is.
+            "quadrature" (for all whose predictors are known), "reparameterised" (draws without Hessians for all factors of
+            a mean-field q), or anything else to leave the plan as it is.
+        full: whether q has full covariance.
 
     Returns:
         The plan to follow.
@@ -129,6 +135,16 @@ def with_expectation(planned: Planned, expectation: str) -> Planned:
         plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind, unstructured=expectation)
     elif expectation == "quadrature" and plan.terms:
         plan = dataclasses.replace(plan, likelihood="affine")
+    elif expectation == "reparameterised" and not full:
+        prior_kind = "reparameterised" if plan.has_prior_factor else "none"
+        plan = dataclasses.replace(plan, likelihood="reparameterised", prior_kind=prior_kind)
+    elif not full and plan.layout.dim > LARGEST_HESSIAN:
+        kinds = {"draws": "reparameterised"}
+        plan = dataclasses.replace(
+            plan,
+            likelihood=kinds.get(plan.likelihood, plan.likelihood),
+            prior_kind=kinds.get(plan.prior_kind, plan.prior_kind),
+        )
     return dataclasses.replace(planned, plan=plan)
 
 

@@ -40,6 +40,8 @@ _NUM_DRAWS = 64
 _RAY_SCALES = (1e-4, 1e-2, 0.3, 3.0, 30.0)
 _NUM_DIRECTIONS = 2
 _CHECK_STEPS = (0.3, 0.01)
+# Arguments and points looked at together.
+_LOOK_BYTES = 1 << 28
 # NumPyro's distributions whose log density can be quadratic in their parameters, once expansions and transforms are
 # taken off; Unit is numpyro.factor's.
 _GAUSSIAN = (
@@ -178,7 +180,7 @@ class _StaticArgs:
             call = dataclasses.replace(call, local=own_loc)
         noise = jax.random.normal(direction_key, (_NUM_DIRECTIONS, call.layout.dim), loc.dtype)
         points = _ray_points(loc, sd * noise)
-        rows, latents, leaves = jax.vmap(lambda z: self._look(call, z))(points)
+        rows, latents, leaves = _over_points(lambda z: self._look(call, z), points, arrays)
         checks = loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None] * sd * noise
         own_checks, local = None, None
         if own_loc is not None and own_sd is not None:
@@ -189,7 +191,7 @@ class _StaticArgs:
 
         def at_checks(look):
             if own_checks is None:
-                return jax.vmap(lambda z: look(call, z))(checks)
+                return _over_points(lambda z: look(call, z), checks, arrays)
             return jax.vmap(lambda z, own: look(dataclasses.replace(call, local=own), z))(checks, own_checks)
 
         reference = at_checks(self._all_rows)
@@ -413,6 +415,13 @@ def _ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Floa
     )
     moved = loc + steps[None, :, None] * directions[:, None, :]
     return jnp.concatenate([loc[None], moved.reshape(moved.shape[0] * moved.shape[1], loc.shape[0])])
+
+
+def _over_points(look, points: Float[Array, "P D"], arrays: list):
+    """All points at once, or one after another where a model's own arrays are so large that many looks would not fit."""
+    size = sum(x.size * x.dtype.itemsize for x in arrays) + points[0].size * points.dtype.itemsize
+    batch = max(1, _LOOK_BYTES // max(size, 1))
+    return jax.vmap(look)(points) if batch >= points.shape[0] else jax.lax.map(look, points, batch_size=batch)
 
 
 def _robust_moments(draws: Float[Array, "S *shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:

@@ -23,6 +23,7 @@ from ..expectations import (
     MaskedLocalProgram,
     PointsProgram,
     QuadraticProgram,
+    ReparameterisedProgram,
     SharedAffineProgram,
     sum_by_group,
 )
@@ -32,6 +33,7 @@ from ..factors import (
     Packing,
     PartitionPlan,
     abstract_trace,
+    exact_diagonal_prior,
     exact_prior,
     gather_rows,
     prepare_term,
@@ -43,11 +45,22 @@ from ..schedules import RoundCarry, RoundReport, Schedule
 from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
-from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem, exact_log_partition
+from ._local import (
+    LOOSE_MOVE,
+    LOOSE_TOLERANCE,
+    TOLERANCE,
+    FactorData,
+    LocalProblem,
+    exact_log_partition,
+    solver_of_prior,
+)
+from ._rows import GroupRows
 from ._settle import settle
 
 # Antithetic pairs of the prior factor, which reads no rows, where it has no structure.
 _PRIOR_PAIRS = 64
+# Seed of the draws on which losses under a stochastic solver are taken.
+_LOSS_DRAWS = 0x9E37
 
 
 class RoundsDone(NamedTuple):
@@ -131,8 +144,21 @@ class Engine:
         data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition)
         quadratic = part.likelihood == "quadratic"
         units = None if part.local is None else (part.local.size, part.local.width)
+        rows = None
+        if self.solver.stochastic:
+            density = partial(_chunk_log_likelihood, part, packing, lambda c: part.reading.call(call, c))
+            rows = GroupRows(lambda chunk, point: density((chunk, None), point), packing, part.table.sizes)
         return LocalProblem(
-            plan.family, self.solver, self.runtime, program, prior_program, quadratic, num_rules, data, units
+            plan.family,
+            self.solver,
+            self.runtime,
+            program,
+            prior_program,
+            quadratic,
+            num_rules,
+            data,
+            units=units,
+            rows=rows,
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
@@ -152,13 +178,11 @@ class Engine:
             exact = exact.at[part.layout.slice_of(name)].set(True)
         if not part.exact:
             return plan.family.zeros((), dtype), exact, jnp.array(False)
-        vector, precision = exact_prior(call, part.exact, jnp.zeros((dim,), dtype))
+        origin = jnp.zeros((dim,), dtype)
         if plan.family.full:
-            return plan.family.natural(vector, precision), exact, jnp.array(False)
-        diag = jnp.diagonal(precision)
-        size = jnp.sqrt(jnp.abs(diag[:, None] * diag[None, :]))
-        off = jnp.any(jnp.abs(precision - jnp.diag(diag)) > 1e3 * jnp.finfo(dtype).eps * size)
-        return plan.family.natural(vector, diag), exact, off
+            return plan.family.natural(*exact_prior(call, part.exact, origin)), exact, jnp.array(False)
+        vector, precision, coupled = exact_diagonal_prior(call, part.exact, origin)
+        return plan.family.natural(vector, precision), exact, coupled
 
     def _likelihood(self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks, num_rules: int):
         part, family = plan.partition, plan.family
@@ -174,7 +198,7 @@ class Engine:
                 return SharedAffineProgram(program, shared, masks), packing.chunks, groups, offsets
             chunks = self._prepare(lambda c: program.prepare(reading.call(call, c), masks(c)), packing, family.dim)
             return program, chunks, groups, offsets
-        if part.likelihood in ("draws", "local"):
+        if part.likelihood in ("draws", "reparameterised", "local"):
             program, chunks = self._draws(plan, call, packing)
             return program, chunks, groups, offsets
         dense = MultivariateNormalFamily(family.dim)
@@ -209,7 +233,7 @@ class Engine:
         def program(read: Callable[[Any], ModelCall], data: Any):
             density = partial(_chunk_log_likelihood, part, packing, read)
             if part.local is None:
-                return self._unstructured(plan, density), (data, None)
+                return self._unstructured(plan, density, part.likelihood), (data, None)
 
             def joint(chunk, theta, z):
                 return density((chunk, None), theta, local=z)
@@ -222,7 +246,8 @@ class Engine:
                 return MaskedLocalProgram(joint, plan.family, densities=densities, group_of_unit=group), slots
             return LocalLatentProgram(joint, plan.family), slots
 
-        if not isinstance(packing, Packing) or part.mechanism != "args":
+        # A stochastic solver takes a few rows at a time: gathering all of them would only copy the data.
+        if not isinstance(packing, Packing) or part.mechanism != "args" or self.solver.stochastic:
             return program(lambda c: part.reading.call(call, c), packing.chunks)
         # Rows are gathered here, once, and not at every pass.
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
@@ -235,7 +260,9 @@ class Engine:
 
         return program(packed_call, (packed, packing.mask))
 
-    def _unstructured(self, plan: Plan, density: Callable, least: int = 1) -> Any:
+    def _unstructured(self, plan: Plan, density: Callable, kind: str, least: int = 1) -> Any:
+        if kind == "reparameterised":
+            return ReparameterisedProgram(density, plan.family)
         mode = plan.partition.unstructured
         if mode == "hessian":
             return DrawsProgram(density, plan.family)
@@ -260,15 +287,31 @@ class Engine:
             del chunk
             return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
 
-        return self._unstructured(plan, log_density, _PRIOR_PAIRS), (None, None)
+        return self._unstructured(plan, log_density, part.prior_kind, _PRIOR_PAIRS), (None, None)
 
     def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
-        """The draws that belong to a state's key: the loss of a state and its next round share them."""
+        """The draws that belong to a state's key: the loss of a state and its next round share them.
+
+        A stochastic solver draws for itself, and one evaluation a round is all that its rounds may cost: their losses
+        are on the same draws throughout, so that they can be compared.
+        """
+        if self.solver.stochastic:
+            return problem.noise(jax.random.key(_LOSS_DRAWS), self.num_particles)
         return problem.noise(jax.random.fold_in(rng_key, 0x9E37), self.num_particles)
 
     def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """Evaluate a state's q and put the state into the form that rounds take."""
         noise = self.noise(problem, state.rng_key)
+        if self.solver.stochastic:
+            evaluation = problem.evaluate(state.sites, state.rule, noise, again=True)
+            return RoundCarry(
+                state.sites,
+                evaluation,
+                state.solver_state,
+                state.prior_solver_state,
+                state.schedule_state,
+                state.report,
+            )
         shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
         empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
         still = jnp.zeros((), empty.elbo.dtype)
@@ -358,7 +401,8 @@ class Engine:
         if state.plan.partition.params:
             state = self._update_params(problem, state, carry, args, kwargs, fine)
             problem = self._state_problem(state, args, kwargs, fine)
-        if problem.noisy or state.plan.partition.params:
+        # Fresh draws for the next round, or new params, need a new evaluation.
+        if (problem.noisy and not self.solver.stochastic) or state.plan.partition.params:
             noise = self.noise(problem, next_key)
             changed = bool(state.plan.partition.params) or not problem.can_switch
             evaluation = settle(problem, state.sites, carry.evaluation, noise, carry.report.total_move, stale=changed)
@@ -430,7 +474,7 @@ class Engine:
         solver = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype)
         )
-        prior_solver = self.solver.init(family, dtype) if problem.has_prior_factor else None
+        prior_solver = solver_of_prior(self.solver).init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
         report = RoundReport(
             jnp.full((count,), jnp.inf, dtype),

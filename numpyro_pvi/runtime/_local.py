@@ -27,10 +27,11 @@ from ..expectations import (
 from ..families import ConditionalNatural, GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, Points, RoundCarry, Rule
 from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, select
-from ..solvers import LocalResult, LocalSolver
+from ..solvers import Derivatives, LocalResult, LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._conditionals import visit_with_locals
 from ._mapping import sum_one_group
+from ._rows import GroupRows
 
 # Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
 LOOSE_TOLERANCE = 2e-2
@@ -43,6 +44,11 @@ COMPARED_PAIRS = 16
 POINT_SCALE = 0.01
 # Relative quadrature error aimed at otherwise, by dtype.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
+
+
+# Vectors of length D that one stochastic visit holds, and the bytes up to which visits run side by side.
+_VISIT_VECTORS = 12
+_SIDE_BY_SIDE = 1 << 21
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +94,7 @@ class LocalProblem:
         num_rules: how many quadrature rules are compiled in.
         data: the factors' arrays.
         units: ``(U, K)``, how many units have how many local latents each; None when there are none.
+        rows: the groups' rows at points, for a stochastic solver; else None.
     """
 
     family: GaussianFamily
@@ -99,6 +106,12 @@ class LocalProblem:
     num_rules: int
     data: FactorData
     units: tuple[int, int] | None = None
+    rows: GroupRows | None = None
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether local solves take noisy steps of their own."""
+        return self.solver.stochastic
 
     @property
     def num_groups(self) -> int:
@@ -144,6 +157,8 @@ class LocalProblem:
             return None
         keys = jax.random.split(key, 5)
         count = max(self.solver.num_draws, -(-num_particles // 2))
+        if self.stochastic:
+            count = num_particles
         pairs, compared = (
             jax.random.normal(k, (n, self.family.dim), self._dtype)
             for k, n in zip(keys[:2], (count, COMPARED_PAIRS), strict=True)
@@ -175,6 +190,8 @@ class LocalProblem:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
         rule = rule if again else cheaper_rule(rule)
+        if self.stochastic:
+            return self._values_at(q, self.family.moments(q), rule, noise)
         return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial, local=sites.local)
 
     def evaluate_at(
@@ -230,6 +247,29 @@ class LocalProblem:
             q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), missed, own
         )
 
+    def _values_at(self, q, moments: GaussianMoments, rule: Rule, noise) -> Evaluation:
+        """The ELBO at a Gaussian and nothing that only a natural gradient would read."""
+        if not self.program.noisy:
+            found = self.evaluate_at(q, moments, rule, noise)
+            return found._replace(groups=_values_only(found.groups), prior=_values_only(found.prior))
+        values = self.rows.values(self.family.draw(moments, noise.pairs))
+        zero = jnp.zeros_like(values)
+        groups = Expected(values, None, None, zero, zero, zero)
+        draws = self.draws_of(self.prior_program, noise, rule)
+
+        def prior_at(level):
+            prior = self._prior_expected(moments, None, level, draws, False)
+            return prior, relative_error(prior)
+
+        prior, error = None, jnp.zeros((), values.dtype)
+        if self.has_prior_factor:
+            prior, used, error = escalate(prior_at, rule, self.num_rules)
+            rule = next_rule(rule, used, prior.spread)
+        rest = self._rest(moments)
+        own = jnp.zeros((), values.dtype) if prior is None else prior.value
+        elbo, size = jnp.sum(values) + rest + own, jnp.sum(jnp.abs(values)) + jnp.abs(rest) + jnp.abs(own)
+        return Evaluation(q, moments, groups, _values_only(prior), rest, elbo, size, rule, error > rule.tolerance)
+
     def elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
         """The global ELBO at a fixed q under a fixed quadrature rule: reverse-mode differentiable in the factors' arrays.
 
@@ -280,6 +320,7 @@ class LocalProblem:
         """Every group's local solve from the same q, in parallel."""
         evaluation = carry.evaluation
         keys = jax.random.split(key, self.num_groups)
+        noise = self._visit_noise(key, noise)
 
         def solve(index, site, state, key, start):
             factor = self._factor(index, evaluation.rule, noise)
@@ -296,20 +337,25 @@ class LocalProblem:
         """One group's local solve from the current q."""
         if local is not None:
             return visit_with_locals(self, index, q, site, state, self.draws_of(self.program, noise, rule), local)
-        factor = self._factor(index, cheaper_rule(rule), noise)
+        factor = self._factor(index, cheaper_rule(rule), self._visit_noise(key, noise))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
-        """The prior factor's local solve."""
-        draws = self.draws_of(self.prior_program, noise, rule)
+        """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
+        draws = self.draws_of(self.prior_program, self._visit_noise(key, noise), rule)
         expect = partial(self._prior_expected, probe=None, noise=draws, clip=False)
         start_rule = cheaper_rule(rule)
         factor = _Factor(
             self.family,
             False,
+            self.prior_program.noisy,
             lambda moments: _escalated(lambda lv: expect(moments, level=lv), start_rule, self.num_rules),
         )
-        return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=start is not None)
+        guarded = start is not None
+        if self.stochastic:
+            start = None
+        solver = solver_of_prior(self.solver)
+        return solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=guarded)
 
     def first_local_sites(
         self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str, rows: ConditionalNatural
@@ -423,8 +469,19 @@ class LocalProblem:
     def _dtype(self):
         return self.data.prior_natural.precision_mean.dtype
 
+    def _visit_noise(self, key: Any, noise: Any) -> Any:
+        """Draws for expectations within a visit: the round's, or a stochastic solver's own."""
+        if noise is None or not self.stochastic:
+            return noise
+        shape = (self.solver.num_draws, self.family.dim)
+        return noise._replace(pairs=jax.random.normal(jax.random.fold_in(key, 1), shape, self._dtype))
+
     @property
     def _solver_reads_rows(self) -> bool:
+        if self.rows is not None:
+            # Side by side while the working set of all visits stays small, and where they are equally long.
+            size = _VISIT_VECTORS * self.num_groups * self.family.dim * self._dtype.itemsize
+            return size > _SIDE_BY_SIDE or not self.rows.equal
         steps = getattr(self.solver, "num_steps", 1)
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
 
@@ -468,7 +525,8 @@ class LocalProblem:
 
             return _escalated(at, rule, self.num_rules)
 
-        return _Factor(self.family, self.quadratic and self.family.full, expected)
+        quadratic = self.quadratic and self.family.full
+        return _Factor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
 
     def _rest(self, moments: GaussianMoments) -> Float[Array, ""]:
         """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats."""
@@ -481,7 +539,33 @@ class LocalProblem:
 class _Factor:
     family: GaussianFamily
     quadratic: bool
+    noisy: bool
     expected: Callable[[GaussianMoments], Expected]
+    group_rows: GroupRows | None = None
+    index: Any = None
+
+    @property
+    def num_rows(self) -> Any:
+        """N_m; 0 where rows are not offered."""
+        return 0 if self.group_rows is None else self.group_rows.num_rows(self.index)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest group; 0 where rows are not offered."""
+        return 0 if self.group_rows is None else max(self.group_rows.sizes)
+
+    def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
+        return self.group_rows.derivatives(self.index, points, rows, hessian)
+
+
+def solver_of_prior(solver: LocalSolver) -> LocalSolver:
+    """Who refines the prior factor's site: a stochastic solver has no rows to take there."""
+    return NaturalGradient() if solver.stochastic else solver
+
+
+def _values_only(expected: Expected | None) -> Expected | None:
+    return None if expected is None else dataclasses.replace(expected, target=None, product=None)
 
 
 def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact: Bool[Array, "D"]) -> Float[Array, ""]:

@@ -104,6 +104,8 @@ class Problem(Protocol):
     has_prior_factor: bool
     # Whether expectations may be by draws, so that values compare only on common draws.
     noisy: bool
+    # Whether local solves take noisy steps of their own: evaluations then hold values only, all on the same draws.
+    stochastic: bool
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether expectations are by draws under this rule, so that q hovers within their error."""
@@ -276,6 +278,49 @@ def accept_jointly(
 
     sites, evaluation = keep(last.sites, old_sites), keep(last.evaluation, old)
     return last._replace(sites=sites, evaluation=evaluation, step=share(last.step))
+
+
+def accept_once(
+    problem: Problem, old_sites: SiteStack, proposal: SiteStack, old: Evaluation, step: Float[Array, ""], noise: Any
+) -> Accepted:
+    """Take the proposals of a stochastic solver after one evaluation: refuse only what its own noise cannot explain.
+
+    A jitter of one posterior sd in every coordinate costs ``D / 2`` nats. A round that loses no more stays; one that loses
+    more, or leaves a factor that is not finite, is undone, and the next one begins with half the step. There is no second
+    evaluation: a round costs its gradients and one look at the values.
+
+    Args:
+        problem: the factors.
+        old_sites: where the sites are.
+        proposal: where the local solves want them.
+        old: evaluation at the old sites, on the same draws.
+        step: joint step; halved until q is normalisable.
+        noise: the draws of all evaluations, or None.
+
+    Returns:
+        As of :func:`accept_jointly`.
+    """
+
+    def at(step):
+        return problem.tidy(damp(old_sites, proposal, step))
+
+    def invalid(state):
+        step, tries = state
+        return ~problem.family.in_domain(posterior(problem.prior_natural, at(step))) & (tries < MAX_HALVINGS)
+
+    step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (step, jnp.int32(0)))
+    sites = at(step)
+    evaluation = problem.evaluate(sites, old.rule, noise)
+    gain, rounding = elbo_gain(evaluation, old)
+    known = jnp.isfinite(old.groups.value)
+    good = (gain >= -rounding - 0.5 * problem.family.dim) | ~old.moments.valid
+    good &= evaluation.moments.valid & jnp.all(jnp.isfinite(evaluation.groups.value) | ~known)
+
+    def keep(new, previous):
+        return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, previous)
+
+    sites, evaluation = keep(sites, old_sites), keep(evaluation, old)
+    return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good)
 
 
 class Averaging(NamedTuple):

@@ -16,6 +16,7 @@ from ._base import (
     RoundCarry,
     RoundReport,
     accept_jointly,
+    accept_once,
     average_late,
     factor_moves,
     natural_gradient_proposal,
@@ -32,7 +33,8 @@ class Sequential:
     A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep
     the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved; a sweep that four halvings
     have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises. Where
-    expectations are by draws, the naturals of late sweeps are averaged, as :class:`Synchronous` does.
+    expectations are by draws, the naturals of late sweeps are averaged, as :class:`Synchronous` does. After a sweep of a
+    stochastic solver the ELBO is looked at once; a sweep that has lost more than its noise explains is undone.
 
     Args:
         order: "cyclic" (the order of ``pvi.groups``) or "random" (a fresh permutation each round).
@@ -72,15 +74,12 @@ class Sequential:
             order = jax.random.permutation(order_key, order)
         groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
         share = 1.0 / (1.0 + carry.schedule.late.astype(old.elbo.dtype))
-        done = accept_jointly(
-            problem,
-            carry.sites,
-            SiteStack(groups, prior_site, local),
-            old,
-            share,
-            noise,
-            fallback=natural_gradient_proposal(problem, carry),
-        )
+        proposal = SiteStack(groups, prior_site, local)
+        if problem.stochastic:
+            done = accept_once(problem, carry.sites, proposal, old, jnp.ones_like(share), noise)
+        else:
+            fallback = natural_gradient_proposal(problem, carry)
+            done = accept_jointly(problem, carry.sites, proposal, old, share, noise, fallback=fallback)
         return self._finish(problem, carry, results, prior, done)
 
     def _sweep(self, problem: Problem, carry: RoundCarry, q, order, key, noise):

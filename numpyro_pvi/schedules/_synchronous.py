@@ -19,6 +19,7 @@ from ._base import (
     RoundCarry,
     RoundReport,
     accept_jointly,
+    accept_once,
     average_late,
     elbo_gain,
     factor_moves,
@@ -52,8 +53,13 @@ class Synchronous:
     by draws, the naturals of late rounds are averaged: steps shrink as 1 / k with the number k of rounds in which the
     location turned back.
 
+    Under a stochastic solver each site has been moved as if alone, so that M of them together go M times too far: "auto"
+    is then 1/M (a mean of M normalisable q's is normalisable). The ELBO is looked at once, and a round is undone, and the
+    step halved, only where it has lost more than noise explains.
+
     Args:
-        damping: largest joint step in (0, 1], or "auto", which starts at 1. 1 is the full step, as in earlier PVI code.
+        damping: largest joint step in (0, 1], or "auto": 1, and 1/M under a stochastic solver. 1 is the full step, as in
+            earlier PVI code.
 
     Raises:
         PVIError: on construction, for a damping outside (0, 1].
@@ -71,22 +77,23 @@ class Synchronous:
                 f"Synchronous(damping={self.damping!r}): expected 'auto' or a number in (0, 1]; 1 is the full step."
             )
 
-    @property
-    def _largest(self) -> float:
-        return 1.0 if self.damping == "auto" else float(self.damping)
+    def _largest(self, problem: Problem) -> float:
+        if self.damping != "auto":
+            return float(self.damping)
+        return 1.0 / problem.num_groups if problem.stochastic else 1.0
 
     def init(self, problem: Problem, dtype: Any) -> SynchronousState:
         """Start at the largest step."""
-        dim = 0 if problem.family.full else problem.family.dim
+        dim = 0 if problem.family.full or problem.stochastic else problem.family.dim
         probe = jnp.ones((dim,), dtype) / jnp.sqrt(jnp.asarray(max(dim, 1), dtype))
         one = jnp.ones((), dtype)
-        averaging = no_averaging(problem.family.dim if problem.noisy else 0, dtype)
-        return SynchronousState(one * self._largest, probe, one, averaging, one * jnp.inf)
+        averaging = no_averaging(problem.family.dim if problem.noisy and not problem.stochastic else 0, dtype)
+        return SynchronousState(one * self._largest(problem), probe, one, averaging, one * jnp.inf)
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of every site: see :class:`numpyro_pvi.schedules.Schedule`."""
         solve_key, prior_key = jax.random.split(key)
-        probe, scale = self._probe(problem, carry)
+        probe, scale = (None, None) if problem.stochastic else self._probe(problem, carry)
         old = carry.evaluation
         results = problem.visit_all(carry, solve_key, noise)
         prior = None
@@ -96,8 +103,11 @@ class Synchronous:
             )
         local = problem.local_proposal(carry, results.moved)
         proposal = SiteStack(results.site, None if prior is None else prior.site, local)
-        first = self._first_step(carry.schedule)
-        done = accept_jointly(problem, carry.sites, proposal, old, first, noise, probe)
+        if problem.stochastic:
+            done = accept_once(problem, carry.sites, proposal, old, carry.schedule.step, noise)
+        else:
+            first = self._first_step(problem, carry.schedule)
+            done = accept_jointly(problem, carry.sites, proposal, old, first, noise, probe)
         return self._finish(problem, carry, results, prior, done, scale)
 
     def _probe(self, problem: Problem, carry: RoundCarry):
@@ -107,25 +117,27 @@ class Synchronous:
         scale = _curvature_diagonal(problem, carry.evaluation)
         return carry.schedule.probe / jnp.sqrt(scale), scale
 
-    def _first_step(self, state: SynchronousState) -> Float[Array, ""]:
+    def _first_step(self, problem: Problem, state: SynchronousState) -> Float[Array, ""]:
         averaging = 1.0 / (1.0 + state.averaging.late.astype(state.step.dtype))
-        return jnp.minimum(jnp.minimum(state.step, self._largest * averaging), 1.0 / jnp.maximum(state.eigenvalue, 1.0))
+        largest = jnp.minimum(state.step, self._largest(problem) * averaging)
+        return jnp.minimum(largest, 1.0 / jnp.maximum(state.eigenvalue, 1.0))
 
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale) -> RoundCarry:
         old, state = carry.evaluation, carry.schedule
         moved = total_move(problem.family, done.evaluation, old)
         averaging = state.averaging
-        if problem.noisy:
+        if problem.noisy and not problem.stochastic:
             averaging = average_late(problem, averaging, done.evaluation, old)
         gain, rounding = elbo_gain(done.evaluation, old)
         # Below rounding the ELBO no longer sees a parallel step that overshoots; growing moves show it.
-        oscillates = (moved > state.last_move) & (gain <= rounding)
-        grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest)
+        oscillates = (moved > state.last_move) & (gain <= rounding) & (not problem.stochastic)
+        grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest(problem))
         step = jnp.where(oscillates, 0.5 * done.step, grown)
         # A round that found no acceptable step starts the next search a little below the full one.
-        step = jnp.where(done.accepted, jnp.maximum(step, 2.0**-MAX_HALVINGS), 0.125)
+        refused = done.step if problem.stochastic else 0.125
+        step = jnp.where(done.accepted, jnp.maximum(step, 2.0**-MAX_HALVINGS), refused)
         probe, eigenvalue = state.probe, state.eigenvalue
-        if not problem.family.full:
+        if not problem.family.full and not problem.stochastic:
             product = _curvature_product(problem, state, done.evaluation, scale)
             estimate, direction = power_iteration_step(product, scale, state.probe)
             usable = done.accepted & jnp.isfinite(estimate) & jnp.all(jnp.isfinite(direction))

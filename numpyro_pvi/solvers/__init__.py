@@ -1,7 +1,19 @@
 """Local solvers: a cavity in, a site out. Each is a frozen set of options with ``init`` and ``solve``."""
 
-from ._base import LocalFactor, LocalResult, LocalSolver, local_free_energy
+from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, local_free_energy
 from ._conjugate import Conjugate
+from ._local_elbo import LocalELBO
 from ._natural_gradient import NaturalGradient
+from ._stochastic import StochasticNaturalGradient
 
-__all__ = ["Conjugate", "LocalFactor", "LocalResult", "LocalSolver", "NaturalGradient", "local_free_energy"]
+__all__ = [
+    "Conjugate",
+    "Derivatives",
+    "LocalELBO",
+    "LocalFactor",
+    "LocalResult",
+    "LocalSolver",
+    "NaturalGradient",
+    "StochasticNaturalGradient",
+    "local_free_energy",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -11,6 +12,14 @@ from ..expectations import Expected
 from ..families import GaussianFamily, GaussianMoments
 
 
+class Derivatives(NamedTuple):
+    """A log-likelihood's value in nats, gradient and (where asked for) Hessian at S points, summed over the rows named."""
+
+    value: Float[Array, "S"]
+    gradient: Float[Array, "S D"]
+    hessian: Float[Array, "S D D"] | None
+
+
 @runtime_checkable
 class LocalFactor(Protocol):
     """One group's exact factor, as a solver sees it."""
@@ -18,9 +27,33 @@ class LocalFactor(Protocol):
     family: GaussianFamily
     # Whether the factor is quadratic in theta jointly, so that one full step is exact.
     quadratic: bool
+    # Whether ``expected`` is by draws.
+    noisy: bool
+    # Rows of the group: a number known beforehand where all groups have as many, else an integer array; and of the
+    # largest group.
+    num_rows: int | Int[Array, ""]
+    max_rows: int
 
     def expected(self, moments: GaussianMoments) -> Expected:
         """Expectations of the group's log-likelihood under a Gaussian q; a pass over the group's rows."""
+        ...
+
+    def derivatives(
+        self, points: Float[Array, "S D"], rows: Int[Array, "B"] | None = None, hessian: bool = False
+    ) -> Derivatives:
+        """The log-likelihood of some of the group's rows, and its derivatives, at points of the flat unconstrained space.
+
+        Only for solvers that are ``stochastic``.
+
+        Args:
+            points: where.
+            rows: which rows, counted from 0 within the group; None for all. What comes back is their plain sum: times
+                ``num_rows / B`` it estimates the group's without bias where every row is equally likely.
+            hessian: whether second derivatives are wanted, D^2 numbers a point.
+
+        Returns:
+            Value, gradient and Hessian at every point.
+        """
         ...
 
 
@@ -49,12 +82,21 @@ class LocalSolver(Protocol):
         """Antithetic pairs per round where expectations are by draws."""
         ...
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether visits take noisy gradient steps of their own: factors then offer rows, and rounds are tested by values only."""
+        ...
+
     def init(self, family: GaussianFamily, dtype: Any) -> Any:
         """The solver's state for one group, a pytree of arrays."""
         ...
 
     def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise when the solver cannot treat factors of this structure ("quadratic", "affine", "draws")."""
+        """Raise when the solver cannot treat factors of this structure ("quadratic", "affine", "draws", "reparameterised")."""
+        ...
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Raise when the solver cannot treat groups of these sizes (by label), or rows read by this mechanism."""
         ...
 
     def solve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ class Conjugate:
 
     expectation = "auto"
     num_draws = 1
+    stochastic = False
 
     def init(self, family: GaussianFamily, dtype: Any) -> tuple:
         """No state."""
@@ -38,7 +40,7 @@ class Conjugate:
         """Raise unless the factor is conjugate to q.
 
         Args:
-            structure: "quadratic", "affine" or "draws".
+            structure: "quadratic", "affine", "draws" or "reparameterised".
             full: whether q has full covariance.
             where: the factor's name, for the message.
 
@@ -51,6 +53,10 @@ class Conjugate:
                 f"Conjugate() needs log-likelihoods that are quadratic in the latents and a guide with full covariance, but "
                 f"{reason}. Use solver=NaturalGradient(), which treats conjugate parts exactly and the rest by quadrature."
             )
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Groups of any size will do."""
+        del sizes, mechanism
 
     def solve(
         self,

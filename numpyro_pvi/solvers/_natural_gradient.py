@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,10 +51,11 @@ class NaturalGradient:
             partition (PVI property 5).
         step_size: largest step in (0, 1], in natural space; 1 is the full step, as for ``damping`` in earlier PVI code.
         expectation: "auto" (closed form or quadrature where the structure allows, else sigma points while a few random
-            draws agree with them, else random points with gradients), or one to insist on: "exact", "quadrature",
-            "sigma_points", "stein" (random points, gradients only), "hessian" (antithetic draws with second
-            derivatives, wrong where the gradient jumps), "monte_carlo" (whichever of the last two a comparison on
-            common draws allows).
+            draws agree with them, else random points with gradients; for a mean-field q in many dimensions reparameterised
+            draws), or one to insist on: "exact", "quadrature", "sigma_points", "stein" (random points, gradients only),
+            "hessian" (antithetic draws with second derivatives, wrong where the gradient jumps), "monte_carlo" (whichever
+            of the last two a comparison on common draws allows), "reparameterised" (draws without Hessians, for a
+            mean-field q).
         backtracking: halve a step that lowers the local free energy or leaves q improper, and double it back when it is
             accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not
             quadratic.
@@ -74,6 +76,8 @@ class NaturalGradient:
     backtracking: bool | str = "auto"
     num_draws: int = 16
 
+    stochastic = False
+
     def __post_init__(self):
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise PVIError(f"NaturalGradient(num_steps={self.num_steps!r}): expected a positive int.")
@@ -81,7 +85,7 @@ class NaturalGradient:
             raise PVIError(
                 f"NaturalGradient(step_size={self.step_size!r}): expected a number in (0, 1]; 1 is the full step."
             )
-        words = ("auto", "exact", "quadrature", "sigma_points", "monte_carlo", "stein", "hessian")
+        words = ("auto", "exact", "quadrature", "sigma_points", "monte_carlo", "stein", "hessian", "reparameterised")
         if self.expectation not in words:
             raise PVIError(f"NaturalGradient(expectation={self.expectation!r}): expected one of {', '.join(words)}.")
         if self.backtracking not in (True, False, "auto"):
@@ -98,18 +102,22 @@ class NaturalGradient:
         """Raise when a forced expectation does not fit what was found.
 
         Args:
-            structure: "quadratic", "affine" or "draws".
+            structure: "quadratic", "affine", "draws" or "reparameterised".
             full: whether q has full covariance.
             where: the factor's name, for the message.
 
         Raises:
             PVIError: naming the factor and the choices that work.
         """
-        del full
         if structure == "local" and (self.num_steps > 1 or self.backtracking is True or self.expectation != "auto"):
             raise PVIError(
                 f"{self!r} does not fit the {where}, which has local latents: groups with local latents take one "
                 "natural-gradient step a visit, by antithetic draws. Leave num_steps=1, backtracking and expectation as they are."
+            )
+        if self.expectation == "reparameterised" and full:
+            raise PVIError(
+                "NaturalGradient(expectation='reparameterised') estimates the diagonal of the curvature only, which is what a "
+                "mean-field guide needs: pass AutoDiagonalNormal or AutoNormal, or leave expectation='auto'."
             )
         wanted = {"exact": ("quadratic",), "quadrature": ("quadratic", "affine")}.get(self.expectation)
         if wanted is not None and structure not in wanted:
@@ -117,6 +125,10 @@ class NaturalGradient:
                 f"NaturalGradient(expectation={self.expectation!r}) needs a {' or '.join(wanted)} structure, but the {where} "
                 f"was found to be {structure!r}; leave expectation='auto', or look at Partition.plan(*args)."
             )
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Groups of any size will do."""
+        del sizes, mechanism
 
     def solve(
         self,

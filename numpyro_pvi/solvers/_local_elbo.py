@@ -1,0 +1,216 @@
+"""Any optimiser on one site's local free energy, by mini-batches of its group's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._numerics import all_finite
+from ..errors import PVIError
+from ..expectations import Expected
+from ..families import GaussianFamily
+from ..sites import select
+from ._base import LocalFactor, LocalResult
+from ._minibatch import (
+    check_batch_size,
+    check_steps,
+    move_precision,
+    next_draws,
+    plan_batches,
+    stein_moment,
+    stein_precision,
+)
+from ._optimiser import Optimiser, as_optimiser
+
+# Latents up to which curvatures of factors without structure come from Hessians rather than from the steps' gradients.
+_SMALL = 64
+
+
+class _Walk(NamedTuple):
+    """The optimiser's way through one visit; ``shift`` is the location of the local q less that at the start."""
+
+    shift: Float[Array, "D"]
+    optimiser: Any
+    noise: Float[Array, "S D"]
+    # Running mean of late shifts, and the sum of Stein's moments.
+    average: Float[Array, "D"]
+    moment: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalELBO:
+    """Maximise the local free energy over the site's own parameters, with any optimiser and mini-batches (PVI alg. 1).
+
+    With q = cavity * t_m, of location m and covariance V = S S^T, a visit raises
+
+        F_m = E_q[log p(y_m | theta)] - KL(q || cavity)
+
+    in the site's precision-mean and in its precision, in turn. The optimiser moves the precision-mean, seen as the location
+    that it gives to q, along reparameterised draws ``theta = m + S eps`` on ``batch_size`` rows whose sum is weighted by
+    ``N_m / B``. The precision then takes a natural-gradient step, ``Lambda_m <- Lambda_m + precision_step * (-E[hess f_m] -
+    Lambda_m)``. An optimiser of log-sds would crawl there: some thirty Adam steps a visit leave q's sd, and with it the
+    site, where they were at the start. The fixed point is that of the natural gradient, whatever q started from.
+
+    Args:
+        optim: an optax or ``numpyro.optim`` optimiser (L-BFGS and ``Minimize`` included); None is Adam with step 0.01.
+        num_steps: steps per visit; or give ``epochs``.
+        epochs: passes over the group's rows per visit; 1 by default.
+        batch_size: rows per step, without replacement within an epoch; None takes all rows at every step.
+        num_particles: draws per step: 1 (its sign is turned over at the next step), or an even number (pairs of both
+            signs).
+        average: share of the visit's steps, counted from the end, whose iterates are averaged, in [0, 1); 0 keeps the
+            last. "auto" is 1/2, and 0 for an optimiser with a line search.
+        optimiser_state: "reset" at every visit, or "keep" from visit to visit.
+        precision_step: largest step of the precision in (0, 1], in natural space; 1 is the full step.
+        curvature: "expected" (one pass over the group's rows at the visit's end), "steps" (Stein's identity on the
+            gradients of the steps, at no cost; needs no second derivative), or "auto": "expected" where the structure
+            gives it exactly or there are at most 64 latents.
+        num_draws: antithetic pairs of that pass, where expectations are by draws.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges, both ``num_steps`` and ``epochs``, or mini-batches
+            under a line search.
+
+    References:
+        Ashman et al., Partitioned Variational Inference, algorithm 1 and eq. 2, section 3.4.1 (mini-batches); eq. 10
+        (precision).
+    """
+
+    optim: Any = None
+    num_steps: int | None = None
+    epochs: float | None = None
+    batch_size: int | None = None
+    num_particles: int = 1
+    average: float | str = "auto"
+    optimiser_state: str = "reset"
+    precision_step: float = 1.0
+    curvature: str = "auto"
+    num_draws: int = 8
+
+    stochastic = True
+    expectation = "auto"
+
+    def __post_init__(self):
+        check_steps("LocalELBO", self.batch_size, self.num_steps, self.epochs, self.num_particles)
+        if self.average != "auto" and not (isinstance(self.average, (int, float)) and 0.0 <= self.average < 1.0):
+            raise PVIError(f"LocalELBO(average={self.average!r}): expected 'auto' or a share of the steps in [0, 1).")
+        if self.optimiser_state not in ("reset", "keep"):
+            raise PVIError(f"LocalELBO(optimiser_state={self.optimiser_state!r}): expected 'reset' or 'keep'.")
+        if not (isinstance(self.precision_step, (int, float)) and 0.0 < self.precision_step <= 1.0):
+            raise PVIError(
+                f"LocalELBO(precision_step={self.precision_step!r}): expected a number in (0, 1]; 1 is the full step."
+            )
+        if self.curvature not in ("auto", "expected", "steps"):
+            raise PVIError(f"LocalELBO(curvature={self.curvature!r}): expected 'auto', 'expected' or 'steps'.")
+        if not isinstance(self.num_draws, int) or self.num_draws < 1:
+            raise PVIError(f"LocalELBO(num_draws={self.num_draws!r}): expected a positive int.")
+        if self.optim is not None and self._optimiser.searches and self.batch_size is not None:
+            raise PVIError(
+                f"LocalELBO(batch_size={self.batch_size}): this optimiser's line search compares values, which needs the same rows "
+                "at every step. Leave batch_size=None, or take an optimiser without one, such as optax.adam(0.01)."
+            )
+
+    @property
+    def _optimiser(self) -> Optimiser:
+        return as_optimiser(self.optim, "LocalELBO")
+
+    def init(self, family: GaussianFamily, dtype: Any) -> Any:
+        """The optimiser's state where it is kept."""
+        return self._optimiser.init(jnp.zeros((family.dim,), dtype)) if self.optimiser_state == "keep" else ()
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Factors of every structure will do."""
+        del structure, full, where
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Raise when a group has fewer rows than a batch.
+
+        Args:
+            sizes: rows of each group, by label.
+            mechanism: how rows are read.
+
+        Raises:
+            PVIError: naming the group.
+        """
+        check_batch_size("LocalELBO", self.batch_size, sizes, mechanism)
+
+    def solve(
+        self,
+        factor: LocalFactor,
+        cavity: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        start: Expected | None = None,
+        guarded: bool = False,
+    ) -> LocalResult:
+        """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        del start, guarded
+        family, q = factor.family, cavity + site
+        moments = family.moments(q)
+        walk, num_steps = self._walk(factor, cavity, q, moments, state, key)
+        if self._by_pass(factor):
+            wanted = factor.expected(moments._replace(loc=moments.loc + walk.average)).target.precision
+        else:
+            wanted = stein_precision(family, q, moments, walk.moment / num_steps)
+        change, halvings = move_precision(family, site, q, wanted, self.precision_step)
+        added = family.natural(jnp.zeros_like(moments.loc), change)
+        # Of the new precision-mean (Lambda_q + change) (loc + shift) only the difference from the old one is formed:
+        # nothing is lost to a cavity that is much larger than the site.
+        force = family.precision_product(q + added, walk.average) + family.precision_product(added, moments.loc)
+        new = family.natural(site.precision_mean + force, site.precision + change)
+        good = moments.valid & all_finite(new)
+        if self.optimiser_state == "keep":
+            state = jax.tree.map(lambda a, b: jnp.where(good, a, b), walk.optimiser, state)
+        return LocalResult(select(good, new, site), state, halvings, good)
+
+    def _by_pass(self, factor: LocalFactor) -> bool:
+        if self.curvature == "auto":
+            return not factor.noisy or factor.family.dim <= _SMALL
+        return self.curvature == "expected"
+
+    def _walk(self, factor: LocalFactor, cavity: Any, q: Any, moments: Any, state: Any, key: Any) -> tuple[_Walk, Any]:
+        family, optimiser = factor.family, self._optimiser
+        rows_key, noise_key = jax.random.split(key)
+        epochs = 1 if self.num_steps is None and self.epochs is None else self.epochs
+        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, epochs)
+        zero = jnp.zeros_like(moments.loc)
+        pull = cavity.precision_mean - family.precision_product(cavity, moments.loc)
+        share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else self.average
+        first = jnp.minimum(batches.num_steps - 1, jnp.ceil((1.0 - share) * batches.num_steps)).astype(jnp.int32)
+        needs_moment = not self._by_pass(factor)
+
+        def step(k, walk: _Walk) -> _Walk:
+            # A line search compares values: it keeps its draws for the whole visit.
+            noise = next_draws(noise_key, 0 if optimiser.searches else k, walk.noise)
+            offset, rows = family.draw(moments, noise) - moments.loc, None if batches.rows is None else batches.rows(k)
+            seen = []
+
+            def loss(shift):
+                found = factor.derivatives(moments.loc + shift + offset, rows)
+                gradient = batches.weight * found.gradient
+                seen.append(gradient)
+                bend = family.precision_product(cavity, shift)
+                value = batches.weight * jnp.mean(found.value) + jnp.vdot(shift, pull - 0.5 * bend)
+                return -value, bend - pull - jnp.mean(gradient, axis=0)
+
+            shift, optimiser_state = optimiser.step(loss, walk.shift, walk.optimiser)
+            moment = walk.moment
+            if needs_moment:
+                # What a line search saw on its way is its own.
+                searched = optimiser.searches
+                gradient = factor.derivatives(moments.loc + shift + offset).gradient if searched else seen[0]
+                moment = moment + stein_moment(family, noise, gradient)
+            late = jnp.maximum(k - first + 1, 0)
+            average = walk.average + jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0) * (shift - walk.average)
+            return _Walk(shift, optimiser_state, noise, average, moment)
+
+        moment = jnp.zeros((family.dim,) * (1 + family.full), zero.dtype) if needs_moment else ()
+        noise = jnp.zeros((self.num_particles, family.dim), zero.dtype)
+        begin = _Walk(zero, state if self.optimiser_state == "keep" else optimiser.init(zero), noise, zero, moment)
+        return jax.lax.fori_loop(0, batches.num_steps, step, begin), batches.num_steps

@@ -1,0 +1,192 @@
+"""What stochastic solvers share: batches of a group's rows, draws, and estimates of the gradient and the curvature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..errors import PVIError
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural
+from ._base import LocalFactor
+
+# A visit leaves at least this share of a precision of the local q: noise in the curvature may exceed the precision
+# itself, and a mean of normalisable q's (a joint step of 1/M) is normalisable.
+SMALLEST_SHARE = 0.1
+_MAX_HALVINGS = 20
+
+
+class Batches(NamedTuple):
+    """The steps of one visit: how many, and the rows of each."""
+
+    num_steps: Any
+    # Step to positions of its rows within the group; None where every step takes all rows.
+    rows: Callable[[Any], Int[Array, "B"]] | None
+    # What a sum over the rows of a step is multiplied by: N_m / B.
+    weight: Any
+
+
+def plan_batches(
+    factor: LocalFactor, key: Any, batch_size: int | None, num_steps: int | None, epochs: float | None
+) -> Batches:
+    """Shuffle a group's rows and deal them out; after the last row the first come again.
+
+    Every batch of ``batch_size`` different rows is equally likely at every step, so that its sum times ``N_m / B`` is an
+    unbiased estimate of the group's.
+
+    Args:
+        factor: the group's factor.
+        key: a random key.
+        batch_size: B, or None for all rows at every step.
+        num_steps: steps of the visit, or None.
+        epochs: passes over the rows, where ``num_steps`` is None.
+
+    Returns:
+        The steps.
+    """
+    if batch_size is None:
+        return Batches(math.ceil(epochs) if num_steps is None else num_steps, None, 1.0)
+    count = factor.num_rows
+    if num_steps is None:
+        # The factor guards against 0.1 * 10 batches becoming two steps by rounding.
+        steps = epochs * count / batch_size * (1 - 1e-6)
+        num_steps = math.ceil(steps) if isinstance(count, int) else jnp.ceil(steps).astype(jnp.int32)
+    late = jnp.arange(factor.max_rows) >= count
+    order = jnp.argsort(jax.random.uniform(key, (factor.max_rows,)) + late)
+
+    def rows(step):
+        return order[(step * batch_size + jnp.arange(batch_size)) % count]
+
+    return Batches(num_steps, rows, count / batch_size)
+
+
+def next_draws(key: Any, step: Any, last: Float[Array, "S D"]) -> Float[Array, "S D"]:
+    """Standard normal draws of one step: pairs of both signs, or a single draw whose sign the next step turns over.
+
+    Args:
+        key: the visit's key.
+        step: number of the step.
+        last: the last step's draws; only the shape matters at step 0.
+
+    Returns:
+        The draws.
+    """
+    count, dim = last.shape
+    if count > 1:
+        half = jax.random.normal(jax.random.fold_in(key, step), (count // 2, dim), last.dtype)
+        return jnp.concatenate([half, -half])
+
+    def fresh():
+        return jax.random.normal(jax.random.fold_in(key, step), last.shape, last.dtype)
+
+    return jax.lax.cond(step % 2 == 0, fresh, lambda: -last)
+
+
+def stein_moment(family: GaussianFamily, noise: Float[Array, "S D"], gradient: Float[Array, "S D"]):
+    """``E[eps grad^T]`` (mean-field: ``E[eps * grad]``), which :func:`stein_precision` turns into a curvature."""
+    if family.full:
+        return noise.T @ gradient / noise.shape[0]
+    return jnp.mean(noise * gradient, axis=0)
+
+
+def stein_precision(family: GaussianFamily, q: GaussianNatural, moments: GaussianMoments, moment):
+    """``-E[hess f]`` from Stein's moment: ``-sym(S^-T E[eps grad^T])``, or ``-E[eps * grad] / sd`` (S S^T the covariance)."""
+    if not family.full:
+        return -moment / moments.scale
+    # S^-T = Lambda S.
+    half = -(q.precision @ moments.scale) @ moment
+    return 0.5 * (half + half.T)
+
+
+def move_precision(family: GaussianFamily, site: Any, q: Any, wanted: Any, step: Any) -> tuple[Any, Int[Array, ""]]:
+    """The change of a site's precision towards a target that keeps the local q normalisable.
+
+    Args:
+        family: the family of q.
+        site: the site.
+        q: cavity * site.
+        wanted: the target precision.
+        step: share of the way in (0, 1].
+
+    Returns:
+        ``(change, halvings)``; a mean-field q's precisions are bounded below one by one, a full one's step is halved.
+    """
+    change = step * (wanted - site.precision)
+    if not family.full:
+        return jnp.maximum(change, -(1 - SMALLEST_SHARE) * q.precision), jnp.int32(0)
+
+    def invalid(state):
+        share, tries = state
+        precision = (1 - SMALLEST_SHARE) * q.precision + share * change
+        return ~family.in_domain(family.natural(q.precision_mean, precision)) & (tries < _MAX_HALVINGS)
+
+    one = jnp.ones((), change.dtype)
+    share, tries = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (one, jnp.int32(0)))
+    return jnp.where(tries < _MAX_HALVINGS, share, 0.0) * change, tries
+
+
+def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_particles: Any) -> None:
+    """Refuse senseless settings of the steps of a visit.
+
+    Args:
+        owner: the solver's name.
+        batch_size: rows of a step, or None.
+        num_steps: steps of a visit, or None.
+        epochs: passes over a group's rows in a visit, or None.
+        num_particles: draws of a step.
+
+    Raises:
+        PVIError: naming the option, its value and what is expected.
+    """
+    if num_steps is not None and epochs is not None:
+        raise PVIError(
+            f"{owner}(num_steps={num_steps!r}, epochs={epochs!r}): both say how long a visit is; give one of the two."
+        )
+    for name, value in (("num_steps", num_steps), ("batch_size", batch_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise PVIError(f"{owner}({name}={value!r}): expected a positive int or None.")
+    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not epochs > 0):
+        raise PVIError(
+            f"{owner}(epochs={epochs!r}): expected a positive number of passes over a group's rows, or None."
+        )
+    if epochs is not None and batch_size is None and epochs != int(epochs):
+        raise PVIError(
+            f"{owner}(epochs={epochs!r}): without batch_size every step is a whole pass; give a whole number."
+        )
+    good = isinstance(num_particles, int) and num_particles >= 1 and (num_particles == 1 or num_particles % 2 == 0)
+    if not good:
+        raise PVIError(
+            f"{owner}(num_particles={num_particles!r}): expected 1 (a draw whose sign the next step turns over) or an "
+            "even number (pairs of both signs)."
+        )
+
+
+def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, int], mechanism: str) -> None:
+    """Refuse batches that some group cannot fill, or that no rows can be taken for.
+
+    Args:
+        owner: the solver's name.
+        batch_size: rows of a step, or None.
+        sizes: rows of each group, by label.
+        mechanism: how rows are read.
+
+    Raises:
+        PVIError: naming the group.
+    """
+    if batch_size is None:
+        return
+    if mechanism == "mask":
+        raise PVIError(
+            f"{owner}(batch_size={batch_size}): groups are evaluated by masks here, a full pass whatever the batch, so there are "
+            "no mini-batches. Leave batch_size=None, or write the model so that rows can be taken: see Partition.plan(*args)."
+        )
+    label = min(sizes, key=lambda k: sizes[k])
+    if batch_size > sizes[label]:
+        raise PVIError(
+            f"{owner}(batch_size={batch_size}): group {label!r} has only {sizes[label]} row(s). Use a batch_size of at most that, "
+            "or None for all rows at every step."
+        )

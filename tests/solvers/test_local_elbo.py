@@ -1,0 +1,325 @@
+"""Optimisers on single sites: exact where the model is, the natural gradient's optimum elsewhere, whatever q started from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.optim
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+
+import numpyro_pvi.solvers._minibatch as minibatch
+from numpyro_pvi import PVI, Partition
+from numpyro_pvi.errors import PVIError
+from numpyro_pvi.runtime import LaxMap
+from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.solvers import LocalELBO, NaturalGradient, StochasticNaturalGradient
+from tests.laws import oracles
+from tests.laws.models import NOISE, make_independent_linear, make_logistic, make_scale, rows
+
+KEY = jax.random.key(0)
+X, Y, CLASSES = rows(24)
+LABELS = np.arange(24) % 3
+GUIDES = [AutoMultivariateNormal, AutoDiagonalNormal]
+
+
+def fit(model, y, solver, rounds, schedule=None, guide=AutoMultivariateNormal, labels=LABELS, **options):
+    pvi = PVI(Partition(model, "data", labels), guide(model), solver=solver, schedule=schedule, **options)
+    return pvi, pvi.run(KEY, rounds, X, y, progress_bar=False)
+
+
+def moments(result):
+    """Location and marginal sds of q."""
+    params = {k: np.asarray(v, np.float64) for k, v in result.params.items()}
+    if "auto_scale" in params:
+        return params["auto_loc"], params["auto_scale"]
+    return params["auto_loc"], np.sqrt(np.sum(params["auto_scale_tril"] ** 2, axis=1))
+
+
+def linear_posterior(guide):
+    """Location and sds of the optimal q for the linear model."""
+    loc, covariance = oracles.linear_posterior(X, Y, NOISE, np.zeros(2), 4 * np.eye(2))
+    full = guide is AutoMultivariateNormal
+    return loc, np.sqrt(np.diag(covariance)) if full else 1 / np.sqrt(np.diag(np.linalg.inv(covariance)))
+
+
+def distance(result, loc, sd):
+    """Largest difference of a location, in sds, and of a log sd."""
+    own, own_sd = moments(result)
+    return float(np.max(np.abs(own - loc) / sd)), float(np.max(np.abs(np.log(own_sd / sd))))
+
+
+# ---------------------------------------------------------------- where it goes
+
+PAIRS = {"num_particles": 2}
+EXACT = {
+    "L-BFGS": (LocalELBO(optax.lbfgs(), num_steps=10, **PAIRS), 1e-4),
+    "Minimize": (LocalELBO(numpyro.optim.Minimize(), num_steps=2, **PAIRS), 1e-4),
+    "SGD": (LocalELBO(optax.sgd(0.01), num_steps=60, **PAIRS), 1e-3),
+    "numpyro Adam": (LocalELBO(numpyro.optim.Adam(0.05), num_steps=60, optimiser_state="keep", **PAIRS), 0.05),
+    "stochastic natural gradient": (StochasticNaturalGradient(0.5, num_steps=10), 1e-4),
+}
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda g: g.__name__)
+@pytest.mark.parametrize("name", EXACT)
+def test_a_linear_model_ends_at_its_posterior(name, guide):
+    """Pairs of both signs make the gradient exact there; Adam's last steps remain."""
+    solver, allowed = EXACT[name]
+    _, result = fit(make_independent_linear(), Y, solver, 20, Sequential(), guide)
+    far, stretched = distance(result, *linear_posterior(guide))
+    assert far < allowed
+    assert stretched < 1e-4
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda g: g.__name__)
+def test_parallel_visits_are_damped_by_the_number_of_groups(guide):
+    _, result = fit(make_independent_linear(), Y, EXACT["L-BFGS"][0], 25, Synchronous(), guide)
+    assert np.allclose(result.info.step, 1 / 3)
+    assert max(distance(result, *linear_posterior(guide))) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        LocalELBO(optax.adam(0.03), epochs=8, batch_size=4),
+        LocalELBO(optax.adam(0.03), num_steps=40, num_particles=4),
+        LocalELBO(optax.adam(0.03), num_steps=60, num_particles=4, curvature="steps", precision_step=0.3),
+        StochasticNaturalGradient(0.05, epochs=8, batch_size=4),
+        StochasticNaturalGradient(0.03, num_steps=60, num_particles=4, curvature="stein"),
+    ],
+    ids=["batches", "all rows", "curvature from steps", "natural", "natural, Stein"],
+)
+def test_a_logistic_model_ends_at_the_natural_gradients_optimum(solver):
+    """Monte Carlo error is what remains: a quarter of a posterior sd, a fifth of an sd's size."""
+    _, best = fit(make_logistic(), CLASSES, NaturalGradient(), 20)
+    _, result = fit(make_logistic(), CLASSES, solver, 40)
+    far, stretched = distance(result, *moments(best))
+    assert far < 0.25
+    assert stretched < 0.2
+    assert float(result.losses[-1]) < float(best.losses[-1]) + 0.05
+
+
+@pytest.mark.parametrize("curvature", ["expected", "steps"])
+def test_sites_are_data_and_not_where_q_started(curvature):
+    """q starts six times too narrow, and three times too wide: the sites forget it, though thirty Adam steps would not."""
+    solver = LocalELBO(optax.adam(0.03), num_steps=30, num_particles=4, curvature=curvature, precision_step=0.5)
+    ends = []
+    for sd in (0.1, 2.0):
+        model = make_logistic()
+        pvi = PVI(Partition(model, "data", LABELS), AutoDiagonalNormal(model), solver=solver)
+        first = {"auto_loc": jnp.zeros(2), "auto_scale": jnp.full(2, sd)}
+        state = pvi.init(KEY, X, CLASSES, init_params=first)
+        begin = np.asarray(state.sites.groups.precision)
+        state = pvi.run(KEY, 50, X, CLASSES, init_state=state, progress_bar=False).state
+        ends.append((begin, np.asarray(state.sites.groups.precision)))
+    (narrow_first, narrow), (wide_first, wide) = ends
+    assert np.abs(narrow_first - wide_first).min() > 30
+    assert np.abs(narrow - wide).max() < 0.1 * np.abs(wide).max() + 0.05
+
+
+def test_a_prior_outside_the_family_gets_its_natural_gradient():
+    _, best = fit(make_scale(), Y, NaturalGradient(), 40)
+    _, result = fit(make_scale(), Y, LocalELBO(optax.adam(0.03), num_steps=30, num_particles=4), 40)
+    far, stretched = distance(result, *moments(best))
+    assert far < 0.25
+    assert stretched < 0.2
+
+
+# ---------------------------------------------------------------- batches
+
+
+class Rows:
+    """A factor whose i-th row contributes theta * (i + 1): gradients say which rows were taken."""
+
+    def __init__(self, num_rows, max_rows=None):
+        self.num_rows, self.max_rows = num_rows, max_rows or num_rows
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_epoch_takes_every_row_once(traced):
+    count = jnp.int32(12) if traced else 12
+    batches = minibatch.plan_batches(Rows(count, 20), KEY, 4, None, 1)
+    assert int(batches.num_steps) == 3
+    taken = np.concatenate([np.asarray(batches.rows(k)) for k in range(3)])
+    assert sorted(taken) == list(range(12))
+    assert float(batches.weight) == 3.0
+
+
+def test_batch_sums_times_their_weight_are_unbiased():
+    """Over many keys, at every step, also where the batch does not divide the group; five standard errors."""
+    values = np.arange(1.0, 8.0)
+
+    def estimate(key, step):
+        batches = minibatch.plan_batches(Rows(7), key, 3, None, 2)
+        return batches.weight * jnp.sum(jnp.asarray(values)[batches.rows(step)])
+
+    keys = jax.random.split(KEY, 4_000)
+    for step in range(5):
+        draws = np.asarray(jax.vmap(lambda k, s=step: estimate(k, s))(keys))
+        assert abs(draws.mean() - values.sum()) < 5 * draws.std() / np.sqrt(len(draws))
+
+
+def test_batches_without_their_weight_would_be_seen(monkeypatch):
+    solver = LocalELBO(optax.adam(0.02), epochs=10, batch_size=4)
+    wanted = linear_posterior(AutoMultivariateNormal)
+    _, right = fit(make_independent_linear(), Y, solver, 30)
+    assert distance(right, *wanted)[0] < 0.4
+    plain = minibatch.plan_batches
+
+    def unweighted(*args):
+        return plain(*args)._replace(weight=1.0)
+
+    monkeypatch.setattr("numpyro_pvi.solvers._local_elbo.plan_batches", unweighted)
+    _, wrong = fit(make_independent_linear(), Y, solver, 30)
+    assert distance(wrong, *wanted)[0] > 1.0
+
+
+def test_draws_come_in_pairs_over_steps():
+    zero = jnp.zeros((1, 3))
+    first = minibatch.next_draws(KEY, 0, zero)
+    second = minibatch.next_draws(KEY, 1, first)
+    third = minibatch.next_draws(KEY, 2, second)
+    assert np.array_equal(second, -first)
+    assert not np.array_equal(np.abs(third), np.abs(first))
+    pairs = minibatch.next_draws(KEY, 3, jnp.zeros((4, 3)))
+    assert np.array_equal(pairs[:2], -pairs[2:])
+
+
+@pytest.mark.parametrize(
+    "solver", [LocalELBO(epochs=2, batch_size=3), StochasticNaturalGradient(epochs=2, batch_size=3)]
+)
+def test_unequal_groups_and_another_runtime(solver, tolerance):
+    labels = np.repeat([0, 1, 2], [3, 8, 13])
+    ends = [
+        fit(make_logistic(), CLASSES, solver, 3, labels=labels, **options)[1].state.sites
+        for options in ({}, {"runtime": LaxMap()})
+    ]
+    for first, second in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(first, second, rtol=0, atol=100 * tolerance)
+
+
+# ---------------------------------------------------------------- states and rounds
+
+
+@pytest.mark.parametrize(("word", "steps"), [("reset", None), ("keep", 8)])
+def test_the_optimisers_state(word, steps):
+    solver = LocalELBO(optax.adam(0.02), num_steps=4, optimiser_state=word)
+    _, result = fit(make_logistic(), CLASSES, solver, 2)
+    counts = [np.asarray(x) for x in jax.tree.leaves(result.state.solver_state) if x.dtype == jnp.int32]
+    assert [c.tolist() for c in counts] == ([] if steps is None else [[steps] * 3])
+
+
+def test_a_line_search_sees_the_same_draws_all_along():
+    """Else values that it compares would differ by their noise: a second visit of more steps must not move the site."""
+    model = make_logistic()
+    ends = []
+    for steps in (20, 40):
+        solver = LocalELBO(optax.lbfgs(), num_steps=steps, num_particles=4)
+        _, result = fit(model, CLASSES, solver, 1, Sequential(), AutoDiagonalNormal)
+        ends.append(moments(result)[0])
+    np.testing.assert_allclose(*ends, atol=1e-4)
+
+
+@pytest.mark.parametrize("make_model", [make_logistic, make_scale])
+def test_the_loss_is_that_of_the_state(make_model, tolerance):
+    y = CLASSES if make_model is make_logistic else Y
+    pvi, result = fit(make_model(), y, LocalELBO(num_steps=5), 3)
+    np.testing.assert_allclose(pvi.evaluate(result.state, X, y), result.losses[-1], rtol=100 * tolerance)
+
+
+def test_rounds_are_tested_by_values_only():
+    """Nothing that only a natural gradient would read is computed after a round."""
+    pvi, result = fit(make_logistic(), CLASSES, LocalELBO(num_steps=2), 1)
+    state, engine = result.state, pvi._engine
+    args, kwargs = (jnp.asarray(X), jnp.asarray(CLASSES)), {}
+    problem = engine.problem(state.plan, state.packing, args, kwargs, {}, (state.prior, state.exact), 1)
+    evaluation = problem.evaluate(state.sites, state.rule, engine.noise(problem, state.rng_key))
+    assert evaluation.groups.target is None
+    assert evaluation.groups.product is None
+
+
+@pytest.mark.parametrize("schedule", [Sequential(), Synchronous(damping=1.0)], ids=["cyclic", "parallel"])
+def test_a_round_that_loses_too_much_is_undone(schedule):
+    """Steps of a hundred nats' worth: the ELBO never falls by more than noise explains, D / 2 = 1 nat a round."""
+    solver = LocalELBO(optax.sgd(30.0), num_steps=2)
+    pvi, result = fit(make_logistic(), CLASSES, solver, 8, schedule)
+    start = float(pvi.evaluate(pvi.init(KEY, X, CLASSES), X, CLASSES))
+    losses = np.concatenate([[start], np.asarray(result.losses)])
+    assert np.all(np.diff(losses) < 1.01)
+    assert int(np.max(result.info.backoffs)) > 0
+    assert result.info.valid
+
+
+def test_a_factor_that_is_not_finite_keeps_its_site():
+    model = make_logistic()
+
+    def broken(X, y):
+        model(X, jnp.where(y > 5, jnp.nan, y))
+
+    y = CLASSES.astype(float)
+    y[LABELS == 1] = 9.0
+    pvi = PVI(
+        Partition(broken, "data", LABELS, check=False), AutoMultivariateNormal(broken), solver=LocalELBO(num_steps=2)
+    )
+    state = pvi.init(KEY, X, y)
+    state, _ = pvi.update(state, X, y)
+    assert list(pvi.info(state).skipped) == [False, True, False]
+
+
+# ---------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_steps": 3, "epochs": 1}, "num_steps=3, epochs=1"),
+        ({"num_steps": 0}, "num_steps=0"),
+        ({"epochs": -1}, "epochs=-1"),
+        ({"epochs": 0.5}, "epochs=0.5"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"num_particles": 3}, "num_particles=3"),
+        ({"average": 1.0}, "average=1.0"),
+        ({"optimiser_state": "forget"}, "optimiser_state='forget'"),
+        ({"precision_step": 0.0}, "precision_step=0.0"),
+        ({"curvature": "hessian"}, "curvature='hessian'"),
+        ({"num_draws": 0}, "num_draws=0"),
+        ({"optim": "adam"}, "optim='adam'"),
+        ({"optim": optax.lbfgs(), "batch_size": 4}, "line search"),
+        ({"optim": numpyro.optim.Minimize(), "batch_size": 4}, "line search"),
+    ],
+)
+def test_senseless_settings_are_refused_by_name(options, words):
+    with pytest.raises(PVIError, match=f"LocalELBO.*{words}" if "line" not in words else words):
+        LocalELBO(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_steps": 3, "epochs": 1}, "num_steps=3, epochs=1"),
+        ({"step_size": 1.5}, "step_size=1.5"),
+        ({"average": -0.1}, "average=-0.1"),
+        ({"curvature": "steps"}, "curvature='steps'"),
+    ],
+)
+def test_natural_steps_refuse_senseless_settings_too(options, words):
+    with pytest.raises(PVIError, match=f"StochasticNaturalGradient.*{words}"):
+        StochasticNaturalGradient(**options)
+
+
+@pytest.mark.parametrize("solver", [LocalELBO(batch_size=5), StochasticNaturalGradient(batch_size=5)])
+def test_a_batch_larger_than_a_group_names_the_group(solver):
+    labels = np.array(["big"] * 21 + ["small"] * 3)
+    with pytest.raises(PVIError, match=r"batch_size=5.*'small' has only 3"):
+        fit(make_logistic(), CLASSES, solver, 1, labels=labels)
+
+
+def test_masks_have_no_batches():
+    model = make_logistic()
+    pvi = PVI(Partition(model, "data", LABELS, mode="mask"), AutoDiagonalNormal(model), solver=LocalELBO(batch_size=2))
+    with pytest.raises(PVIError, match=r"masks.*batch_size=None"):
+        pvi.init(KEY, X, CLASSES)
+    all_rows = LocalELBO(optax.lbfgs(), num_steps=5, num_particles=2)
+    pvi = PVI(Partition(model, "data", LABELS, mode="mask"), AutoDiagonalNormal(model), solver=all_rows)
+    assert np.isfinite(pvi.run(KEY, 2, X, CLASSES, progress_bar=False).losses).all()
