@@ -12,6 +12,7 @@ NAMES = {
     "wide": "prior sd 100, nearly separable labels, column scales over six decades",
     "meanfield": "diagonal q on correlated columns converges to its own optimum",
     "bnn": "a Bayesian network on MNIST: test error, posterior sds, time and memory of a round beside SVI's",
+    "hierarchical": "radon, eight schools, baseball with private effects against long NUTS, beside SVI",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 
