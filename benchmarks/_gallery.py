@@ -25,8 +25,10 @@ class Example:
         groups: one label per row.
         args: the model's arguments.
         rounds: PVI's rounds.
+        draws: PVI's antithetic pairs a round, visited one group at a time; 0 where its defaults need none.
         whole: the same density for SVI, where discrete latents keep a full-covariance guide from the model itself.
-        start: constrained values of the guide's location to start both sides from, by latent; None for their defaults.
+        start: constrained values of the latents to start SVI from; None for its default.
+        exchangeable: whether the prior is the same for several latents, so that PVI too needs that start.
     """
 
     model: Callable[..., Any]
@@ -34,8 +36,10 @@ class Example:
     groups: np.ndarray
     args: tuple[Any, ...]
     rounds: int = 60
+    draws: int = 0
     whole: Callable[..., Any] | None = None
     start: Any = None
+    exchangeable: bool = False
 
     @property
     def reference(self) -> Callable[..., Any]:
@@ -107,7 +111,7 @@ def baseball(player, at_bats, hits):
 def _baseball() -> Example:
     # Efron and Morris (1975): hits of 18 players in their first 45 at-bats of 1970.
     hits = np.array([18, 17, 16, 15, 14, 14, 13, 12, 11, 11, 10, 10, 10, 10, 10, 9, 8, 7])
-    return Example(baseball, "rows", np.arange(18) // 3, (np.arange(18), np.full(18, 45), hits), rounds=60)
+    return Example(baseball, "rows", np.arange(18) // 3, (np.arange(18), np.full(18, 45), hits), rounds=40, draws=32)
 
 
 def eight_schools(school, effect, error):
@@ -123,7 +127,7 @@ def eight_schools(school, effect, error):
 def _eight_schools() -> Example:
     effect = np.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
     error = np.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
-    return Example(eight_schools, "rows", np.arange(8), (np.arange(8), effect, error), rounds=60)
+    return Example(eight_schools, "rows", np.arange(8), (np.arange(8), effect, error), rounds=40, draws=32)
 
 
 def mixture(y):
@@ -149,7 +153,10 @@ def mixture_summed(y):
 def _mixture() -> Example:
     rng = np.random.default_rng(4)
     y = np.where(rng.random(120) < 0.35, -1.5, 1.5) + rng.normal(size=120)
-    return Example(mixture, "rows", rng.integers(0, 4, 120), (y,), rounds=40, whole=mixture_summed)
+    # From a uniform draw SVI may end with both components on one side: it starts at the prior's centre.
+    start = {"weight": np.array(0.5), "mu": np.array([-1.0, 1.0]), "sigma": np.array(1.0)}
+    groups = rng.integers(0, 4, 120)
+    return Example(mixture, "rows", groups, (y,), rounds=40, draws=16, whole=mixture_summed, start=start)
 
 
 def robust(X, y):
@@ -181,10 +188,10 @@ def _network() -> Example:
     rng = np.random.default_rng(6)
     x = np.sort(rng.uniform(-2.0, 2.0, size=60))
     y = np.tanh(2 * x) - 0.5 * x + 0.3 * rng.normal(size=60)
-    # The prior is the same for every hidden unit: both sides start where they differ.
-    start = {"inner": np.array([[1.5, -0.5], [0.0, 0.0]]), "outer": np.array([1.0, 0.5])}
+    # The prior is the same for both hidden units: q must start where they differ.
+    start = {"inner": np.array([[1.5, -0.5], [0.0, 0.0]]), "outer": np.array([1.0, 0.5]), "precision": np.array(3.0)}
     args = (np.stack([x, np.ones_like(x)], 1), y)
-    return Example(network, "rows", rng.integers(0, 4, 60), args, rounds=150, start={**start, "precision": np.array(3.0)})
+    return Example(network, "rows", rng.integers(0, 4, 60), args, rounds=60, draws=32, start=start, exchangeable=True)
 
 
 EXAMPLES: dict[str, Callable[[], Example]] = {

@@ -54,8 +54,12 @@ def compare(model, args, by_svi, svi_guide, by_pvi, pvi_guide):
     """Print both ELBOs and how far apart the posterior means are."""
     for word, guide, result in (("SVI", svi_guide, by_svi), ("PVI", pvi_guide, by_pvi)):
         value, error = elbo(model, guide, result.params, args)
-        print(f"{word}: ELBO {value:9.3f} ({error:.3f})", f"{len(result.losses)} {'steps' if word == 'SVI' else 'rounds'}")
-    loc = {w: g._unpack_latent(r.params["auto_loc"]) for w, g, r in (("s", svi_guide, by_svi), ("p", pvi_guide, by_pvi))}
+        print(
+            f"{word}: ELBO {value:9.3f} ({error:.3f})", f"{len(result.losses)} {'steps' if word == 'SVI' else 'rounds'}"
+        )
+    loc = {
+        w: g._unpack_latent(r.params["auto_loc"]) for w, g, r in (("s", svi_guide, by_svi), ("p", pvi_guide, by_pvi))
+    }
     root = by_pvi.params["auto_scale_tril"]
     sd = pvi_guide._unpack_latent(jnp.sqrt(jnp.sum(root**2, axis=1)))
     gap = max(float(jnp.max(jnp.abs(loc["s"][n] - loc["p"][n]) / sd[n])) for n in sd)
