@@ -13,6 +13,7 @@ NAMES = {
     "meanfield": "diagonal q on correlated columns converges to its own optimum",
     "bnn": "a Bayesian network on MNIST: test error, posterior sds, time and memory of a round beside SVI's",
     "hierarchical": "radon, eight schools, baseball with private effects against long NUTS, beside SVI",
+    "gallery": "eight models after NumPyro's examples: ELBO and time against SVI's best with the same guide",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 
@@ -32,7 +33,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all; decides no target")
     parser.add_argument("--size", action="store_true", help="with glm: growth of time and memory instead")
     parser.add_argument("--no-cold", action="store_true", help="with glm: leave the fresh processes out")
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="with regressions: only these")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="with regressions or gallery: only these")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
     return parser.parse_args(arguments)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import optax
-from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer import SVI, Trace_ELBO, init_to_uniform
 from numpyro.infer.autoguide import AutoContinuous, AutoMultivariateNormal, AutoNormal
 
 from benchmarks._references import Optimum
@@ -32,12 +32,12 @@ class Setting:
         scale = "" if self.init_scale == 0.1 else f", init_scale {self.init_scale}"
         return f"Adam {self.learning_rate} {self.decay}, {self.num_steps} steps{particles}{scale}"
 
-    def build(self, model: Callable[..., Any]) -> SVI:
+    def build(self, model: Callable[..., Any], init_loc_fn: Callable[..., Any] = init_to_uniform) -> SVI:
         """SVI with `AutoMultivariateNormal` under this setting."""
         rate: Any = self.learning_rate
         if self.decay == "cosine":
             rate = optax.cosine_decay_schedule(self.learning_rate, self.num_steps)
-        guide = AutoMultivariateNormal(model, init_scale=self.init_scale)
+        guide = AutoMultivariateNormal(model, init_scale=self.init_scale, init_loc_fn=init_loc_fn)
         return SVI(model, guide, numpyro.optim.Adam(rate), Trace_ELBO(num_particles=self.num_particles))
 
 

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
+from benchmarks._gallery import Example
 from benchmarks._models import Data
 from benchmarks._opponent import gaussian_of_params
 from benchmarks._references import Optimum
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.solvers import NaturalGradient
 
 SCHEDULES: dict[str, Callable[[], Any]] = {"sequential": Sequential, "synchronous": Synchronous}
 
@@ -34,6 +36,14 @@ def build(
     """PVI with every default; ``schedule`` is a name in `SCHEDULES`, or None for the default schedule."""
     options = {} if schedule is None else {"schedule": SCHEDULES[schedule]()}
     return PVI(Partition(model, "data", labels), guide_class(model), **options)
+
+
+def build_gallery(example: Example, guide: AutoMultivariateNormal) -> PVI:
+    """PVI for one example of the gallery: every default, or sweeps with so many draws where expectations are by draws."""
+    options: dict[str, Any] = {}
+    if example.draws:
+        options = {"schedule": Sequential(), "solver": NaturalGradient(num_draws=example.draws)}
+    return PVI(Partition(example.model, example.plate, example.groups), guide, **options)
 
 
 def gap_of(pvi: PVI, params: Any, optimum: Optimum, order: dict[str, tuple[int, ...]]) -> float:
@@ -82,6 +92,12 @@ def rounds_function(pvi: PVI, num_rounds: int, arrays: tuple[Any, ...]) -> Calla
         return loss, state
 
     return call
+
+
+def loop_function(pvi: PVI, state: Any, num_rounds: int, arrays: tuple[Any, ...]) -> Callable[[], Any]:
+    """``num_rounds`` updates from a state in one compiled loop, as a scan of SVI's updates is."""
+    loop = jax.jit(lambda state, *args: jax.lax.fori_loop(0, num_rounds, lambda _, s: pvi.update(s, *args)[0], state))
+    return lambda: loop(state, *arrays)
 
 
 def run_function(pvi: PVI, num_rounds: int, arrays: tuple[Any, ...]) -> Callable[[], Any]:

@@ -1,5 +1,6 @@
 """Sphinx configuration. Pages need no network, to build or to read; notebooks run, and their errors are fatal."""
 
+import os
 import pathlib
 from importlib.metadata import version as installed_version
 
@@ -23,6 +24,9 @@ myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
 myst_heading_anchors = 3
 
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+# The notebooks' fits are small: compiling takes nearly all of their time, and halves with XLA's optimiser off. Kernels
+# inherit the environment.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 nb_execution_mode = "force"  # a cache would keep the results of an older package
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
