@@ -11,6 +11,7 @@ NAMES = {
     "regressions": "Poisson, negative binomial, Student-t, ordinal, multinomial against float64 optima",
     "wide": "prior sd 100, nearly separable labels, column scales over six decades",
     "meanfield": "diagonal q on correlated columns converges to its own optimum",
+    "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 

@@ -35,7 +35,7 @@ _RAY_SCALES = (1e-4, 1e-2, 0.3, 3.0, 30.0)
 _NUM_DIRECTIONS = 2
 _CHECK_STEPS = (0.3, 0.01)
 # NumPyro's distributions whose log density can be quadratic in their parameters, once expansions and transforms are
-# taken off; Unit is numpyro.factor's.
+# taken off; Unit is numpyro.factor's, and a flat prior is quadratic where its support is the whole space.
 _GAUSSIAN = (
     dist.Normal,
     dist.MultivariateNormal,
@@ -44,6 +44,7 @@ _GAUSSIAN = (
     dist.GaussianRandomWalk,
     dist.GaussianStateSpace,
     dist.CAR,
+    dist.ImproperUniform,
     dist.Unit,
 )
 
