@@ -140,9 +140,7 @@ class PointsProgram:
         if probe is not None:
             product = curvature @ probe if self.family.full else self._dense(moments, cross) @ probe
         pull = curvature @ moments.loc if self.family.full else curvature * moments.loc
-        return Expected(
-            value, self.family.natural(gradient + pull, curvature), product, *(jnp.zeros_like(value),) * 3
-        )
+        return Expected(value, self.family.natural(gradient + pull, curvature), product, *(jnp.zeros_like(value),) * 3)
 
     def pair(self, chunk: Any, moments: GaussianMoments, eps: Float[Array, "D"]) -> Expected:
         """One antithetic pair of draws, in the form that chunks are summed in.

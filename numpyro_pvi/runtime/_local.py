@@ -156,7 +156,9 @@ class LocalProblem:
         rule = rule if again else cheaper_rule(rule)
         return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial)
 
-    def evaluate_at(self, q, moments: GaussianMoments, rule: Rule, noise, probe=None, clip: bool = False, trial=False) -> Evaluation:
+    def evaluate_at(
+        self, q, moments: GaussianMoments, rule: Rule, noise, probe=None, clip: bool = False, trial=False
+    ) -> Evaluation:
         """One pass over all groups at a Gaussian given by its moments.
 
         Args:
@@ -171,7 +173,6 @@ class LocalProblem:
         Returns:
             The evaluation; ``elbo`` is minus infinity or NaN where a factor is not finite.
         """
-
         draws, prior_draws = (self.draws_of(p, noise, rule, trial) for p in (self.program, self.prior_program))
 
         def both(level):

@@ -73,9 +73,7 @@ def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask,
     def step(state):
         evaluation, ask, stale = state
         rule = evaluation.rule
-        evaluation = jax.lax.cond(
-            stale, lambda: problem.evaluate(sites, rule, noise, again=again), lambda: evaluation
-        )
+        evaluation = jax.lax.cond(stale, lambda: problem.evaluate(sites, rule, noise, again=again), lambda: evaluation)
         wrong = ask & jax.lax.cond(
             jnp.any(ask), lambda: _contradicted(problem, evaluation, noise), lambda: jnp.zeros((2,), bool)
         )

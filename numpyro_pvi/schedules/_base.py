@@ -307,7 +307,9 @@ def average_late(problem: Problem, state: Averaging, new: Evaluation, old: Evalu
     late = jnp.maximum(state.late + back.astype(jnp.int32) - (on & (size > 0)).astype(jnp.int32), 0)
     moved = jnp.any(shift != 0)
     counted = Averaging(late, jnp.where(moved, shift, state.shift))
-    return jax.tree.map(lambda a, b: jnp.where(problem.sampled(old.rule), a, b), counted, Averaging(jnp.zeros_like(late), shift))
+    return jax.tree.map(
+        lambda a, b: jnp.where(problem.sampled(old.rule), a, b), counted, Averaging(jnp.zeros_like(late), shift)
+    )
 
 
 def natural_gradient_proposal(carry: RoundCarry) -> SiteStack:

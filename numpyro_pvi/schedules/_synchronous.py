@@ -13,8 +13,8 @@ from .._numerics import power_iteration_step
 from ..errors import PVIError
 from ..sites import SiteStack
 from ._base import (
-    Averaging,
     MAX_HALVINGS,
+    Averaging,
     Problem,
     RoundCarry,
     RoundReport,
