@@ -13,8 +13,9 @@ from ._expected import Expected
 VALUE_TOLERANCE = 0.05
 GRADIENT_TOLERANCE = 0.1
 CURVATURE_TOLERANCE = 0.2
-# Standard errors by which draws must differ before they count (few draws know their own error badly); and the standard error of the value, in nats, above which
-# so few draws cannot tell, and the factor is too far from its quadratic model for sigma points to be believed.
+# Standard errors by which draws must differ before they count (few draws know their own error badly); and the standard
+# error of the value, in nats, above which so few draws cannot tell, and the factor is too far from its quadratic model
+# for sigma points to be believed.
 _ERRORS = 6.0
 _UNTELLING = 0.75
 

@@ -100,8 +100,8 @@ def with_expectation(planned: Planned, expectation: str) -> Planned:
 
     Args:
         planned: what was found.
-        expectation: "monte_carlo", "stein", "hessian" or "sigma_points" (all factors as if they had no structure), "quadrature" (for
-            all whose predictors are known), or anything else to leave the plan as it is.
+        expectation: "monte_carlo", "stein", "hessian" or "sigma_points" (all factors as if they had no structure),
+            "quadrature" (for all whose predictors are known), or anything else to leave the plan as it is.
 
     Returns:
         The plan to follow.

@@ -30,9 +30,9 @@ class Sequential:
     """A sweep over all groups; every visit sees the previous one's q. The prior factor, if any, is visited first.
 
     A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep
-    the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved; a sweep that four halvings
-    have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises. Where expectations are by draws, the
-    naturals of late sweeps are averaged, as :class:`Synchronous` does.
+    the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved; a sweep that four
+    halvings have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO
+    rises. Where expectations are by draws, the naturals of late sweeps are averaged, as :class:`Synchronous` does.
 
     Args:
         order: "cyclic" (the order of ``pvi.groups``) or "random" (a fresh permutation each round).
