@@ -14,6 +14,7 @@ NAMES = {
     "bnn": "a Bayesian network on MNIST: test error, posterior sds, time and memory of a round beside SVI's",
     "hierarchical": "radon, eight schools, baseball with private effects against long NUTS, beside SVI",
     "gallery": "eight models after NumPyro's examples: ELBO and time against SVI's best with the same guide",
+    "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 

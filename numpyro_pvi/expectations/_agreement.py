@@ -13,9 +13,10 @@ from ._expected import Expected
 VALUE_TOLERANCE = 0.05
 GRADIENT_TOLERANCE = 0.1
 CURVATURE_TOLERANCE = 0.2
-# Standard errors by which draws must differ before they count; and the standard error of the value, in nats, above which
-# so few draws cannot tell, and the factor is too far from its quadratic model for sigma points to be believed.
-_ERRORS = 4.0
+# Standard errors by which draws must differ before they count (few draws know their own error badly); and the standard
+# error of the value, in nats, above which so few draws cannot tell, and the factor is too far from its quadratic model
+# for sigma points to be believed.
+_ERRORS = 6.0
 _UNTELLING = 0.75
 
 
@@ -64,7 +65,7 @@ def disagreement(
     # Unbiased for the squared length of the mean; its own sd is at most the last factor below.
     excess = jnp.sum(mean**2) - spread / count
     noise = spread * (2.0 / (count * (count - 1))) ** 0.5
-    wrong = differs(value, VALUE_TOLERANCE) | (excess > GRADIENT_TOLERANCE**2 + _ERRORS * noise)
+    wrong = differs(value, VALUE_TOLERANCE) | (excess > GRADIENT_TOLERANCE**2 + 3 * _ERRORS * noise)
     wrong = wrong | differs(odd, CURVATURE_TOLERANCE * dim**0.5)
     wrong = wrong | (jnp.std(value, ddof=1) > _UNTELLING * count**0.5)
     drawn = jnp.isfinite(jnp.sum(pairs.value) + jnp.sum(even) + jnp.sum(odd))

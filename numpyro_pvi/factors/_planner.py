@@ -244,7 +244,7 @@ def _structure(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...]
     possible = continuous and all(probe.facts[n].may_be_quadratic for n in observed)
     quadratic = possible and all(is_quadratic(probe.rows[n], rays) for n in observed)
     kind = "quadratic" if quadratic else "affine" if complete else "draws"
-    gaussian = {n for n in layout.names if is_quadratic(probe.latents[n], rays)}
+    gaussian = {n for n in layout.names if probe.facts[n].may_be_quadratic and is_quadratic(probe.latents[n], rays)}
     if len(gaussian) == len(layout.names):
         exact = tuple(layout.names)
     else:

@@ -43,7 +43,7 @@ _CHECK_STEPS = (0.3, 0.01)
 # Arguments and points looked at together.
 _LOOK_BYTES = 1 << 28
 # NumPyro's distributions whose log density can be quadratic in their parameters, once expansions and transforms are
-# taken off; Unit is numpyro.factor's.
+# taken off; Unit is numpyro.factor's, and a flat prior is quadratic where its support is the whole space.
 _GAUSSIAN = (
     dist.Normal,
     dist.MultivariateNormal,
@@ -52,6 +52,7 @@ _GAUSSIAN = (
     dist.GaussianRandomWalk,
     dist.GaussianStateSpace,
     dist.CAR,
+    dist.ImproperUniform,
     dist.Unit,
 )
 

@@ -15,8 +15,8 @@ from ._local import Draws, LocalProblem
 
 # Posterior sds that q moves before sigma points are compared with draws again.
 COMPARED_MOVE = 0.5
-# Drop of q's mean log sd after which sigma points that failed are tried again.
-RETRY_DROP = 0.2
+# Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again.
+RETRY_DROP, RETRY_ROUNDS = 0.2, 8
 # Antithetic pairs of the comparison for the likelihood; the prior factor reads no rows and takes all there are.
 _FEW_PAIRS = 4
 
@@ -33,7 +33,8 @@ def settle(
     """Decide whether sigma points still serve, and evaluate q under the decision.
 
     Sigma points stay while a few random draws agree with them; the comparison is made whenever q has moved by half a
-    posterior sd since the last one. Once contradicted they are tried again when q has become narrower.
+    posterior sd since the last one. Once contradicted they are tried again when q has become narrower, and every eight
+    rounds.
 
     Args:
         problem: the factors.
@@ -52,10 +53,12 @@ def settle(
     if not (problem.can_switch and noise is not None):
         return problem.evaluate(sites, evaluation.rule, noise, again=again) if stale else evaluation
     spread = -0.5 * evaluation.moments.log_det_precision / problem.family.dim
-    travelled = old.moved + moved
-    # Before the first evaluation there is no spread to go by.
-    retry = old.sampled & (spread < old.anchor - RETRY_DROP) & (not stale)
+    any_sampled = jnp.any(old.sampled)
+    # Noise moves q for ever: where draws are in use, rounds count and not moves.
+    travelled = old.moved + jnp.where(any_sampled, COMPARED_MOVE / RETRY_ROUNDS, moved)
     due = travelled >= COMPARED_MOVE
+    # Before the first evaluation there is no spread to go by.
+    retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & (not stale)
     ask = able & ~(old.sampled & ~retry) & (due | retry)
     points = Points(old.sampled & ~retry, old.anchor, jnp.where(due, 0.0, travelled))
     by_draws = problem.sampled(evaluation.rule)

@@ -1,0 +1,205 @@
+"""Points and Stein's identity: exact for cubics, right where gradients jump, and contradicted where they fail."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_pvi.expectations import DrawsProgram, PointsProgram, disagreement, random_points, sigma_points
+from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
+from numpyro_pvi.runtime._forms import forms_differ
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+
+
+def moments(dim, full=True, scale=0.7):
+    family = MultivariateNormalFamily(dim) if full else NormalFamily(dim)
+    root = np.tril(RNG.normal(size=(dim, dim)) * 0.3) + np.eye(dim)
+    loc = jnp.asarray(RNG.normal(size=dim))
+    precision = root @ root.T / scale**2 if full else np.diag(root) ** 2 / scale**2
+    vector = precision @ loc if full else precision * loc
+    return family, family.moments(family.natural(jnp.asarray(vector), jnp.asarray(precision)))
+
+
+def covariance(family, q):
+    return np.asarray(q.scale @ q.scale.T) if family.full else np.diag(np.asarray(q.scale) ** 2)
+
+
+def cubic(dim):
+    """A random cubic with its derivatives' expectations under a Gaussian, in closed form."""
+    tensor = RNG.normal(size=(dim, dim, dim))
+    tensor = (
+        sum(np.transpose(tensor, p) for p in [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]) / 6
+    )
+    matrix = RNG.normal(size=(dim, dim))
+    matrix, vector = matrix + matrix.T, RNG.normal(size=dim)
+
+    def density(_, z):
+        t = jnp.asarray(tensor)
+        return jnp.einsum("ijk,i,j,k->", t, z, z, z) / 6 + 0.5 * z @ jnp.asarray(matrix) @ z + jnp.asarray(vector) @ z
+
+    def expectations(loc, cov):
+        hessian = np.einsum("ijk,k->ij", tensor, loc) + matrix
+        gradient = 0.5 * np.einsum("ijk,jk->i", tensor, np.outer(loc, loc) + cov) + matrix @ loc + vector
+        value = np.einsum("ijk,i,j,k->", tensor, loc, loc, loc) / 6 + 0.5 * np.einsum("ijk,ij,k->", tensor, cov, loc)
+        return value + 0.5 * loc @ matrix @ loc + 0.5 * np.sum(matrix * cov) + vector @ loc, gradient, hessian
+
+    return density, expectations
+
+
+def parts(family, q, expected):
+    """``(value, E grad f, E hess f)`` from what a program returns."""
+    precision = np.asarray(expected.target.precision)
+    pull = precision @ np.asarray(q.loc) if family.full else precision * np.asarray(q.loc)
+    return float(expected.value), np.asarray(expected.target.precision_mean) - pull, -precision
+
+
+def sets(program, sampled):
+    random = random_points(KEY, program.family.dim, 16, jnp.result_type(float))
+    return program.choose(random, jnp.array(sampled), jnp.result_type(float))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 5])
+@pytest.mark.parametrize("sampled", [False, True], ids=["sigma", "random"])
+@pytest.mark.parametrize("full", [True, False], ids=["full", "mean-field"])
+def test_points_are_exact_for_cubics(dim, sampled, full, x64):
+    family, q = moments(dim, full)
+    density, closed = cubic(dim)
+    program = PointsProgram(density, family)
+    value, gradient, hessian = parts(
+        family, q, program.expected(None, q, None, jnp.int32(0), sets(program, sampled), False)
+    )
+    exact = closed(np.asarray(q.loc), covariance(family, q))
+    tolerance = 1e-9 if x64 else 2e-3
+    np.testing.assert_allclose(value, exact[0], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(gradient, exact[1], rtol=tolerance, atol=10 * tolerance)
+    wanted = exact[2] if full else np.diag(exact[2])
+    np.testing.assert_allclose(hessian, wanted, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 9])
+def test_both_kinds_of_points_have_unit_covariance(dim):
+    for found in (sigma_points(dim, float), random_points(KEY, dim, 30, jnp.result_type(float))):
+        eps, weight = np.asarray(found.eps), np.asarray(found.weight)
+        for block in range(eps.shape[0]):
+            second = np.einsum("p,pi,pj->ij", weight[block], eps[block], eps[block])
+            np.testing.assert_allclose(second, np.eye(dim), atol=2e-5)
+
+
+def test_random_points_are_unbiased_for_a_quartic(x64):
+    """E|z|^4 = D (D + 2), which sigma points at radius sqrt(D) put at D^2."""
+    dim = 5
+    family = MultivariateNormalFamily(dim)
+    q = family.moments(family.natural(jnp.zeros(dim), jnp.eye(dim)))
+    program = PointsProgram(lambda _, z: jnp.sum(z**2) ** 2, family, "stein", 16)
+    found = [
+        float(program.expected(None, q, None, 0, program.draw(jax.random.key(i), jnp.result_type(float)), False).value)
+        for i in range(40)
+    ]
+    error = np.std(found) / len(found) ** 0.5
+    assert abs(np.mean(found) - dim * (dim + 2)) < 4 * error + 1e-3
+    assert error < 0.5
+
+
+def laplace(dim, num_rows):
+    X, y = RNG.normal(size=(num_rows, dim)), RNG.normal(size=num_rows)
+
+    def density(_, z):
+        return -jnp.sum(jnp.abs(jnp.asarray(y) - jnp.asarray(X) @ z))
+
+    def curvature(loc, cov):
+        """-E hess: every row has -2 times the density of its residual at zero along its own direction."""
+        sd = np.sqrt(np.einsum("ni,ij,nj->n", X, cov, X))
+        height = 2 * np.exp(-0.5 * ((y - X @ loc) / sd) ** 2) / (sd * math.sqrt(2 * math.pi))
+        return (X.T * height) @ X
+
+    return density, curvature
+
+
+def test_stein_sees_the_curvature_of_kinks_and_second_derivatives_do_not(x64):
+    dim = 3
+    family, q = moments(dim)
+    density, curvature = laplace(dim, 20)
+    exact = curvature(np.asarray(q.loc), covariance(family, q))
+    stein = PointsProgram(density, family, "stein", 3_000)
+    points = stein.draw(KEY, jnp.result_type(float))
+    found = parts(family, q, stein.expected(None, q, None, jnp.int32(0), points, False))[2]
+    np.testing.assert_allclose(-found, exact, atol=0.05 * np.abs(exact).max())
+    pairs = jax.random.normal(KEY, (16, dim))
+    second = DrawsProgram(density, family).expected((None, None), q, None, 0, pairs, False)
+    assert np.abs(np.asarray(second.target.precision)).max() == 0.0
+
+
+FORMS = {
+    "quadratic": (lambda z: -jnp.sum(z**2), False),
+    "cosine": (lambda z: jnp.sum(jnp.cos(2 * z)) + z[0] * z[1], False),
+    "laplace": (lambda z: -jnp.sum(jnp.abs(z - 0.3)), True),
+    "relu": (lambda z: -((jax.nn.relu(z[0] + z[1]) - z[2] - 1.0) ** 2), True),
+    "huber": (lambda z: -jnp.sum(jnp.where(jnp.abs(z) < 1, 0.5 * z**2, jnp.abs(z) - 0.5)), False),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_the_hessian_differ_where_gradients_jump_only(name):
+    """The Huber loss has a continuous gradient: its second derivative jumps, which does no harm."""
+    density, jumps = FORMS[name]
+    eps = jax.random.normal(KEY, (64, 3))
+    assert bool(forms_differ(density, jnp.zeros(3), jnp.ones(3), eps)) is jumps
+
+
+CONTRADICTED = {
+    # Sigma points lie sqrt(D) sds out, where nothing of a Gaussian is.
+    "narrow bumps": (lambda _, z: 30.0 * jnp.sum(jnp.exp(-(z**2) / 0.5)), True),
+    "quartic": (lambda _, z: -0.3 * jnp.sum(z**2) ** 2, True),
+    "exponential": (lambda _, z: -jnp.sum(jnp.exp(2.0 * z)), True),
+    "quadratic": (lambda _, z: -40.0 * jnp.sum(z**2) + 3 * z[0], False),
+    "nearly quadratic": (lambda _, z: -0.5 * jnp.sum(z**2) + 0.01 * jnp.sum(jnp.cos(z)), False),
+    "cubic": (lambda _, z: 0.1 * jnp.sum(z**3) - jnp.sum(z**2), False),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTED)
+@pytest.mark.parametrize("full", [True, False], ids=["full", "mean-field"])
+def test_a_few_draws_contradict_sigma_points_where_they_fail(name, full):
+    density, fails = CONTRADICTED[name]
+    dim = 12
+    family = MultivariateNormalFamily(dim) if full else NormalFamily(dim)
+    one = jnp.eye(dim) if full else jnp.ones(dim)
+    q = family.moments(family.natural(jnp.zeros(dim), one))
+    program = PointsProgram(density, family)
+    factor = program.expected(None, q, None, jnp.int32(0), sigma_points(dim, jnp.result_type(float)), False)
+    verdicts = []
+    for seed in range(8):
+        eps = jax.random.normal(jax.random.key(seed), (4, dim))
+        pairs = jax.vmap(lambda e: program.pair(None, q, e))(eps)
+        verdicts.append(bool(disagreement(family, q, factor, eps, pairs)))
+    # Some 90 % of contradictions are seen by four pairs; agreement is never doubted.
+    assert sum(verdicts) >= 7 if fails else not any(verdicts)
+
+
+def test_values_alone_equal_values_with_gradients(tolerance):
+    family, q = moments(4)
+    program = PointsProgram(lambda _, z: jnp.sum(jnp.sin(z)) ** 2, family)
+    points = sets(program, True)
+    whole = program.expected(None, q, None, jnp.int32(0), points, False)
+    for slopes in (False, jnp.array(False)):
+        alone = program.expected(None, q, None, jnp.int32(0), points._replace(slopes=slopes), False)
+        np.testing.assert_allclose(alone.value, whole.value, rtol=10 * tolerance)
+        assert not np.any(alone.target.precision)
+
+
+def test_a_traced_loop_over_blocks_equals_the_unrolled_one(tolerance):
+    family, q = moments(2)
+    program = PointsProgram(lambda _, z: jnp.sum(jnp.sin(z)) ** 2, family, "auto", 40)
+    for sampled in (False, True):
+        random = program.draw(KEY, jnp.result_type(float))
+        points = program.choose(random, jnp.array(sampled), jnp.result_type(float))
+        first, second = (
+            jax.jit(program.expected, static_argnums=3)(None, q, None, 0, points, False),
+            jax.jit(program.expected)(None, q, None, jnp.int32(0), points, False),
+        )
+        np.testing.assert_allclose(first.value, second.value, rtol=10 * tolerance)
+        np.testing.assert_allclose(first.target.precision, second.target.precision, rtol=1e-4, atol=10 * tolerance)

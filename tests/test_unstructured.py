@@ -1,0 +1,117 @@
+"""Fits of factors without structure: what is chosen, what can be forced, and where it ends."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+
+from numpyro_pvi import PRIOR, PVI, Partition
+from numpyro_pvi.errors import PVIError
+from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.solvers import NaturalGradient
+from tests.laws import oracles
+from tests.laws.models import groups, make_logistic, rows
+
+KEY = jax.random.key(0)
+X, Y, LABELS = rows()
+
+
+def fit(model, y, expectation="auto", schedule=None, guide=AutoMultivariateNormal, rounds=40, start="auto"):
+    solver = NaturalGradient(expectation=expectation)
+    pvi = PVI(Partition(model, "data", groups(3)), guide(model), solver=solver, schedule=schedule, init_sites=start)
+    return pvi, pvi.run(KEY, rounds, jnp.asarray(X), jnp.asarray(y), progress_bar=False)
+
+
+def sine(x, y):
+    """Nonlinear in the latents, gently where the data put them."""
+    w = numpyro.sample("w", dist.Normal(0.0, 0.5).expand([2]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("obs", dist.Normal(jnp.tanh(x @ w) + 0.1 * jnp.sin(w[0] * w[1]), 0.5), obs=y)
+
+
+def bumps(x, y):
+    """Narrow bumps and a wide q: nothing of them lies where sigma points look."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.factor("bump", 0.5 * jnp.sum(jnp.exp(-4.0 * w**2)) + 0.0 * y)
+
+
+def kinks(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("obs", dist.Laplace(x @ w, 0.5), obs=y)
+
+
+def test_sigma_points_serve_where_draws_agree():
+    pvi, result = fit(sine, Y)
+    assert result.info.structure == ("draws",) * 3
+    assert result.info.expectation == ("sigma_points",) * 3
+    assert "sigma_points" in str(result.info)
+    # Without noise the fit converges to rounding.
+    assert result.info.total_move < 1e-3
+    assert "sigma points" in str(pvi.partition.plan(jnp.asarray(X), jnp.asarray(Y)))
+
+
+def test_draws_take_over_where_sigma_points_fail():
+    _, result = fit(bumps, Y, rounds=1, start="prior")
+    assert result.info.expectation == ("monte_carlo (stein)",) * 3
+
+
+@pytest.mark.parametrize(
+    ("word", "shown", "error"),
+    [
+        ("sigma_points", "sigma_points", 0.06),
+        ("stein", "monte_carlo (stein)", 0.1),
+        ("hessian", "monte_carlo (hessian)", 0.1),
+        ("monte_carlo", "monte_carlo (hessian)", 0.1),
+    ],
+)
+@pytest.mark.parametrize("schedule", [Synchronous(), Sequential()], ids=["parallel", "cyclic"])
+def test_what_is_insisted_on_is_used_and_ends_at_the_optimum(word, shown, error, schedule):
+    """Logistic regression, whose optimum is known; draws come near it because late naturals are averaged."""
+    loc, covariance = oracles.batch_vi_logistic(X, LABELS)
+    pvi, result = fit(make_logistic(), LABELS, word, schedule, rounds=60)
+    assert set(result.info.expectation) == {shown}
+    sd = np.sqrt(np.diag(covariance))
+    assert np.abs((np.asarray(result.params["auto_loc"]) - loc) / sd).max() < error
+    root = np.asarray(result.params["auto_scale_tril"])
+    assert np.abs(np.log(np.sqrt(np.diag(root @ root.T)) / sd)).max() < error
+
+
+def test_mean_field_draws_end_at_the_mean_field_optimum():
+    loc, covariance = oracles.batch_vi_logistic(X, LABELS, diagonal=True)
+    _, result = fit(make_logistic(), LABELS, "stein", guide=AutoDiagonalNormal, rounds=60)
+    sd = np.sqrt(np.diag(covariance))
+    assert np.abs((np.asarray(result.params["auto_loc"]) - loc) / sd).max() < 0.1
+
+
+def test_kinks_are_seen_where_draws_are_insisted_on():
+    _, result = fit(kinks, Y, "monte_carlo", rounds=2)
+    assert set(result.info.expectation) == {"monte_carlo (stein)"}
+
+
+def test_the_prior_factor_is_chosen_for_by_itself():
+    def model(x, y):
+        p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("obs", dist.Normal(p[0] * x[:, 0], 0.5), obs=y)
+
+    _, result = fit(model, Y, rounds=20)
+    assert result.info.labels[0] is PRIOR
+    assert set(result.info.expectation) <= {"sigma_points", "monte_carlo (stein)"}
+
+
+def test_the_loss_is_that_of_the_state_it_comes_with(tolerance):
+    """Whichever points are in use: a state carries the choice."""
+    for model in (sine, bumps):
+        pvi, result = fit(model, Y, rounds=2)
+        again = pvi.evaluate(result.state, jnp.asarray(X), jnp.asarray(Y))
+        np.testing.assert_allclose(result.losses[-1], again, rtol=10 * tolerance)
+
+
+def test_unknown_words_are_refused():
+    with pytest.raises(PVIError, match="sigma_points, monte_carlo, stein, hessian"):
+        NaturalGradient(expectation="simpson")
