@@ -23,7 +23,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks", epilog=listing, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=[*NAMES, "all"], help="which benchmark")
-    parser.add_argument("--data", metavar="DIR", help="folder with covtype_397k.npz (glm runs on it too) and mnist.npz (bnn)")
+    parser.add_argument(
+        "--data", metavar="DIR", help="folder with covtype_397k.npz (glm runs on it too) and mnist.npz (bnn)"
+    )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all; decides no target")

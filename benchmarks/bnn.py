@@ -90,7 +90,9 @@ def all_sds(params: dict[str, jax.Array]) -> np.ndarray:
     return np.concatenate([np.ravel(params[f"{n}_auto_scale"]) for n in SHAPES])
 
 
-def fit(pvi: PVI, data: dict[str, Any], sd: float, rounds: int) -> tuple[list[float], list[float], dict[int, np.ndarray]]:
+def fit(
+    pvi: PVI, data: dict[str, Any], sd: float, rounds: int
+) -> tuple[list[float], list[float], dict[int, np.ndarray]]:
     """Test errors and losses by round, and the posterior sds after rounds 0, 10 and the last."""
     state = pvi.init(jax.random.key(0), data["X"], data["y"], init_params=start_params(sd))
     errors, losses, sds = [], [], {0: all_sds(pvi.get_params(state))}
@@ -172,7 +174,7 @@ def svi_errors(data: dict[str, Any], rounds: int) -> list[float]:
 
 
 def run(options: argparse.Namespace) -> _report.Report:
-    """Errors by round, posterior sds from two starts, time and memory. Without ``--data`` on made-up images, which decides nothing."""
+    """Errors by round, posterior sds from two starts, time and memory; made-up images without ``--data`` decide nothing."""
     report = _report.Report("bnn")
     data = load(options.data, 2_000 if options.quick else options.rows)
     decides = options.data is not None and not options.quick
@@ -186,7 +188,13 @@ def run(options: argparse.Namespace) -> _report.Report:
     rows = [
         (r, losses[r - 1], errors[r - 1], other[0][r - 1], beside[r - 1] if r <= len(beside) else "") for r in shown
     ]
-    header = ("round", "loss, nats", f"test error from sd {START_SD}", f"from sd {OTHER_SD}", "SVI after as many epochs")
+    header = (
+        "round",
+        "loss, nats",
+        f"test error from sd {START_SD}",
+        f"from sd {OTHER_SD}",
+        "SVI after as many epochs",
+    )
     report.add_table("test error by round", header, rows)
     shares = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
     rows = [

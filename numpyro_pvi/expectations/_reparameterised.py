@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float
 from ..families import GaussianMoments, NormalFamily
 from ._expected import Expected
 
-
 # Pairs from which the correction by the others' coefficient lowers the variance.
 _ENOUGH = 6
 

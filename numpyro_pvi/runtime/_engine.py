@@ -42,9 +42,16 @@ from ..schedules import RoundCarry, RoundReport, Schedule
 from ..sites import SiteStack, posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
-from ._local import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE, FactorData, LocalProblem, exact_log_partition, solver_of_prior
+from ._local import (
+    LOOSE_MOVE,
+    LOOSE_TOLERANCE,
+    TOLERANCE,
+    FactorData,
+    LocalProblem,
+    exact_log_partition,
+    solver_of_prior,
+)
 from ._rows import GroupRows
-
 
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37

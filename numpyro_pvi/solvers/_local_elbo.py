@@ -83,7 +83,7 @@ class LocalELBO:
 
     optim: Any = None
     num_steps: int | None = None
-    epochs: float | None = None
+    epochs: int | float | None = None
     batch_size: int | None = None
     num_particles: int = 1
     average: float | str = "auto"
@@ -177,11 +177,10 @@ class LocalELBO:
     def _walk(self, factor: LocalFactor, cavity: Any, q: Any, moments: Any, state: Any, key: Any) -> tuple[_Walk, Any]:
         family, optimiser = factor.family, self._optimiser
         rows_key, noise_key = jax.random.split(key)
-        epochs = 1 if self.num_steps is None and self.epochs is None else self.epochs
-        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, epochs)
+        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
         zero = jnp.zeros_like(moments.loc)
         pull = cavity.precision_mean - family.precision_product(cavity, moments.loc)
-        share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else self.average
+        share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
         first = jnp.minimum(batches.num_steps - 1, jnp.ceil((1.0 - share) * batches.num_steps)).astype(jnp.int32)
         needs_moment = not self._by_pass(factor)
 

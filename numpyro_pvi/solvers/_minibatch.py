@@ -31,7 +31,7 @@ class Batches(NamedTuple):
 
 
 def plan_batches(
-    factor: LocalFactor, key: Any, batch_size: int | None, num_steps: int | None, epochs: float | None
+    factor: LocalFactor, key: Any, batch_size: int | None, num_steps: int | None, epochs: int | float | None
 ) -> Batches:
     """Shuffle a group's rows and deal them out; after the last row the first come again.
 
@@ -43,25 +43,26 @@ def plan_batches(
         key: a random key.
         batch_size: B, or None for all rows at every step.
         num_steps: steps of the visit, or None.
-        epochs: passes over the rows, where ``num_steps`` is None.
+        epochs: passes over the rows where ``num_steps`` is None; 1 by default.
 
     Returns:
         The steps.
     """
+    passes = 1.0 if epochs is None else float(epochs)
     if batch_size is None:
-        return Batches(math.ceil(epochs) if num_steps is None else num_steps, None, 1.0)
-    count = factor.num_rows
+        return Batches(math.ceil(passes) if num_steps is None else num_steps, None, 1.0)
+    count, length = factor.num_rows, num_steps
     if num_steps is None:
-        # The factor guards against 0.1 * 10 batches becoming two steps by rounding.
-        steps = epochs * count / batch_size * (1 - 1e-6)
-        num_steps = math.ceil(steps) if isinstance(count, int) else jnp.ceil(steps).astype(jnp.int32)
+        # The last factor guards against 0.1 * 10 batches becoming two steps by rounding.
+        steps = passes * count / batch_size * (1 - 1e-6)
+        length = math.ceil(steps) if isinstance(count, int) else jnp.ceil(steps).astype(jnp.int32)
     late = jnp.arange(factor.max_rows) >= count
     order = jnp.argsort(jax.random.uniform(key, (factor.max_rows,)) + late)
 
     def rows(step):
         return order[(step * batch_size + jnp.arange(batch_size)) % count]
 
-    return Batches(num_steps, rows, count / batch_size)
+    return Batches(length, rows, count / batch_size)
 
 
 def next_draws(key: Any, step: Any, last: Float[Array, "S D"]) -> Float[Array, "S D"]:
@@ -150,9 +151,13 @@ def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_pa
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise PVIError(f"{owner}({name}={value!r}): expected a positive int or None.")
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not epochs > 0):
-        raise PVIError(f"{owner}(epochs={epochs!r}): expected a positive number of passes over a group's rows, or None.")
+        raise PVIError(
+            f"{owner}(epochs={epochs!r}): expected a positive number of passes over a group's rows, or None."
+        )
     if epochs is not None and batch_size is None and epochs != int(epochs):
-        raise PVIError(f"{owner}(epochs={epochs!r}): without batch_size every step is a whole pass; give a whole number.")
+        raise PVIError(
+            f"{owner}(epochs={epochs!r}): without batch_size every step is a whole pass; give a whole number."
+        )
     good = isinstance(num_particles, int) and num_particles >= 1 and (num_particles == 1 or num_particles % 2 == 0)
     if not good:
         raise PVIError(

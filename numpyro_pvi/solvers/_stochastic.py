@@ -61,7 +61,7 @@ class StochasticNaturalGradient:
 
     step_size: float = 0.1
     num_steps: int | None = None
-    epochs: float | None = None
+    epochs: int | float | None = None
     batch_size: int | None = None
     num_particles: int = 2
     average: float = 0.5
@@ -116,8 +116,7 @@ class StochasticNaturalGradient:
         del start, guarded
         family = factor.family
         rows_key, noise_key = jax.random.split(key)
-        epochs = 1 if self.num_steps is None and self.epochs is None else self.epochs
-        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, epochs)
+        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
         last = jnp.ceil((1.0 - self.average) * batches.num_steps)
         first = jnp.minimum(batches.num_steps - 1, last).astype(jnp.int32)
 

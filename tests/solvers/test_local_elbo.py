@@ -1,8 +1,13 @@
 """Optimisers on single sites: exact where the model is, the natural gradient's optimum elsewhere, whatever q started from."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import numpyro.optim
 import optax
 import pytest
@@ -20,7 +25,6 @@ from tests.laws.models import NOISE, make_independent_linear, make_logistic, mak
 KEY = jax.random.key(0)
 X, Y, CLASSES = rows(24)
 LABELS = np.arange(24) % 3
-GUIDES = [AutoMultivariateNormal, AutoDiagonalNormal]
 
 
 def fit(model, y, solver, rounds, schedule=None, guide=AutoMultivariateNormal, labels=LABELS, **options):
@@ -53,27 +57,27 @@ def distance(result, loc, sd):
 
 PAIRS = {"num_particles": 2}
 EXACT = {
-    "L-BFGS": (LocalELBO(optax.lbfgs(), num_steps=10, **PAIRS), 1e-4),
-    "Minimize": (LocalELBO(numpyro.optim.Minimize(), num_steps=2, **PAIRS), 1e-4),
-    "SGD": (LocalELBO(optax.sgd(0.01), num_steps=60, **PAIRS), 1e-3),
-    "numpyro Adam": (LocalELBO(numpyro.optim.Adam(0.05), num_steps=60, optimiser_state="keep", **PAIRS), 0.05),
-    "stochastic natural gradient": (StochasticNaturalGradient(0.5, num_steps=10), 1e-4),
+    "L-BFGS": (LocalELBO(optax.lbfgs(), num_steps=10, **PAIRS), 1e-4, AutoMultivariateNormal),
+    "Minimize": (LocalELBO(numpyro.optim.Minimize(), num_steps=2, **PAIRS), 1e-3, AutoDiagonalNormal),
+    "SGD": (LocalELBO(optax.sgd(0.01), num_steps=60, **PAIRS), 1e-3, AutoDiagonalNormal),
+    "numpyro Adam": (LocalELBO(numpyro.optim.Adam(0.05), num_steps=60, **PAIRS), 0.05, AutoMultivariateNormal),
+    "natural": (StochasticNaturalGradient(0.5, num_steps=10), 1e-4, AutoMultivariateNormal),
+    "natural, mean field": (StochasticNaturalGradient(0.5, num_steps=10), 1e-4, AutoDiagonalNormal),
 }
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda g: g.__name__)
 @pytest.mark.parametrize("name", EXACT)
-def test_a_linear_model_ends_at_its_posterior(name, guide):
+def test_a_linear_model_ends_at_its_posterior(name):
     """Pairs of both signs make the gradient exact there; Adam's last steps remain."""
-    solver, allowed = EXACT[name]
+    solver, allowed, guide = EXACT[name]
     _, result = fit(make_independent_linear(), Y, solver, 20, Sequential(), guide)
     far, stretched = distance(result, *linear_posterior(guide))
     assert far < allowed
     assert stretched < 1e-4
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda g: g.__name__)
-def test_parallel_visits_are_damped_by_the_number_of_groups(guide):
+def test_parallel_visits_are_damped_by_the_number_of_groups():
+    guide = AutoDiagonalNormal
     _, result = fit(make_independent_linear(), Y, EXACT["L-BFGS"][0], 25, Synchronous(), guide)
     assert np.allclose(result.info.step, 1 / 3)
     assert max(distance(result, *linear_posterior(guide))) < 1e-3
@@ -129,11 +133,20 @@ def test_a_prior_outside_the_family_gets_its_natural_gradient():
 # ---------------------------------------------------------------- batches
 
 
+@dataclasses.dataclass
 class Rows:
-    """A factor whose i-th row contributes theta * (i + 1): gradients say which rows were taken."""
+    """A factor of which only the number of rows is asked."""
 
-    def __init__(self, num_rows, max_rows=None):
-        self.num_rows, self.max_rows = num_rows, max_rows or num_rows
+    num_rows: Any
+    max_rows: int = 7
+    family: Any = None
+    quadratic = noisy = False
+
+    def expected(self, moments):
+        raise NotImplementedError
+
+    def derivatives(self, points, rows=None, hessian=False):
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -186,7 +199,9 @@ def test_draws_come_in_pairs_over_steps():
     assert np.array_equal(pairs[:2], -pairs[2:])
 
 
-@pytest.mark.parametrize("solver", [LocalELBO(epochs=2, batch_size=3), StochasticNaturalGradient(epochs=2, batch_size=3)])
+@pytest.mark.parametrize(
+    "solver", [LocalELBO(epochs=2, batch_size=3), StochasticNaturalGradient(epochs=2, batch_size=3)]
+)
 def test_unequal_groups_and_another_runtime(solver, tolerance):
     labels = np.repeat([0, 1, 2], [3, 8, 13])
     ends = [
@@ -250,17 +265,20 @@ def test_a_round_that_loses_too_much_is_undone(schedule):
 
 
 def test_a_factor_that_is_not_finite_keeps_its_site():
-    model = make_logistic()
+    """exp(2000 w) overflows under the prior: that site stays and is reported, the other moves."""
 
-    def broken(X, y):
-        model(X, jnp.where(y > 5, jnp.nan, y))
+    def fragile(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("obs", dist.Poisson(jnp.exp(x * w)), obs=y)
 
-    y = CLASSES.astype(float)
-    y[LABELS == 1] = 9.0
-    pvi = PVI(Partition(broken, "data", LABELS, check=False), AutoMultivariateNormal(broken), solver=LocalELBO(num_steps=2))
-    state = pvi.init(KEY, X, y)
-    state, _ = pvi.update(state, X, y)
-    assert list(pvi.info(state).skipped) == [False, True, False]
+    x, y, labels = np.array([0.2, 0.1, 2000.0, 1500.0]), np.array([1, 0, 3, 1]), ["fine", "fine", "bad", "bad"]
+    solver = LocalELBO(optax.sgd(0.01), num_steps=2, curvature="steps")
+    pvi = PVI(Partition(fragile, "data", labels), AutoMultivariateNormal(fragile), solver=solver, init_sites="prior")
+    state, _ = pvi.update(pvi.init(KEY, x, y), x, y)
+    assert dict(zip(pvi.groups, pvi.info(state).skipped, strict=True)) == {"fine": False, "bad": True}
+    assert np.all(np.asarray(pvi.site(state, "bad").precision) == 0)
+    assert np.isfinite(pvi.site(state, "fine").precision_mean).all()
 
 
 # ---------------------------------------------------------------- messages
