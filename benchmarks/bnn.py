@@ -174,7 +174,7 @@ def svi_errors(data: dict[str, Any], rounds: int) -> list[float]:
 
 
 def run(options: argparse.Namespace) -> _report.Report:
-    """Errors by round, posterior sds from two starts, time and memory. Without ``--data`` on made-up images, which decides nothing."""
+    """Errors by round, posterior sds from two starts, time and memory; made-up images without ``--data`` decide nothing."""
     report = _report.Report("bnn")
     data = load(options.data, 2_000 if options.quick else options.rows)
     decides = options.data is not None and not options.quick

@@ -52,8 +52,8 @@ def add_expected(left: Expected, right: Expected) -> Expected:
     """Sum two sets of rows."""
     return Expected(
         left.value + right.value,
-        left.target + right.target,
-        left.product + right.product,
+        jax.tree.map(jnp.add, left.target, right.target),
+        jax.tree.map(jnp.add, left.product, right.product),
         left.error + right.error,
         left.weight + right.weight,
         jnp.maximum(left.spread, right.spread),

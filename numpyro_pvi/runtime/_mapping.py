@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from jaxtyping import Array, Int
 from ..errors import PVIError
 from ..expectations import Expected, add_expected, sum_by_group
 from ..sites import take
+
+# Batches that the results of all chunks may be as large as.
+_LARGE_RESULTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Vmap:
         """Evaluate chunks in batches: see :class:`numpyro_pvi.runtime.Runtime`."""
         count, num_groups = chunk_group.shape[0], offsets.shape[0] - 1
         batch = self._batch_size(chunks, count, working_bytes)
+        if batch == 1 and num_groups < count and self._results_are_large(expect, chunks, count):
+            # One at a time anyway: added up on the way, they hold one group's result each and not one chunk's.
+            return LaxMap().sum_chunks(expect, chunks, chunk_group, offsets, working_bytes)
         if batch >= count:
             results = jax.vmap(expect)(chunks)
         else:
@@ -56,6 +63,11 @@ class Vmap:
         if reads_rows:
             return jax.lax.map(lambda xs: solve(*xs), operands)
         return jax.vmap(solve)(*operands)
+
+    def _results_are_large(self, expect: Callable[[Any], Expected], chunks: Any, count: int) -> bool:
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks)
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(expect, one)))
+        return count * size > _LARGE_RESULTS * self.batch_bytes
 
     def _batch_size(self, chunks: Any, count: int, working_bytes: int) -> int:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(chunks)) + count * working_bytes

@@ -52,9 +52,10 @@ class GroupRows:
         Returns:
             Value, gradient and Hessian of the sum over those rows at every point.
         """
-        if rows is None:
-            return self._all(group, points, hessian)
         packing = self.packing
+        # Masks have no rows to take; settings that ask for some are refused beforehand.
+        if rows is None or isinstance(packing, GroupMasks):
+            return self._all(group, points, hessian)
         length = packing.rows.shape[1]
         taken = packing.rows[packing.offsets[group] + rows // length, rows % length]
         return self._at((taken, jnp.ones(taken.shape, bool)), points, hessian)

@@ -18,6 +18,7 @@ from ..sites import select
 from ._base import LocalFactor, LocalResult
 from ._minibatch import (
     check_batch_size,
+    check_no_local,
     check_steps,
     move_precision,
     next_draws,
@@ -83,7 +84,7 @@ class LocalELBO:
 
     optim: Any = None
     num_steps: int | None = None
-    epochs: float | None = None
+    epochs: int | float | None = None
     batch_size: int | None = None
     num_particles: int = 1
     average: float | str = "auto"
@@ -124,8 +125,9 @@ class LocalELBO:
         return self._optimiser.init(jnp.zeros((family.dim,), dtype)) if self.optimiser_state == "keep" else ()
 
     def check(self, structure: str, full: bool, where: str) -> None:
-        """Factors of every structure will do."""
-        del structure, full, where
+        """Raise for local latents; factors of every other structure will do."""
+        del full
+        check_no_local(type(self).__name__, structure, where)
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when a group has fewer rows than a batch.
@@ -177,11 +179,10 @@ class LocalELBO:
     def _walk(self, factor: LocalFactor, cavity: Any, q: Any, moments: Any, state: Any, key: Any) -> tuple[_Walk, Any]:
         family, optimiser = factor.family, self._optimiser
         rows_key, noise_key = jax.random.split(key)
-        epochs = 1 if self.num_steps is None and self.epochs is None else self.epochs
-        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, epochs)
+        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
         zero = jnp.zeros_like(moments.loc)
         pull = cavity.precision_mean - family.precision_product(cavity, moments.loc)
-        share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else self.average
+        share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
         first = jnp.minimum(batches.num_steps - 1, jnp.ceil((1.0 - share) * batches.num_steps)).astype(jnp.int32)
         needs_moment = not self._by_pass(factor)
 

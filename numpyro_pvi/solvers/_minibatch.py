@@ -31,7 +31,7 @@ class Batches(NamedTuple):
 
 
 def plan_batches(
-    factor: LocalFactor, key: Any, batch_size: int | None, num_steps: int | None, epochs: float | None
+    factor: LocalFactor, key: Any, batch_size: int | None, num_steps: int | None, epochs: int | float | None
 ) -> Batches:
     """Shuffle a group's rows and deal them out; after the last row the first come again.
 
@@ -43,25 +43,26 @@ def plan_batches(
         key: a random key.
         batch_size: B, or None for all rows at every step.
         num_steps: steps of the visit, or None.
-        epochs: passes over the rows, where ``num_steps`` is None.
+        epochs: passes over the rows where ``num_steps`` is None; 1 by default.
 
     Returns:
         The steps.
     """
+    passes = 1.0 if epochs is None else float(epochs)
     if batch_size is None:
-        return Batches(math.ceil(epochs) if num_steps is None else num_steps, None, 1.0)
-    count = factor.num_rows
+        return Batches(math.ceil(passes) if num_steps is None else num_steps, None, 1.0)
+    count, length = factor.num_rows, num_steps
     if num_steps is None:
-        # The factor guards against 0.1 * 10 batches becoming two steps by rounding.
-        steps = epochs * count / batch_size * (1 - 1e-6)
-        num_steps = math.ceil(steps) if isinstance(count, int) else jnp.ceil(steps).astype(jnp.int32)
+        # The last factor guards against 0.1 * 10 batches becoming two steps by rounding.
+        steps = passes * count / batch_size * (1 - 1e-6)
+        length = math.ceil(steps) if isinstance(count, int) else jnp.ceil(steps).astype(jnp.int32)
     late = jnp.arange(factor.max_rows) >= count
     order = jnp.argsort(jax.random.uniform(key, (factor.max_rows,)) + late)
 
     def rows(step):
         return order[(step * batch_size + jnp.arange(batch_size)) % count]
 
-    return Batches(num_steps, rows, count / batch_size)
+    return Batches(length, rows, count / batch_size)
 
 
 def next_draws(key: Any, step: Any, last: Float[Array, "S D"]) -> Float[Array, "S D"]:
@@ -162,6 +163,24 @@ def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_pa
         raise PVIError(
             f"{owner}(num_particles={num_particles!r}): expected 1 (a draw whose sign the next step turns over) or an "
             "even number (pairs of both signs)."
+        )
+
+
+def check_no_local(owner: str, structure: str, where: str) -> None:
+    """Refuse factors with local latents, which steps over batches of rows would not move.
+
+    Args:
+        owner: the solver's name.
+        structure: what was found about the factor.
+        where: the factor's name, for the message.
+
+    Raises:
+        PVIError: naming the solver that fits.
+    """
+    if structure == "local":
+        raise PVIError(
+            f"{owner} does not fit the {where}, which has local latents (inside the partitioned plate): use "
+            "solver=NaturalGradient(), or declare them outside, in a plate of their own, and index them by row."
         )
 
 

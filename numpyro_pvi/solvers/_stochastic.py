@@ -17,6 +17,7 @@ from ..sites import select
 from ._base import LocalFactor, LocalResult
 from ._minibatch import (
     check_batch_size,
+    check_no_local,
     check_steps,
     move_precision,
     next_draws,
@@ -61,7 +62,7 @@ class StochasticNaturalGradient:
 
     step_size: float = 0.1
     num_steps: int | None = None
-    epochs: float | None = None
+    epochs: int | float | None = None
     batch_size: int | None = None
     num_particles: int = 2
     average: float = 0.5
@@ -87,8 +88,9 @@ class StochasticNaturalGradient:
         return ()
 
     def check(self, structure: str, full: bool, where: str) -> None:
-        """Factors of every structure will do."""
-        del structure, full, where
+        """Raise for local latents; factors of every other structure will do."""
+        del full
+        check_no_local(type(self).__name__, structure, where)
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when a group has fewer rows than a batch.
@@ -116,8 +118,7 @@ class StochasticNaturalGradient:
         del start, guarded
         family = factor.family
         rows_key, noise_key = jax.random.split(key)
-        epochs = 1 if self.num_steps is None and self.epochs is None else self.epochs
-        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, epochs)
+        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
         last = jnp.ceil((1.0 - self.average) * batches.num_steps)
         first = jnp.minimum(batches.num_steps - 1, last).astype(jnp.int32)
 

@@ -30,6 +30,8 @@ LAWS = {
 _SUMS = "q is re-summed from the stored sites after every round"
 _QUADRATIC = "a quadratic factor's site is the same at every q, so the order of visits is of no account"
 _IDENTITY = "the identity is algebra: it is true of any sites whose q is normalisable"
+_NOISE = "Monte Carlo noise of a visit's steps; it shrinks with draws, and vanishes for a quadratic factor with pairs"
+_STEPS = "some steps of an optimiser, damped by 1/M in parallel, approach the exact site"
 _REFUSED = "Conjugate refuses a mean-field q: a coupled quadratic factor is not in the span of its statistics"
 
 TABLE: dict[tuple[int, str, str], Verdict] = {
@@ -76,6 +78,18 @@ TABLE: dict[tuple[int, str, str], Verdict] = {
         LIMIT, "the joint step is capped by the largest eigenvalue of the scaled curvature"
     ),
 }
+for _solver in ("LocalELBO", "StochasticNaturalGradient"):
+    for _schedule in ("Sequential", "Synchronous"):
+        TABLE |= {
+            (1, _solver, _schedule): Verdict(HOLDS, _SUMS),
+            (2, _solver, _schedule): Verdict(LIMIT, _STEPS),
+            (3, _solver, _schedule): Verdict(LIMIT, _NOISE),
+            (4, _solver, _schedule): Verdict(DOES_NOT, "a visit takes several steps at its own local q"),
+            (6, _solver, _schedule): Verdict(HOLDS, _IDENTITY),
+            (12, _solver, _schedule): Verdict(
+                LIMIT, "a visit moves one site as if alone; 1/M of the joint step, or a sweep, cannot overshoot"
+            ),
+        }
 
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
@@ -87,4 +101,10 @@ RUNTIMES: dict[str, Verdict] = {
 CHECKED_ELSEWHERE = {
     (4, "Conjugate", "Synchronous"): "test_partitions.py",
     (4, "NaturalGradient", "Synchronous"): "test_partitions.py",
+    **{
+        (law, solver, schedule): "test_stochastic.py"
+        for law in (2, 3, 12)
+        for solver in ("LocalELBO", "StochasticNaturalGradient")
+        for schedule in ("Sequential", "Synchronous")
+    },
 }

@@ -10,7 +10,7 @@ import numpy as np
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import Conjugate, NaturalGradient
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
 
 from . import checks, models, oracles
 from .fits import Fit, fit
@@ -37,6 +37,7 @@ class Cell(NamedTuple):
 SEQUENTIAL, RANDOM = Sequential(), Sequential(order="random")
 SYNCHRONOUS, DAMPED = Synchronous(), Synchronous(damping=0.5)
 CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
+LOCAL, STOCHASTIC = LocalELBO(num_steps=5), StochasticNaturalGradient(num_steps=5)
 
 # The full product for the quadratic model; pairwise for the others: every schedule and M in {1, 2, 5, N} occurs.
 CELLS = (
@@ -49,6 +50,10 @@ CELLS = (
     Cell("linear-natural-random", "linear", NATURAL, RANDOM, 3, (1, 2, 3, 6), 2),
     Cell("linear-natural-parallel", "linear", NATURAL, SYNCHRONOUS, 1, (1, 2, 3, 6), 2),
     Cell("linear-natural-damped", "linear", NATURAL, DAMPED, 5, (1, 2, 6), 5),
+    Cell("linear-local-cyclic", "linear", LOCAL, SEQUENTIAL, 3, (1, 6), 2),
+    Cell("linear-local-parallel", "linear", LOCAL, SYNCHRONOUS, 5, (1, 6), 2),
+    Cell("linear-stochastic-cyclic", "linear", STOCHASTIC, SEQUENTIAL, 3, (1, 6), 2),
+    Cell("linear-stochastic-parallel", "linear", STOCHASTIC, SYNCHRONOUS, 5, (1, 6), 2),
     Cell("logistic-cyclic", "logistic", NATURAL, SEQUENTIAL, 5, (1, 3, 6), 20),
     Cell("logistic-random", "logistic", NATURAL, RANDOM, 2, (1, 3, 6), 20),
     Cell("logistic-parallel", "logistic", NATURAL, SYNCHRONOUS, 1, (1, 3, 6), 25),

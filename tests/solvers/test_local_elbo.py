@@ -1,8 +1,13 @@
 """Optimisers on single sites: exact where the model is, the natural gradient's optimum elsewhere, whatever q started from."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import numpyro.optim
 import optax
 import pytest
@@ -15,12 +20,19 @@ from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, StochasticNaturalGradient
 from tests.laws import oracles
-from tests.laws.models import NOISE, make_independent_linear, make_logistic, make_scale, rows
+from tests.laws.models import (
+    NOISE,
+    PRIOR_LOC,
+    make_independent_linear,
+    make_linear,
+    make_logistic,
+    make_scale,
+    rows,
+)
 
 KEY = jax.random.key(0)
 X, Y, CLASSES = rows(24)
 LABELS = np.arange(24) % 3
-GUIDES = [AutoMultivariateNormal, AutoDiagonalNormal]
 
 
 def fit(model, y, solver, rounds, schedule=None, guide=AutoMultivariateNormal, labels=LABELS, **options):
@@ -53,27 +65,27 @@ def distance(result, loc, sd):
 
 PAIRS = {"num_particles": 2}
 EXACT = {
-    "L-BFGS": (LocalELBO(optax.lbfgs(), num_steps=10, **PAIRS), 1e-4),
-    "Minimize": (LocalELBO(numpyro.optim.Minimize(), num_steps=2, **PAIRS), 1e-4),
-    "SGD": (LocalELBO(optax.sgd(0.01), num_steps=60, **PAIRS), 1e-3),
-    "numpyro Adam": (LocalELBO(numpyro.optim.Adam(0.05), num_steps=60, optimiser_state="keep", **PAIRS), 0.05),
-    "stochastic natural gradient": (StochasticNaturalGradient(0.5, num_steps=10), 1e-4),
+    "L-BFGS": (LocalELBO(optax.lbfgs(), num_steps=10, **PAIRS), 1e-4, AutoMultivariateNormal),
+    "Minimize": (LocalELBO(numpyro.optim.Minimize(), num_steps=2, **PAIRS), 1e-3, AutoDiagonalNormal),
+    "SGD": (LocalELBO(optax.sgd(0.01), num_steps=60, **PAIRS), 1e-3, AutoDiagonalNormal),
+    "numpyro Adam": (LocalELBO(numpyro.optim.Adam(0.05), num_steps=60, **PAIRS), 0.05, AutoMultivariateNormal),
+    "natural": (StochasticNaturalGradient(0.5, num_steps=10), 1e-4, AutoMultivariateNormal),
+    "natural, mean field": (StochasticNaturalGradient(0.5, num_steps=10), 1e-4, AutoDiagonalNormal),
 }
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda g: g.__name__)
 @pytest.mark.parametrize("name", EXACT)
-def test_a_linear_model_ends_at_its_posterior(name, guide):
+def test_a_linear_model_ends_at_its_posterior(name):
     """Pairs of both signs make the gradient exact there; Adam's last steps remain."""
-    solver, allowed = EXACT[name]
+    solver, allowed, guide = EXACT[name]
     _, result = fit(make_independent_linear(), Y, solver, 20, Sequential(), guide)
     far, stretched = distance(result, *linear_posterior(guide))
     assert far < allowed
     assert stretched < 1e-4
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda g: g.__name__)
-def test_parallel_visits_are_damped_by_the_number_of_groups(guide):
+def test_parallel_visits_are_damped_by_the_number_of_groups():
+    guide = AutoDiagonalNormal
     _, result = fit(make_independent_linear(), Y, EXACT["L-BFGS"][0], 25, Synchronous(), guide)
     assert np.allclose(result.info.step, 1 / 3)
     assert max(distance(result, *linear_posterior(guide))) < 1e-3
@@ -129,11 +141,20 @@ def test_a_prior_outside_the_family_gets_its_natural_gradient():
 # ---------------------------------------------------------------- batches
 
 
+@dataclasses.dataclass
 class Rows:
-    """A factor whose i-th row contributes theta * (i + 1): gradients say which rows were taken."""
+    """A factor of which only the number of rows is asked."""
 
-    def __init__(self, num_rows, max_rows=None):
-        self.num_rows, self.max_rows = num_rows, max_rows or num_rows
+    num_rows: Any
+    max_rows: int = 7
+    family: Any = None
+    quadratic = noisy = False
+
+    def expected(self, moments):
+        raise NotImplementedError
+
+    def derivatives(self, points, rows=None, hessian=False):
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -161,9 +182,11 @@ def test_batch_sums_times_their_weight_are_unbiased():
 
 
 def test_batches_without_their_weight_would_be_seen(monkeypatch):
-    solver = LocalELBO(optax.adam(0.02), epochs=10, batch_size=4)
-    wanted = linear_posterior(AutoMultivariateNormal)
-    _, right = fit(make_independent_linear(), Y, solver, 30)
+    """Under a prior as strong as the data, which half of the data's force cannot match."""
+    solver, strong = LocalELBO(optax.adam(0.02), epochs=10, batch_size=4), 0.02 * np.eye(2)
+    loc, covariance = oracles.linear_posterior(X, Y, NOISE, PRIOR_LOC, strong)
+    wanted = loc, np.sqrt(np.diag(covariance))
+    _, right = fit(make_linear(strong), Y, solver, 30)
     assert distance(right, *wanted)[0] < 0.4
     plain = minibatch.plan_batches
 
@@ -171,8 +194,8 @@ def test_batches_without_their_weight_would_be_seen(monkeypatch):
         return plain(*args)._replace(weight=1.0)
 
     monkeypatch.setattr("numpyro_pvi.solvers._local_elbo.plan_batches", unweighted)
-    _, wrong = fit(make_independent_linear(), Y, solver, 30)
-    assert distance(wrong, *wanted)[0] > 1.0
+    _, wrong = fit(make_linear(strong), Y, solver, 30)
+    assert distance(wrong, *wanted)[0] > 0.6
 
 
 def test_draws_come_in_pairs_over_steps():
@@ -252,19 +275,20 @@ def test_a_round_that_loses_too_much_is_undone(schedule):
 
 
 def test_a_factor_that_is_not_finite_keeps_its_site():
-    model = make_logistic()
+    """exp(2000 w) overflows under the prior: that site stays and is reported, the other moves."""
 
-    def broken(X, y):
-        model(X, jnp.where(y > 5, jnp.nan, y))
+    def fragile(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("obs", dist.Poisson(jnp.exp(x * w)), obs=y)
 
-    y = CLASSES.astype(float)
-    y[LABELS == 1] = 9.0
-    pvi = PVI(
-        Partition(broken, "data", LABELS, check=False), AutoMultivariateNormal(broken), solver=LocalELBO(num_steps=2)
-    )
-    state = pvi.init(KEY, X, y)
-    state, _ = pvi.update(state, X, y)
-    assert list(pvi.info(state).skipped) == [False, True, False]
+    x, y, labels = np.array([0.2, 0.1, 2000.0, 1500.0]), np.array([1, 0, 3, 1]), ["fine", "fine", "bad", "bad"]
+    solver = LocalELBO(optax.sgd(0.01), num_steps=2, curvature="steps")
+    pvi = PVI(Partition(fragile, "data", labels), AutoMultivariateNormal(fragile), solver=solver, init_sites="prior")
+    state, _ = pvi.update(pvi.init(KEY, x, y), x, y)
+    assert dict(zip(pvi.groups, pvi.info(state).skipped, strict=True)) == {"fine": False, "bad": True}
+    assert np.all(np.asarray(pvi.site(state, "bad").precision) == 0)
+    assert np.isfinite(pvi.site(state, "fine").precision_mean).all()
 
 
 # ---------------------------------------------------------------- messages

@@ -1,0 +1,79 @@
+"""Laws 2, 3 and 12 for solvers that take steps of their own: they hold in the limit of many rounds."""
+
+import numpy as np
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.solvers import LocalELBO, StochasticNaturalGradient
+
+from . import checks, oracles
+from .fits import fit
+from .models import (
+    NOISE,
+    PRIOR_COVARIANCE,
+    PRIOR_LOC,
+    groups,
+    make_independent_linear,
+    make_linear,
+    make_logistic,
+    rows,
+)
+
+# Pairs of both signs make gradients of a quadratic factor exact, so that laws 2 and 12 are met to the steps' accuracy.
+SOLVERS = {
+    "local": LocalELBO(optax.lbfgs(), num_steps=6, num_particles=2),
+    "stochastic": StochasticNaturalGradient(0.5, num_steps=10, num_particles=2),
+}
+SCHEDULES = {"cyclic": Sequential(), "parallel": Synchronous()}
+
+each_solver = pytest.mark.parametrize("solver", SOLVERS)
+each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+@each_solver
+@each_schedule
+def test_conjugate_models_become_exact(solver, schedule):
+    X, y, _ = rows()
+    fitted = fit(make_linear(), X, y, groups(3), SOLVERS[solver], SCHEDULES[schedule], 40)
+    exact = oracles.linear_posterior(X, y, NOISE, PRIOR_LOC, PRIOR_COVARIANCE)
+    assert checks.distance(fitted, *exact) < 1e-3
+    # Not in one round, in parallel: the law is one of the limit.
+    if schedule == "parallel":
+        assert checks.distance(fitted._replace(states=fitted.states[:2]), *exact) > 0.1
+
+
+@each_solver
+@each_schedule
+def test_the_limit_is_stationary_whatever_the_partition(solver, schedule):
+    """Up to the noise of 64 draws a step: a twentieth of a posterior sd, and as much of the covariance."""
+    X, _, y = rows()
+    best = oracles.batch_vi_logistic(X, y)
+    many = {
+        "local": LocalELBO(optax.adam(0.02), num_steps=40, num_particles=64),
+        "stochastic": StochasticNaturalGradient(0.1, num_steps=40, num_particles=64),
+    }
+    for count in (1, 3) if schedule == "parallel" else (3,):
+        fitted = fit(make_logistic(), X, y, groups(count), many[solver], SCHEDULES[schedule], 40)
+        assert checks.distance(fitted, *best) < 0.1
+
+
+@each_solver
+@each_schedule
+def test_mean_field_fits_of_correlated_columns_converge(solver, schedule):
+    X, y, _ = rows(correlation=0.9)
+    exact = oracles.linear_posterior(X, y, NOISE, np.zeros(2), 4 * np.eye(2))
+    loc, variances = oracles.mean_field_of_gaussian(*exact)
+    fitted = fit(
+        make_independent_linear(),
+        X,
+        y,
+        groups(2),
+        SOLVERS[solver],
+        SCHEDULES[schedule],
+        150,
+        AutoDiagonalNormal,
+        "auto",
+    )
+    assert checks.distance(fitted, loc, np.diag(variances)) < 1e-2
