@@ -184,9 +184,8 @@ class PVI(SVI):
         own = model_layout(trace)
         layout = Layout(*guide_layout(self.guide, dict(zip(own.names, own.shapes, strict=True))))
         planned = plan_factors(partition, args, kwargs, key=plan_key, layout=layout)
-        layout = planned.plan.layout
         refuse_nothing_shared(planned.plan)
-        family = family_of(self.guide, layout.dim)
+        family = family_of(self.guide, planned.plan.layout.dim)
         expectation = getattr(self.solver, "expectation", "auto")
         planned = with_expectation(planned, expectation, family.full)
         plan = Plan(planned.plan, family, signature_of(args, kwargs, names))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,48 +16,25 @@ from .._state import SKIP_LIMIT, Plan, PVIState
 from ..expectations import (
     FIXED_RULES,
     RULES,
-    AffineProgram,
-    DrawsProgram,
-    LocalLatentProgram,
-    MaskedLocalProgram,
-    PointsProgram,
-    QuadraticProgram,
-    ReparameterisedProgram,
-    SharedAffineProgram,
-    sum_by_group,
 )
 from ..factors import (
     GroupMasks,
     ModelCall,
     Packing,
-    PartitionPlan,
     abstract_trace,
     exact_diagonal_prior,
     exact_prior,
-    gather_rows,
-    prepare_term,
-    prior_factor_log_density,
-    row_log_likelihood,
 )
-from ..families import ConditionalNatural, GaussianMoments, MultivariateNormalFamily
 from ..schedules import RoundCarry, RoundReport, Schedule
 from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
-from ._local import (
-    LOOSE_MOVE,
-    LOOSE_TOLERANCE,
-    TOLERANCE,
-    FactorData,
-    LocalProblem,
-    exact_log_partition,
-    solver_of_prior,
-)
-from ._rows import GroupRows
+from ._local import FactorData, LocalProblem, exact_log_partition, solver_of_prior
+from ._programs import FactorReader, first_conditionals, whole_call
+from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
+from ._starts import first_local_sites, first_sites
 
-# Antithetic pairs of the prior factor, which reads no rows, where it has no structure.
-_PRIOR_PAIRS = 64
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
 
@@ -136,18 +112,15 @@ class Engine:
             The factors, ready to be evaluated.
         """
         part = plan.partition
-        call = _whole_call(self.model, part, args, kwargs, params)
+        call = whole_call(self.model, part, args, kwargs, params)
         natural, exact = prior if prior is not None else self.exact_prior(plan, call)[:2]
-        program, chunks, group, offsets = self._likelihood(plan, call, packing, num_rules)
-        prior_program, prior_data = self._prior_factor(plan, call, num_rules)
+        reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
+        program, chunks, group, offsets = reader.likelihood()
+        prior_program, prior_data = reader.prior_factor()
         partition = exact_log_partition(plan.family, natural, exact)
         data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition)
         quadratic = part.likelihood == "quadratic"
         units = None if part.local is None else (part.local.size, part.local.width)
-        rows = None
-        if self.solver.stochastic:
-            density = partial(_chunk_log_likelihood, part, packing, lambda c: part.reading.call(call, c))
-            rows = GroupRows(lambda chunk, point: density((chunk, None), point), packing, part.table.sizes)
         return LocalProblem(
             plan.family,
             self.solver,
@@ -158,7 +131,7 @@ class Engine:
             num_rules,
             data,
             units=units,
-            rows=rows,
+            rows=reader.group_rows(),
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
@@ -183,111 +156,6 @@ class Engine:
             return plan.family.natural(*exact_prior(call, part.exact, origin)), exact, jnp.array(False)
         vector, precision, coupled = exact_diagonal_prior(call, part.exact, origin)
         return plan.family.natural(vector, precision), exact, coupled
-
-    def _likelihood(self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks, num_rules: int):
-        part, family = plan.partition, plan.family
-        reading, groups, offsets = part.reading, packing.chunk_group, packing.offsets
-
-        def masks(chunk):
-            return reading.masks(packing, chunk)
-
-        if part.likelihood == "affine":
-            program = AffineProgram(part.terms, family, num_rules)
-            if isinstance(packing, GroupMasks):
-                shared = tuple(prepare_term(call, spec) for spec in part.terms)
-                return SharedAffineProgram(program, shared, masks), packing.chunks, groups, offsets
-            chunks = self._prepare(lambda c: program.prepare(reading.call(call, c), masks(c)), packing, family.dim)
-            return program, chunks, groups, offsets
-        if part.likelihood in ("draws", "reparameterised", "local"):
-            program, chunks = self._draws(plan, call, packing)
-            return program, chunks, groups, offsets
-        dense = MultivariateNormalFamily(family.dim)
-        if part.terms:
-            reader: Any = AffineProgram(part.terms, dense, 1)
-        else:
-            density = partial(_chunk_log_likelihood, part, packing, lambda c: reading.call(call, c))
-            reader = DrawsProgram(density, dense)
-        dtype = jnp.result_type(float)
-        origin = GaussianMoments(
-            jnp.zeros((family.dim,), dtype), jnp.zeros((family.dim,) * 2, dtype), jnp.zeros((), dtype), jnp.array(True)
-        )
-        noise = jnp.zeros((1, family.dim), dtype)
-
-        def read(chunk):
-            arrays = reader.prepare(reading.call(call, chunk), masks(chunk)) if part.terms else (chunk, None)
-            # A static rule: params are differentiated through this, and loops of traced length have no reverse mode.
-            return reader.expected(arrays, origin, None, 0, noise, False)
-
-        count = offsets.shape[0]
-        if part.params or isinstance(packing, GroupMasks):
-            # Params are differentiated, where a runtime's loop of traced length has no reverse mode; and masks hold all
-            # rows, of which one group at a time is enough.
-            found = sum_by_group(jax.lax.map(read, packing.chunks), groups, count - 1)
-        else:
-            found = self.runtime.sum_chunks(read, packing.chunks, groups, offsets, 0)
-        return QuadraticProgram(reader, family), found, jnp.arange(count - 1), jnp.arange(count)
-
-    def _draws(self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks):
-        part = plan.partition
-
-        def program(read: Callable[[Any], ModelCall], data: Any):
-            density = partial(_chunk_log_likelihood, part, packing, read)
-            if part.local is None:
-                return self._unstructured(plan, density, part.likelihood), (data, None)
-
-            def joint(chunk, theta, z):
-                return density((chunk, None), theta, local=z)
-
-            slots = (data, *_unit_slots(part, packing))
-            # Forward derivatives of all groups at once take D^2 passes, reverse ones some 3 D for every group.
-            if isinstance(packing, GroupMasks) and plan.family.dim < 3 * part.table.num_groups:
-                densities = partial(_group_densities, part, packing, call)
-                group = packing.group_of_row[part.local.key]
-                return MaskedLocalProgram(joint, plan.family, densities=densities, group_of_unit=group), slots
-            return LocalLatentProgram(joint, plan.family), slots
-
-        # A stochastic solver takes a few rows at a time: gathering all of them would only copy the data.
-        if not isinstance(packing, Packing) or part.mechanism != "args" or self.solver.stochastic:
-            return program(lambda c: part.reading.call(call, c), packing.chunks)
-        # Rows are gathered here, once, and not at every pass.
-        leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-        axes = part.reading.axes
-        packed = [None if a is None else gather_rows(x, packing, a) for x, a in zip(leaves, axes, strict=True)]
-
-        def packed_call(chunk) -> ModelCall:
-            args, kwargs = structure.unflatten([x if o is None else o for x, o in zip(leaves, chunk[0], strict=True)])
-            return dataclasses.replace(call, args=args, kwargs=kwargs)
-
-        return program(packed_call, (packed, packing.mask))
-
-    def _unstructured(self, plan: Plan, density: Callable, kind: str, least: int = 1) -> Any:
-        if kind == "reparameterised":
-            return ReparameterisedProgram(density, plan.family)
-        mode = plan.partition.unstructured
-        if mode == "hessian":
-            return DrawsProgram(density, plan.family)
-        pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
-        return PointsProgram(density, plan.family, mode, pairs)
-
-    def _prepare(self, prepare: Callable, packing: Packing, dim: int):
-        count, rows = packing.rows.shape
-        # A batch's tangents of the model (D per row) are what takes memory here.
-        batch = max(1, min(count, (1 << 17) // max(rows * dim, 1)))
-        return jax.lax.map(prepare, packing.chunks, batch_size=batch)
-
-    def _prior_factor(self, plan: Plan, call: ModelCall, num_rules: int):
-        part = plan.partition
-        if not part.has_prior_factor:
-            return None, None
-        if part.prior_kind == "affine":
-            program = AffineProgram(part.prior_terms, plan.family, num_rules)
-            return program, program.prepare(call, {})
-
-        def log_density(chunk, point):
-            del chunk
-            return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
-
-        return self._unstructured(plan, log_density, part.prior_kind, _PRIOR_PAIRS), (None, None)
 
     def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
         """The draws that belong to a state's key: the loss of a state and its next round share them.
@@ -426,7 +294,7 @@ class Engine:
         moved = self.optim.update(gradient, state.optim_state, value=None)
         optim_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state.optim_state)
         params = {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
-        call = _whole_call(self.model, state.plan.partition, args, kwargs, params)
+        call = whole_call(self.model, state.plan.partition, args, kwargs, params)
         prior = self.exact_prior(state.plan, call)[0]
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)
 
@@ -456,7 +324,7 @@ class Engine:
         """
         params = self.constrain(plan, args, kwargs, optim_state)
         family, dtype = plan.family, jnp.result_type(float)
-        call = _whole_call(self.model, plan.partition, args, kwargs, params)
+        call = whole_call(self.model, plan.partition, args, kwargs, params)
         natural, exact, outside = self.exact_prior(plan, call)
         problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), len(FIXED_RULES))
         # The exactly held prior knows its location better than draws do.
@@ -465,10 +333,10 @@ class Engine:
         moments = family.moments(natural + base)
         point = jnp.where(moments.valid, moments.loc, loc)
         if local is None:
-            sites, rule = problem.first_sites(moments, point, mode)
+            sites, rule = first_sites(problem, moments, point, mode)
         else:
-            rows = _first_conditionals(plan, packing, *local)
-            sites, rule = problem.first_local_sites(moments, point, mode, rows)
+            rows = first_conditionals(plan, packing, *local)
+            sites, rule = first_local_sites(problem, moments, point, mode, rows)
         sites = dataclasses.replace(sites, prior=base if problem.has_prior_factor else None)
         proper = family.in_domain(posterior(natural, sites))
         solver = jax.tree.map(
@@ -501,60 +369,3 @@ class Engine:
 
 def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:
     return ~exact if leaf.ndim == 1 else ~exact[:, None] & ~exact[None, :]
-
-
-def _whole_call(model: Callable, part: PartitionPlan, args: tuple, kwargs: dict, params: dict) -> ModelCall:
-    """The model on all rows; its local latents, if any, at zero: what they touch is read chunk by chunk."""
-    own = None if part.local is None else jnp.zeros((part.local.size, part.local.width))
-    return ModelCall(part.model(model), part.layout, args, kwargs, params, part.local, own)
-
-
-def _unit_slots(part: PartitionPlan, packing: Packing | GroupMasks) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
-    """Which unit's local latents every slot of every chunk holds, and which slots count."""
-    if isinstance(packing, Packing):
-        return packing.rows, packing.mask
-    group = packing.group_of_row[part.local.key]
-    shape = (packing.chunk_group.shape[0], group.shape[0])
-    return jnp.broadcast_to(jnp.arange(shape[1]), shape), group == packing.chunk_group[:, None]
-
-
-def _first_conditionals(plan: Plan, packing: Packing | GroupMasks, loc, sd) -> ConditionalNatural:
-    """Local latents at their prior given the shared ones, in the packing's slots; unit Gaussians where nothing counts."""
-    units, mask = _unit_slots(plan.partition, packing)
-    loc = jnp.where(mask[..., None], loc[units], 0.0)
-    precision = 1.0 / jnp.where(mask[..., None], sd[units], 1.0) ** 2
-    dim = plan.family.dim if plan.family.full else 0
-    cross = jnp.zeros((*loc.shape, dim), loc.dtype)
-    dense = precision[..., None] * jnp.eye(loc.shape[-1], dtype=loc.dtype) if plan.family.full else precision
-    return ConditionalNatural(loc * precision, dense, cross)
-
-
-def _group_densities(
-    part: PartitionPlan, packing: GroupMasks, call: ModelCall, point: Float[Array, "D"], local: Float[Array, "U K"]
-) -> Float[Array, "M"]:
-    """Every group's log density at one point, from one pass over all rows."""
-    terms = row_log_likelihood(dataclasses.replace(call, local=local), point, part.rows)
-    count, total = part.table.num_groups, jnp.zeros((part.table.num_groups,), point.dtype)
-    for key, values in terms.values():
-        group = packing.group_of_row[key]
-        # Rows that are nobody's go to a segment beyond the last, which is dropped.
-        total = total + jax.ops.segment_sum(values, jnp.where(group < 0, count, group), count)
-    return total
-
-
-def _chunk_log_likelihood(
-    part: PartitionPlan,
-    packing: Packing | GroupMasks,
-    read: Callable[[Any], ModelCall],
-    chunk: tuple,
-    point: Float[Array, "D"],
-    local: Float[Array, "R K"] | None = None,
-) -> Float[Array, ""]:
-    rows, _ = chunk
-    masks = part.reading.masks(packing, rows)
-    call = read(rows)
-    if local is not None:
-        call = dataclasses.replace(call, local=local)
-    terms = row_log_likelihood(call, point, part.rows)
-    counted = (jnp.sum(jnp.where(masks[key], values, 0.0)) for key, values in terms.values())
-    return sum(counted, start=jnp.zeros((), point.dtype))

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite, clip_to_psd
 from ..expectations import (
     FIXED_RULES,
     Expected,
@@ -22,28 +21,19 @@ from ..expectations import (
     MaskedLocalProgram,
     PointSet,
     PointsProgram,
-    rule_index,
 )
-from ..families import ConditionalNatural, GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
-from ..schedules import Evaluation, Points, RoundCarry, Rule
-from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, select
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
+from ..schedules import Evaluation, RoundCarry, Rule
+from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
 from ..solvers import Derivatives, LocalResult, LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._conditionals import visit_with_locals
 from ._mapping import sum_one_group
 from ._rows import GroupRows
+from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
 
-# Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
-LOOSE_TOLERANCE = 2e-2
-LOOSE_MOVE = 1.0
-# The first step from the prior may be cruder still: at worst a step is halved.
-START_TOLERANCE = 0.3
 # Antithetic pairs that sigma points are compared with; of the likelihood, whose passes cost rows, only the first few.
 COMPARED_PAIRS = 16
-# Scale of the q, in prior sds, under which a factor's curvature at a point is read from gradients.
-POINT_SCALE = 0.01
-# Relative quadrature error aimed at otherwise, by dtype.
-TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
 
 
 # Vectors of length D that one stochastic visit holds, and the bytes up to which visits run side by side.
@@ -160,17 +150,17 @@ class LocalProblem:
         if self.stochastic:
             count = num_particles
         pairs, compared = (
-            jax.random.normal(k, (n, self.family.dim), self._dtype)
+            jax.random.normal(k, (n, self.family.dim), self.dtype)
             for k, n in zip(keys[:2], (count, COMPARED_PAIRS), strict=True)
         )
         points = [
-            p.draw(k, self._dtype) if isinstance(p, PointsProgram) else None
+            p.draw(k, self.dtype) if isinstance(p, PointsProgram) else None
             for k, p in zip(keys[2:4], (self.program, self.prior_program), strict=True)
         ]
         local = None
         if self.units is not None:
             units, width = self.units
-            local = jax.random.normal(keys[4], (units, count, width), self._dtype)
+            local = jax.random.normal(keys[4], (units, count, width), self.dtype)
         return Draws(pairs, compared, *points, local)
 
     def draws_of(self, program: Any, noise: Draws | None, rule: Rule | None, trial: bool = False) -> Any:
@@ -182,7 +172,7 @@ class LocalProblem:
         prior = program is self.prior_program
         random = None if noise is None else noise.prior_points if prior else noise.points
         sampled = False if rule is None else rule.points.sampled[int(prior)]
-        return program.choose(random, sampled, self._dtype, trial)
+        return program.choose(random, sampled, self.dtype, trial)
 
     def evaluate(
         self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False, trial: bool = False
@@ -224,7 +214,7 @@ class LocalProblem:
 
         def both(level):
             expect = partial(
-                self._expect, self.program, moments=moments, probe=probe, level=level, noise=draws, clip=clip
+                self.expect, self.program, moments=moments, probe=probe, level=level, noise=draws, clip=clip
             )
             groups = self.sum_groups(expect, local)
             prior = self._prior_expected(moments, probe, level, prior_draws, clip)
@@ -234,7 +224,7 @@ class LocalProblem:
             return (groups, prior, spread), error
 
         (groups, prior, spread), used, error = escalate(both, rule, self.num_rules)
-        rest = self._rest(moments)
+        rest = self.rest(moments)
         values = jnp.sum(groups.value) + (0.0 if prior is None else prior.value)
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest) + (0.0 if prior is None else jnp.abs(prior.value))
         own = None
@@ -265,7 +255,7 @@ class LocalProblem:
         if self.has_prior_factor:
             prior, used, error = escalate(prior_at, rule, self.num_rules)
             rule = next_rule(rule, used, prior.spread)
-        rest = self._rest(moments)
+        rest = self.rest(moments)
         own = jnp.zeros((), values.dtype) if prior is None else prior.value
         elbo, size = jnp.sum(values) + rest + own, jnp.sum(jnp.abs(values)) + jnp.abs(rest) + jnp.abs(own)
         return Evaluation(q, moments, groups, _values_only(prior), rest, elbo, size, rule, error > rule.tolerance)
@@ -289,11 +279,11 @@ class LocalProblem:
             lambda chunk: self.program.expected(chunk, moments, None, level, draws, False).value, self._chunks(local)
         )
         prior = self._prior_expected(moments, None, level, prior_draws, False)
-        return jnp.sum(values) + self._rest(moments) + (0.0 if prior is None else prior.value)
+        return jnp.sum(values) + self.rest(moments) + (0.0 if prior is None else prior.value)
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites for all groups, and the given site (or None) for the prior factor."""
-        return SiteStack(self.family.zeros((self.num_groups,), self._dtype), prior_site)
+        return SiteStack(self.family.zeros((self.num_groups,), self.dtype), prior_site)
 
     def tidy(self, sites: SiteStack) -> SiteStack:
         """Symmetrise; see :class:`numpyro_pvi.schedules.Problem`."""
@@ -349,7 +339,7 @@ class LocalProblem:
             self.family,
             False,
             self.prior_program.noisy,
-            lambda moments: _escalated(lambda lv: expect(moments, level=lv), start_rule, self.num_rules),
+            lambda moments: escalated(lambda lv: expect(moments, level=lv), start_rule, self.num_rules),
         )
         guarded = start is not None
         if self.stochastic:
@@ -357,116 +347,9 @@ class LocalProblem:
         solver = solver_of_prior(self.solver)
         return solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=guarded)
 
-    def first_local_sites(
-        self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str, rows: ConditionalNatural
-    ) -> tuple[SiteStack, Rule]:
-        """Where sites of groups with local latents start.
-
-        Args:
-            at_prior: the prior as moments.
-            loc: its location.
-            mode: "prior" and "auto" (unit sites: in a hierarchy the curvature at one point says little), or
-                "curvature": each factor's positive semi-definite curvature, local latents integrated out, at ``loc``.
-            rows: the local latents' prior given ``loc``.
-
-        Returns:
-            Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
-            it is read gets the unit site.
-        """
-        dtype, group = self._dtype, self.data.chunk_group
-        local = LocalSites(self.family.zeros((self.num_groups,), dtype), rows)
-        start = SiteStack(self.family.zeros((self.num_groups,), dtype), None, local)
-        if mode != "curvature" or self.units is None:
-            return start, first_rule(dtype)
-        count, width = self.units
-        point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
-        noise = LocalNoise(jnp.zeros((1, self.family.dim), dtype), jnp.zeros((count, 1, width), dtype))
-        expect = partial(self._expect, self.program, moments=point, probe=None, level=0, noise=noise, clip=False)
-        found = self.sum_groups(expect, local)
-        precision = found.target.precision
-        precision = clip_to_psd(precision) if self.family.full else jnp.maximum(precision, 0.0)
-        site = self.family.natural(found.target.precision_mean, precision)
-        # The shared block is the site and what integrating the local latents out takes from it.
-        wanted = LocalSites(found.local.shared + (site - found.target), found.local.rows)
-        finite = jax.vmap(all_finite)((site, wanted.shared)) & jnp.isfinite(found.value)
-        rows_finite = jax.vmap(all_finite)(wanted.rows).astype(jnp.int32)
-        finite &= jax.ops.segment_min(rows_finite, group, self.num_groups) > 0
-        kept = keep_groups(finite, wanted, local, group)
-        return self.tidy(SiteStack(start.groups, None, kept)), first_rule(dtype)
-
-    def first_sites(self, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
-        """Where the groups' sites start.
-
-        Args:
-            at_prior: the prior as moments.
-            loc: its location.
-            mode: "prior" (unit sites), "curvature" (each factor's positive semi-definite curvature and gradient at
-                ``loc``, the cure for wide priors), or "auto": curvature, or one natural-gradient step of all groups
-                from the prior where a fixed quadrature rule resolves every factor there and the global ELBO is higher
-                after it.
-
-        Returns:
-            Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
-            it is read gets the unit site.
-        """
-        if mode == "prior":
-            return self.empty_sites(None), first_rule(self._dtype)
-        points = isinstance(self.program, PointsProgram)
-        # One row of zeros evaluates at the location; points at a distance read the curvature there from gradients.
-        zero = jnp.zeros((1, self.family.dim), self._dtype)
-        draws = self.draws_of(self.program, None, None) if points else zero
-
-        def look(xs):
-            moments, clip = xs
-            expect = partial(
-                self._expect,
-                self.program,
-                moments=moments,
-                probe=None,
-                level=len(FIXED_RULES) - 1,
-                noise=draws,
-                clip=clip,
-            )
-            return self.sum_groups(expect)
-
-        def stage(moments, _):
-            found = jax.lax.map(look, (moments, jnp.array([False, True])))
-            sites = jax.vmap(self._finite_sites)(found.target)
-            after = jax.vmap(
-                lambda groups: self.family.moments(posterior(self.prior_natural, SiteStack(groups, None)))
-            )(sites)
-            return after, (found, sites, after.valid, jnp.sum(found.value, axis=-1) + jax.vmap(self._rest)(moments))
-
-        point = at_prior._replace(loc=loc, scale=(POINT_SCALE if points else 0.0) * at_prior.scale)
-        both = jax.tree.map(lambda *xs: jnp.stack(xs), at_prior, point)
-        quick = mode == "curvature" or self.noisy or points
-        # First at the prior and at its location, then at the two q that come of it: one program for all four looks.
-        _, (found, sites, valid, elbo) = jax.lax.scan(stage, both, length=1 if quick else 2)
-        first = [jax.tree.map(lambda x, i=i: x[0, i], sites) for i in (0, 1)]
-        if quick:
-            return SiteStack(first[1], None), first_rule(self._dtype)
-        prior_look = jax.tree.map(lambda x: x[0, 0], found)
-        usable = (
-            jnp.all(self.data.exact)
-            & all_finite(prior_look)
-            & (relative_error(prior_look) <= START_TOLERANCE)
-            & valid[0, 0]
-        )
-        better = usable & ((elbo[1, 0] > elbo[1, 1]) | ~valid[0, 1])
-        rules = [first_rule(self._dtype, jnp.max(found.spread[1, i])) for i in (0, 1)]
-        return SiteStack(select(better, *first), None), select(better, *rules)
-
-    def _finite_sites(self, natural: GaussianNatural) -> GaussianNatural:
-        precision = natural.precision
-        if self.quadratic and self.family.full:
-            precision = clip_to_psd(precision)
-        finite = jnp.isfinite(natural.precision_mean).all(-1)
-        finite &= jnp.isfinite(precision).all((-2, -1) if self.family.full else -1)
-        zero = self.family.zeros((self.num_groups,), self._dtype)
-        return select(finite, self.family.natural(natural.precision_mean, precision), zero)
-
     @property
-    def _dtype(self):
+    def dtype(self):
+        """The floating dtype of q."""
         return self.data.prior_natural.precision_mean.dtype
 
     def _visit_noise(self, key: Any, noise: Any) -> Any:
@@ -474,13 +357,13 @@ class LocalProblem:
         if noise is None or not self.stochastic:
             return noise
         shape = (self.solver.num_draws, self.family.dim)
-        return noise._replace(pairs=jax.random.normal(jax.random.fold_in(key, 1), shape, self._dtype))
+        return noise._replace(pairs=jax.random.normal(jax.random.fold_in(key, 1), shape, self.dtype))
 
     @property
     def _solver_reads_rows(self) -> bool:
         if self.rows is not None:
             # Side by side while the working set of all visits stays small, and where they are equally long.
-            size = _VISIT_VECTORS * self.num_groups * self.family.dim * self._dtype.itemsize
+            size = _VISIT_VECTORS * self.num_groups * self.family.dim * self.dtype.itemsize
             return size > _SIDE_BY_SIDE or not self.rows.equal
         steps = getattr(self.solver, "num_steps", 1)
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
@@ -501,7 +384,8 @@ class LocalProblem:
         joint = LocalSites(found.target, found.local)
         return dataclasses.replace(found, target=marginal_sites(joint, data.chunk_group), local=joint)
 
-    def _expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Expected:
+    def expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Expected:
+        """One chunk's expectations, or (masked local latents) those of all groups."""
         if isinstance(program, MaskedLocalProgram):
             return program.expected_all(chunk, moments, probe, noise)
         return program.expected(chunk, moments, probe, level, noise, clip)
@@ -517,18 +401,18 @@ class LocalProblem:
         def expected(moments):
             def at(lv):
                 expect = partial(
-                    self._expect, self.program, moments=moments, probe=None, level=lv, noise=draws, clip=False
+                    self.expect, self.program, moments=moments, probe=None, level=lv, noise=draws, clip=False
                 )
                 if self.quadratic:
                     return expect(jax.tree.map(lambda x: x[index], self.data.chunks))
                 return sum_one_group(expect, self.data.chunks, self.data.offsets, index)
 
-            return _escalated(at, rule, self.num_rules)
+            return escalated(at, rule, self.num_rules)
 
         quadratic = self.quadratic and self.family.full
         return _Factor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
 
-    def _rest(self, moments: GaussianMoments) -> Float[Array, ""]:
+    def rest(self, moments: GaussianMoments) -> Float[Array, ""]:
         """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats."""
         expected_prior = self.family.expect_quadratic(self.prior_natural, moments) - self.data.prior_partition
         entropy = 0.5 * self.family.dim * (1 + math.log(2 * math.pi)) - 0.5 * moments.log_det_precision
@@ -586,84 +470,3 @@ def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact:
     padding = jnp.diag(outside) if family.full else outside
     padded = GaussianNatural(natural.precision_mean, natural.precision + padding)
     return family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)
-
-
-def first_rule(dtype, spread: Float[Array, ""] | None = None) -> Rule:
-    """The rule of a fresh state: the cheapest, or the finest fixed one where predictors are known to be wide."""
-    zero = jnp.zeros((), dtype)
-    loose = zero + LOOSE_TOLERANCE
-    # Nothing compared yet: as if q had come from far away.
-    points = Points(jnp.zeros((2,), bool), jnp.full((2,), jnp.inf, dtype), zero + jnp.inf)
-    if spread is None:
-        return Rule(jnp.int32(0), zero, zero, loose, points)
-    level = jnp.minimum(rule_index(spread), len(FIXED_RULES) - 1).astype(jnp.int32)
-    return Rule(level, spread, spread, loose, points)
-
-
-def cheaper_rule(rule: Rule) -> Rule:
-    """Where the next evaluation starts: a cheaper rule is tried again whenever the predictor sd has halved."""
-    lower = (rule.level > 0) & (rule.spread < 0.5 * rule.anchor)
-    level = jnp.minimum(rule.level - 1, rule_index(rule.spread))
-    return rule._replace(
-        level=jnp.where(lower, level, rule.level).astype(jnp.int32), anchor=jnp.where(lower, rule.spread, rule.anchor)
-    )
-
-
-def next_rule(rule: Rule, used: Int[Array, ""], spread: Float[Array, ""]) -> Rule:
-    """What an evaluation leaves behind: the rule it ended with, and the sd at which it had to refine."""
-    return rule._replace(level=used, spread=spread, anchor=jnp.where(used > rule.level, spread, rule.anchor))
-
-
-def relative_error(expected: Expected) -> Float[Array, ""]:
-    """Estimated quadrature error of all rows, relative to the precision of q.
-
-    Errors and sizes are weighted by the predictors' variances, so both are traces of (a precision times the covariance
-    of q), and the trace of q's own precision times its covariance is D: curvature much smaller than that needs no
-    relative accuracy.
-
-    Args:
-        expected: expectations of one or more groups.
-
-    Returns:
-        The ratio; infinity where the error is unknown.
-    """
-    total = jnp.maximum(jnp.sum(expected.weight), expected.product.shape[-1])
-    ratio = jnp.sum(expected.error) / total
-    return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
-
-
-def escalate(
-    evaluate: Callable[[Any], tuple[Any, Float[Array, ""]]], rule: Rule, num_rules: int
-) -> tuple[Any, Int[Array, ""], Float[Array, ""]]:
-    """Evaluate with a quadrature rule, and again with finer ones while the error is above the rule's tolerance.
-
-    Args:
-        evaluate: the index of a quadrature rule to ``(result, relative error)``.
-        rule: where to start, and the tolerance.
-        num_rules: how many rules there are.
-
-    Returns:
-        ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
-    """
-    result, error = jax.eval_shape(evaluate, jnp.int32(0))
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), result)
-    first = jnp.minimum(jnp.asarray(rule.level, jnp.int32), num_rules - 1)
-
-    def unfinished(state):
-        _, used, error = state
-        return (used < first) | ((error > rule.tolerance) & (used < num_rules - 1))
-
-    def attempt(state):
-        _, used, _ = state
-        result, error = evaluate(used + 1)
-        return result, used + 1, error
-
-    return jax.lax.while_loop(unfinished, attempt, (zero, first - 1, jnp.asarray(jnp.inf, error.dtype)))
-
-
-def _escalated(evaluate: Callable[[Any], Expected], rule: Rule, num_rules: int) -> Expected:
-    def split(level):
-        result = evaluate(level)
-        return result, relative_error(result)
-
-    return escalate(split, rule, num_rules)[0]

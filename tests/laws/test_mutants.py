@@ -107,12 +107,12 @@ def test_sites_given_to_the_wrong_groups(monkeypatch):
 
 
 def test_an_elbo_without_its_entropy(monkeypatch):
-    right = local.LocalProblem._rest
+    right = local.LocalProblem.rest
 
     def wrong(self, moments):
         return right(self, moments) + 0.5 * moments.log_det_precision
 
-    monkeypatch.setattr(local.LocalProblem, "_rest", wrong)
+    monkeypatch.setattr(local.LocalProblem, "rest", wrong)
     fitted = linear_fit()
     assert checks.accounting(fitted, expected)[0] > FAR
     assert checks.evidence(fitted, NOISE) > FAR

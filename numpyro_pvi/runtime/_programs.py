@@ -1,0 +1,241 @@
+"""Programs that read a model's factors, by the structure that was found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._state import Plan
+from ..expectations import (
+    AffineProgram,
+    DrawsProgram,
+    LocalLatentProgram,
+    MaskedLocalProgram,
+    PointsProgram,
+    QuadraticProgram,
+    ReparameterisedProgram,
+    SharedAffineProgram,
+    sum_by_group,
+)
+from ..factors import (
+    GroupMasks,
+    ModelCall,
+    Packing,
+    PartitionPlan,
+    gather_rows,
+    prepare_term,
+    prior_factor_log_density,
+    row_log_likelihood,
+)
+from ..families import ConditionalNatural, GaussianMoments, MultivariateNormalFamily
+from ..solvers import LocalSolver
+from ._base import Runtime
+from ._rows import GroupRows
+
+# Antithetic pairs of the prior factor, which reads no rows, where it has no structure.
+_PRIOR_PAIRS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorReader:
+    """Makes the programs of one model's factors.
+
+    Args:
+        plan: the static plan.
+        call: the model with its arguments.
+        packing: rows of each chunk.
+        solver: local solver.
+        runtime: where passes over rows run.
+        num_particles: draws of the loss where it is Monte Carlo.
+        num_rules: how many quadrature rules are compiled in.
+    """
+
+    plan: Plan
+    call: ModelCall
+    packing: Packing | GroupMasks
+    solver: LocalSolver
+    runtime: Runtime
+    num_particles: int
+    num_rules: int
+
+    def likelihood(self):
+        """The program, what it reads chunk by chunk, each chunk's group, and each group's first chunk."""
+        plan, call, packing, num_rules = self.plan, self.call, self.packing, self.num_rules
+        part, family = plan.partition, plan.family
+        reading, groups, offsets = part.reading, packing.chunk_group, packing.offsets
+
+        def masks(chunk):
+            return reading.masks(packing, chunk)
+
+        if part.likelihood == "affine":
+            program = AffineProgram(part.terms, family, num_rules)
+            if isinstance(packing, GroupMasks):
+                shared = tuple(prepare_term(call, spec) for spec in part.terms)
+                return SharedAffineProgram(program, shared, masks), packing.chunks, groups, offsets
+            chunks = self._prepare(lambda c: program.prepare(reading.call(call, c), masks(c)), packing, family.dim)
+            return program, chunks, groups, offsets
+        if part.likelihood in ("draws", "reparameterised", "local"):
+            program, chunks = self._draws()
+            return program, chunks, groups, offsets
+        dense = MultivariateNormalFamily(family.dim)
+        if part.terms:
+            reader: Any = AffineProgram(part.terms, dense, 1)
+        else:
+            density = partial(_chunk_log_likelihood, part, packing, lambda c: reading.call(call, c))
+            reader = DrawsProgram(density, dense)
+        dtype = jnp.result_type(float)
+        origin = GaussianMoments(
+            jnp.zeros((family.dim,), dtype), jnp.zeros((family.dim,) * 2, dtype), jnp.zeros((), dtype), jnp.array(True)
+        )
+        noise = jnp.zeros((1, family.dim), dtype)
+
+        def read(chunk):
+            arrays = reader.prepare(reading.call(call, chunk), masks(chunk)) if part.terms else (chunk, None)
+            # A static rule: params are differentiated through this, and loops of traced length have no reverse mode.
+            return reader.expected(arrays, origin, None, 0, noise, False)
+
+        count = offsets.shape[0]
+        if part.params or isinstance(packing, GroupMasks):
+            # Params are differentiated, where a runtime's loop of traced length has no reverse mode; and masks hold all
+            # rows, of which one group at a time is enough.
+            found = sum_by_group(jax.lax.map(read, packing.chunks), groups, count - 1)
+        else:
+            found = self.runtime.sum_chunks(read, packing.chunks, groups, offsets, 0)
+        return QuadraticProgram(reader, family), found, jnp.arange(count - 1), jnp.arange(count)
+
+    def _draws(self):
+        plan, call, packing = self.plan, self.call, self.packing
+        part = plan.partition
+
+        def program(read: Callable[[Any], ModelCall], data: Any):
+            density = partial(_chunk_log_likelihood, part, packing, read)
+            if part.local is None:
+                return self._unstructured(density, part.likelihood), (data, None)
+
+            def joint(chunk, theta, z):
+                return density((chunk, None), theta, local=z)
+
+            slots = (data, *_unit_slots(part, packing))
+            # Forward derivatives of all groups at once take D^2 passes, reverse ones some 3 D for every group.
+            if isinstance(packing, GroupMasks) and plan.family.dim < 3 * part.table.num_groups:
+                densities = partial(_group_densities, part, packing, call)
+                group = packing.group_of_row[part.local.key]
+                return MaskedLocalProgram(joint, plan.family, densities=densities, group_of_unit=group), slots
+            return LocalLatentProgram(joint, plan.family), slots
+
+        # A stochastic solver takes a few rows at a time: gathering all of them would only copy the data.
+        if not isinstance(packing, Packing) or part.mechanism != "args" or self.solver.stochastic:
+            return program(lambda c: part.reading.call(call, c), packing.chunks)
+        # Rows are gathered here, once, and not at every pass.
+        leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+        axes = part.reading.axes
+        packed = [None if a is None else gather_rows(x, packing, a) for x, a in zip(leaves, axes, strict=True)]
+
+        def packed_call(chunk) -> ModelCall:
+            args, kwargs = structure.unflatten([x if o is None else o for x, o in zip(leaves, chunk[0], strict=True)])
+            return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+        return program(packed_call, (packed, packing.mask))
+
+    def _unstructured(self, density: Callable, kind: str, least: int = 1) -> Any:
+        plan = self.plan
+        if kind == "reparameterised":
+            return ReparameterisedProgram(density, plan.family)
+        mode = plan.partition.unstructured
+        if mode == "hessian":
+            return DrawsProgram(density, plan.family)
+        pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
+        return PointsProgram(density, plan.family, mode, pairs)
+
+    def _prepare(self, prepare: Callable, packing: Packing, dim: int):
+        count, rows = packing.rows.shape
+        # A batch's tangents of the model (D per row) are what takes memory here.
+        batch = max(1, min(count, (1 << 17) // max(rows * dim, 1)))
+        return jax.lax.map(prepare, packing.chunks, batch_size=batch)
+
+    def prior_factor(self):
+        """The program and the arrays of the prior factor; a pair of None when there is none."""
+        plan, call, num_rules = self.plan, self.call, self.num_rules
+        part = plan.partition
+        if not part.has_prior_factor:
+            return None, None
+        if part.prior_kind == "affine":
+            program = AffineProgram(part.prior_terms, plan.family, num_rules)
+            return program, program.prepare(call, {})
+
+        def log_density(chunk, point):
+            del chunk
+            return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
+
+        return self._unstructured(log_density, part.prior_kind, _PRIOR_PAIRS), (None, None)
+
+    def group_rows(self) -> GroupRows | None:
+        """The groups' rows at points, for a stochastic solver; else None."""
+        if not self.solver.stochastic:
+            return None
+        part, call = self.plan.partition, self.call
+        density = partial(_chunk_log_likelihood, part, self.packing, lambda c: part.reading.call(call, c))
+        return GroupRows(lambda chunk, point: density((chunk, None), point), self.packing, part.table.sizes)
+
+
+def whole_call(model: Callable, part: PartitionPlan, args: tuple, kwargs: dict, params: dict) -> ModelCall:
+    """The model on all rows; its local latents, if any, at zero: what they touch is read chunk by chunk."""
+    own = None if part.local is None else jnp.zeros((part.local.size, part.local.width))
+    return ModelCall(part.model(model), part.layout, args, kwargs, params, part.local, own)
+
+
+def _unit_slots(part: PartitionPlan, packing: Packing | GroupMasks) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
+    """Which unit's local latents every slot of every chunk holds, and which slots count."""
+    if isinstance(packing, Packing):
+        return packing.rows, packing.mask
+    group = packing.group_of_row[part.local.key]
+    shape = (packing.chunk_group.shape[0], group.shape[0])
+    return jnp.broadcast_to(jnp.arange(shape[1]), shape), group == packing.chunk_group[:, None]
+
+
+def _group_densities(
+    part: PartitionPlan, packing: GroupMasks, call: ModelCall, point: Float[Array, "D"], local: Float[Array, "U K"]
+) -> Float[Array, "M"]:
+    """Every group's log density at one point, from one pass over all rows."""
+    terms = row_log_likelihood(dataclasses.replace(call, local=local), point, part.rows)
+    count, total = part.table.num_groups, jnp.zeros((part.table.num_groups,), point.dtype)
+    for key, values in terms.values():
+        group = packing.group_of_row[key]
+        # Rows that are nobody's go to a segment beyond the last, which is dropped.
+        total = total + jax.ops.segment_sum(values, jnp.where(group < 0, count, group), count)
+    return total
+
+
+def _chunk_log_likelihood(
+    part: PartitionPlan,
+    packing: Packing | GroupMasks,
+    read: Callable[[Any], ModelCall],
+    chunk: tuple,
+    point: Float[Array, "D"],
+    local: Float[Array, "R K"] | None = None,
+) -> Float[Array, ""]:
+    rows, _ = chunk
+    masks = part.reading.masks(packing, rows)
+    call = read(rows)
+    if local is not None:
+        call = dataclasses.replace(call, local=local)
+    terms = row_log_likelihood(call, point, part.rows)
+    counted = (jnp.sum(jnp.where(masks[key], values, 0.0)) for key, values in terms.values())
+    return sum(counted, start=jnp.zeros((), point.dtype))
+
+
+def first_conditionals(plan: Plan, packing: Packing | GroupMasks, loc, sd) -> ConditionalNatural:
+    """Local latents at their prior given the shared ones, in the packing's slots; unit Gaussians where nothing counts."""
+    units, mask = _unit_slots(plan.partition, packing)
+    loc = jnp.where(mask[..., None], loc[units], 0.0)
+    precision = 1.0 / jnp.where(mask[..., None], sd[units], 1.0) ** 2
+    dim = plan.family.dim if plan.family.full else 0
+    cross = jnp.zeros((*loc.shape, dim), loc.dtype)
+    dense = precision[..., None] * jnp.eye(loc.shape[-1], dtype=loc.dtype) if plan.family.full else precision
+    return ConditionalNatural(loc * precision, dense, cross)

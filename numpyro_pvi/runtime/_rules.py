@@ -1,0 +1,100 @@
+"""Which quadrature rule an evaluation uses, and when it refines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..expectations import FIXED_RULES, Expected, rule_index
+from ..schedules import Points, Rule
+
+# Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
+LOOSE_TOLERANCE = 2e-2
+LOOSE_MOVE = 1.0
+# Relative quadrature error aimed at otherwise, by dtype.
+TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
+
+
+def first_rule(dtype, spread: Float[Array, ""] | None = None) -> Rule:
+    """The rule of a fresh state: the cheapest, or the finest fixed one where predictors are known to be wide."""
+    zero = jnp.zeros((), dtype)
+    loose = zero + LOOSE_TOLERANCE
+    # Nothing compared yet: as if q had come from far away.
+    points = Points(jnp.zeros((2,), bool), jnp.full((2,), jnp.inf, dtype), zero + jnp.inf)
+    if spread is None:
+        return Rule(jnp.int32(0), zero, zero, loose, points)
+    level = jnp.minimum(rule_index(spread), len(FIXED_RULES) - 1).astype(jnp.int32)
+    return Rule(level, spread, spread, loose, points)
+
+
+def cheaper_rule(rule: Rule) -> Rule:
+    """Where the next evaluation starts: a cheaper rule is tried again whenever the predictor sd has halved."""
+    lower = (rule.level > 0) & (rule.spread < 0.5 * rule.anchor)
+    level = jnp.minimum(rule.level - 1, rule_index(rule.spread))
+    return rule._replace(
+        level=jnp.where(lower, level, rule.level).astype(jnp.int32), anchor=jnp.where(lower, rule.spread, rule.anchor)
+    )
+
+
+def next_rule(rule: Rule, used: Int[Array, ""], spread: Float[Array, ""]) -> Rule:
+    """What an evaluation leaves behind: the rule it ended with, and the sd at which it had to refine."""
+    return rule._replace(level=used, spread=spread, anchor=jnp.where(used > rule.level, spread, rule.anchor))
+
+
+def relative_error(expected: Expected) -> Float[Array, ""]:
+    """Estimated quadrature error of all rows, relative to the precision of q.
+
+    Errors and sizes are weighted by the predictors' variances, so both are traces of (a precision times the covariance
+    of q), and the trace of q's own precision times its covariance is D: curvature much smaller than that needs no
+    relative accuracy.
+
+    Args:
+        expected: expectations of one or more groups.
+
+    Returns:
+        The ratio; infinity where the error is unknown.
+    """
+    total = jnp.maximum(jnp.sum(expected.weight), expected.product.shape[-1])
+    ratio = jnp.sum(expected.error) / total
+    return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
+
+
+def escalate(
+    evaluate: Callable[[Any], tuple[Any, Float[Array, ""]]], rule: Rule, num_rules: int
+) -> tuple[Any, Int[Array, ""], Float[Array, ""]]:
+    """Evaluate with a quadrature rule, and again with finer ones while the error is above the rule's tolerance.
+
+    Args:
+        evaluate: the index of a quadrature rule to ``(result, relative error)``.
+        rule: where to start, and the tolerance.
+        num_rules: how many rules there are.
+
+    Returns:
+        ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
+    """
+    result, error = jax.eval_shape(evaluate, jnp.int32(0))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), result)
+    first = jnp.minimum(jnp.asarray(rule.level, jnp.int32), num_rules - 1)
+
+    def unfinished(state):
+        _, used, error = state
+        return (used < first) | ((error > rule.tolerance) & (used < num_rules - 1))
+
+    def attempt(state):
+        _, used, _ = state
+        result, error = evaluate(used + 1)
+        return result, used + 1, error
+
+    return jax.lax.while_loop(unfinished, attempt, (zero, first - 1, jnp.asarray(jnp.inf, error.dtype)))
+
+
+def escalated(evaluate: Callable[[Any], Expected], rule: Rule, num_rules: int) -> Expected:
+    def split(level):
+        result = evaluate(level)
+        return result, relative_error(result)
+
+    return escalate(split, rule, num_rules)[0]
