@@ -221,8 +221,12 @@ def groupings(size):
     return {"unequal": LABELS[:size], "one row each": list(range(size)), "one": ["a"] * size}
 
 
-@pytest.mark.parametrize("groups", ["unequal", "one row each", "one"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "groups"),
+    [(case, "unequal") for case in CASES]
+    + [(case, "one row each") for case in ("args", "index", "subsample", "two axes", "mask", "shared")]
+    + [(case, "one") for case in ("index", "subsample", "nested plate")],
+)
 def test_the_sum_by_hand(case, groups, tolerance):
     model, args, mechanism, oracle, plate = CASES[case]
     size = J if plate == "rows" else N
@@ -235,7 +239,7 @@ def test_the_sum_by_hand(case, groups, tolerance):
     np.testing.assert_allclose(by_group(planned, model, arrays, point), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", ["args", "index", "mask", "zero inflation", "chains"])
+@pytest.mark.parametrize("case", ["index", "mask", "chains"])
 def test_gradients_are_finite_and_right(case):
     model, args, _, _, plate = CASES[case]
     planned, arrays = plan_of(model, plate, groupings(J if plate == "rows" else N)["unequal"], args)
@@ -280,6 +284,18 @@ def test_never_taken_for_a_quadratic():
 
     plan = plan_of(model, "data", LABELS, (np.where(np.arange(N) < 3, -50.0, 50.0),))[0].plan
     assert plan.likelihood == "draws"
+
+
+def test_components_of_a_mixture_are_not_rows():
+    """As many components as rows: its inner locations have the rows' shape, and are none of theirs."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 2.0).expand([K]).to_event(1))
+        with numpyro.plate("data", y.shape[0]):
+            weights = dist.Categorical(jnp.ones(K) / K)
+            numpyro.sample("obs", dist.MixtureSameFamily(weights, dist.Normal(mu, SD)), obs=y)
+
+    assert plan_of(model, "data", ["a", "b", "b"], (Y[:K],))[0].plan.likelihood == "draws"
 
 
 class TestPlantedFaults:
