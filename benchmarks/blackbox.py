@@ -88,7 +88,8 @@ def _compare(
         one = _report.paired_medians(
             {
                 "pvi": _run_function(pvi, state, rounds, problem),
-                "round": _run_function(pvi, last, 64, problem),
+                "short": _run_function(pvi, last, 32, problem),
+                "long": _run_function(pvi, last, 96, problem),
                 "points": baseline,
             },
             3,
@@ -96,7 +97,7 @@ def _compare(
         seconds = svi_time * svi_steps / best.num_steps
         gaps.append(curve[-1][1] - final)
         shares.append(one["pvi"] / seconds if reached else float("inf"))
-        costs.append(one["round"] / 64 / one["points"])
+        costs.append((one["long"] - one["short"]) / 64 / one["points"])
         words = pvi.info(last).expectation[-1]
         rows.append((seed, final, curve[-1][1], svi_steps, seconds, rounds if reached else "none", one["pvi"],
                      shares[-1], costs[-1], words))  # fmt: skip
