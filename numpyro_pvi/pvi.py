@@ -530,6 +530,12 @@ class PVI(SVI):
         gaussian_params = guide_param_names(self.guide, plan.partition.layout.names)
         if init_params is not None and gaussian_params & set(init_params):
             return "prior"
+        if self.init_sites == "curvature" and plan.partition.likelihood == "reparameterised":
+            raise PVIError(
+                "init_sites='curvature' reads Hessians at the prior's location, which reparameterised draws are there to avoid: "
+                "leave init_sites='auto' and start q near the data with init_params, or pass "
+                "NaturalGradient(expectation='monte_carlo')."
+            )
         if self.init_sites != "auto":
             return self.init_sites
         # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do

@@ -187,3 +187,9 @@ def test_it_can_be_forced_on_a_mean_field_q(rows):
 def test_a_full_q_is_refused(rows):
     with pytest.raises(PVIError, match="AutoDiagonalNormal"):
         start(2, rows, AutoMultivariateNormal, solver=NaturalGradient(expectation="reparameterised"))
+
+
+def test_a_start_from_curvature_is_refused(rows):
+    solver = NaturalGradient(expectation="reparameterised")
+    with pytest.raises(PVIError, match="init_params"):
+        start(2, rows, AutoDiagonalNormal, solver=solver, init_sites="curvature")
