@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from numpyro import handlers
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import biject_to
 from numpyro.infer import autoguide
 
 from ._numerics import scaled_cholesky, symmetrise
@@ -213,6 +215,24 @@ def guide_param_names(guide: Any, names: tuple[str, ...]) -> set[str]:
         return {f"{n}_{prefix}_{part}" for n in names for part in ("loc", "scale")}
     scale = "scale_tril" if isinstance(guide, autoguide.AutoMultivariateNormal) else "scale"
     return {f"{prefix}_loc", f"{prefix}_{scale}"}
+
+
+def param_transforms(guide: Any) -> dict[str, Any]:
+    """Bijections from unconstrained space to the supports of the model's ``numpyro.param`` sites.
+
+    Args:
+        guide: a guide whose prototype is set up.
+
+    Returns:
+        One transform per site.
+
+    Raises:
+        StateError: when the guide is not set up.
+    """
+    if guide.prototype_trace is None:
+        raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
+    sites = guide.prototype_trace.items()
+    return {n: biject_to(s["kwargs"].get("constraint", constraints.real)) for n, s in sites if s["type"] == "param"}
 
 
 def slices(shapes: tuple[tuple[int, ...], ...]) -> list[slice]:

@@ -11,7 +11,6 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from numpyro.distributions.transforms import biject_to
 from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
@@ -53,6 +52,7 @@ from .guides import (
     guide_layout,
     guide_param_names,
     natural_to_params,
+    param_transforms,
     setup_guide,
 )
 from .handlers import PRIOR, FullPlates, Partition, find_plates, pick_plate
@@ -277,9 +277,7 @@ class PVI(SVI):
             params = joint_params(self.guide, state, q)
         else:
             params = natural_to_params(self.guide, state.plan.family, part.layout.names, part.layout.shapes, q)
-        if part.params:
-            transforms = self._param_transforms()
-            params.update({n: transforms[n](v) for n, v in self._optimiser.get_params(state.optim_state).items()})
+        params.update(self._param_values(state))
         return params
 
     def run(
@@ -501,7 +499,7 @@ class PVI(SVI):
     def _init_optim(self, plan: Plan, params: dict) -> Any:
         if self.optim is None:
             return None
-        transforms = self._param_transforms()
+        transforms = param_transforms(self.guide)
         dtype = float_dtype()
         unconstrained = {
             n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()
@@ -512,18 +510,10 @@ class PVI(SVI):
     def _optimiser(self) -> Any:
         return self.optim
 
-    def _param_transforms(self) -> dict[str, Any]:
-        if self.guide.prototype_trace is None:
-            raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
-        sites = self.guide.prototype_trace.items()
-        from numpyro.distributions import constraints
-
-        return {n: biject_to(s["kwargs"].get("constraint", constraints.real)) for n, s in sites if s["type"] == "param"}
-
     def _param_values(self, state: PVIState) -> dict:
         if not state.plan.partition.params:
             return {}
-        transforms = self._param_transforms()
+        transforms = param_transforms(self.guide)
         return {n: transforms[n](v) for n, v in self._optimiser.get_params(state.optim_state).items()}
 
     def _start_mode(self, plan: Plan, init_params: dict | None) -> str:
