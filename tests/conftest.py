@@ -6,6 +6,7 @@ Environment switches, all on unless set to 0:
 * ``NUMPYRO_PVI_TEST_TYPES``: jaxtyping annotations of the package are enforced by beartype while the tests run.
 """
 
+import gc
 import os
 import pathlib
 
@@ -15,6 +16,7 @@ import pytest
 
 X64 = os.environ.get("NUMPYRO_PVI_TEST_X64", "1") != "0"
 HERE = pathlib.Path(__file__).parent
+_MOST_MAPS = 35_000
 
 if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
     from jaxtyping import install_import_hook
@@ -45,6 +47,16 @@ def pytest_collection_modifyitems(config, items):
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_runtest_teardown(item):
+    """Frees compiled programs before they are too many."""
+    # Linux gives a process 65,530 memory maps and every compiled program takes some: a worker that has compiled a thousand
+    # of them dies inside the compiler.
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

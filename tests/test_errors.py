@@ -101,7 +101,7 @@ class TestPlatesAndLabels:
                 z = numpyro.sample("z", dist.Normal(0, 1))
                 numpyro.sample("obs", dist.Normal(z, 1.0), obs=y)
 
-        refused(PartitionError, r"latent\(s\) 'z' are inside plate 'data'", local)
+        refused(PartitionError, r"every latent \(z\) is inside plate 'data', so no latent is shared", local)
 
     def test_discrete_latent(self):
         def mixture(X, y):
