@@ -111,6 +111,9 @@ def test_one_round_is_exact_where_everything_is_gaussian(mode, schedule, toleran
     found = pvi.posterior(state)
     close(tolerance, np.asarray(found["u"].mean), wanted.mean[2:])
     close(tolerance, np.asarray(found["u"].variance), np.diag(np.linalg.inv(wanted.precision))[2:])
+    if mode == "args" and tolerance < 1e-6:
+        # q is exact, so the importance weights are equal up to rounding.
+        assert pvi.khat(state, X, Y, rng_key=KEY, num_samples=200) == 0.0
 
 
 def test_the_local_entropy_is_part_of_the_elbo(tolerance, monkeypatch):
@@ -222,7 +225,6 @@ def test_several_local_latents_under_a_prior_factor(schedule, tolerance):
     mean, sd = np.asarray(found["v"].mean), np.sqrt(np.asarray(found["v"].variance))
     np.testing.assert_allclose(np.asarray(draws["v"]).mean(0), mean, atol=5 * sd.max() / np.sqrt(4000))
     np.testing.assert_allclose(np.asarray(draws["v"]).std(0) / sd, 1.0, atol=5 / np.sqrt(8000))
-    assert pvi.khat(result.state, X, Y, rng_key=KEY, num_samples=400) < 1.0
     assert "local latents" in str(result.state.plan.partition)
     for leaf in jax.tree.leaves(result.state.sites.groups):
         assert leaf.shape in ((4, 1), (4, 1, 1))
