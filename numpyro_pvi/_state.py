@@ -34,6 +34,8 @@ class Plan:
 class PVIState:
     """State of a fit: arrays, and one static field ``plan``. Holds no data.
 
+    With local latents ``sites.local`` holds the posterior of every row's own latents.
+
     ``rng_key``, ``optim_state`` and ``mutable_state`` are named as in ``SVIState``.
     """
 

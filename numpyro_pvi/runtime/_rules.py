@@ -93,6 +93,17 @@ def escalate(
 
 
 def escalated(evaluate: Callable[[Any], Expected], rule: Rule, num_rules: int) -> Expected:
+    """:func:`escalate` for one factor, judged by its own error.
+
+    Args:
+        evaluate: the index of a quadrature rule to the factor's expectations.
+        rule: where to start, and the tolerance.
+        num_rules: how many rules there are.
+
+    Returns:
+        The expectations under the rule that was accurate enough, or the finest.
+    """
+
     def split(level):
         result = evaluate(level)
         return result, relative_error(result)

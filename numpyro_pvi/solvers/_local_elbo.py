@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +16,7 @@ from ..families import GaussianFamily
 from ..sites import select
 from ._base import LocalFactor, LocalResult
 from ._minibatch import (
-    check_batch_size,
-    check_no_local,
+    BatchSolver,
     check_steps,
     move_precision,
     next_draws,
@@ -44,7 +42,7 @@ class _Walk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalELBO:
+class LocalELBO(BatchSolver):
     """Maximise the local free energy over the site's own parameters, with any optimiser and mini-batches (PVI alg. 1).
 
     With q = cavity * t_m, of location m and covariance V = S S^T, a visit raises
@@ -123,23 +121,6 @@ class LocalELBO:
     def init(self, family: GaussianFamily, dtype: Any) -> Any:
         """The optimiser's state where it is kept."""
         return self._optimiser.init(jnp.zeros((family.dim,), dtype)) if self.optimiser_state == "keep" else ()
-
-    def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise for local latents; factors of every other structure will do."""
-        del full
-        check_no_local(type(self).__name__, structure, where)
-
-    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Raise when a group has fewer rows than a batch.
-
-        Args:
-            sizes: rows of each group, by label.
-            mechanism: how rows are read.
-
-        Raises:
-            PVIError: naming the group.
-        """
-        check_batch_size("LocalELBO", self.batch_size, sizes, mechanism)
 
     def solve(
         self,

@@ -209,3 +209,26 @@ def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, i
             f"{owner}(batch_size={batch_size}): group {label!r} has only {sizes[label]} row(s). Use a batch_size of at most that, "
             "or None for all rows at every step."
         )
+
+
+class BatchSolver:
+    """What solvers that take batches of rows check before a fit."""
+
+    batch_size: int | None
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Raise for local latents; factors of every other structure will do."""
+        del full
+        check_no_local(type(self).__name__, structure, where)
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Raise when a group has fewer rows than a batch.
+
+        Args:
+            sizes: rows of each group, by label.
+            mechanism: how rows are read.
+
+        Raises:
+            PVIError: naming the group.
+        """
+        check_batch_size(type(self).__name__, self.batch_size, sizes, mechanism)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -16,8 +15,7 @@ from ..families import GaussianFamily
 from ..sites import select
 from ._base import LocalFactor, LocalResult
 from ._minibatch import (
-    check_batch_size,
-    check_no_local,
+    BatchSolver,
     check_steps,
     move_precision,
     next_draws,
@@ -31,7 +29,7 @@ _SMALL = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class StochasticNaturalGradient:
+class StochasticNaturalGradient(BatchSolver):
     """Natural-gradient steps on one site from mini-batches of its group's rows (PVI section 3.4.1, eq. 13).
 
     At every step, with q = cavity * t_m, B rows weighted by ``N_m / B`` and draws ``theta = loc + S eps`` of q,
@@ -86,23 +84,6 @@ class StochasticNaturalGradient:
         """No state."""
         del family, dtype
         return ()
-
-    def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise for local latents; factors of every other structure will do."""
-        del full
-        check_no_local(type(self).__name__, structure, where)
-
-    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Raise when a group has fewer rows than a batch.
-
-        Args:
-            sizes: rows of each group, by label.
-            mechanism: how rows are read.
-
-        Raises:
-            PVIError: naming the group.
-        """
-        check_batch_size("StochasticNaturalGradient", self.batch_size, sizes, mechanism)
 
     def solve(
         self,
