@@ -1,6 +1,6 @@
 """Partitioned variational inference for NumPyro."""
 
-from ._state import PVIInfo, PVIRunResult, PVIState
+from ._state import PVIInfo, PVIRunResult, PVIState, PVITrace
 from .errors import (
     CheckpointError,
     DataError,
@@ -27,6 +27,7 @@ __all__ = [
     "PVIInfo",
     "PVIRunResult",
     "PVIState",
+    "PVITrace",
     "Partition",
     "PartitionError",
     "SkippedGroupError",

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
 
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
+from ._views import factor_labels
 from .errors import SkippedGroupError
 from .handlers import PRIOR
+from .schedules import RoundReport
 
 # Rounds in one compiled block: long enough that re-reading the data between blocks does not show, short enough to look
 # up.
@@ -23,6 +26,8 @@ class Run(NamedTuple):
 
     state: PVIState
     losses: Any
+    # Reports of the rounds that ran, with a leading axis; None when none did.
+    reports: RoundReport | None
     converged: bool | None
     message: str
 
@@ -39,7 +44,7 @@ def drive(
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
     Args:
-        rounds: ``(state, count, tol, length) -> (state, losses, done, moves, missed)``, compiled once for all blocks.
+        rounds: ``(state, count, tol, length) -> (state, losses, reports, done, missed)``, compiled once for all blocks.
         info: a state's report.
         state: where to start.
         num_steps: number of rounds.
@@ -57,17 +62,19 @@ def drive(
     limit = jnp.asarray(-1.0 if tol is None else tol, dtype)
     step = 1 if callback is not None else max(1, min(BLOCK, num_steps // 20)) if progress_bar else BLOCK
     losses: list[np.ndarray] = []
+    reports: list[RoundReport] = []
     done, converged, message = 0, None if tol is None else False, ""
     bar = tqdm.tqdm(total=num_steps, disable=not progress_bar, unit="round")
     try:
         while done < num_steps and not message:
             count = min(step, num_steps - done)
-            state, block, ran, moves, _ = rounds(state, jnp.int32(count), limit, BLOCK)
+            state, block, seen, ran, _ = rounds(state, jnp.int32(count), limit, BLOCK)
             ran = int(ran)
             if ran == 0:
                 continue
             losses.append(np.asarray(block)[:ran])
-            move = float(moves[ran - 1])
+            reports.append(jax.tree.map(lambda x, ran=ran: np.asarray(x)[:ran], seen))
+            move = float(reports[-1].total_move[-1])
             done += ran
             bar.update(ran)
             bar.set_postfix_str(f"elbo {-losses[-1][-1]:.6g}, largest move {move:.1e} sd", refresh=False)
@@ -82,7 +89,9 @@ def drive(
         bar.close()
     if not message:
         message = f"ran {done} rounds" + ("" if tol is None else f" without reaching tol={tol:g}")
-    return Run(state, jnp.asarray(np.concatenate(losses) if losses else np.zeros(0, dtype)), converged, message)
+    found = jax.tree.map(lambda *blocks: np.concatenate(blocks), *reports) if reports else None
+    all_losses = jnp.asarray(np.concatenate(losses) if losses else np.zeros(0, dtype))
+    return Run(state, all_losses, found, converged, message)
 
 
 def _raise_if_stuck(state: PVIState) -> None:
@@ -90,8 +99,7 @@ def _raise_if_stuck(state: PVIState) -> None:
     if runs.max() < SKIP_LIMIT:
         return
     part = state.plan.partition
-    labels = ((PRIOR,) if part.has_prior_factor else ()) + part.table.labels
-    label = labels[int(runs.argmax())]
+    label = factor_labels(state.plan)[int(runs.argmax())]
     latents = ", ".join(part.prior_latents if label is PRIOR else part.layout.names)
     raise SkippedGroupError(
         f"group {label!r} was skipped in {SKIP_LIMIT} rounds running: its log density or its gradient in latent(s) {latents} is "

@@ -74,17 +74,54 @@ class PVIRunResult(SVIRunResult):
         info: the last round's :class:`PVIInfo`.
         converged: True when ``tol`` was given and reached; None when it was not given.
         message: one sentence on how the run ended.
+        trace: the :class:`PVITrace` of the rounds that ran; None when none did.
     """
 
     info: PVIInfo | None
     converged: bool | None
     message: str
+    trace: PVITrace | None
 
-    def __new__(cls, params, state, losses, info=None, converged=None, message=""):
+    def __new__(cls, params, state, losses, info=None, converged=None, message="", trace=None):
         """Make the three-tuple and attach the rest."""
         self = super().__new__(cls, params, state, losses)
-        self.info, self.converged, self.message = info, converged, message
+        self.info, self.converged, self.message, self.trace = info, converged, message, trace
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class PVITrace:
+    """What happened in every round of a run, as NumPy arrays with a leading axis of rounds (R); F factors as ``labels``.
+
+    Attributes:
+        labels: the factors, the prior factor (if any) first.
+        rounds: Int[R], rounds since the state was made.
+        elbo: Float[R], global ELBO after each round, nats.
+        total_move: Float[R], largest change of a posterior mean or log sd in the round, in posterior sds.
+        move: Float[R F], largest change of a posterior mean by each factor's step, in posterior sds.
+        step: Float[R F], share of each factor's proposed change that was taken.
+        backoffs: Int[R F], halvings.
+        skipped: Bool[R F].
+        staleness: Int[R F], changes of q that a group had not seen when its last site was absorbed.
+        clock: Float[R], simulated time at the end of each round: in the units of a schedule's delays, else one a round.
+        messages: Int[R 2], natural parameters sent so far, by groups and to groups.
+        bytes: Int[R], their bytes so far, as the numbers lie in memory.
+        consensus: Float[R], largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
+    """
+
+    labels: tuple
+    rounds: Any
+    elbo: Any
+    total_move: Any
+    move: Any
+    step: Any
+    backoffs: Any
+    skipped: Any
+    staleness: Any
+    clock: Any
+    messages: Any
+    bytes: Any
+    consensus: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,12 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import ReshapeTransform, biject_to
 
-from ._state import Plan, PVIInfo, PVIState
+from ._state import Plan, PVIInfo, PVIState, PVITrace
 from .errors import ImproperError
 from .expectations import RULES
 from .families import GaussianFamily, GaussianMoments
 from .handlers import PRIOR
+from .schedules import RoundReport
 from .sites import SiteStack, posterior
 
 
@@ -112,12 +113,10 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
     proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites))
-    labels: tuple = part.table.labels
-    count = len(labels)
+    labels, count = factor_labels(state.plan), len(part.table.labels)
     found = part.likelihood if part.enumeration is None else "enumerated"
     structure, expectation = (found,) * count, (_words(part.likelihood, state, 0),) * count
     if part.has_prior_factor:
-        labels = (PRIOR, *labels)
         proper = np.concatenate([[prior_proper], proper])
         structure, expectation = (part.prior_kind, *structure), (_words(part.prior_kind, state, 1), *expectation)
     return PVIInfo(
@@ -136,6 +135,44 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
         rounds=int(state.step),
         notes=notes,
     )
+
+
+def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITrace | None:
+    """The rounds of a run with labels.
+
+    Args:
+        state: the state after the last round.
+        losses: Float[R], negative ELBOs in nats.
+        reports: of every round, with a leading axis R; None when none ran.
+
+    Returns:
+        The trace; None when no round ran.
+    """
+    if reports is None:
+        return None
+    count = len(losses)
+    size = sum(x.nbytes for x in jax.tree.leaves(state.prior))
+    return PVITrace(
+        labels=factor_labels(state.plan),
+        rounds=int(state.step) - count + 1 + np.arange(count),
+        elbo=-np.asarray(losses),
+        total_move=reports.total_move,
+        move=reports.move,
+        step=reports.step,
+        backoffs=reports.backoffs,
+        skipped=reports.skipped,
+        staleness=reports.staleness,
+        clock=reports.clock,
+        messages=reports.messages,
+        bytes=np.sum(reports.messages, axis=-1, dtype=np.int64) * size,
+        consensus=reports.consensus,
+    )
+
+
+def factor_labels(plan: Plan) -> tuple:
+    """Labels of all factors, the prior factor (if any) first."""
+    part = plan.partition
+    return ((PRIOR,) if part.has_prior_factor else ()) + part.table.labels
 
 
 @partial(jax.jit, static_argnames="family")

@@ -29,7 +29,7 @@ from ._entry import (
 from ._initial import initial_params, refuse_improper, refuse_nothing_shared, spread_params
 from ._locals import by_unit, joint_params, local_distributions
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._views import NaturalView, describe, latent_distributions
+from ._views import NaturalView, describe, latent_distributions, trace_of
 from .errors import PartitionError, PVIError, StateError
 from .factors import (
     Layout,
@@ -312,7 +312,7 @@ class PVI(SVI):
             kwargs: the model's keyword arguments.
 
         Returns:
-            ``(params, state, losses)`` with ``.info``, ``.converged`` and ``.message``. On KeyboardInterrupt the result
+            ``(params, state, losses)`` with ``.info``, ``.converged``, ``.message`` and ``.trace``. On KeyboardInterrupt the result
             holds the last state that was finished, and says so.
 
         Raises:
@@ -335,9 +335,9 @@ class PVI(SVI):
 
         run = drive(rounds, self.info, state, int(num_steps), tol, callback, progress_bar)
         losses = jnp.where((jnp.arange(1, len(run.losses) + 1) % loss_every) == 0, run.losses, jnp.nan)
-        return PVIRunResult(
-            self.get_params(run.state), run.state, losses, self.info(run.state), run.converged, run.message
-        )
+        trace = trace_of(run.state, run.losses, run.reports)
+        params, info = self.get_params(run.state), self.info(run.state)
+        return PVIRunResult(params, run.state, losses, info, run.converged, run.message, trace)
 
     # ------------------------------------------------------------------ what SVI does not have
 

@@ -25,7 +25,7 @@ from ..factors import (
     exact_diagonal_prior,
     exact_prior,
 )
-from ..schedules import RoundCarry, RoundReport, Schedule
+from ..schedules import RoundCarry, RoundReport, Schedule, empty_report
 from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
@@ -43,10 +43,10 @@ class RoundsDone(NamedTuple):
     """The outcome of :meth:`Engine.rounds`."""
 
     state: PVIState
-    # Negative ELBOs and largest moves of the rounds that ran; NaN after them.
+    # Negative ELBOs of the rounds that ran, NaN after them, and their reports with a leading axis of that length.
     losses: Float[Array, "length"]
+    reports: RoundReport
     done: Int[Array, ""]
-    moves: Float[Array, "length"]
     # Whether the next round needs the finest quadrature rule compiled in.
     missed: Bool[Array, ""]
 
@@ -218,28 +218,29 @@ class Engine:
         fixed = self._state_problem(state, args, kwargs, fine) if static else None
 
         def unfinished(loop):
-            i, state, carry, losses, moves, missed = loop
+            i, _, carry, *_, missed = loop
             stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
             last = carry.report.total_move
             return (i < count) & ~missed & ~((i > 0) & ((last <= tol) | stuck))
 
         def one(loop):
-            i, *before, losses, moves, _ = loop
+            i, *before, losses, reports, _ = loop
             problem = fixed if static else self._state_problem(before[0], args, kwargs, fine)
             state, carry = self._round(problem, *before, args, kwargs, fine)
             missed = carry.evaluation.missed & (not fine)
             losses = losses.at[i].set(jnp.where(missed, jnp.nan, -carry.evaluation.elbo))
-            moves = moves.at[i].set(jnp.where(missed, jnp.nan, carry.report.total_move))
+            reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, carry.report)
             state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
-            return i + ~missed, state, carry, losses, moves, missed
+            return i + ~missed, state, carry, losses, reports, missed
 
         problem = fixed if static else self._state_problem(state, args, kwargs, fine)
         carry = self.carry(problem, state)
         missed = carry.evaluation.missed & (not fine)
         empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
-        first = (jnp.int32(0), state, carry, empty, empty, missed)
-        done, state, _, losses, moves, missed = jax.lax.while_loop(unfinished, one, first)
-        return RoundsDone(state, losses, done, moves, missed)
+        reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), carry.report)
+        first = (jnp.int32(0), state, carry, empty, reports, missed)
+        done, state, _, losses, reports, missed = jax.lax.while_loop(unfinished, one, first)
+        return RoundsDone(state, losses, reports, done, missed)
 
     def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
         params = self.constrain(state.plan, args, kwargs, state.optim_state)
@@ -344,15 +345,6 @@ class Engine:
         )
         prior_solver = solver_of_prior(self.solver).init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
-        report = RoundReport(
-            jnp.full((count,), jnp.inf, dtype),
-            jnp.zeros((count,), dtype),
-            jnp.zeros((count,), jnp.int32),
-            jnp.zeros((count,), bool),
-            jnp.zeros((count,), jnp.int32),
-            jnp.asarray(jnp.inf, dtype),
-            jnp.array(True),
-        )
         fields = {
             "sites": sites,
             "prior": natural,
@@ -360,7 +352,7 @@ class Engine:
             "solver_state": solver,
             "prior_solver_state": prior_solver,
             "schedule_state": self.schedule.init(problem, dtype),
-            "report": report,
+            "report": empty_report(count, dtype),
             "rule": rule,
             "step": jnp.int32(0),
         }

@@ -5,12 +5,12 @@ from ._base import (
     Points,
     Problem,
     RoundCarry,
-    RoundReport,
     Rule,
     Schedule,
     accept_jointly,
     elbo_has_not_fallen,
 )
+from ._report import RoundReport, empty_report
 from ._sequential import Sequential
 from ._synchronous import Synchronous
 
@@ -26,4 +26,5 @@ __all__ = [
     "Synchronous",
     "accept_jointly",
     "elbo_has_not_fallen",
+    "empty_report",
 ]

@@ -14,6 +14,7 @@ from ..expectations import Expected
 from ..families import GaussianFamily, GaussianMoments
 from ..sites import SiteStack, damp, posterior, select
 from ..solvers import LocalResult, LocalSolver
+from ._report import RoundReport
 
 # Halvings of a joint step before a round gives up: 2^-20 is about 1e-6.
 MAX_HALVINGS = 20
@@ -63,22 +64,6 @@ class Evaluation(NamedTuple):
     missed: Bool[Array, ""]
     # Means and sds of the local latents under q, per chunk and row; None when there are none.
     local: tuple[Float[Array, "C R K"], Float[Array, "C R K"]] | None = None
-
-
-class RoundReport(NamedTuple):
-    """What happened to every factor in one round; the prior factor, if any, comes first."""
-
-    # Largest change of a posterior mean by this factor's step, in posterior sds.
-    move: Float[Array, "F"]
-    step: Float[Array, "F"]
-    backoffs: Int[Array, "F"]
-    skipped: Bool[Array, "F"]
-    # Rounds running in which the factor was skipped.
-    skip_run: Int[Array, "F"]
-    # Largest change of any posterior mean or log sd in the round, in posterior sds.
-    total_move: Float[Array, ""]
-    # Whether q was normalisable at the end of the round.
-    valid: Bool[Array, ""]
 
 
 class RoundCarry(NamedTuple):
@@ -179,6 +164,8 @@ class Accepted(NamedTuple):
     step: Float[Array, ""]
     halvings: Int[Array, ""]
     accepted: Bool[Array, ""]
+    # How often the ELBO was asked for.
+    tries: Int[Array, ""]
 
 
 def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -268,9 +255,9 @@ def accept_jointly(
         sites = at(step)
         evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None)
         good = elbo_has_not_fallen(evaluation, old)
-        return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good)
+        return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, state.tries + 1)
 
-    first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False))
+    first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False), jnp.int32(0))
     last = jax.lax.while_loop(unfinished, attempt, first)
 
     def keep(new, previous):
@@ -320,7 +307,7 @@ def accept_once(
         return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, previous)
 
     sites, evaluation = keep(sites, old_sites), keep(evaluation, old)
-    return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good)
+    return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, jnp.int32(1))
 
 
 class Averaging(NamedTuple):
@@ -388,45 +375,3 @@ def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:
     prior = None if evaluation.prior is None or sites.prior is None else usable(evaluation.prior, sites.prior)
     local = problem.local_proposal(carry, jnp.ones((problem.num_groups,), bool))
     return SiteStack(usable(evaluation.groups, sites.groups), sites.prior if prior is None else prior, local)
-
-
-def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
-    """Largest change of a posterior mean, or of a log sd, in posterior sd units."""
-    sd_new, sd_old = (jnp.sqrt(family.variances(e.moments)) for e in (new, old))
-    shift = jnp.max(jnp.abs(new.moments.loc - old.moments.loc) / sd_new)
-    stretch = jnp.max(jnp.abs(jnp.log(sd_new) - jnp.log(sd_old)))
-    largest = jnp.maximum(shift, stretch)
-    if new.local is not None and old.local is not None:
-        (mean_new, own_new), (mean_old, own_old) = new.local, old.local
-        largest = jnp.maximum(largest, jnp.max(jnp.abs(mean_new - mean_old) / own_new))
-        largest = jnp.maximum(largest, jnp.max(jnp.abs(jnp.log(own_new) - jnp.log(own_old))))
-    return jnp.where(old.moments.valid, largest, jnp.inf)
-
-
-def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: Evaluation) -> Float[Array, "F"]:
-    """First-order change of the posterior means by each factor's step, largest coordinate, in posterior sds.
-
-    Args:
-        problem: the factors.
-        new: sites after the round.
-        old: sites before it.
-        evaluation: evaluation of the q after the round.
-
-    Returns:
-        One number per factor, the prior factor (if any) first.
-    """
-    family, moments = problem.family, evaluation.moments
-    sd = jnp.sqrt(family.variances(moments))
-    change = new - old
-
-    def move(natural):
-        force = natural.precision_mean - family.precision_product(natural, moments.loc)
-        return jnp.max(jnp.abs(family.covariance_product(moments, force)) / sd, axis=-1)
-
-    moves = move(change.groups)
-    return moves if change.prior is None else jnp.concatenate([move(change.prior)[None], moves])
-
-
-def with_prior(prior: Any, groups: Array) -> Array:
-    """Put the prior factor's entry, if there is one, before the groups'."""
-    return groups if prior is None else jnp.concatenate([jnp.reshape(prior, (1,)).astype(groups.dtype), groups])

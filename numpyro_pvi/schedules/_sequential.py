@@ -14,16 +14,13 @@ from ._base import (
     Averaging,
     Problem,
     RoundCarry,
-    RoundReport,
     accept_jointly,
     accept_once,
     average_late,
-    factor_moves,
     natural_gradient_proposal,
     no_averaging,
-    total_move,
-    with_prior,
 )
+from ._report import round_report, with_prior
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +101,15 @@ class Sequential:
         averaging = carry.schedule
         if problem.noisy:
             averaging = average_late(problem, averaging, done.evaluation, carry.evaluation)
-        report = RoundReport(
-            move=factor_moves(problem, done.sites, carry.sites, done.evaluation),
+        report = round_report(
+            problem,
+            carry,
+            done,
             step=jnp.where(skipped | ~done.accepted, 0.0, done.step * self.damping),
             backoffs=with_prior(None if prior is None else prior.backoffs, results.backoffs) + done.halvings,
             skipped=skipped,
-            skip_run=jnp.where(skipped, carry.report.skip_run + 1, 0),
-            total_move=total_move(problem.family, done.evaluation, carry.evaluation),
-            valid=done.evaluation.moments.valid,
+            # One for the visit, and one to all groups for every ELBO that is asked for.
+            exchanges=problem.num_groups * (1 + done.tries),
         )
         return RoundCarry(
             done.sites,

@@ -17,16 +17,13 @@ from ._base import (
     Averaging,
     Problem,
     RoundCarry,
-    RoundReport,
     accept_jointly,
     accept_once,
     average_late,
     elbo_gain,
-    factor_moves,
     no_averaging,
-    total_move,
-    with_prior,
 )
+from ._report import round_report, with_prior
 
 
 class SynchronousState(NamedTuple):
@@ -124,7 +121,19 @@ class Synchronous:
 
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale) -> RoundCarry:
         old, state = carry.evaluation, carry.schedule
-        moved = total_move(problem.family, done.evaluation, old)
+        skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
+        taken = jnp.where(done.accepted, done.step, 0.0)
+        report = round_report(
+            problem,
+            carry,
+            done,
+            step=jnp.where(skipped, 0.0, taken),
+            backoffs=with_prior(None if prior is None else prior.backoffs, results.backoffs) + done.halvings,
+            skipped=skipped,
+            # The pass that tests a joint step also finds what the groups want next.
+            exchanges=problem.num_groups * (problem.stochastic + done.tries),
+        )
+        moved = report.total_move
         averaging = state.averaging
         if problem.noisy and not problem.stochastic:
             averaging = average_late(problem, averaging, done.evaluation, old)
@@ -142,17 +151,6 @@ class Synchronous:
             estimate, direction = power_iteration_step(product, scale, state.probe)
             usable = done.accepted & jnp.isfinite(estimate) & jnp.all(jnp.isfinite(direction))
             probe, eigenvalue = jnp.where(usable, direction, probe), jnp.where(usable, estimate, eigenvalue)
-        skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
-        taken = jnp.where(done.accepted, done.step, 0.0)
-        report = RoundReport(
-            move=factor_moves(problem, done.sites, carry.sites, done.evaluation),
-            step=jnp.where(skipped, 0.0, taken),
-            backoffs=with_prior(None if prior is None else prior.backoffs, results.backoffs) + done.halvings,
-            skipped=skipped,
-            skip_run=jnp.where(skipped, carry.report.skip_run + 1, 0),
-            total_move=moved,
-            valid=done.evaluation.moments.valid,
-        )
         return RoundCarry(
             done.sites,
             done.evaluation,
