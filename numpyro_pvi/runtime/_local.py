@@ -85,6 +85,7 @@ class LocalProblem:
         data: the factors' arrays.
         units: ``(U, K)``, how many units have how many local latents each; None when there are none.
         rows: the groups' rows at points, for a stochastic solver; else None.
+        labels: the groups' labels, in the order of every stacked array.
     """
 
     family: GaussianFamily
@@ -97,6 +98,7 @@ class LocalProblem:
     data: FactorData
     units: tuple[int, int] | None = None
     rows: GroupRows | None = None
+    labels: tuple = ()
 
     @property
     def stochastic(self) -> bool:

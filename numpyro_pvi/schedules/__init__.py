@@ -1,5 +1,6 @@
 """Schedules: who moves when, and how far."""
 
+from ._asynchronous import Asynchronous
 from ._base import (
     Evaluation,
     Points,
@@ -10,12 +11,15 @@ from ._base import (
     accept_jointly,
     elbo_has_not_fallen,
 )
+from ._delays import MeasuredDelays, measured_delays
 from ._report import RoundReport, empty_report
 from ._sequential import Sequential
 from ._synchronous import Synchronous
 
 __all__ = [
+    "Asynchronous",
     "Evaluation",
+    "MeasuredDelays",
     "Points",
     "Problem",
     "RoundCarry",
@@ -27,4 +31,5 @@ __all__ = [
     "accept_jointly",
     "elbo_has_not_fallen",
     "empty_report",
+    "measured_delays",
 ]

@@ -85,6 +85,8 @@ class Problem(Protocol):
     family: GaussianFamily
     solver: LocalSolver
     num_groups: int
+    # Labels of the groups, in the order of every stacked array.
+    labels: tuple
     prior_natural: Any
     has_prior_factor: bool
     # Whether expectations may be by draws, so that values compare only on common draws.
