@@ -11,13 +11,16 @@ from ._base import (
     accept_jointly,
     elbo_has_not_fallen,
 )
+from ._committee import Committee
 from ._delays import MeasuredDelays, measured_delays
 from ._report import RoundReport, empty_report
 from ._sequential import Sequential
+from ._subset import StochasticSubset
 from ._synchronous import Synchronous
 
 __all__ = [
     "Asynchronous",
+    "Committee",
     "Evaluation",
     "MeasuredDelays",
     "Points",
@@ -27,6 +30,7 @@ __all__ = [
     "Rule",
     "Schedule",
     "Sequential",
+    "StochasticSubset",
     "Synchronous",
     "accept_jointly",
     "elbo_has_not_fallen",

@@ -147,15 +147,21 @@ class Asynchronous:
             problem, old.rule, noise, share, self.damping == "auto", self.delays, self.max_staleness, self._faults
         )
         if self._faults is None:
-            keys = jax.random.split(visit_key, count)
+            keys = jax.random.split(visit_key, self._changes(problem))
             walk = jax.lax.scan(lambda w, k: (messages.event(w, k), None), walk, keys)[0]
         else:
             walk = jax.lax.while_loop(
-                lambda w: (jnp.sum(w.tally.arrived) < count) & (w.tally.events < _MOST_MESSAGES * count),
+                lambda w: (
+                    (jnp.sum(w.tally.arrived) < self._changes(problem)) & (w.tally.events < _MOST_MESSAGES * count)
+                ),
                 lambda w: messages.event(w, jax.random.fold_in(visit_key, w.tally.events)),
                 walk,
             )
         return self._finish(problem, carry, walk, prior, prior_site, noise)
+
+    def _changes(self, problem: Problem) -> int:
+        """Absorbed changes in a round."""
+        return problem.num_groups
 
     def _begin(self, problem: Problem, carry: RoundCarry, q: Any, moments: GaussianMoments, key: Any):
         """In the first round every group reads q."""

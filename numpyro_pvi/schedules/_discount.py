@@ -15,6 +15,7 @@ from ._network import put
 FREE_DRIFT = 0.1
 # A group's step grows by this while its changes go on, and is halved when they turn back no shorter than half.
 GROWTH = 2.0**0.25
+SMALLEST_SHARE = 1e-3
 
 
 class Discount(NamedTuple):
@@ -83,6 +84,34 @@ def weight(problem: Problem, memory: Discount, index: Any, moments: GaussianMome
     return memory.share[index] * jnp.minimum(1.0, usual / jnp.maximum(drift, usual)) ** 2
 
 
+def next_share(
+    problem: Problem, share: Float[Array, ""], last: Float[Array, "D"], change: Any, moments: GaussianMoments
+) -> tuple[Float[Array, ""], Float[Array, "D"]]:
+    """A group's own step after one more of its changes.
+
+    A group whose changes turn back without getting shorter than half overshoots, together with others or alone: parallel
+    mean-field updates do so at moderate correlations, with every q valid. Its step is halved, and grows again while changes
+    go on.
+
+    Args:
+        problem: the factors.
+        share: its step.
+        last: the force of its last change on the location, in precision-mean space.
+        change: its next change, natural parameters, undamped.
+        moments: q before it.
+
+    Returns:
+        ``(step, force)``.
+    """
+    family = problem.family
+    force = change.precision_mean - family.precision_product(change, moments.loc)
+    image = family.covariance_product(moments, force)
+    inner, size = jnp.dot(last, image), jnp.dot(force, image)
+    back = (inner < 0) & (4 * size > jnp.dot(last, family.covariance_product(moments, last)))
+    factor = jnp.where(back, 0.5, jnp.where(inner > 0, GROWTH, 1.0))
+    return jnp.clip(share * factor, SMALLEST_SHARE, 1.0), force
+
+
 def remember(
     problem: Problem,
     memory: Discount,
@@ -93,9 +122,6 @@ def remember(
     absorbed: Bool[Array, ""],
 ) -> Discount:
     """Take one message into account.
-
-    A group whose changes turn back without getting shorter overshoots, together with others or alone: parallel mean-field
-    updates do so at moderate correlations, with every q valid. Its step is halved, and grows again while changes go on.
 
     Args:
         problem: the factors.
@@ -110,12 +136,7 @@ def remember(
         The memory; unchanged where nothing was absorbed.
     """
     family = problem.family
-    force = change.precision_mean - family.precision_product(change, before.loc)
-    last, image = memory.force[index], family.covariance_product(before, force)
-    inner, size = jnp.dot(last, image), jnp.dot(force, image)
-    back = (inner < 0) & (4 * size > jnp.dot(last, family.covariance_product(before, last)))
-    factor = jnp.where(back, 0.5, jnp.where(inner > 0, GROWTH, 1.0))
-    share = jnp.clip(memory.share[index] * factor, 1e-3, 1.0)
+    share, force = next_share(problem, memory.share[index], memory.force[index], change, before)
     sds = [jnp.sqrt(family.variances(m)) for m in (before, after)]
     length = marginal_distance(before.loc, sds[0], after.loc, sds[1])
     count = memory.path.shape[0]
