@@ -447,7 +447,7 @@ class PVI(SVI):
 
         Args:
             rng_key: random key.
-            state_or_result: a state, or what ``run`` returned.
+            state_or_result: a state, or what ``run`` returned; that has a trace, which becomes the group ``rounds``.
             args: the model's positional arguments.
             num_samples: draws.
             kwargs: the model's keyword arguments.
@@ -459,7 +459,8 @@ class PVI(SVI):
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
         model, params = state.plan.partition.model(self._full_model), self.get_params(state)
-        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples)
+        trace = getattr(state_or_result, "trace", None)
+        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, trace=trace)
 
     # ------------------------------------------------------------------ joints between the rooms
 
