@@ -10,11 +10,13 @@ from ._base import (
     accept_jointly,
     elbo_has_not_fallen,
 )
+from ._decentralized import Decentralized
 from ._report import RoundReport, empty_report
 from ._sequential import Sequential
 from ._synchronous import Synchronous
 
 __all__ = [
+    "Decentralized",
     "Evaluation",
     "Points",
     "Problem",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Decentralized, Sequential, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
 
 from . import checks, models, oracles
@@ -39,6 +39,12 @@ SYNCHRONOUS, DAMPED = Synchronous(), Synchronous(damping=0.5)
 CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
 LOCAL, STOCHASTIC = LocalELBO(num_steps=5), StochasticNaturalGradient(num_steps=5)
 
+
+def ring(n):
+    """Agents in a circle (a pair has one link, one agent none)."""
+    return Decentralized([[float((i - j) % n in (1, n - 1)) for j in range(n)] for i in range(n)])
+
+
 # The full product for the quadratic model; pairwise for the others: every schedule and M in {1, 2, 5, N} occurs.
 CELLS = (
     Cell("linear-conjugate-cyclic", "linear", CONJUGATE, SEQUENTIAL, 3, (1, 2, 3, 6), 2),
@@ -63,6 +69,16 @@ CELLS = (
     *(
         Cell(f"meanfield-{word}-{m}", "meanfield", NATURAL, schedule, m, (1, 3, 6, 12), 700, AutoDiagonalNormal, "auto")
         for word, schedule in (("cyclic", SEQUENTIAL), ("parallel", SYNCHRONOUS))
+        for m in (1, 2, 12)
+    ),
+    Cell("linear-conjugate-ring", "linear", CONJUGATE, ring(5), 5, (1, 2, 6), 5),
+    Cell("linear-conjugate-ring-long", "linear", CONJUGATE, ring(3), 3, (1, 3, 6), 45),
+    Cell("linear-natural-ring", "linear", NATURAL, ring(12), 12, (1, 2, 6), 5),
+    Cell("linear-local-ring", "linear", LOCAL, ring(3), 3, (1, 6), 2),
+    Cell("linear-stochastic-ring", "linear", STOCHASTIC, ring(5), 5, (1, 6), 2),
+    Cell("logistic-ring", "logistic", NATURAL, ring(5), 5, (1, 3, 6), 60),
+    *(
+        Cell(f"meanfield-ring-{m}", "meanfield", NATURAL, ring(m), m, (1, 3, 6, 12), 400, AutoDiagonalNormal, "auto")
         for m in (1, 2, 12)
     ),
     Cell("meanfield-logistic", "logistic", NATURAL, SYNCHRONOUS, 2, (1, 3, 6, 12), 300, AutoDiagonalNormal, "auto"),
