@@ -78,7 +78,7 @@ CELLS = (
     Cell("linear-stochastic-ring", "linear", STOCHASTIC, ring(5), 5, (1, 6), 2),
     Cell("logistic-ring", "logistic", NATURAL, ring(5), 5, (1, 3, 6), 60),
     *(
-        Cell(f"meanfield-ring-{m}", "meanfield", NATURAL, ring(m), m, (1, 3, 6, 12), 400, AutoDiagonalNormal, "auto")
+        Cell(f"meanfield-ring-{m}", "meanfield", NATURAL, ring(m), m, (1, 3, 6, 12), 2500, AutoDiagonalNormal, "auto")
         for m in (1, 2, 12)
     ),
     Cell("meanfield-logistic", "logistic", NATURAL, SYNCHRONOUS, 2, (1, 3, 6, 12), 300, AutoDiagonalNormal, "auto"),
