@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro.distributions.transforms import ReshapeTransform, biject_to
 
 from ._state import Plan, PVIInfo, PVIState, PVITrace
-from .errors import ImproperError
+from .errors import ImproperError, PVIError
 from .expectations import RULES
 from .families import GaussianFamily, GaussianMoments
 from .handlers import PRIOR
@@ -107,6 +108,29 @@ def _marginal(family: GaussianFamily, moments: GaussianMoments, where: slice, sh
             base = dist.TransformedDistribution(base, ReshapeTransform(event, (size,)))
     real = getattr(fn.support, "base_constraint", fn.support) is dist.constraints.real
     return base if real else dist.TransformedDistribution(base, transform)
+
+
+def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
+    """Natural parameters of one agent's own q.
+
+    Args:
+        schedule: of the fit.
+        state: a state.
+        agent: the group's label.
+
+    Returns:
+        Natural parameters over the flat vector.
+
+    Raises:
+        PVIError: when there is one q for all, or for an unknown label.
+    """
+    own = getattr(schedule, "agent_natural", None)
+    if own is None:
+        raise PVIError(
+            f"posterior(agent={agent!r}): under {type(schedule).__name__} there is one q for all groups; leave agent out, or pass "
+            "schedule=Decentralized(...), where every group has its own."
+        )
+    return own(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
 
 
 def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:

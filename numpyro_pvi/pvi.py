@@ -29,7 +29,7 @@ from ._entry import (
 from ._initial import initial_params, refuse_improper, refuse_nothing_shared, spread_params
 from ._locals import by_unit, joint_params, local_distributions
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._views import NaturalView, describe, latent_distributions, trace_of
+from ._views import NaturalView, agent_natural, describe, latent_distributions, trace_of
 from .errors import PartitionError, PVIError, StateError
 from .factors import (
     Layout,
@@ -341,21 +341,23 @@ class PVI(SVI):
 
     # ------------------------------------------------------------------ what SVI does not have
 
-    def posterior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
+    def posterior(self, state: PVIState, joint: bool = False, agent: Hashable | None = None) -> dict[Any, Any]:
         """Marginal posterior of every latent, as NumPyro distributions in the latents' own supports.
 
         Args:
             state: a state.
             joint: also give the joint Gaussian over all latents' unconstrained coordinates, under the tuple of their
                 names (q of full covariance only).
+            agent: label of a group, under a schedule without a server: the q of that agent instead of the network's mean.
 
         Returns:
             Distributions by latent name.
 
         Raises:
             ImproperError: when q is not normalisable.
+            PVIError: for an agent under a schedule with a server.
         """
-        q = posterior(state.prior, state.sites)
+        q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
         found = self._distributions(state, q, "posterior", joint)
         return found | local_distributions(state, q, self.guide.prototype_trace)
 
@@ -447,7 +449,7 @@ class PVI(SVI):
 
         Args:
             rng_key: random key.
-            state_or_result: a state, or what ``run`` returned.
+            state_or_result: a state, or what ``run`` returned; that has a trace, which becomes the group ``rounds``.
             args: the model's positional arguments.
             num_samples: draws.
             kwargs: the model's keyword arguments.
@@ -459,7 +461,8 @@ class PVI(SVI):
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
         model, params = state.plan.partition.model(self._full_model), self.get_params(state)
-        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples)
+        trace = getattr(state_or_result, "trace", None)
+        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, trace=trace)
 
     # ------------------------------------------------------------------ joints between the rooms
 

@@ -8,6 +8,9 @@ import pytest
 
 from numpyro_pvi import families, runtime, schedules, solvers
 
+# What a class cannot do without.
+REQUIRED = {"Decentralized": {"adjacency": ((0, 1), (1, 2))}}
+
 ROOMS = {
     "solver": (solvers, solvers.LocalSolver, "solve", {}),
     "schedule": (schedules, schedules.Schedule, "round", {}),
@@ -26,7 +29,7 @@ def implementations():
                 and not getattr(found, "_is_protocol", False)
             )
             if own:
-                yield pytest.param(found, protocol, options, id=f"{room}-{name}")
+                yield pytest.param(found, protocol, options | REQUIRED.get(name, {}), id=f"{room}-{name}")
 
 
 each_implementation = pytest.mark.parametrize(("cls", "protocol", "options"), list(implementations()))

@@ -11,11 +11,13 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 
+from .._state import PVITrace
 from ..diagnostics._calls import map_draws
 from ..errors import PVIError
 from ..factors import join_arguments, split_arguments
 from ..guides import setup_guide
 from ._dims import Dims, site_dims
+from ._rounds import rounds_dataset
 
 _SAMPLE_DIMS = ["chain", "draw"]
 
@@ -29,11 +31,13 @@ def to_arviz(
     kwargs: dict,
     *,
     num_samples: int = 1000,
+    trace: PVITrace | None = None,
 ) -> Any:
     """Draw from q and arrange the draws, their log-likelihoods and the observed data as ArviZ data.
 
     Groups: ``posterior`` (latents in their own supports and deterministics), ``log_likelihood`` (one variable per
-    observed site, in its batch shape, nats, without ``handlers.scale``) and ``observed_data``. Draws are independent
+    observed site, in its batch shape, nats, without ``handlers.scale``), ``observed_data`` and, with a trace, ``rounds``
+    (see :func:`numpyro_pvi.export.rounds_dataset`). Draws are independent
     and come as one chain, so r-hat has no meaning and effective sample sizes say nothing about the fit. Axes of plates
     bear the plate's name; ``infer={"event_dims": [...]}`` of a sample site names its event axes.
 
@@ -45,6 +49,7 @@ def to_arviz(
             log-likelihoods are computed at these values and these arguments.
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
+        trace: what happened in every round, of a run that has it.
         num_samples: draws S. The result holds S numbers for every observed row (1000 draws of 100,000 rows: 800 MB in
             float64), and for every row of a deterministic; nothing else grows with S.
 
@@ -62,16 +67,17 @@ def to_arviz(
     arrays, static = split_arguments(args, kwargs)
     drawn = _draw(model, guide, static, num_samples, rng_key, params, arrays)
     posterior, log_likelihood, observed = jax.device_get(drawn)
-    trace: dict = {}
-    jax.eval_shape(lambda key: trace.update(_trace_at(model, guide, key, params, args, kwargs)), jax.random.key(0))
+    sites: dict = {}
+    jax.eval_shape(lambda key: sites.update(_trace_at(model, guide, key, params, args, kwargs)), jax.random.key(0))
     observed = {name: value for name, value in observed.items() if np.size(value)}
-    dims = site_dims(trace, _SAMPLE_DIMS)
+    dims = site_dims(sites, _SAMPLE_DIMS)
     groups = {
         "posterior": _one_chain(posterior),
         "log_likelihood": _one_chain(log_likelihood),
         "observed_data": {name: np.asarray(value) for name, value in observed.items()},
     }
-    return _assemble({group: values for group, values in groups.items() if values}, dims)
+    rounds = None if trace is None else rounds_dataset(trace)
+    return _assemble({group: values for group, values in groups.items() if values}, dims, rounds)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "guide", "static", "num_samples"))
@@ -116,7 +122,7 @@ def _one_chain(values: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(value)[None] for name, value in values.items()}
 
 
-def _assemble(groups: dict[str, dict[str, np.ndarray]], dims: Dims) -> Any:
+def _assemble(groups: dict[str, dict[str, np.ndarray]], dims: Dims, rounds: Any) -> Any:
     """Make ArviZ's container from named arrays."""
     # Imported here: ArviZ takes seconds to import. 1.x still answers to hasattr(arviz, "InferenceData"), with a
     # warning.
@@ -129,6 +135,8 @@ def _assemble(groups: dict[str, dict[str, np.ndarray]], dims: Dims) -> Any:
         leading = [] if group == "observed_data" else _SAMPLE_DIMS
         names = {name: dims.of(name, value.shape[len(leading) :]) for name, value in values.items()}
         datasets[group] = arviz.dict_to_dataset(values, dims=names, **{library: numpyro, sample_dims: leading})
+    if rounds is not None:
+        datasets["rounds"] = rounds
     if old:
         return arviz.InferenceData(**datasets)
     from xarray import DataTree

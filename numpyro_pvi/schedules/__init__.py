@@ -12,6 +12,7 @@ from ._base import (
     elbo_has_not_fallen,
 )
 from ._committee import Committee
+from ._decentralized import Decentralized
 from ._delays import MeasuredDelays, measured_delays
 from ._report import RoundReport, empty_report
 from ._sequential import Sequential
@@ -21,6 +22,7 @@ from ._synchronous import Synchronous
 __all__ = [
     "Asynchronous",
     "Committee",
+    "Decentralized",
     "Evaluation",
     "MeasuredDelays",
     "Points",

@@ -125,6 +125,30 @@ for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalG
 TABLE[3, "Conjugate", "Committee"] = Verdict(HOLDS, "the exact posterior, as members' sites are exact")
 for _schedule in ("Asynchronous", "StochasticSubset", "Committee"):
     TABLE[12, "Conjugate", _schedule] = Verdict(DOES_NOT, _REFUSED)
+_NETWORK = "at the network's mean: it is the sum of all sites whatever has been heard of whom"
+_AGENTS = "every agent takes visits from a q of its own, which depends on the partition"
+for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalGradient"):
+    _exact = _solver in ("Conjugate", "NaturalGradient")
+    TABLE |= {
+        (1, _solver, "Decentralized"): Verdict(HOLDS, _NETWORK),
+        (2, _solver, "Decentralized"): Verdict(
+            HOLDS, "each agent's damped site, so the network's mean, not each agent's q"
+        )
+        if _exact
+        else Verdict(DOES_NOT, "noisy sites are taken n-fold by their own agent, and nothing averages them out"),
+        (3, _solver, "Decentralized"): Verdict(
+            LIMIT, "the tracked mean is the mean site, and its fixed point a server's"
+        )
+        if _exact
+        else Verdict(DOES_NOT, "agents hover within the n-fold noise of their own visits"),
+        (4, _solver, "Decentralized"): Verdict(DOES_NOT, _AGENTS),
+        (6, _solver, "Decentralized"): Verdict(HOLDS, _IDENTITY),
+        (12, _solver, "Decentralized"): Verdict(DOES_NOT, _REFUSED)
+        if _solver == "Conjugate"
+        else Verdict(LIMIT, "half steps in parallel; below 4 latents no correlation makes them overshoot")
+        if _exact
+        else Verdict(DOES_NOT, "agents hover within the n-fold noise of their own visits"),
+    }
 
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, StochasticSubset, Synchronous
+from numpyro_pvi.schedules import Asynchronous, Committee, Decentralized, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
 
 from . import checks, models, oracles
@@ -42,6 +42,12 @@ LOSSY = Asynchronous(1.0, loss_rate=0.3, duplicate_rate=0.3, reorder=True)
 FEW, RARE = StochasticSubset(0.5), StochasticSubset(rates={0: 0.2})
 CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
 LOCAL, STOCHASTIC = LocalELBO(num_steps=5), StochasticNaturalGradient(num_steps=5)
+
+
+def ring(n):
+    """Agents in a circle (a pair has one link, one agent none)."""
+    return Decentralized([[float((i - j) % n in (1, n - 1)) for j in range(n)] for i in range(n)])
+
 
 # The full product for the quadratic model; pairwise for the others: every schedule and M in {1, 2, 5, N} occurs.
 CELLS = (
@@ -89,6 +95,16 @@ CELLS = (
             ("late", Asynchronous(1.0)),
             ("few", FEW),
         )
+        for m in (1, 2, 12)
+    ),
+    Cell("linear-conjugate-ring", "linear", CONJUGATE, ring(5), 5, (1, 2, 6), 5),
+    Cell("linear-conjugate-ring-long", "linear", CONJUGATE, ring(3), 3, (1, 3, 6), 45),
+    Cell("linear-natural-ring", "linear", NATURAL, ring(12), 12, (1, 2, 6), 5),
+    Cell("linear-local-ring", "linear", LOCAL, ring(3), 3, (1, 6), 2),
+    Cell("linear-stochastic-ring", "linear", STOCHASTIC, ring(5), 5, (1, 6), 2),
+    Cell("logistic-ring", "logistic", NATURAL, ring(5), 5, (1, 3, 6), 60),
+    *(
+        Cell(f"meanfield-ring-{m}", "meanfield", NATURAL, ring(m), m, (1, 3, 6, 12), 2500, AutoDiagonalNormal, "auto")
         for m in (1, 2, 12)
     ),
     Cell("meanfield-logistic", "logistic", NATURAL, SYNCHRONOUS, 2, (1, 3, 6, 12), 300, AutoDiagonalNormal, "auto"),

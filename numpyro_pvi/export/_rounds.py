@@ -1,0 +1,144 @@
+"""A run's trace as an xarray data set and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .._state import PVIRunResult, PVITrace
+from ..errors import PVIError
+
+_PER_FACTOR = ("move", "step", "backoffs", "skipped", "staleness")
+_PER_ROUND = ("elbo", "total_move", "clock", "bytes", "consensus")
+_AXES = {
+    "rounds": "rounds",
+    "time": "simulated time",
+    "messages": "natural parameters sent",
+    "bytes": "bytes sent",
+}
+# Lines with names of their own in a picture; more groups than these are drawn in one colour.
+_NAMED_LINES = 10
+
+
+def rounds_dataset(trace: PVITrace) -> Any:
+    """A trace as ``xarray.Dataset`` with dims ``round``, ``factor`` and ``direction``.
+
+    Args:
+        trace: of a run.
+
+    Returns:
+        The data set; labels of factors are shown as strings, units are those of :class:`numpyro_pvi.PVITrace`.
+    """
+    import xarray
+
+    values: dict[str, Any] = {name: ("round", np.asarray(getattr(trace, name))) for name in _PER_ROUND}
+    values |= {name: (("round", "factor"), np.asarray(getattr(trace, name))) for name in _PER_FACTOR}
+    values["messages"] = (("round", "direction"), np.asarray(trace.messages))
+    labels = [str(label) for label in trace.labels]
+    coords = {"round": np.asarray(trace.rounds), "factor": labels, "direction": ["to_server", "from_server"]}
+    return xarray.Dataset(values, coords=coords)
+
+
+def plot_rounds(result: PVIRunResult | PVITrace) -> Any:
+    """Draw a run round by round: ELBO, moves of every factor, staleness, and what was sent.
+
+    Args:
+        result: what ``run`` returned, or its ``trace``.
+
+    Returns:
+        A matplotlib figure of four panels.
+
+    Raises:
+        PVIError: when no round ran, or without matplotlib (extra ``plots``).
+    """
+    plt, trace = _pyplot(), _trace(result, "result")
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex=True, layout="constrained")
+    rounds = np.asarray(trace.rounds)
+    axes[0, 0].plot(rounds, trace.elbo, color="black")
+    axes[0, 0].set_ylabel("ELBO (nats)")
+    axes[0, 1].set_ylabel("move (posterior sds)")
+    axes[0, 1].set_yscale("log")
+    axes[1, 0].set_ylabel("staleness (changes of q)")
+    named = len(trace.labels) <= _NAMED_LINES
+    for i, label in enumerate(trace.labels):
+        style: dict[str, Any] = {"label": str(label)} if named else {"color": "C0", "alpha": 0.4}
+        for axis, values in ((axes[0, 1], trace.move), (axes[1, 0], trace.staleness)):
+            axis.plot(rounds, _positive(values[:, i]) if axis is axes[0, 1] else values[:, i], **style)
+    if named:
+        axes[0, 1].legend(fontsize="small")
+    to_server, from_server = np.asarray(trace.messages).T
+    axes[1, 1].plot(rounds, to_server, label="by groups")
+    axes[1, 1].plot(rounds, from_server, label="to groups", linestyle="--")
+    axes[1, 1].set_ylabel("natural parameters sent")
+    axes[1, 1].legend(fontsize="small")
+    for axis in axes[1]:
+        axis.set_xlabel("rounds")
+    return figure
+
+
+def plot_error(
+    results: PVIRunResult | PVITrace | Mapping[str, PVIRunResult | PVITrace],
+    against: str = "rounds",
+    reference: float | None = None,
+    ax: Any = None,
+) -> Any:
+    """Draw how far each run's ELBO is from the best one against rounds, simulated time, messages or bytes.
+
+    Args:
+        results: what ``run`` returned (or its ``trace``), or several under the names that the legend shows.
+        against: "rounds", "time", "messages" (sent in both directions) or "bytes".
+        reference: the ELBO that the error is taken from, nats; the highest one of all runs by default.
+        ax: matplotlib axes to draw on; new ones by default.
+
+    Returns:
+        The matplotlib axes: error in nats on a logarithmic scale. Points at or above the reference are left out.
+
+    Raises:
+        PVIError: for another word, a result without rounds, or without matplotlib (extra ``plots``).
+
+    References:
+        Ashman et al., Partitioned Variational Inference, section 7 (error against wall-clock time and against messages).
+    """
+    if against not in _AXES:
+        raise PVIError(f"plot_error(against={against!r}): expected one of {', '.join(map(repr, _AXES))}.")
+    named = results if isinstance(results, Mapping) else {"": results}
+    traces = {name: _trace(result, f"results[{name!r}]") for name, result in named.items()}
+    if not traces:
+        raise PVIError("plot_error(results={}): there is nothing to draw; pass what run returned.")
+    ax = _pyplot().subplots(layout="constrained")[1] if ax is None else ax
+    best = max(float(np.nanmax(t.elbo)) for t in traces.values()) if reference is None else float(reference)
+    for name, trace in traces.items():
+        ax.plot(_against(trace, against), _positive(best - np.asarray(trace.elbo)), label=name, marker=".")
+    ax.set(xlabel=_AXES[against], ylabel="ELBO below the best (nats)", yscale="log")
+    if "" not in traces:
+        ax.legend()
+    return ax
+
+
+def _against(trace: PVITrace, against: str) -> np.ndarray:
+    if against == "messages":
+        return np.asarray(trace.messages).sum(-1)
+    return np.asarray({"rounds": trace.rounds, "time": trace.clock, "bytes": trace.bytes}[against])
+
+
+def _positive(values: Any) -> np.ndarray:
+    """Values for a logarithmic axis: NaN where there is no logarithm."""
+    values = np.asarray(values, float)
+    return np.where((values > 0) & np.isfinite(values), values, np.nan)
+
+
+def _trace(result: Any, where: str) -> PVITrace:
+    trace = result if isinstance(result, PVITrace) else getattr(result, "trace", None)
+    if not isinstance(trace, PVITrace):
+        raise PVIError(f"{where} has no trace of rounds; pass what pvi.run returned, or its .trace.")
+    return trace
+
+
+def _pyplot() -> Any:
+    try:
+        from matplotlib import pyplot
+    except ModuleNotFoundError as error:
+        raise PVIError("pictures need matplotlib, which is not installed: pip install 'numpyro_pvi[plots]'.") from error
+    return pyplot
