@@ -13,7 +13,7 @@ from ..families import GaussianMoments
 from ..sites import SiteStack, damp, posterior
 from ._base import Accepted, Problem, RoundCarry, average_late, no_averaging
 from ._delays import delay_sampler, freeze_delays
-from ._discount import first_discount
+from ._discount import LONGEST_STEP, bounded_step, first_discount
 from ._messages import AsynchronousState, Messages, Walk, first_tally
 from ._network import Faults, Late, Link
 from ._report import round_report, with_prior
@@ -38,14 +38,16 @@ class Asynchronous:
 
     A server holds no data, so there is no test of the global ELBO here. ``damping="auto"`` guards by what a server knows:
 
-    * a step that leaves q not normalisable is halved, and dropped after 20 halvings;
+    * a step that leaves q not normalisable, or moves a coordinate by more than one sd, is halved, and dropped after 20
+      halvings;
     * a site loses weight once q has gone further since it was begun than q goes in M changes at present:
       ``min(1, ((0.1 + recent) / drift)^2)``, distances in posterior sds. A slow group's work from the first q counts next
       to nothing when it arrives late, and in full when q has come to rest meanwhile;
-    * a group whose changes turn back without getting shorter halves its step, and lets it grow while they go on: what
+    * a group whose changes turn back without getting shorter halves its step, and lets it grow while they do not: what
       parallel mean-field updates need. Under delays a mean-field q begins with steps of 1/M;
     * under a stochastic solver, which moves each site as if alone, the step is ``1 / (1 + min(staleness, M - 1))``; where
-      expectations are by draws, the naturals of late rounds are averaged, as :class:`Synchronous` does.
+      expectations are by draws, the naturals of late rounds are averaged, as :class:`Synchronous` does;
+    * sites of factors that are quadratic under a q of full covariance are right at any q, and taken as they come.
 
     Args:
         delays: time that a visit takes from reading q to the arrival of the site: None (no delay, groups in turn: with
@@ -115,7 +117,9 @@ class Asynchronous:
         if self.duplicate_rate or self.reorder:
             late = Late(jnp.full((count,), jnp.inf, dtype), none, stack)
         link = Link(none + 1, none, stack, late) if self._faults is not None else None
-        adaptive = self.damping == "auto" and not problem.stochastic
+        # A quadratic factor's site is right at any q.
+        exact = problem.quadratic and family.full
+        adaptive = self.damping == "auto" and not problem.stochastic and not exact
         moments = family.moments(family.from_loc_sd(jnp.zeros((family.dim,), dtype), jnp.ones((family.dim,), dtype)))
         return AsynchronousState(
             jnp.array(False),
@@ -136,7 +140,10 @@ class Asynchronous:
         prior, prior_site, q = None, carry.sites.prior, old.q
         if problem.has_prior_factor:
             prior = problem.visit_prior(q, prior_site, carry.prior_solver, prior_key, old.rule, noise, start=None)
-            prior_site = damp(prior_site, prior.site, share)
+            limit = jnp.inf if carry.schedule.discount is None else LONGEST_STEP
+            found = bounded_step(problem, q, old.moments, prior.site - prior_site, share, limit)
+            share_of_prior = jnp.where(found[1].valid, found[0], 0.0)
+            prior_site = damp(prior_site, prior.site, share_of_prior)
             q = posterior(problem.prior_natural, dataclasses.replace(carry.sites, prior=prior_site))
         moments = problem.family.moments(q)
         state = self._begin(problem, carry, q, moments, start_key)

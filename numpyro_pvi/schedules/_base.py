@@ -90,6 +90,10 @@ class Problem(Protocol):
     labels: tuple
     prior_natural: Any
     has_prior_factor: bool
+    # Whether the likelihood is quadratic in the latents jointly.
+    quadratic: bool
+    # How many units have how many local latents each; None without any.
+    units: tuple[int, int] | None
     # Whether expectations may be by draws, so that values compare only on common draws.
     noisy: bool
     # Whether local solves take noisy steps of their own: evaluations then hold values only, all on the same draws.

@@ -26,7 +26,6 @@ class _Member(NamedTuple):
     state: Any
     prior: Any
     prior_state: Any
-    local: Any
     moments: GaussianMoments
     # How far the last visit moved the member's posterior, in its sds.
     move: Float[Array, ""]
@@ -44,7 +43,7 @@ class Committee:
     posterior is its share of the prior plus a site, so that q is the prior plus all sites. Where part of the prior is outside
     the family ("same" only), every member fits that part with its rows, and one more member fits it alone and stands for it.
 
-    A member visits its own group until its posterior moves by at most ``tol`` sds, ``max_visits`` times at most (always as
+    Models with local latents are refused. A member visits its own group until its posterior moves by at most ``tol`` sds, ``max_visits`` times at most (always as
     often under a stochastic solver, whose moves do not die out). The first round does it all; later ones change nothing.
 
     Members never see each other, so in general q is not a fixed point of anything. For linear-Gaussian models it is the exact
@@ -57,7 +56,8 @@ class Committee:
         max_visits: most visits of a member.
 
     Raises:
-        PVIError: on construction, for values outside these ranges; at ``init``, for "split" with a prior outside the family.
+        PVIError: on construction, for values outside these ranges; at ``init``, for "split" with a prior outside the family, or local
+            latents.
 
     References:
         Tresp, A Bayesian Committee Machine, Neural Computation 12 (2000). Ashman et al., Partitioned Variational Inference,
@@ -79,6 +79,11 @@ class Committee:
     def init(self, problem: Problem, dtype: Any) -> Bool[Array, ""]:
         """Not complete yet."""
         del dtype
+        if problem.units is not None:
+            raise PVIError(
+                "Committee does not fit a model with latents inside the partitioned plate: a member alone, without a test of its "
+                "free energy, seldom determines what they share. Write Synchronous() or Sequential()."
+            )
         if self.prior == "split" and problem.has_prior_factor:
             raise PVIError(
                 "Committee(prior='split') raises the prior to the power 1/M, which needs a prior inside the Gaussian family, but "
@@ -97,26 +102,23 @@ class Committee:
         base, sites = problem.prior_natural, carry.sites
         alone = None
         if problem.has_prior_factor:
-            alone = self._member(problem, carry, (None, base, sites.prior, rule, noise, None), alone_key)
+            alone = self._member(problem, carry, (None, base, sites.prior, rule, noise), alone_key)
         if self.prior == "split":
             base = base * (1.0 / problem.num_groups)
 
-        def member(local, xs):
+        def member(xs):
             index, key = xs
             start = None if alone is None else alone.prior
-            fitted = self._member(problem, carry, (index, base, start, rule, noise, local), key)
-            return fitted.local, fitted._replace(local=None)
+            return self._member(problem, carry, (index, base, start, rule, noise), key)
 
-        every = jnp.arange(problem.num_groups), jax.random.split(key, problem.num_groups)
-        local, members = jax.lax.scan(member, sites.local, every)
+        members = jax.lax.map(member, (jnp.arange(problem.num_groups), jax.random.split(key, problem.num_groups)))
         groups = members.site
         if alone is not None:
             # What each member made of the prior, beyond what stands for it.
             extra = jax.tree.map(lambda each, one: each - one, members.prior, alone.prior)
             groups = groups + extra
-            local = None if local is None else dataclasses.replace(local, shared=local.shared + extra)
         prior = None if alone is None else alone.prior
-        done = _take(problem, carry, SiteStack(groups, prior, local), rule, noise)
+        done = _take(problem, carry, SiteStack(groups, prior), rule, noise)
         skipped = with_prior(None if alone is None else ~alone.moved, ~members.moved)
         report = round_report(
             problem,
@@ -132,14 +134,14 @@ class Committee:
 
     def _member(self, problem: Problem, carry: RoundCarry, what: tuple, key: Any) -> _Member:
         """One member's fit; without an index, that of the prior factor alone."""
-        index, base, prior, rule, noise, local = what
+        index, base, prior, rule, noise = what
         family = problem.family
         site, state = family.zeros((), carry.evaluation.elbo.dtype), ()
         if index is not None:
             state = jax.tree.map(lambda x: x[index], carry.solver)
             own = jax.tree.map(lambda x: x[index], carry.sites.groups)
             # A start that was made for all groups together need not do for one alone.
-            site = own if local is not None else select(family.in_domain(_sum(base, own, prior)), own, site)
+            site = select(family.in_domain(_sum(base, own, prior)), own, site)
 
         def unfinished(m: _Member) -> Bool[Array, ""]:
             settled = (m.visits > 0) & ((m.move <= self.tol) | ~m.moved)
@@ -147,10 +149,10 @@ class Committee:
 
         def visit(m: _Member) -> _Member:
             group_key, prior_key = jax.random.split(jax.random.fold_in(key, m.visits))
-            site, state, local, moved, backoffs = m.site, m.state, m.local, jnp.array(False), m.backoffs
+            site, state, moved, backoffs = m.site, m.state, jnp.array(False), m.backoffs
             if index is not None:
                 q = _sum(base, site, m.prior)
-                result, local = problem.visit_group(index, q, site, state, group_key, rule, noise, local)
+                result, _ = problem.visit_group(index, q, site, state, group_key, rule, noise, None)
                 site, state, moved = result.site, result.state, result.moved
                 backoffs = backoffs + result.backoffs
             prior, prior_state = m.prior, m.prior_state
@@ -161,12 +163,12 @@ class Committee:
                 backoffs = backoffs + found.backoffs
             moments = family.moments(_sum(base, site, prior))
             move = _distance(family, m.moments, moments)
-            return _Member(site, state, prior, prior_state, local, moments, move, backoffs, moved, m.visits + 1)
+            return _Member(site, state, prior, prior_state, moments, move, backoffs, moved, m.visits + 1)
 
         moments = family.moments(_sum(base, site, prior))
         far = jnp.full_like(moments.log_det_precision, jnp.inf)
         first = _Member(
-            site, state, prior, carry.prior_solver, local, moments, far, jnp.int32(0), jnp.array(True), jnp.int32(0)
+            site, state, prior, carry.prior_solver, moments, far, jnp.int32(0), jnp.array(True), jnp.int32(0)
         )
         last = jax.lax.while_loop(unfinished, visit, first)
         # A member that came to rest moved all the same.

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..families import GaussianMoments, marginal_distance
-from ._base import Problem
+from ._base import MAX_HALVINGS, Problem
 from ._network import put
 
 # Distance, in posterior sds, that q may go while a group works without its site losing weight.
 FREE_DRIFT = 0.1
-# A group's step grows by this while its changes go on, and is halved when they turn back no shorter than half.
-GROWTH = 2.0**0.25
+# A group's step is halved when its change turns back on the last one by more than 120 degrees, and is at least half as long;
+# else it grows by this. Independent changes, as noise makes them, do the one about half as often as the other.
+GROWTH = 2.0**0.5
 SMALLEST_SHARE = 1e-3
+# Distance, in sds (or e-folds of one, times 2^(1/2)), that one site may move any coordinate of q.
+LONGEST_STEP = 1.0
 
 
 class Discount(NamedTuple):
@@ -84,14 +88,47 @@ def weight(problem: Problem, memory: Discount, index: Any, moments: GaussianMome
     return memory.share[index] * jnp.minimum(1.0, usual / jnp.maximum(drift, usual)) ** 2
 
 
+def bounded_step(
+    problem: Problem, q: Any, moments: GaussianMoments, change: Any, step: Float[Array, ""], limit: float
+) -> tuple[Float[Array, ""], GaussianMoments, Int[Array, ""]]:
+    """Halve a step until q is normalisable after it and no coordinate has gone further than the limit.
+
+    Args:
+        problem: the factors.
+        q: natural parameters before the step.
+        moments: q as moments.
+        change: the full step.
+        step: share of it that is tried first.
+        limit: largest distance; infinity tests for validity only.
+
+    Returns:
+        ``(step, moments after it, halvings)``; the moments are not valid where no step would do.
+    """
+    family = problem.family
+    sd = jnp.sqrt(family.variances(moments))
+
+    def too_far(tried):
+        _, after, halvings = tried
+        each = (moments.loc, sd, after.loc, jnp.sqrt(family.variances(after)))
+        # A distance over one coordinate at a time.
+        length = jnp.max(marginal_distance(*(x[..., None] for x in each)))
+        return (~after.valid | ~(length <= limit)) & (halvings < MAX_HALVINGS)
+
+    def halve(tried):
+        step, _, halvings = tried
+        return 0.5 * step, family.moments(q + change * (0.5 * step)), halvings + 1
+
+    return jax.lax.while_loop(too_far, halve, (step, family.moments(q + change * step), jnp.int32(0)))
+
+
 def next_share(
     problem: Problem, share: Float[Array, ""], last: Float[Array, "D"], change: Any, moments: GaussianMoments
 ) -> tuple[Float[Array, ""], Float[Array, "D"]]:
     """A group's own step after one more of its changes.
 
     A group whose changes turn back without getting shorter than half overshoots, together with others or alone: parallel
-    mean-field updates do so at moderate correlations, with every q valid. Its step is halved, and grows again while changes
-    go on.
+    mean-field updates do so at moderate correlations, with every q valid. Its step is halved, and grows again while they do
+    not.
 
     Args:
         problem: the factors.
@@ -107,8 +144,9 @@ def next_share(
     force = change.precision_mean - family.precision_product(change, moments.loc)
     image = family.covariance_product(moments, force)
     inner, size = jnp.dot(last, image), jnp.dot(force, image)
-    back = (inner < 0) & (4 * size > jnp.dot(last, family.covariance_product(moments, last)))
-    factor = jnp.where(back, 0.5, jnp.where(inner > 0, GROWTH, 1.0))
+    before = jnp.dot(last, family.covariance_product(moments, last))
+    back = (inner < -0.5 * jnp.sqrt(size * before)) & (4 * size > before)
+    factor = jnp.where(back, 0.5, GROWTH)
     return jnp.clip(share * factor, SMALLEST_SHARE, 1.0), force
 
 

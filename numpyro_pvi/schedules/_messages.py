@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ..families import GaussianMoments
 from ..sites import damp, take
 from ..solvers import LocalResult
-from ._base import MAX_HALVINGS, Averaging, Problem
+from ._base import Averaging, Problem
 from ._delays import delay_sampler
-from ._discount import Discount, has_read, remember, weight
+from ._discount import LONGEST_STEP, Discount, bounded_step, has_read, remember, weight
 from ._network import Delivery, Faults, Link, may_be_absorbed, next_arrival, put
 
 
@@ -156,31 +156,22 @@ class Messages:
         return self.faults.transmit(state.link, m, copy, clock, wait, result.site, young, fate_key)
 
     def _absorb(self, walk: Walk, m: Any, change: Any, usable: Any) -> _Absorbed:
-        """Move q and one site, halving the step until q is normalisable."""
-        family, state = self.problem.family, walk.state
-        step = jnp.asarray(self.share, walk.clock.dtype)
+        """Move q and one site, halving the step until q is normalisable and, by what "auto" allows, near enough."""
+        state, problem = walk.state, self.problem
+        step, limit = jnp.asarray(self.share, walk.clock.dtype), jnp.inf
         if self.auto and state.discount is not None:
-            step = step * weight(self.problem, state.discount, m, walk.moments, state.seen is not None)
-        elif self.auto:
+            step = step * weight(problem, state.discount, m, walk.moments, state.seen is not None)
+            limit = LONGEST_STEP
+        elif self.auto and problem.stochastic:
             # Of the changes since, at most one of each other group counts: later ones took the place of earlier ones.
-            step = step / (1.0 + jnp.minimum(state.age[m], self.problem.num_groups - 1))
-
-        def at(step):
-            return walk.q + change * step
-
-        def invalid(tried):
-            _, moments, halvings = tried
-            return usable & ~moments.valid & (halvings < MAX_HALVINGS)
-
-        def halve(tried):
-            step, _, halvings = tried
-            return 0.5 * step, family.moments(at(0.5 * step)), halvings + 1
-
-        step, moments, halvings = jax.lax.while_loop(invalid, halve, (step, family.moments(at(step)), jnp.int32(0)))
+            step = step / (1.0 + jnp.minimum(state.age[m], problem.num_groups - 1))
+        # What cannot be used must not be searched with.
+        change = jax.tree.map(lambda x: jnp.where(usable, x, 0.0), change)
+        step, moments, halvings = bounded_step(problem, walk.q, walk.moments, change, step, limit)
         good = usable & moments.valid
         step = jnp.where(good, step, 0.0)
         moments = jax.tree.map(lambda a, b: jnp.where(good, a, b), moments, walk.moments)
-        return _Absorbed(at(step), moments, step, halvings)
+        return _Absorbed(walk.q + change * step, moments, step, halvings)
 
     def _answer(
         self, state: AsynchronousState, walk: Walk, m: Any, done: _Absorbed, site: Any, change: Any, absorbed, answered
