@@ -43,8 +43,9 @@ class Committee:
     posterior is its share of the prior plus a site, so that q is the prior plus all sites. Where part of the prior is outside
     the family ("same" only), every member fits that part with its rows, and one more member fits it alone and stands for it.
 
-    Models with local latents are refused. A member visits its own group until its posterior moves by at most ``tol`` sds, ``max_visits`` times at most (always as
+    A member visits its own group until its posterior moves by at most ``tol`` sds, ``max_visits`` times at most (always as
     often under a stochastic solver, whose moves do not die out). The first round does it all; later ones change nothing.
+    Models with local latents are refused.
 
     Members never see each other, so in general q is not a fixed point of anything. For linear-Gaussian models it is the exact
     posterior, both ways. The loss is the negative ELBO of the product q, a bound of log p(y) as under any schedule, and
@@ -56,8 +57,8 @@ class Committee:
         max_visits: most visits of a member.
 
     Raises:
-        PVIError: on construction, for values outside these ranges; at ``init``, for "split" with a prior outside the family, or local
-            latents.
+        PVIError: on construction, for values outside these ranges; at ``init``, for "split" with a prior outside the
+            family, or for local latents.
 
     References:
         Tresp, A Bayesian Committee Machine, Neural Computation 12 (2000). Ashman et al., Partitioned Variational Inference,
