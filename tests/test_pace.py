@@ -45,7 +45,6 @@ REFUSED = {
     "duplicate_rate": (lambda: Asynchronous(duplicate_rate=-0.1), "duplicate_rate=-0.1"),
     "reorder": (lambda: Asynchronous(reorder=1), "reorder=1"),
     "seconds": (lambda: measured_delays({"b": []}), "group 'b'"),
-    "no seconds": (lambda: measured_delays([1.0]), "by group label"),
     "k=0": (lambda: StochasticSubset(0), r"k=0"),
     "neither": (lambda: StochasticSubset(), r"rates.*Synchronous\(\)"),
     "rates": (lambda: StochasticSubset(rates={"b": 0.0}), r"group 'b'.*\(0, 1\]"),

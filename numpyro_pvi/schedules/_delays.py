@@ -123,7 +123,7 @@ def delay_sampler(delays: Any, problem: Problem, dtype: Any) -> Callable[[Any, A
             )
         # A clock that stands still or runs backwards would never get to the other groups.
         tiny = jnp.finfo(dtype).tiny
-        return lambda key, m: jnp.maximum(jnp.asarray(delays(key, problem.num_groups)[m], dtype), tiny)
+        return lambda key, m: jnp.maximum(jnp.asarray(delays(key, problem.num_groups), dtype)[m], tiny)
     fixed = jnp.asarray(resolve(delays, "delays", problem, 1.0), dtype)
     return lambda key, m: fixed[m]
 
