@@ -8,6 +8,7 @@ from ._conditional import (
     conditional_moments,
     schur_complement,
 )
+from ._distance import marginal_distance
 from ._gaussian import (
     GaussianFamily,
     GaussianMean,
@@ -31,6 +32,7 @@ __all__ = [
     "bounded_precision",
     "conditional_moments",
     "inner",
+    "marginal_distance",
     "natural_parameters",
     "schur_complement",
 ]

@@ -132,6 +132,7 @@ class Engine:
             data,
             units=units,
             rows=reader.group_rows(),
+            labels=part.table.labels,
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:

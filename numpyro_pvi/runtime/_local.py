@@ -85,6 +85,7 @@ class LocalProblem:
         data: the factors' arrays.
         units: ``(U, K)``, how many units have how many local latents each; None when there are none.
         rows: the groups' rows at points, for a stochastic solver; else None.
+        labels: the groups' labels, in the order of every stacked array.
     """
 
     family: GaussianFamily
@@ -97,6 +98,7 @@ class LocalProblem:
     data: FactorData
     units: tuple[int, int] | None = None
     rows: GroupRows | None = None
+    labels: tuple = ()
 
     @property
     def stochastic(self) -> bool:
@@ -306,8 +308,8 @@ class LocalProblem:
         new = carry.sites.local + (wanted - carry.sites.local) * getattr(self.solver, "step_size", 1.0)
         return keep_groups(good, new, carry.sites.local, group)
 
-    def visit_all(self, carry: RoundCarry, key: Any, noise: Any) -> LocalResult:
-        """Every group's local solve from the same q, in parallel."""
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Every group's local solve from the same q, or those of some groups, in parallel."""
         evaluation = carry.evaluation
         keys = jax.random.split(key, self.num_groups)
         noise = self._visit_noise(key, noise)
@@ -319,6 +321,8 @@ class LocalProblem:
 
         start = dataclasses.replace(evaluation.groups, local=None)
         operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, start)
+        if only is not None:
+            operands = jax.tree.map(lambda x: x[only], operands)
         return self.runtime.map_groups(solve, operands, reads_rows=self._solver_reads_rows)
 
     def visit_group(

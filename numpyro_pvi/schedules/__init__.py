@@ -1,5 +1,6 @@
 """Schedules: who moves when, and how far."""
 
+from ._asynchronous import Asynchronous
 from ._base import (
     Evaluation,
     Points,
@@ -10,14 +11,20 @@ from ._base import (
     accept_jointly,
     elbo_has_not_fallen,
 )
+from ._committee import Committee
 from ._decentralized import Decentralized
+from ._delays import MeasuredDelays, measured_delays
 from ._report import RoundReport, empty_report
 from ._sequential import Sequential
+from ._subset import StochasticSubset
 from ._synchronous import Synchronous
 
 __all__ = [
     "Decentralized",
+    "Asynchronous",
+    "Committee",
     "Evaluation",
+    "MeasuredDelays",
     "Points",
     "Problem",
     "RoundCarry",
@@ -25,8 +32,10 @@ __all__ = [
     "Rule",
     "Schedule",
     "Sequential",
+    "StochasticSubset",
     "Synchronous",
     "accept_jointly",
     "elbo_has_not_fallen",
     "empty_report",
+    "measured_delays",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -85,6 +86,8 @@ class Problem(Protocol):
     family: GaussianFamily
     solver: LocalSolver
     num_groups: int
+    # Labels of the groups, in the order of every stacked array.
+    labels: tuple
     prior_natural: Any
     has_prior_factor: bool
     # Whether expectations may be by draws, so that values compare only on common draws.
@@ -114,8 +117,8 @@ class Problem(Protocol):
         """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
         ...
 
-    def visit_all(self, carry: RoundCarry, key: Any, noise: Any) -> LocalResult:
-        """Every group's local solve from the same q; leading axis M."""
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Every group's local solve from the same q, or those of the groups named only; leading axis M, or k."""
         ...
 
     def visit_group(
@@ -214,6 +217,7 @@ def accept_jointly(
     noise: Any,
     probe: Any = None,
     fallback: SiteStack | None = None,
+    test: Callable[[Evaluation, SiteStack], Any] | None = None,
 ) -> Accepted:
     """Move all sites together towards their proposals, halving the joint step until q is valid and the ELBO has not fallen.
 
@@ -228,6 +232,7 @@ def accept_jointly(
         noise: the round's draws, or None.
         probe: vector for the curvature product of a mean-field q, or None.
         fallback: proposals that take over, from a full step again, when a few halvings have not helped.
+        test: whether a candidate may be taken, from its evaluation and sites, in place of the test of the global ELBO.
 
     Returns:
         The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
@@ -254,7 +259,7 @@ def accept_jointly(
         step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (state.step, state.halvings))
         sites = at(step)
         evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None)
-        good = elbo_has_not_fallen(evaluation, old)
+        good = elbo_has_not_fallen(evaluation, old) if test is None else test(evaluation, sites)
         return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, state.tries + 1)
 
     first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False), jnp.int32(0))
@@ -268,7 +273,13 @@ def accept_jointly(
 
 
 def accept_once(
-    problem: Problem, old_sites: SiteStack, proposal: SiteStack, old: Evaluation, step: Float[Array, ""], noise: Any
+    problem: Problem,
+    old_sites: SiteStack,
+    proposal: SiteStack,
+    old: Evaluation,
+    step: Float[Array, ""],
+    noise: Any,
+    test: Callable[[Evaluation, SiteStack], Any] | None = None,
 ) -> Accepted:
     """Take the proposals of a stochastic solver after one evaluation: refuse only what its own noise cannot explain.
 
@@ -283,6 +294,7 @@ def accept_once(
         old: evaluation at the old sites, on the same draws.
         step: joint step; halved until q is normalisable.
         noise: the draws of all evaluations, or None.
+        test: as of :func:`accept_jointly`.
 
     Returns:
         As of :func:`accept_jointly`.
@@ -302,6 +314,7 @@ def accept_once(
     known = jnp.isfinite(old.groups.value)
     good = (gain >= -rounding - 0.5 * problem.family.dim) | ~old.moments.valid
     good &= evaluation.moments.valid & jnp.all(jnp.isfinite(evaluation.groups.value) | ~known)
+    good = good if test is None else test(evaluation, sites)
 
     def keep(new, previous):
         return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, previous)

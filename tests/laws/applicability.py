@@ -115,6 +115,40 @@ for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalG
         if _exact
         else Verdict(DOES_NOT, "agents hover within the n-fold noise of their own visits"),
     }
+_LATE = "fixed points are those of the visits, and visits come to rest with q, whatever the order and age of messages"
+_ALONE = "members do not see each other: a product of posteriors is no fixed point, except where each is exact"
+for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalGradient"):
+    _exact = _solver in ("Conjugate", "NaturalGradient")
+    _steps = Verdict(LIMIT, "visits approach the exact site, and a lossy link only makes them later")
+    for _schedule in ("Asynchronous", "StochasticSubset", "Committee"):
+        TABLE |= {
+            (1, _solver, _schedule): Verdict(HOLDS, _SUMS),
+            (4, _solver, _schedule): Verdict(DOES_NOT, "groups do not all move from one q in one round"),
+            (6, _solver, _schedule): Verdict(HOLDS, _IDENTITY),
+        }
+    TABLE |= {
+        (2, _solver, "Asynchronous"): Verdict(HOLDS, _QUADRATIC) if _exact else _steps,
+        (2, _solver, "StochasticSubset"): Verdict(LIMIT, "exact once every group was drawn, which takes a random time"),
+        (2, _solver, "Committee"): Verdict(
+            HOLDS if _exact else LIMIT, "a member's site is its factor's, whatever its share"
+        ),
+        (3, _solver, "Committee"): Verdict(DOES_NOT, _ALONE),
+        (12, _solver, "Committee"): Verdict(
+            DOES_NOT, "members weigh their locations with their own diagonals, not with the posterior's"
+        ),
+    }
+    for _schedule in ("Asynchronous", "StochasticSubset"):
+        _noise = Verdict(LIMIT, _LATE if _exact else _NOISE)
+        TABLE |= {
+            (3, _solver, _schedule): _noise,
+            (12, _solver, _schedule): Verdict(
+                LIMIT,
+                "a group whose changes turn back undiminished halves its step, and nothing else is lost on the way",
+            ),
+        }
+TABLE[3, "Conjugate", "Committee"] = Verdict(HOLDS, "the exact posterior, as members' sites are exact")
+for _schedule in ("Asynchronous", "StochasticSubset", "Committee"):
+    TABLE[12, "Conjugate", _schedule] = Verdict(DOES_NOT, _REFUSED)
 
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
@@ -130,6 +164,8 @@ CHECKED_ELSEWHERE = {
         (law, solver, schedule): "test_stochastic.py"
         for law in (2, 3, 12)
         for solver in ("LocalELBO", "StochasticNaturalGradient")
-        for schedule in ("Sequential", "Synchronous")
+        for schedule in ("Sequential", "Synchronous", "Asynchronous", "StochasticSubset")
     },
+    **{(2, solver, "StochasticSubset"): "test_asynchronous.py" for solver in ("Conjugate", "NaturalGradient")},
+    **{(2, solver, "Committee"): "test_stochastic.py" for solver in ("LocalELBO", "StochasticNaturalGradient")},
 }

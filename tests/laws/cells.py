@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_pvi.schedules import Decentralized, Sequential, Synchronous
+from numpyro_pvi.schedules import (
+    Asynchronous,
+    Committee,
+    Decentralized,
+    Sequential,
+    StochasticSubset,
+    Synchronous,
+)
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
 
 from . import checks, models, oracles
@@ -31,11 +38,15 @@ class Cell(NamedTuple):
 
     @property
     def damping(self) -> float:
-        return 1.0 if self.schedule.damping == "auto" else self.schedule.damping
+        damping = getattr(self.schedule, "damping", 1.0)
+        return 1.0 if damping == "auto" else damping
 
 
 SEQUENTIAL, RANDOM = Sequential(), Sequential(order="random")
 SYNCHRONOUS, DAMPED = Synchronous(), Synchronous(damping=0.5)
+AT_ONCE, LATE = Asynchronous(), Asynchronous(("exponential", {0: 4.0}), max_staleness=30)
+LOSSY = Asynchronous(1.0, loss_rate=0.3, duplicate_rate=0.3, reorder=True)
+FEW, RARE = StochasticSubset(0.5), StochasticSubset(rates={0: 0.2})
 CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
 LOCAL, STOCHASTIC = LocalELBO(num_steps=5), StochasticNaturalGradient(num_steps=5)
 
@@ -56,6 +67,17 @@ CELLS = (
     Cell("linear-natural-random", "linear", NATURAL, RANDOM, 3, (1, 2, 3, 6), 2),
     Cell("linear-natural-parallel", "linear", NATURAL, SYNCHRONOUS, 1, (1, 2, 3, 6), 2),
     Cell("linear-natural-damped", "linear", NATURAL, DAMPED, 5, (1, 2, 6), 5),
+    Cell("linear-conjugate-late", "linear", CONJUGATE, Asynchronous(1.0), 3, (1, 2, 3, 6), 2),
+    Cell("linear-natural-at-once", "linear", NATURAL, AT_ONCE, 5, (1, 2, 3, 6), 2),
+    Cell("linear-natural-late-damped", "linear", NATURAL, Asynchronous(2.0, damping=0.5), 3, (1, 2, 6), 5),
+    Cell("linear-conjugate-few", "linear", CONJUGATE, FEW, 5, (1, 3, 6), 30),
+    Cell("linear-conjugate-committee", "linear", CONJUGATE, Committee(), 3, (1, 2, 3, 6), 2),
+    Cell("linear-natural-committee", "linear", NATURAL, Committee("split"), 5, (1, 2, 6), 2),
+    *(
+        Cell(f"linear-{kind}-{word}", "linear", solver, schedule, 3, (1, 6), 2)
+        for kind, solver in (("local", LOCAL), ("stochastic", STOCHASTIC))
+        for word, schedule in (("late", LOSSY), ("few", FEW), ("committee", Committee(max_visits=2)))
+    ),
     Cell("linear-local-cyclic", "linear", LOCAL, SEQUENTIAL, 3, (1, 6), 2),
     Cell("linear-local-parallel", "linear", LOCAL, SYNCHRONOUS, 5, (1, 6), 2),
     Cell("linear-stochastic-cyclic", "linear", STOCHASTIC, SEQUENTIAL, 3, (1, 6), 2),
@@ -66,9 +88,20 @@ CELLS = (
     Cell("logistic-damped", "logistic", NATURAL, DAMPED, 12, (1, 3, 6), 45),
     Cell("scale-parallel", "scale", NATURAL, SYNCHRONOUS, 3, (1, 3, 6), 60, init_sites="auto"),
     Cell("scale-cyclic", "scale", NATURAL, SEQUENTIAL, 2, (1, 3, 6), 60, init_sites="auto"),
+    Cell("logistic-late", "logistic", NATURAL, LATE, 5, (1, 3, 6), 60),
+    Cell("logistic-lossy", "logistic", NATURAL, LOSSY, 5, (1, 3, 6), 60),
+    Cell("logistic-few", "logistic", NATURAL, FEW, 5, (1, 3, 6), 60),
+    Cell("logistic-rare", "logistic", NATURAL, RARE, 2, (1, 3, 6), 90),
+    Cell("scale-late", "scale", NATURAL, Asynchronous(1.0), 3, (1, 3, 6), 60, init_sites="auto"),
+    Cell("scale-few", "scale", NATURAL, StochasticSubset(2), 3, (1, 3, 6), 90, init_sites="auto"),
     *(
         Cell(f"meanfield-{word}-{m}", "meanfield", NATURAL, schedule, m, (1, 3, 6, 12), 700, AutoDiagonalNormal, "auto")
-        for word, schedule in (("cyclic", SEQUENTIAL), ("parallel", SYNCHRONOUS))
+        for word, schedule in (
+            ("cyclic", SEQUENTIAL),
+            ("parallel", SYNCHRONOUS),
+            ("late", Asynchronous(1.0)),
+            ("few", FEW),
+        )
         for m in (1, 2, 12)
     ),
     Cell("linear-conjugate-ring", "linear", CONJUGATE, ring(5), 5, (1, 2, 6), 5),
