@@ -10,11 +10,13 @@ from ._base import (
     accept_jointly,
     elbo_has_not_fallen,
 )
-from ._report import RoundReport, empty_report
+from ._report import BY_FACTOR, RoundReport, empty_report
 from ._sequential import Sequential
+from ._streaming import Streaming
 from ._synchronous import Synchronous
 
 __all__ = [
+    "BY_FACTOR",
     "Evaluation",
     "Points",
     "Problem",
@@ -23,6 +25,7 @@ __all__ = [
     "Rule",
     "Schedule",
     "Sequential",
+    "Streaming",
     "Synchronous",
     "accept_jointly",
     "elbo_has_not_fallen",
