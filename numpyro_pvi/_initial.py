@@ -52,6 +52,14 @@ def init_optim(optim: Any, guide: Any, params: dict) -> Any:
     )
 
 
+def param_values(optim: Any, guide: Any, state: PVIState) -> dict:
+    """Constrained values of the model's ``numpyro.param`` sites."""
+    if not state.plan.partition.params:
+        return {}
+    transforms = param_transforms(guide)
+    return {n: transforms[n](v) for n, v in optim.get_params(state.optim_state).items()}
+
+
 def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
     """Move q to the guide params that the user gave, in equal shares of every factor's site.
 

@@ -88,19 +88,19 @@ class Newcomers:
 
     def add(self, state: PVIState, label: Hashable, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.add_group`."""
-        check_state(state)
-        rows = self._count(state, f"group {label!r}", args, kwargs)
+        rows = self.count(state, f"group {label!r}", args, kwargs)
         table = newcomers_table(state, label, sum(rows.values()))
         return self._fit(state, table, rows, args, kwargs, num_steps, tol)
 
     def revisit(self, state: PVIState, labels: Any, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.revisit`."""
-        check_state(state)
-        rows = self._count(state, "the rows to revisit", args, kwargs)
+        rows = self.count(state, "the rows to revisit", args, kwargs)
         table = arriving_table(state, labels, sum(rows.values()))
         return self._fit(state, table, rows, args, kwargs, num_steps, tol)
 
-    def _count(self, state: PVIState, who: str, args: tuple, kwargs: dict) -> dict[str, int]:
+    def count(self, state: PVIState, who: str, args: tuple, kwargs: dict) -> dict[str, int]:
+        """Rows by partitioned axis, checked: see :func:`numpyro_pvi.factors.count_rows`."""
+        check_state(state)
         check_finite_arguments(args, kwargs, self.names)
         got = signature_of(args, kwargs, self.names)
         return count_rows(state.plan.partition, self.model, state.plan.signature, got, args, kwargs, who)

@@ -33,6 +33,7 @@ from ._initial import (
     check_structure,
     init_optim,
     initial_params,
+    param_values,
     refuse_improper,
     refuse_nothing_shared,
     spread_params,
@@ -57,7 +58,7 @@ from .factors import (
     split_arguments,
     with_expectation,
 )
-from .guides import check_guide, family_of, guide_layout, natural_to_params, param_transforms, setup_guide
+from .guides import check_guide, family_of, guide_layout, natural_to_params, setup_guide
 from .handlers import PRIOR, FullPlates, Partition, find_plates, pick_plate
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
@@ -194,7 +195,7 @@ class PVI(SVI):
         planned = with_expectation(planned, expectation, family.full)
         plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
         params = initial_params(planned.params, init_params, self.optim is not None)
-        optim_state = init_optim(self._optimiser, self.guide, params)
+        optim_state = init_optim(self.optim, self.guide, params)
         dynamic, static = split_arguments(args, kwargs)
 
         if planned.plan.unstructured == "monte_carlo":
@@ -497,6 +498,32 @@ class PVI(SVI):
         """
         return self._named(forgotten(state, label))
 
+    def prequential(
+        self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any
+    ) -> diagnostics.LogScore:
+        """Predict, then update: log predictive density, under q, of a group's rows before it is added.
+
+        Args:
+            state: a state that has not seen these rows.
+            args: the model's positional arguments, with these rows only.
+            rng_key: random key.
+            num_samples: draws from q.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            ``.rows``, each row's log predictive density in nats; ``.total``, their sum; ``.joint``, that of all rows
+            together: with the joint density of the first group under the prior, the joint scores of groups added one after
+            another sum to log p(y) as far as q is exact. ``.ess`` says how many draws stand behind it.
+
+        Raises:
+            StateError: for arguments of other types, columns or static values.
+            ImproperError: when q is not normalisable.
+        """
+        args, kwargs = self._arguments(args, kwargs)
+        rows = self._newcomers.count(state, "the rows to be predicted", args, kwargs)
+        fixed = self.model, state, args, kwargs, self._param_values(state), sum(rows.values())
+        return diagnostics.log_score(rng_key, *fixed, num_samples=num_samples)
+
     def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
         """Pareto k-hat of importance weights from q to the exact posterior: below .7 q is usable, below .5 good.
 
@@ -602,15 +629,8 @@ class PVI(SVI):
         size = find_plates(trace)[plate].size
         return Partition(self.model, plate, min(_DEFAULT_GROUPS, size) if self.num_groups is None else self.num_groups)
 
-    @property
-    def _optimiser(self) -> Any:
-        return self.optim
-
     def _param_values(self, state: PVIState) -> dict:
-        if not state.plan.partition.params:
-            return {}
-        transforms = param_transforms(self.guide)
-        return {n: transforms[n](v) for n, v in self._optimiser.get_params(state.optim_state).items()}
+        return param_values(self.optim, self.guide, state)
 
     def _site(self, state: PVIState, group: Hashable) -> Any:
         if group is PRIOR:

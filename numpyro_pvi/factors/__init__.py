@@ -4,7 +4,7 @@ from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
 from ._arrival import Arrival, arrive, count_rows, nobody, pad_rows, padded_length, without_labels
 from ._enumerate import Enumeration, enumerated
-from ._model import Layout, LocalLayout, ModelCall, abstract_trace, row_log_likelihood
+from ._model import Layout, LocalLayout, ModelCall, abstract_trace, observed_log_likelihood, row_log_likelihood
 from ._packing import Packing, gather_rows
 from ._plan import PartitionPlan
 from ._planner import (
@@ -51,6 +51,7 @@ __all__ = [
     "model_layout",
     "move_to_prior_factor",
     "nobody",
+    "observed_log_likelihood",
     "pad_rows",
     "padded_length",
     "plan_factors",

@@ -255,6 +255,30 @@ def row_log_likelihood(
     return found
 
 
+def observed_log_likelihood(
+    call: ModelCall, point: Float[Array, "D"], rows: RowAxes, rng_key: Any
+) -> Float[Array, "N"]:
+    """Log density of every row's observations alone, with local latents drawn from their prior.
+
+    Args:
+        call: the model and its arguments, without a layout of local latents.
+        point: unconstrained shared latents.
+        rows: where the rows are; those of several axes come end to end.
+        rng_key: for local latents.
+
+    Returns:
+        One number per row, in nats, sample sites and other batch axes summed.
+    """
+    trace, _ = call.trace(point, rng_key)
+    by_axis: dict[str, Array] = {}
+    for site in trace.values():
+        axis = rows.of(site) if is_observed(site) else None
+        if axis is not None:
+            values = rows_first(site_log_prob(site), axis.dim)
+            by_axis[axis.key] = by_axis[axis.key] + values if axis.key in by_axis else values
+    return jnp.concatenate(list(by_axis.values()))
+
+
 def rows_first(values: Array, dim: int) -> Float[Array, "N"]:
     """Move a plate's (negative) batch axis to the front and sum the others."""
     values = jnp.moveaxis(values, values.ndim + dim, 0)

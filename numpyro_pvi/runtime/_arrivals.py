@@ -69,16 +69,15 @@ def start_arrivals(
         # Without coupling to the shared latents, integrating the local ones out leaves a known site as it is.
         local = LocalSites(groups, rows)
         if mode == "curvature":
-            fresh = first_local_sites(problem, moments, moments.loc, mode, rows).local
+            fresh = first_local_sites(problem, moments, moments.loc, mode, rows)[0].local
             chunk_known = known[packing.chunk_group]
             local = LocalSites(select(known, groups, fresh.shared), select(chunk_known, rows, fresh.rows))
     sites = problem.tidy(SiteStack(groups, state.sites.prior, local))
     sites = dataclasses.replace(sites, others=state.sites.others)
-    fields = {
-        "sites": sites,
-        "rule": first_rule(problem.dtype),
-        **engine.unvisited(dataclasses.replace(problem, known=known)),
-    }
+    fields = engine.unvisited(dataclasses.replace(problem, known=known))
+    last = state.report
+    report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    fields |= {"sites": sites, "rule": first_rule(problem.dtype), "report": report}
     call = whole_call(engine.model, plan.partition, args, kwargs, params)
     return fields, compare(problem, plan, packing, call, moments, key)
 

@@ -25,12 +25,13 @@ from ..factors import (
     exact_diagonal_prior,
     exact_prior,
 )
-from ..schedules import RoundCarry, Schedule, empty_report
+from ..schedules import RoundCarry, RoundReport, Schedule, empty_report
 from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
-from ._local import FactorData, LocalProblem, exact_log_partition, solver_of_prior
+from ._local import FactorData, LocalProblem, solver_of_prior
+from ._normaliser import exact_log_partition
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle

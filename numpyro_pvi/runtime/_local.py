@@ -466,23 +466,3 @@ def solver_of_prior(solver: LocalSolver) -> LocalSolver:
 
 def _values_only(expected: Expected | None) -> Expected | None:
     return None if expected is None else dataclasses.replace(expected, target=None, product=None)
-
-
-def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact: Bool[Array, "D"]) -> Float[Array, ""]:
-    """Log partition function of the exactly held prior over the coordinates that it covers, in nats.
-
-    Args:
-        family: the family of q.
-        natural: the prior's natural parameters, zero on every other coordinate.
-        exact: the coordinates it covers.
-
-    Returns:
-        ``A(eta_0)``, flat coordinates left out; NaN where the prior is not normalisable on the others.
-    """
-    diagonal = family.precision_diagonal(natural)
-    # A flat (improper) prior has log density 0 and nothing to normalise.
-    flat = (diagonal == 0) & (natural.precision_mean == 0)
-    outside = (~exact | flat).astype(natural.precision.dtype)
-    padding = jnp.diag(outside) if family.full else outside
-    padded = GaussianNatural(natural.precision_mean, natural.precision + padding)
-    return family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)

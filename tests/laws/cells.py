@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Sequential, Streaming, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
 
 from . import checks, models, oracles
@@ -31,10 +31,12 @@ class Cell(NamedTuple):
 
     @property
     def damping(self) -> float:
-        return 1.0 if self.schedule.damping == "auto" else self.schedule.damping
+        damping = getattr(self.schedule, "damping", "auto")
+        return 1.0 if damping == "auto" else damping
 
 
 SEQUENTIAL, RANDOM = Sequential(), Sequential(order="random")
+STREAMING = Streaming()
 SYNCHRONOUS, DAMPED = Synchronous(), Synchronous(damping=0.5)
 CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
 LOCAL, STOCHASTIC = LocalELBO(num_steps=5), StochasticNaturalGradient(num_steps=5)
@@ -54,6 +56,12 @@ CELLS = (
     Cell("linear-local-parallel", "linear", LOCAL, SYNCHRONOUS, 5, (1, 6), 2),
     Cell("linear-stochastic-cyclic", "linear", STOCHASTIC, SEQUENTIAL, 3, (1, 6), 2),
     Cell("linear-stochastic-parallel", "linear", STOCHASTIC, SYNCHRONOUS, 5, (1, 6), 2),
+    Cell("linear-conjugate-streaming", "linear", CONJUGATE, STREAMING, 5, (1, 2, 3, 6), 2),
+    Cell("linear-natural-streaming", "linear", NATURAL, STREAMING, 3, (1, 2, 6), 2),
+    Cell("linear-local-streaming", "linear", LOCAL, STREAMING, 3, (1, 6), 2),
+    Cell("linear-stochastic-streaming", "linear", STOCHASTIC, STREAMING, 3, (1, 6), 2),
+    Cell("logistic-streaming", "logistic", NATURAL, STREAMING, 5, (1, 6), 2),
+    Cell("scale-streaming", "scale", NATURAL, STREAMING, 2, (1, 6), 2, init_sites="auto"),
     Cell("logistic-cyclic", "logistic", NATURAL, SEQUENTIAL, 5, (1, 3, 6), 20),
     Cell("logistic-random", "logistic", NATURAL, RANDOM, 2, (1, 3, 6), 20),
     Cell("logistic-parallel", "logistic", NATURAL, SYNCHRONOUS, 1, (1, 3, 6), 25),
