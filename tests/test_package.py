@@ -33,7 +33,7 @@ ROOMS = (
     "pvi",
 )
 # Private modules beside pvi.py that are parts of the shell: same room, same rights.
-PARTS = {"_driver": "pvi", "_entry": "pvi", "_initial": "pvi", "_locals": "pvi", "_views": "pvi"}
+PARTS = dict.fromkeys(("_driver", "_entry", "_groups", "_initial", "_locals", "_newcomers", "_views"), "pvi")
 PUBLIC_MODULES = (
     "numpyro_pvi",
     "numpyro_pvi.errors",

@@ -55,6 +55,8 @@ class FactorData:
     # Which flat coordinates the exactly held prior covers, and its log partition function over them, nats.
     exact: Bool[Array, "D"]
     prior_partition: Float[Array, ""]
+    # Product of the sites of groups whose rows are not at hand; None without any.
+    others: GaussianNatural | None = None
 
 
 class Draws(NamedTuple):
@@ -86,6 +88,7 @@ class LocalProblem:
         units: ``(U, K)``, how many units have how many local latents each; None when there are none.
         rows: the groups' rows at points, for a stochastic solver; else None.
         labels: the groups' labels, in the order of every stacked array.
+        known: which groups had a site before their rows came back; None when none had.
     """
 
     family: GaussianFamily
@@ -99,6 +102,7 @@ class LocalProblem:
     units: tuple[int, int] | None = None
     rows: GroupRows | None = None
     labels: tuple = ()
+    known: Bool[Array, "M"] | None = None
 
     @property
     def stochastic(self) -> bool:
@@ -111,9 +115,15 @@ class LocalProblem:
         return self.data.offsets.shape[0] - 1
 
     @property
+    def continued(self) -> bool:
+        """Whether groups that were fitted before stand beside the prior, by their sites alone."""
+        return self.data.others is not None
+
+    @property
     def prior_natural(self) -> GaussianNatural:
-        """Natural parameters of the exactly held prior."""
-        return self.data.prior_natural
+        """Natural parameters of what rounds start from: the exactly held prior, times the sites of absent groups."""
+        held = self.data.prior_natural
+        return held if self.data.others is None else held + self.data.others
 
     @property
     def has_prior_factor(self) -> bool:
@@ -417,10 +427,16 @@ class LocalProblem:
         return _Factor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
 
     def rest(self, moments: GaussianMoments) -> Float[Array, ""]:
-        """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats."""
-        expected_prior = self.family.expect_quadratic(self.prior_natural, moments) - self.data.prior_partition
+        """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats.
+
+        With absent groups also ``E_q[log t]`` of their sites, which stand in for their factors (without a constant).
+        """
+        expected_prior = self.family.expect_quadratic(self.data.prior_natural, moments) - self.data.prior_partition
         entropy = 0.5 * self.family.dim * (1 + math.log(2 * math.pi)) - 0.5 * moments.log_det_precision
-        return jnp.where(jnp.any(self.data.exact), expected_prior, 0.0) + entropy
+        rest = jnp.where(jnp.any(self.data.exact), expected_prior, 0.0) + entropy
+        if self.data.others is None:
+            return rest
+        return rest + self.family.expect_quadratic(self.data.others, moments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,23 +470,3 @@ def solver_of_prior(solver: LocalSolver) -> LocalSolver:
 
 def _values_only(expected: Expected | None) -> Expected | None:
     return None if expected is None else dataclasses.replace(expected, target=None, product=None)
-
-
-def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact: Bool[Array, "D"]) -> Float[Array, ""]:
-    """Log partition function of the exactly held prior over the coordinates that it covers, in nats.
-
-    Args:
-        family: the family of q.
-        natural: the prior's natural parameters, zero on every other coordinate.
-        exact: the coordinates it covers.
-
-    Returns:
-        ``A(eta_0)``, flat coordinates left out; NaN where the prior is not normalisable on the others.
-    """
-    diagonal = family.precision_diagonal(natural)
-    # A flat (improper) prior has log density 0 and nothing to normalise.
-    flat = (diagonal == 0) & (natural.precision_mean == 0)
-    outside = (~exact | flat).astype(natural.precision.dtype)
-    padding = jnp.diag(outside) if family.full else outside
-    padded = GaussianNatural(natural.precision_mean, natural.precision + padding)
-    return family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)

@@ -12,7 +12,7 @@ from ..errors import PVIError
 from ..families import GaussianMoments
 from ..sites import SiteStack, damp, posterior
 from ._base import Accepted, Problem, RoundCarry, average_late, no_averaging
-from ._delays import delay_sampler, freeze_delays
+from ._delays import delay_sampler, delays_by_label, freeze_delays
 from ._discount import first_discount
 from ._messages import AsynchronousState, Messages, Walk, first_tally
 from ._network import Faults, Late, Link
@@ -94,6 +94,11 @@ class Asynchronous:
                 raise PVIError(f"Asynchronous({name}={rate!r}): expected a probability in [0, 1).")
         if not isinstance(self.reorder, bool):
             raise PVIError(f"Asynchronous(reorder={self.reorder!r}): expected True or False.")
+
+    @property
+    def by_label(self) -> bool:
+        """Whether settings name groups, so that compiled programs depend on the labels."""
+        return delays_by_label(self.delays)
 
     @property
     def _faults(self) -> Faults | None:

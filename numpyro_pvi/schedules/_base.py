@@ -88,7 +88,12 @@ class Problem(Protocol):
     num_groups: int
     # Labels of the groups, in the order of every stacked array.
     labels: tuple
+    # The exactly held prior, times the sites of groups whose rows are not at hand.
     prior_natural: Any
+    # Whether there are such groups: the prior factor has then been visited before.
+    continued: bool
+    # Which of the groups at hand had a site before their rows came back; None when none had.
+    known: Bool[Array, "M"] | None
     has_prior_factor: bool
     # Whether expectations may be by draws, so that values compare only on common draws.
     noisy: bool
@@ -107,6 +112,10 @@ class Problem(Protocol):
         ``again`` repeats the last evaluation's rule to the letter. Of a ``trial`` by draws only the values are needed: the
         accepted q is evaluated again on fresh draws.
         """
+        ...
+
+    def noise(self, key: Any, num_particles: int = 1) -> Any:
+        """Fresh draws for expectations, or None where they are exact."""
         ...
 
     def tidy(self, sites: SiteStack) -> SiteStack:

@@ -26,7 +26,7 @@ from ._base import (
 )
 from ._discount import next_share
 from ._report import round_report, with_prior
-from ._settings import ByLabel, freeze, resolve
+from ._settings import ByLabel, by_label, freeze, resolve
 
 
 class SubsetState(NamedTuple):
@@ -101,7 +101,15 @@ class StochasticSubset:
         count = problem.num_groups
         if self.k is None:
             return count
-        return self.k if isinstance(self.k, int) else math.ceil(self.k * count)
+        if isinstance(self.k, float):
+            return math.ceil(self.k * count)
+        # Of a few groups whose rows are at hand all take part.
+        return min(self.k, count) if problem.continued else self.k
+
+    @property
+    def by_label(self) -> bool:
+        """Whether settings name groups, so that compiled programs depend on the labels."""
+        return by_label(self.rates) or by_label(self.damping)
 
     def _dampings(self, problem: Problem, dtype: Any) -> Float[Array, "M"]:
         # One number for all is the largest joint step.

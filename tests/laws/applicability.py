@@ -24,6 +24,7 @@ LAWS = {
     3: "a fixed point is stationary for the global ELBO, whatever the partition",
     4: "one inner step, common damping, in parallel: the same q for every partition",
     6: "the accounting identity, and the evidence of conjugate models",
+    10: "conjugate models: forgetting a group equals never having seen it",
     12: "mean-field q, correlation .9, defaults: converges to the mean-field optimum",
 }
 
@@ -149,6 +150,28 @@ for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalG
 TABLE[3, "Conjugate", "Committee"] = Verdict(HOLDS, "the exact posterior, as members' sites are exact")
 for _schedule in ("Asynchronous", "StochasticSubset", "Committee"):
     TABLE[12, "Conjugate", _schedule] = Verdict(DOES_NOT, _REFUSED)
+_ONCE = "a site is absorbed once, from what came before it, and nothing that comes later mends it"
+for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalGradient"):
+    _exact = _solver in ("Conjugate", "NaturalGradient")
+    TABLE |= {
+        (1, _solver, "Streaming"): Verdict(HOLDS, _SUMS),
+        (2, _solver, "Streaming"): Verdict(HOLDS, _QUADRATIC) if _exact else Verdict(DOES_NOT, f"{_STEPS}; {_ONCE}"),
+        (3, _solver, "Streaming"): Verdict(DOES_NOT, _ONCE),
+        (4, _solver, "Streaming"): Verdict(DOES_NOT, "a visit sees the q that earlier groups have moved"),
+        (6, _solver, "Streaming"): Verdict(HOLDS, _IDENTITY),
+        (12, _solver, "Streaming"): Verdict(DOES_NOT, _REFUSED if _solver == "Conjugate" else _ONCE),
+    }
+TABLE[3, "Conjugate", "Streaming"] = Verdict(HOLDS, "the exact posterior is the only fixed point")
+
+_FORGET = (
+    "a quadratic factor's site says nothing of any other group's rows, so taking one out leaves what the others say"
+)
+_APPROACH = "the solver's own noise remains in the other sites, which were drawn beside the group"
+for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalGradient"):
+    TABLE[10, _solver, "Decentralized"] = Verdict(DOES_NOT, "the agents of a graph are those it was made with")
+    for _schedule in ("Sequential", "Synchronous", "Streaming", "Asynchronous", "StochasticSubset", "Committee"):
+        _exact = _solver in ("Conjugate", "NaturalGradient")
+        TABLE[10, _solver, _schedule] = Verdict(HOLDS, _FORGET) if _exact else Verdict(DOES_NOT, _APPROACH)
 
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
@@ -158,6 +181,11 @@ RUNTIMES: dict[str, Verdict] = {
 
 # Laws that compare several fits are checked in files of their own.
 CHECKED_ELSEWHERE = {
+    **{
+        (10, solver, schedule): "test_groups.py"
+        for solver in ("Conjugate", "NaturalGradient")
+        for schedule in ("Sequential", "Synchronous", "Streaming", "Asynchronous", "StochasticSubset", "Committee")
+    },
     (4, "Conjugate", "Synchronous"): "test_partitions.py",
     (4, "NaturalGradient", "Synchronous"): "test_partitions.py",
     **{
