@@ -48,6 +48,19 @@ def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tu
     )
 
 
+def draws_form(
+    engine: Engine, plan: Plan, planned: Any, dynamic: list, static: tuple, optim_state: Any, key: Any
+) -> str:
+    """Second derivatives where they see all of the curvature, Stein's identity where gradients jump."""
+    compare = jax.jit(compare_forms, static_argnames=("engine", "plan", "static"))
+    loc, sd = planned.prior_loc, planned.prior_sd
+    return (
+        "stein"
+        if bool(compare(engine, plan, planned.packing, dynamic, static, optim_state, loc, sd, key))
+        else "hessian"
+    )
+
+
 def is_traced(tree: Any) -> bool:
     """Whether any leaf has no value yet."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._state import PVIState
+from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError
 from .factors import PartitionPlan
-from .guides import guide_param_names, params_to_natural
+from .guides import guide_param_names, param_transforms, params_to_natural
 from .sites import SiteStack, posterior
+from .solvers import LocalSolver
 
 
 def initial_params(found: dict, given: dict | None, has_optim: bool) -> dict:
@@ -40,6 +41,25 @@ def initial_params(found: dict, given: dict | None, has_optim: bool) -> dict:
         return jnp.asarray(value, jnp.result_type(default))
 
     return {n: jax.tree.map(like, (given or {}).get(n, v), v) for n, v in found.items()}
+
+
+def initial_optim_state(optim: Any, guide: Any, params: dict) -> Any:
+    """The optimiser's state at the starting values of the model's ``numpyro.param`` sites.
+
+    Args:
+        optim: the optimiser, or None.
+        guide: the guide, set up: it knows the supports.
+        params: constrained values.
+
+    Returns:
+        The state, with unconstrained values inside; None without an optimiser.
+    """
+    if optim is None:
+        return None
+    transforms, dtype = param_transforms(guide), jnp.result_type(float)
+    return optim.init(
+        {n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()}
+    )
 
 
 def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
@@ -112,3 +132,53 @@ def refuse_improper(state: PVIState) -> None:
         f"q is not normalisable at the start: latent {layout.coordinate_name(worst)} has no proper prior and the data do not "
         "determine it (no curvature at the starting point). Give it a proper prior, or start from init_params."
     )
+
+
+def start_mode(plan: Plan, guide: Any, init_sites: str, init_params: dict | None) -> str:
+    """Where the groups' sites start: "prior", "curvature" or "auto".
+
+    Args:
+        plan: the plan.
+        guide: the guide.
+        init_sites: what the user asked for.
+        init_params: the user's starting values, or None.
+
+    Returns:
+        The mode of ``Engine.start``.
+
+    Raises:
+        PVIError: for "curvature" where reparameterised draws are there to avoid Hessians.
+    """
+    gaussian_params = guide_param_names(guide, plan.partition.layout.names)
+    if init_params is not None and gaussian_params & set(init_params):
+        return "prior"
+    if init_sites == "curvature" and plan.partition.likelihood == "reparameterised":
+        raise PVIError(
+            "init_sites='curvature' reads Hessians at the prior's location, which reparameterised draws are there to avoid: "
+            "leave init_sites='auto' and start q near the data with init_params, or pass "
+            "NaturalGradient(expectation='monte_carlo')."
+        )
+    if init_sites != "auto":
+        return init_sites
+    # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do
+    # without one.
+    cheap = plan.partition.likelihood in ("affine", "local") or not plan.partition.exact
+    return "auto" if cheap else "prior"
+
+
+def check_structure(solver: LocalSolver, plan: Plan) -> None:
+    """Raise where the solver cannot treat the factors that planning has found.
+
+    Args:
+        solver: the local solver.
+        plan: the plan.
+
+    Raises:
+        PVIError: naming the factor.
+    """
+    part = plan.partition
+    sizes = dict(zip(part.table.labels, part.table.sizes, strict=True))
+    solver.check_groups(sizes, part.mechanism)
+    solver.check(part.likelihood, plan.family.full, f"likelihood in {part.where}")
+    if part.has_prior_factor:
+        solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")

@@ -18,7 +18,7 @@ from ._driver import drive
 from ._entry import (
     check_keywords,
     check_loss,
-    compare_forms,
+    draws_form,
     evaluate_loss,
     float_dtype,
     is_traced,
@@ -26,8 +26,19 @@ from ._entry import (
     run_rounds,
     start_arrays,
 )
-from ._initial import initial_params, refuse_improper, refuse_nothing_shared, spread_params
+from ._initial import (
+    check_structure,
+    initial_optim_state,
+    initial_params,
+    refuse_improper,
+    refuse_nothing_shared,
+    spread_params,
+    start_mode,
+)
 from ._locals import by_unit, joint_params, local_distributions
+from ._prototype import prepare_guide, stored_prototype
+from ._resume import begin
+from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import NaturalView, agent_natural, describe, latent_distributions, trace_of
 from .errors import PartitionError, PVIError, StateError
@@ -50,7 +61,6 @@ from .guides import (
     check_guide,
     family_of,
     guide_layout,
-    guide_param_names,
     natural_to_params,
     param_transforms,
     setup_guide,
@@ -139,6 +149,8 @@ class PVI(SVI):
         self.num_groups, self.init_sites = num_groups, init_sites
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
         self._labels: tuple = ()
+        # Supports of the latents as a loaded file has them, until the guide is set up.
+        self._supports: dict[str, Any] = {}
         # Plates that draw mini-batches run over all of their rows here, wherever the model is evaluated.
         self._full_model = FullPlates(inner)
         self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
@@ -190,17 +202,17 @@ class PVI(SVI):
         planned = with_expectation(planned, expectation, family.full)
         plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
         params = initial_params(planned.params, init_params, self.optim is not None)
-        optim_state = self._init_optim(plan, params)
+        optim_state = initial_optim_state(self.optim, self.guide, params)
         dynamic, static = split_arguments(args, kwargs)
 
         if planned.plan.unstructured == "monte_carlo":
-            form = self._draws_form(plan, planned, dynamic, static, optim_state, plan_key)
+            form = draws_form(self._engine, plan, planned, dynamic, static, optim_state, plan_key)
             planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, unstructured=form))
             plan = dataclasses.replace(plan, partition=planned.plan)
         local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
 
         def start(plan, mode=None):
-            mode = self._start_mode(plan, init_params) if mode is None else mode
+            mode = start_mode(plan, self.guide, self.init_sites, init_params) if mode is None else mode
             moments = planned.prior_loc, planned.prior_sd, local
             return self._start(self._engine, plan, planned.packing, dynamic, static, optim_state, *moments, mode=mode)
 
@@ -213,7 +225,7 @@ class PVI(SVI):
         if not bool(proper) and self.init_sites == "auto":
             # An improper prior that the data complete: q is normalisable from the factors' curvature only.
             arrays, _, proper = start(plan, "curvature")
-        self._check_structure(plan)
+        check_structure(self.solver, plan)
         state = PVIState(rng_key=key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
         if init_params is not None:
             state = spread_params(self.guide, state, init_params)
@@ -293,6 +305,8 @@ class PVI(SVI):
         tol: float | None = None,
         callback: Callable[[int, PVIState, PVIInfo], bool | None] | None = None,
         loss_every: int = 1,
+        checkpoint: Any = None,
+        checkpoint_every: int | None = None,
         **kwargs: Any,
     ) -> PVIRunResult:
         """Run up to ``num_steps`` rounds of the schedule in compiled blocks.
@@ -309,6 +323,11 @@ class PVI(SVI):
             tol: stop when no posterior mean or log sd moves by more than ``tol`` posterior sds in a round.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
             loss_every: rounds between reported losses; the others are NaN.
+            checkpoint: path of a file that the run keeps, and goes on from where it is there: a run that was killed is
+                finished by the same call. ``num_steps`` counts the rounds of both, ``losses`` has them all, and the result
+                is bit for bit that of a run that was never stopped. A file of another run (solver, schedule, groups,
+                arguments, ``rng_key`` or ``init_state``) is refused. ``callback`` is called again for the round of the file.
+            checkpoint_every: rounds between writes; None writes after every compiled block of up to 32 rounds.
             kwargs: the model's keyword arguments.
 
         Returns:
@@ -317,6 +336,7 @@ class PVI(SVI):
 
         Raises:
             PVIError: for ``num_steps`` below 1.
+            CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
             SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
         """
         del stable_update, forward_mode_differentiation
@@ -326,20 +346,60 @@ class PVI(SVI):
             raise PVIError(f"tol={tol!r}: expected a positive number of posterior sds, or None.")
         if not isinstance(loss_every, (int, np.integer)) or loss_every < 1:
             raise PVIError(f"loss_every={loss_every!r}: expected a positive int.")
-        state = self.init(rng_key, *args, init_params=init_params, **kwargs) if init_state is None else init_state
-        args, kwargs = self._checked_arguments(state, args, kwargs)
+        given = self._arguments(args, kwargs)
+        kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
+        args, kwargs = self._checked_arguments(before.state, args, kwargs)
         dynamic, static = split_arguments(args, kwargs)
 
         def rounds(state, count, tol, length):
             return self._advance(state, dynamic, static, count, tol, length)
 
-        run = drive(rounds, self.info, state, int(num_steps), tol, callback, progress_bar)
+        run = drive(rounds, self.info, before, int(num_steps), tol, callback, progress_bar, kept)
         losses = jnp.where((jnp.arange(1, len(run.losses) + 1) % loss_every) == 0, run.losses, jnp.nan)
         trace = trace_of(run.state, run.losses, run.reports)
         params, info = self.get_params(run.state), self.info(run.state)
         return PVIRunResult(params, run.state, losses, info, run.converged, run.message, trace)
 
     # ------------------------------------------------------------------ what SVI does not have
+
+    def save(self, path: Any, state: PVIState) -> None:
+        """Write a state to one file: no pickle, nothing of the data, and at any moment all of the old file or of the new.
+
+        Args:
+            path: the file (mode 0600); one that is there is replaced. Its folder exists; a symbolic link is refused.
+            state: a state.
+
+        Raises:
+            CheckpointError: for what cannot be written: a label or argument that is neither text nor number, a path.
+            StateError: for anything but a state.
+        """
+        save_state(path, self, state)
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> PVIState:
+        """Read a state that :meth:`save` has written, or the last one of ``run(checkpoint=path)``.
+
+        This PVI may be fresh: it needs the model, the kind of guide, ``optim``, ``solver`` and ``schedule`` that the file was
+        written with, and goes on to the bit where the state was left (same versions, same device).
+
+        Args:
+            path: the file.
+            args: the model's positional arguments, if they are at hand: ``get_params`` and ``Predictive`` want a guide that
+                is set up, which takes them. Without them, ``posterior`` works at once, and ``update``, ``run`` and
+                ``evaluate`` set the guide up.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            The state.
+
+        Raises:
+            CheckpointError: saying whether the file is missing, cut short, damaged, foreign, of a newer version, or of a PVI
+                with another guide, solver, schedule, model or precision. There is never a part of a state.
+        """
+        loaded = load_state(path, self)
+        self._labels, self._supports = loaded.state.plan.partition.table.labels, loaded.supports
+        if args or kwargs:
+            self._checked_arguments(loaded.state, args, kwargs)
+        return loaded.state
 
     def posterior(self, state: PVIState, joint: bool = False, agent: Hashable | None = None) -> dict[Any, Any]:
         """Marginal posterior of every latent, as NumPyro distributions in the latents' own supports.
@@ -359,7 +419,7 @@ class PVI(SVI):
         """
         q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
         found = self._distributions(state, q, "posterior", joint)
-        return found | local_distributions(state, q, self.guide.prototype_trace)
+        return found | local_distributions(state, q, self._prototype(state))
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -466,14 +526,6 @@ class PVI(SVI):
 
     # ------------------------------------------------------------------ joints between the rooms
 
-    def _draws_form(self, plan: Plan, planned: Any, dynamic: list, static: tuple, optim_state: Any, key: Any) -> str:
-        """Second derivatives where they see all of the curvature, Stein's identity where gradients jump."""
-        compare = jax.jit(compare_forms, static_argnames=("engine", "plan", "static"))
-        jumps = compare(
-            self._engine, plan, planned.packing, dynamic, static, optim_state, planned.prior_loc, planned.prior_sd, key
-        )
-        return "stein" if bool(jumps) else "hessian"
-
     def _advance(self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
         # A traced call cannot look at values between rounds, so it carries every rule from the start.
@@ -492,22 +544,13 @@ class PVI(SVI):
             raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
         args, kwargs = self._arguments(args, kwargs)
         check_same_signature(state.plan.signature, signature_of(args, kwargs, positional_names(self.model)))
+        prepare_guide(self, state, args, kwargs)
         return args, kwargs
 
     def _default_partition(self, trace: dict) -> Partition:
         plate = pick_plate(trace, None)
         size = find_plates(trace)[plate].size
         return Partition(self.model, plate, min(_DEFAULT_GROUPS, size) if self.num_groups is None else self.num_groups)
-
-    def _init_optim(self, plan: Plan, params: dict) -> Any:
-        if self.optim is None:
-            return None
-        transforms = param_transforms(self.guide)
-        dtype = float_dtype()
-        unconstrained = {
-            n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()
-        }
-        return self._optimiser.init(unconstrained)
 
     @property
     def _optimiser(self) -> Any:
@@ -519,31 +562,6 @@ class PVI(SVI):
         transforms = param_transforms(self.guide)
         return {n: transforms[n](v) for n, v in self._optimiser.get_params(state.optim_state).items()}
 
-    def _start_mode(self, plan: Plan, init_params: dict | None) -> str:
-        gaussian_params = guide_param_names(self.guide, plan.partition.layout.names)
-        if init_params is not None and gaussian_params & set(init_params):
-            return "prior"
-        if self.init_sites == "curvature" and plan.partition.likelihood == "reparameterised":
-            raise PVIError(
-                "init_sites='curvature' reads Hessians at the prior's location, which reparameterised draws are there to avoid: "
-                "leave init_sites='auto' and start q near the data with init_params, or pass "
-                "NaturalGradient(expectation='monte_carlo')."
-            )
-        if self.init_sites != "auto":
-            return self.init_sites
-        # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do
-        # without one.
-        cheap = plan.partition.likelihood in ("affine", "local") or not plan.partition.exact
-        return "auto" if cheap else "prior"
-
-    def _check_structure(self, plan: Plan) -> None:
-        part = plan.partition
-        sizes = dict(zip(part.table.labels, part.table.sizes, strict=True))
-        self.solver.check_groups(sizes, part.mechanism)
-        self.solver.check(part.likelihood, plan.family.full, f"likelihood in {part.where}")
-        if part.has_prior_factor:
-            self.solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")
-
     def _site(self, state: PVIState, group: Hashable) -> Any:
         if group is PRIOR:
             if state.sites.prior is None:
@@ -552,9 +570,14 @@ class PVI(SVI):
         return take(state.sites.groups, state.plan.partition.table.index(group))
 
     def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
-        if self.guide.prototype_trace is None:
-            raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
-        return latent_distributions(state.plan, natural, self.guide.prototype_trace, what, joint)
+        return latent_distributions(state.plan, natural, self._prototype(state), what, joint)
+
+    def _prototype(self, state: PVIState) -> dict:
+        return (
+            stored_prototype(self._supports, state)
+            if self.guide.prototype_trace is None
+            else self.guide.prototype_trace
+        )
 
 
 _EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
