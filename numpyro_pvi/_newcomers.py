@@ -13,6 +13,7 @@ import numpy as np
 
 from ._entry import check_run, check_state
 from ._groups import all_absent, position, rows_of
+from ._resume import Progress
 from ._state import Plan, PVIState
 from .errors import PartitionError, SkippedGroupError
 from .factors import Arrival, arrive, check_finite_arguments, count_rows, signature_of
@@ -74,7 +75,7 @@ class Newcomers:
         model: the NumPyro model.
         names: names of its positional parameters.
         start: ``(state, dynamic, static, known) -> (fields, comparison)``, compiled.
-        drive: ``(state, dynamic, static, num_steps, tol) -> Run``, compiled rounds.
+        drive: ``(progress, dynamic, static, num_steps, tol) -> Run``, compiled rounds.
         solver: the local solver.
         check: whether rows are compared with the untouched model.
     """
@@ -112,7 +113,7 @@ class Newcomers:
         state, dynamic, static = self._bring(state, table, rows, args, kwargs)
         if num_steps == 0:
             return state
-        run = self.drive(state, dynamic, static, int(num_steps), tol)
+        run = self.drive(Progress(state), dynamic, static, int(num_steps), tol)
         refuse_skipped(run.state, len(run.losses))
         return run.state
 

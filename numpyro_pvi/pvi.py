@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
-from ._driver import drive
+from ._driver import Run, drive
 from ._entry import (
     arrive_groups,
     check_keywords,
@@ -41,9 +41,12 @@ from ._initial import (
 )
 from ._locals import by_unit, joint_params, local_distributions
 from ._newcomers import Newcomers, arrival_mode
+from ._prototype import prepare_guide, stored_prototype
+from ._resume import Progress, begin
+from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import NaturalView, agent_natural, describe, latent_distributions, trace_of
-from .errors import PartitionError, PVIError, StateError
+from .errors import PartitionError, PVIError
 from .factors import (
     Layout,
     abstract_trace,
@@ -143,6 +146,8 @@ class PVI(SVI):
         self.num_groups, self.init_sites = num_groups, init_sites
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
         self._labels: tuple = ()
+        # Supports of the latents as a loaded file has them, until the guide is set up.
+        self._supports: dict[str, Any] = {}
         # Plates that draw mini-batches run over all of their rows here, wherever the model is evaluated.
         self._full_model = FullPlates(inner)
         self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
@@ -300,6 +305,8 @@ class PVI(SVI):
         tol: float | None = None,
         callback: Callable[[int, PVIState, PVIInfo], bool | None] | None = None,
         loss_every: int = 1,
+        checkpoint: Any = None,
+        checkpoint_every: int | None = None,
         **kwargs: Any,
     ) -> PVIRunResult:
         """Run up to ``num_steps`` rounds of the schedule in compiled blocks.
@@ -316,6 +323,11 @@ class PVI(SVI):
             tol: stop when no posterior mean or log sd moves by more than ``tol`` posterior sds in a round.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
             loss_every: rounds between reported losses; the others are NaN.
+            checkpoint: path of a file that the run keeps, and goes on from where it is there: a run that was killed is
+                finished by the same call. ``num_steps`` counts the rounds of both, ``losses`` has them all, and the result
+                is bit for bit that of a run that was never stopped. A file of another run (solver, schedule, groups,
+                arguments, ``rng_key`` or ``init_state``) is refused. ``callback`` is called again for the round of the file.
+            checkpoint_every: rounds between writes; None writes after every compiled block of up to 32 rounds.
             kwargs: the model's keyword arguments.
 
         Returns:
@@ -324,18 +336,60 @@ class PVI(SVI):
 
         Raises:
             PVIError: for ``num_steps`` below 1.
+            CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
             SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
         """
         del stable_update, forward_mode_differentiation
         check_run(num_steps, tol, loss_every)
-        state = self.init(rng_key, *args, init_params=init_params, **kwargs) if init_state is None else init_state
-        run = self._drive(state, *self._rows(state, args, kwargs), int(num_steps), tol, callback, progress_bar)
+        given = self._arguments(args, kwargs)
+        kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
+        rows = self._rows(before.state, args, kwargs)
+        run = self._drive(before, *rows, int(num_steps), tol, callback, progress_bar, kept)
         losses = jnp.where((jnp.arange(1, len(run.losses) + 1) % loss_every) == 0, run.losses, jnp.nan)
         trace = trace_of(run.state, run.losses, run.reports)
         params, info = self.get_params(run.state), self.info(run.state)
         return PVIRunResult(params, run.state, losses, info, run.converged, run.message, trace)
 
     # ------------------------------------------------------------------ what SVI does not have
+
+    def save(self, path: Any, state: PVIState) -> None:
+        """Write a state to one file: no pickle, nothing of the data, and at any moment all of the old file or of the new.
+
+        Args:
+            path: the file (mode 0600); one that is there is replaced. Its folder exists; a symbolic link is refused.
+            state: a state.
+
+        Raises:
+            CheckpointError: for what cannot be written: a label or argument that is neither text nor number, a path.
+            StateError: for anything but a state.
+        """
+        save_state(path, self, state)
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> PVIState:
+        """Read a state that :meth:`save` has written, or the last one of ``run(checkpoint=path)``.
+
+        This PVI may be fresh: it needs the model, the kind of guide, ``optim``, ``solver`` and ``schedule`` that the file was
+        written with, and goes on to the bit where the state was left (same versions, same device).
+
+        Args:
+            path: the file.
+            args: the model's positional arguments, if they are at hand: ``get_params`` and ``Predictive`` want a guide that
+                is set up, which takes them. Without them, ``posterior`` works at once, and ``update``, ``run`` and
+                ``evaluate`` set the guide up.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            The state.
+
+        Raises:
+            CheckpointError: saying whether the file is missing, cut short, damaged, foreign, of a newer version, or of a PVI
+                with another guide, solver, schedule, model or precision. There is never a part of a state.
+        """
+        loaded = load_state(path, self)
+        self._labels, self._supports = loaded.state.groups, loaded.supports
+        if args or kwargs:
+            self._checked_arguments(loaded.state, args, kwargs)
+        return loaded.state
 
     def posterior(self, state: PVIState, joint: bool = False, agent: Hashable | None = None) -> dict[Any, Any]:
         """Marginal posterior of every latent, as NumPyro distributions in the latents' own supports.
@@ -355,7 +409,7 @@ class PVI(SVI):
         """
         q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
         found = self._distributions(state, q, "posterior", joint)
-        return found | local_distributions(state, q, self.guide.prototype_trace)
+        return found | local_distributions(state, q, self._prototype(state))
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -593,12 +647,20 @@ class PVI(SVI):
         return done
 
     def _drive(
-        self, state, dynamic: list, static: tuple, num_steps: int, tol, callback=None, progress_bar=False
-    ) -> Any:
+        self,
+        before: Progress,
+        dynamic: list,
+        static: tuple,
+        num_steps,
+        tol,
+        callback=None,
+        progress_bar=False,
+        kept=None,
+    ) -> Run:
         def rounds(state, count, tol, length):
             return self._advance(state, dynamic, static, count, tol, length)
 
-        return drive(rounds, self.info, state, num_steps, tol, callback, progress_bar)
+        return drive(rounds, self.info, before, num_steps, tol, callback, progress_bar, kept)
 
     def _rows(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[list, tuple]:
         args, kwargs = self._checked_arguments(state, args, kwargs)
@@ -624,6 +686,7 @@ class PVI(SVI):
         check_state(state)
         args, kwargs = self._arguments(args, kwargs)
         check_rows(state, args, kwargs, positional_names(self.model))
+        prepare_guide(self, state, args, kwargs)
         return args, kwargs
 
     def _default_partition(self, trace: dict) -> Partition:
@@ -642,9 +705,14 @@ class PVI(SVI):
         return site_of(state, group)
 
     def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
-        if self.guide.prototype_trace is None:
-            raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
-        return latent_distributions(state.plan, natural, self.guide.prototype_trace, what, joint)
+        return latent_distributions(state.plan, natural, self._prototype(state), what, joint)
+
+    def _prototype(self, state: PVIState) -> dict:
+        return (
+            stored_prototype(self._supports, state)
+            if self.guide.prototype_trace is None
+            else self.guide.prototype_trace
+        )
 
 
 _EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
