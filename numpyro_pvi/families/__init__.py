@@ -5,6 +5,7 @@ from ._conditional import (
     ConditionalMoments,
     ConditionalNatural,
     bounded_precision,
+    conditional_divergence,
     conditional_moments,
     schur_complement,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "NormalFamily",
     "Vector",
     "bounded_precision",
+    "conditional_divergence",
     "conditional_moments",
     "inner",
     "natural_parameters",

@@ -11,6 +11,7 @@ from ._base import (
     elbo_has_not_fallen,
 )
 from ._decentralized import Decentralized
+from ._noise import move_in_nats
 from ._report import RoundReport, empty_report
 from ._sequential import Sequential
 from ._synchronous import Synchronous
@@ -29,4 +30,5 @@ __all__ = [
     "accept_jointly",
     "elbo_has_not_fallen",
     "empty_report",
+    "move_in_nats",
 ]
