@@ -5,6 +5,7 @@ from ._conditional import (
     ConditionalMoments,
     ConditionalNatural,
     bounded_precision,
+    conditional_divergence,
     conditional_moments,
     schur_complement,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "NormalFamily",
     "Vector",
     "bounded_precision",
+    "conditional_divergence",
     "conditional_moments",
     "inner",
     "marginal_distance",

@@ -14,6 +14,7 @@ from ._base import (
 from ._committee import Committee
 from ._decentralized import Decentralized
 from ._delays import MeasuredDelays, measured_delays
+from ._noise import move_in_nats
 from ._report import BY_FACTOR, RoundReport, empty_report
 from ._sequential import Sequential
 from ._streaming import Streaming
@@ -41,4 +42,5 @@ __all__ = [
     "elbo_has_not_fallen",
     "empty_report",
     "measured_delays",
+    "move_in_nats",
 ]

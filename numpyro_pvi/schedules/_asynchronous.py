@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from ..errors import PVIError
 from ..families import GaussianMoments
 from ..sites import SiteStack, damp, posterior
-from ._base import Accepted, Problem, RoundCarry, average_late, no_averaging
+from ._base import Accepted, Problem, RoundCarry
 from ._delays import delay_sampler, delays_by_label, freeze_delays
 from ._discount import first_discount
 from ._messages import AsynchronousState, Messages, Walk, first_tally
 from ._network import Faults, Late, Link
+from ._noise import average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 
 # Messages per change that a round waits for at most.
@@ -136,7 +137,7 @@ class Asynchronous:
         """M absorbed changes: see :class:`numpyro_pvi.schedules.Schedule`."""
         start_key, prior_key, visit_key = jax.random.split(key, 3)
         old, count = carry.evaluation, problem.num_groups
-        share = 1.0 / (1.0 + carry.schedule.averaging.late.astype(old.elbo.dtype))
+        share = averaging_step(carry.schedule.averaging, old.elbo.dtype)
         share = share * (1.0 if self.damping == "auto" else self.damping)
         prior, prior_site, q = None, carry.sites.prior, old.q
         if problem.has_prior_factor:

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments
 from ..sites import SiteStack, damp, posterior, select
-from ._base import Averaging, Evaluation, Problem, RoundCarry, average_late, no_averaging
+from ._base import Evaluation, Problem, RoundCarry
+from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 
 # Visits at most where "auto" is asked for: a solver of exact expectations stops long before; a stochastic one has no
@@ -166,7 +167,7 @@ class Streaming:
             own = jax.random.fold_in(key, v.count)
             draws = problem.noise(jax.random.fold_in(own, 1)) if by_draws else noise
             result, local = visit(v.at.q, v.site, v.solver, own, draws, v.local)
-            share = 1.0 / (1.0 + v.averaging.late.astype(v.move.dtype)) if by_draws else 1.0
+            share = averaging_step(v.averaging, v.move.dtype) if by_draws else 1.0
             site = damp(v.site, result.site, share)
             at = _at(family, cavity + site)
             averaging = average_late(problem, v.averaging, at, v.at) if by_draws else v.averaging  # type: ignore[arg-type]

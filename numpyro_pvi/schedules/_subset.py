@@ -13,18 +13,9 @@ from jaxtyping import Array, Bool, Float
 from ..errors import PVIError
 from ..sites import SiteStack, damp, select
 from ..solvers import LocalResult
-from ._base import (
-    MAX_HALVINGS,
-    Averaging,
-    Evaluation,
-    Problem,
-    RoundCarry,
-    accept_jointly,
-    accept_once,
-    average_late,
-    no_averaging,
-)
+from ._base import MAX_HALVINGS, Evaluation, Problem, RoundCarry, accept_jointly, accept_once
 from ._discount import next_share
+from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 from ._settings import ByLabel, by_label, freeze, resolve
 
@@ -160,7 +151,7 @@ class StochasticSubset:
         if problem.stochastic:
             done = accept_once(problem, sites, proposal, old, state.step, noise, test)
         else:
-            late = 1.0 / (1.0 + state.averaging.late.astype(state.step.dtype))
+            late = averaging_step(state.averaging, state.step.dtype)
             first = jnp.minimum(state.step, self._largest(problem) * late)
             done = accept_jointly(problem, sites, proposal, old, first, noise, test=test)
         return self._finish(problem, carry, (results, prior, done, taking_part, share))
