@@ -23,6 +23,7 @@ from ._entry import (
     float_dtype,
     is_traced,
     positional_names,
+    refuse_two_starts,
     run_rounds,
     start_arrays,
 )
@@ -305,7 +306,7 @@ class PVI(SVI):
             stable_update: accepted for SVI's sake; every PVI round is stable.
             forward_mode_differentiation: accepted for SVI's sake.
             init_state: continue from this state.
-            init_params: see :meth:`init`.
+            init_params: see :meth:`init`; not together with ``init_state``.
             tol: stop when no posterior mean or log sd moves by more than ``tol`` posterior sds in a round.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
             loss_every: rounds between reported losses; the others are NaN.
@@ -316,7 +317,7 @@ class PVI(SVI):
             holds the last state that was finished, and says so.
 
         Raises:
-            PVIError: for ``num_steps`` below 1.
+            PVIError: for ``num_steps`` below 1, and for ``init_params`` beside ``init_state``.
             SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
         """
         del stable_update, forward_mode_differentiation
@@ -326,6 +327,7 @@ class PVI(SVI):
             raise PVIError(f"tol={tol!r}: expected a positive number of posterior sds, or None.")
         if not isinstance(loss_every, (int, np.integer)) or loss_every < 1:
             raise PVIError(f"loss_every={loss_every!r}: expected a positive int.")
+        refuse_two_starts(init_state, init_params)
         state = self.init(rng_key, *args, init_params=init_params, **kwargs) if init_state is None else init_state
         args, kwargs = self._checked_arguments(state, args, kwargs)
         dynamic, static = split_arguments(args, kwargs)
