@@ -95,6 +95,15 @@ def check_run(num_steps: Any, tol: Any, loss_every: Any = 1, least: int = 1) -> 
         raise PVIError(f"loss_every={loss_every!r}: expected a positive int.")
 
 
+def refuse_two_starts(init_state: Any, init_params: Any) -> None:
+    """Raise when ``run`` is told to continue from a state and to start from params: SVI drops the params silently."""
+    if init_state is not None and init_params is not None:
+        raise PVIError(
+            "run(init_state=..., init_params=...): a state says where q is already, so init_params would be dropped. "
+            "Leave out one: init_params starts afresh from guide params, init_state continues."
+        )
+
+
 def is_traced(tree: Any) -> bool:
     """Whether any leaf has no value yet."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

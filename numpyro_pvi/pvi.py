@@ -25,6 +25,7 @@ from ._entry import (
     float_dtype,
     is_traced,
     positional_names,
+    refuse_two_starts,
     run_rounds,
     start_arrays,
 )
@@ -319,7 +320,7 @@ class PVI(SVI):
             stable_update: accepted for SVI's sake; every PVI round is stable.
             forward_mode_differentiation: accepted for SVI's sake.
             init_state: continue from this state.
-            init_params: see :meth:`init`.
+            init_params: see :meth:`init`; not together with ``init_state``.
             tol: stop when no posterior mean or log sd moves by more than ``tol`` posterior sds in a round.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
             loss_every: rounds between reported losses; the others are NaN.
@@ -335,12 +336,13 @@ class PVI(SVI):
             holds the last state that was finished, and says so.
 
         Raises:
-            PVIError: for ``num_steps`` below 1.
+            PVIError: for ``num_steps`` below 1, and for ``init_params`` beside ``init_state``.
             CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
             SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
         """
         del stable_update, forward_mode_differentiation
         check_run(num_steps, tol, loss_every)
+        refuse_two_starts(init_state, init_params)
         given = self._arguments(args, kwargs)
         kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
         rows = self._rows(before.state, args, kwargs)

@@ -137,8 +137,8 @@ class Asynchronous:
         """M absorbed changes: see :class:`numpyro_pvi.schedules.Schedule`."""
         start_key, prior_key, visit_key = jax.random.split(key, 3)
         old, count = carry.evaluation, problem.num_groups
-        share = averaging_step(carry.schedule.averaging, old.elbo.dtype)
-        share = share * (1.0 if self.damping == "auto" else self.damping)
+        largest = 1.0 if isinstance(self.damping, str) else self.damping
+        share = averaging_step(carry.schedule.averaging, old.elbo.dtype) * largest
         prior, prior_site, q = None, carry.sites.prior, old.q
         if problem.has_prior_factor:
             prior = problem.visit_prior(q, prior_site, carry.prior_solver, prior_key, old.rule, noise, start=None)
