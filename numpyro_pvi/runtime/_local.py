@@ -23,7 +23,7 @@ from ..expectations import (
     PointsProgram,
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
-from ..schedules import Evaluation, RoundCarry, Rule
+from ..schedules import Evaluation, RoundCarry, Rule, move_in_nats
 from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
 from ..solvers import Derivatives, LocalResult, LocalSolver, NaturalGradient
 from ._base import Runtime
@@ -41,6 +41,13 @@ _VISIT_VECTORS = 12
 _SIDE_BY_SIDE = 1 << 21
 
 
+# Local latents of few units are so cheap that a round takes more than the solver's pairs: up to so many, or so many tangents.
+_MOST_PAIRS, _FEW_TANGENTS = 64, 1 << 14
+# Falls of the ELBO on common draws, as a share of the gain a step promises, that are their own contradiction (up to 1.9
+# were seen with 16 pairs at an optimum).
+_NOISE_SHARE = 2.0
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FactorData:
@@ -55,6 +62,8 @@ class FactorData:
     # Which flat coordinates the exactly held prior covers, and its log partition function over them, nats.
     exact: Bool[Array, "D"]
     prior_partition: Float[Array, ""]
+    # Product of the sites of groups whose rows are not at hand; None without any.
+    others: GaussianNatural | None = None
 
 
 class Draws(NamedTuple):
@@ -86,6 +95,7 @@ class LocalProblem:
         units: ``(U, K)``, how many units have how many local latents each; None when there are none.
         rows: the groups' rows at points, for a stochastic solver; else None.
         labels: the groups' labels, in the order of every stacked array.
+        known: which groups had a site before their rows came back; None when none had.
     """
 
     family: GaussianFamily
@@ -99,6 +109,7 @@ class LocalProblem:
     units: tuple[int, int] | None = None
     rows: GroupRows | None = None
     labels: tuple = ()
+    known: Bool[Array, "M"] | None = None
 
     @property
     def stochastic(self) -> bool:
@@ -111,9 +122,15 @@ class LocalProblem:
         return self.data.offsets.shape[0] - 1
 
     @property
+    def continued(self) -> bool:
+        """Whether groups that were fitted before stand beside the prior, by their sites alone."""
+        return self.data.others is not None
+
+    @property
     def prior_natural(self) -> GaussianNatural:
-        """Natural parameters of the exactly held prior."""
-        return self.data.prior_natural
+        """Natural parameters of what rounds start from: the exactly held prior, times the sites of absent groups."""
+        held = self.data.prior_natural
+        return held if self.data.others is None else held + self.data.others
 
     @property
     def has_prior_factor(self) -> bool:
@@ -140,6 +157,23 @@ class LocalProblem:
         ]
         return jnp.any(jnp.stack(flags))
 
+    def allowance(
+        self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
+    ) -> Any:
+        """Twice what the step promises, its squared length over its share, where draws contradict themselves; else 0.
+
+        Curvature from second derivatives is not the derivative of the draws' mean value, so that near the optimum their
+        ELBO falls along most targets, in proportion to the step: no halving would mend it, and q would stand still where
+        the noise of its last draws left it. The fall is of the size of the gain that a natural-gradient step promises to
+        first order. A step that overshoots by far loses more, and is still halved.
+        """
+        own = (p for p in (self.program, self.prior_program) if p is not None and p.noisy)
+        if all(isinstance(p, PointsProgram) for p in own):
+            return 0.0
+        rows = None if new_sites.local is None else (new_sites.local.rows, old_sites.local.rows)
+        length = move_in_nats(self.family, new.q, old.q, new.moments, old.moments, rows)
+        return _NOISE_SHARE * length / jnp.maximum(step, jnp.finfo(length.dtype).tiny)
+
     def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
         """The draws of one round, shared by all groups, or None.
 
@@ -151,6 +185,8 @@ class LocalProblem:
         count = max(self.solver.num_draws, -(-num_particles // 2))
         if self.stochastic:
             count = num_particles
+        elif self.units is not None:
+            count = max(count, _affordable_pairs(*self.units, self.family.dim))
         pairs, compared = (
             jax.random.normal(k, (n, self.family.dim), self.dtype)
             for k, n in zip(keys[:2], (count, COMPARED_PAIRS), strict=True)
@@ -417,10 +453,16 @@ class LocalProblem:
         return _Factor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
 
     def rest(self, moments: GaussianMoments) -> Float[Array, ""]:
-        """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats."""
-        expected_prior = self.family.expect_quadratic(self.prior_natural, moments) - self.data.prior_partition
+        """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats.
+
+        With absent groups also ``E_q[log t]`` of their sites, which stand in for their factors (without a constant).
+        """
+        expected_prior = self.family.expect_quadratic(self.data.prior_natural, moments) - self.data.prior_partition
         entropy = 0.5 * self.family.dim * (1 + math.log(2 * math.pi)) - 0.5 * moments.log_det_precision
-        return jnp.where(jnp.any(self.data.exact), expected_prior, 0.0) + entropy
+        rest = jnp.where(jnp.any(self.data.exact), expected_prior, 0.0) + entropy
+        if self.data.others is None:
+            return rest
+        return rest + self.family.expect_quadratic(self.data.others, moments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,6 +489,12 @@ class _Factor:
         return self.group_rows.derivatives(self.index, points, rows, hessian)
 
 
+def _affordable_pairs(units: int, width: int, dim: int) -> int:
+    """Antithetic pairs that cost little where local latents are few: tangents of a draw, one per coordinate and row."""
+    tangents = 2 * units * width * (dim + width)
+    return min(_MOST_PAIRS, _FEW_TANGENTS // max(tangents, 1))
+
+
 def solver_of_prior(solver: LocalSolver) -> LocalSolver:
     """Who refines the prior factor's site: a stochastic solver has no rows to take there."""
     return NaturalGradient() if solver.stochastic else solver
@@ -454,23 +502,3 @@ def solver_of_prior(solver: LocalSolver) -> LocalSolver:
 
 def _values_only(expected: Expected | None) -> Expected | None:
     return None if expected is None else dataclasses.replace(expected, target=None, product=None)
-
-
-def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact: Bool[Array, "D"]) -> Float[Array, ""]:
-    """Log partition function of the exactly held prior over the coordinates that it covers, in nats.
-
-    Args:
-        family: the family of q.
-        natural: the prior's natural parameters, zero on every other coordinate.
-        exact: the coordinates it covers.
-
-    Returns:
-        ``A(eta_0)``, flat coordinates left out; NaN where the prior is not normalisable on the others.
-    """
-    diagonal = family.precision_diagonal(natural)
-    # A flat (improper) prior has log density 0 and nothing to normalise.
-    flat = (diagonal == 0) & (natural.precision_mean == 0)
-    outside = (~exact | flat).astype(natural.precision.dtype)
-    padding = jnp.diag(outside) if family.full else outside
-    padded = GaussianNatural(natural.precision_mean, natural.precision + padding)
-    return family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)

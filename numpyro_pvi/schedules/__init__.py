@@ -14,15 +14,18 @@ from ._base import (
 from ._committee import Committee
 from ._decentralized import Decentralized
 from ._delays import MeasuredDelays, measured_delays
-from ._report import RoundReport, empty_report
+from ._noise import move_in_nats
+from ._report import BY_FACTOR, RoundReport, empty_report
 from ._sequential import Sequential
+from ._streaming import Streaming
 from ._subset import StochasticSubset
 from ._synchronous import Synchronous
 
 __all__ = [
+    "BY_FACTOR",
+    "Decentralized",
     "Asynchronous",
     "Committee",
-    "Decentralized",
     "Evaluation",
     "MeasuredDelays",
     "Points",
@@ -33,9 +36,11 @@ __all__ = [
     "Schedule",
     "Sequential",
     "StochasticSubset",
+    "Streaming",
     "Synchronous",
     "accept_jointly",
     "elbo_has_not_fallen",
     "empty_report",
     "measured_delays",
+    "move_in_nats",
 ]

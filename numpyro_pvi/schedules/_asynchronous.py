@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from ..errors import PVIError
 from ..families import GaussianMoments
 from ..sites import SiteStack, damp, posterior
-from ._base import Accepted, Problem, RoundCarry, average_late, no_averaging
-from ._delays import delay_sampler, freeze_delays
+from ._base import Accepted, Problem, RoundCarry
+from ._delays import delay_sampler, delays_by_label, freeze_delays
 from ._discount import LONGEST_STEP, bounded_step, first_discount
 from ._messages import AsynchronousState, Messages, Walk, first_tally
 from ._network import Faults, Late, Link
+from ._noise import average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 
 # Messages per change that a round waits for at most.
@@ -98,6 +99,11 @@ class Asynchronous:
             raise PVIError(f"Asynchronous(reorder={self.reorder!r}): expected True or False.")
 
     @property
+    def by_label(self) -> bool:
+        """Whether settings name groups, so that compiled programs depend on the labels."""
+        return delays_by_label(self.delays)
+
+    @property
     def _faults(self) -> Faults | None:
         faulty = self.loss_rate or self.duplicate_rate or self.reorder
         return Faults(self.loss_rate, self.duplicate_rate, self.reorder) if faulty else None
@@ -135,8 +141,8 @@ class Asynchronous:
         """M absorbed changes: see :class:`numpyro_pvi.schedules.Schedule`."""
         start_key, prior_key, visit_key = jax.random.split(key, 3)
         old, count = carry.evaluation, problem.num_groups
-        share = 1.0 / (1.0 + carry.schedule.averaging.late.astype(old.elbo.dtype))
-        share = share * (1.0 if self.damping == "auto" else self.damping)
+        largest = 1.0 if isinstance(self.damping, str) else self.damping
+        share = averaging_step(carry.schedule.averaging, old.elbo.dtype) * largest
         prior, prior_site, q = None, carry.sites.prior, old.q
         if problem.has_prior_factor:
             prior = problem.visit_prior(q, prior_site, carry.prior_solver, prior_key, old.rule, noise, start=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..errors import PVIError
-from ._settings import ByLabel, freeze, resolve
+from ._settings import ByLabel, by_label, freeze, resolve
 
 if TYPE_CHECKING:
     from ._base import Problem
@@ -95,6 +95,13 @@ def freeze_delays(delays: Any) -> Any:
     return freeze(delays, "delays", _positive, "a positive number (delays=None is no delay)")
 
 
+def delays_by_label(delays: Any) -> bool:
+    """Whether delays that :func:`freeze_delays` made name groups."""
+    # ("exponential", means) is a pair whose second entry may name groups.
+    means = delays[1] if isinstance(delays, tuple) and len(delays) == 2 else None
+    return isinstance(delays, MeasuredDelays) or by_label(delays) or by_label(means)
+
+
 def delay_sampler(delays: Any, problem: Problem, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:
     """How long a group's next visit takes.
 
@@ -122,8 +129,8 @@ def delay_sampler(delays: Any, problem: Problem, dtype: Any) -> Callable[[Any, A
                 f"{problem.num_groups} groups."
             )
         # A clock that stands still or runs backwards would never get to the other groups.
-        tiny = jnp.finfo(dtype).tiny
-        return lambda key, m: jnp.maximum(jnp.asarray(delays(key, problem.num_groups), dtype)[m], tiny)
+        tiny, draw = jnp.finfo(dtype).tiny, cast(Callable[..., Any], delays)
+        return lambda key, m: jnp.maximum(jnp.asarray(draw(key, problem.num_groups)[m], dtype), tiny)
     fixed = jnp.asarray(resolve(delays, "delays", problem, 1.0), dtype)
     return lambda key, m: fixed[m]
 

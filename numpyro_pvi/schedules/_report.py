@@ -43,6 +43,10 @@ class RoundReport(NamedTuple):
     consensus: Float[Array, ""]
 
 
+# The fields of a report with one entry per factor.
+BY_FACTOR = ("move", "step", "backoffs", "skipped", "skip_run", "staleness")
+
+
 def empty_report(count: int, dtype: Any) -> RoundReport:
     """The report of a state that no round has touched.
 

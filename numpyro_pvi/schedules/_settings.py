@@ -19,6 +19,11 @@ class ByLabel(NamedTuple):
     items: tuple
 
 
+def by_label(value: Any) -> bool:
+    """Whether a setting that :func:`freeze` made names groups."""
+    return isinstance(value, ByLabel)
+
+
 def freeze(value: Any, argument: str, legal: Callable[[float], bool], wanted: str) -> Any:
     """Make a per-group setting hashable, and refuse values out of range.
 
@@ -81,6 +86,9 @@ def resolve(value: Any, argument: str, problem: Problem, default: float) -> np.n
         found, labels = np.full(count, default), list(problem.labels)
         for label, x in value.items:
             if label not in labels:
+                if problem.continued:
+                    # One of those whose rows are not at hand.
+                    continue
                 known = ", ".join(repr(known) for known in labels[:10]) + (", ..." if count > 10 else "")
                 raise PVIError(f"{argument} names group {label!r}, which is not there; the groups are {known}.")
             found[labels.index(label)] = x

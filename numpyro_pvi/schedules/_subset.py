@@ -13,20 +13,11 @@ from jaxtyping import Array, Bool, Float
 from ..errors import PVIError
 from ..sites import SiteStack, damp, select
 from ..solvers import LocalResult
-from ._base import (
-    MAX_HALVINGS,
-    Averaging,
-    Evaluation,
-    Problem,
-    RoundCarry,
-    accept_jointly,
-    accept_once,
-    average_late,
-    no_averaging,
-)
+from ._base import MAX_HALVINGS, Evaluation, Problem, RoundCarry, accept_jointly, accept_once
 from ._discount import next_share
+from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
-from ._settings import ByLabel, freeze, resolve
+from ._settings import ByLabel, by_label, freeze, resolve
 
 
 class SubsetState(NamedTuple):
@@ -101,7 +92,15 @@ class StochasticSubset:
         count = problem.num_groups
         if self.k is None:
             return count
-        return self.k if isinstance(self.k, int) else math.ceil(self.k * count)
+        if isinstance(self.k, float):
+            return math.ceil(self.k * count)
+        # Of a few groups whose rows are at hand all take part.
+        return min(self.k, count) if problem.continued else self.k
+
+    @property
+    def by_label(self) -> bool:
+        """Whether settings name groups, so that compiled programs depend on the labels."""
+        return by_label(self.rates) or by_label(self.damping)
 
     def _dampings(self, problem: Problem, dtype: Any) -> Float[Array, "M"]:
         # One number for all is the largest joint step.
@@ -152,7 +151,7 @@ class StochasticSubset:
         if problem.stochastic:
             done = accept_once(problem, sites, proposal, old, state.step, noise, test)
         else:
-            late = 1.0 / (1.0 + state.averaging.late.astype(state.step.dtype))
+            late = averaging_step(state.averaging, state.step.dtype)
             first = jnp.minimum(state.step, self._largest(problem) * late)
             done = accept_jointly(problem, sites, proposal, old, first, noise, test=test)
         return self._finish(problem, carry, (results, prior, done, taking_part, share))

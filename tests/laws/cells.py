@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_pvi.schedules import Asynchronous, Committee, Decentralized, Sequential, StochasticSubset, Synchronous
+from numpyro_pvi.schedules import (
+    Asynchronous,
+    Committee,
+    Decentralized,
+    Sequential,
+    StochasticSubset,
+    Streaming,
+    Synchronous,
+)
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
 
 from . import checks, models, oracles
@@ -36,6 +44,7 @@ class Cell(NamedTuple):
 
 
 SEQUENTIAL, RANDOM = Sequential(), Sequential(order="random")
+STREAMING = Streaming()
 SYNCHRONOUS, DAMPED = Synchronous(), Synchronous(damping=0.5)
 AT_ONCE, LATE = Asynchronous(), Asynchronous(("exponential", {0: 4.0}), max_staleness=30)
 LOSSY = Asynchronous(1.0, loss_rate=0.3, duplicate_rate=0.3, reorder=True)
@@ -75,6 +84,12 @@ CELLS = (
     Cell("linear-local-parallel", "linear", LOCAL, SYNCHRONOUS, 5, (1, 6), 2),
     Cell("linear-stochastic-cyclic", "linear", STOCHASTIC, SEQUENTIAL, 3, (1, 6), 2),
     Cell("linear-stochastic-parallel", "linear", STOCHASTIC, SYNCHRONOUS, 5, (1, 6), 2),
+    Cell("linear-conjugate-streaming", "linear", CONJUGATE, STREAMING, 5, (1, 2, 3, 6), 2),
+    Cell("linear-natural-streaming", "linear", NATURAL, STREAMING, 3, (1, 2, 6), 2),
+    Cell("linear-local-streaming", "linear", LOCAL, STREAMING, 3, (1, 6), 2),
+    Cell("linear-stochastic-streaming", "linear", STOCHASTIC, STREAMING, 3, (1, 6), 2),
+    Cell("logistic-streaming", "logistic", NATURAL, STREAMING, 5, (1, 6), 2),
+    Cell("scale-streaming", "scale", NATURAL, STREAMING, 2, (1, 6), 2, init_sites="auto"),
     Cell("logistic-cyclic", "logistic", NATURAL, SEQUENTIAL, 5, (1, 3, 6), 20),
     Cell("logistic-random", "logistic", NATURAL, RANDOM, 2, (1, 3, 6), 20),
     Cell("logistic-parallel", "logistic", NATURAL, SYNCHRONOUS, 1, (1, 3, 6), 25),
