@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
-from numpyro_pvi.runtime import _local
+from numpyro_pvi.runtime import _contradictions
 from numpyro_pvi.schedules import move_in_nats
 from numpyro_pvi.schedules._noise import Averaging, averaging_step
 from numpyro_pvi.solvers import NaturalGradient
@@ -135,8 +135,8 @@ def largest_steps(pairs):
 
 
 def test_steps_do_not_wither_where_draws_contradict_themselves(monkeypatch):
-    monkeypatch.setattr(_local, "_MOST_PAIRS", 1)
+    monkeypatch.setattr(_contradictions, "_MOST_PAIRS", 1)
     assert np.mean(largest_steps(14) < 0.05) < 0.15
     # Judged by the draws' word alone, a step in two is halved to nothing.
-    monkeypatch.setattr(_local, "_NOISE_SHARE", 0.0)
+    monkeypatch.setattr(_contradictions, "_NOISE_SHARE", 0.0)
     assert np.mean(largest_steps(15) < 0.05) > 0.3

@@ -23,11 +23,12 @@ from ..expectations import (
     PointsProgram,
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
-from ..schedules import Evaluation, RoundCarry, Rule, move_in_nats
+from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
 from ..solvers import Derivatives, LocalResult, LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._conditionals import visit_with_locals
+from ._contradictions import affordable_pairs, fall_explained
 from ._mapping import sum_one_group
 from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
@@ -39,13 +40,6 @@ COMPARED_PAIRS = 16
 # Vectors of length D that one stochastic visit holds, and the bytes up to which visits run side by side.
 _VISIT_VECTORS = 12
 _SIDE_BY_SIDE = 1 << 21
-
-
-# Local latents of few units are so cheap that a round takes more than the solver's pairs: up to so many, or so many tangents.
-_MOST_PAIRS, _FEW_TANGENTS = 64, 1 << 14
-# Falls of the ELBO on common draws, as a share of the gain a step promises, that are their own contradiction (up to 1.9
-# were seen with 16 pairs at an optimum).
-_NOISE_SHARE = 2.0
 
 
 @jax.tree_util.register_dataclass
@@ -160,19 +154,9 @@ class LocalProblem:
     def allowance(
         self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
     ) -> Any:
-        """Twice what the step promises, its squared length over its share, where draws contradict themselves; else 0.
-
-        Curvature from second derivatives is not the derivative of the draws' mean value, so that near the optimum their
-        ELBO falls along most targets, in proportion to the step: no halving would mend it, and q would stand still where
-        the noise of its last draws left it. The fall is of the size of the gain that a natural-gradient step promises to
-        first order. A step that overshoots by far loses more, and is still halved.
-        """
-        own = (p for p in (self.program, self.prior_program) if p is not None and p.noisy)
-        if all(isinstance(p, PointsProgram) for p in own):
-            return 0.0
-        rows = None if new_sites.local is None else (new_sites.local.rows, old_sites.local.rows)
-        length = move_in_nats(self.family, new.q, old.q, new.moments, old.moments, rows)
-        return _NOISE_SHARE * length / jnp.maximum(step, jnp.finfo(length.dtype).tiny)
+        """What draws that contradict themselves may lose: see :func:`fall_explained`."""
+        own = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
+        return fall_explained(self.family, own, (new_sites, new), (old_sites, old), step)
 
     def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
         """The draws of one round, shared by all groups, or None.
@@ -186,7 +170,7 @@ class LocalProblem:
         if self.stochastic:
             count = num_particles
         elif self.units is not None:
-            count = max(count, _affordable_pairs(*self.units, self.family.dim))
+            count = max(count, affordable_pairs(*self.units, self.family.dim))
         pairs, compared = (
             jax.random.normal(k, (n, self.family.dim), self.dtype)
             for k, n in zip(keys[:2], (count, COMPARED_PAIRS), strict=True)
@@ -487,12 +471,6 @@ class _Factor:
     def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
         return self.group_rows.derivatives(self.index, points, rows, hessian)
-
-
-def _affordable_pairs(units: int, width: int, dim: int) -> int:
-    """Antithetic pairs that cost little where local latents are few: tangents of a draw, one per coordinate and row."""
-    tangents = 2 * units * width * (dim + width)
-    return min(_MOST_PAIRS, _FEW_TANGENTS // max(tangents, 1))
 
 
 def solver_of_prior(solver: LocalSolver) -> LocalSolver:
