@@ -24,6 +24,7 @@ LAWS = {
     3: "a fixed point is stationary for the global ELBO, whatever the partition",
     4: "one inner step, common damping, in parallel: the same q for every partition",
     6: "the accounting identity, and the evidence of conjugate models",
+    9: "saved, and resumed by a fresh PVI: bit for bit what an unbroken run gives",
     12: "mean-field q, correlation .9, defaults: converges to the mean-field optimum",
 }
 
@@ -150,6 +151,10 @@ TABLE[3, "Conjugate", "Committee"] = Verdict(HOLDS, "the exact posterior, as mem
 for _schedule in ("Asynchronous", "StochasticSubset", "Committee"):
     TABLE[12, "Conjugate", _schedule] = Verdict(DOES_NOT, _REFUSED)
 
+for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalGradient"):
+    for _schedule in ("Sequential", "Synchronous", "Asynchronous", "StochasticSubset", "Committee", "Decentralized"):
+        TABLE[9, _solver, _schedule] = Verdict(HOLDS, "a round reads the state and the data, and nothing else")
+
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
     "Vmap": Verdict(HOLDS, "the reference"),
@@ -158,6 +163,7 @@ RUNTIMES: dict[str, Verdict] = {
 
 # Laws that compare several fits are checked in files of their own.
 CHECKED_ELSEWHERE = {
+    **{key: "test_resume.py" for key in TABLE if key[0] == 9},
     (4, "Conjugate", "Synchronous"): "test_partitions.py",
     (4, "NaturalGradient", "Synchronous"): "test_partitions.py",
     **{
