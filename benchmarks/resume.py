@@ -125,8 +125,9 @@ def run(options: argparse.Namespace) -> _report.Report:
         path.unlink(missing_ok=True)
         while len(rows) < kills:
             child = start(path, ROUNDS, folder + "/cache")
-            # Half of the moments fall before the process has begun to run rounds, where it reads and compiles.
-            after = rng.uniform(0.3 * startup, startup + rng.choice([0.0, 1.0]) * max(length - startup, 1.0))
+            # A quarter of the moments fall before rounds run, where the process starts, reads and compiles.
+            early = rng.random() < 0.25
+            after = rng.uniform(0.3 * startup, startup) if early else rng.uniform(startup, max(length, startup + 1.0))
             try:
                 child.wait(timeout=after)
             except subprocess.TimeoutExpired:

@@ -48,7 +48,7 @@ class Loaded(NamedTuple):
     run: dict[str, Any] | None
 
 
-def save_state(path: Any, pvi: Any, state: PVIState, run: dict[str, Any] | None = None) -> None:
+def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = None) -> None:
     """Write a state.
 
     Args:

@@ -263,7 +263,7 @@ def test_load_with_arguments_sets_the_guide_up(file, fitted):
 def test_supports_travel(tmp_path):
     def bounded(X, y=None):
         s = numpyro.sample("s", dist.HalfNormal(2.0))
-        u = numpyro.sample("u", dist.Uniform(-1.0, jnp.array([1.0, 3.0])).to_event(1))
+        u = numpyro.sample("u", dist.Uniform(-1.0, 3.0).expand([2]).to_event(1))
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("obs", dist.Normal(X @ u, s), obs=y)
 
