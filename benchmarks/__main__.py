@@ -16,6 +16,7 @@ NAMES = {
     "gallery": "eight models after NumPyro's examples: ELBO and time against SVI's best with the same guide",
     "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
     "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
+    "resume": "kill -9 at random moments of a run that keeps a file: does it go on, to the same bits (--kills)",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 
@@ -36,6 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", action="store_true", help="with glm: growth of time and memory instead")
     parser.add_argument("--no-cold", action="store_true", help="with glm: leave the fresh processes out")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="with regressions or gallery: only these")
+    parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
     return parser.parse_args(arguments)
 

@@ -111,14 +111,16 @@ def read_checkpoint(path: Any) -> Contents:
         if path.is_symlink():
             raise CheckpointError(_link_message(name)) from error
         raise CheckpointError(f"the checkpoint {name} cannot be read: {error.strerror or error}.") from error
-    with os.fdopen(descriptor, "rb", closefd=True) as file:
-        try:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{name} is no file: pass the path of a checkpoint that pvi.save has written.")
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{name} is no file: pass the path of a checkpoint that pvi.save has written.")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
             return _read(file, status.st_size, name)
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint {name} cannot be read: {error.strerror or error}.") from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {name} cannot be read: {error.strerror or error}.") from error
+    finally:
+        os.close(descriptor)
 
 
 def _encode(header: dict[str, Any], arrays: list[tuple[str, np.ndarray]]) -> list[bytes]:

@@ -48,7 +48,7 @@ class Loaded(NamedTuple):
     run: dict[str, Any] | None
 
 
-def save_state(path: Any, pvi: Any, state: PVIState, run: dict[str, Any] | None = None) -> None:
+def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = None) -> None:
     """Write a state.
 
     Args:
@@ -159,11 +159,13 @@ def fingerprint(tree: Any) -> str:
 
 
 def _types(pvi: Any) -> dict[str, type]:
-    """Types by name: the package's own, and the records in the module of the schedule, whose state they make up."""
+    """Types by name: the package's own, and the records that are loaded where the schedule comes from, which make up its state."""
     found = {}
     for kind in reversed(type(pvi.schedule).__mro__):
-        module = sys.modules.get(kind.__module__)
-        found |= {} if module is None else {n: x for n, x in vars(module).items() if is_record(x) and x.__name__ == n}
+        package = kind.__module__.rpartition(".")[0]
+        for name, module in list(sys.modules.items()):
+            if name == kind.__module__ or (package and name.startswith(package + ".")):
+                found |= {n: x for n, x in vars(module).items() if is_record(x) and x.__name__ == n}
     return found | {kind.__name__: kind for kind in _TYPES}
 
 
@@ -284,7 +286,7 @@ def _check_latents(name: str, pvi: Any, plan: Plan) -> None:
 def _describe(thing: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(thing):
         return {"type": type(thing).__name__, "fields": {}}
-    fields = {f.name: _in_words(getattr(thing, f.name)) for f in dataclasses.fields(thing) if f.init}
+    fields = {f.name: _in_words(getattr(thing, f.name)) for f in dataclasses.fields(thing)}
     return {"type": type(thing).__name__, "fields": fields}
 
 

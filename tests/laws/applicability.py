@@ -24,6 +24,7 @@ LAWS = {
     3: "a fixed point is stationary for the global ELBO, whatever the partition",
     4: "one inner step, common damping, in parallel: the same q for every partition",
     6: "the accounting identity, and the evidence of conjugate models",
+    9: "saved, and resumed by a fresh PVI: bit for bit what an unbroken run gives",
     10: "conjugate models: forgetting a group equals never having seen it",
     12: "mean-field q, correlation .9, defaults: converges to the mean-field optimum",
 }
@@ -173,6 +174,18 @@ for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalG
         _exact = _solver in ("Conjugate", "NaturalGradient")
         TABLE[10, _solver, _schedule] = Verdict(HOLDS, _FORGET) if _exact else Verdict(DOES_NOT, _APPROACH)
 
+for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalGradient"):
+    for _schedule in (
+        "Sequential",
+        "Synchronous",
+        "Asynchronous",
+        "StochasticSubset",
+        "Committee",
+        "Decentralized",
+        "Streaming",
+    ):
+        TABLE[9, _solver, _schedule] = Verdict(HOLDS, "a round reads the state and the data, and nothing else")
+
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
     "Vmap": Verdict(HOLDS, "the reference"),
@@ -186,6 +199,7 @@ CHECKED_ELSEWHERE = {
         for solver in ("Conjugate", "NaturalGradient")
         for schedule in ("Sequential", "Synchronous", "Streaming", "Asynchronous", "StochasticSubset", "Committee")
     },
+    **{key: "test_resume.py" for key in TABLE if key[0] == 9},
     (4, "Conjugate", "Synchronous"): "test_partitions.py",
     (4, "NaturalGradient", "Synchronous"): "test_partitions.py",
     **{
