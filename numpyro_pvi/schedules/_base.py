@@ -319,6 +319,15 @@ def accept_once(
     return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, jnp.int32(1))
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """A q with its moments, and how expectations were taken: all that averaging looks at of an evaluation."""
+
+    q: Any
+    moments: GaussianMoments
+    rule: Rule
+
+
 class Averaging(NamedTuple):
     """Memory of how far noise, not progress, decides the moves: late naturals are averaged."""
 
@@ -333,7 +342,7 @@ def no_averaging(dim: int, dtype: Any) -> Averaging:
     return Averaging(jnp.int32(0), jnp.zeros((dim,), dtype))
 
 
-def average_late(problem: Problem, state: Averaging, new: Evaluation, old: Evaluation) -> Averaging:
+def average_late(problem: Problem, state: Averaging, new: Placed, old: Placed) -> Averaging:
     """Shorten steps while successive moves turn back, as noise makes them do, and lengthen them when they clearly go on.
 
     Args:
