@@ -13,6 +13,7 @@ NAMES = {
     "meanfield": "diagonal q on correlated columns converges to its own optimum",
     "bnn": "a Bayesian network on MNIST: test error, posterior sds, time and memory of a round beside SVI's",
     "hierarchical": "radon, eight schools, baseball with private effects against long NUTS, beside SVI",
+    "continual": "tasks and counties that come one after another: streaming, revisiting, batch; forgetting",
     "gallery": "eight models after NumPyro's examples: ELBO and time against SVI's best with the same guide",
     "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
     "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
@@ -29,7 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("name", choices=[*NAMES, "all"], help="which benchmark")
     parser.add_argument(
-        "--data", metavar="DIR", help="folder with covtype_397k.npz (glm runs on it too) and mnist.npz (bnn)"
+        "--data", metavar="DIR", help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn, continual)"
     )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")

@@ -1,4 +1,4 @@
-"""The code that a new user copies runs: README.md and the getting-started page, block after block."""
+"""The code that a new user copies runs: README.md and the pages that run, block after block."""
 
 import pathlib
 import re
@@ -9,7 +9,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md", "docs/saving.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/getting_started.md", "docs/streaming.md", "docs/forgetting.md", "docs/saving.md"]
+)
 def test_code_of_the_page_runs(page):
     text = (ROOT / page).read_text()
     namespace = {"__name__": "page"}

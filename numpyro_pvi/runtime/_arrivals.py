@@ -77,6 +77,8 @@ def start_arrivals(
     fields = engine.unvisited(dataclasses.replace(problem, known=known))
     last = state.report
     report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    # Sites that were fitted before are as settled as they were: a first round at loose accuracy would only be refused.
+    report = report._replace(total_move=jnp.where(jnp.all(known), last.total_move, report.total_move))
     fields |= {"sites": sites, "rule": first_rule(problem.dtype), "report": report}
     call = whole_call(engine.model, plan.partition, args, kwargs, params)
     return fields, compare(problem, plan, packing, call, moments, key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,26 @@ from jaxtyping import Array, Float, Int
 from ..families import GaussianFamily, GaussianMoments, conditional_divergence
 
 if TYPE_CHECKING:
-    from ._base import Evaluation, Problem
+    from ._base import Problem, Rule
+
+
+class Placed(Protocol):
+    """A q with its moments, and how expectations were taken: all that averaging looks at of an evaluation."""
+
+    @property
+    def q(self) -> Any:
+        """Natural parameters."""
+        ...
+
+    @property
+    def moments(self) -> GaussianMoments:
+        """The same as moments."""
+        ...
+
+    @property
+    def rule(self) -> Rule:
+        """Which rule, or draws, expectations were taken by."""
+        ...
 
 
 def move_in_nats(
@@ -84,7 +103,7 @@ def averaging_step(state: Averaging, dtype: Any) -> Float[Array, ""]:
     return _FORGETTING / (_FORGETTING + state.late.astype(dtype))
 
 
-def average_late(problem: Problem, state: Averaging, new: Evaluation, old: Evaluation) -> Averaging:
+def average_late(problem: Problem, state: Averaging, new: Placed, old: Placed) -> Averaging:
     """Shorten steps while successive moves turn back, as noise makes them do, and lengthen them when they clearly go on.
 
     Args:

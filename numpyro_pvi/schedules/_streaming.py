@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments
 from ..sites import SiteStack, damp, posterior, select
-from ._base import Evaluation, Problem, RoundCarry
+from ._base import Evaluation, Problem, RoundCarry, Rule
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 
@@ -31,10 +31,11 @@ class StreamingState(NamedTuple):
 
 
 class _At(NamedTuple):
-    """A q with its moments: what averaging and tolerances look at."""
+    """A q with its moments, and how expectations are taken: what averaging and tolerances look at."""
 
     q: Any
     moments: GaussianMoments
+    rule: Rule
 
 
 class _Done(NamedTuple):
@@ -130,7 +131,7 @@ class Streaming:
                 return problem.visit_prior(q, site, solver, key, rule, noise, start=None), local
 
             start = sites.prior, carry.prior_solver, None
-            prior = self._absorb(problem, visit_prior, q, *start, prior_key, noise, state.prior_done)
+            prior = self._absorb(problem, rule, visit_prior, q, *start, prior_key, noise, state.prior_done)
             q = q + prior.site
 
         def absorb(before, step):
@@ -141,7 +142,7 @@ class Streaming:
                 return problem.visit_group(index, q, site, solver, key, rule, noise, local)
 
             rest = select(counted, q - site, q)
-            found = self._absorb(problem, visit, rest, site, solver, local, key, noise, done)
+            found = self._absorb(problem, rule, visit, rest, site, solver, local, key, noise, done)
             return (rest + found.site, found.local), (found.site, found.solver, found.backoffs, found.moved)
 
         keys = jax.random.split(key, problem.num_groups)
@@ -152,7 +153,7 @@ class Streaming:
         carry = carry._replace(solver=solver, prior_solver=None if prior is None else prior.solver)
         return self._finish(problem, carry, new, evaluation, prior, backoffs, moved)
 
-    def _absorb(self, problem: Problem, visit, cavity, site, solver, local, key, noise, done) -> _Visits:
+    def _absorb(self, problem: Problem, rule: Rule, visit, cavity, site, solver, local, key, noise, done) -> _Visits:
         """Visit one factor until its site has settled; not at all when it was absorbed before."""
         family = problem.family
         most = self.visits if isinstance(self.visits, int) else _STOCHASTIC_VISITS if problem.stochastic else _VISITS
@@ -169,15 +170,15 @@ class Streaming:
             result, local = visit(v.at.q, v.site, v.solver, own, draws, v.local)
             share = averaging_step(v.averaging, v.move.dtype) if by_draws else 1.0
             site = damp(v.site, result.site, share)
-            at = _at(family, cavity + site)
-            averaging = average_late(problem, v.averaging, at, v.at) if by_draws else v.averaging  # type: ignore[arg-type]
+            at = _at(family, cavity + site, rule)
+            averaging = average_late(problem, v.averaging, at, v.at) if by_draws else v.averaging
             moved = result.moved & at.moments.valid
             kept = select(moved, (site, result.state, at), (v.site, v.solver, v.at))
             count, backoffs = v.count + 1, v.backoffs + result.backoffs
             # A factor that came this far is absorbed, should a later visit find no better step.
             return _Visits(*kept[:2], local, kept[2], averaging, count, _shift(family, at, v.at), backoffs, moved)
 
-        at = _at(family, cavity + site)
+        at = _at(family, cavity + site, rule)
         move = jnp.full((), jnp.inf, at.moments.loc.dtype)
         averaging = no_averaging(family.dim if by_draws else 0, move.dtype)
         zero = jnp.int32(0)
@@ -205,8 +206,8 @@ class Streaming:
         return carry._replace(sites=new, evaluation=evaluation, schedule=state, report=report)
 
 
-def _at(family: GaussianFamily, q: Any) -> _At:
-    return _At(q, family.moments(q))
+def _at(family: GaussianFamily, q: Any, rule: Rule) -> _At:
+    return _At(q, family.moments(q), rule)
 
 
 def _shift(family: GaussianFamily, new: _At, old: _At) -> Float[Array, ""]:

@@ -89,7 +89,6 @@ CELLS = (
     Cell("linear-local-streaming", "linear", LOCAL, STREAMING, 3, (1, 6), 2),
     Cell("linear-stochastic-streaming", "linear", STOCHASTIC, STREAMING, 3, (1, 6), 2),
     Cell("logistic-streaming", "logistic", NATURAL, STREAMING, 5, (1, 6), 2),
-    Cell("scale-streaming", "scale", NATURAL, STREAMING, 2, (1, 6), 2, init_sites="auto"),
     Cell("logistic-cyclic", "logistic", NATURAL, SEQUENTIAL, 5, (1, 3, 6), 20),
     Cell("logistic-random", "logistic", NATURAL, RANDOM, 2, (1, 3, 6), 20),
     Cell("logistic-parallel", "logistic", NATURAL, SYNCHRONOUS, 1, (1, 3, 6), 25),
