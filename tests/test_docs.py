@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md", "docs/families.md"])
 def test_code_of_the_page_runs(page):
     text = (ROOT / page).read_text()
     namespace = {"__name__": "page"}

@@ -100,7 +100,7 @@ def normal(rng, spread):
 
 
 def wishart(rng, spread, size=3):
-    return dist.Wishart(size - 1 + positive(rng, spread), scale_tril=root(rng, spread, size))
+    return dist.Wishart(size + positive(rng, spread), scale_tril=root(rng, spread, size))
 
 
 def chain(rng, spread, steps=4, size=2):
@@ -177,7 +177,7 @@ CASES = [
         "exponential",
         ExponentialLawFamily(),
         lambda rng, s: dist.Exponential(positive(rng, s)),
-        lambda: dist.Exponential(jnp.asarray([1e-20, 1.0, 1e20])),
+        lambda: dist.Exponential(jnp.asarray([1e-15, 1.0, 1e15])),
     ),
     Case(
         "beta",
@@ -190,7 +190,9 @@ CASES = [
         DirichletFamily(4),
         lambda rng, s: dist.Dirichlet(positive(rng, s, 4)),
         lambda: dist.Dirichlet(
-            jnp.asarray([[TINY] * 4, [HUGE] * 4, [TINY, 1.0, 1.0, HUGE], [1e3, TINY, TINY, TINY], [0.01, 0.01, 0.01, 100.0]])
+            jnp.asarray(
+                [[TINY] * 4, [HUGE] * 4, [TINY, 1.0, 1.0, HUGE], [1e3, TINY, TINY, TINY], [0.01, 0.01, 0.01, 100.0]]
+            )
         ),
     ),
     Case(
@@ -204,7 +206,9 @@ CASES = [
         "categorical",
         CategoricalFamily(4),
         lambda rng, s: dist.CategoricalLogits(3 * s * real(rng, 4)),
-        lambda: dist.CategoricalLogits(jnp.asarray([[-80.0, 0.0, 0.0, 0.0], [80.0, 0.0, -5.0, 1.0], [0.0, 0.0, 0.0, -60.0]])),
+        lambda: dist.CategoricalLogits(
+            jnp.asarray([[-80.0, 0.0, 0.0, 0.0], [80.0, 0.0, -5.0, 1.0], [0.0, 0.0, 0.0, -60.0]])
+        ),
         continuous=False,
     ),
     Case(
@@ -223,6 +227,10 @@ CASES = [
     ),
     Case("markov", MarkovGaussianFamily(4, 2), markov),
     Case("scalar_markov", MarkovGaussianFamily(5), scalar_markov),
-    Case("independent", IndependentFamily(GammaFamily(), (2,)), lambda rng, s: dist.Gamma(positive(rng, s, 2), positive(rng, s, 2)).to_event(1)),
+    Case(
+        "independent",
+        IndependentFamily(GammaFamily(), (2,)),
+        lambda rng, s: dist.Gamma(positive(rng, s, 2), positive(rng, s, 2)).to_event(1),
+    ),
     Case("product", PRODUCT, several),
 ]
