@@ -16,7 +16,10 @@ from numpyro.infer import RenyiELBO
 from ._state import Plan, PVIState
 from .errors import PVIError, StateError
 from .factors import join_arguments
-from .runtime import Engine, gradient_jumps
+from .handlers import Partition
+from .runtime import Engine, Runtime, gradient_jumps
+from .schedules import Schedule
+from .solvers import LocalSolver
 
 
 def run_rounds(engine: Engine, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
@@ -53,6 +56,37 @@ def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tu
     return gradient_jumps(
         engine, plan, packing, args, kwargs, params, jnp.asarray(loc, dtype), jnp.asarray(sd, dtype), key
     )
+
+
+_EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
+
+
+def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, schedule: Any, runtime: Any) -> None:
+    """Refuse choices that are none, or that do not fit together.
+
+    Args:
+        model: the model, or a Partition of one.
+        num_groups: number of random blocks, or None.
+        init_sites: where sites start.
+        solver: local solver.
+        schedule: who moves when.
+        runtime: where it runs.
+
+    Raises:
+        PVIError: naming the argument and what to write.
+    """
+    if init_sites not in ("auto", "prior", "curvature"):
+        raise PVIError(f"init_sites={init_sites!r}: expected 'auto', 'prior' or 'curvature'.")
+    if isinstance(model, Partition) and num_groups is not None:
+        raise PVIError(
+            "num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups)."
+        )
+    if isinstance(model, Partition) and model.group is not None:
+        raise PVIError("the Partition is restricted to one group; pass it without `group`.")
+    kinds = ((solver, LocalSolver, "solver"), (schedule, Schedule, "schedule"), (runtime, Runtime, "runtime"))
+    for value, kind, word in kinds:
+        if isinstance(value, type) or not isinstance(value, kind):
+            raise PVIError(f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.")
 
 
 def check_state(state: Any) -> None:

@@ -113,7 +113,7 @@ class Newcomers:
         state, dynamic, static = self._bring(state, table, rows, args, kwargs)
         if num_steps == 0:
             return state
-        run = self.drive(Progress(state), dynamic, static, int(num_steps), tol)
+        run = self.drive(Progress(state), dynamic, static, int(num_steps), tol, None, False)
         refuse_skipped(run.state, len(run.losses))
         return run.state
 

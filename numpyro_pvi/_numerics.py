@@ -188,8 +188,8 @@ def power_iteration_step(
     return value, jnp.where(norm > 0, image / jnp.where(norm > 0, norm, 1.0), probe)
 
 
-def newton_in_bracket(function, low, high, start, num_steps: int) -> Float[Array, "..."]:
-    """Elementwise root of an increasing or decreasing function: Newton steps, halving the bracket where they leave it.
+def newton_in_bracket(function, low, high, start, num_steps: int, increasing: bool = True) -> Float[Array, "..."]:
+    """Elementwise root of a function with one change of sign: Newton steps, halving the bracket where they leave it.
 
     Args:
         function: maps x to (value, slope), elementwise.
@@ -197,6 +197,7 @@ def newton_in_bracket(function, low, high, start, num_steps: int) -> Float[Array
         high: upper ends.
         start: where to begin, inside the brackets.
         num_steps: number of evaluations, fixed so that the program has one shape.
+        increasing: whether the function is negative below the root; where it is almost flat its slope may round to 0.
 
     Returns:
         The roots; where the function does not change sign, the end of the bracket that is closest to doing so. Not
@@ -206,11 +207,12 @@ def newton_in_bracket(function, low, high, start, num_steps: int) -> Float[Array
     def step(_, carry):
         low, high, x = carry
         value, slope = function(x)
-        # The root is on the side where value and slope have opposite signs.
-        right = value * slope < 0
+        right = value < 0 if increasing else value > 0
         low, high = jnp.where(right, x, low), jnp.where(right, high, x)
         proposal = x - value / slope
-        inside = (proposal > low) & (proposal < high)
+        # At the root rounding may put the step an ulp outside: that is convergence, not a reason to halve.
+        slack = 4 * jnp.finfo(x.dtype).eps * (1 + jnp.abs(x))
+        inside = (proposal >= low - slack) & (proposal <= high + slack)
         return low, high, jnp.where(value == 0, x, jnp.where(inside, proposal, 0.5 * (low + high)))
 
     return jax.lax.fori_loop(0, num_steps, step, (low, high, start))[2]

@@ -96,6 +96,23 @@ def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
         )
 
 
+def prototype(pvi: Any, state: PVIState) -> dict:
+    """The guide's prototype trace; before it is set up, the supports that a loaded file has.
+
+    Args:
+        pvi: what the guide belongs to.
+        state: a state of it.
+
+    Returns:
+        An entry with a distribution, or its support, for every latent.
+
+    Raises:
+        StateError: when neither is there.
+    """
+    found = pvi.guide.prototype_trace
+    return stored_prototype(pvi._supports, state) if found is None else found
+
+
 def stored_prototype(supports: dict[str, Any], state: PVIState) -> dict[str, dict[str, Any]]:
     """What stands in for a guide's prototype trace where only supports are asked for.
 

@@ -16,6 +16,7 @@ from . import diagnostics, export
 from ._driver import Run, drive
 from ._entry import (
     arrive_groups,
+    check_choices,
     check_keywords,
     check_loss,
     check_run,
@@ -42,7 +43,7 @@ from ._initial import (
 )
 from ._locals import by_unit, joint_params, local_distributions
 from ._newcomers import Newcomers, arrival_mode
-from ._prototype import prepare_guide, stored_prototype
+from ._prototype import prepare_guide, prototype
 from ._resume import Progress, begin
 from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
@@ -122,22 +123,8 @@ class PVI(SVI):
         check_guide(guide)
         inner = model.fn if isinstance(model, Partition) else model
         check_keywords(inner, static_kwargs, type(self).__init__, type(self).run)
-        if init_sites not in ("auto", "prior", "curvature"):
-            raise PVIError(f"init_sites={init_sites!r}: expected 'auto', 'prior' or 'curvature'.")
-        if isinstance(model, Partition) and num_groups is not None:
-            raise PVIError(
-                "num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups)."
-            )
-        if isinstance(model, Partition) and model.group is not None:
-            raise PVIError("the Partition is restricted to one group; pass it without `group`.")
         solver, schedule, runtime = solver or NaturalGradient(), schedule or Synchronous(), runtime or Vmap()
-        for value, kind, word in (
-            (solver, LocalSolver, "solver"),
-            (schedule, Schedule, "schedule"),
-            (runtime, Runtime, "runtime"),
-        ):
-            if isinstance(value, type) or not isinstance(value, kind):
-                raise PVIError(f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.")
+        check_choices(model, num_groups, init_sites, solver, schedule, runtime)
         if optim is not None:
             super().__init__(inner, guide, optim, loss, **static_kwargs)
         else:
@@ -411,7 +398,7 @@ class PVI(SVI):
         """
         q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
         found = self._distributions(state, q, "posterior", joint)
-        return found | local_distributions(state, q, self._prototype(state))
+        return found | local_distributions(state, q, prototype(self, state))
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -648,21 +635,11 @@ class PVI(SVI):
             done = done._replace(state=marked)
         return done
 
-    def _drive(
-        self,
-        before: Progress,
-        dynamic: list,
-        static: tuple,
-        num_steps,
-        tol,
-        callback=None,
-        progress_bar=False,
-        kept=None,
-    ) -> Run:
+    def _drive(self, before: Progress, dynamic: list, static: tuple, *how: Any) -> Run:
         def rounds(state, count, tol, length):
             return self._advance(state, dynamic, static, count, tol, length)
 
-        return drive(rounds, self.info, before, num_steps, tol, callback, progress_bar, kept)
+        return drive(rounds, self.info, before, *how)
 
     def _rows(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[list, tuple]:
         args, kwargs = self._checked_arguments(state, args, kwargs)
@@ -707,17 +684,7 @@ class PVI(SVI):
         return site_of(state, group)
 
     def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
-        return latent_distributions(state.plan, natural, self._prototype(state), what, joint)
-
-    def _prototype(self, state: PVIState) -> dict:
-        return (
-            stored_prototype(self._supports, state)
-            if self.guide.prototype_trace is None
-            else self.guide.prototype_trace
-        )
-
-
-_EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
+        return latent_distributions(state.plan, natural, prototype(self, state), what, joint)
 
 
 __all__ = ["PVI"]

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from numpyro_pvi import families, runtime, schedules, solvers
+from tests.families.cases import CASES
 
 # What a class cannot do without.
 REQUIRED = {"Decentralized": {"adjacency": ((0, 1), (1, 2))}}
@@ -15,7 +16,14 @@ ROOMS = {
     "solver": (solvers, solvers.LocalSolver, "solve", {}),
     "schedule": (schedules, schedules.Schedule, "round", {}),
     "runtime": (runtime, runtime.Runtime, "sum_chunks", {}),
-    "family": (families, families.Family, "natural_to_mean", {"dim": 2}),
+    "family": (families, families.Family, "natural_to_mean", {}),
+}
+# Families have settings without a default: one example of each.
+SETTINGS = {
+    type(case.family): {
+        field.name: getattr(case.family, field.name) for field in dataclasses.fields(case.family) if field.init
+    }
+    for case in CASES
 }
 
 
@@ -29,7 +37,8 @@ def implementations():
                 and not getattr(found, "_is_protocol", False)
             )
             if own:
-                yield pytest.param(found, protocol, options | REQUIRED.get(name, {}), id=f"{room}-{name}")
+                options = SETTINGS.get(found, options) | REQUIRED.get(name, {})
+                yield pytest.param(found, protocol, options, id=f"{room}-{name}")
 
 
 each_implementation = pytest.mark.parametrize(("cls", "protocol", "options"), list(implementations()))

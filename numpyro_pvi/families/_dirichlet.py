@@ -94,7 +94,8 @@ def _invert(log):
 
     # The start is too high by any factor when one concentration is tiny, too low by at most 2.
     lowest = jnp.full_like(start, 0.5 * math.log(info.tiny))
-    log_total = newton_in_bracket(gap, lowest, jnp.maximum(start, lowest) + 2.0, jnp.maximum(start, lowest + 1.0), 30)
+    start = jnp.maximum(start, lowest + 1.0)
+    log_total = newton_in_bracket(gap, lowest, start + 2.0, start, 40, increasing=False)
     a = inverse_digamma(log + digamma(jnp.exp(log_total))[..., None])
 
     def polish(_, a):

@@ -49,9 +49,9 @@ def _outer(a, b):
 class MarkovGaussianFamily(FamilyDefaults):
     """Gaussian Markov chains over ``num_steps`` states: the posterior family of linear state-space latents.
 
-    ``T(x) = (x_t, -1/2 x_t x_t^T, -x_(t+1) x_t^T)``. Marginals, log-partition and draws cost O(T D^3) work in
-    about 2 sqrt(T) dependent steps (a scan parallel over time); :meth:`mean_to_natural` and :meth:`fisher_solve` are local in
-    time. Nothing of size T D x T D is ever formed.
+    ``T(x) = (x_t, -1/2 x_t x_t^T, -x_(t+1) x_t^T)``. Marginals, log-partition and draws cost O(T D^3) work in about
+    2 sqrt(T) dependent steps (a scan parallel over time); :meth:`mean_to_natural` and :meth:`fisher_solve` add only what
+    is local in time. Nothing of size T D x T D is ever formed.
 
     Args:
         num_steps: T.

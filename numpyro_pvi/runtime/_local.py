@@ -25,10 +25,11 @@ from ..expectations import (
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
-from ..solvers import Derivatives, LocalResult, LocalSolver, NaturalGradient
+from ..solvers import LocalResult, LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._conditionals import visit_with_locals
 from ._contradictions import affordable_pairs, fall_explained
+from ._factor import GroupFactor
 from ._mapping import sum_one_group
 from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
@@ -359,7 +360,7 @@ class LocalProblem:
         draws = self.draws_of(self.prior_program, self._visit_noise(key, noise), rule)
         expect = partial(self._prior_expected, probe=None, noise=draws, clip=False)
         start_rule = cheaper_rule(rule)
-        factor = _Factor(
+        factor = GroupFactor(
             self.family,
             False,
             self.prior_program.noisy,
@@ -419,7 +420,7 @@ class LocalProblem:
             return None
         return self.prior_program.expected(self.data.prior, moments, probe, level, noise, clip)
 
-    def _factor(self, index, rule, noise) -> _Factor:
+    def _factor(self, index, rule, noise) -> GroupFactor:
         draws = self.draws_of(self.program, noise, rule)
 
         def expected(moments):
@@ -434,7 +435,7 @@ class LocalProblem:
             return escalated(at, rule, self.num_rules)
 
         quadratic = self.quadratic and self.family.full
-        return _Factor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
+        return GroupFactor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
 
     def rest(self, moments: GaussianMoments) -> Float[Array, ""]:
         """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats.
@@ -447,30 +448,6 @@ class LocalProblem:
         if self.data.others is None:
             return rest
         return rest + self.family.expect_quadratic(self.data.others, moments)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Factor:
-    family: GaussianFamily
-    quadratic: bool
-    noisy: bool
-    expected: Callable[[GaussianMoments], Expected]
-    group_rows: GroupRows | None = None
-    index: Any = None
-
-    @property
-    def num_rows(self) -> Any:
-        """N_m; 0 where rows are not offered."""
-        return 0 if self.group_rows is None else self.group_rows.num_rows(self.index)
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the largest group; 0 where rows are not offered."""
-        return 0 if self.group_rows is None else max(self.group_rows.sizes)
-
-    def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
-        """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
-        return self.group_rows.derivatives(self.index, points, rows, hessian)
 
 
 def solver_of_prior(solver: LocalSolver) -> LocalSolver:

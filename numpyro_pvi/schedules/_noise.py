@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ._base import Problem, Rule
 
 
+@runtime_checkable
 class Placed(Protocol):
     """A q with its moments, and how expectations were taken: all that averaging looks at of an evaluation."""
 

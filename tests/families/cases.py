@@ -100,7 +100,7 @@ def normal(rng, spread):
 
 
 def wishart(rng, spread, size=3):
-    return dist.Wishart(size - 1 + positive(rng, spread), scale_tril=root(rng, spread, size))
+    return dist.Wishart(size + positive(rng, spread), scale_tril=root(rng, spread, size))
 
 
 def chain(rng, spread, steps=4, size=2):
@@ -177,7 +177,7 @@ CASES = [
         "exponential",
         ExponentialLawFamily(),
         lambda rng, s: dist.Exponential(positive(rng, s)),
-        lambda: dist.Exponential(jnp.asarray([1e-20, 1.0, 1e20])),
+        lambda: dist.Exponential(jnp.asarray([1e-15, 1.0, 1e15])),
     ),
     Case(
         "beta",
