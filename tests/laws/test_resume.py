@@ -1,5 +1,7 @@
 """Law 9: a state that was saved and is taken up by a fresh PVI goes on bit for bit as an unbroken run does."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -93,20 +95,12 @@ def test_resumed_is_unbroken(name, tmp_path):
     np.testing.assert_array_equal(*draws)
 
 
-def test_a_lost_bit_is_noticed(tmp_path):
-    """The comparison can fail: one last bit of one site changes what comes after."""
+def test_lost_digits_are_noticed(tmp_path):
+    """The comparison can fail: sites that a file keeps in half precision change what comes after."""
 
     def spoil(state):
-        site = state.sites.groups.precision_mean
-        bits = np.asarray(site).copy()
-        bits[0, 0] = np.nextafter(bits[0, 0], np.inf)
-        groups = type(state.sites.groups)(jax.numpy.asarray(bits), state.sites.groups.precision)
-        return jax.tree.map(lambda x: x, state).__class__(
-            **{
-                **{f: getattr(state, f) for f in state.__dataclass_fields__},
-                "sites": type(state.sites)(groups, state.sites.prior, state.sites.local),
-            }
-        )
+        groups = jax.tree.map(lambda x: x.astype(jax.numpy.float16).astype(x.dtype), state.sites.groups)
+        return dataclasses.replace(state, sites=dataclasses.replace(state.sites, groups=groups))
 
     _, whole, _, rest = both("natural-mean-field", tmp_path / "fit.pvi", spoil)
     assert numbers(rest.state) != numbers(whole.state)
