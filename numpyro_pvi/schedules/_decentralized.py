@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
 from ..sites import SiteStack, damp, select
-from ._base import MAX_HALVINGS, Accepted, Problem, RoundCarry
+from ._base import MAX_HALVINGS, Accepted, Evaluation, Problem, RoundCarry
+from ._consensus import check_consensus, check_settings, consensus_round
 from ._gossip import Gossip
 from ._graph import Graph, read_graph
 from ._report import round_report, with_prior
@@ -29,6 +30,8 @@ class DecentralizedState(NamedTuple):
     prior: Any
     # Gossip steps so far.
     mixed: Int[Array, ""]
+    # Rows that every agent has taken so far (consensus only).
+    taken: Int[Array, "n"]
 
 
 class _Visits(NamedTuple):
@@ -78,25 +81,35 @@ class Decentralized:
     adjacency: Any = dataclasses.field(repr=False)
     mixing: str = "tracking"
     steps_per_round: int | str = "auto"
-    damping: float = 0.5
+    damping: float | str = "auto"
     nodes: Sequence[Hashable] | None = dataclasses.field(default=None, repr=False)
     link_failure: float = 0.0
     availability: float | Sequence[float] = 1.0
+    likelihood_weight: float | str = "agents"
+    batch_size: int | None = None
+    updates_per_exchange: int = 1
+    exchanges_per_round: int = 1
+    replay: int = 0
+    exhausted: str = "gossip"
+    expectation: str = "auto"
 
     def __post_init__(self):
         graph = self.adjacency if isinstance(self.adjacency, Graph) else read_graph(self.adjacency, self.nodes)
         object.__setattr__(self, "adjacency", graph)
         object.__setattr__(self, "nodes", graph.nodes)
-        if self.mixing != "tracking":
-            raise PVIError(f"Decentralized(mixing={self.mixing!r}): expected 'tracking'.")
+        if self.mixing not in ("tracking", "consensus"):
+            raise PVIError(f"Decentralized(mixing={self.mixing!r}): expected 'tracking' or 'consensus'.")
         steps = self.steps_per_round
         if steps != "auto" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise PVIError(f"Decentralized(steps_per_round={steps!r}): expected a positive int or 'auto'.")
+        if self.damping == "auto":
+            object.__setattr__(self, "damping", 1.0 if self.streams else 0.5)
         if not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
             raise PVIError(f"Decentralized(damping={self.damping!r}): expected a number in (0, 1]; 1 is the full step.")
         if not (isinstance(self.link_failure, (int, float)) and 0.0 <= self.link_failure < 1.0):
             raise PVIError(f"Decentralized(link_failure={self.link_failure!r}): expected a probability below 1.")
         self._read_availability(graph)
+        check_settings(self)
         if (self.link_failure > 0 or not self._reliable) and not graph.symmetric:
             raise PVIError(
                 "Decentralized: links that fail and agents that are away need a graph whose links go both ways with equal "
@@ -119,7 +132,13 @@ class Decentralized:
     @property
     def gossip(self) -> Gossip:
         """How agents mix."""
-        return Gossip(self.adjacency, self.steps_per_round, float(self.link_failure), self._reliable)
+        steps = 1 if self.streams and self.steps_per_round == "auto" else self.steps_per_round
+        return Gossip(self.adjacency, steps, float(self.link_failure), self._reliable)
+
+    @property
+    def streams(self) -> bool:
+        """Whether rows are taken as they come, so that nothing passes over all of them."""
+        return self.mixing == "consensus"
 
     def init(self, problem: Problem, dtype: Any) -> DecentralizedState:
         """Nothing tracked yet: the first round adds what the sites are then.
@@ -133,8 +152,10 @@ class Decentralized:
                 f"Decentralized: the graph has {n} agents, but the data has {problem.num_groups} groups: each group is one agent, "
                 "in the order of pvi.groups."
             )
+        if self.mixing == "consensus":
+            check_consensus(self, problem)
         zero = problem.family.zeros((n,), dtype)
-        return DecentralizedState(zero, zero, zero if problem.has_prior_factor else None, jnp.int32(0))
+        return DecentralizedState(zero, zero, zero if problem.has_prior_factor else None, jnp.int32(0), jnp.zeros((n,), jnp.int32))
 
     def agent_natural(self, state: DecentralizedState, prior_natural: Any, index: int) -> Any:
         """Natural parameters of one agent's own q, ``eta_0 + n z_i``.
@@ -156,6 +177,8 @@ class Decentralized:
         present = jnp.ones((n,), bool)
         if not self._reliable:
             present = jax.random.bernoulli(away_key, jnp.asarray(self.availability, carry.evaluation.elbo.dtype))
+        if self.mixing == "consensus":
+            return consensus_round(self, problem, carry, present, mix_key)
         priors = _shifted(state.prior, carry.sites.prior)
         # What was changed from outside since (init_params, groups that came or went) counts from here on.
         own = _contribution(carry.sites.groups, priors, n)
@@ -167,7 +190,7 @@ class Decentralized:
         new = _contribution(sites.groups, priors, n)
         tracked, sent = self.gossip.mix(tracked + (new - own), mix_key, present, state.mixed)
         tracked = problem.family.symmetrise(tracked)
-        after = DecentralizedState(tracked, new, priors, state.mixed + self.gossip.count)
+        after = DecentralizedState(tracked, new, priors, state.mixed + self.gossip.count, state.taken)
         return self._finish(problem, carry, noise, sites, after, visits, sent)
 
     def _visits(self, problem: Problem, carry: RoundCarry, tracked, priors, present, key, noise):
@@ -231,12 +254,12 @@ class Decentralized:
             skipped=with_prior(None if prior is None else jnp.array(False), ~visits.moved),
             exchanges=sent,
         )
-        apart = self._disagreement(problem, after, evaluation)
+        apart = self.disagreement(problem, after, evaluation)
         # A network whose mean stands still has not converged while its agents disagree.
         report = report._replace(consensus=apart, total_move=jnp.maximum(report.total_move, apart))
         return RoundCarry(sites, evaluation, visits.state, carry.prior_solver, after, report)
 
-    def _disagreement(self, problem: Problem, state: DecentralizedState, evaluation) -> Float[Array, ""]:
+    def disagreement(self, problem: Problem, state: DecentralizedState, evaluation: Evaluation) -> Float[Array, ""]:
         """Largest distance of an agent's mean from that of the network's q, in its sds."""
         sd = jnp.sqrt(problem.family.variances(evaluation.moments))
 
