@@ -16,6 +16,10 @@ NAMES = {
     "gallery": "eight models after NumPyro's examples: ELBO and time against SVI's best with the same guide",
     "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
     "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
+    "graph": "agents without a server: contraction, steps to the central optimum through link failures, DELBO's mean",
+    "banana": "DELBO on banana.npz: test accuracy by single-datum steps, and steps a second",
+    "intel": "DELBO maps of intel_lidar.npz: one agent and four, both covariances, pictures with --out",
+    "dinno": "DELBO map of dinno_floorplan.npz by seven agents, a picture with --out",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 
@@ -28,7 +32,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("name", choices=[*NAMES, "all"], help="which benchmark")
     parser.add_argument(
-        "--data", metavar="DIR", help="folder with covtype_397k.npz (glm runs on it too) and mnist.npz (bnn)"
+        "--data",
+        metavar="DIR",
+        help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn) and the maps' data",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="with banana, intel or dinno: folder for the pictures (extra plots)"
     )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")

@@ -113,8 +113,8 @@ def streams(schedule: Any, init_sites: str = "auto") -> bool:
     found = bool(getattr(schedule, "streams", False))
     if found and init_sites == "curvature":
         raise PVIError(
-            f"init_sites='curvature' reads all rows beforehand, which {type(schedule).__name__} would then count a second time: leave "
-            "init_sites out."
+            f"init_sites='curvature' reads all rows beforehand, which {type(schedule).__name__} would then count a second time: "
+            "leave init_sites out."
         )
     return found
 

@@ -210,5 +210,7 @@ class PVIInfo:
             lines.append(f"agents are at most {self.consensus:.2e} sd from the network's mean")
         if self.delbo[0] == self.delbo[0]:
             value, consensus, modelling = self.delbo
-            lines.append(f"DELBO of the last rows {value:.6g} nats; gaps: consensus {consensus:.2e}, modelling {modelling:.2e}")
+            lines.append(
+                f"DELBO of the last rows {value:.6g} nats; gaps: consensus {consensus:.2e}, modelling {modelling:.2e}"
+            )
         return "\n".join([*lines, *self.notes])

@@ -114,7 +114,9 @@ class RowProgram:
             found, slopes, bends = self._term(spec, term, means, pairs, value)
             total = total + jnp.sum(found)
             gradient = gradient.at[here].set(jnp.concatenate(slopes))
-            rows = [jnp.concatenate([jnp.diag(-bends[min(i, j), max(i, j)]) for j in range(count)], 1) for i in range(count)]
+            rows = [
+                jnp.concatenate([jnp.diag(-bends[min(i, j), max(i, j)]) for j in range(count)], 1) for i in range(count)
+            ]
             curvature = curvature.at[here, here].set(jnp.concatenate(rows))
             at += count * size
         return RowExpected(total, gradient, curvature)

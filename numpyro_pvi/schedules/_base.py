@@ -152,9 +152,10 @@ class Problem(Protocol):
 class Schedule(Protocol):
     """Who moves when, and how far; what every implementor owes.
 
-    Frozen and hashable (settings only). A schedule that takes rows as they come says ``streams = True``: it starts from the
-    prior, and nothing passes over all rows before a round. ``round`` is pure and traceable. After it the sites are symmetrised, q is their
-    fresh sum with the prior, ``evaluation`` belongs to that q, and the report covers every factor.
+    Frozen and hashable (settings only). A schedule that takes rows as they come says ``streams = True``: it starts
+    from the prior, and nothing passes over all rows before a round. ``round`` is pure and traceable. After it the
+    sites are symmetrised, q is their fresh sum with the prior, ``evaluation`` belongs to that q, and the report
+    covers every factor.
     """
 
     def init(self, problem: Problem, dtype: Any) -> Any:

@@ -21,52 +21,6 @@ if TYPE_CHECKING:
     from ._decentralized import Decentralized, DecentralizedState
 
 
-_ALONE = {
-    "likelihood_weight": "agents",
-    "batch_size": None,
-    "updates_per_exchange": 1,
-    "exchanges_per_round": 1,
-    "replay": 0,
-    "exhausted": "gossip",
-    "expectation": "auto",
-}
-
-
-def check_settings(schedule: Decentralized) -> None:
-    """Refuse settings of consensus that are out of range, or beside another mixing.
-
-    Args:
-        schedule: its settings.
-
-    Raises:
-        PVIError: naming the setting.
-    """
-    given = {name: getattr(schedule, name) for name in _ALONE}
-    if schedule.mixing != "consensus":
-        for name, value in given.items():
-            if value != _ALONE[name]:
-                raise PVIError(f"Decentralized({name}={value!r}) belongs to mixing='consensus'; leave it out, or write that.")
-        return
-    if schedule.damping != 1.0:
-        raise PVIError(
-            f"Decentralized(mixing='consensus', damping={schedule.damping!r}): rows are taken once, and a share of a row is lost for "
-            "ever; leave damping out, or give the likelihood another likelihood_weight."
-        )
-    for name, least in (("batch_size", 1), ("updates_per_exchange", 1), ("exchanges_per_round", 1), ("replay", 0)):
-        value = given[name]
-        if value is None and name == "batch_size":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PVIError(f"Decentralized({name}={value!r}): expected an int of at least {least}.")
-    weight = schedule.likelihood_weight
-    if weight != "agents" and not (isinstance(weight, (int, float)) and weight > 0):
-        raise PVIError(f"Decentralized(likelihood_weight={weight!r}): expected 'agents' (the number of agents) or a positive number.")
-    words = {"exhausted": ("gossip", "again"), "expectation": ("auto", "quadrature", "probit")}
-    for name, choices in words.items():
-        if given[name] not in choices:
-            raise PVIError(f"Decentralized({name}={given[name]!r}): expected one of {', '.join(map(repr, choices))}.")
-
-
 def check_consensus(schedule: Decentralized, problem: Problem) -> None:
     """Refuse what consensus cannot do, when a fit is set up.
 
@@ -199,8 +153,8 @@ def _consensus_gap(schedule, problem: Problem, state: DecentralizedState, evalua
     zero = jnp.zeros_like(center.loc)
     at_zero = GaussianMoments(zero, center.scale, center.log_det_precision, center.valid)
 
-    def divergence(index):
-        own = schedule.agent_natural(state, problem.prior_natural, index)
+    def divergence(tracked):
+        own = jax.tree.map(lambda eta, z: eta + schedule.adjacency.size * z, problem.prior_natural, tracked)
         moments = family.moments(own)
         shift = moments.loc - center.loc
         trace = -2.0 * family.expect_quadratic(GaussianNatural(zero, own.precision), at_zero)
@@ -208,4 +162,4 @@ def _consensus_gap(schedule, problem: Problem, state: DecentralizedState, evalua
         logs = center.log_det_precision - moments.log_det_precision
         return jnp.where(moments.valid, 0.5 * (trace - family.dim + square + logs), jnp.inf)
 
-    return jnp.mean(jax.lax.map(divergence, jnp.arange(schedule.adjacency.size)))
+    return jnp.mean(jax.lax.map(divergence, state.tracked))

@@ -99,8 +99,7 @@ def _walk_full(family, program, natural: GaussianNatural, steps, weight) -> tupl
         gain, ratio = _gain(curvature, spread)
         good = (ratio > 0) & jnp.all(jnp.isfinite(gain)) & jnp.all(jnp.isfinite(gradient))
         gradient, curvature, gain = (jnp.where(good, x, 0.0) for x in (gradient, curvature, gain))
-        # V A^T g with the new V: the misprinted update has the old one (003, lemma 3).
-        loc = loc + (gradient - (spread @ gradient) @ gain.T) @ image
+        loc = loc + _new_gradient(gradient, spread, gain) @ image
         covariance = covariance - image.T @ (gain @ image)
         return (loc, covariance), (mean, spread, gradient, curvature, good)
 
@@ -113,6 +112,11 @@ def _walk_full(family, program, natural: GaussianNatural, steps, weight) -> tupl
     flat = rows.reshape(-1, rows.shape[-1])
     change = GaussianNatural(slope.reshape(-1) @ flat, flat.T @ bent.reshape(flat.shape))
     return family.symmetrise(change), jax.vmap(_after)(mean, spread, gradient, curvature, good)
+
+
+def _new_gradient(gradient, spread, gain):
+    """What makes ``V A^T g`` one with the new V; without it the mean would move as misprinted in 003, lemma 3."""
+    return gradient - (spread @ gradient) @ gain.T
 
 
 def _after(mean, spread, gradient, curvature, good) -> _Update:

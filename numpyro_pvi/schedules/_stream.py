@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 from ..expectations import RowProgram
 
 
+@runtime_checkable
 class Stream(Protocol):
     """What a runtime offers to a schedule that takes rows as they come."""
 
