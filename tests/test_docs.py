@@ -6,10 +6,10 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md", "docs/no_server.md"])
 def test_code_of_the_page_runs(page):
     text = (ROOT / page).read_text()
     namespace = {"__name__": "page"}

@@ -41,8 +41,8 @@ def check_consensus_settings(schedule: Decentralized) -> None:
         return
     if schedule.damping != 1.0:
         raise PVIError(
-            f"Decentralized(mixing='consensus', damping={schedule.damping!r}): rows are taken once, and a share of a row is lost for "
-            "ever; leave damping out, or give the likelihood another likelihood_weight."
+            f"Decentralized(mixing='consensus', damping={schedule.damping!r}): rows are taken once, and what is left of one is "
+            "lost; leave damping out, or give the likelihood another likelihood_weight."
         )
     for name, least in (("batch_size", 1), ("updates_per_exchange", 1), ("exchanges_per_round", 1), ("replay", 0)):
         value = given[name]

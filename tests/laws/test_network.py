@@ -186,7 +186,7 @@ def dense_mean_gap(fitted):
         count, full = len(vectors), precisions.ndim == 3
         mean = np.mean(precisions, axis=0) if full else np.diag(np.mean(precisions, axis=0))
         held = prior[0] + count * vectors.mean(0), prior[1] + count * mean
-        worst = max(worst, *(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(held, total, strict=True)))
+        worst = max(worst, *(np.abs(a - b).max() / max(np.abs(b).max(), 1) for a, b in zip(held, total, strict=True)))
     return worst
 
 
@@ -268,9 +268,10 @@ def test_delbo_of_a_conjugate_stream_is_the_evidence(x64):
 
 def test_delbo_and_its_modelling_gap_add_up_to_the_predictive_density(x64):
     """One row of a logistic model: the bound, and its gap to the integral that it bounds."""
+    far = 3 * X
     schedule = consensus(np.ones((1, 1)), batch_size=1)
-    fitted = fit(make_logistic(), X, LABELS, np.zeros(12, int), NaturalGradient(), schedule, 1)
-    sd = 2 * np.linalg.norm(X[0])
+    fitted = fit(make_logistic(), far, LABELS, np.zeros(12, int), NaturalGradient(), schedule, 1)
+    sd = 2 * np.linalg.norm(far[0])
 
     def density(u):
         return stats.norm.pdf(u, 0, sd) / (1 + np.exp(-(2 * LABELS[0] - 1) * u))
@@ -278,7 +279,7 @@ def test_delbo_and_its_modelling_gap_add_up_to_the_predictive_density(x64):
     exact = np.log(integrate.quad(density, -12 * sd, 12 * sd, epsabs=1e-12)[0])
     value, _, gap = np.asarray(fitted.last.report.delbo)
     assert gap > 1e-4
-    np.testing.assert_allclose(value + gap, exact, atol=1e-7 if x64 else 1e-4)
+    np.testing.assert_allclose(value + gap, exact, atol=1e-6 if x64 else 1e-4)
 
 
 def test_consensus_gap_is_the_log_of_the_geometric_means_mass(x64):
@@ -296,7 +297,7 @@ def test_consensus_gap_is_the_log_of_the_geometric_means_mass(x64):
 def test_replays_are_balanced_over_the_classes_seen():
     class Rows:
         sizes = (8, 5)
-        program = row = None
+        program = row = print
 
         def classes(self):
             return jnp.array([[0, 0, 0, 1, 0, 0, 2, 1], [1, 1, 1, 1, 1, -1, -1, -1]]), 3
