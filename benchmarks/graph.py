@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -25,7 +26,9 @@ def graphs(size: int) -> dict[str, networkx.Graph]:
     """The four graphs of one size."""
     side = math.isqrt(size)
     rows = side if side * side == size else 2
-    geometric = networkx.random_geometric_graph(size, 1.8 * math.sqrt(math.log(size) / (math.pi * size)), seed=1)
+    radius = 1.2 * math.sqrt(math.log(size) / (math.pi * size))
+    candidates = (networkx.random_geometric_graph(size, radius, seed=seed) for seed in itertools.count())
+    geometric = next(graph for graph in candidates if networkx.is_connected(graph))
     return {
         "ring": networkx.cycle_graph(size),
         "grid": networkx.convert_node_labels_to_integers(networkx.grid_2d_graph(rows, size // rows)),
