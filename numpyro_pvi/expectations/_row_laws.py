@@ -148,7 +148,7 @@ class RowProgram:
         logs = weight * values + norm.logpdf(points, mean, sd) - norm.logpdf(points, new_mean, wide)
         return jax.scipy.special.logsumexp(logs, b=weights)
 
-    def _term(self, spec: TermSpec, term: TermData, mean: tuple, pairs: dict, value: bool):
+    def _term(self, spec: TermSpec, term: TermData, mean: tuple[Array, ...], pairs: dict, value: bool):
         """Value, slopes and second derivatives of every element of one term."""
         if self.rule == "probit":
             response, scale = jnp.reshape(jnp.asarray(term.value, mean[0].dtype), (-1,)), PROBIT_SLOPE
