@@ -38,6 +38,11 @@ class MapData:
         return tuple(jnp.asarray(x) for x in (self.X, self.centers, self.rates, sd, self.y))
 
 
+def first_of_each(owner: np.ndarray, most: int) -> np.ndarray:
+    """Positions of every owner's first rows: a fit that takes no more of them need not plan for the others."""
+    return np.sort(np.concatenate([np.flatnonzero(owner == k)[:most] for k in np.unique(owner)]))
+
+
 def features(X: Any, centers: Any, rates: Any) -> Any:
     """A constant and ``exp(-rate |x - center|^2)``."""
     square = jnp.sum((X[:, None, :] - centers) ** 2, axis=-1)

@@ -10,7 +10,7 @@ from benchmarks import _maps, _report
 # Of the kernels, as many are narrow ones around occupied points as the paper takes; rates per square pixel, in hundreds.
 KERNELS, OCCUPIED = 1000, 300
 RATES = (3.0, 0.3)
-AGENTS, ACCURACY = 7, 0.87
+AGENTS, ACCURACY, ROUNDS = 7, 0.87, 12
 LINKS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 0), (0, 3))
 
 
@@ -27,6 +27,7 @@ def load(options: argparse.Namespace) -> _maps.MapData:
         X, X_test = (z[f"x_{part}_px16"].astype(np.float32) / 1600 for part in ("train", "test"))
         y, y_test, owner = z["y_train"].astype(int), z["y_test"].astype(int), z["robot_train"].astype(int)
     order = rng.permutation(len(X))[: 7_000 if options.quick else options.rows]
+    order = order[_maps.first_of_each(owner[order], ROUNDS * 1000)]
     X, y, owner = X[order], y[order], owner[order]
     count, occupied = (60, 20) if options.quick else (KERNELS, OCCUPIED)
     # The kernels stand where anything was seen.
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> _report.Report:
     data, rows = load(options), []
     for replay in (0, 2):
         pvi = _maps.build(data, LINKS, full=False, exchanges_per_round=1000, replay=replay)
-        state, path, speed = _maps.follow(pvi, data, 3 if options.quick else 15, agents=tuple(range(AGENTS)))
+        state, path, speed = _maps.follow(pvi, data, 3 if options.quick else ROUNDS, agents=tuple(range(AGENTS)))
         q = pvi.posterior(state)["w"]
         found = _maps.probabilities(np.asarray(q.mean), np.asarray(q.variance), data, data.X_test) > 0.5
         recall = [float(np.mean(found[data.y_test == k] == (k == 1))) for k in (0, 1)]

@@ -156,6 +156,7 @@ class RowProgram:
             slope = response - norm.cdf(scale * mean[0])
             bend = -scale * norm.pdf(scale * mean[0])
             return jnp.zeros_like(slope), (term.scale * slope,), {(0, 0): term.scale * bend}
+        first = mean[0]
         if len(mean) > 1:
             level = RULES.index("gh20" if self.rule == "quadrature" else "gh8")
             return _row_expectations(spec, term, mean, pairs, level, len(RULES) - 1)[:3]
@@ -164,9 +165,9 @@ class RowProgram:
             return term_log_prob(spec, term, (u,))
 
         if self.rule == "exact":
-            value_, slope, bend = derivatives(row_fn, mean[0])
+            value_, slope, bend = derivatives(row_fn, first)
             return value_ + 0.5 * bend * pairs[0, 0], (slope,), {(0, 0): bend}
-        return _by_nodes(row_fn, mean[0], jnp.sqrt(jnp.maximum(pairs[0, 0], 0.0)), value)
+        return _by_nodes(row_fn, first, jnp.sqrt(jnp.maximum(pairs[0, 0], 0.0)), value)
 
 
 def _by_nodes(row_fn, mean: Float[Array, "E"], sd: Float[Array, "E"], value: bool):
