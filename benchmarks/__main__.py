@@ -18,6 +18,10 @@ NAMES = {
     "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
     "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
     "resume": "kill -9 at random moments of a run that keeps a file: does it go on, to the same bits (--kills)",
+    "graph": "agents without a server: contraction, steps to the central optimum through link failures, DELBO's mean",
+    "banana": "DELBO on banana.npz: test accuracy by single-datum steps, and steps a second",
+    "intel": "DELBO maps of intel_lidar.npz: one agent and four, both covariances, pictures with --out",
+    "dinno": "DELBO map of dinno_floorplan.npz by seven agents, a picture with --out",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 
@@ -30,7 +34,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("name", choices=[*NAMES, "all"], help="which benchmark")
     parser.add_argument(
-        "--data", metavar="DIR", help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn, continual)"
+        "--data",
+        metavar="DIR",
+        help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn, continual) and the maps' data",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="with banana, intel or dinno: folder for the pictures (extra plots)"
     )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")

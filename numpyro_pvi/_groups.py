@@ -37,7 +37,8 @@ def reduced(state: PVIState, engine: Engine) -> PVIState:
 
     Args:
         state: the state.
-        engine: the fit's choices: a stochastic solver's programs read the groups' sizes, and those of a schedule with settings
+        engine: the fit's choices: programs of a stochastic solver, or of a schedule that takes
+            rows as they come, read the groups' sizes, and those of a schedule with settings
             by label read the labels.
 
     Returns:
@@ -45,7 +46,8 @@ def reduced(state: PVIState, engine: Engine) -> PVIState:
     """
     plan = state.plan
     by_label = getattr(engine.schedule, "by_label", False)
-    part = without_labels(plan.partition, plan.padded_rows, engine.solver.stochastic, by_label)
+    reads_sizes = engine.solver.stochastic or getattr(engine.schedule, "streams", False)
+    part = without_labels(plan.partition, plan.padded_rows, reads_sizes, by_label)
     plan = dataclasses.replace(plan, partition=part, signature=None, absent=())
     others = state.sites.others
     total = None if others is None else _total(others)

@@ -97,6 +97,28 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
     return dataclasses.replace(state, sites=SiteStack(groups, prior))
 
 
+def streams(schedule: Any, init_sites: str = "auto") -> bool:
+    """Whether a schedule takes rows as they come, and so starts from the prior: a curvature start counts rows twice.
+
+    Args:
+        schedule: of the fit.
+        init_sites: what the user asked for.
+
+    Returns:
+        The schedule's own word.
+
+    Raises:
+        PVIError: when a curvature start was asked for all the same.
+    """
+    found = bool(getattr(schedule, "streams", False))
+    if found and init_sites == "curvature":
+        raise PVIError(
+            f"init_sites='curvature' reads all rows beforehand, which {type(schedule).__name__} would then count a second time: "
+            "leave init_sites out."
+        )
+    return found
+
+
 def refuse_nothing_shared(plan: PartitionPlan) -> None:
     """Refuse a model whose latents are all inside the partitioned plate: sites would have nothing to hold.
 
@@ -132,7 +154,7 @@ def refuse_improper(state: PVIState) -> None:
     )
 
 
-def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None) -> str:
+def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None, schedule: Any) -> str:
     """Where sites start: "prior", "curvature", or "auto" to let the first looks at the factors decide.
 
     Args:
@@ -140,6 +162,7 @@ def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None
         init_sites: what the user asked for.
         plan: the plan.
         init_params: the user's, or None.
+        schedule: of the fit.
 
     Returns:
         The mode.
@@ -156,6 +179,8 @@ def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None
             "leave init_sites='auto' and start q near the data with init_params, or pass "
             "NaturalGradient(expectation='monte_carlo')."
         )
+    if streams(schedule, init_sites):
+        return "prior"
     if init_sites != "auto":
         return init_sites
     # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -127,6 +128,9 @@ class PVITrace:
         messages: Int[R 2], natural parameters sent so far, by groups and to groups.
         bytes: Int[R], their bytes so far, as the numbers lie in memory.
         consensus: Float[R], largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
+        gaps: Float[R 2], nats, of consensus rounds, whose ``elbo`` is DELBO on the rows that the round took: its consensus gap
+            (mean KL from the network's mean to the agents' q) and its modelling gap (KL of the Gaussian updates to the exact
+            ones; known for updates by one number or of quadratic factors). NaN where they are not known.
     """
 
     labels: tuple
@@ -142,6 +146,7 @@ class PVITrace:
     messages: Any
     bytes: Any
     consensus: Any
+    gaps: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +176,10 @@ class PVIInfo:
     # Largest change of any posterior mean or log sd in the last round, in posterior sds.
     total_move: float
     rounds: int
+    # Largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
+    consensus: float = 0.0
+    # DELBO on the rows that the last consensus round took, its consensus gap and its modelling gap, nats; NaN elsewhere.
+    delbo: tuple[float, float, float] = (math.nan, math.nan, math.nan)
     # Remarks: an optimiser with nothing to optimise, quadrature short of its target.
     notes: tuple[str, ...] = ()
 
@@ -197,4 +206,11 @@ class PVIInfo:
         lines.append(
             f"after {self.rounds} rounds: q is {state}; largest move in the last round {self.total_move:.2e} sd"
         )
+        if self.consensus > 0:
+            lines.append(f"agents are at most {self.consensus:.2e} sd from the network's mean")
+        if self.delbo[0] == self.delbo[0]:
+            value, consensus, modelling = self.delbo
+            lines.append(
+                f"DELBO of the last rows {value:.6g} nats; gaps: consensus {consensus:.2e}, modelling {modelling:.2e}"
+            )
         return "\n".join([*lines, *self.notes])

@@ -165,6 +165,8 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
         valid=bool(report.valid),
         total_move=float(report.total_move),
         rounds=int(state.step),
+        consensus=float(report.consensus),
+        delbo=tuple(float(x) for x in report.delbo),
         notes=notes,
     )
 
@@ -198,6 +200,7 @@ def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITr
         messages=reports.messages,
         bytes=np.sum(reports.messages, axis=-1, dtype=np.int64) * size,
         consensus=reports.consensus,
+        gaps=reports.delbo[:, 1:],
     )
 
 

@@ -40,6 +40,7 @@ from ._initial import (
     refuse_nothing_shared,
     spread_params,
     start_mode,
+    streams,
 )
 from ._locals import by_unit, joint_params, local_distributions
 from ._newcomers import Newcomers, arrival_mode
@@ -198,7 +199,7 @@ class PVI(SVI):
         local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
 
         def start(plan, mode=None):
-            mode = start_mode(self.guide, self.init_sites, plan, init_params) if mode is None else mode
+            mode = start_mode(self.guide, self.init_sites, plan, init_params, self.schedule) if mode is None else mode
             moments = planned.prior_loc, planned.prior_sd, local
             return self._start(self._engine, plan, planned.packing, dynamic, static, optim_state, *moments, mode=mode)
 
@@ -208,7 +209,7 @@ class PVI(SVI):
             moved = with_expectation(move_to_prior_factor(planned), expectation, family.full)
             plan = dataclasses.replace(plan, partition=moved.plan)
             arrays, _, proper = start(plan)
-        if not bool(proper) and self.init_sites == "auto":
+        if not bool(proper) and self.init_sites == "auto" and not streams(self.schedule):
             # An improper prior that the data complete: q is normalisable from the factors' curvature only.
             arrays, _, proper = start(plan, "curvature")
         check_structure(self.solver, plan)

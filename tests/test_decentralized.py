@@ -10,8 +10,10 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PRIOR, PVI, Partition
 from numpyro_pvi.errors import PartitionError, PVIError
+from numpyro_pvi.export import plot_agents
 from numpyro_pvi.schedules import Decentralized, Synchronous
-from tests.laws.models import groups, make_linear, rows
+from numpyro_pvi.solvers import NaturalGradient
+from tests.laws.models import NOISE, groups, make_linear, rows
 
 X, Y, CLASSES = rows()
 KEY = jax.random.key(0)
@@ -126,3 +128,81 @@ def test_tol_waits_for_consensus():
     still = result.trace.elbo[-1] - result.trace.elbo
     # The network's mean stood still long before its agents had heard of it.
     assert np.sum(still < 1e-4) > 1
+
+
+CONSENSUS = {"adjacency": [(0, 1), (1, 2)], "mixing": "consensus"}
+
+
+class TestConsensusSettings:
+    """What rows as they come can be, and what is said when they cannot."""
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"mixing": "tracking", "batch_size": 2}, r"batch_size=2\) belongs to mixing='consensus'"),
+            ({"damping": 0.5}, "what is left of one is lost"),
+            ({"batch_size": 0}, "batch_size=0"),
+            ({"exchanges_per_round": 1.5}, "exchanges_per_round=1.5"),
+            ({"likelihood_weight": -1.0}, "likelihood_weight=-1.0"),
+            ({"exhausted": "stop"}, "'gossip', 'again'"),
+            ({"expectation": "mcmc"}, "'auto', 'quadrature', 'probit'"),
+        ],
+    )
+    def test_settings_that_cannot_be(self, settings, words):
+        with pytest.raises(PVIError, match=words):
+            Decentralized(**(CONSENSUS | settings))
+
+    @pytest.mark.parametrize(
+        ("settings", "choices", "words"),
+        [
+            ({"expectation": "probit"}, {}, "not a Bernoulli with affine logits"),
+            ({}, {"solver": NaturalGradient(num_steps=2)}, "one full natural-gradient step"),
+            ({}, {"init_sites": "curvature"}, "count a second time"),
+        ],
+    )
+    def test_fits_that_cannot_be(self, settings, choices, words):
+        model, schedule = make_linear(), Decentralized(**(CONSENSUS | settings))
+        pvi = PVI(Partition(model, "data", groups(3)), AutoMultivariateNormal(model), schedule=schedule, **choices)
+        with pytest.raises(PVIError, match=words):
+            pvi.init(KEY, X, Y)
+
+    def test_priors_outside_the_family_are_refused(self):
+        with pytest.raises(PVIError, match="outside the Gaussian family"):
+            made(Decentralized(**CONSENSUS), scaled).init(KEY, X, Y)
+
+
+@pytest.fixture(scope="module")
+def stream():
+    pvi = made(Decentralized(**CONSENSUS, batch_size=2))
+    return pvi, pvi.run(KEY, 12, X, Y, progress_bar=False)
+
+
+def test_agents_whose_rows_are_exhausted_only_gossip(stream):
+    pvi, result = stream
+    taken = np.asarray(result.state.schedule_state.taken)
+    np.testing.assert_array_equal(taken, result.state.plan.partition.table.sizes)
+    # The loss is minus DELBO on the rows of a round: 0 when there were none, and never that of all rows.
+    assert np.all(result.losses[:2] != 0) and np.all(result.losses[-4:] == 0)
+    assert np.isfinite(pvi.evaluate(result.state, X, Y))
+    assert result.trace.step[-1].max() == 0 and not result.trace.skipped.any()
+    assert result.trace.consensus[-1] < result.trace.consensus[2]
+
+
+def test_gaps_are_shown_and_kept(stream):
+    pvi, result = stream
+    assert result.trace.gaps.shape == (12, 2) and result.trace.gaps[2, 0] > result.trace.gaps[-1, 0] >= -1e-4
+    assert "gaps: consensus" in str(pvi.info(result.state))
+    figure = plot_agents(pvi, result)
+    assert len(figure.axes) == 2
+    with pytest.raises(PVIError, match="latent='v'"):
+        plot_agents(pvi, result, latent="v")
+
+
+def test_new_rows_with_every_call():
+    """Agents that begin again take whatever rows they are given as new."""
+    pvi = made(Decentralized(**CONSENSUS, exhausted="again"))
+    state = pvi.init(KEY, X, Y)
+    for scale in (1.0, 2.0):
+        state, _ = pvi.update(state, X * scale, Y)
+    total = np.sum(np.asarray(state.sites.groups.precision), axis=0)
+    np.testing.assert_allclose(total, 5 * X.T @ X / NOISE**2, rtol=1e-4)

@@ -6,10 +6,10 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-PAGES = ("getting_started", "streaming", "forgetting", "saving", "families")
+PAGES = ("getting_started", "no_server", "streaming", "forgetting", "saving", "families")
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])

@@ -8,11 +8,13 @@ from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLo
 from ._points import PointSet, PointsProgram, random_points, sigma_points
 from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
+from ._row_laws import ROW_RULES, RowExpected, RowProgram
 from ._rules import FIXED_RULES, RULES
 from .quadrature import rule_index
 
 __all__ = [
     "FIXED_RULES",
+    "ROW_RULES",
     "RULES",
     "AffineProgram",
     "DrawsProgram",
@@ -25,6 +27,8 @@ __all__ = [
     "PointsProgram",
     "QuadraticProgram",
     "ReparameterisedProgram",
+    "RowExpected",
+    "RowProgram",
     "SharedAffineProgram",
     "add_expected",
     "disagreement",

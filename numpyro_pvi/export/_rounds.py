@@ -12,6 +12,7 @@ from ..errors import PVIError
 
 _PER_FACTOR = ("move", "step", "backoffs", "skipped", "staleness")
 _PER_ROUND = ("elbo", "total_move", "clock", "bytes", "consensus")
+_GAPS = ("consensus_gap", "modelling_gap")
 _AXES = {
     "rounds": "rounds",
     "time": "simulated time",
@@ -36,6 +37,8 @@ def rounds_dataset(trace: PVITrace) -> Any:
     values: dict[str, Any] = {name: ("round", np.asarray(getattr(trace, name))) for name in _PER_ROUND}
     values |= {name: (("round", "factor"), np.asarray(getattr(trace, name))) for name in _PER_FACTOR}
     values["messages"] = (("round", "direction"), np.asarray(trace.messages))
+    if trace.gaps is not None:
+        values |= {name: ("round", np.asarray(trace.gaps)[:, i]) for i, name in enumerate(_GAPS)}
     labels = [str(label) for label in trace.labels]
     coords = {"round": np.asarray(trace.rounds), "factor": labels, "direction": ["to_server", "from_server"]}
     return xarray.Dataset(values, coords=coords)
@@ -115,6 +118,47 @@ def plot_error(
     if "" not in traces:
         ax.legend()
     return ax
+
+
+def plot_agents(pvi: Any, result: PVIRunResult, latent: str | None = None, most: int = 12) -> Any:
+    """Draw how far agents without a server are apart by round, and what each of them holds at the end.
+
+    Args:
+        pvi: the fit, under ``Decentralized``.
+        result: what its ``run`` returned.
+        latent: whose marginals; the first latent by default.
+        most: coordinates that are drawn.
+
+    Returns:
+        A matplotlib figure: the largest distance of an agent's mean from the network's, in its sds, by round (with DELBO's
+        consensus gap in nats, where there is one), and every agent's mean and two sds beside the network's.
+
+    Raises:
+        PVIError: under a schedule with a server, for a result without rounds, an unknown latent, or without matplotlib.
+    """
+    trace, network = _trace(result, "result"), pvi.posterior(result.state)
+    latent = next(iter(network)) if latent is None else latent
+    if latent not in network:
+        raise PVIError(f"plot_agents(latent={latent!r}): expected one of {', '.join(map(repr, network))}.")
+    labels = result.state.plan.partition.table.labels
+    held = {label: pvi.posterior(result.state, agent=label)[latent] for label in labels}
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    left.plot(trace.rounds, _positive(trace.consensus), color="black", label="largest distance (sds)")
+    if trace.gaps is not None and np.any(np.isfinite(trace.gaps[:, 0])):
+        left.plot(trace.rounds, _positive(trace.gaps[:, 0]), linestyle="--", label="consensus gap (nats)")
+    left.set(xlabel="rounds", yscale="log")
+    left.legend(fontsize="small")
+    shift = np.linspace(-0.3, 0.3, len(labels)) if len(labels) > 1 else np.zeros(1)
+    named = len(labels) <= _NAMED_LINES
+    for at, (label, q) in zip(shift, held.items(), strict=True):
+        loc, sd = (np.ravel(x)[:most] for x in (q.mean, np.sqrt(q.variance)))
+        style: dict[str, Any] = {"label": str(label)} if named else {"color": "C0", "alpha": 0.4}
+        right.errorbar(np.arange(len(loc)) + at, loc, 2 * sd, fmt=".", **style)
+    loc = np.ravel(network[latent].mean)[:most]
+    right.plot(np.arange(len(loc)), loc, "_", color="black", markersize=18, label="network's mean")
+    right.set(xlabel=f"coordinates of {latent}", ylabel="mean and two sds")
+    right.legend(fontsize="small")
+    return figure
 
 
 def _against(trace: PVITrace, against: str) -> np.ndarray:

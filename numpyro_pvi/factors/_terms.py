@@ -165,21 +165,28 @@ def read_predictors(call: ModelCall, spec: TermSpec, point: Float[Array, "D"]) -
     return tuple(values)
 
 
-def prepare_term(call: ModelCall, spec: TermSpec) -> TermData:
+def prepare_term(call: ModelCall, spec: TermSpec, few: bool = False) -> TermData:
     """Read a term's design, offsets and constant parameters off the model.
 
     Args:
         call: the model on one chunk's rows (or on all arguments for a prior term).
         spec: what structure detection found.
+        few: whether the call holds fewer elements than latents, so that reverse derivatives are cheaper.
 
     Returns:
-        The term's arrays. The design costs D tangents of the model, once per preparation and not once a round.
+        The term's arrays. The design costs D tangents of the model (one reverse pass an element where they are few), once
+        per preparation and not once a round.
     """
     dim = call.layout.dim
     origin = jnp.zeros((dim,), _float_dtype(call))
-    offset, tangent = jax.linearize(lambda z: read_predictors(call, spec, z), origin)
-    columns = jax.vmap(tangent)(jnp.eye(dim, dtype=origin.dtype))
-    design = tuple(jnp.moveaxis(c, 0, -1).reshape((-1, dim) if c.ndim > 1 else (dim,)) for c in columns)
+    if few:
+        offset = read_predictors(call, spec, origin)
+        rows = jax.jacrev(lambda z: read_predictors(call, spec, z))(origin)
+        design = tuple(c.reshape((-1, dim) if c.ndim > 1 else (dim,)) for c in rows)
+    else:
+        offset, tangent = jax.linearize(lambda z: read_predictors(call, spec, z), origin)
+        columns = jax.vmap(tangent)(jnp.eye(dim, dtype=origin.dtype))
+        design = tuple(jnp.moveaxis(c, 0, -1).reshape((-1, dim) if c.ndim > 1 else (dim,)) for c in columns)
     flat_offset = tuple(o.reshape(-1) if o.ndim else o for o in offset)
     trace, _ = call.trace(origin)
     site = trace[spec.site]

@@ -36,6 +36,7 @@ from ._programs import FactorReader, first_conditionals, whole_call
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
 from ._starts import first_local_sites, first_sites
+from ._stream import RowStream
 
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
@@ -137,6 +138,7 @@ class Engine:
             units=units,
             rows=reader.group_rows(),
             labels=part.table.labels,
+            stream=RowStream(part, call, packing, plan.padded_rows > 0),
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
@@ -193,6 +195,13 @@ class Engine:
             state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
         )
 
+    def _unread(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
+        """The form that rounds take, without a pass over the rows."""
+        evaluation = problem.unread(state.sites, state.rule)
+        return RoundCarry(
+            state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
+        )
+
     def rounds(
         self,
         state: PVIState,
@@ -240,7 +249,7 @@ class Engine:
             return i + ~missed, state, carry, losses, reports, missed
 
         problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
-        carry = self.carry(problem, state)
+        carry = self._unread(problem, state) if getattr(self.schedule, "streams", False) else self.carry(problem, state)
         missed = carry.evaluation.missed & (not fine)
         empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
         reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), carry.report)

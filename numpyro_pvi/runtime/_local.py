@@ -91,6 +91,7 @@ class LocalProblem:
         rows: the groups' rows at points, for a stochastic solver; else None.
         labels: the groups' labels, in the order of every stacked array.
         known: which groups had a site before their rows came back; None when none had.
+        stream: the groups' rows one by one.
     """
 
     family: GaussianFamily
@@ -105,6 +106,7 @@ class LocalProblem:
     rows: GroupRows | None = None
     labels: tuple = ()
     known: Bool[Array, "M"] | None = None
+    stream: Any = None
 
     @property
     def stochastic(self) -> bool:
@@ -206,6 +208,14 @@ class LocalProblem:
         if self.stochastic:
             return self._values_at(q, self.family.moments(q), rule, noise)
         return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial, local=sites.local)
+
+    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
+        """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""
+        q = posterior(self.prior_natural, sites)
+        moments = self.family.moments(q)
+        zero, zeros = jnp.zeros((), self.dtype), jnp.zeros((self.num_groups,), self.dtype)
+        groups = Expected(zeros, None, None, zeros, zeros, zeros)
+        return Evaluation(q, moments, groups, None, self.rest(moments), zero, zero, rule, jnp.array(False))
 
     def evaluate_at(
         self,

@@ -16,6 +16,7 @@ from ..families import GaussianFamily, GaussianMoments
 from ..sites import SiteStack, damp, posterior, select
 from ..solvers import LocalResult, LocalSolver
 from ._report import RoundReport
+from ._stream import Stream
 
 # Halvings of a joint step before a round gives up: 2^-20 is about 1e-6.
 MAX_HALVINGS = 20
@@ -103,6 +104,8 @@ class Problem(Protocol):
     noisy: bool
     # Whether local solves take noisy steps of their own: evaluations then hold values only, all on the same draws.
     stochastic: bool
+    # The groups' rows one by one, for schedules that take them as they come.
+    stream: Stream
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether expectations are by draws under this rule, so that q hovers within their error."""
@@ -126,6 +129,10 @@ class Problem(Protocol):
 
     def noise(self, key: Any, num_particles: int = 1) -> Any:
         """Fresh draws for expectations, or None where they are exact."""
+        ...
+
+    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
+        """The q of these sites without a pass over any row: the values of the factors are 0, and the ELBO is not one."""
         ...
 
     def tidy(self, sites: SiteStack) -> SiteStack:
@@ -155,8 +162,10 @@ class Problem(Protocol):
 class Schedule(Protocol):
     """Who moves when, and how far; what every implementor owes.
 
-    Frozen and hashable (settings only). ``round`` is pure and traceable. After it the sites are symmetrised, q is their
-    fresh sum with the prior, ``evaluation`` belongs to that q, and the report covers every factor.
+    Frozen and hashable (settings only). A schedule that takes rows as they come says ``streams = True``: it starts
+    from the prior, and nothing passes over all rows before a round. ``round`` is pure and traceable. After it the
+    sites are symmetrised, q is their fresh sum with the prior, ``evaluation`` belongs to that q, and the report
+    covers every factor.
     """
 
     def init(self, problem: Problem, dtype: Any) -> Any:

@@ -12,9 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
 from ..sites import SiteStack, damp, select
-from ._base import MAX_HALVINGS, Accepted, Problem, RoundCarry
+from ._base import MAX_HALVINGS, Accepted, Evaluation, Problem, RoundCarry
+from ._consensus import check_consensus, consensus_round
 from ._gossip import Gossip
 from ._graph import Graph, read_graph
+from ._graph_settings import check_consensus_settings, check_network
 from ._report import round_report, with_prior
 
 
@@ -29,6 +31,8 @@ class DecentralizedState(NamedTuple):
     prior: Any
     # Gossip steps so far.
     mixed: Int[Array, ""]
+    # Rows that every agent has taken so far (consensus only).
+    taken: Int[Array, "n"]
 
 
 class _Visits(NamedTuple):
@@ -44,64 +48,88 @@ class _Visits(NamedTuple):
 class Decentralized:
     """Inference on a graph of agents, one per group, without a server: messages go to neighbours only.
 
-    Every agent i keeps its site ``eta_i`` and an estimate ``z_i`` of the network's mean site (gradient tracking). A round
-    is one damped local update of every agent from its own ``q_i = eta_0 + n z_i``, after which
-    ``z_i <- sum_j A_ij (z_j + eta_j^new - eta_j^old)``, followed by more gossip steps. A is doubly stochastic, so that the
-    mean of the ``z_i`` is the mean site at any moment, whatever the links do; its fixed point is the one of a server that
-    has all sites. A prior outside the family is refined by every agent for itself, and counts as 1/n of each.
+    Every agent i holds ``z_i``, and its own ``q_i = eta_0 + n z_i``; A is doubly stochastic, so that mixing
+    ``z_i <- sum_j A_ij z_j`` keeps the mean of the ``z_i``, which is the mean site at any moment, whatever the links do.
 
-    ``get_params`` and ``posterior(state)`` are the network's mean in natural space, ``posterior(state, agent=label)`` is one
-    agent's. The loss is that of the network's mean: no agent could know it.
+    ``mixing="tracking"``: a round is one damped local update of every agent's site at its own q, after which
+    ``z_i <- sum_j A_ij (z_j + eta_j^new - eta_j^old)``, and more gossip. Its fixed point is the one of a server that has all
+    sites. A prior outside the family is refined by every agent for itself, and counts as 1/n of each. The loss is that of the
+    network's mean: no agent could know it.
+
+    ``mixing="consensus"``: DELBO, for rows that come one after another. Agents mix, then each takes its next rows, once:
+    ``eta_i <- sum_j A_ij eta_j + w nabla_mu E_{q_i} log l_i``, in closed form for rows of affine predictors (regressions,
+    classification), in O(D^2) a row between mixings, in O(D) for a mean-field q. The network's mean is the prior and all
+    contributions; the posterior is that of one pass, exact for conjugate rows and else dependent on their order. A round's
+    loss is minus DELBO on the rows that it took, ``sum_i E_{q_i} log l_i - KL(q_i || q_i before) / w``, summed over its updates
+    (no pass over other rows is made; ``pvi.evaluate`` is the global loss), and 0 when none were left. Priors outside the
+    family are refused.
+
+    ``get_params`` and ``posterior(state)`` are the network's mean in natural space; ``posterior(state, agent=label)`` is one's.
 
     Args:
         adjacency: the graph: a square matrix of non-negative weights (row i: what i gets), links ``[(a, b), ...]``, a
-            networkx graph, or a list of those: graphs taken in turn. Self-loops are added, and the weights are balanced to
-            be doubly stochastic (Sinkhorn). Agents stand in the order of ``pvi.groups``.
-        mixing: "tracking".
+            networkx graph, or a list of those: graphs taken in turn. Self-loops are added, and weights made doubly
+            stochastic (Sinkhorn). Agents stand in the order of ``pvi.groups``.
+        mixing: "tracking" or "consensus".
         steps_per_round: gossip steps after every round's updates, or "auto": until disagreement has shrunk about tenfold,
-            by Chebyshev's polynomials on fixed, symmetric, reliable graphs.
-        damping: share of each local update that is taken, in (0, 1]; 1 is the full step, as in earlier PVI code. Above .5
-            an agent's ``n``-fold step can leave its q improper before its neighbours have heard of it.
+            by Chebyshev's polynomials on fixed, symmetric, reliable graphs. For consensus: steps of every exchange, "auto" 1.
+        damping: share of each local update that is taken, in (0, 1]; 1 is the full step, as in earlier PVI code. "auto" is .5
+            for tracking (above it an agent's ``n``-fold step can leave its q improper before its neighbours have heard of
+            it), and 1 for consensus, which allows no other.
         nodes: names of the agents in the order of ``pvi.groups``, where links are between names.
         link_failure: probability that a link carries nothing in a gossip step; both ends then keep its weight.
         availability: probability that an agent is there in a round, one number or one per agent: an agent that is away
-            neither updates nor sends; its site stays in the sum.
+            neither updates nor sends; its site stays in the sum, and its rows wait.
+        likelihood_weight: (consensus) w. "agents" is n: mixing leaves 1/n of every contribution, so that with weight 1, as 003
+            is printed, the network's mean would hold 1/n of the data's precision. 1 is right where agents see the same
+            rows, which would else count n times.
+        batch_size: (consensus) rows of one update; None takes all of an agent's rows in one.
+        updates_per_exchange: (consensus) updates of every agent between two mixings.
+        exchanges_per_round: (consensus) mixings in a round, which is one compiled loop.
+        replay: (consensus) rows that every update takes beside its fresh ones, from those the agent has seen before it: a class
+            with a seen row uniformly, then one of its seen rows uniformly, with replacement, by the state's key. Classes are
+            the values of the first Bernoulli or Categorical response; without one all seen rows are equally likely. A row
+            that is taken again counts again: q is then that of a larger, class-balanced data set, and too narrow.
+        exhausted: (consensus) what an agent without rows does: "gossip" only, or "again": begins with its first row as if it
+            were new, for calls of ``update`` with new rows every time. On the same rows it counts them twice.
+        expectation: (consensus) "auto" (closed form for quadratic rows, else quadrature), "quadrature", or "probit": a Bernoulli
+            response's logistic function is taken for a probit (003, lemma 4), the fastest.
 
     Raises:
-        PVIError: on construction, for a graph that is not connected or cannot be balanced, or values out of range.
+        PVIError: for a graph that is not connected or cannot be balanced, values out of range, or (in ``init``) a model that
+            consensus cannot treat.
 
     References:
         Di Lorenzo and Scutari, NEXT: In-Network Nonconvex Optimization, 2016 (gradient tracking). Paritosh, Atanasov and
-        Martinez, Distributed Variational Inference for Online Supervised Learning, section IV (the graph, assumption 2).
+        Martinez, Distributed Variational Inference for Online Supervised Learning ("003"): section IV (the graph, DELBO),
+        lemmas 3 to 7 (updates). Corrected here: (11) needs the likelihood's power n and mixing exponents A_ij, (13) the new
+        information matrix in the mean, and (22) the factor of (19) in gamma.
     """
 
     adjacency: Any = dataclasses.field(repr=False)
     mixing: str = "tracking"
     steps_per_round: int | str = "auto"
-    damping: float = 0.5
+    damping: float | str = "auto"
     nodes: Sequence[Hashable] | None = dataclasses.field(default=None, repr=False)
     link_failure: float = 0.0
     availability: float | Sequence[float] = 1.0
+    likelihood_weight: float | str = "agents"
+    batch_size: int | None = None
+    updates_per_exchange: int = 1
+    exchanges_per_round: int = 1
+    replay: int = 0
+    exhausted: str = "gossip"
+    expectation: str = "auto"
 
     def __post_init__(self):
         graph = self.adjacency if isinstance(self.adjacency, Graph) else read_graph(self.adjacency, self.nodes)
         object.__setattr__(self, "adjacency", graph)
         object.__setattr__(self, "nodes", graph.nodes)
-        if self.mixing != "tracking":
-            raise PVIError(f"Decentralized(mixing={self.mixing!r}): expected 'tracking'.")
-        steps = self.steps_per_round
-        if steps != "auto" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise PVIError(f"Decentralized(steps_per_round={steps!r}): expected a positive int or 'auto'.")
-        if not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
-            raise PVIError(f"Decentralized(damping={self.damping!r}): expected a number in (0, 1]; 1 is the full step.")
-        if not (isinstance(self.link_failure, (int, float)) and 0.0 <= self.link_failure < 1.0):
-            raise PVIError(f"Decentralized(link_failure={self.link_failure!r}): expected a probability below 1.")
+        if self.damping == "auto":
+            object.__setattr__(self, "damping", 1.0 if self.streams else 0.5)
         self._read_availability(graph)
-        if (self.link_failure > 0 or not self._reliable) and not graph.symmetric:
-            raise PVIError(
-                "Decentralized: links that fail and agents that are away need a graph whose links go both ways with equal "
-                "weights: with one-way links the weights that are left cannot be doubly stochastic."
-            )
+        check_network(self, graph, self._reliable)
+        check_consensus_settings(self)
 
     def _read_availability(self, graph: Graph) -> None:
         share = self.availability
@@ -119,7 +147,13 @@ class Decentralized:
     @property
     def gossip(self) -> Gossip:
         """How agents mix."""
-        return Gossip(self.adjacency, self.steps_per_round, float(self.link_failure), self._reliable)
+        steps = 1 if self.streams and self.steps_per_round == "auto" else self.steps_per_round
+        return Gossip(self.adjacency, steps, float(self.link_failure), self._reliable)
+
+    @property
+    def streams(self) -> bool:
+        """Whether rows are taken as they come, so that nothing passes over all of them."""
+        return self.mixing == "consensus"
 
     def init(self, problem: Problem, dtype: Any) -> DecentralizedState:
         """Nothing tracked yet: the first round adds what the sites are then.
@@ -133,8 +167,12 @@ class Decentralized:
                 f"Decentralized: the graph has {n} agents, but the data has {problem.num_groups} groups: each group is one agent, "
                 "in the order of pvi.groups."
             )
+        if self.mixing == "consensus":
+            check_consensus(self, problem)
         zero = problem.family.zeros((n,), dtype)
-        return DecentralizedState(zero, zero, zero if problem.has_prior_factor else None, jnp.int32(0))
+        return DecentralizedState(
+            zero, zero, zero if problem.has_prior_factor else None, jnp.int32(0), jnp.zeros((n,), jnp.int32)
+        )
 
     def agent_natural(self, state: DecentralizedState, prior_natural: Any, index: int) -> Any:
         """Natural parameters of one agent's own q, ``eta_0 + n z_i``.
@@ -156,6 +194,8 @@ class Decentralized:
         present = jnp.ones((n,), bool)
         if not self._reliable:
             present = jax.random.bernoulli(away_key, jnp.asarray(self.availability, carry.evaluation.elbo.dtype))
+        if self.mixing == "consensus":
+            return consensus_round(self, problem, carry, present, mix_key)
         priors = _shifted(state.prior, carry.sites.prior)
         # What was changed from outside since (init_params, groups that came or went) counts from here on.
         own = _contribution(carry.sites.groups, priors, n)
@@ -167,7 +207,7 @@ class Decentralized:
         new = _contribution(sites.groups, priors, n)
         tracked, sent = self.gossip.mix(tracked + (new - own), mix_key, present, state.mixed)
         tracked = problem.family.symmetrise(tracked)
-        after = DecentralizedState(tracked, new, priors, state.mixed + self.gossip.count)
+        after = DecentralizedState(tracked, new, priors, state.mixed + self.gossip.count, state.taken)
         return self._finish(problem, carry, noise, sites, after, visits, sent)
 
     def _visits(self, problem: Problem, carry: RoundCarry, tracked, priors, present, key, noise):
@@ -231,12 +271,12 @@ class Decentralized:
             skipped=with_prior(None if prior is None else jnp.array(False), ~visits.moved),
             exchanges=sent,
         )
-        apart = self._disagreement(problem, after, evaluation)
+        apart = self.disagreement(problem, after, evaluation)
         # A network whose mean stands still has not converged while its agents disagree.
         report = report._replace(consensus=apart, total_move=jnp.maximum(report.total_move, apart))
         return RoundCarry(sites, evaluation, visits.state, carry.prior_solver, after, report)
 
-    def _disagreement(self, problem: Problem, state: DecentralizedState, evaluation) -> Float[Array, ""]:
+    def disagreement(self, problem: Problem, state: DecentralizedState, evaluation: Evaluation) -> Float[Array, ""]:
         """Largest distance of an agent's mean from that of the network's q, in its sds."""
         sd = jnp.sqrt(problem.family.variances(evaluation.moments))
 

@@ -41,6 +41,8 @@ class RoundReport(NamedTuple):
     messages: Int[Array, "2"]
     # Largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
     consensus: Float[Array, ""]
+    # DELBO on the rows that the round took, its consensus gap and its modelling gap, nats; NaN under other schedules.
+    delbo: Float[Array, "3"]
 
 
 # The fields of a report with one entry per factor.
@@ -70,6 +72,7 @@ def empty_report(count: int, dtype: Any) -> RoundReport:
         clock=zero,
         messages=jnp.zeros((2,), jnp.int32),
         consensus=zero,
+        delbo=jnp.full((3,), jnp.nan, dtype),
     )
 
 
@@ -124,6 +127,7 @@ def round_report(
         clock=last.clock + jnp.asarray(elapsed, last.clock.dtype),
         messages=last.messages + jnp.asarray(exchanges, jnp.int32),
         consensus=last.consensus,
+        delbo=last.delbo,
     )
 
 

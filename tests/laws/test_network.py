@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import networkx
 import numpy as np
 import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from scipy import integrate, stats
 
-from numpyro_pvi.schedules import Decentralized, _decentralized, _gossip, _graph
+from numpyro_pvi.schedules import Decentralized, _decentralized, _gossip, _graph, _row_updates, _stream
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
 
 from . import checks, oracles
@@ -148,6 +150,169 @@ def test_agents_of_a_logistic_model_reach_the_central_optimum(x64):
     assert checks.distance(fitted, *best) < (1e-6 if x64 else 1e-3)
 
 
+EVEN = np.arange(12) % 4
+SQUARE = tuple((i, (i + 1) % 4) for i in range(4))
+STREAMS = {
+    "one-row": {"batch_size": 1},
+    "all-rows": {},
+    "many-a-round": {"batch_size": 1, "updates_per_exchange": 2, "exchanges_per_round": 2},
+    "failures": {"batch_size": 2, "link_failure": 0.3},
+    "absences": {"batch_size": 1, "availability": 0.6},
+    "replay": {"batch_size": 1, "replay": 2},
+}
+
+
+def consensus(adjacency=SQUARE, **settings):
+    return Decentralized(adjacency, mixing="consensus", **settings)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_consensus_keeps_the_networks_mean(name, tolerance):
+    """Law 1, on a logistic model, under either covariance."""
+    guide = AutoDiagonalNormal if name == "many-a-round" else AutoMultivariateNormal
+    schedule = consensus(**STREAMS[name])
+    fitted = fit(make_logistic(), X, LABELS, EVEN, NaturalGradient(), schedule, 6, guide=guide)
+    assert dense_mean_gap(fitted) < tolerance
+    taken = np.asarray(fitted.last.schedule_state.taken)
+    assert np.all(taken <= 3) and taken.sum() > 0
+
+
+def dense_mean_gap(fitted):
+    """As :func:`mean_gap`, for either family."""
+    worst = 0.0
+    for state in fitted.states[1:]:
+        prior, total, tracked = numbers(state).prior, numbers(state).total, state.schedule_state.tracked
+        vectors, precisions = (np.asarray(x, float) for x in (tracked.precision_mean, tracked.precision))
+        count, full = len(vectors), precisions.ndim == 3
+        mean = np.mean(precisions, axis=0) if full else np.diag(np.mean(precisions, axis=0))
+        held = prior[0] + count * vectors.mean(0), prior[1] + count * mean
+        worst = max(worst, *(np.abs(a - b).max() / max(np.abs(b).max(), 1) for a, b in zip(held, total, strict=True)))
+    return worst
+
+
+def streamed_gap(fitted):
+    """How far the mean of the agents' precisions is from the central one of the rows taken, in every round."""
+    worst, prior = 0.0, np.linalg.inv(PRIOR_COVARIANCE)
+    for state in fitted.states[1:]:
+        rows = [np.flatnonzero(i == EVEN)[:k] for i, k in enumerate(np.asarray(state.schedule_state.taken))]
+        seen = np.concatenate(rows)
+        central = prior + X[seen].T @ X[seen] / NOISE**2
+        mean = np.mean([a[1] for a in agents(fitted, state)], axis=0)
+        worst = max(worst, np.abs(mean - central).max() / np.abs(central).max())
+    return worst
+
+
+@pytest.mark.parametrize("name", [name for name in STREAMS if name != "replay"])
+def test_conjugate_streams_have_the_central_precision_at_every_step(name, x64):
+    """Law 2: the network's mean from the first round, every agent in the limit."""
+    schedule = consensus(**STREAMS[name])
+    fitted = fit(make_linear(), X, Y, EVEN, Conjugate(), schedule, 80)
+    assert streamed_gap(fitted) < (1e-9 if x64 else 1e-5)
+    exact = oracles.linear_posterior(X, Y, NOISE, PRIOR_LOC, PRIOR_COVARIANCE)
+    for vector, precision in agents(fitted, fitted.last):
+        covariance = np.linalg.inv(precision)
+        np.testing.assert_allclose(covariance, exact[1], atol=1e-8 if x64 else 1e-4)
+        np.testing.assert_allclose(covariance @ vector, exact[0], atol=1e-8 if x64 else 1e-4)
+
+
+def probit_steps(X, y, sd, diagonal=False, slope=0.61):
+    """003's updates for classification (lemmas 5 and 6), in its own notation, with the new information matrix."""
+    loc, information = np.zeros(X.shape[1]), np.eye(X.shape[1]) / sd**2
+    for phi, label in zip(X, y, strict=True):
+        beta = 1 + slope**2 * phi @ np.linalg.solve(information, phi)
+        gamma = np.sqrt(slope**2 / (2 * np.pi * beta)) * np.exp(-0.5 * slope**2 / beta * (phi @ loc) ** 2)
+        miss = label - stats.norm.cdf(slope * (phi @ loc) / np.sqrt(beta))
+        added = gamma * np.outer(phi, phi)
+        information = information + (np.diag(np.diag(added)) if diagonal else added)
+        loc = loc + miss * np.linalg.solve(information, phi)
+    return loc, np.linalg.inv(information)
+
+
+def alone(model, y, guide, **settings):
+    """One agent that takes row after row in one round."""
+    schedule = consensus(np.ones((1, 1)), batch_size=1, updates_per_exchange=len(y), **settings)
+    return fit(model, X, y, np.zeros(len(y), int), NaturalGradient(), schedule, 1, guide=guide)
+
+
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoDiagonalNormal])
+def test_probit_updates_are_those_of_the_paper(guide, x64):
+    fitted = alone(make_logistic(), LABELS, guide, expectation="probit")
+    expected = probit_steps(X, LABELS, 2.0, guide is AutoDiagonalNormal)
+    for found, wanted in zip(numbers(fitted.last).moments, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-10 if x64 else 1e-4)
+
+
+def test_quadrature_updates_are_natural_gradients(x64):
+    fitted = alone(make_logistic(), LABELS, AutoMultivariateNormal)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    loc, precision = np.zeros(2), np.eye(2) / 4
+    for x, label in zip(X, LABELS, strict=True):
+        predictor = x @ loc + np.sqrt(x @ np.linalg.solve(precision, x)) * nodes
+        mean = 1 / (1 + np.exp(-predictor))
+        slope, bend = (np.dot(weights, v) / weights.sum() for v in (label - mean, mean * (1 - mean)))
+        new = precision + bend * np.outer(x, x)
+        loc, precision = np.linalg.solve(new, precision @ loc + x * slope + bend * x * (x @ loc)), new
+    found = numbers(fitted.last).moments
+    np.testing.assert_allclose(found[0], loc, atol=1e-7 if x64 else 1e-4)
+    np.testing.assert_allclose(found[1], np.linalg.inv(precision), atol=1e-7 if x64 else 1e-4)
+
+
+def test_delbo_of_a_conjugate_stream_is_the_evidence(x64):
+    """Every row's bound is its log predictive density where the updates are exact, and there is nobody to agree with."""
+    fitted = alone(make_linear(), Y, AutoMultivariateNormal)
+    covariance = X @ PRIOR_COVARIANCE @ X.T + NOISE**2 * np.eye(len(Y))
+    evidence = stats.multivariate_normal.logpdf(Y, X @ PRIOR_LOC, covariance)
+    np.testing.assert_allclose(-fitted.losses[-1], evidence, rtol=1e-9 if x64 else 1e-4)
+    np.testing.assert_allclose(fitted.last.report.delbo, [evidence, 0.0, 0.0], rtol=1e-4, atol=1e-9 if x64 else 1e-4)
+
+
+def test_delbo_and_its_modelling_gap_add_up_to_the_predictive_density(x64):
+    """One row of a logistic model: the bound, and its gap to the integral that it bounds."""
+    far = 3 * X
+    schedule = consensus(np.ones((1, 1)), batch_size=1)
+    fitted = fit(make_logistic(), far, LABELS, np.zeros(12, int), NaturalGradient(), schedule, 1)
+    sd = 2 * np.linalg.norm(far[0])
+
+    def density(u):
+        return stats.norm.pdf(u, 0, sd) / (1 + np.exp(-(2 * LABELS[0] - 1) * u))
+
+    exact = np.log(integrate.quad(density, -12 * sd, 12 * sd, epsabs=1e-12)[0])
+    value, _, gap = np.asarray(fitted.last.report.delbo)
+    assert gap > 1e-4
+    np.testing.assert_allclose(value + gap, exact, atol=1e-6 if x64 else 1e-4)
+
+
+def test_consensus_gap_is_the_log_of_the_geometric_means_mass(x64):
+    fitted = fit(make_logistic(), X, LABELS, EVEN, NaturalGradient(), consensus(batch_size=1), 1)
+    held = agents(fitted, fitted.last)
+
+    def partition(vector, precision):
+        return 0.5 * vector @ np.linalg.solve(precision, vector) - 0.5 * np.linalg.slogdet(precision)[1]
+
+    mean = partition(*(np.mean([a[k] for a in held], axis=0) for k in (0, 1)))
+    wanted = np.mean([partition(*a) for a in held]) - mean
+    np.testing.assert_allclose(fitted.last.report.delbo[1], wanted, rtol=1e-8 if x64 else 1e-3)
+
+
+def test_replays_are_balanced_over_the_classes_seen():
+    class Rows:
+        sizes = (8, 5)
+        program = row = print
+
+        def classes(self):
+            return jnp.array([[0, 0, 0, 1, 0, 0, 2, 1], [1, 1, 1, 1, 1, -1, -1, -1]]), 3
+
+    replay = _stream.sort_classes(Rows())
+    positions, known = _stream.draw_seen(replay, jnp.int32(0), jnp.int32(6), KEY, 4000)
+    share = np.bincount(np.asarray(positions), minlength=8) / 4000
+    # Six rows seen: five of class 0 and one of class 1; class 2 has not come yet.
+    np.testing.assert_allclose(share, [0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0, 0], atol=0.03)
+    assert known.all()
+    assert not _stream.draw_seen(replay, jnp.int32(0), jnp.int32(0), KEY, 2)[1].any()
+    single, _ = _stream.draw_seen(replay, jnp.int32(1), jnp.int32(3), KEY, 3000)
+    np.testing.assert_allclose(np.bincount(np.asarray(single), minlength=5) / 3000, [1 / 3] * 3 + [0, 0], atol=0.04)
+
+
 class TestFaults:
     """Each law can fail."""
 
@@ -177,3 +342,23 @@ class TestFaults:
         right = _graph.chebyshev_coefficients
         monkeypatch.setattr(_gossip, "chebyshev_coefficients", lambda rho, k: right(rho, k) * [1.0, 0.9])
         assert mean_gap(fit(make_linear(), X, Y, groups(N), Conjugate(), Decentralized(RING), 4)) > 1e-2
+
+    def test_weight_one_leaves_a_share_of_the_precision(self):
+        """003, (11) read literally: every row counts 1/n in the network's mean."""
+        fitted = fit(make_linear(), X, Y, EVEN, Conjugate(), consensus(batch_size=1, likelihood_weight=1.0), 6)
+        assert streamed_gap(fitted) > 0.1
+        found = numbers(fitted.last).total[1] - np.linalg.inv(PRIOR_COVARIANCE)
+        np.testing.assert_allclose(found, X.T @ X / NOISE**2 / 4, rtol=1e-4)
+        assert mean_gap(fitted) < 1e-4
+
+    def test_a_mean_that_moves_by_the_old_information(self, monkeypatch):
+        """003, (13) as printed."""
+        monkeypatch.setattr(_row_updates, "_new_gradient", lambda gradient, spread, gain: gradient)
+        fitted = alone(make_logistic(), LABELS, AutoMultivariateNormal, expectation="probit")
+        assert np.abs(numbers(fitted.last).moments[0] - probit_steps(X, LABELS, 2.0)[0]).max() > 1e-2
+
+    def test_mixing_exponents_that_do_not_sum_to_one(self, monkeypatch):
+        """003, (11) has A_ij / n for A_ij."""
+        right = _gossip._apply
+        monkeypatch.setattr(_gossip, "_apply", lambda weights, values: right(weights / len(weights), values))
+        assert mean_gap(fit(make_linear(), X, Y, EVEN, Conjugate(), consensus(batch_size=1), 3)) > 1e-2
