@@ -37,8 +37,8 @@ def implementations():
                 and not getattr(found, "_is_protocol", False)
             )
             if own:
-                options = SETTINGS.get(found, options) | REQUIRED.get(name, {})
-                yield pytest.param(found, protocol, options, id=f"{room}-{name}")
+                settings = SETTINGS.get(found, options) | REQUIRED.get(name, {})
+                yield pytest.param(found, protocol, settings, id=f"{room}-{name}")
 
 
 each_implementation = pytest.mark.parametrize(("cls", "protocol", "options"), list(implementations()))
