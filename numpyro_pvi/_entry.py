@@ -30,6 +30,12 @@ def evaluate_loss(engine: Engine, state: PVIState, dynamic: list, static: tuple,
     return engine.loss(state, args, kwargs, fine)
 
 
+def evaluate_evidence(engine: Engine, state: PVIState, dynamic: list, static: tuple):
+    """Engine.evidence on split arguments, for ``jit``."""
+    args, kwargs = join_arguments(dynamic, static)
+    return engine.evidence(state, args, kwargs)
+
+
 def start_arrays(
     engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, local, mode: str
 ):

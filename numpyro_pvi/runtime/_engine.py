@@ -30,6 +30,7 @@ from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._local import FactorData, LocalProblem, exact_log_partition, solver_of_prior
+from ._moments import evidence, first_row_sites, moments_missed
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
@@ -37,6 +38,8 @@ from ._starts import first_local_sites, first_sites
 
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
+# What is folded into a state's key for the draws of its evidence.
+_EVIDENCE_DRAWS = 0x51ED
 
 
 class RoundsDone(NamedTuple):
@@ -227,7 +230,7 @@ class Engine:
             i, *before, losses, reports, _ = loop
             problem = fixed if static else self._state_problem(before[0], args, kwargs, fine)
             state, carry = self._round(problem, *before, args, kwargs, fine)
-            missed = carry.evaluation.missed & (not fine)
+            missed = (carry.evaluation.missed | moments_missed(carry)) & (not fine)
             losses = losses.at[i].set(jnp.where(missed, jnp.nan, -carry.evaluation.elbo))
             reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, carry.report)
             state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
@@ -271,7 +274,7 @@ class Engine:
             state = self._update_params(problem, state, carry, args, kwargs, fine)
             problem = self._state_problem(state, args, kwargs, fine)
         # Fresh draws for the next round, or new params, need a new evaluation.
-        if (problem.noisy and not self.solver.stochastic) or state.plan.partition.params:
+        if (problem.redraws and not self.solver.stochastic) or state.plan.partition.params:
             noise = self.noise(problem, next_key)
             changed = bool(state.plan.partition.params) or not problem.can_switch
             evaluation = settle(problem, state.sites, carry.evaluation, noise, carry.report.total_move, stale=changed)
@@ -305,6 +308,11 @@ class Engine:
         evaluation = self.carry(problem, state).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 
+    def evidence(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Power EP's log evidence at a state and its Monte Carlo standard error, in nats."""
+        problem = self._state_problem(state, args, kwargs, True)
+        return evidence(problem, state.sites, state.rule, jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS))
+
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
 
@@ -333,7 +341,9 @@ class Engine:
         base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
         moments = family.moments(natural + base)
         point = jnp.where(moments.valid, moments.loc, loc)
-        if local is None:
+        if problem.keeps_rows:
+            sites, rule = first_row_sites(problem, moments, point, mode)
+        elif local is None:
             sites, rule = first_sites(problem, moments, point, mode)
         else:
             rows = first_conditionals(plan, packing, *local)

@@ -98,7 +98,7 @@ class Synchronous:
             prior = problem.visit_prior(
                 old.q, carry.sites.prior, carry.prior_solver, prior_key, old.rule, noise, start=old.prior
             )
-        local = problem.local_proposal(carry, results.moved)
+        local = problem.local_proposal(carry, results.moved) if results.local is None else results.local
         proposal = SiteStack(results.site, None if prior is None else prior.site, local)
         if problem.stochastic:
             done = accept_once(problem, carry.sites, proposal, old, carry.schedule.step, noise)

@@ -2,9 +2,11 @@
 
 from ._algebra import SiteStack, cavity, damp, posterior, select, take
 from ._local import LocalSites, keep_groups, marginal_sites
+from ._rows import RowSites
 
 __all__ = [
     "LocalSites",
+    "RowSites",
     "SiteStack",
     "cavity",
     "damp",
