@@ -11,7 +11,7 @@ import numpy as np
 import tqdm
 
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
-from ._views import factor_labels
+from ._views import factor_labels, moment_notes
 from .errors import SkippedGroupError
 from .handlers import PRIOR
 from .schedules import RoundReport
@@ -100,6 +100,13 @@ def _raise_if_stuck(state: PVIState) -> None:
         return
     part = state.plan.partition
     label = factor_labels(state.plan)[int(runs.argmax())]
+    why = [note for note in moment_notes(state) if note.startswith(f"group {label!r}: ")]
+    if why:
+        raise SkippedGroupError(
+            f"group {label!r} was skipped in {SKIP_LIMIT} rounds running: {why[0].partition(': ')[2]} The exception's .state is "
+            "the last good state.",
+            state,
+        )
     latents = ", ".join(part.prior_latents if label is PRIOR else part.layout.names)
     raise SkippedGroupError(
         f"group {label!r} was skipped in {SKIP_LIMIT} rounds running: its log density or its gradient in latent(s) {latents} is "

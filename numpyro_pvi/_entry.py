@@ -30,10 +30,10 @@ def evaluate_loss(engine: Engine, state: PVIState, dynamic: list, static: tuple,
     return engine.loss(state, args, kwargs, fine)
 
 
-def evaluate_evidence(engine: Engine, state: PVIState, dynamic: list, static: tuple):
+def evaluate_evidence(engine: Engine, state: PVIState, dynamic: list, static: tuple, fine: bool):
     """Engine.evidence on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
-    return engine.evidence(state, args, kwargs)
+    return engine.evidence(state, args, kwargs, fine)
 
 
 def start_arrays(

@@ -19,6 +19,7 @@ from .families import GaussianFamily, GaussianMoments
 from .handlers import PRIOR
 from .schedules import RoundReport
 from .sites import SiteStack, posterior
+from .solvers import trouble_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +128,32 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
         skipped=report.skipped,
         skip_run=report.skip_run,
         cavity_proper=proper,
-        ess=np.full(len(labels), np.nan),
+        ess=_effective_sizes(state, len(labels)),
         structure=structure,
         expectation=expectation,
         valid=bool(report.valid),
         total_move=float(report.total_move),
         rounds=int(state.step),
-        notes=notes,
+        notes=(*notes, *moment_notes(state)),
     )
+
+
+def moment_notes(state: PVIState) -> tuple[str, ...]:
+    """One sentence for every factor whose tilted moments were not what was asked for in its last visit."""
+    solvers = jax.device_get((state.solver_state, state.prior_solver_state))
+    count = len(state.plan.partition.table.labels)
+    found = [trouble_of(solvers[0], i) for i in range(count)]
+    if state.plan.partition.has_prior_factor:
+        found = [trouble_of(solvers[1]), *found]
+    pairs = zip(factor_labels(state.plan), found, strict=True)
+    return tuple(f"group {label!r}: {text}." for label, text in pairs if text is not None)
+
+
+def _effective_sizes(state: PVIState, count: int) -> np.ndarray:
+    """Effective sample sizes of sampled moments, by factor; NaN where nothing is weighted."""
+    sizes = [getattr(s, "ess", None) for s in (state.prior_solver_state, state.solver_state)]
+    given = [np.asarray(x).reshape(-1) for x in sizes if x is not None]
+    return np.concatenate(given) if given else np.full(count, np.nan)
 
 
 def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITrace | None:

@@ -146,7 +146,7 @@ class PVI(SVI):
         self._rounds = jax.jit(run_rounds, static_argnames=("engine", "static", "length", "fine"))
         self._start = jax.jit(start_arrays, static_argnames=("engine", "plan", "static", "mode"))
         self._loss = jax.jit(evaluate_loss, static_argnames=("engine", "static", "fine"))
-        self._evidence = jax.jit(evaluate_evidence, static_argnames=("engine", "static"))
+        self._evidence = jax.jit(evaluate_evidence, static_argnames=("engine", "static", "fine"))
 
     # ------------------------------------------------------------------ SVI's verbs
 
@@ -417,7 +417,11 @@ class PVI(SVI):
             value = -self.evaluate(state, *args, **kwargs)
             return (value, jnp.zeros_like(value)) if with_error else value
         args, kwargs = self._checked_arguments(state, args, kwargs)
-        value, error = self._evidence(self._engine, state, *split_arguments(args, kwargs))
+        dynamic, static = split_arguments(args, kwargs)
+        fine = state.plan.fine or is_traced((state, dynamic))
+        value, error, missed = self._evidence(self._engine, state, dynamic, static, fine=fine)
+        if not fine and bool(missed):
+            value, error, _ = self._evidence(self._engine, state, dynamic, static, fine=True)
         return (value, error) if with_error else value
 
     def info(self, state: PVIState) -> PVIInfo:

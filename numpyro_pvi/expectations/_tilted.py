@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import inverse_root, scaled_cholesky, symmetrise
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
-from ..sites import cavity
 
 # Powers are halved so often before a group's moments are given up: 2^-12 of its power.
 TEMPERINGS = 12
@@ -109,7 +108,7 @@ def from_points(
         ess = jnp.sum(weights) ** 2 / jnp.sum(weights**2)
         # Mass beyond the border is what an improper tilted distribution has.
         inside = jnp.max(jnp.where(cloud.border, logs, -jnp.inf)) < top - _BORDER
-        proper = jnp.where(is_grid, inside, family.in_domain(cavity(q, site, power * share)))
+        proper = jnp.where(is_grid, inside, family.in_domain(q - site * (power * share)))
         return ess, proper & (ess >= least)
 
     ess, good = jax.vmap(look)(shares)
@@ -123,7 +122,9 @@ def from_points(
     spread = jnp.where(is_grid, 0.0, jnp.maximum(1.0 / ess[0] - 1.0 / count, 0.0)) / power**2
     counted = jnp.where(is_grid, jnp.nan, ess[0])
     valid = finite & jnp.any(good) & fits
-    return Tilted(change, log_mean / power, spread, counted, noise, share, jnp.int32(0), jnp.array(False), finite, valid)
+    return Tilted(
+        change, log_mean / power, spread, counted, noise, share, jnp.int32(0), jnp.array(False), finite, valid
+    )
 
 
 def _matched(family, cloud: PointCloud, logs, q, proposal: Proposal, is_grid):
@@ -188,7 +189,7 @@ def exact_tilted(
     """
     moments = family.moments(q)
     own = 0.5 * jnp.vdot(q.precision_mean, moments.loc) - 0.5 * moments.log_det_precision
-    rest = cavity(q, site, power)
+    rest = q - site * power
     precision = rest.precision if family.full else jnp.diag(rest.precision)
     matrix, proper = scaled_cholesky(precision + power * factor.precision)
     root = inverse_root(matrix)

@@ -59,7 +59,13 @@ def row_sites_zero(program: AffineProgram, chunk: tuple, dtype: Any) -> RowSites
 
 
 def tilted_rows(
-    program: AffineProgram, chunk: tuple, sites: RowSites, moments: GaussianMoments, power: float, level: Any, num_rules: int
+    program: AffineProgram,
+    chunk: tuple,
+    sites: RowSites,
+    moments: GaussianMoments,
+    power: float,
+    level: Any,
+    num_rules: int,
 ) -> Expected:
     """Match the moments of every row of a chunk, in parallel, from the same q.
 

@@ -308,9 +308,9 @@ class Engine:
         evaluation = self.carry(problem, state).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 
-    def evidence(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Power EP's log evidence at a state and its Monte Carlo standard error, in nats."""
-        problem = self._state_problem(state, args, kwargs, True)
+    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
+        """Power EP's log evidence at a state, its Monte Carlo standard error (nats), and whether a finer rule is needed."""
+        problem = self._state_problem(state, args, kwargs, fine)
         return evidence(problem, state.sites, state.rule, jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS))
 
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):

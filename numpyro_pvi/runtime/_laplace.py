@@ -75,7 +75,9 @@ def laplace_proposal(
         share, found, tries = jax.lax.while_loop(worse, shorten, first)
         moved = share * (aim - point)
         good = tries < _HALVINGS
-        kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), (point + moved, found), (point, (total, aim, precision)))
+        kept = jax.tree.map(
+            lambda a, b: jnp.where(good, a, b), (point + moved, found), (point, (total, aim, precision))
+        )
         gain = jnp.where(good, jnp.max(jnp.abs(moved) / sd), 0.0)
         return kept[0], count + 1, kept[1], gain
 

@@ -37,7 +37,7 @@ from ..schedules import RoundCarry, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take
 from ..solvers import LocalResult
 from ._laplace import laplace_proposal
-from ._rules import cheaper_rule, escalated, first_rule, relative_error
+from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
 
 if TYPE_CHECKING:
     from ._local import LocalProblem
@@ -54,7 +54,7 @@ class MomentFactor:
     take_moments: Callable[[Any, Any, float, Any], Tilted]
 
     def tilted(self, q: Any, site: Any, power: float, key: Any) -> Tilted:
-        """See :meth:`numpyro_pvi.solvers.LocalFactor.tilted`."""
+        """See :meth:`numpyro_pvi.solvers.TiltedFactor.tilted`."""
         return self.take_moments(q, site, power, key)
 
 
@@ -82,7 +82,7 @@ def method_of(problem: LocalProblem, prior: bool) -> Any:
         return wanted
     if not prior and problem.quadratic and wanted in ("auto", "exact"):
         return "exact"
-    if (_own_values(program) if prior else _single_rows(problem)):
+    if _own_values(program) if prior else _single_rows(problem):
         return "rows"
     if dim <= GRID_DIM:
         return "grid"
@@ -227,14 +227,14 @@ def all_rows(problem: LocalProblem, q: Any, local: RowSites, rule: Rule) -> Expe
 
     def at(level):
         chunks = (data.chunks, local)
-        return problem.runtime.sum_chunks(
-            partial(expect, level=level), chunks, data.chunk_group, data.offsets, working
-        )
+        return problem.runtime.sum_chunks(partial(expect, level=level), chunks, data.chunk_group, data.offsets, working)
 
     return escalated(at, cheaper_rule(rule), problem.num_rules)
 
 
-def _solve_found(problem: LocalProblem, q: Any, rule: Rule, found: Expected, site: Any, state: Any, key: Any) -> LocalResult:
+def _solve_found(
+    problem: LocalProblem, q: Any, rule: Rule, found: Expected, site: Any, state: Any, key: Any
+) -> LocalResult:
     """The solver's answer to moments that a pass over rows has found."""
     factor = MomentFactor(problem.family, lambda *_: _of_rows(found, rule))
     return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
@@ -245,9 +245,7 @@ def _of_rows(found: Expected, rule: Rule) -> Tilted:
     temper, held = jnp.where(report.tempered > 0, 0.5 * one, one), report.held.astype(jnp.int32)
     some = (held == 0) | jnp.any(report.change.precision != 0) | jnp.any(report.change.precision_mean != 0)
     missed = relative_error(found) > rule.tolerance
-    return Tilted(
-        report.change, found.value, 0 * one, one * jnp.nan, 0 * one, temper, held, missed, some, some
-    )
+    return Tilted(report.change, found.value, 0 * one, one * jnp.nan, 0 * one, temper, held, missed, some, some)
 
 
 # --------------------------------------------------------------------------------------------------------- factors
@@ -377,7 +375,7 @@ def first_row_sites(problem: LocalProblem, at_prior: Any, loc: Float[Array, "D"]
 
 def evidence(
     problem: LocalProblem, sites: SiteStack, rule: Rule, key: Any
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
     ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, which is DESIGN's formula with the
@@ -390,14 +388,17 @@ def evidence(
         key: random key.
 
     Returns:
-        ``(value, standard error)``.
+        ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed than was compiled in.
     """
     q, power = posterior(problem.prior_natural, sites), problem.solver.power
     group_key, prior_key = jax.random.split(key)
-    tight = rule._replace(tolerance=jnp.minimum(rule.tolerance, 1e-6).astype(rule.tolerance.dtype))
+    dtype = rule.tolerance.dtype
+    tight = rule._replace(tolerance=jnp.asarray(TOLERANCE[dtype.name], dtype))
+    missed = jnp.array(False)
     if method_of(problem, False) == "rows":
         found = all_rows(problem, q, sites.local, tight)
-        value, variance = jnp.sum(found.value), jnp.zeros(())
+        value, variance = jnp.sum(found.value), jnp.zeros((), dtype)
+        missed = relative_error(found) > tight.tolerance
     else:
 
         def look(index, site, key):
@@ -410,6 +411,6 @@ def evidence(
         value, variance = jnp.sum(values), jnp.sum(variances)
     if problem.has_prior_factor:
         own = prior_factor(problem, tight).tilted(q, sites.prior, power, prior_key)
-        value, variance = value + own.value, variance + own.variance
+        value, variance, missed = value + own.value, variance + own.variance, missed | own.missed
     base = jnp.where(jnp.any(problem.data.exact), problem.data.prior_partition, 0.0)
-    return problem.family.log_partition(q) - base + value, jnp.sqrt(variance)
+    return problem.family.log_partition(q) - base + value, jnp.sqrt(variance), missed

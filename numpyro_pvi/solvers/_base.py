@@ -56,8 +56,15 @@ class LocalFactor(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class TiltedFactor(Protocol):
+    """One group's exact factor, as a solver that matches moments sees it."""
+
+    family: GaussianFamily
+
     def tilted(self, q: Any, site: Any, power: float, key: Any) -> Tilted:
-        """What matching the moments of ``q (p / t)^power`` asks for; only for solvers that match moments.
+        """What matching the moments of ``q (p / t)^power`` asks for.
 
         Args:
             q: natural parameters of q.

@@ -15,7 +15,7 @@ from ..errors import PVIError
 from ..expectations import MOMENTS, Expected, ImportanceMoments, LaplaceMoments, Moments, with_settings
 from ..families import GaussianFamily
 from ..sites import select
-from ._base import LocalFactor, LocalResult
+from ._base import LocalResult, TiltedFactor
 
 # Halvings after which a step is 1e-6 of a full one.
 _MAX_TRIES = 20
@@ -23,7 +23,22 @@ _MAX_TRIES = 20
 _SWING, _LEAST_STEP = -0.5, 2.0**-6
 
 # Why a group's moments were not what was asked for.
-FINE, NOT_FINITE, IMPROPER, COLLAPSED, HELD, NO_STEP = range(6)
+FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
+_SMALLER = "a smaller power (PowerEP(power=0.5)) or a smaller damping"
+_SENTENCES = {
+    NOT_FINITE: "its log density is not finite anywhere under q: narrow the prior, scale the columns, or check that "
+    "the observations lie in the likelihood's support",
+    NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity (q without its site) is "
+    f"improper or its weights have collapsed: use {_SMALLER}, moments='laplace', or solver=NaturalGradient(), which needs no "
+    "proper cavity",
+    NO_STEP: f"no step towards its tilted moments left q normalisable: use {_SMALLER}",
+    COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
+    "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace', a smaller power, or split the group",
+    IMPROPER: "its cavity (q without its site) is improper at the full power for some of it, so these moments were taken at "
+    f"less: where this lasts the limit is not that of the power asked for; use {_SMALLER}",
+    HELD: "the moments of {held} row(s) were not finite, and these kept their sites: look for observations that are all "
+    "but impossible, or use a smaller damping",
+}
 
 
 class PowerEPState(NamedTuple):
@@ -42,6 +57,25 @@ class PowerEPState(NamedTuple):
     trouble: Int[Array, ""]
     # Whether quadrature asked for a finer rule than was compiled in.
     missed: Bool[Array, ""]
+
+
+def trouble_of(state: Any, index: int | None = None) -> str | None:
+    """What went wrong with a group's tilted moments in its last visit, and the remedy; None where nothing did.
+
+    Args:
+        state: the solver state of one group, or of all with ``index``; of any solver.
+        index: which group.
+
+    Returns:
+        A sentence without the group's name.
+    """
+    if not isinstance(state, PowerEPState):
+        return None
+    one = state if index is None else jax.tree.map(lambda x: x[index], state)
+    sentence = _SENTENCES.get(int(one.trouble))
+    if sentence is None:
+        return None
+    return sentence.format(ess=float(one.ess), temper=float(one.temper), held=int(one.held))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +191,7 @@ class PowerEP:
 
     def solve(
         self,
-        factor: LocalFactor,
+        factor: TiltedFactor,
         cavity: Any,
         site: Any,
         state: PowerEPState,
@@ -183,7 +217,7 @@ class PowerEP:
         sampled = ~jnp.isnan(found.ess)
         reasons = [
             (~found.finite, NOT_FINITE),
-            (~found.valid, IMPROPER),
+            (~found.valid, NO_TILTED),
             (usable & ~good, NO_STEP),
             ((found.temper < 1) & sampled, COLLAPSED),
             (found.temper < 1, IMPROPER),
