@@ -10,7 +10,7 @@ import numpy as np
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 from . import checks, models, oracles
 from .fits import Fit, fit
@@ -54,6 +54,9 @@ CELLS = (
     Cell("linear-local-parallel", "linear", LOCAL, SYNCHRONOUS, 5, (1, 6), 2),
     Cell("linear-stochastic-cyclic", "linear", STOCHASTIC, SEQUENTIAL, 3, (1, 6), 2),
     Cell("linear-stochastic-parallel", "linear", STOCHASTIC, SYNCHRONOUS, 5, (1, 6), 2),
+    Cell("linear-ep-cyclic", "linear", PowerEP(), SEQUENTIAL, 3, (1, 2, 6), 2),
+    Cell("linear-power-ep-parallel", "linear", PowerEP(0.3), SYNCHRONOUS, 12, (1, 2, 6), 2),
+    Cell("linear-ep-rows-damped", "linear", PowerEP(factors="row"), DAMPED, 5, (1, 2, 6), 5),
     Cell("logistic-cyclic", "logistic", NATURAL, SEQUENTIAL, 5, (1, 3, 6), 20),
     Cell("logistic-random", "logistic", NATURAL, RANDOM, 2, (1, 3, 6), 20),
     Cell("logistic-parallel", "logistic", NATURAL, SYNCHRONOUS, 1, (1, 3, 6), 25),

@@ -12,7 +12,7 @@ LINKS = {"logit": lambda u: -np.logaddexp(0, -u), "probit": log_ndtr}
 
 
 def grid_ep(X, y, labels, link="logit", power=1.0, prior_sd=2.0, sweeps=60, diagonal=False):
-    """Sequential power EP with one site per label, the tilted distribution summed over a grid in whitened coordinates.
+    """Power EP of a binary regression, one site per label.
 
     Args:
         X: Float[N, D], D of 1 or 2.
@@ -27,11 +27,36 @@ def grid_ep(X, y, labels, link="logit", power=1.0, prior_sd=2.0, sweeps=60, diag
     Returns:
         ``(loc, covariance, log evidence)``.
     """
-    dim, log_likelihood = X.shape[1], LINKS[link]
+
+    def factor_of(g):
+        mine = labels == g
+        return lambda theta: LINKS[link]((theta @ X[mine].T) * (2 * y[mine] - 1)).sum(1)
+
+    factors = [factor_of(g) for g in np.unique(labels)]
+    prior = np.zeros(X.shape[1]), np.eye(X.shape[1]) / prior_sd**2
+    base = log_partition(*prior)
+    return factors_ep(factors, prior, base, power=power, sweeps=sweeps, diagonal=diagonal)
+
+
+def factors_ep(factors, prior, base, start=None, power=1.0, sweeps=60, diagonal=False):
+    """Sequential power EP, every tilted distribution summed over a grid in whitened coordinates.
+
+    Args:
+        factors: log densities of many points, one per site.
+        prior: natural parameters of the exactly held prior.
+        base: its log partition function.
+        start: sites to start from.
+        power: alpha.
+        sweeps: sweeps over all factors.
+        diagonal: whether q is mean-field.
+
+    Returns:
+        ``(loc, covariance, log evidence)``.
+    """
+    dim = len(prior[0])
     axis = np.arange(-60, 61) * 0.2
     grid = np.stack(np.meshgrid(*[axis] * dim, indexing="ij"), -1).reshape(-1, dim)
-    prior = np.zeros(dim), np.eye(dim) / prior_sd**2
-    sites = {g: (np.zeros(dim), np.zeros((dim, dim))) for g in np.unique(labels)}
+    sites = dict(enumerate(start or [(np.zeros(dim), np.zeros((dim, dim))) for _ in factors]))
 
     def posterior():
         return tuple(prior[k] + sum(site[k] for site in sites.values()) for k in (0, 1))
@@ -40,10 +65,8 @@ def grid_ep(X, y, labels, link="logit", power=1.0, prior_sd=2.0, sweeps=60, diag
         covariance = np.linalg.inv(precision)
         root = np.linalg.cholesky(covariance)
         theta = covariance @ vector + grid @ root.T
-        mine = labels == g
-        factor = log_likelihood((theta @ X[mine].T) * (2 * y[mine] - 1)).sum(1)
         h, P = vector - power * sites[g][0], precision - power * sites[g][1]
-        logs = theta @ h - 0.5 * np.einsum("ni,ij,nj->n", theta, P, theta) + power * factor
+        logs = theta @ h - 0.5 * np.einsum("ni,ij,nj->n", theta, P, theta) + power * factors[g](theta)
         cell = 0.2**dim * np.prod(np.diag(root))
         return theta, logs, cell
 
@@ -58,7 +81,7 @@ def grid_ep(X, y, labels, link="logit", power=1.0, prior_sd=2.0, sweeps=60, diag
             new = np.linalg.inv(np.diag(np.diag(covariance)) if diagonal else covariance)
             sites[g] = sites[g][0] + (new @ loc - vector) / power, sites[g][1] + (new - precision) / power
     vector, precision = posterior()
-    evidence = log_partition(vector, precision) - log_partition(*prior)
+    evidence = log_partition(vector, precision) - base
     for g in sites:
         _, logs, cell = tilted(g, vector, precision)
         log_mass = logs.max() + np.log(np.exp(logs - logs.max()).sum() * cell)
