@@ -14,6 +14,7 @@ from ._state import SKIP_LIMIT, PVIInfo, PVIState
 from ._views import factor_labels, moment_notes
 from .errors import SkippedGroupError
 from .handlers import PRIOR
+from .runtime import noise_floor
 from .schedules import RoundReport
 
 # Rounds in one compiled block: long enough that re-reading the data between blocks does not show, short enough to look
@@ -79,8 +80,13 @@ def drive(
             bar.update(ran)
             bar.set_postfix_str(f"elbo {-losses[-1][-1]:.6g}, largest move {move:.1e} sd", refresh=False)
             _raise_if_stuck(state)
-            if tol is not None and move <= tol:
-                converged, message = True, f"converged after {done} rounds: no move above {tol:g} posterior sd"
+            floor = 0.0 if tol is None else float(noise_floor(state.solver_state, state.report))
+            if tol is not None and move <= max(tol, floor):
+                why = "" if move <= tol else ", the noise of sampled moments (more draws would lower it)"
+                converged, message = (
+                    True,
+                    f"converged after {done} rounds: no move above {max(tol, floor):g} posterior sd{why}",
+                )
             elif callback is not None and callback(done, state, info(state)):
                 message = f"stopped by the callback after {done} rounds"
     except KeyboardInterrupt:

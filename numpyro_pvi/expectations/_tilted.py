@@ -30,7 +30,7 @@ class Tilted(NamedTuple):
     variance: Float[Array, "*M"]
     # Effective sample size at the full power, NaN where nothing is sampled.
     ess: Float[Array, "*M"]
-    # Standard error of the tilted mean, in sds of q, largest coordinate; 0 where nothing is sampled.
+    # Standard error of the change of q's mean that a full step makes, in sds, largest coordinate; 0 where nothing is sampled.
     noise: Float[Array, "*M"]
     # Share of the power that was used: 1 unless the cavity was improper or the weights had collapsed.
     temper: Float[Array, "*M"]
@@ -123,7 +123,7 @@ def from_points(
     counted = jnp.where(is_grid, jnp.nan, ess[0])
     valid = finite & jnp.any(good) & fits
     return Tilted(
-        change, log_mean / power, spread, counted, noise, share, jnp.int32(0), jnp.array(False), finite, valid
+        change, log_mean / power, spread, counted, noise / used, share, jnp.int32(0), jnp.array(False), finite, valid
     )
 
 

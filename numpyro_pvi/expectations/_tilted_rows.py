@@ -241,14 +241,14 @@ def _integrate(program: AffineProgram, spec: TermSpec, data: TermData, law: _Law
     def integrand(*z):
         return jnp.exp(exponent(*z) - top)
 
-    rules = {"rule": rules[0], "num_rules": rules[1]}
+    options = {"rule": rules[0], "num_rules": rules[1]}
     if count == 1:
-        found = expect_1d(integrand, law.mean[:, 0], sd[:, 0], **rules)
+        found = expect_1d(integrand, law.mean[:, 0], sd[:, 0], **options)
         slope = (found.grad / found.value)[:, None]
         second = (found.hess / found.value)[:, None, None]
     else:
         c = law.covariance
-        found = expect_2d(integrand, law.mean[:, 0], law.mean[:, 1], c[:, 0, 0], c[:, 0, 1], c[:, 1, 1], **rules)
+        found = expect_2d(integrand, law.mean[:, 0], law.mean[:, 1], c[:, 0, 0], c[:, 0, 1], c[:, 1, 1], **options)
         slope = found.grad / found.value[:, None]
         uu, uv, vv = (found.hess[:, k] / found.value for k in range(3))
         second = jnp.stack([jnp.stack([uu, uv], -1), jnp.stack([uv, vv], -1)], -2)

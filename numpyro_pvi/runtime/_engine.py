@@ -30,7 +30,7 @@ from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._local import FactorData, LocalProblem, exact_log_partition, solver_of_prior
-from ._moments import evidence, first_row_sites, moments_missed
+from ._moments import evidence, first_row_sites, moments_missed, noise_floor
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
@@ -224,7 +224,8 @@ class Engine:
             i, _, carry, *_, missed = loop
             stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
             last = carry.report.total_move
-            return (i < count) & ~missed & ~((i > 0) & ((last <= tol) | stuck))
+            limit = jnp.where(tol >= 0, jnp.maximum(tol, noise_floor(carry.solver, carry.report)), tol)
+            return (i < count) & ~missed & ~((i > 0) & ((last <= limit) | stuck))
 
         def one(loop):
             i, *before, losses, reports, _ = loop

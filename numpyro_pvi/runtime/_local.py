@@ -29,9 +29,10 @@ from ..solvers import Derivatives, LocalResult, LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._conditionals import visit_with_locals
 from ._mapping import sum_one_group
-from ._moments import is_sampled, keeps_rows, visit_all_moments, visit_group_moments, visit_prior_moments
+from ._moments import visit_all_moments, visit_group_moments, visit_prior_moments
 from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
+from ._tilted import is_sampled, keeps_rows
 
 # Antithetic pairs that sigma points are compared with; of the likelihood, whose passes cost rows, only the first few.
 COMPARED_PAIRS = 16

@@ -48,7 +48,7 @@ class PowerEPState(NamedTuple):
     step: Float[Array, ""]
     # The last move that was asked for: the change of q's location and of its log sds, in sds.
     last: Float[Array, "two_D"]
-    # Effective sample size (NaN where nothing is sampled) and the standard error of the tilted mean, in sds of q.
+    # Effective sample size (NaN where nothing is sampled), and the standard error of a full step's move, in sds of q.
     ess: Float[Array, ""]
     noise: Float[Array, ""]
     # Share of the power that was used, rows that kept their sites, and what went wrong (0: nothing).

@@ -8,7 +8,7 @@ import pytest
 from jax.scipy.special import ndtr
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-import numpyro_pvi.runtime._moments as moments
+import numpyro_pvi.runtime._tilted as moments
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import PowerEP
 

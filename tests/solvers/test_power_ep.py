@@ -17,7 +17,8 @@ from numpyro_pvi._driver import _raise_if_stuck
 from numpyro_pvi.errors import PVIError, SkippedGroupError
 from numpyro_pvi.expectations import Proposal, Tilted, from_points, grid_cloud, normal_cloud
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
-from numpyro_pvi.runtime._moments import method_of
+from numpyro_pvi.runtime import noise_floor
+from numpyro_pvi.runtime._tilted import method_of
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import ImportanceMoments, LaplaceMoments, LocalResult, PowerEP
 
@@ -340,6 +341,17 @@ def test_sampled_moments_meet_the_rows_by_quadrature(data):
         assert abs(float(value) - evidence) < 5 * float(error)
 
 
+def test_a_tolerance_below_the_noise_is_met_by_the_noise(data):
+    """Once late rounds are averaged the run ends, and says that it was noise that ended it."""
+    pvi = pvi_of(regression, 2, PowerEP(moments=ImportanceMoments(64)))
+    result = pvi.run(jax.random.key(0), 150, *data, tol=1e-9, progress_bar=False)
+    assert result.converged and "noise of sampled moments" in result.message
+    assert 8 < len(result.losses) < 150
+    state = result.state
+    assert float(noise_floor(state.solver_state, state.report)) >= float(state.report.total_move)
+    assert float(noise_floor((), state.report)) == 0.0
+
+
 def test_a_group_of_one_row_has_its_rows_moments(data):
     """factors="group" with one row a group is factors="row", without being asked."""
     X, y = data[0][:6], data[1][:6]
@@ -349,6 +361,13 @@ def test_a_group_of_one_row_has_its_rows_moments(data):
     ]
     np.testing.assert_allclose(states[0].params["auto_loc"], states[1].params["auto_loc"], rtol=1e-6)
     assert np.all(np.isnan(states[0].info.ess))
+
+
+def test_starting_values_of_the_guide_are_refused_where_rows_have_sites(data):
+    with pytest.raises(PVIError, match="factors='group'"):
+        pvi_of(regression, 3, PowerEP(factors="row")).init(
+            jax.random.key(0), *data, init_params={"auto_loc": jnp.zeros(3)}
+        )
 
 
 @pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoDiagonalNormal], ids=["full", "mean-field"])
