@@ -14,7 +14,7 @@ from numpyro.infer import RenyiELBO
 
 from ._state import Plan, PVIState
 from .errors import PVIError
-from .factors import join_arguments
+from .factors import join_arguments, split_arguments
 from .runtime import Engine, gradient_jumps
 
 
@@ -34,6 +34,23 @@ def evaluate_evidence(engine: Engine, state: PVIState, dynamic: list, static: tu
     """Engine.evidence on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.evidence(state, args, kwargs, fine)
+
+
+def evidence_of(
+    compiled: Callable, engine: Engine, state: PVIState, args: tuple, kwargs: dict, loss: Callable
+) -> tuple:
+    """Log evidence and its standard error in nats: of a solver that matches moments, or the ELBO from ``loss``.
+
+    A finer quadrature rule is compiled in where the one at hand will not do.
+    """
+    if not getattr(engine.solver, "matches_moments", False):
+        return -loss(state, *args, **kwargs), jnp.zeros((), float_dtype())
+    dynamic, static = split_arguments(args, kwargs)
+    fine = state.plan.fine or is_traced((state, dynamic))
+    value, error, missed = compiled(engine, state, dynamic, static, fine=fine)
+    if not fine and bool(missed):
+        value, error, _ = compiled(engine, state, dynamic, static, fine=True)
+    return value, error
 
 
 def start_arrays(

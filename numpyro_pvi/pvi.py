@@ -21,6 +21,7 @@ from ._entry import (
     compare_forms,
     evaluate_evidence,
     evaluate_loss,
+    evidence_of,
     float_dtype,
     is_traced,
     positional_names,
@@ -413,16 +414,9 @@ class PVI(SVI):
         Returns:
             Nats; with ``with_error`` the pair ``(value, standard error)``.
         """
-        if not getattr(self.solver, "matches_moments", False):
-            value = -self.evaluate(state, *args, **kwargs)
-            return (value, jnp.zeros_like(value)) if with_error else value
         args, kwargs = self._checked_arguments(state, args, kwargs)
-        dynamic, static = split_arguments(args, kwargs)
-        fine = state.plan.fine or is_traced((state, dynamic))
-        value, error, missed = self._evidence(self._engine, state, dynamic, static, fine=fine)
-        if not fine and bool(missed):
-            value, error, _ = self._evidence(self._engine, state, dynamic, static, fine=True)
-        return (value, error) if with_error else value
+        found = evidence_of(self._evidence, self._engine, state, args, kwargs, self.evaluate)
+        return found if with_error else found[0]
 
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
@@ -530,17 +524,13 @@ class PVI(SVI):
         unconstrained = {
             n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()
         }
-        return self._optimiser.init(unconstrained)
-
-    @property
-    def _optimiser(self) -> Any:
-        return self.optim
+        return self.optim.init(unconstrained)
 
     def _param_values(self, state: PVIState) -> dict:
         if not state.plan.partition.params:
             return {}
         transforms = param_transforms(self.guide)
-        return {n: transforms[n](v) for n, v in self._optimiser.get_params(state.optim_state).items()}
+        return {n: transforms[n](v) for n, v in self.optim.get_params(state.optim_state).items()}
 
     def _start_mode(self, plan: Plan, init_params: dict | None) -> str:
         gaussian_params = guide_param_names(self.guide, plan.partition.layout.names)

@@ -29,12 +29,14 @@ from ..schedules import RoundCarry, RoundReport, Schedule, empty_report
 from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
-from ._local import FactorData, LocalProblem, exact_log_partition, solver_of_prior
+from ._local import FactorData, LocalProblem, solver_of_prior
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor
+from ._priors import exact_log_partition
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
 from ._starts import first_local_sites, first_sites
+from ._tilted import keeps_rows
 
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
@@ -342,7 +344,7 @@ class Engine:
         base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
         moments = family.moments(natural + base)
         point = jnp.where(moments.valid, moments.loc, loc)
-        if problem.keeps_rows:
+        if keeps_rows(problem):
             sites, rule = first_row_sites(problem, moments, point, mode)
         elif local is None:
             sites, rule = first_sites(problem, moments, point, mode)

@@ -32,7 +32,7 @@ from ._mapping import sum_one_group
 from ._moments import visit_all_moments, visit_group_moments, visit_prior_moments
 from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
-from ._tilted import is_sampled, keeps_rows
+from ._tilted import is_sampled
 
 # Antithetic pairs that sigma points are compared with; of the likelihood, whose passes cost rows, only the first few.
 COMPARED_PAIRS = 16
@@ -109,11 +109,6 @@ class LocalProblem:
     def matches_moments(self) -> bool:
         """Whether local solves match moments, so that rounds are accepted when q is valid."""
         return getattr(self.solver, "matches_moments", False)
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether single rows have sites."""
-        return keeps_rows(self)
 
     @property
     def num_groups(self) -> int:
@@ -476,23 +471,3 @@ def solver_of_prior(solver: LocalSolver) -> LocalSolver:
 
 def _values_only(expected: Expected | None) -> Expected | None:
     return None if expected is None else dataclasses.replace(expected, target=None, product=None)
-
-
-def exact_log_partition(family: GaussianFamily, natural: GaussianNatural, exact: Bool[Array, "D"]) -> Float[Array, ""]:
-    """Log partition function of the exactly held prior over the coordinates that it covers, in nats.
-
-    Args:
-        family: the family of q.
-        natural: the prior's natural parameters, zero on every other coordinate.
-        exact: the coordinates it covers.
-
-    Returns:
-        ``A(eta_0)``, flat coordinates left out; NaN where the prior is not normalisable on the others.
-    """
-    diagonal = family.precision_diagonal(natural)
-    # A flat (improper) prior has log density 0 and nothing to normalise.
-    flat = (diagonal == 0) & (natural.precision_mean == 0)
-    outside = (~exact | flat).astype(natural.precision.dtype)
-    padding = jnp.diag(outside) if family.full else outside
-    padded = GaussianNatural(natural.precision_mean, natural.precision + padding)
-    return family.log_partition(padded) - 0.5 * jnp.sum(outside) * math.log(2 * math.pi)
