@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -529,8 +529,8 @@ class PVI(SVI):
     def _param_values(self, state: PVIState) -> dict:
         if not state.plan.partition.params:
             return {}
-        transforms = param_transforms(self.guide)
-        return {n: transforms[n](v) for n, v in self.optim.get_params(state.optim_state).items()}
+        transforms, optim = param_transforms(self.guide), cast(Any, self.optim)
+        return {n: transforms[n](v) for n, v in optim.get_params(state.optim_state).items()}
 
     def _start_mode(self, plan: Plan, init_params: dict | None) -> str:
         gaussian_params = guide_param_names(self.guide, plan.partition.layout.names)
