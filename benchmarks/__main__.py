@@ -13,10 +13,13 @@ NAMES = {
     "meanfield": "diagonal q on correlated columns converges to its own optimum",
     "bnn": "a Bayesian network on MNIST: test error, posterior sds, time and memory of a round beside SVI's",
     "hierarchical": "radon, eight schools, baseball with private effects against long NUTS, beside SVI",
+    "continual": "tasks and counties that come one after another: streaming, revisiting, batch; forgetting",
     "gallery": "eight models after NumPyro's examples: ELBO and time against SVI's best with the same guide",
     "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
     "ep-probit": "power EP by rows against textbook EP: moments and evidence",
     "ep-logistic": "EP from sampled moments against the exact posterior, beside VI and Laplace",
+    "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
+    "resume": "kill -9 at random moments of a run that keeps a file: does it go on, to the same bits (--kills)",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 
@@ -29,7 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("name", choices=[*NAMES, "all"], help="which benchmark")
     parser.add_argument(
-        "--data", metavar="DIR", help="folder with covtype_397k.npz (glm runs on it too) and mnist.npz (bnn)"
+        "--data", metavar="DIR", help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn, continual)"
     )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")
@@ -37,6 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", action="store_true", help="with glm: growth of time and memory instead")
     parser.add_argument("--no-cold", action="store_true", help="with glm: leave the fresh processes out")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="with regressions or gallery: only these")
+    parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
     return parser.parse_args(arguments)
 
@@ -54,6 +58,8 @@ def main() -> int:
         modules = ["sizes"] if name == "glm" and options.size else [name]
         if options.name == "all" and name == "glm":
             modules = ["glm", "sizes"]
+        # "async" is a word of the language, which no module can be called.
+        modules = ["asynchronous" if module == "async" else module for module in modules]
         for module in modules:
             print(f"## {module}\n\n{_report.describe_machine()}", flush=True)
             report = importlib.import_module(f"benchmarks.{module.replace('-', '_')}").run(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from ._resume import Checkpoint, Progress
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
 from ._views import factor_labels, moment_notes
 from .errors import SkippedGroupError
@@ -36,68 +38,88 @@ class Run(NamedTuple):
 def drive(
     rounds: Callable,
     info: Callable[[PVIState], PVIInfo],
-    state: PVIState,
+    before: Progress,
     num_steps: int,
     tol: float | None,
     callback: Callable | None,
     progress_bar: bool,
+    checkpoint: Checkpoint | None = None,
 ) -> Run:
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
     Args:
         rounds: ``(state, count, tol, length) -> (state, losses, reports, done, missed)``, compiled once for all blocks.
         info: a state's report.
-        state: where to start.
-        num_steps: number of rounds.
+        before: where to start, and what was done before.
+        num_steps: number of rounds, those done before included.
         tol: tolerance in posterior sds, or None.
         callback: called after every round.
         progress_bar: whether to show progress.
+        checkpoint: where to write the progress, or None.
 
     Returns:
-        The last state, the losses of the rounds that ran, and how it ended.
+        The last state, the losses of all rounds, and how it ended.
 
     Raises:
         SkippedGroupError: when a factor was skipped in :data:`SKIP_LIMIT` rounds running.
     """
-    dtype = jnp.result_type(float)
-    limit = jnp.asarray(-1.0 if tol is None else tol, dtype)
+    limit = jnp.asarray(-1.0 if tol is None else tol, jnp.result_type(float))
     step = 1 if callback is not None else max(1, min(BLOCK, num_steps // 20)) if progress_bar else BLOCK
-    losses: list[np.ndarray] = []
-    reports: list[RoundReport] = []
-    done, converged, message = 0, None if tol is None else False, ""
-    bar = tqdm.tqdm(total=num_steps, disable=not progress_bar, unit="round")
+    now = written = before
+    if checkpoint is not None and not before.done:
+        # A folder that cannot be written to, or a label that cannot be stored, should show before hours of rounds.
+        checkpoint.write(before)
+    converged, message = None if tol is None else False, ""
+    bar = tqdm.tqdm(total=num_steps, initial=before.done, disable=not progress_bar, unit="round")
     try:
-        while done < num_steps and not message:
-            count = min(step, num_steps - done)
-            state, block, seen, ran, _ = rounds(state, jnp.int32(count), limit, BLOCK)
+        # A run that was stopped between its last write and what follows it takes that up first.
+        converged, message = _ended(now, info, tol, callback if now.done < num_steps else None)
+        while now.done < num_steps and not message:
+            room = None if checkpoint is None else checkpoint.room(now.done)
+            count = min(step, num_steps - now.done, step if room is None else room)
+            state, losses, reports, ran, _ = rounds(now.state, jnp.int32(count), limit, BLOCK)
             ran = int(ran)
             if ran == 0:
+                now = dataclasses.replace(now, state=state)
                 continue
-            losses.append(np.asarray(block)[:ran])
-            reports.append(jax.tree.map(lambda x, ran=ran: np.asarray(x)[:ran], seen))
-            move = float(reports[-1].total_move[-1])
-            done += ran
+            block = np.asarray(losses)[:ran]
+            now = now.after(state, block, jax.tree.map(lambda x, ran=ran: np.asarray(x)[:ran], reports))
             bar.update(ran)
-            bar.set_postfix_str(f"elbo {-losses[-1][-1]:.6g}, largest move {move:.1e} sd", refresh=False)
+            move = float(now.reports[-1].total_move[-1])
+            bar.set_postfix_str(f"elbo {-block[-1]:.6g}, largest move {move:.1e} sd", refresh=False)
             _raise_if_stuck(state)
-            floor = 0.0 if tol is None else float(noise_floor(state.solver_state, state.report))
-            if tol is not None and move <= max(tol, floor):
-                why = "" if move <= tol else ", the noise of sampled moments (more draws would lower it)"
-                converged, message = (
-                    True,
-                    f"converged after {done} rounds: no move above {max(tol, floor):g} posterior sd{why}",
-                )
-            elif callback is not None and callback(done, state, info(state)):
-                message = f"stopped by the callback after {done} rounds"
+            if checkpoint is not None and checkpoint.due(now.done):
+                checkpoint.write(now)
+                written = now
+            converged, message = _ended(now, info, tol, callback)
     except KeyboardInterrupt:
-        message = f"interrupted by the user after {done} rounds; the state is that of the last finished block"
+        message = f"interrupted by the user after {now.done} rounds; the state is that of the last finished block"
     finally:
         bar.close()
+    if checkpoint is not None and written.done != now.done:
+        checkpoint.write(now)
     if not message:
-        message = f"ran {done} rounds" + ("" if tol is None else f" without reaching tol={tol:g}")
-    found = jax.tree.map(lambda *blocks: np.concatenate(blocks), *reports) if reports else None
-    all_losses = jnp.asarray(np.concatenate(losses) if losses else np.zeros(0, dtype))
-    return Run(state, all_losses, found, converged, message)
+        message = f"ran {now.done} rounds" + ("" if tol is None else f" without reaching tol={tol:g}")
+    if before.done:
+        message += f" ({before.done} of them before, as the checkpoint has them)"
+    losses = jnp.asarray(now.all_losses, jnp.result_type(float))
+    return Run(now.state, losses, now.all_reports, converged, message)
+
+
+def _ended(now: Progress, info: Callable, tol: float | None, callback: Callable | None) -> tuple[bool | None, str]:
+    """Whether a run has converged (None when that was not asked for), and why it should stop now, if it should."""
+    if now.done and tol is not None:
+        move, floor = (
+            float(now.reports[-1].total_move[-1]),
+            float(noise_floor(now.state.solver_state, now.state.report)),
+        )
+        if move <= max(tol, floor):
+            why = "" if move <= tol else ", the noise of sampled moments (more draws would lower it)"
+            return True, f"converged after {now.done} rounds: no move above {max(tol, floor):g} posterior sd{why}"
+    converged = None if tol is None else False
+    if now.done and callback is not None and callback(now.done, now.state, info(now.state)):
+        return converged, f"stopped by the callback after {now.done} rounds"
+    return converged, ""
 
 
 def _raise_if_stuck(state: PVIState) -> None:

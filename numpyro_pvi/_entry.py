@@ -10,12 +10,16 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from numpyro.infer import RenyiELBO
 
 from ._state import Plan, PVIState
-from .errors import PVIError
+from .errors import PVIError, StateError
 from .factors import join_arguments, split_arguments
-from .runtime import Engine, gradient_jumps
+from .handlers import Partition
+from .runtime import Engine, Runtime, gradient_jumps
+from .schedules import Schedule
+from .solvers import LocalSolver
 
 
 def run_rounds(engine: Engine, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
@@ -61,6 +65,12 @@ def start_arrays(
     return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
 
 
+def arrive_groups(engine: Engine, state: PVIState, dynamic: list, static: tuple, known, mode: str):
+    """Engine.arrive on split arguments, for ``jit``."""
+    args, kwargs = join_arguments(dynamic, static)
+    return engine.arrive(state, args, kwargs, known, mode)
+
+
 def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, key):
     """gradient_jumps on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
@@ -69,6 +79,86 @@ def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tu
     return gradient_jumps(
         engine, plan, packing, args, kwargs, params, jnp.asarray(loc, dtype), jnp.asarray(sd, dtype), key
     )
+
+
+_EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
+
+
+def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, schedule: Any, runtime: Any) -> None:
+    """Refuse choices that are none, or that do not fit together.
+
+    Args:
+        model: the model, or a Partition of one.
+        num_groups: number of random blocks, or None.
+        init_sites: where sites start.
+        solver: local solver.
+        schedule: who moves when.
+        runtime: where it runs.
+
+    Raises:
+        PVIError: naming the argument and what to write.
+    """
+    if init_sites not in ("auto", "prior", "curvature"):
+        raise PVIError(f"init_sites={init_sites!r}: expected 'auto', 'prior' or 'curvature'.")
+    if isinstance(model, Partition) and num_groups is not None:
+        raise PVIError(
+            "num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups)."
+        )
+    if isinstance(model, Partition) and model.group is not None:
+        raise PVIError("the Partition is restricted to one group; pass it without `group`.")
+    kinds = ((solver, LocalSolver, "solver"), (schedule, Schedule, "schedule"), (runtime, Runtime, "runtime"))
+    for value, kind, word in kinds:
+        if isinstance(value, type) or not isinstance(value, kind):
+            raise PVIError(f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.")
+
+
+def check_state(state: Any) -> None:
+    """Refuse what is no state, such as the result it came in."""
+    if not isinstance(state, PVIState):
+        raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
+
+
+def draws_form(
+    engine: Engine, plan: Plan, planned: Any, dynamic: list, static: tuple, optim_state: Any, key: Any
+) -> str:
+    """How factors by draws take their curvature: "hessian" where second derivatives see all of it, "stein" where gradients jump."""
+    compare = jax.jit(compare_forms, static_argnames=("engine", "plan", "static"))
+    moments = planned.prior_loc, planned.prior_sd
+    return (
+        "stein"
+        if bool(compare(engine, plan, planned.packing, dynamic, static, optim_state, *moments, key))
+        else "hessian"
+    )
+
+
+def check_run(num_steps: Any, tol: Any, loss_every: Any = 1, least: int = 1) -> None:
+    """Refuse numbers of rounds and tolerances that mean nothing.
+
+    Args:
+        num_steps: rounds.
+        tol: posterior sds, or None.
+        loss_every: rounds between losses.
+        least: fewest rounds.
+
+    Raises:
+        PVIError: naming the argument.
+    """
+    if not isinstance(num_steps, (int, np.integer)) or num_steps < least:
+        kind = "a positive int" if least else "an int of at least 0"
+        raise PVIError(f"num_steps={num_steps!r}: expected {kind}, the number of rounds.")
+    if tol is not None and not tol > 0:
+        raise PVIError(f"tol={tol!r}: expected a positive number of posterior sds, or None.")
+    if not isinstance(loss_every, (int, np.integer)) or loss_every < 1:
+        raise PVIError(f"loss_every={loss_every!r}: expected a positive int.")
+
+
+def refuse_two_starts(init_state: Any, init_params: Any) -> None:
+    """Raise when ``run`` is told to continue from a state and to start from params: SVI drops the params silently."""
+    if init_state is not None and init_params is not None:
+        raise PVIError(
+            "run(init_state=..., init_params=...): a state says where q is already, so init_params would be dropped. "
+            "Leave out one: init_params starts afresh from guide params, init_state continues."
+        )
 
 
 def is_traced(tree: Any) -> bool:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._state import PVIState
+from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError
 from .factors import PartitionPlan
-from .guides import guide_param_names, params_to_natural
+from .guides import guide_param_names, param_transforms, params_to_natural
 from .sites import SiteStack, posterior
 
 
@@ -40,6 +40,24 @@ def initial_params(found: dict, given: dict | None, has_optim: bool) -> dict:
         return jnp.asarray(value, jnp.result_type(default))
 
     return {n: jax.tree.map(like, (given or {}).get(n, v), v) for n, v in found.items()}
+
+
+def init_optim(optim: Any, guide: Any, params: dict) -> Any:
+    """The optimiser's state at unconstrained values of the model's params; None without an optimiser."""
+    if optim is None:
+        return None
+    transforms, dtype = param_transforms(guide), jnp.result_type(float)
+    return optim.init(
+        {n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()}
+    )
+
+
+def param_values(optim: Any, guide: Any, state: PVIState) -> dict:
+    """Constrained values of the model's ``numpyro.param`` sites."""
+    if not state.plan.partition.params:
+        return {}
+    transforms = param_transforms(guide)
+    return {n: transforms[n](v) for n, v in optim.get_params(state.optim_state).items()}
 
 
 def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
@@ -117,3 +135,52 @@ def refuse_improper(state: PVIState) -> None:
         f"q is not normalisable at the start: latent {layout.coordinate_name(worst)} has no proper prior and the data do not "
         "determine it (no curvature at the starting point). Give it a proper prior, or start from init_params."
     )
+
+
+def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None) -> str:
+    """Where sites start: "prior", "curvature", or "auto" to let the first looks at the factors decide.
+
+    Args:
+        guide: the guide.
+        init_sites: what the user asked for.
+        plan: the plan.
+        init_params: the user's, or None.
+
+    Returns:
+        The mode.
+
+    Raises:
+        PVIError: for curvature where it could not be read.
+    """
+    gaussian_params = guide_param_names(guide, plan.partition.layout.names)
+    if init_params is not None and gaussian_params & set(init_params):
+        return "prior"
+    if init_sites == "curvature" and plan.partition.likelihood == "reparameterised":
+        raise PVIError(
+            "init_sites='curvature' reads Hessians at the prior's location, which reparameterised draws are there to avoid: "
+            "leave init_sites='auto' and start q near the data with init_params, or pass "
+            "NaturalGradient(expectation='monte_carlo')."
+        )
+    if init_sites != "auto":
+        return init_sites
+    # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do
+    # without one.
+    cheap = plan.partition.likelihood in ("affine", "local") or not plan.partition.exact
+    return "auto" if cheap else "prior"
+
+
+def check_structure(solver: Any, plan: Plan) -> None:
+    """Refuse factors that the solver cannot treat.
+
+    Args:
+        solver: the local solver.
+        plan: the plan.
+
+    Raises:
+        PVIError: naming the factor and the solver to use.
+    """
+    part = plan.partition
+    solver.check_groups(dict(zip(part.table.labels, part.table.sizes, strict=True)), part.mechanism)
+    solver.check(part.likelihood, plan.family.full, f"likelihood in {part.where}")
+    if part.has_prior_factor:
+        solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
@@ -185,3 +186,126 @@ def power_iteration_step(
     value = jnp.dot(probe, image)
     norm = jnp.linalg.norm(image)
     return value, jnp.where(norm > 0, image / jnp.where(norm > 0, norm, 1.0), probe)
+
+
+def newton_in_bracket(function, low, high, start, num_steps: int, increasing: bool = True) -> Float[Array, "..."]:
+    """Elementwise root of a function with one change of sign: Newton steps, halving the bracket where they leave it.
+
+    Args:
+        function: maps x to (value, slope), elementwise.
+        low: lower ends of the brackets.
+        high: upper ends.
+        start: where to begin, inside the brackets.
+        num_steps: number of evaluations, fixed so that the program has one shape.
+        increasing: whether the function is negative below the root; where it is almost flat its slope may round to 0.
+
+    Returns:
+        The roots; where the function does not change sign, the end of the bracket that is closest to doing so. Not
+        meant to be differentiated: its callers have the derivative from the implicit function theorem.
+    """
+
+    def step(_, carry):
+        low, high, x = carry
+        value, slope = function(x)
+        right = value < 0 if increasing else value > 0
+        low, high = jnp.where(right, x, low), jnp.where(right, high, x)
+        proposal = x - value / slope
+        # At the root rounding may put the step an ulp outside: that is convergence, not a reason to halve.
+        slack = 4 * jnp.finfo(x.dtype).eps * (1 + jnp.abs(x))
+        inside = (proposal >= low - slack) & (proposal <= high + slack)
+        return low, high, jnp.where(value == 0, x, jnp.where(inside, proposal, 0.5 * (low + high)))
+
+    return jax.lax.fori_loop(0, num_steps, step, (low, high, start))[2]
+
+
+def snap_to_positive(value: Float[Array, "..."], resolution: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A quantity that is positive in exact arithmetic and was found as a difference of rounded numbers.
+
+    Args:
+        value: the differences.
+        resolution: the rounding error they carry.
+
+    Returns:
+        The differences, raised to the resolution where rounding has brought them below it; NaN where they are negative
+        by far more than rounding explains.
+    """
+    return jnp.where(value < -32 * resolution, jnp.nan, jnp.maximum(value, resolution))
+
+
+def keep_positive(value: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Raise non-positive (and underflowed) numbers to the square root of the smallest normal number."""
+    return jnp.where(value > 0, value, jnp.sqrt(jnp.finfo(value.dtype).tiny))
+
+
+def above_minus_one(value: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Raise numbers to the smallest one above -1: ``concentration - 1`` of the smallest concentration it can hold."""
+    return jnp.where(value > -1, value, -1 + jnp.finfo(value.dtype).epsneg)
+
+
+def inside_support(
+    value: Float[Array, "..."], low: float | None = 0.0, high: float | None = None
+) -> Float[Array, "..."]:
+    """Draws moved off the ends of an open interval, where rounding has put them: log statistics stay finite there.
+
+    Args:
+        value: draws.
+        low: lower end, or None.
+        high: upper end, or None.
+
+    Returns:
+        The draws; those at an end come back as the closest number inside.
+    """
+    info = jnp.finfo(value.dtype)
+    if low is not None:
+        value = jnp.maximum(value, low + info.tiny if low == 0 else low + info.eps * abs(low))
+    if high is not None:
+        value = jnp.minimum(value, high - info.epsneg * abs(high))
+    return value
+
+
+def inside_unit(length: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Lengths that are below 1 in exact arithmetic: 1 and what rounding adds to it become the closest number below 1.
+
+    Args:
+        length: numbers >= 0.
+
+    Returns:
+        Numbers in [0, 1); NaN where the length is above 1 by far more than rounding explains.
+    """
+    info = jnp.finfo(length.dtype)
+    return jnp.where(length > 1 + 16 * info.eps, jnp.nan, jnp.minimum(length, 1 - info.epsneg))
+
+
+def finite_logits(logit: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Replace infinite logits by finite ones whose probability rounds to 0 or 1."""
+    far = -jnp.log(jnp.finfo(logit.dtype).tiny)
+    return jnp.where(jnp.isinf(logit), jnp.sign(logit) * far, logit)
+
+
+def symmetric_to_lower(matrix: Float[Array, "*batch D D"]) -> Float[Array, "*batch P"]:
+    """The lower triangle, diagonal included, of symmetric matrices, row by row."""
+    rows, columns = np.tril_indices(matrix.shape[-1])
+    return matrix[..., rows, columns]
+
+
+def lower_to_symmetric(entries: Float[Array, "*batch P"], dim: int) -> Float[Array, "*batch D D"]:
+    """The inverse of :func:`symmetric_to_lower`.
+
+    Args:
+        entries: D (D + 1) / 2 numbers.
+        dim: D.
+
+    Returns:
+        Symmetric matrices.
+    """
+    rows, columns = np.tril_indices(dim)
+    place = np.zeros((dim, dim), int)
+    place[rows, columns] = place[columns, rows] = np.arange(len(rows))
+    return entries[..., place]
+
+
+def polar_parts(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*batch D D"], Float[Array, "*batch D D"]]:
+    """``(M M^T)^1/2`` and ``(M^T M)^1/2``, by singular values."""
+    left, values, right = jnp.linalg.svd(matrix)
+    outer = jnp.einsum("...ik,...k,...jk->...ij", left, values, left)
+    return outer, jnp.einsum("...ki,...k,...kj->...ij", right, values, right)

@@ -27,6 +27,15 @@ class Plan:
     signature: Any
     # Whether the costliest quadrature rule is compiled in: switched on when rows first ask for it.
     fine: bool = False
+    # Labels of the groups whose rows are not at hand, in the order of their sites' slots.
+    absent: tuple = ()
+    # Rows to which the arguments are filled up before a compiled program sees them; 0 where they are taken as they are.
+    padded_rows: int = 0
+
+    @property
+    def groups(self) -> tuple:
+        """Labels of all groups: absent ones, then those whose rows are at hand."""
+        return (*self.absent, *self.partition.table.labels)
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +43,8 @@ class Plan:
 class PVIState:
     """State of a fit: arrays, and one static field ``plan``. Holds no data.
 
-    With local latents ``sites.local`` holds the posterior of every row's own latents.
+    With local latents ``sites.local`` holds the posterior of every row's own latents. The groups whose rows ``update``
+    takes are *present*; of every other group there is its site alone, in ``sites.others``.
 
     ``rng_key``, ``optim_state`` and ``mutable_state`` are named as in ``SVIState``.
     """
@@ -57,6 +67,16 @@ class PVIState:
     # Rounds done.
     step: Any
     plan: Plan = dataclasses.field(metadata={"static": True})
+
+    @property
+    def groups(self) -> tuple:
+        """Labels of all groups, in the order of the stacked sites: absent ones, then present ones."""
+        return self.plan.groups
+
+    @property
+    def present(self) -> tuple:
+        """Labels of the groups whose rows ``update`` takes."""
+        return self.plan.partition.table.labels
 
     @property
     def mutable_state(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,11 @@ import numpyro.distributions as dist
 from numpyro.distributions.transforms import ReshapeTransform, biject_to
 
 from ._state import Plan, PVIInfo, PVIState, PVITrace
-from .errors import ImproperError
+from .errors import ImproperError, PVIError
 from .expectations import RULES
 from .families import GaussianFamily, GaussianMoments
 from .handlers import PRIOR
-from .schedules import RoundReport
+from .schedules import BY_FACTOR, RoundReport
 from .sites import SiteStack, posterior
 from .solvers import trouble_of
 
@@ -110,13 +111,44 @@ def _marginal(family: GaussianFamily, moments: GaussianMoments, where: slice, sh
     return base if real else dist.TransformedDistribution(base, transform)
 
 
+def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
+    """Natural parameters of one agent's own q.
+
+    Args:
+        schedule: of the fit.
+        state: a state.
+        agent: the group's label.
+
+    Returns:
+        Natural parameters over the flat vector.
+
+    Raises:
+        PVIError: when there is one q for all, or for an unknown label.
+    """
+    own = getattr(schedule, "agent_natural", None)
+    if own is None:
+        raise PVIError(
+            f"posterior(agent={agent!r}): under {type(schedule).__name__} there is one q for all groups; leave agent out, or pass "
+            "schedule=Decentralized(...), where every group has its own."
+        )
+    return own(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
+
+
 def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
-    proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites))
-    labels, count = factor_labels(state.plan), len(part.table.labels)
+    proper, others_proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites))
+    labels, absent = factor_labels(state.plan), state.plan.absent
+    count, apart = len(part.table.labels), len(absent)
     found = part.likelihood if part.enumeration is None else "enumerated"
     structure, expectation = (found,) * count, (_words(part.likelihood, state, 0),) * count
+    if absent:
+        # Nothing happens to a group whose rows are not at hand.
+        first = int(part.has_prior_factor)
+        by_factor = {n: getattr(report, n) for n in BY_FACTOR}
+        report = report._replace(**{n: np.insert(x, [first] * apart, 0) for n, x in by_factor.items()})
+        labels, proper = (*labels[:first], *absent, *labels[first:]), np.concatenate([others_proper[:apart], proper])
+        structure, expectation = (found,) * apart + structure, ("site only",) * apart + expectation
     if part.has_prior_factor:
         proper = np.concatenate([[prior_proper], proper])
         structure, expectation = (part.prior_kind, *structure), (_words(part.prior_kind, state, 1), *expectation)
@@ -195,11 +227,15 @@ def factor_labels(plan: Plan) -> tuple:
 
 
 @partial(jax.jit, static_argnames="family")
-def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack) -> tuple[Any, Any]:
-    """Whether q without each group's site, and without the prior factor's, is normalisable."""
+def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack) -> tuple[Any, Any, Any]:
+    """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable."""
     q = posterior(prior, sites)
-    groups = family.in_domain(jax.tree.map(lambda a, b: a - b, q, sites.groups))
-    return groups, groups[0] if sites.prior is None else family.in_domain(q - sites.prior)
+
+    def without(stack: Any) -> Any:
+        return family.in_domain(jax.tree.map(lambda a, b: a - b, q, stack))
+
+    others = True if sites.others is None else without(sites.others)
+    return without(sites.groups), others, True if sites.prior is None else family.in_domain(q - sites.prior)
 
 
 def _words(kind: str, state: PVIState, which: int) -> str:

@@ -24,6 +24,10 @@ _FAMILIES = {
     autoguide.AutoDiagonalNormal: NormalFamily,
     autoguide.AutoNormal: NormalFamily,
 }
+NOT_SET_UP = (
+    "the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away; for a state from a file, "
+    "pvi.load(path, *args) or pvi.evaluate(state, *args)."
+)
 SUPPORTED = "AutoMultivariateNormal, AutoDiagonalNormal, AutoNormal"
 
 
@@ -230,7 +234,7 @@ def param_transforms(guide: Any) -> dict[str, Any]:
         StateError: when the guide is not set up.
     """
     if guide.prototype_trace is None:
-        raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
+        raise StateError(NOT_SET_UP)
     sites = guide.prototype_trace.items()
     return {n: biject_to(s["kwargs"].get("constraint", constraints.real)) for n, s in sites if s["type"] == "param"}
 
@@ -252,6 +256,6 @@ def _permutation(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[np.nd
     if guide.prototype_trace is None:
         # Set up later under jit or vmap (as Predictive does) it would order its flat vector otherwise, and read another
         # posterior.
-        raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
+        raise StateError(NOT_SET_UP)
     own = list(guide._init_locs)
     return np.concatenate([np.arange(where[n].start, where[n].stop) for n in own])

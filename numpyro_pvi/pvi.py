@@ -4,41 +4,58 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
-from ._driver import drive
+from ._driver import Run, drive
 from ._entry import (
+    arrive_groups,
+    check_choices,
     check_keywords,
     check_loss,
-    compare_forms,
+    check_run,
+    check_state,
+    draws_form,
     evaluate_evidence,
     evaluate_loss,
     evidence_of,
     float_dtype,
     is_traced,
     positional_names,
+    refuse_two_starts,
     run_rounds,
     start_arrays,
 )
-from ._initial import initial_params, refuse_improper, refuse_nothing_shared, spread_params
+from ._groups import check_rows, forgotten, reduced, refuse_absent, restored, rows_of, site_of
+from ._initial import (
+    check_structure,
+    init_optim,
+    initial_params,
+    param_values,
+    refuse_improper,
+    refuse_nothing_shared,
+    spread_params,
+    start_mode,
+)
 from ._locals import by_unit, joint_params, local_distributions
+from ._newcomers import Newcomers, arrival_mode
+from ._prototype import prepare_guide, prototype
+from ._resume import Progress, begin
+from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._views import NaturalView, describe, latent_distributions, trace_of
-from .errors import PartitionError, PVIError, StateError
+from ._views import NaturalView, agent_natural, describe, latent_distributions, trace_of
+from .errors import PartitionError, PVIError
 from .factors import (
     Layout,
     abstract_trace,
     as_arrays,
     check_finite_arguments,
-    check_same_signature,
     enumerated,
     model_layout,
     move_to_prior_factor,
@@ -48,19 +65,11 @@ from .factors import (
     split_arguments,
     with_expectation,
 )
-from .guides import (
-    check_guide,
-    family_of,
-    guide_layout,
-    guide_param_names,
-    natural_to_params,
-    param_transforms,
-    setup_guide,
-)
+from .guides import check_guide, family_of, guide_layout, natural_to_params, setup_guide
 from .handlers import PRIOR, FullPlates, Partition, find_plates, pick_plate
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
-from .sites import cavity, posterior, take
+from .sites import cavity, posterior
 from .solvers import LocalSolver, NaturalGradient
 
 _DEFAULT_GROUPS = 10
@@ -116,22 +125,8 @@ class PVI(SVI):
         check_guide(guide)
         inner = model.fn if isinstance(model, Partition) else model
         check_keywords(inner, static_kwargs, type(self).__init__, type(self).run)
-        if init_sites not in ("auto", "prior", "curvature"):
-            raise PVIError(f"init_sites={init_sites!r}: expected 'auto', 'prior' or 'curvature'.")
-        if isinstance(model, Partition) and num_groups is not None:
-            raise PVIError(
-                "num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups)."
-            )
-        if isinstance(model, Partition) and model.group is not None:
-            raise PVIError("the Partition is restricted to one group; pass it without `group`.")
         solver, schedule, runtime = solver or NaturalGradient(), schedule or Synchronous(), runtime or Vmap()
-        for value, kind, word in (
-            (solver, LocalSolver, "solver"),
-            (schedule, Schedule, "schedule"),
-            (runtime, Runtime, "runtime"),
-        ):
-            if isinstance(value, type) or not isinstance(value, kind):
-                raise PVIError(f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.")
+        check_choices(model, num_groups, init_sites, solver, schedule, runtime)
         if optim is not None:
             super().__init__(inner, guide, optim, loss, **static_kwargs)
         else:
@@ -141,6 +136,8 @@ class PVI(SVI):
         self.num_groups, self.init_sites = num_groups, init_sites
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
         self._labels: tuple = ()
+        # Supports of the latents as a loaded file has them, until the guide is set up.
+        self._supports: dict[str, Any] = {}
         # Plates that draw mini-batches run over all of their rows here, wherever the model is evaluated.
         self._full_model = FullPlates(inner)
         self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
@@ -148,6 +145,7 @@ class PVI(SVI):
         self._start = jax.jit(start_arrays, static_argnames=("engine", "plan", "static", "mode"))
         self._loss = jax.jit(evaluate_loss, static_argnames=("engine", "static", "fine"))
         self._evidence = jax.jit(evaluate_evidence, static_argnames=("engine", "static", "fine"))
+        self._arrive = jax.jit(arrive_groups, static_argnames=("engine", "static", "mode"))
 
     # ------------------------------------------------------------------ SVI's verbs
 
@@ -193,17 +191,17 @@ class PVI(SVI):
         planned = with_expectation(planned, expectation, family.full)
         plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
         params = initial_params(planned.params, init_params, self.optim is not None)
-        optim_state = self._init_optim(plan, params)
+        optim_state = init_optim(self.optim, self.guide, params)
         dynamic, static = split_arguments(args, kwargs)
 
         if planned.plan.unstructured == "monte_carlo":
-            form = self._draws_form(plan, planned, dynamic, static, optim_state, plan_key)
+            form = draws_form(self._engine, plan, planned, dynamic, static, optim_state, plan_key)
             planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, unstructured=form))
             plan = dataclasses.replace(plan, partition=planned.plan)
         local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
 
         def start(plan, mode=None):
-            mode = self._start_mode(plan, init_params) if mode is None else mode
+            mode = start_mode(self.guide, self.init_sites, plan, init_params) if mode is None else mode
             moments = planned.prior_loc, planned.prior_sd, local
             return self._start(self._engine, plan, planned.packing, dynamic, static, optim_state, *moments, mode=mode)
 
@@ -216,7 +214,7 @@ class PVI(SVI):
         if not bool(proper) and self.init_sites == "auto":
             # An improper prior that the data complete: q is normalisable from the factors' curvature only.
             arrays, _, proper = start(plan, "curvature")
-        self._check_structure(plan)
+        check_structure(self.solver, plan)
         state = PVIState(rng_key=key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
         if init_params is not None:
             state = spread_params(self.guide, state, init_params)
@@ -248,8 +246,7 @@ class PVI(SVI):
             StateError: when the arguments differ in structure, shape or dtype from those given to ``init``.
         """
         del forward_mode_differentiation
-        args, kwargs = self._checked_arguments(state, args, kwargs)
-        dynamic, static = split_arguments(args, kwargs)
+        dynamic, static = self._rows(state, args, kwargs)
         never = jnp.asarray(-1.0, float_dtype())
         done = self._advance(state, dynamic, static, jnp.int32(1), never, 1)
         if not is_traced(done.done) and int(done.done) == 0:
@@ -263,10 +260,13 @@ class PVI(SVI):
         return self.update(state, *args, forward_mode_differentiation=forward_mode_differentiation, **kwargs)
 
     def evaluate(self, state: PVIState, *args: Any, **kwargs: Any) -> Float[Array, ""]:
-        """Negative global ELBO at a state, in nats; ``update``'s loss equals this at the state it returns."""
-        args, kwargs = self._checked_arguments(state, args, kwargs)
-        dynamic, static = split_arguments(args, kwargs)
-        fine = state.plan.fine or is_traced((state, dynamic))
+        """Negative global ELBO at a state, in nats; ``update``'s loss equals this at the state it returns.
+
+        Groups whose rows are not at hand count by their sites, which stand in for their factors up to a constant: losses
+        of states with the same absent groups compare, others do not.
+        """
+        dynamic, static = self._rows(state, args, kwargs)
+        fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, self._engine)
         loss, missed = self._loss(self._engine, state, dynamic, static, fine=fine)
         if not fine and bool(missed):
             loss, _ = self._loss(self._engine, state, dynamic, static, fine=True)
@@ -296,6 +296,8 @@ class PVI(SVI):
         tol: float | None = None,
         callback: Callable[[int, PVIState, PVIInfo], bool | None] | None = None,
         loss_every: int = 1,
+        checkpoint: Any = None,
+        checkpoint_every: int | None = None,
         **kwargs: Any,
     ) -> PVIRunResult:
         """Run up to ``num_steps`` rounds of the schedule in compiled blocks.
@@ -308,10 +310,15 @@ class PVI(SVI):
             stable_update: accepted for SVI's sake; every PVI round is stable.
             forward_mode_differentiation: accepted for SVI's sake.
             init_state: continue from this state.
-            init_params: see :meth:`init`.
+            init_params: see :meth:`init`; not together with ``init_state``.
             tol: stop when no posterior mean or log sd moves by more than ``tol`` posterior sds in a round.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
             loss_every: rounds between reported losses; the others are NaN.
+            checkpoint: path of a file that the run keeps, and goes on from where it is there: a run that was killed is
+                finished by the same call. ``num_steps`` counts the rounds of both, ``losses`` has them all, and the result
+                is bit for bit that of a run that was never stopped. A file of another run (solver, schedule, groups,
+                arguments, ``rng_key`` or ``init_state``) is refused. ``callback`` is called again for the round of the file.
+            checkpoint_every: rounds between writes; None writes after every compiled block of up to 32 rounds.
             kwargs: the model's keyword arguments.
 
         Returns:
@@ -319,24 +326,17 @@ class PVI(SVI):
             holds the last state that was finished, and says so.
 
         Raises:
-            PVIError: for ``num_steps`` below 1.
+            PVIError: for ``num_steps`` below 1, and for ``init_params`` beside ``init_state``.
+            CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
             SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
         """
         del stable_update, forward_mode_differentiation
-        if not isinstance(num_steps, (int, np.integer)) or num_steps < 1:
-            raise PVIError(f"num_steps={num_steps!r}: expected a positive int, the number of rounds.")
-        if tol is not None and not tol > 0:
-            raise PVIError(f"tol={tol!r}: expected a positive number of posterior sds, or None.")
-        if not isinstance(loss_every, (int, np.integer)) or loss_every < 1:
-            raise PVIError(f"loss_every={loss_every!r}: expected a positive int.")
-        state = self.init(rng_key, *args, init_params=init_params, **kwargs) if init_state is None else init_state
-        args, kwargs = self._checked_arguments(state, args, kwargs)
-        dynamic, static = split_arguments(args, kwargs)
-
-        def rounds(state, count, tol, length):
-            return self._advance(state, dynamic, static, count, tol, length)
-
-        run = drive(rounds, self.info, state, int(num_steps), tol, callback, progress_bar)
+        check_run(num_steps, tol, loss_every)
+        refuse_two_starts(init_state, init_params)
+        given = self._arguments(args, kwargs)
+        kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
+        rows = self._rows(before.state, args, kwargs)
+        run = self._drive(before, *rows, int(num_steps), tol, callback, progress_bar, kept)
         losses = jnp.where((jnp.arange(1, len(run.losses) + 1) % loss_every) == 0, run.losses, jnp.nan)
         trace = trace_of(run.state, run.losses, run.reports)
         params, info = self.get_params(run.state), self.info(run.state)
@@ -344,23 +344,64 @@ class PVI(SVI):
 
     # ------------------------------------------------------------------ what SVI does not have
 
-    def posterior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
+    def save(self, path: Any, state: PVIState) -> None:
+        """Write a state to one file: no pickle, nothing of the data, and at any moment all of the old file or of the new.
+
+        Args:
+            path: the file (mode 0600); one that is there is replaced. Its folder exists; a symbolic link is refused.
+            state: a state.
+
+        Raises:
+            CheckpointError: for what cannot be written: a label or argument that is neither text nor number, a path.
+            StateError: for anything but a state.
+        """
+        save_state(path, self, state)
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> PVIState:
+        """Read a state that :meth:`save` has written, or the last one of ``run(checkpoint=path)``.
+
+        This PVI may be fresh: it needs the model, the kind of guide, ``optim``, ``solver`` and ``schedule`` that the file was
+        written with, and goes on to the bit where the state was left (same versions, same device).
+
+        Args:
+            path: the file.
+            args: the model's positional arguments, if they are at hand: ``get_params`` and ``Predictive`` want a guide that
+                is set up, which takes them. Without them, ``posterior`` works at once, and ``update``, ``run`` and
+                ``evaluate`` set the guide up.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            The state.
+
+        Raises:
+            CheckpointError: saying whether the file is missing, cut short, damaged, foreign, of a newer version, or of a PVI
+                with another guide, solver, schedule, model or precision. There is never a part of a state.
+        """
+        loaded = load_state(path, self)
+        self._labels, self._supports = loaded.state.groups, loaded.supports
+        if args or kwargs:
+            self._checked_arguments(loaded.state, args, kwargs)
+        return loaded.state
+
+    def posterior(self, state: PVIState, joint: bool = False, agent: Hashable | None = None) -> dict[Any, Any]:
         """Marginal posterior of every latent, as NumPyro distributions in the latents' own supports.
 
         Args:
             state: a state.
             joint: also give the joint Gaussian over all latents' unconstrained coordinates, under the tuple of their
                 names (q of full covariance only).
+            agent: label of a group, under a schedule without a server: the q of that agent instead of the network's mean.
 
         Returns:
             Distributions by latent name.
 
         Raises:
             ImproperError: when q is not normalisable.
+            PVIError: for an agent under a schedule with a server.
         """
-        q = posterior(state.prior, state.sites)
+        q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
         found = self._distributions(state, q, "posterior", joint)
-        return found | local_distributions(state, q, self.guide.prototype_trace)
+        return found | local_distributions(state, q, prototype(self, state))
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -413,7 +454,11 @@ class PVI(SVI):
 
         Returns:
             Nats; with ``with_error`` the pair ``(value, standard error)``.
+
+        Raises:
+            StateError: when the rows of some groups are not at hand; the sum of :meth:`prequential` scores estimates it then.
         """
+        refuse_absent(state, "log_evidence is of the density of all rows")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         found = evidence_of(self._evidence, self._engine, state, args, kwargs, self.evaluate)
         return found if with_error else found[0]
@@ -427,8 +472,120 @@ class PVI(SVI):
 
     @property
     def groups(self) -> tuple:
-        """Labels of the groups of the last ``init``, in the order of every stacked array; a state's own are in its plan."""
+        """Labels of the groups of the last ``init``, or of the last state that this object added to or took from.
+
+        In the order of every stacked array: those whose rows are not at hand first. A state's own are ``state.groups``.
+        """
         return self._labels
+
+    def add_group(
+        self,
+        state: PVIState,
+        label: Hashable,
+        /,
+        *args: Any,
+        num_steps: int = 20,
+        tol: float | None = 1e-3,
+        **kwargs: Any,
+    ) -> PVIState:
+        """Add a group of rows to a state: its site is fitted beside the sites of all others, whose rows are not needed.
+
+        Afterwards the new group alone is *present*: ``update``, ``run(init_state=...)`` and ``evaluate`` take its rows, and
+        every other group is held by its site (local latents of their rows are dropped). Structure and partition are those
+        found at ``init``; the rows are compared with them. Values of ``numpyro.param`` sites stay as they are while any group
+        is absent, since sites say nothing of them. Arguments that are not per row are to be what they were.
+
+        Args:
+            state: a state.
+            label: a label that no group has.
+            args: the model's positional arguments, with the rows of this group only.
+            num_steps: rounds of the schedule over the new group; 0 leaves its site at 1 (``init_sites="curvature"``: at its
+                factor's curvature).
+            tol: posterior sds below which rounds stop, as in :meth:`run`.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            The state. Groups whose numbers of rows round up to the same power of two share their compiled programs where rows
+            are taken from the arguments; other models compile for every number of rows.
+
+        Raises:
+            PartitionError: for a label that is there already, or rows that do not fit the structure.
+            StateError: for arguments of other types, columns or static values.
+            DataError: for NaN or infinity, or no rows.
+            SkippedGroupError: when no round could absorb the group.
+        """
+        args, kwargs = self._arguments(args, kwargs)
+        return self._named(self._newcomers.add(state, label, args, kwargs, num_steps, tol))
+
+    def revisit(
+        self, state: PVIState, labels: Any, /, *args: Any, num_steps: int = 20, tol: float | None = 1e-3, **kwargs: Any
+    ) -> PVIState:
+        """Bring rows of known groups back, so that their sites are fitted again; all other groups keep theirs.
+
+        Args:
+            state: a state.
+            labels: one label per row (a list or an array), or a single label for all rows.
+            args: the model's positional arguments, with the rows of the groups named only: all rows of each.
+            num_steps: rounds of the schedule over these groups; 0 leaves that to ``update`` or ``run``.
+            tol: posterior sds below which rounds stop.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            The state, with the groups named *present*; see :meth:`add_group`.
+
+        Raises:
+            PartitionError: for an unknown label, naming near ones, or rows that do not fit the structure.
+            StateError, DataError, SkippedGroupError: as of :meth:`add_group`.
+        """
+        args, kwargs = self._arguments(args, kwargs)
+        return self._named(self._newcomers.revisit(state, labels, args, kwargs, num_steps, tol))
+
+    def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
+        """Take a group's site out of the posterior; no rows are needed.
+
+        Where all factors are quadratic in the latents, q has full covariance and nothing but sites was fitted, this equals
+        never having seen the group. Elsewhere the other groups' sites were fitted beside it, and a warning says that the
+        result is approximate until they are revisited.
+
+        Args:
+            state: a state.
+            label: the group's label.
+
+        Returns:
+            The state. When the group was present, so that its rows were among those of ``update``, no group is present
+            afterwards: call :meth:`revisit` with the rows that remain.
+
+        Raises:
+            PartitionError: for an unknown label.
+            ImproperError: when q is not normalisable without the group.
+        """
+        return self._named(forgotten(state, label))
+
+    def prequential(
+        self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any
+    ) -> diagnostics.LogScore:
+        """Predict, then update: log predictive density, under q, of a group's rows before it is added.
+
+        Args:
+            state: a state that has not seen these rows.
+            args: the model's positional arguments, with these rows only.
+            rng_key: random key.
+            num_samples: draws from q.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            ``.rows``, each row's log predictive density in nats; ``.total``, their sum; ``.joint``, that of all rows
+            together: with the joint density of the first group under the prior, the joint scores of groups added one after
+            another sum to log p(y) as far as q is exact. ``.ess`` says how many draws stand behind it.
+
+        Raises:
+            StateError: for arguments of other types, columns or static values.
+            ImproperError: when q is not normalisable.
+        """
+        args, kwargs = self._arguments(args, kwargs)
+        rows = self._newcomers.count(state, "the rows to be predicted", args, kwargs)
+        fixed = self.model, state, args, kwargs, self._param_values(state), sum(rows.values())
+        return diagnostics.log_score(rng_key, *fixed, num_samples=num_samples)
 
     def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
         """Pareto k-hat of importance weights from q to the exact posterior: below .7 q is usable, below .5 good.
@@ -447,6 +604,7 @@ class PVI(SVI):
             Yao et al., Yes, but Did It Work?: Evaluating Variational Inference, section 3.
         """
         args, kwargs = self._checked_arguments(state, args, kwargs)
+        refuse_absent(state, "khat compares q with the posterior given all rows")
         local, params = None if state.plan.partition.local is None else by_unit(state), self._param_values(state)
         return diagnostics.khat(
             rng_key,
@@ -483,32 +641,49 @@ class PVI(SVI):
 
     # ------------------------------------------------------------------ joints between the rooms
 
-    def _draws_form(self, plan: Plan, planned: Any, dynamic: list, static: tuple, optim_state: Any, key: Any) -> str:
-        """Second derivatives where they see all of the curvature, Stein's identity where gradients jump."""
-        compare = jax.jit(compare_forms, static_argnames=("engine", "plan", "static"))
-        jumps = compare(
-            self._engine, plan, planned.packing, dynamic, static, optim_state, planned.prior_loc, planned.prior_sd, key
-        )
-        return "stein" if bool(jumps) else "hessian"
-
     def _advance(self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
         # A traced call cannot look at values between rounds, so it carries every rule from the start.
         fine = state.plan.fine or is_traced((state, dynamic))
-        done = self._rounds(self._engine, state, dynamic, static, count, tol, length=length, fine=fine)
+        small = reduced(state, self._engine)
+        done = self._rounds(self._engine, small, dynamic, static, count, tol, length=length, fine=fine)
+        done = done._replace(state=restored(done.state, state))
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
             done = done._replace(state=marked)
         return done
 
+    def _drive(self, before: Progress, dynamic: list, static: tuple, *how: Any) -> Run:
+        def rounds(state, count, tol, length):
+            return self._advance(state, dynamic, static, count, tol, length)
+
+        return drive(rounds, self.info, before, *how)
+
+    def _rows(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[list, tuple]:
+        args, kwargs = self._checked_arguments(state, args, kwargs)
+        return rows_of(state.plan, args, kwargs)
+
+    @property
+    def _newcomers(self) -> Newcomers:
+        def start(state: PVIState, dynamic: list, static: tuple, known: Any) -> Any:
+            small, mode = reduced(state, self._engine), arrival_mode(self.init_sites)
+            return self._arrive(self._engine, small, dynamic, static, known, mode=mode)
+
+        check = self.partition is None or self.partition.check
+        return Newcomers(self.model, positional_names(self.model), start, self._drive, self.solver, check)
+
+    def _named(self, state: PVIState) -> PVIState:
+        self._labels = state.groups
+        return state
+
     def _arguments(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return as_arrays(args, {**self.static_kwargs, **kwargs}, positional_names(self.model))
 
     def _checked_arguments(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if not isinstance(state, PVIState):
-            raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
+        check_state(state)
         args, kwargs = self._arguments(args, kwargs)
-        check_same_signature(state.plan.signature, signature_of(args, kwargs, positional_names(self.model)))
+        check_rows(state, args, kwargs, positional_names(self.model))
+        prepare_guide(self, state, args, kwargs)
         return args, kwargs
 
     def _default_partition(self, trace: dict) -> Partition:
@@ -516,61 +691,18 @@ class PVI(SVI):
         size = find_plates(trace)[plate].size
         return Partition(self.model, plate, min(_DEFAULT_GROUPS, size) if self.num_groups is None else self.num_groups)
 
-    def _init_optim(self, plan: Plan, params: dict) -> Any:
-        if self.optim is None:
-            return None
-        transforms = param_transforms(self.guide)
-        dtype = float_dtype()
-        unconstrained = {
-            n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()
-        }
-        return self.optim.init(unconstrained)
-
     def _param_values(self, state: PVIState) -> dict:
-        if not state.plan.partition.params:
-            return {}
-        transforms, optim = param_transforms(self.guide), cast(Any, self.optim)
-        return {n: transforms[n](v) for n, v in optim.get_params(state.optim_state).items()}
-
-    def _start_mode(self, plan: Plan, init_params: dict | None) -> str:
-        gaussian_params = guide_param_names(self.guide, plan.partition.layout.names)
-        if init_params is not None and gaussian_params & set(init_params):
-            return "prior"
-        if self.init_sites == "curvature" and plan.partition.likelihood == "reparameterised":
-            raise PVIError(
-                "init_sites='curvature' reads Hessians at the prior's location, which reparameterised draws are there to avoid: "
-                "leave init_sites='auto' and start q near the data with init_params, or pass "
-                "NaturalGradient(expectation='monte_carlo')."
-            )
-        if self.init_sites != "auto":
-            return self.init_sites
-        # Draws make curvature dear; a quadratic factor needs no start; but a prior that is held nowhere cannot do
-        # without one.
-        cheap = plan.partition.likelihood in ("affine", "local") or not plan.partition.exact
-        return "auto" if cheap else "prior"
-
-    def _check_structure(self, plan: Plan) -> None:
-        part = plan.partition
-        sizes = dict(zip(part.table.labels, part.table.sizes, strict=True))
-        self.solver.check_groups(sizes, part.mechanism)
-        self.solver.check(part.likelihood, plan.family.full, f"likelihood in {part.where}")
-        if part.has_prior_factor:
-            self.solver.check(part.prior_kind, plan.family.full, f"prior of {', '.join(part.prior_latents)}")
+        return param_values(self.optim, self.guide, state)
 
     def _site(self, state: PVIState, group: Hashable) -> Any:
         if group is PRIOR:
             if state.sites.prior is None:
                 raise PartitionError("there is no PRIOR site: the prior is held exactly. See pvi.prior(state).")
             return state.sites.prior
-        return take(state.sites.groups, state.plan.partition.table.index(group))
+        return site_of(state, group)
 
     def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
-        if self.guide.prototype_trace is None:
-            raise StateError("the guide is not set up: call pvi.init(key, *args) once, its result may be thrown away.")
-        return latent_distributions(state.plan, natural, self.guide.prototype_trace, what, joint)
-
-
-_EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
+        return latent_distributions(state.plan, natural, prototype(self, state), what, joint)
 
 
 __all__ = ["PVI"]

@@ -7,12 +7,23 @@ import jax
 import pytest
 
 from numpyro_pvi import families, runtime, schedules, solvers
+from tests.families.cases import CASES
+
+# What a class cannot do without.
+REQUIRED = {"Decentralized": {"adjacency": ((0, 1), (1, 2))}}
 
 ROOMS = {
     "solver": (solvers, solvers.LocalSolver, "solve", {}),
     "schedule": (schedules, schedules.Schedule, "round", {}),
     "runtime": (runtime, runtime.Runtime, "sum_chunks", {}),
-    "family": (families, families.Family, "natural_to_mean", {"dim": 2}),
+    "family": (families, families.Family, "natural_to_mean", {}),
+}
+# Families have settings without a default: one example of each.
+SETTINGS = {
+    type(case.family): {
+        field.name: getattr(case.family, field.name) for field in dataclasses.fields(case.family) if field.init
+    }
+    for case in CASES
 }
 
 
@@ -26,6 +37,7 @@ def implementations():
                 and not getattr(found, "_is_protocol", False)
             )
             if own:
+                options = SETTINGS.get(found, options) | REQUIRED.get(name, {})
                 yield pytest.param(found, protocol, options, id=f"{room}-{name}")
 
 

@@ -1,4 +1,4 @@
-"""The code that a new user copies runs: README.md and the getting-started page, block after block."""
+"""The code that a new user copies runs: README.md and the pages that run, block after block."""
 
 import pathlib
 import re
@@ -9,7 +9,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+PAGES = ("getting_started", "streaming", "forgetting", "saving", "families")
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])
 def test_code_of_the_page_runs(page):
     text = (ROOT / page).read_text()
     namespace = {"__name__": "page"}

@@ -211,6 +211,12 @@ class TestOptions:
         with pytest.raises(PVIError, match="'num_group'.*Did you mean 'num_groups'"):
             PVI(model, ag.AutoNormal(model), num_group=3)
 
+    def test_a_state_and_params_to_start_from(self):
+        pvi = PVI(Partition(model, "data", LABELS), ag.AutoMultivariateNormal(model))
+        state, start = pvi.init(KEY, X, Y), {"auto_loc": jnp.ones(2)}
+        with pytest.raises(PVIError, match="init_params would be dropped"):
+            pvi.run(KEY, 2, X, Y, init_state=state, init_params=start, progress_bar=False)
+
     @pytest.mark.parametrize("name", ["tol", "num_steps", "init_state", "rng_key"])
     def test_model_keyword_equal_to_run_keyword(self, name):
         space = {"numpyro": numpyro}

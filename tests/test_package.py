@@ -33,7 +33,21 @@ ROOMS = (
     "pvi",
 )
 # Private modules beside pvi.py that are parts of the shell: same room, same rights.
-PARTS = {"_driver": "pvi", "_entry": "pvi", "_initial": "pvi", "_locals": "pvi", "_views": "pvi"}
+_SHELL = (
+    "_checkpoint",
+    "_codec",
+    "_driver",
+    "_entry",
+    "_groups",
+    "_initial",
+    "_locals",
+    "_newcomers",
+    "_prototype",
+    "_resume",
+    "_saving",
+    "_views",
+)
+PARTS = dict.fromkeys(_SHELL, "pvi")
 PUBLIC_MODULES = (
     "numpyro_pvi",
     "numpyro_pvi.errors",

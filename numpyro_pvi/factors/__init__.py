@@ -2,8 +2,9 @@
 
 from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
+from ._arrival import Arrival, arrive, count_rows, nobody, pad_rows, padded_length, without_labels
 from ._enumerate import Enumeration, enumerated
-from ._model import Layout, LocalLayout, ModelCall, abstract_trace, row_log_likelihood
+from ._model import Layout, LocalLayout, ModelCall, abstract_trace, observed_log_likelihood, row_log_likelihood
 from ._packing import Packing, gather_rows
 from ._plan import PartitionPlan
 from ._planner import (
@@ -24,6 +25,7 @@ from ._validate import as_arrays, check_finite_arguments, check_same_signature, 
 Partition.planner = staticmethod(make_plan)
 
 __all__ = [
+    "Arrival",
     "Enumeration",
     "GroupMasks",
     "Layout",
@@ -35,9 +37,11 @@ __all__ = [
     "TermData",
     "TermSpec",
     "abstract_trace",
+    "arrive",
     "as_arrays",
     "check_finite_arguments",
     "check_same_signature",
+    "count_rows",
     "enumerated",
     "exact_diagonal_prior",
     "exact_prior",
@@ -46,6 +50,10 @@ __all__ = [
     "make_plan",
     "model_layout",
     "move_to_prior_factor",
+    "nobody",
+    "observed_log_likelihood",
+    "pad_rows",
+    "padded_length",
     "plan_factors",
     "prepare_term",
     "prior_factor_log_density",
@@ -54,6 +62,7 @@ __all__ = [
     "refuse_unsupported",
     "slice_rows",
     "split_arguments",
+    "without_labels",
     "with_expectation",
     "term_log_prob",
 ]

@@ -140,11 +140,13 @@ class ModelCall:
     local_layout: LocalLayout | None = None
     local: Any = None
 
-    def trace(self, point: Float[Array, "D"]) -> tuple[dict, dict[str, Array]]:
+    def trace(self, point: Float[Array, "D"], rng_key: Any = None) -> tuple[dict, dict[str, Array]]:
         """Trace the model at a flat unconstrained point.
 
         Args:
             point: unconstrained latents.
+            rng_key: for latents that have no value here (local ones without a ``local_layout``): they are drawn from their
+                prior given the others; a fixed key by default.
 
         Returns:
             ``(trace, log_jacobians)``: the NumPyro trace (constrained values) and each latent's log |d constrained / d
@@ -161,7 +163,8 @@ class ModelCall:
             return biject_to(site["fn"].support)(values[site["name"]])
 
         model = handlers.substitute(FullPlates(self.model), data=self.params)
-        seeded = handlers.seed(handlers.substitute(model, substitute_fn=constrained), jax.random.key(0))
+        key = jax.random.key(0) if rng_key is None else rng_key
+        seeded = handlers.seed(handlers.substitute(model, substitute_fn=constrained), key)
         with jax.named_scope("numpyro_model"):
             trace = handlers.trace(seeded).get_trace(*self.args, **self.kwargs)
         return trace, {n: _log_jacobian(trace[n], point) for n, point in values.items() if n in trace}
@@ -250,6 +253,30 @@ def row_log_likelihood(
         if axis is not None:
             found[name] = axis.key, rows_first(site_log_prob(site, jacobians.get(name)), axis.dim)
     return found
+
+
+def observed_log_likelihood(
+    call: ModelCall, point: Float[Array, "D"], rows: RowAxes, rng_key: Any
+) -> Float[Array, "N"]:
+    """Log density of every row's observations alone, with local latents drawn from their prior.
+
+    Args:
+        call: the model and its arguments, without a layout of local latents.
+        point: unconstrained shared latents.
+        rows: where the rows are; those of several axes come end to end.
+        rng_key: for local latents.
+
+    Returns:
+        One number per row, in nats, sample sites and other batch axes summed.
+    """
+    trace, _ = call.trace(point, rng_key)
+    by_axis: dict[str, Array] = {}
+    for site in trace.values():
+        axis = rows.of(site) if is_observed(site) else None
+        if axis is not None:
+            values = rows_first(site_log_prob(site), axis.dim)
+            by_axis[axis.key] = by_axis[axis.key] + values if axis.key in by_axis else values
+    return jnp.concatenate(list(by_axis.values()))
 
 
 def rows_first(values: Array, dim: int) -> Float[Array, "N"]:

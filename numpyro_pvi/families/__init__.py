@@ -1,36 +1,114 @@
 """Exponential families: natural and mean parameters, log-partition, and the maps between them."""
 
-from ._base import Family, Vector, inner, natural_parameters
+from ._base import Family, FamilyDefaults, Vector, implicit_inverse, inner, natural_parameters
 from ._conditional import (
     ConditionalMoments,
     ConditionalNatural,
     bounded_precision,
+    conditional_divergence,
     conditional_moments,
     schur_complement,
 )
-from ._gaussian import (
-    GaussianFamily,
-    GaussianMean,
-    GaussianMoments,
-    GaussianNatural,
-    MultivariateNormalFamily,
-    NormalFamily,
+from ._dirichlet import BetaFamily, BetaMean, BetaNatural, DirichletFamily, DirichletMean, DirichletNatural
+from ._discrete import (
+    BernoulliFamily,
+    BernoulliMean,
+    BernoulliNatural,
+    CategoricalFamily,
+    CategoricalMean,
+    CategoricalNatural,
 )
+from ._distance import marginal_distance
+from ._gamma import (
+    ExponentialLawFamily,
+    ExponentialMean,
+    ExponentialNatural,
+    GammaFamily,
+    GammaMean,
+    GammaNatural,
+    InverseGammaFamily,
+    InverseGammaMean,
+    InverseGammaNatural,
+)
+from ._gaussian import GaussianFamily, MultivariateNormalFamily, NormalFamily
+from ._gaussian_base import GaussianMean, GaussianMoments, GaussianNatural
+from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
+from ._normal import (
+    LogNormalFamily,
+    LogNormalMean,
+    LogNormalNatural,
+    ScalarNormalFamily,
+    ScalarNormalMean,
+    ScalarNormalNatural,
+)
+from ._product import BlockNormalFamily, IndependentFamily, ProductFamily, ProductMean, ProductNatural
+from ._registry import family_for, register_family, registered_families
+from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
+from ._wishart import WishartFamily, WishartMean, WishartNatural
 
 __all__ = [
+    "BernoulliFamily",
+    "BernoulliMean",
+    "BernoulliNatural",
+    "BetaFamily",
+    "BetaMean",
+    "BetaNatural",
+    "BlockNormalFamily",
+    "CategoricalFamily",
+    "CategoricalMean",
+    "CategoricalNatural",
     "ConditionalMoments",
     "ConditionalNatural",
+    "DirichletFamily",
+    "DirichletMean",
+    "DirichletNatural",
+    "ExponentialLawFamily",
+    "ExponentialMean",
+    "ExponentialNatural",
     "Family",
+    "FamilyDefaults",
+    "GammaFamily",
+    "GammaMean",
+    "GammaNatural",
     "GaussianFamily",
     "GaussianMean",
     "GaussianMoments",
     "GaussianNatural",
+    "IndependentFamily",
+    "InverseGammaFamily",
+    "InverseGammaMean",
+    "InverseGammaNatural",
+    "LogNormalFamily",
+    "LogNormalMean",
+    "LogNormalNatural",
+    "MarkovGaussianFamily",
+    "MarkovMean",
+    "MarkovNatural",
+    "MarkovNormal",
     "MultivariateNormalFamily",
     "NormalFamily",
+    "ProductFamily",
+    "ProductMean",
+    "ProductNatural",
+    "ScalarNormalFamily",
+    "ScalarNormalMean",
+    "ScalarNormalNatural",
     "Vector",
+    "VonMisesFamily",
+    "VonMisesMean",
+    "VonMisesNatural",
+    "WishartFamily",
+    "WishartMean",
+    "WishartNatural",
     "bounded_precision",
+    "conditional_divergence",
     "conditional_moments",
+    "family_for",
+    "implicit_inverse",
     "inner",
+    "marginal_distance",
     "natural_parameters",
+    "register_family",
+    "registered_families",
     "schur_complement",
 ]

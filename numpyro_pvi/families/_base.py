@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from functools import partial
 from typing import Any, Protocol, dataclass_transform, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
+from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float
+
+from .._numerics import scaled_cholesky, symmetrise
 
 
 @dataclass_transform(frozen_default=True)
@@ -56,16 +61,26 @@ class Vector:
 class Family(Protocol):
     """An exponential family ``exp(<eta, T(theta)> - A(eta))``: what every implementor owes.
 
-    Natural parameters are frozen registered dataclasses with ``+ - *`` (:func:`natural_parameters`, :class:`Vector`),
-    mean parameters likewise; both take leading batch axes. The functions are pure, keep the inputs' dtype, and hold no
-    key and no data. ``in_domain`` says whether the distribution is normalisable, ``nearest_valid`` is idempotent and
-    leaves valid parameters alone. ``log_partition`` is in nats and belongs to a *unit* base measure, so that ``<eta, T>
-    - A`` is NumPyro's ``log_prob`` exactly.
+    A family is a frozen, hashable dataclass of settings. Natural parameters are frozen registered dataclasses with
+    ``+ - *`` (:func:`natural_parameters`, :class:`Vector`), mean parameters likewise with their leaves in the same
+    order; both take leading batch axes. The functions are pure, keep the inputs' dtype, and hold no key and no data.
+    ``in_domain`` says whether the distribution is normalisable, ``nearest_valid`` is idempotent and leaves valid
+    parameters alone. ``log_partition`` is in nats and belongs to a *unit* base measure, so that ``<eta, T> - A`` is
+    NumPyro's ``log_prob`` exactly; where that cannot be, ``log_base_measure`` is added to it.
+
+    The members from ``event_shape`` to ``nearest_valid`` are every family's own; :class:`FamilyDefaults` gives the rest.
     """
 
-    dim: int
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """Shape of one theta."""
+        ...
 
-    def sufficient_statistics(self, theta: Float[Array, "*batch D"]) -> Any:
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> Any:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        ...
+
+    def sufficient_statistics(self, theta: Any) -> Any:
         """T(theta), as mean parameters of a point mass."""
         ...
 
@@ -81,7 +96,7 @@ class Family(Protocol):
         """The inverse of :meth:`natural_to_mean`."""
         ...
 
-    def to_distribution(self, natural: Any) -> dist.Distribution:
+    def to_distribution(self, natural: Any) -> Any:
         """The NumPyro distribution with these natural parameters."""
         ...
 
@@ -96,6 +111,173 @@ class Family(Protocol):
     def nearest_valid(self, natural: Any) -> Any:
         """A normalisable neighbour; valid parameters come back unchanged."""
         ...
+
+    def log_base_measure(self, theta: Any) -> Float[Array, "*batch"]:
+        """log h(theta), 0 for a unit base measure."""
+        ...
+
+    def sample(self, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> Any:
+        """Draws of shape ``shape + batch + event``."""
+        ...
+
+    def entropy(self, natural: Any) -> Float[Array, "*batch"]:
+        """Entropy of q in nats."""
+        ...
+
+    def kl(self, natural: Any, other: Any) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, q at ``natural`` and p at ``other``."""
+        ...
+
+    def inner(self, natural: Any, mean_params: Any) -> Float[Array, "*batch"]:
+        """The pairing ``<eta, mu>`` over all but the batch axes, in nats."""
+        ...
+
+    def fisher_product(self, natural: Any, tangent: Any) -> Any:
+        """``F(eta) d_eta = d_mu`` with F the derivative of :meth:`natural_to_mean`."""
+        ...
+
+    def fisher_solve(self, natural: Any, tangent: Any) -> Any:
+        """``F(eta)^-1 d_mu = d_eta``, without the inverse of F."""
+        ...
+
+    def to_minimal(self, natural: Any) -> Float[Array, "*batch P"]:
+        """Minimal coordinates: as many numbers as the family has degrees of freedom, linear in the natural ones."""
+        ...
+
+    def from_minimal(self, coordinates: Float[Array, "*batch P"]) -> Any:
+        """Natural parameters of minimal coordinates, a linear map."""
+        ...
+
+
+class FamilyDefaults:
+    """What follows from a family's own members (see :class:`Family`): a base class to derive a family from.
+
+    The defaults are exact but general: an entropy or divergence that is a difference of large numbers, and a Fisher
+    solve by a dense P x P Cholesky factor, are worth overriding where something better is known. ``to_minimal`` flattens
+    the natural parameters; a family whose coordinates are redundant (symmetric matrices) must override it.
+    """
+
+    def _leaf_shapes(self: Any) -> list[tuple[int, ...]]:
+        """Shapes of the unbatched natural parameters' leaves."""
+        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: self.zeros()))]
+
+    def log_base_measure(self: Any, theta: Any) -> Float[Array, "*batch"]:
+        """0: a unit base measure."""
+        theta = jnp.asarray(theta)
+        return jnp.zeros(theta.shape[: theta.ndim - len(self.event_shape)])
+
+    def sample(self: Any, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> Any:
+        """Draws of shape ``shape + batch + event``, by NumPyro's sampler.
+
+        Args:
+            natural: natural parameters.
+            key: a JAX random key.
+            shape: leading axes of the draws.
+
+        Returns:
+            The draws, differentiable in the natural parameters where NumPyro's sampler is.
+        """
+        return self.to_distribution(natural).sample(key, shape)
+
+    def inner(self: Any, natural: Any, mean_params: Any) -> Float[Array, "*batch"]:
+        """The pairing ``<eta, mu>`` over all but the batch axes, in nats.
+
+        Args:
+            natural: natural parameters, ``*batch`` leading.
+            mean_params: mean parameters or statistics, with batch axes that broadcast against them.
+
+        Returns:
+            One number per batch entry.
+        """
+        total: Any = 0.0
+        leaves = zip(self._leaf_shapes(), jax.tree.leaves(natural), jax.tree.leaves(mean_params), strict=True)
+        for shape, a, b in leaves:
+            total = total + jnp.sum(a * b, axis=tuple(range(-len(shape), 0)))
+        return total
+
+    def entropy(self: Any, natural: Any) -> Float[Array, "*batch"]:
+        """``A - <eta, mu>`` in nats, for a unit base measure."""
+        return self.log_partition(natural) - self.inner(natural, self.natural_to_mean(natural))
+
+    def kl(self: Any, natural: Any, other: Any) -> Float[Array, "*batch"]:
+        """``A(p) - A(q) - <eta_p - eta_q, mu_q>`` in nats, q at ``natural`` and p at ``other``."""
+        gap = self.inner(other - natural, self.natural_to_mean(natural))
+        return self.log_partition(other) - self.log_partition(natural) - gap
+
+    def to_minimal(self: Any, natural: Any) -> Float[Array, "*batch P"]:
+        """The natural parameters' entries in one vector."""
+        parts = [
+            leaf.reshape(leaf.shape[: leaf.ndim - len(shape)] + (math.prod(shape),))
+            for shape, leaf in zip(self._leaf_shapes(), jax.tree.leaves(natural), strict=True)
+        ]
+        return jnp.concatenate(parts, axis=-1)
+
+    def from_minimal(self: Any, coordinates: Float[Array, "*batch P"]) -> Any:
+        """The inverse of :meth:`to_minimal`."""
+        batch, leaves, begin = coordinates.shape[:-1], [], 0
+        for shape in self._leaf_shapes():
+            end = begin + math.prod(shape)
+            leaves.append(coordinates[..., begin:end].reshape(batch + shape))
+            begin = end
+        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(lambda: self.zeros())), leaves)
+
+    def fisher_product(self: Any, natural: Any, tangent: Any) -> Any:
+        """The derivative of :meth:`natural_to_mean` along a direction.
+
+        Args:
+            natural: where.
+            tangent: a direction in natural space, of the natural parameters' type.
+
+        Returns:
+            The direction in mean space, of the mean parameters' type.
+        """
+        return jax.jvp(self.natural_to_mean, (natural,), (tangent,))[1]
+
+    def fisher_solve(self: Any, natural: Any, tangent: Any) -> Any:
+        """The inverse of :meth:`fisher_product`, by Cholesky of the P x P metric in minimal coordinates.
+
+        Args:
+            natural: where.
+            tangent: a direction in mean space, of the mean parameters' type.
+
+        Returns:
+            The direction in natural space, of the natural parameters' type.
+        """
+        point = self.to_minimal(natural)
+        treedef = jax.tree.structure(natural)
+
+        def to_coordinates(direction):
+            # Coordinates of a mean-space direction: paired with each basis direction of natural space.
+            dual = jax.tree.unflatten(treedef, jax.tree.leaves(direction))
+            return jax.linear_transpose(self.from_minimal, point)(dual)[0]
+
+        basis = jnp.broadcast_to(jnp.eye(point.shape[-1], dtype=point.dtype), (*point.shape, point.shape[-1]))
+        columns = jax.vmap(
+            lambda v: to_coordinates(self.fisher_product(natural, self.from_minimal(v))), in_axes=-2, out_axes=-1
+        )
+        factor, _ = scaled_cholesky(symmetrise(columns(basis)))
+        solved = cho_solve((factor, True), to_coordinates(tangent)[..., None])[..., 0]
+        return self.from_minimal(solved)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def implicit_inverse(family: Any, mean_params: Any) -> Any:
+    """``family.invert(mean_params)``, differentiated by the implicit function theorem: ``d_eta = F(eta)^-1 d_mu``.
+
+    Args:
+        family: a family whose ``invert`` finds natural parameters by iteration.
+        mean_params: mean parameters.
+
+    Returns:
+        The natural parameters.
+    """
+    return family.invert(mean_params)
+
+
+@implicit_inverse.defjvp
+def _implicit_inverse_jvp(family, primals, tangents):
+    natural = implicit_inverse(family, primals[0])
+    return natural, family.fisher_solve(natural, tangents[0])
 
 
 def inner(natural: Any, mean_params: Any) -> Float[Array, ""]:

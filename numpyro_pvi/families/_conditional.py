@@ -143,3 +143,30 @@ def bounded_precision(wanted: Float[Array, "..."], natural: ConditionalNatural) 
     eye = jnp.eye(share.shape[-1], dtype=share.dtype)
     raised = clip_to_psd(symmetrise(share) - _SMALLEST_SHARE * eye) + _SMALLEST_SHARE * eye
     return jnp.where(low, symmetrise(jnp.einsum("...ij,...jk,...lk->...il", factor, raised, factor)), wanted)
+
+
+def conditional_divergence(
+    new: ConditionalNatural, old: ConditionalNatural, shared: GaussianMoments
+) -> Float[Array, "*rows"]:
+    """Symmetrised Kullback-Leibler divergence between two conditionals, expected over the shared latents.
+
+    Args:
+        new: natural parameters.
+        old: others.
+        shared: the Gaussian of theta under which to expect.
+
+    Returns:
+        ``KL(new | old) + KL(old | new)`` in nats, one per row: ``1/2 E[d^T (B + B') d] + 1/2 tr (B - B')(S' - S)`` with
+        ``d`` the difference of the means at theta, ``B`` and ``S`` precisions and covariances.
+    """
+    to, before = conditional_moments(new), conditional_moments(old)
+    change, total = old.precision - new.precision, old.precision + new.precision
+    shift = to.mean(shared.loc) - before.mean(shared.loc)
+    if not new.full:
+        return 0.5 * jnp.sum(total * shift**2 + change * (to.root**2 - before.root**2), axis=-1)
+    spread = jnp.einsum("...ik,...jk->...ij", to.root, to.root) - jnp.einsum(
+        "...ik,...jk->...ij", before.root, before.root
+    )
+    tilt = (to.slope - before.slope) @ shared.scale
+    second = shift[..., :, None] * shift[..., None, :] + jnp.einsum("...is,...js->...ij", tilt, tilt)
+    return 0.5 * jnp.sum(total * second + change * spread, axis=(-2, -1))

@@ -8,47 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import clip_to_psd, diagonal, inverse_root, scaled_cholesky, symmetrise
-from ._base import Vector, natural_parameters
+from ._gaussian_base import GaussianDefaults, GaussianMean, GaussianMoments, GaussianNatural
+from ._registry import register_family
 
 _LOG_2PI = math.log(2 * math.pi)
 
 
-@natural_parameters
-class GaussianNatural(Vector):
-    """Natural parameters of a Gaussian: full (``precision`` is D x D) or diagonal (``precision`` is D)."""
-
-    precision_mean: Float[Array, "*batch D"]
-    precision: Float[Array, "..."]
-
-
-@natural_parameters
-class GaussianMean(Vector):
-    """Mean parameters ``E[T]``: ``first = E[theta]`` and ``second = -1/2 E[theta theta^T]`` (or its diagonal)."""
-
-    first: Float[Array, "*batch D"]
-    second: Float[Array, "..."]
-
-
-class GaussianMoments(NamedTuple):
-    """A Gaussian as a location and a square root of its covariance, with its log determinant and a validity flag."""
-
-    loc: Float[Array, "*batch D"]
-    # Full: S with S S^T the covariance. Diagonal: standard deviations.
-    scale: Float[Array, "..."]
-    # log det of the precision, in nats.
-    log_det_precision: Float[Array, "*batch"]
-    valid: Bool[Array, "*batch"]
-
-
 @dataclasses.dataclass(frozen=True)
-class MultivariateNormalFamily:
+class MultivariateNormalFamily(GaussianDefaults):
     """Gaussian with full covariance over ``dim`` unconstrained coordinates.
 
     Args:
@@ -172,7 +145,7 @@ class MultivariateNormalFamily:
 
 
 @dataclasses.dataclass(frozen=True)
-class NormalFamily:
+class NormalFamily(GaussianDefaults):
     """Independent (mean-field) Gaussians over ``dim`` unconstrained coordinates.
 
     Args:
@@ -278,3 +251,8 @@ class NormalFamily:
 
 
 GaussianFamily = MultivariateNormalFamily | NormalFamily
+
+register_family(dist.MultivariateNormal, lambda distribution: MultivariateNormalFamily(distribution.event_shape[-1]))
+register_family(
+    dist.LowRankMultivariateNormal, lambda distribution: MultivariateNormalFamily(distribution.event_shape[-1])
+)

@@ -1,7 +1,7 @@
 """Effect handlers: which rows of a NumPyro model belong to which group."""
 
 from ._axes import Axis, RowAxes
-from ._groups import PRIOR, GroupTable
+from ._groups import PRIOR, GroupTable, known_labels, labels_table, numbered_table, one_group_table, plain
 from ._partition import Partition
 from ._plates import PlateInfo, choose_plate, find_plates, pick_plate, refuse_latents
 from ._rows import FullPlates, PlateRows
@@ -17,6 +17,11 @@ __all__ = [
     "RowAxes",
     "choose_plate",
     "find_plates",
+    "known_labels",
+    "labels_table",
+    "numbered_table",
+    "one_group_table",
     "pick_plate",
+    "plain",
     "refuse_latents",
 ]

@@ -14,7 +14,16 @@ from jaxtyping import Int
 
 from ..errors import PartitionError
 
-__all__ = ["PRIOR", "GroupTable", "blocks_table", "known_labels", "labels_table"]
+__all__ = [
+    "PRIOR",
+    "GroupTable",
+    "blocks_table",
+    "known_labels",
+    "labels_table",
+    "numbered_table",
+    "one_group_table",
+    "plain",
+]
 
 DEFAULT_NUM_GROUPS = 10
 _SHOWN_LABELS = 10
@@ -71,7 +80,7 @@ class GroupTable:
 
     def __contains__(self, label: Any) -> bool:
         """Whether `label` (a Python or NumPy scalar) is a group of this table."""
-        return _is_hashable(label) and _plain(label) in self._positions
+        return _is_hashable(label) and plain(label) in self._positions
 
     def index(self, label: Any) -> int:
         """Position of a group.
@@ -87,7 +96,7 @@ class GroupTable:
         """
         if label not in self:
             raise PartitionError(f"there is no group {label!r}; the groups are: {known_labels(self.labels)}.")
-        return self._positions[_plain(label)]
+        return self._positions[plain(label)]
 
     def rows(self, label: Any) -> Int[np.ndarray, " n"]:
         """Row indices of one group, ascending.
@@ -121,7 +130,7 @@ def labels_table(groups: Any) -> GroupTable:
     if isinstance(values, np.ndarray):
         # Sorted already, and the fast way for the many rows of a numeric or text array.
         uniques, index = np.unique(values, return_inverse=True)
-        return _table(tuple(_plain(value) for value in uniques), index)
+        return _table(tuple(plain(value) for value in uniques), index)
     positions: dict[Hashable, int] = {}
     index = np.empty(len(values), dtype=np.int32)
     first: list[Hashable] = []
@@ -168,6 +177,34 @@ def blocks_table(num_groups: int, num_rows: int) -> GroupTable:
     for group, rows in enumerate(np.array_split(permutation, num_groups)):
         index[rows] = group
     return _table(tuple(range(num_groups)), index)
+
+
+def one_group_table(label: Any, num_rows: int) -> GroupTable:
+    """The table of rows that all belong to one group.
+
+    Args:
+        label: The group's label.
+        num_rows: Number of rows, at least 1.
+
+    Returns:
+        The table.
+
+    Raises:
+        PartitionError: For a label that is missing (NaN, None), unhashable or reserved.
+    """
+    return _table((_checked_label(label, 0),), np.zeros(num_rows, np.int32))
+
+
+def numbered_table(sizes: tuple[int, ...]) -> GroupTable:
+    """Groups of these sizes under the labels 0, 1, ...: what a program needs that must not depend on labels.
+
+    Args:
+        sizes: Rows of each group.
+
+    Returns:
+        A table that says nothing of which row belongs where, equal to every other of the same sizes.
+    """
+    return GroupTable(tuple(range(len(sizes))), sizes, "", np.zeros(0, np.int32))
 
 
 def known_labels(labels: Iterable[Hashable]) -> str:
@@ -243,7 +280,7 @@ def _checked_label(value: Any, row: int) -> Hashable:
         raise PartitionError(f"the label of row {row} is PRIOR, which addresses the prior factor: write another label.")
     if _is_missing(value):
         raise PartitionError(_missing_message([row]))
-    return _plain(value)
+    return plain(value)
 
 
 def _is_missing(value: Any) -> bool:
@@ -254,7 +291,7 @@ def _is_missing(value: Any) -> bool:
     return value is None or not isinstance(unequal, bool | np.bool_) or bool(unequal)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The Python scalar in a NumPy scalar. Dates stay: `.item()` turns nanoseconds into a bare int."""
     if isinstance(value, np.generic) and not isinstance(value, np.datetime64 | np.timedelta64):
         return value.item()

@@ -26,17 +26,18 @@ from ..factors import (
     exact_prior,
 )
 from ..schedules import RoundCarry, RoundReport, Schedule, empty_report
-from ..sites import posterior
+from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
+from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
 from ._local import FactorData, LocalProblem, solver_of_prior
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor
-from ._priors import exact_log_partition
+from ._normaliser import exact_log_partition
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
 from ._starts import first_local_sites, first_sites
-from ._tilted import keeps_rows
+from ._tilted import keeps_rows, refuse_rows
 
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
@@ -101,6 +102,7 @@ class Engine:
         params: dict,
         prior: Any,
         num_rules: int,
+        others: Any = None,
     ) -> LocalProblem:
         """Prepare every factor's arrays from the model's arguments.
 
@@ -112,6 +114,7 @@ class Engine:
             params: constrained values of the model's ``numpyro.param`` sites.
             prior: ``(natural, exact mask)`` of the exactly held prior, or None to read it off the model.
             num_rules: how many quadrature rules are compiled in.
+            others: natural parameters of all sites of groups whose rows are not at hand, summed, or None.
 
         Returns:
             The factors, ready to be evaluated.
@@ -123,7 +126,7 @@ class Engine:
         program, chunks, group, offsets = reader.likelihood()
         prior_program, prior_data = reader.prior_factor()
         partition = exact_log_partition(plan.family, natural, exact)
-        data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition)
+        data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition, others)
         quadratic = part.likelihood == "quadratic"
         units = None if part.local is None else (part.local.size, part.local.width)
         return LocalProblem(
@@ -137,6 +140,7 @@ class Engine:
             data,
             units=units,
             rows=reader.group_rows(),
+            labels=part.table.labels,
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
@@ -218,9 +222,10 @@ class Engine:
         Returns:
             The state and what was recorded.
         """
-        plan = state.plan
-        static = not plan.partition.params
-        fixed = self._state_problem(state, args, kwargs, fine) if static else None
+        stored, state = state.sites.others, _present(state)
+        others = None if stored is None else sum_slots(stored)
+        static = not self._fits_params(state, others)
+        fixed = self._state_problem(state, others, args, kwargs, fine) if static else None
 
         def unfinished(loop):
             i, _, carry, *_, missed = loop
@@ -231,7 +236,7 @@ class Engine:
 
         def one(loop):
             i, *before, losses, reports, _ = loop
-            problem = fixed if static else self._state_problem(before[0], args, kwargs, fine)
+            problem = fixed if static else self._state_problem(before[0], others, args, kwargs, fine)
             state, carry = self._round(problem, *before, args, kwargs, fine)
             missed = (carry.evaluation.missed | moments_missed(carry)) & (not fine)
             losses = losses.at[i].set(jnp.where(missed, jnp.nan, -carry.evaluation.elbo))
@@ -239,27 +244,31 @@ class Engine:
             state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
             return i + ~missed, state, carry, losses, reports, missed
 
-        problem = fixed if static else self._state_problem(state, args, kwargs, fine)
+        problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
         carry = self.carry(problem, state)
         missed = carry.evaluation.missed & (not fine)
         empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
         reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), carry.report)
         first = (jnp.int32(0), state, carry, empty, reports, missed)
         done, state, _, losses, reports, missed = jax.lax.while_loop(unfinished, one, first)
+        state = dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=stored))
         return RoundsDone(state, losses, reports, done, missed)
 
-    def _state_problem(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
+    def _fits_params(self, state: PVIState, others: Any) -> bool:
+        """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""
+        return bool(state.plan.partition.params) and others is None
+
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
         params = self.constrain(state.plan, args, kwargs, state.optim_state)
-        return self.problem(
-            state.plan, state.packing, args, kwargs, params, (state.prior, state.exact), len(RULES) - (not fine)
-        )
+        prior, num_rules = (state.prior, state.exact), len(RULES) - (not fine)
+        return self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
 
     def _round(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool):
         next_key, round_key = jax.random.split(state.rng_key)
         # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it)
         # used.
         rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
-        settled = carry.report.total_move < LOOSE_MOVE
+        settled = (carry.report.total_move < LOOSE_MOVE) | getattr(self.schedule, "single_pass", False)
         rule = rule._replace(tolerance=jnp.where(settled, TOLERANCE[dtype.name], LOOSE_TOLERANCE).astype(dtype))
         carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
         carry = self.schedule.round(problem, carry, round_key, self.noise(problem, state.rng_key))
@@ -273,13 +282,14 @@ class Engine:
             report=carry.report,
             step=state.step + 1,
         )
-        if state.plan.partition.params:
+        fits_params = self._fits_params(state, problem.data.others)
+        if fits_params:
             state = self._update_params(problem, state, carry, args, kwargs, fine)
-            problem = self._state_problem(state, args, kwargs, fine)
+            problem = self._state_problem(state, None, args, kwargs, fine)
         # Fresh draws for the next round, or new params, need a new evaluation.
-        if (problem.redraws and not self.solver.stochastic) or state.plan.partition.params:
+        if (problem.redraws and not self.solver.stochastic) or fits_params:
             noise = self.noise(problem, next_key)
-            changed = bool(state.plan.partition.params) or not problem.can_switch
+            changed = fits_params or not problem.can_switch
             evaluation = settle(problem, state.sites, carry.evaluation, noise, carry.report.total_move, stale=changed)
             carry = carry._replace(evaluation=evaluation)
         return dataclasses.replace(state, rule=carry.evaluation.rule), carry
@@ -307,13 +317,14 @@ class Engine:
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state in nats, and whether rows asked for a finer quadrature rule than was compiled in."""
-        problem = self._state_problem(state, args, kwargs, fine)
-        evaluation = self.carry(problem, state).evaluation
+        others = None if state.sites.others is None else sum_slots(state.sites.others)
+        problem = self._state_problem(state, others, args, kwargs, fine)
+        evaluation = self.carry(problem, _present(state)).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """Power EP's log evidence at a state, its Monte Carlo standard error (nats), and whether a finer rule is needed."""
-        problem = self._state_problem(state, args, kwargs, fine)
+        problem = self._state_problem(state, None, args, kwargs, fine)
         return evidence(problem, state.sites, state.rule, jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS))
 
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
@@ -335,7 +346,7 @@ class Engine:
             whether q is normalisable.
         """
         params = self.constrain(plan, args, kwargs, optim_state)
-        family, dtype = plan.family, jnp.result_type(float)
+        family = plan.family
         call = whole_call(self.model, plan.partition, args, kwargs, params)
         natural, exact, outside = self.exact_prior(plan, call)
         problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), len(FIXED_RULES))
@@ -345,6 +356,7 @@ class Engine:
         moments = family.moments(natural + base)
         point = jnp.where(moments.valid, moments.loc, loc)
         if keeps_rows(problem):
+            refuse_rows(self.schedule)
             sites, rule = first_row_sites(problem, moments, point, mode)
         elif local is None:
             sites, rule = first_sites(problem, moments, point, mode)
@@ -353,23 +365,41 @@ class Engine:
             sites, rule = first_local_sites(problem, moments, point, mode, rows)
         sites = dataclasses.replace(sites, prior=base if problem.has_prior_factor else None)
         proper = family.in_domain(posterior(natural, sites))
+        fields = {"sites": sites, "prior": natural, "exact": exact, "rule": rule, "step": jnp.int32(0)}
+        return fields | self.unvisited(problem), outside, proper
+
+    def arrive(
+        self, state: PVIState, args: tuple, kwargs: dict, known: Bool[Array, "M"], mode: str
+    ) -> tuple[dict[str, Any], Comparison]:
+        """Fields of the state of groups that have come: see :func:`numpyro_pvi.runtime._arrivals.start_arrivals`."""
+        return start_arrivals(self, state, args, kwargs, known, mode)
+
+    def unvisited(self, problem: LocalProblem) -> dict[str, Any]:
+        """Solver and schedule states, and the report, of groups that no round has visited yet.
+
+        Args:
+            problem: the factors.
+
+        Returns:
+            Fields of a :class:`PVIState`.
+        """
+        family, dtype = problem.family, problem.dtype
         solver = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype)
         )
         prior_solver = solver_of_prior(self.solver).init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
-        fields = {
-            "sites": sites,
-            "prior": natural,
-            "exact": exact,
+        return {
             "solver_state": solver,
             "prior_solver_state": prior_solver,
             "schedule_state": self.schedule.init(problem, dtype),
             "report": empty_report(count, dtype),
-            "rule": rule,
-            "step": jnp.int32(0),
         }
-        return fields, outside, proper
+
+
+def _present(state: PVIState) -> PVIState:
+    """The state without the sites of absent groups, which rounds take as one factor beside the prior."""
+    return dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=None))
 
 
 def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:

@@ -25,9 +25,11 @@ from ..expectations import (
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
-from ..solvers import Derivatives, LocalResult, LocalSolver, NaturalGradient
+from ..solvers import LocalResult, LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._conditionals import visit_with_locals
+from ._contradictions import affordable_pairs, fall_explained
+from ._factor import GroupFactor
 from ._mapping import sum_one_group
 from ._moments import visit_all_moments, visit_group_moments, visit_prior_moments
 from ._rows import GroupRows
@@ -57,6 +59,8 @@ class FactorData:
     # Which flat coordinates the exactly held prior covers, and its log partition function over them, nats.
     exact: Bool[Array, "D"]
     prior_partition: Float[Array, ""]
+    # Product of the sites of groups whose rows are not at hand; None without any.
+    others: GaussianNatural | None = None
 
 
 class Draws(NamedTuple):
@@ -87,6 +91,8 @@ class LocalProblem:
         data: the factors' arrays.
         units: ``(U, K)``, how many units have how many local latents each; None when there are none.
         rows: the groups' rows at points, for a stochastic solver; else None.
+        labels: the groups' labels, in the order of every stacked array.
+        known: which groups had a site before their rows came back; None when none had.
     """
 
     family: GaussianFamily
@@ -99,6 +105,8 @@ class LocalProblem:
     data: FactorData
     units: tuple[int, int] | None = None
     rows: GroupRows | None = None
+    labels: tuple = ()
+    known: Bool[Array, "M"] | None = None
 
     @property
     def stochastic(self) -> bool:
@@ -116,9 +124,15 @@ class LocalProblem:
         return self.data.offsets.shape[0] - 1
 
     @property
+    def continued(self) -> bool:
+        """Whether groups that were fitted before stand beside the prior, by their sites alone."""
+        return self.data.others is not None
+
+    @property
     def prior_natural(self) -> GaussianNatural:
-        """Natural parameters of the exactly held prior."""
-        return self.data.prior_natural
+        """Natural parameters of what rounds start from: the exactly held prior, times the sites of absent groups."""
+        held = self.data.prior_natural
+        return held if self.data.others is None else held + self.data.others
 
     @property
     def has_prior_factor(self) -> bool:
@@ -152,6 +166,13 @@ class LocalProblem:
         ]
         return jnp.any(jnp.stack(flags))
 
+    def allowance(
+        self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
+    ) -> Any:
+        """What draws that contradict themselves may lose: see :func:`fall_explained`."""
+        own = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
+        return fall_explained(self.family, own, (new_sites, new), (old_sites, old), step)
+
     def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
         """The draws of one round, shared by all groups, or None.
 
@@ -163,6 +184,8 @@ class LocalProblem:
         count = max(self.solver.num_draws, -(-num_particles // 2))
         if self.stochastic:
             count = num_particles
+        elif self.units is not None:
+            count = max(count, affordable_pairs(*self.units, self.family.dim))
         pairs, compared = (
             jax.random.normal(k, (n, self.family.dim), self.dtype)
             for k, n in zip(keys[:2], (count, COMPARED_PAIRS), strict=True)
@@ -321,10 +344,10 @@ class LocalProblem:
         new = carry.sites.local + (wanted - carry.sites.local) * getattr(self.solver, "step_size", 1.0)
         return keep_groups(good, new, carry.sites.local, group)
 
-    def visit_all(self, carry: RoundCarry, key: Any, noise: Any) -> LocalResult:
-        """Every group's local solve from the same q, in parallel."""
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Every group's local solve from the same q, or those of some groups, in parallel."""
         if self.matches_moments:
-            return visit_all_moments(self, carry, key)
+            return visit_all_moments(self, carry, key, only)
         evaluation = carry.evaluation
         keys = jax.random.split(key, self.num_groups)
         noise = self._visit_noise(key, noise)
@@ -336,6 +359,8 @@ class LocalProblem:
 
         start = dataclasses.replace(evaluation.groups, local=None)
         operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, start)
+        if only is not None:
+            operands = jax.tree.map(lambda x: x[only], operands)
         return self.runtime.map_groups(solve, operands, reads_rows=self._solver_reads_rows)
 
     def visit_group(
@@ -356,7 +381,7 @@ class LocalProblem:
         draws = self.draws_of(self.prior_program, self._visit_noise(key, noise), rule)
         expect = partial(self._prior_expected, probe=None, noise=draws, clip=False)
         start_rule = cheaper_rule(rule)
-        factor = _Factor(
+        factor = GroupFactor(
             self.family,
             False,
             self.prior_program.noisy,
@@ -416,7 +441,7 @@ class LocalProblem:
             return None
         return self.prior_program.expected(self.data.prior, moments, probe, level, noise, clip)
 
-    def _factor(self, index, rule, noise) -> _Factor:
+    def _factor(self, index, rule, noise) -> GroupFactor:
         draws = self.draws_of(self.program, noise, rule)
 
         def expected(moments):
@@ -431,37 +456,19 @@ class LocalProblem:
             return escalated(at, rule, self.num_rules)
 
         quadratic = self.quadratic and self.family.full
-        return _Factor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
+        return GroupFactor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
 
     def rest(self, moments: GaussianMoments) -> Float[Array, ""]:
-        """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats."""
-        expected_prior = self.family.expect_quadratic(self.prior_natural, moments) - self.data.prior_partition
+        """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats.
+
+        With absent groups also ``E_q[log t]`` of their sites, which stand in for their factors (without a constant).
+        """
+        expected_prior = self.family.expect_quadratic(self.data.prior_natural, moments) - self.data.prior_partition
         entropy = 0.5 * self.family.dim * (1 + math.log(2 * math.pi)) - 0.5 * moments.log_det_precision
-        return jnp.where(jnp.any(self.data.exact), expected_prior, 0.0) + entropy
-
-
-@dataclasses.dataclass(frozen=True)
-class _Factor:
-    family: GaussianFamily
-    quadratic: bool
-    noisy: bool
-    expected: Callable[[GaussianMoments], Expected]
-    group_rows: GroupRows | None = None
-    index: Any = None
-
-    @property
-    def num_rows(self) -> Any:
-        """N_m; 0 where rows are not offered."""
-        return 0 if self.group_rows is None else self.group_rows.num_rows(self.index)
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the largest group; 0 where rows are not offered."""
-        return 0 if self.group_rows is None else max(self.group_rows.sizes)
-
-    def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
-        """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
-        return self.group_rows.derivatives(self.index, points, rows, hessian)
+        rest = jnp.where(jnp.any(self.data.exact), expected_prior, 0.0) + entropy
+        if self.data.others is None:
+            return rest
+        return rest + self.family.expect_quadratic(self.data.others, moments)
 
 
 def solver_of_prior(solver: LocalSolver) -> LocalSolver:

@@ -60,13 +60,16 @@ def noise_floor(solver: Any, report: RoundReport) -> Float[Array, ""]:
 # ---------------------------------------------------------------------------------------------------------- visits
 
 
-def visit_all_moments(problem: LocalProblem, carry: RoundCarry, key: Any) -> LocalResult:
+def visit_all_moments(
+    problem: LocalProblem, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None = None
+) -> LocalResult:
     """Every group's moments matched from the same q.
 
     Args:
         problem: the factors.
         carry: where things stand.
         key: random key.
+        only: which groups; None for all. Where rows have sites, all.
 
     Returns:
         Results with a leading group axis; ``local`` the rows' sites after them, where rows have sites.
@@ -86,6 +89,8 @@ def visit_all_moments(problem: LocalProblem, carry: RoundCarry, key: Any) -> Loc
         return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
 
     operands = (jnp.arange(problem.num_groups), carry.sites.groups, carry.solver, keys)
+    if only is not None:
+        operands = jax.tree.map(lambda x: x[only], operands)
     return problem.runtime.map_groups(solve_group, operands, reads_rows=not problem.quadratic)
 
 

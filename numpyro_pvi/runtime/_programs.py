@@ -181,7 +181,8 @@ class FactorReader:
             return None
         part, call = self.plan.partition, self.call
         density = partial(_chunk_log_likelihood, part, self.packing, lambda c: part.reading.call(call, c))
-        return GroupRows(lambda chunk, point: density((chunk, None), point), self.packing, part.table.sizes)
+        padded = self.plan.padded_rows > 0
+        return GroupRows(lambda chunk, point: density((chunk, None), point), self.packing, part.table.sizes, padded)
 
 
 def whole_call(model: Callable, part: PartitionPlan, args: tuple, kwargs: dict, params: dict) -> ModelCall:

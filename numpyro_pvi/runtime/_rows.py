@@ -22,12 +22,14 @@ class GroupRows:
     Args:
         density: ``(chunk, point) -> nats``, the log-likelihood of the rows that a chunk names.
         packing: where each group's rows stand.
-        sizes: rows of each group.
+        sizes: rows of each group; with ``padded``, those there is room for.
+        padded: whether the packing's masks say how many of them there are.
     """
 
     density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
     packing: Packing | GroupMasks
     sizes: tuple[int, ...]
+    padded: bool = False
 
     @property
     def equal(self) -> bool:
@@ -36,6 +38,9 @@ class GroupRows:
 
     def num_rows(self, group: Int[Array, ""]) -> int | Int[Array, ""]:
         """Rows of one group: a number known beforehand where it is the same for all."""
+        if self.padded and isinstance(self.packing, Packing):
+            counts = jnp.sum(self.packing.mask, axis=1, dtype=jnp.int32)
+            return jax.ops.segment_sum(counts, self.packing.chunk_group, len(self.sizes))[group]
         return self.sizes[0] if self.equal else jnp.asarray(self.sizes, jnp.int32)[group]
 
     def derivatives(

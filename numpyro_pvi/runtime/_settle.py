@@ -43,7 +43,7 @@ def settle(
         noise: draws for this evaluation and the next round.
         moved: how far q has moved since the last call, in posterior sds.
         stale: whether the evaluation must be made afresh.
-        again: whether to repeat the last evaluation's quadrature rule to the letter.
+        again: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points.
 
     Returns:
         The evaluation; its rule carries the decision.
@@ -54,8 +54,8 @@ def settle(
         return problem.evaluate(sites, evaluation.rule, noise, again=again) if stale else evaluation
     spread = -0.5 * evaluation.moments.log_det_precision / problem.family.dim
     any_sampled = jnp.any(old.sampled)
-    # Noise moves q for ever: where draws are in use, rounds count and not moves.
-    travelled = old.moved + jnp.where(any_sampled, COMPARED_MOVE / RETRY_ROUNDS, moved)
+    # Noise moves q for ever: where draws are in use, rounds count and not moves. Looking again is no round.
+    travelled = old.moved if again else old.moved + jnp.where(any_sampled, COMPARED_MOVE / RETRY_ROUNDS, moved)
     due = travelled >= COMPARED_MOVE
     # Before the first evaluation there is no spread to go by.
     retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & (not stale)

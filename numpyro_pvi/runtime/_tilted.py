@@ -101,6 +101,19 @@ def keeps_rows(problem: LocalProblem) -> bool:
     return getattr(problem.solver, "matches_moments", False) and method_of(problem, False) == "rows"
 
 
+def refuse_rows(schedule: Any) -> None:
+    """Raise where a schedule does not carry the sites of single rows from visit to visit.
+
+    Raises:
+        PVIError: naming the schedules that do.
+    """
+    if not getattr(schedule, "carries_rows", False):
+        raise PVIError(
+            f"{type(schedule).__name__} does not carry the sites of single rows (PowerEP(factors='row'), or groups of one row): "
+            "use Sequential() or Synchronous(), or factors='group' with moments='importance'."
+        )
+
+
 def is_sampled(problem: LocalProblem) -> bool:
     """Whether any factor's moments are by draws."""
     methods = [method_of(problem, prior) for prior in (False, True) if not prior or problem.has_prior_factor]

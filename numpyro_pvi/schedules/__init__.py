@@ -1,5 +1,6 @@
 """Schedules: who moves when, and how far."""
 
+from ._asynchronous import Asynchronous
 from ._base import (
     Evaluation,
     Points,
@@ -10,12 +11,23 @@ from ._base import (
     accept_jointly,
     elbo_has_not_fallen,
 )
-from ._report import RoundReport, empty_report
+from ._committee import Committee
+from ._decentralized import Decentralized
+from ._delays import MeasuredDelays, measured_delays
+from ._noise import move_in_nats
+from ._report import BY_FACTOR, RoundReport, empty_report
 from ._sequential import Sequential
+from ._streaming import Streaming
+from ._subset import StochasticSubset
 from ._synchronous import Synchronous
 
 __all__ = [
+    "BY_FACTOR",
+    "Decentralized",
+    "Asynchronous",
+    "Committee",
     "Evaluation",
+    "MeasuredDelays",
     "Points",
     "Problem",
     "RoundCarry",
@@ -23,8 +35,12 @@ __all__ = [
     "Rule",
     "Schedule",
     "Sequential",
+    "StochasticSubset",
+    "Streaming",
     "Synchronous",
     "accept_jointly",
     "elbo_has_not_fallen",
     "empty_report",
+    "measured_delays",
+    "move_in_nats",
 ]

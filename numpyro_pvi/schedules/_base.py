@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -85,8 +86,19 @@ class Problem(Protocol):
     family: GaussianFamily
     solver: LocalSolver
     num_groups: int
+    # Labels of the groups, in the order of every stacked array.
+    labels: tuple
+    # The exactly held prior, times the sites of groups whose rows are not at hand.
     prior_natural: Any
+    # Whether there are such groups: the prior factor has then been visited before.
+    continued: bool
+    # Which of the groups at hand had a site before their rows came back; None when none had.
+    known: Bool[Array, "M"] | None
     has_prior_factor: bool
+    # Whether the likelihood is quadratic in the latents jointly.
+    quadratic: bool
+    # How many units have how many local latents each; None without any.
+    units: tuple[int, int] | None
     # Whether expectations may be by draws, so that values compare only on common draws.
     noisy: bool
     # Whether local solves take noisy steps of their own: evaluations then hold values only, all on the same draws.
@@ -96,6 +108,12 @@ class Problem(Protocol):
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether expectations are by draws under this rule, so that q hovers within their error."""
+        ...
+
+    def allowance(
+        self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
+    ) -> Any:
+        """Nats that the ELBO on common draws may lose in a good joint step, because of their noise; else 0."""
         ...
 
     def evaluate(
@@ -108,6 +126,10 @@ class Problem(Protocol):
         """
         ...
 
+    def noise(self, key: Any, num_particles: int = 1) -> Any:
+        """Fresh draws for expectations, or None where they are exact."""
+        ...
+
     def tidy(self, sites: SiteStack) -> SiteStack:
         """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""
         ...
@@ -116,8 +138,8 @@ class Problem(Protocol):
         """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
         ...
 
-    def visit_all(self, carry: RoundCarry, key: Any, noise: Any) -> LocalResult:
-        """Every group's local solve from the same q; leading axis M."""
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Every group's local solve from the same q, or those of the groups named only; leading axis M, or k."""
         ...
 
     def visit_group(
@@ -188,7 +210,7 @@ def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float
     return gain, rounding
 
 
-def elbo_has_not_fallen(new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
+def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) -> Bool[Array, ""]:
     """Whether a candidate is at least as good as the old q beyond rounding.
 
     Groups whose factor was not finite before are left out of the comparison; none may become non-finite.
@@ -196,6 +218,7 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
     Args:
         new: evaluation of the candidate.
         old: evaluation of the q it would replace, on the same draws if there are any.
+        allowance: nats it may lose beside rounding.
 
     Returns:
         True when the candidate may be taken.
@@ -203,7 +226,7 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
     stays_finite = jnp.all(jnp.isfinite(new.groups.value) | ~jnp.isfinite(old.groups.value))
     gain, rounding = elbo_gain(new, old)
     # A q that was not normalisable has no bound to fall from.
-    better = (gain >= -rounding) | ~old.moments.valid
+    better = (gain >= -rounding - allowance) | ~old.moments.valid
     return new.moments.valid & stays_finite & better
 
 
@@ -216,6 +239,7 @@ def accept_jointly(
     noise: Any,
     probe: Any = None,
     fallback: SiteStack | None = None,
+    test: Callable[[Evaluation, SiteStack], Any] | None = None,
 ) -> Accepted:
     """Move all sites together towards their proposals, halving the joint step until q is valid and the ELBO has not fallen.
 
@@ -230,6 +254,7 @@ def accept_jointly(
         noise: the round's draws, or None.
         probe: vector for the curvature product of a mean-field q, or None.
         fallback: proposals that take over, from a full step again, when a few halvings have not helped.
+        test: whether a candidate may be taken, from its evaluation and sites, in place of the test of the global ELBO.
 
     Returns:
         The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
@@ -258,7 +283,11 @@ def accept_jointly(
         step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (state.step, state.halvings))
         sites = at(step)
         evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None)
-        good = elbo_has_not_fallen(evaluation, old)
+        if test is None:
+            spare = problem.allowance(sites, evaluation, old_sites, old, share(step))
+            good = elbo_has_not_fallen(evaluation, old, spare)
+        else:
+            good = test(evaluation, sites)
         return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, state.tries + 1)
 
     first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False), jnp.int32(0))
@@ -311,7 +340,13 @@ def accept_valid(
 
 
 def accept_once(
-    problem: Problem, old_sites: SiteStack, proposal: SiteStack, old: Evaluation, step: Float[Array, ""], noise: Any
+    problem: Problem,
+    old_sites: SiteStack,
+    proposal: SiteStack,
+    old: Evaluation,
+    step: Float[Array, ""],
+    noise: Any,
+    test: Callable[[Evaluation, SiteStack], Any] | None = None,
 ) -> Accepted:
     """Take the proposals of a stochastic solver after one evaluation: refuse only what its own noise cannot explain.
 
@@ -326,6 +361,7 @@ def accept_once(
         old: evaluation at the old sites, on the same draws.
         step: joint step; halved until q is normalisable.
         noise: the draws of all evaluations, or None.
+        test: as of :func:`accept_jointly`.
 
     Returns:
         As of :func:`accept_jointly`.
@@ -345,57 +381,13 @@ def accept_once(
     known = jnp.isfinite(old.groups.value)
     good = (gain >= -rounding - 0.5 * problem.family.dim) | ~old.moments.valid
     good &= evaluation.moments.valid & jnp.all(jnp.isfinite(evaluation.groups.value) | ~known)
+    good = good if test is None else test(evaluation, sites)
 
     def keep(new, previous):
         return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, previous)
 
     sites, evaluation = keep(sites, old_sites), keep(evaluation, old)
     return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, jnp.int32(1))
-
-
-class Averaging(NamedTuple):
-    """Memory of how far noise, not progress, decides the moves: late naturals are averaged."""
-
-    # Rounds in which the move turned back, less those in which it went on; the next step is at most 1 / (1 + late).
-    late: Int[Array, ""]
-    # The last change of the location.
-    shift: Float[Array, "D"]
-
-
-def no_averaging(dim: int, dtype: Any) -> Averaging:
-    """The memory of a fresh schedule."""
-    return Averaging(jnp.int32(0), jnp.zeros((dim,), dtype))
-
-
-def average_late(problem: Problem, state: Averaging, new: Evaluation, old: Evaluation) -> Averaging:
-    """Shorten steps while successive moves turn back, as noise makes them do, and lengthen them when they clearly go on.
-
-    Args:
-        problem: the factors.
-        state: the memory.
-        new: evaluation after the round.
-        old: evaluation before it.
-
-    Returns:
-        The memory after the round; nothing is counted where expectations are not by draws.
-
-    References:
-        Delyon and Juditsky, Accelerated stochastic approximation, SIAM J. Optim. 3 (1993), after Kesten (1958).
-    """
-    shift = jnp.where(old.moments.valid, new.moments.loc - old.moments.loc, 0.0)
-    image = problem.family.precision_product(new.q, shift)
-    last = problem.family.precision_product(new.q, state.shift)
-    inner = jnp.dot(state.shift, image)
-    size = jnp.sqrt(jnp.abs(jnp.dot(shift, image) * jnp.dot(state.shift, last)))
-    back = inner < 0
-    # In D dimensions chance alone makes cosines of 1 / sqrt(D).
-    on = inner * problem.family.dim**0.5 > size
-    late = jnp.maximum(state.late + back.astype(jnp.int32) - (on & (size > 0)).astype(jnp.int32), 0)
-    moved = jnp.any(shift != 0)
-    counted = Averaging(late, jnp.where(moved, shift, state.shift))
-    return jax.tree.map(
-        lambda a, b: jnp.where(problem.sampled(old.rule), a, b), counted, Averaging(jnp.zeros_like(late), shift)
-    )
 
 
 def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:

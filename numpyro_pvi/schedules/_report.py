@@ -13,6 +13,9 @@ from ..sites import SiteStack
 if TYPE_CHECKING:
     from ._base import Accepted, Evaluation, Problem, RoundCarry
 
+# What a factor that has not been heard lately counts for at most, in posterior sds: no tolerance is as large.
+UNHEARD_MOVE = 0.5
+
 
 class RoundReport(NamedTuple):
     """What happened to every factor in one round; the prior factor, if any, comes first."""
@@ -26,7 +29,8 @@ class RoundReport(NamedTuple):
     skip_run: Int[Array, "F"]
     # Changes of q between a group's reading it and its last site's being absorbed; 0 where every site is fresh.
     staleness: Int[Array, "F"]
-    # Largest change of any posterior mean or log sd in the round, in posterior sds.
+    # Largest change of any posterior mean or log sd in the round, in posterior sds; at least the last move of every factor
+    # that took no part (half a sd where that was larger), so that a fit is not taken for settled before all were heard.
     total_move: Float[Array, ""]
     # Whether q was normalisable at the end of the round.
     valid: Bool[Array, ""]
@@ -37,6 +41,10 @@ class RoundReport(NamedTuple):
     messages: Int[Array, "2"]
     # Largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
     consensus: Float[Array, ""]
+
+
+# The fields of a report with one entry per factor.
+BY_FACTOR = ("move", "step", "backoffs", "skipped", "skip_run", "staleness")
 
 
 def empty_report(count: int, dtype: Any) -> RoundReport:
@@ -76,6 +84,7 @@ def round_report(
     exchanges: Any,
     elapsed: Any = 1.0,
     staleness: Int[Array, "F"] | None = None,
+    heard: Bool[Array, "F"] | None = None,
 ) -> RoundReport:
     """Report on a round that ends at ``done``.
 
@@ -89,19 +98,28 @@ def round_report(
         exchanges: how often q went out to a group and an answer came back, in this round.
         elapsed: simulated time that the round took.
         staleness: changes of q that each factor's site had not seen; None is none.
+        heard: which factors took part; None is all. The others keep their last move, and q does not count as settled
+            before they have moved little as well.
 
     Returns:
         The report, with running totals continued from the carry's.
     """
     last, moments = carry.report, done.evaluation.moments
+    move = factor_moves(problem, done.sites, carry.sites, done.evaluation)
+    moved = total_move(problem.family, done.evaluation, carry.evaluation)
+    skip_run = jnp.where(skipped, last.skip_run + 1, 0)
+    if heard is not None:
+        move, skip_run = jnp.where(heard, move, last.move), jnp.where(heard, skip_run, last.skip_run)
+        waiting = jnp.max(jnp.where(heard, 0.0, move), initial=0.0)
+        moved = jnp.maximum(moved, jnp.minimum(waiting, UNHEARD_MOVE).astype(moved.dtype))
     return RoundReport(
-        move=factor_moves(problem, done.sites, carry.sites, done.evaluation),
+        move=move,
         step=step,
         backoffs=backoffs,
         skipped=skipped,
-        skip_run=jnp.where(skipped, last.skip_run + 1, 0),
+        skip_run=skip_run,
         staleness=jnp.zeros_like(last.staleness) if staleness is None else staleness,
-        total_move=total_move(problem.family, done.evaluation, carry.evaluation),
+        total_move=moved,
         valid=moments.valid,
         clock=last.clock + jnp.asarray(elapsed, last.clock.dtype),
         messages=last.messages + jnp.asarray(exchanges, jnp.int32),

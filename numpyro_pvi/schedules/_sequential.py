@@ -11,15 +11,13 @@ import jax.numpy as jnp
 from ..errors import PVIError
 from ..sites import SiteStack, damp, posterior
 from ._base import (
-    Averaging,
     Problem,
     RoundCarry,
     accept_jointly,
     accept_once,
-    average_late,
     natural_gradient_proposal,
-    no_averaging,
 )
+from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 
 
@@ -47,6 +45,9 @@ class Sequential:
     order: str = "cyclic"
     damping: float = 1.0
 
+    # Sites of single rows go along with the groups'.
+    carries_rows = True
+
     def __post_init__(self):
         if self.order not in ("cyclic", "random"):
             raise PVIError(f"Sequential(order={self.order!r}): expected 'cyclic' or 'random'.")
@@ -70,7 +71,7 @@ class Sequential:
         if self.order == "random":
             order = jax.random.permutation(order_key, order)
         groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
-        share = 1.0 / (1.0 + carry.schedule.late.astype(old.elbo.dtype))
+        share = averaging_step(carry.schedule, old.elbo.dtype)
         proposal = SiteStack(groups, prior_site, local)
         if problem.stochastic:
             done = accept_once(problem, carry.sites, proposal, old, jnp.ones_like(share), noise)

@@ -14,15 +14,13 @@ from ..errors import PVIError
 from ..sites import SiteStack
 from ._base import (
     MAX_HALVINGS,
-    Averaging,
     Problem,
     RoundCarry,
     accept_jointly,
     accept_once,
-    average_late,
     elbo_gain,
-    no_averaging,
 )
+from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 
 
@@ -47,8 +45,8 @@ class Synchronous:
     accepted at once; it is also halved when the moves grow while the ELBO stands still. A
     mean-field q also caps it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda:
     parallel mean-field updates blow up at moderate correlations with every q and cavity valid. Where expectations are
-    by draws, the naturals of late rounds are averaged: steps shrink as 1 / k with the number k of rounds in which the
-    location turned back.
+    by draws, the naturals of late rounds are averaged: steps shrink as c / (c + k) with the number k of rounds in which the
+    location turned back, and a fall of the ELBO that the draws' own contradictions explain is no reason to halve.
 
     Under a stochastic solver each site has been moved as if alone, so that M of them together go M times too far: "auto"
     is then 1/M (a mean of M normalisable q's is normalisable). The ELBO is looked at once, and a round is undone, and the
@@ -67,6 +65,9 @@ class Synchronous:
     """
 
     damping: float | str = "auto"
+
+    # Sites of single rows go along with the groups'.
+    carries_rows = True
 
     def __post_init__(self):
         if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
@@ -115,8 +116,7 @@ class Synchronous:
         return carry.schedule.probe / jnp.sqrt(scale), scale
 
     def _first_step(self, problem: Problem, state: SynchronousState) -> Float[Array, ""]:
-        averaging = 1.0 / (1.0 + state.averaging.late.astype(state.step.dtype))
-        largest = jnp.minimum(state.step, self._largest(problem) * averaging)
+        largest = jnp.minimum(state.step, self._largest(problem) * averaging_step(state.averaging, state.step.dtype))
         return jnp.minimum(largest, 1.0 / jnp.maximum(state.eigenvalue, 1.0))
 
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale) -> RoundCarry:
@@ -138,8 +138,11 @@ class Synchronous:
         if problem.noisy and not problem.stochastic:
             averaging = average_late(problem, averaging, done.evaluation, old)
         gain, rounding = elbo_gain(done.evaluation, old)
-        # Below rounding the ELBO no longer sees a parallel step that overshoots; growing moves show it.
+        # Below rounding the ELBO no longer sees a parallel step that overshoots; growing moves show it. Of draws they show
+        # nothing: moves grow in every other round, and steps would wither.
         oscillates = (moved > state.last_move) & (gain <= rounding) & (not problem.stochastic)
+        if problem.noisy:
+            oscillates = oscillates & ~problem.sampled(old.rule)
         grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest(problem))
         step = jnp.where(oscillates, 0.5 * done.step, grown)
         # A round that found no acceptable step starts the next search a little below the full one.

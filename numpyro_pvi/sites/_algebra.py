@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from ..families import Vector, natural_parameters
+from ._slots import sum_slots
 
 
 @natural_parameters
@@ -17,16 +18,18 @@ class SiteStack(Vector):
 
     ``groups`` is one natural-parameter object whose leaves carry a leading group axis M; ``prior`` is the site of the
     prior factor (no group axis), or None when the prior is held exactly. ``local`` holds what groups with local latents
-    keep beside their sites (:class:`LocalSites`), or None.
+    keep beside their sites (:class:`LocalSites`), or None. ``others`` holds the sites of groups whose rows are not at
+    hand, with a leading axis of slots (:mod:`numpyro_pvi.sites._slots`; empty slots are zero), or None without any.
     """
 
     groups: Any
     prior: Any
     local: Any = None
+    others: Any = None
 
 
 def posterior(prior_natural: Any, sites: SiteStack) -> Any:
-    """Sum the prior and every site: ``eta_q = eta_0 + eta_PRIOR + sum_m eta_m`` (PVI eq. 1).
+    """Sum the prior and every site, absent groups' included: ``eta_q = eta_0 + eta_PRIOR + sum_m eta_m`` (PVI eq. 1).
 
     Args:
         prior_natural: natural parameters of the exactly held part of the prior.
@@ -36,6 +39,8 @@ def posterior(prior_natural: Any, sites: SiteStack) -> Any:
         Natural parameters of q. Always a fresh sum: carrying q along as ``q + new - old`` drifts in float32.
     """
     total = jax.tree.map(lambda eta, site: eta + jnp.sum(site, axis=0), prior_natural, sites.groups)
+    if sites.others is not None:
+        total = total + sum_slots(sites.others)
     return total if sites.prior is None else total + sites.prior
 
 

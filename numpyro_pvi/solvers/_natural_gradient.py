@@ -60,7 +60,7 @@ class NaturalGradient:
             accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not
             quadratic.
         num_draws: antithetic pairs per round when expectations are by draws; random points come in whole rotations, at
-            least as many pairs as there are latents.
+            least as many pairs as there are latents, and few local latents take up to 64 pairs.
 
     Raises:
         PVIError: on construction, for values outside these ranges.

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import (
+    Asynchronous,
+    Committee,
+    Decentralized,
+    Sequential,
+    StochasticSubset,
+    Streaming,
+    Synchronous,
+)
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 from . import checks, models, oracles
@@ -31,13 +39,24 @@ class Cell(NamedTuple):
 
     @property
     def damping(self) -> float:
-        return 1.0 if self.schedule.damping == "auto" else self.schedule.damping
+        damping = getattr(self.schedule, "damping", 1.0)
+        return 1.0 if damping == "auto" else damping
 
 
 SEQUENTIAL, RANDOM = Sequential(), Sequential(order="random")
+STREAMING = Streaming()
 SYNCHRONOUS, DAMPED = Synchronous(), Synchronous(damping=0.5)
+AT_ONCE, LATE = Asynchronous(), Asynchronous(("exponential", {0: 4.0}), max_staleness=30)
+LOSSY = Asynchronous(1.0, loss_rate=0.3, duplicate_rate=0.3, reorder=True)
+FEW, RARE = StochasticSubset(0.5), StochasticSubset(rates={0: 0.2})
 CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
 LOCAL, STOCHASTIC = LocalELBO(num_steps=5), StochasticNaturalGradient(num_steps=5)
+
+
+def ring(n):
+    """Agents in a circle (a pair has one link, one agent none)."""
+    return Decentralized([[float((i - j) % n in (1, n - 1)) for j in range(n)] for i in range(n)])
+
 
 # The full product for the quadratic model; pairwise for the others: every schedule and M in {1, 2, 5, N} occurs.
 CELLS = (
@@ -50,22 +69,64 @@ CELLS = (
     Cell("linear-natural-random", "linear", NATURAL, RANDOM, 3, (1, 2, 3, 6), 2),
     Cell("linear-natural-parallel", "linear", NATURAL, SYNCHRONOUS, 1, (1, 2, 3, 6), 2),
     Cell("linear-natural-damped", "linear", NATURAL, DAMPED, 5, (1, 2, 6), 5),
+    Cell("linear-conjugate-late", "linear", CONJUGATE, Asynchronous(1.0), 3, (1, 2, 3, 6), 2),
+    Cell("linear-natural-at-once", "linear", NATURAL, AT_ONCE, 5, (1, 2, 3, 6), 2),
+    Cell("linear-natural-late-damped", "linear", NATURAL, Asynchronous(2.0, damping=0.5), 3, (1, 2, 6), 5),
+    Cell("linear-conjugate-few", "linear", CONJUGATE, FEW, 5, (1, 3, 6), 30),
+    Cell("linear-conjugate-committee", "linear", CONJUGATE, Committee(), 3, (1, 2, 3, 6), 2),
+    Cell("linear-natural-committee", "linear", NATURAL, Committee("split"), 5, (1, 2, 6), 2),
+    *(
+        Cell(f"linear-{kind}-{word}", "linear", solver, schedule, 3, (1, 6), 2)
+        for kind, solver in (("local", LOCAL), ("stochastic", STOCHASTIC))
+        for word, schedule in (("late", LOSSY), ("few", FEW), ("committee", Committee(max_visits=2)))
+    ),
     Cell("linear-local-cyclic", "linear", LOCAL, SEQUENTIAL, 3, (1, 6), 2),
     Cell("linear-local-parallel", "linear", LOCAL, SYNCHRONOUS, 5, (1, 6), 2),
     Cell("linear-stochastic-cyclic", "linear", STOCHASTIC, SEQUENTIAL, 3, (1, 6), 2),
     Cell("linear-stochastic-parallel", "linear", STOCHASTIC, SYNCHRONOUS, 5, (1, 6), 2),
     Cell("linear-ep-cyclic", "linear", PowerEP(), SEQUENTIAL, 3, (1, 2, 6), 2),
     Cell("linear-power-ep-parallel", "linear", PowerEP(0.3), SYNCHRONOUS, 12, (1, 2, 6), 2),
+    Cell("linear-ep-late", "linear", PowerEP(), Asynchronous(1.0), 3, (1, 2, 6), 2),
+    Cell("linear-power-ep-few", "linear", PowerEP(0.5), FEW, 5, (1, 6), 3),
+    Cell("linear-ep-committee", "linear", PowerEP(), Committee(), 3, (1, 2, 6), 2),
+    Cell("linear-power-ep-ring", "linear", PowerEP(0.5), ring(5), 5, (1, 2, 6), 5),
+    Cell("linear-ep-streaming", "linear", PowerEP(), STREAMING, 3, (1, 2, 6), 2),
     Cell("linear-ep-rows-damped", "linear", PowerEP(factors="row"), DAMPED, 5, (1, 2, 6), 5),
+    Cell("linear-conjugate-streaming", "linear", CONJUGATE, STREAMING, 5, (1, 2, 3, 6), 2),
+    Cell("linear-natural-streaming", "linear", NATURAL, STREAMING, 3, (1, 2, 6), 2),
+    Cell("linear-local-streaming", "linear", LOCAL, STREAMING, 3, (1, 6), 2),
+    Cell("linear-stochastic-streaming", "linear", STOCHASTIC, STREAMING, 3, (1, 6), 2),
+    Cell("logistic-streaming", "logistic", NATURAL, STREAMING, 5, (1, 6), 2),
     Cell("logistic-cyclic", "logistic", NATURAL, SEQUENTIAL, 5, (1, 3, 6), 20),
     Cell("logistic-random", "logistic", NATURAL, RANDOM, 2, (1, 3, 6), 20),
     Cell("logistic-parallel", "logistic", NATURAL, SYNCHRONOUS, 1, (1, 3, 6), 25),
     Cell("logistic-damped", "logistic", NATURAL, DAMPED, 12, (1, 3, 6), 45),
     Cell("scale-parallel", "scale", NATURAL, SYNCHRONOUS, 3, (1, 3, 6), 60, init_sites="auto"),
     Cell("scale-cyclic", "scale", NATURAL, SEQUENTIAL, 2, (1, 3, 6), 60, init_sites="auto"),
+    Cell("logistic-late", "logistic", NATURAL, LATE, 5, (1, 3, 6), 60),
+    Cell("logistic-lossy", "logistic", NATURAL, LOSSY, 5, (1, 3, 6), 60),
+    Cell("logistic-few", "logistic", NATURAL, FEW, 5, (1, 3, 6), 60),
+    Cell("logistic-rare", "logistic", NATURAL, RARE, 2, (1, 3, 6), 90),
+    Cell("scale-late", "scale", NATURAL, Asynchronous(1.0), 3, (1, 3, 6), 60, init_sites="auto"),
+    Cell("scale-few", "scale", NATURAL, StochasticSubset(2), 3, (1, 3, 6), 90, init_sites="auto"),
     *(
         Cell(f"meanfield-{word}-{m}", "meanfield", NATURAL, schedule, m, (1, 3, 6, 12), 700, AutoDiagonalNormal, "auto")
-        for word, schedule in (("cyclic", SEQUENTIAL), ("parallel", SYNCHRONOUS))
+        for word, schedule in (
+            ("cyclic", SEQUENTIAL),
+            ("parallel", SYNCHRONOUS),
+            ("late", Asynchronous(1.0)),
+            ("few", FEW),
+        )
+        for m in (1, 2, 12)
+    ),
+    Cell("linear-conjugate-ring", "linear", CONJUGATE, ring(5), 5, (1, 2, 6), 5),
+    Cell("linear-conjugate-ring-long", "linear", CONJUGATE, ring(3), 3, (1, 3, 6), 45),
+    Cell("linear-natural-ring", "linear", NATURAL, ring(12), 12, (1, 2, 6), 5),
+    Cell("linear-local-ring", "linear", LOCAL, ring(3), 3, (1, 6), 2),
+    Cell("linear-stochastic-ring", "linear", STOCHASTIC, ring(5), 5, (1, 6), 2),
+    Cell("logistic-ring", "logistic", NATURAL, ring(5), 5, (1, 3, 6), 60),
+    *(
+        Cell(f"meanfield-ring-{m}", "meanfield", NATURAL, ring(m), m, (1, 3, 6, 12), 2500, AutoDiagonalNormal, "auto")
         for m in (1, 2, 12)
     ),
     Cell("meanfield-logistic", "logistic", NATURAL, SYNCHRONOUS, 2, (1, 3, 6, 12), 300, AutoDiagonalNormal, "auto"),

@@ -93,8 +93,9 @@ def numbers(state) -> Numbers:
         return vector, precision if state.plan.family.full else np.diag(precision)
 
     prior = dense(state.prior)
-    count = state.sites.groups.precision_mean.shape[0]
-    sites = [dense(state.sites.groups, i) for i in range(count)]
+    sites = [dense(state.sites.groups, i) for i in range(state.sites.groups.precision_mean.shape[0])]
+    # Absent groups come first, as in the state's own order; slots beyond their labels are empty.
+    sites = [dense(state.sites.others, i) for i in range(len(state.plan.absent))] + sites
     prior_site = None if state.sites.prior is None else dense(state.sites.prior)
     parts = [prior, *sites, *([] if prior_site is None else [prior_site])]
     total = tuple(np.sum([p[i] for p in parts], axis=0) for i in (0, 1))

@@ -9,7 +9,7 @@ from jax.scipy.special import ndtr
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 import numpyro_pvi.runtime._tilted as moments
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import PowerEP
 
 from . import checks, ep_oracles, oracles
@@ -50,8 +50,11 @@ def gaps(fitted, wanted, int_labels=True):
         (2, PowerEP(), Sequential(), AutoMultivariateNormal),
         (1, PowerEP(0.5), Synchronous(), AutoMultivariateNormal),
         (2, PowerEP(0.7), Synchronous(), AutoDiagonalNormal),
+        (1, PowerEP(), Asynchronous(1.0), AutoMultivariateNormal),
+        (1, PowerEP(), StochasticSubset(2), AutoMultivariateNormal),
+        (1, PowerEP(), Decentralized(1.0 - np.eye(3)), AutoMultivariateNormal),
     ],
-    ids=["groups-in-turn", "one-latent-half-power", "mean-field"],
+    ids=["groups-in-turn", "one-latent-half-power", "mean-field", "late", "few", "network"],
 )
 def test_groups_meet_ep_on_a_grid(dim, solver, schedule, guide, x64):
     fitted = fit(make_logistic_of(dim), X[:, :dim], LABELS, groups(3), solver, schedule, 60, guide)

@@ -5,7 +5,7 @@ import optax
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import LocalELBO, StochasticNaturalGradient
 
 from . import checks, oracles
@@ -26,7 +26,12 @@ SOLVERS = {
     "local": LocalELBO(optax.lbfgs(), num_steps=6, num_particles=2),
     "stochastic": StochasticNaturalGradient(0.5, num_steps=10, num_particles=2),
 }
-SCHEDULES = {"cyclic": Sequential(), "parallel": Synchronous()}
+SCHEDULES = {
+    "cyclic": Sequential(),
+    "parallel": Synchronous(),
+    "late": Asynchronous({0: 2.0}, loss_rate=0.2, reorder=True),
+    "few": StochasticSubset(2),
+}
 
 each_solver = pytest.mark.parametrize("solver", SOLVERS)
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -42,6 +47,13 @@ def test_conjugate_models_become_exact(solver, schedule):
     # Not in one round, in parallel: the law is one of the limit.
     if schedule == "parallel":
         assert checks.distance(fitted._replace(states=fitted.states[:2]), *exact) > 0.1
+
+
+@each_solver
+def test_committees_of_conjugate_models_become_exact(solver):
+    X, y, _ = rows()
+    fitted = fit(make_linear(), X, y, groups(3), SOLVERS[solver], Committee("split", max_visits=60), 1)
+    assert checks.distance(fitted, *oracles.linear_posterior(X, y, NOISE, PRIOR_LOC, PRIOR_COVARIANCE)) < 1e-3
 
 
 @each_solver

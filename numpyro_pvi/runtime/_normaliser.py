@@ -1,4 +1,4 @@
-"""The log partition function of the prior that q holds exactly."""
+"""The normaliser of the exactly held prior."""
 
 from __future__ import annotations
 

@@ -1,0 +1,253 @@
+"""Groups that come, come back, and leave: which sites belong to rows at hand, and which stand alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._state import Plan, PVIState
+from .errors import ImproperError, PartitionError, StateError
+from .factors import (
+    check_same_signature,
+    nobody,
+    pad_rows,
+    signature_of,
+    split_arguments,
+    without_labels,
+)
+from .handlers import PRIOR, known_labels, plain
+from .runtime import Engine
+from .schedules import BY_FACTOR
+from .sites import SiteStack, add_slots, keep_slots, posterior, take
+
+# ---------------------------------------------------------------------------------- what compiled programs see of a state
+
+
+def reduced(state: PVIState, engine: Engine) -> PVIState:
+    """The state as compiled programs take it: no labels, and all absent groups as one factor.
+
+    A program's key then depends on shapes alone, and adding a group of rows that there was a program for compiles nothing.
+
+    Args:
+        state: the state.
+        engine: the fit's choices: a stochastic solver's programs read the groups' sizes, and those of a schedule with settings
+            by label read the labels.
+
+    Returns:
+        A state to be handed back to :func:`restored`.
+    """
+    plan = state.plan
+    by_label = getattr(engine.schedule, "by_label", False)
+    part = without_labels(plan.partition, plan.padded_rows, engine.solver.stochastic, by_label)
+    plan = dataclasses.replace(plan, partition=part, signature=None, absent=())
+    others = state.sites.others
+    total = None if others is None else _total(others)
+    return dataclasses.replace(state, plan=plan, sites=dataclasses.replace(state.sites, others=total))
+
+
+def restored(done: PVIState, before: PVIState) -> PVIState:
+    """What a compiled program made of a reduced state, with labels and absent groups put back.
+
+    Args:
+        done: the program's result.
+        before: the state that was reduced.
+
+    Returns:
+        The state.
+    """
+    sites = dataclasses.replace(done.sites, others=before.sites.others)
+    return dataclasses.replace(done, plan=before.plan, sites=sites)
+
+
+@jax.jit
+def _total(others: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), others)
+
+
+def check_rows(state: PVIState, args: tuple, kwargs: dict, names: tuple[str, ...]) -> None:
+    """Refuse arguments that are not the rows of the groups that are present.
+
+    Args:
+        state: a state.
+        args: positional arguments (arrays).
+        kwargs: keyword arguments.
+        names: names of the positional ones, for messages.
+
+    Raises:
+        StateError: naming the present groups, and the argument that does not fit.
+    """
+    plan = state.plan
+    if not plan.partition.table.labels:
+        raise StateError(
+            "no group's rows are at hand: after forget_group the state holds sites only. Bring rows back with "
+            "revisit(state, labels, *args), or add_group(state, label, *args)."
+        )
+    try:
+        check_same_signature(plan.signature, signature_of(args, kwargs, names))
+    except StateError as error:
+        if not plan.absent:
+            raise
+        raise StateError(
+            f"{error} The rows at hand are those of group(s) {known_labels(plan.partition.table.labels)}, which were added or "
+            f"revisited last; {len(plan.absent)} other group(s) are held by their sites alone. To fit other rows, name their "
+            "groups: add_group(state, label, *args) or revisit(state, labels, *args)."
+        ) from error
+
+
+def rows_of(plan: Plan, args: tuple, kwargs: dict) -> tuple[list, tuple]:
+    """Arguments as compiled programs take them: filled up where the plan says so, arrays apart from static leaves."""
+    axes = plan.partition.reading.axes
+    return split_arguments(*pad_rows(axes, args, kwargs, plan.padded_rows))
+
+
+def refuse_absent(state: PVIState, what: str) -> None:
+    """Raise for what needs every group's rows.
+
+    Args:
+        state: a state.
+        what: what was asked for, and why it needs them.
+
+    Raises:
+        StateError: naming the groups whose rows are not at hand.
+    """
+    if state.plan.absent:
+        raise StateError(
+            f"{what}, but the rows of group(s) {known_labels(state.plan.absent)} are not at hand. Bring all of them back first: "
+            "revisit(state, labels, *args) with one label per row."
+        )
+
+
+# --------------------------------------------------------------------------------------------------- labels and their sites
+
+
+def site_of(state: PVIState, label: Hashable) -> Any:
+    """One group's site, present or absent.
+
+    Args:
+        state: a state.
+        label: the group's label.
+
+    Returns:
+        Natural parameters.
+
+    Raises:
+        PartitionError: for an unknown label, naming near ones.
+    """
+    place = position(state.plan, label)
+    slots = len(state.plan.absent)
+    if place < slots:
+        return take(state.sites.others, place)
+    return take(state.sites.groups, place - slots)
+
+
+def position(plan: Plan, label: Any) -> int:
+    """Where a label stands among all groups'.
+
+    Raises:
+        PartitionError: for an unknown label, naming near ones.
+    """
+    groups = plan.groups
+    try:
+        return groups.index(plain(label))
+    except ValueError:
+        pass
+    names = {str(known): known for known in groups}
+    near = [repr(names[name]) for name in difflib.get_close_matches(str(label), names, 2)]
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise PartitionError(f"there is no group {label!r}; the groups are: {known_labels(groups) or 'none'}.{hint}")
+
+
+def all_absent(state: PVIState) -> PVIState:
+    """Take every group's rows away: sites stay, local latents and solver states go.
+
+    Args:
+        state: a state.
+
+    Returns:
+        The state with no group present.
+    """
+    plan, sites = state.plan, state.sites
+    others = add_slots(sites.others, len(plan.absent), sites.groups)
+    return _settled(state, others, plan.groups)
+
+
+def _settled(state: PVIState, others: Any, absent: tuple) -> PVIState:
+    """A state of absent groups only."""
+    arrival = nobody(state.plan.partition, state.packing)
+    plan = dataclasses.replace(state.plan, partition=arrival.plan, absent=absent, padded_rows=0)
+    none = jax.tree.map(lambda x: x[:0], (state.sites.groups, state.solver_state))
+    first = int(state.plan.partition.has_prior_factor)
+    report = state.report._replace(**{n: getattr(state.report, n)[:first] for n in BY_FACTOR})
+    local = None if state.sites.local is None else jax.tree.map(lambda x: x[:0], state.sites.local)
+    return dataclasses.replace(
+        state,
+        sites=SiteStack(none[0], state.sites.prior, local, others),
+        solver_state=none[1],
+        report=report,
+        packing=arrival.packing,
+        plan=plan,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- rows that leave
+
+
+def forgotten(state: PVIState, label: Hashable) -> PVIState:
+    """The state without one group.
+
+    Args:
+        state: a state.
+        label: the group's label.
+
+    Returns:
+        The state. Where the group was present, no group is afterwards.
+
+    Raises:
+        PartitionError: for an unknown label, or PRIOR.
+        ImproperError: when q is not normalisable without the group.
+    """
+    if label is PRIOR:
+        raise PartitionError(
+            "PRIOR is the prior factor, which cannot be forgotten: forget_group takes a group's label."
+        )
+    place = position(state.plan, label)
+    if place >= len(state.plan.absent):
+        state = all_absent(state)
+    kept = np.delete(np.arange(len(state.plan.absent)), place)
+    others = keep_slots(state.sites.others, kept)
+    plan = dataclasses.replace(state.plan, absent=tuple(state.plan.absent[i] for i in kept))
+    left = dataclasses.replace(state, plan=plan, sites=dataclasses.replace(state.sites, others=others))
+    if not bool(plan.family.in_domain(posterior(left.prior, left.sites))):
+        raise ImproperError(
+            f"without group {label!r} q is not normalisable: what is left does not determine every latent (the other groups' sites "
+            "were fitted beside it). Revisit other groups first, or use a proper prior."
+        )
+    reason = approximate_because(plan)
+    if reason and left.plan.groups:
+        warnings.warn(
+            f"forget_group({label!r}) took its site out, but {reason}, so what is left still carries traces of its rows. It is "
+            "approximate until the rest is fitted again: revisit(state, labels, *args) with the other groups' rows.",
+            stacklevel=3,
+        )
+    return left
+
+
+def approximate_because(plan: Plan) -> str | None:
+    """Why taking a site out is not the same as never having seen the group; None where it is (law 10)."""
+    part = plan.partition
+    if part.params:
+        return f"the model's numpyro.param site(s) {', '.join(part.params)} were fitted with it"
+    if part.likelihood != "quadratic":
+        return "the other groups' sites were fitted at a q that had it in"
+    if not plan.family.full:
+        return "q is mean-field, so the other groups' sites were fitted at a q that had it in"
+    if part.has_prior_factor:
+        return f"the PRIOR site ({', '.join(part.prior_latents)}) was fitted at a q that had it in"
+    return None

@@ -1,0 +1,209 @@
+"""Rows that come to a state: checked, packed, made the present groups, and fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._entry import check_run, check_state
+from ._groups import all_absent, position, rows_of
+from ._resume import Progress
+from ._state import Plan, PVIState
+from .errors import PartitionError, SkippedGroupError
+from .factors import Arrival, arrive, check_finite_arguments, count_rows, signature_of
+from .handlers import GroupTable, known_labels, labels_table, one_group_table
+from .sites import SiteStack, keep_slots, stack_sites
+
+
+def arrival_mode(init_sites: str) -> str:
+    """Where sites of new groups start: at 1, since q has been informed by others; or at the curvature that was asked for."""
+    return "curvature" if init_sites == "curvature" else "prior"
+
+
+def arriving_table(state: PVIState, labels: Any, num_rows: int) -> GroupTable:
+    """Groups of rows that come back.
+
+    Args:
+        state: a state.
+        labels: one label for all rows, or a list or array of one label per row.
+        num_rows: number of rows.
+
+    Returns:
+        The table.
+
+    Raises:
+        PartitionError: for an unknown label, or a number of labels that is not that of the rows.
+    """
+    if not (isinstance(labels, list) or (hasattr(labels, "__array__") and np.ndim(labels) > 0)):
+        return one_group_table(state.plan.groups[position(state.plan, labels)], num_rows)
+    table = labels_table(labels)
+    for label in table.labels:
+        position(state.plan, label)
+    if table.num_rows != num_rows:
+        raise PartitionError(
+            f"{table.num_rows} labels were given for {num_rows} rows: give one label per row, or one label for all of them."
+        )
+    return table
+
+
+def newcomers_table(state: PVIState, label: Hashable, num_rows: int) -> GroupTable:
+    """The group of rows that come for the first time.
+
+    Raises:
+        PartitionError: for a label that is already there, or that cannot be one.
+    """
+    table = one_group_table(label, num_rows)
+    if table.labels[0] in state.plan.groups:
+        raise PartitionError(
+            f"there is a group {label!r} already. To fit its rows again, revisit(state, {label!r}, *args); to replace them by "
+            f"others, forget_group(state, {label!r}) first; rows of a new group need a label of their own."
+        )
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Newcomers:
+    """What bringing rows to a state takes from the shell.
+
+    Args:
+        model: the NumPyro model.
+        names: names of its positional parameters.
+        start: ``(state, dynamic, static, known) -> (fields, comparison)``, compiled.
+        drive: ``(progress, dynamic, static, num_steps, tol) -> Run``, compiled rounds.
+        solver: the local solver.
+        check: whether rows are compared with the untouched model.
+    """
+
+    model: Callable
+    names: tuple[str, ...]
+    start: Callable
+    drive: Callable
+    solver: Any
+    check: bool
+
+    def add(self, state: PVIState, label: Hashable, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
+        """See :meth:`numpyro_pvi.PVI.add_group`."""
+        rows = self.count(state, f"group {label!r}", args, kwargs)
+        table = newcomers_table(state, label, sum(rows.values()))
+        return self._fit(state, table, rows, args, kwargs, num_steps, tol)
+
+    def revisit(self, state: PVIState, labels: Any, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
+        """See :meth:`numpyro_pvi.PVI.revisit`."""
+        rows = self.count(state, "the rows to revisit", args, kwargs)
+        table = arriving_table(state, labels, sum(rows.values()))
+        return self._fit(state, table, rows, args, kwargs, num_steps, tol)
+
+    def count(self, state: PVIState, who: str, args: tuple, kwargs: dict) -> dict[str, int]:
+        """Rows by partitioned axis, checked: see :func:`numpyro_pvi.factors.count_rows`."""
+        check_state(state)
+        check_finite_arguments(args, kwargs, self.names)
+        got = signature_of(args, kwargs, self.names)
+        return count_rows(state.plan.partition, self.model, state.plan.signature, got, args, kwargs, who)
+
+    def _fit(
+        self, state: PVIState, table: GroupTable, rows: dict, args: tuple, kwargs: dict, num_steps: int, tol: Any
+    ) -> PVIState:
+        check_run(num_steps, tol, least=0)
+        state, dynamic, static = self._bring(state, table, rows, args, kwargs)
+        if num_steps == 0:
+            return state
+        run = self.drive(Progress(state), dynamic, static, int(num_steps), tol, None, False)
+        refuse_skipped(run.state, len(run.losses))
+        return run.state
+
+    def _bring(
+        self, state: PVIState, table: GroupTable, rows: dict[str, int], args: tuple, kwargs: dict
+    ) -> tuple[PVIState, list, tuple]:
+        """Make the groups of these rows the present ones; known ones keep their sites, others start at 1."""
+        plan = state.plan
+        if plan.partition.table.labels and bool(jnp.isinf(state.report.total_move)):
+            warnings.warn(
+                f"group(s) {known_labels(plan.partition.table.labels)} have not been updated since their rows came, so their sites "
+                "are still where they started: run a round (update or run) before their rows are put away.",
+                stacklevel=6,
+            )
+        family = plan.family
+        arrival = arrive(plan.partition, table, rows, family.full)
+        self.solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), plan.partition.mechanism)
+        slots = [position(plan, label) if label in plan.groups else -1 for label in table.labels]
+        signature = signature_of(args, kwargs, self.names)
+        state = _with_groups(all_absent(state), arrival, np.asarray(slots), signature)
+        dynamic, static = rows_of(state.plan, args, kwargs)
+        fields, comparison = self.start(state, dynamic, static, jnp.asarray(np.asarray(slots) >= 0))
+        if self.check:
+            _check_structure(state.plan, jax.device_get(comparison))
+        sites = dataclasses.replace(fields["sites"], others=state.sites.others)
+        return dataclasses.replace(state, **{**fields, "sites": sites}), dynamic, static
+
+
+def _with_groups(state: PVIState, arrival: Arrival, slots: np.ndarray, signature: Any) -> PVIState:
+    """Move the groups in these slots (-1 where a group has none) from the absent to the present."""
+    known = slots[slots >= 0]
+    kept = np.setdiff1d(np.arange(len(state.plan.absent)), known)
+    others, empty = state.sites.others, state.sites.groups
+    groups = jax.tree.map(lambda x: jnp.zeros((len(slots), *x.shape[1:]), x.dtype), empty)
+    if len(known):
+        found = stack_sites(others, np.maximum(slots, 0))
+        groups = jax.tree.map(lambda x: jnp.where((slots >= 0).reshape(-1, *(1,) * (x.ndim - 1)), x, 0), found)
+        others = keep_slots(others, kept)
+    plan = dataclasses.replace(
+        state.plan,
+        partition=arrival.plan,
+        signature=signature,
+        absent=tuple(state.plan.absent[i] for i in kept),
+        padded_rows=arrival.padded_rows,
+    )
+    sites = SiteStack(groups, state.sites.prior, None, others)
+    return dataclasses.replace(state, sites=sites, packing=arrival.packing, plan=plan)
+
+
+def _check_structure(plan: Plan, found: Any) -> None:
+    """Refuse rows whose likelihood is not what was found at ``init``: the additive law, and the structure."""
+    part, single = plan.partition, found.model.dtype == np.float32
+    who = f"the rows of group(s) {known_labels(part.table.labels)}"
+    usable = np.isfinite(found.model) & np.isfinite(found.size)
+    apart = usable & ~(found.split <= (1e-5 if single else 1e-10) * found.size)
+    if np.any(apart):
+        raise PartitionError(
+            f"{who} do not add up: a row's log-likelihood changes by {found.split[apart].max():.3g} nats when fewer rows stand "
+            "beside it, so rows are coupled through the arguments (a mean over rows, say). Compute such statistics outside of "
+            "the model and pass them as arguments."
+        )
+    gap = np.abs(found.model - found.program)
+    # Quadratics are told by third differences at rounding level; the same allowance as when the structure was found.
+    other = usable & ~(gap <= (1e-3 if single else 1e-8) * found.size)
+    if np.any(other):
+        raise PartitionError(
+            f"the likelihood of {who} is not {part.likelihood!r} in the latents as that of the first rows was: it differs by "
+            f"{gap[other].max():.3g} nats at a draw from q. Call `init` on rows that show all of the model's terms, or pass "
+            "NaturalGradient(expectation='monte_carlo')."
+        )
+
+
+def refuse_skipped(state: PVIState, rounds: int) -> None:
+    """Raise when an arriving group could not be absorbed in any round.
+
+    Args:
+        state: the state after its first rounds.
+        rounds: how many there were.
+
+    Raises:
+        SkippedGroupError: naming the groups; its ``.state`` holds them at their starting sites.
+    """
+    part = state.plan.partition
+    runs = np.asarray(state.report.skip_run)[int(part.has_prior_factor) :]
+    stuck = [label for label, run in zip(part.table.labels, runs, strict=True) if run >= rounds]
+    if rounds and stuck:
+        raise SkippedGroupError(
+            f"group(s) {known_labels(stuck)} could not be absorbed: their log density or its gradient in latent(s) "
+            f"{', '.join(part.layout.names)} is not finite under q, or no step left q normalisable. Look for an observation "
+            "outside the likelihood's support, or a link that overflows. The exception's .state holds them at their starting "
+            "sites.",
+            state,
+        )

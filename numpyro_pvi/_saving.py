@@ -1,0 +1,311 @@
+"""A state as the header and arrays of a checkpoint, and back, against the PVI that is to go on with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._checkpoint import read_checkpoint, write_checkpoint
+from ._codec import Decoder, Encoder, is_record, storable
+from ._prototype import guide_latents, latents_of, model_latents
+from ._state import Plan, PVIState
+from .errors import CheckpointError, StateError
+from .factors import Enumeration, GroupMasks, Layout, LocalLayout, Packing, PartitionPlan, TermSpec
+from .factors._reading import Reading
+from .factors._terms import DerivedLeaf, Predictor
+from .factors._validate import ArgumentSignature, LeafSignature
+from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
+from .handlers import GroupTable, RowAxes
+from .runtime._local import solver_of_prior
+from .schedules import Points, RoundReport, Rule
+from .sites import LocalSites, SiteStack
+
+# Everything that a plan and a state's own fields are made of. A type that is not here cannot be written, nor read.
+_TYPES = (
+    *(Plan, PartitionPlan, RowAxes, GroupTable, Layout, LocalLayout, Reading, TermSpec, Predictor, DerivedLeaf),
+    *(Enumeration, ArgumentSignature, LeafSignature, MultivariateNormalFamily, NormalFamily),
+    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites),
+    *(Packing, GroupMasks, RoundReport, Rule, Points),
+)
+# Fields whose structure is not in the file but comes from the PVI's own solver and optimiser.
+_OWN = ("solver_state", "prior_solver_state", "optim_state")
+# What a header may lack or damage shows as one of these while it is read.
+_NONSENSE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, StopIteration, OverflowError)
+
+
+class Loaded(NamedTuple):
+    """What was in a file: a state, the supports of its latents, and (None from ``save``) what a run keeps beside it."""
+
+    state: PVIState
+    supports: dict[str, Any]
+    run: dict[str, Any] | None
+
+
+def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = None) -> None:
+    """Write a state.
+
+    Args:
+        path: where.
+        pvi: what it belongs to.
+        state: the state.
+        run: what a run keeps beside it: text, arrays, reports.
+
+    Raises:
+        CheckpointError: naming the label, argument or field that cannot be stored; else as of ``write_checkpoint``.
+        StateError: for anything but a state.
+    """
+    if not isinstance(state, PVIState):
+        raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
+    _check_names(state)
+    encoder = Encoder(_types(pvi))
+    fields = {}
+    for field in dataclasses.fields(state):
+        encode = encoder.leaves if field.name in _OWN else encoder.node
+        fields[field.name] = encode(getattr(state, field.name), field.name)
+    supports = _supports(pvi)
+    header = {
+        "format": "numpyro_pvi",
+        "versions": {name: _version(name) for name in ("numpyro_pvi", "numpyro", "jax", "jaxlib")},
+        "x64": jnp.result_type(float) == jnp.float64,
+        "settings": settings_of(pvi),
+        "supports": {name: encoder.support(x, name) for name, x in supports.items()},
+        "params": None if pvi.optim is None else _specs(pvi.optim.get_params(state.optim_state), encoder),
+        "state": fields,
+        "run": encoder.node(run, "run"),
+    }
+    write_checkpoint(path, header, encoder.arrays)
+
+
+def load_state(path: Any, pvi: Any) -> Loaded:
+    """Read a state for a PVI of the same settings.
+
+    Args:
+        path: the file.
+        pvi: what is to go on with it.
+
+    Returns:
+        The file's contents.
+
+    Raises:
+        CheckpointError: for a file that cannot be read, or that another kind of PVI has written; says which.
+    """
+    header, arrays = read_checkpoint(path)
+    name = str(path)
+    try:
+        if header["format"] != "numpyro_pvi":
+            raise ValueError("format")
+        _check_precision(name, bool(header["x64"]))
+        _check_settings(name, header["settings"], settings_of(pvi))
+        decoder = Decoder(_types(pvi), arrays)
+        state = _state(header, decoder, pvi)
+        known = {n: decoder.value(x) for n, x in header["supports"].items() if x is not None}
+        loaded = Loaded(state, known, decoder.value(header["run"]))
+    except CheckpointError:
+        raise
+    except _NONSENSE as error:
+        raise CheckpointError(
+            f"the checkpoint {name!r} is corrupted: its header does not describe a state. Use an earlier copy, or start anew."
+        ) from error
+    _check_latents(name, pvi, state.plan)
+    return loaded
+
+
+def settings_of(pvi: Any) -> dict[str, Any]:
+    """Guide, solver and schedule in words: what must be the same where a state goes on.
+
+    Args:
+        pvi: the PVI.
+
+    Returns:
+        By part, its class and its fields. Objects that are neither numbers nor text are known by their class only.
+    """
+    guide = {"type": type(pvi.guide).__name__, "fields": {"prefix": repr(pvi.guide.prefix)}}
+    optim = {"type": "None" if pvi.optim is None else type(pvi.optim).__name__, "fields": {}}
+    return {"guide": guide, "solver": _describe(pvi.solver), "schedule": _describe(pvi.schedule), "optim": optim}
+
+
+def fingerprint(tree: Any) -> str:
+    """SHA-256 of a tree: paths, types, shapes and numbers of its leaves. Objects that are no arrays count by class.
+
+    Args:
+        tree: arrays, random keys, numbers and text in containers.
+
+    Returns:
+        Hexadecimal digits.
+    """
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if hasattr(leaf, "dtype"):
+            array = np.ascontiguousarray(leaf)
+            text, numbers = (
+                f"{array.dtype} {array.shape}",
+                array.view(np.uint8).data if array.size and array.ndim else b"",
+            )
+            numbers = numbers if array.ndim else array.tobytes()
+        else:
+            text, numbers = repr(leaf) if storable(leaf) else type(leaf).__name__, b""
+        found.update(f"{jax.tree_util.keystr(path)} {text}\n".encode())
+        found.update(numbers)
+    return found.hexdigest()
+
+
+def _types(pvi: Any) -> dict[str, type]:
+    """Types by name: the package's own, and the records that are loaded where the schedule comes from, which make up its state."""
+    found = {}
+    for kind in reversed(type(pvi.schedule).__mro__):
+        package = kind.__module__.rpartition(".")[0]
+        for name, module in list(sys.modules.items()):
+            if name == kind.__module__ or (package and name.startswith(package + ".")):
+                found |= {n: x for n, x in vars(module).items() if is_record(x) and x.__name__ == n}
+    return found | {kind.__name__: kind for kind in _TYPES}
+
+
+def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
+    fields = header["state"]
+    names = [field.name for field in dataclasses.fields(PVIState)]
+    if set(fields) != set(names):
+        more = [f"lacks {x!r}" for x in names if x not in fields] + [
+            f"has {x!r} more" for x in fields if x not in names
+        ]
+        raise CheckpointError(
+            f"the file was written by another version of numpyro_pvi: its state {', '.join(more)}. Install "
+            f"{header['versions']['numpyro_pvi']}, or start anew."
+        )
+    values = {name: decoder.value(fields[name], name != "plan") for name in names if name not in _OWN}
+    plan = values["plan"]
+    if not isinstance(plan, Plan):
+        raise TypeError("plan")
+    for name, like in _structures(header, decoder, pvi, plan, values["sites"].groups.precision_mean.dtype).items():
+        values[name] = decoder.leaves(fields[name], like, f"{name} ({type(pvi.solver).__name__})")
+    return PVIState(**values)
+
+
+def _structures(header: dict, decoder: Decoder, pvi: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
+    """What the solver and the optimiser themselves start from, in shapes."""
+    solver = jax.eval_shape(lambda: pvi.solver.init(plan.family, dtype))
+    of_prior = None
+    if plan.partition.has_prior_factor:
+        of_prior = jax.eval_shape(lambda: solver_of_prior(pvi.solver).init(plan.family, dtype))
+    optim = None if pvi.optim is None else jax.eval_shape(pvi.optim.init, _shapes(header["params"], decoder))
+    return {"solver_state": solver, "prior_solver_state": of_prior, "optim_state": optim}
+
+
+def _specs(params: Any, encoder: Encoder) -> Any:
+    """Shapes and dtypes of the optimised values, in their containers."""
+    return encoder.node(jax.tree.map(lambda x: (tuple(x.shape), str(x.dtype)), params), "params")
+
+
+def _shapes(node: Any, decoder: Decoder) -> Any:
+    def is_spec(x: Any) -> bool:
+        return type(x) is tuple and len(x) == 2 and type(x[1]) is str
+
+    specs = decoder.value(node)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x[0], jnp.dtype(x[1])), specs, is_leaf=is_spec)
+
+
+def _supports(pvi: Any) -> dict[str, Any]:
+    if pvi.guide.prototype_trace is None:
+        return dict(pvi._supports)
+    sites = pvi.guide.prototype_trace.items()
+    return {n: site["fn"].support for n, site in sites if site["type"] == "sample" and not site["is_observed"]}
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_names(state: PVIState) -> None:
+    for label in state.groups:
+        if not storable(label):
+            raise CheckpointError(
+                f"the label of group {label!r} is a {type(label).__name__}, which a checkpoint cannot hold: it holds str, int, "
+                "float, bool, bytes, None and tuples of them. Relabel the groups, for example by str(label)."
+            )
+    for leaf in state.plan.signature.leaves:
+        if not storable(leaf.static):
+            raise CheckpointError(
+                f"{leaf.name} is a {leaf.dtype}, which a checkpoint cannot hold: bind it before, for example "
+                "functools.partial(model, ...), so that only data are arguments."
+            )
+
+
+def _check_precision(name: str, x64: bool) -> None:
+    here = jnp.result_type(float) == jnp.float64
+    if x64 and not here:
+        raise CheckpointError(
+            f"the checkpoint {name!r} was written in 64 bits: call jax.config.update('jax_enable_x64', True) before it is loaded."
+        )
+    if here and not x64:
+        raise CheckpointError(
+            f"the checkpoint {name!r} was written in 32 bits, and x64 is enabled here: call "
+            "jax.config.update('jax_enable_x64', False) before it is loaded."
+        )
+
+
+def _check_settings(name: str, saved: dict, here: dict) -> None:
+    for part, own in here.items():
+        theirs = saved[part]
+        differing = [f for f in own["fields"] if theirs["fields"].get(f) != own["fields"][f]]
+        if theirs["type"] == own["type"] and not differing and set(theirs["fields"]) == set(own["fields"]):
+            continue
+        fields = differing or sorted(set(theirs["fields"]) - set(own["fields"]))
+        same = theirs["type"] == own["type"]
+        was, now = (_shown(x, fields if same else []) for x in (theirs, own))
+        raise CheckpointError(
+            f"the checkpoint {name!r} was written with {part} {was}, but this PVI has {now}: make the PVI with the {part} of the "
+            "file, or start anew."
+        )
+
+
+def _shown(part: dict, fields: list[str]) -> str:
+    inside = ", ".join(f"{f}={part['fields'].get(f, '(none)')}" for f in fields)
+    return f"{part['type']}({inside})" if fields else part["type"]
+
+
+def _check_latents(name: str, pvi: Any, plan: Plan) -> None:
+    wanted = latents_of(plan)
+    found = guide_latents(pvi.guide) if pvi.guide.prototype_trace is not None else model_latents(name, pvi.model, plan)
+    if found == wanted:
+        return
+    parts = [f"it lacks {n}" for n in wanted if n not in found] + [f"it has {n} more" for n in found if n not in wanted]
+    parts += [f"{n} has shape {found[n]}, not {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
+    raise CheckpointError(
+        f"the checkpoint {name!r} was written for another model than this PVI's: of the file's latents "
+        f"{', '.join(wanted)}, {'; '.join(parts)} (unconstrained shapes)."
+    )
+
+
+def _describe(thing: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(thing):
+        return {"type": type(thing).__name__, "fields": {}}
+    fields = {f.name: _in_words(getattr(thing, f.name)) for f in dataclasses.fields(thing)}
+    return {"type": type(thing).__name__, "fields": fields}
+
+
+def _in_words(value: Any) -> str:
+    if storable(value):
+        return repr(value)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"{value.dtype}{list(value.shape)} {fingerprint(value)[:16]}"
+    if isinstance(value, dict) and all(map(storable, value)):
+        return "{" + ", ".join(f"{k!r}: {_in_words(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}({', '.join(map(_in_words, value))})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _shown(described := _describe(value), list(described["fields"]))
+    return type(value).__name__
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

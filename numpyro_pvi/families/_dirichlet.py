@@ -1,0 +1,304 @@
+"""Beta and Dirichlet distributions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax.scipy.special import gammaln
+from jaxtyping import Array, Bool, Float
+
+from .._numerics import above_minus_one, inside_support, newton_in_bracket, snap_to_positive
+from ._base import FamilyDefaults, Vector, implicit_inverse, natural_parameters
+from ._registry import base_of, read_parameters, register_family
+from ._special import (
+    HALF_LOG_2PI,
+    digamma,
+    inverse_digamma,
+    lgamma_bregman_rest,
+    log_minus_digamma,
+    relative_entropy,
+    stirling_remainder,
+    trigamma,
+    trigamma_excess,
+)
+
+
+@natural_parameters
+class DirichletNatural(Vector):
+    """Natural parameters of a Dirichlet: ``log = concentration - 1``, the exponents."""
+
+    log: Float[Array, "*batch K"]
+
+
+@natural_parameters
+class DirichletMean(Vector):
+    """Mean parameters of a Dirichlet: ``log = E[log x]``."""
+
+    log: Float[Array, "*batch K"]
+
+
+@natural_parameters
+class BetaNatural(Vector):
+    """Natural parameters of a beta: ``log = concentration1 - 1``, ``log_complement = concentration0 - 1``."""
+
+    log: Float[Array, "*batch"]
+    log_complement: Float[Array, "*batch"]
+
+
+@natural_parameters
+class BetaMean(Vector):
+    """Mean parameters of a beta: ``log = E[log x]`` and ``log_complement = E[log (1 - x)]``."""
+
+    log: Float[Array, "*batch"]
+    log_complement: Float[Array, "*batch"]
+
+
+# Functions of the concentrations a (..., K).
+
+
+def _partition(a):
+    return jnp.sum(gammaln(a), axis=-1) - gammaln(jnp.sum(a, axis=-1))
+
+
+def _mean(a):
+    total = jnp.sum(a, axis=-1, keepdims=True)
+    return jnp.log(a / total) - log_minus_digamma(a) + log_minus_digamma(total)
+
+
+def _invert(log):
+    """Concentrations of E[log x]; NaN outside the domain ``sum exp E[log x] < 1``.
+
+    Given the total s, every concentration is ``psi^-1(mu_k + psi(s))``; that they add up to s is one equation in log s
+    with one root, found by safeguarded Newton. Two Newton steps on all concentrations take away its rounding.
+    """
+    info = jnp.finfo(log.dtype)
+    size = log.shape[-1]
+    # Sign of the equation for large totals; about (K - 1)/(2 s) when s is large, (K - 1)/s when it is small.
+    peak = jnp.max(log, axis=-1)
+    room = -peak - jnp.log(jnp.sum(jnp.exp(log - peak[..., None]), axis=-1))
+    room = snap_to_positive(room, 0.25 * info.eps * size * (1 + jnp.min(-log, axis=-1)))
+    start = jnp.log((size - 1) * (1 + room) / (room * (2 + room)))
+
+    def gap(log_total):
+        total = jnp.exp(log_total)
+        a = inverse_digamma(log + digamma(total)[..., None])
+        weight = a / jnp.sum(a, axis=-1, keepdims=True)
+        own, whole = trigamma_excess(a), trigamma_excess(total)[..., None]
+        # Newton for log(sum a / s): what is positive left of the root; its slope is negative.
+        return jnp.log(jnp.sum(a, axis=-1) / total), jnp.sum(weight * (whole - own) / (1 + own), axis=-1)
+
+    # The start is too high by any factor when one concentration is tiny, too low by at most 2.
+    lowest = jnp.full_like(start, 0.5 * math.log(info.tiny))
+    start = jnp.maximum(start, lowest + 1.0)
+    log_total = newton_in_bracket(gap, lowest, start + 2.0, start, 40, increasing=False)
+    a = inverse_digamma(log + digamma(jnp.exp(log_total))[..., None])
+
+    def polish(_, a):
+        return a * jnp.exp(jnp.clip(_solve(a, log - _mean(a)) / a, -1.0, 1.0))
+
+    return jax.lax.fori_loop(0, 2, polish, a)
+
+
+def _divergence(a, other):
+    """KL in nats: the leading terms of all log-gammas combine to one sum of relative entropies of proportions."""
+    total, other_total = jnp.sum(a, axis=-1, keepdims=True), jnp.sum(other, axis=-1, keepdims=True)
+    whole = jnp.sum(other - a, axis=-1, keepdims=True) / total
+    each = (other - a) / a
+    ratio = other / a / (other_total / total)
+    leading = (other_total / total) * a * relative_entropy((each - whole) * (total / other_total), ratio)
+    rest = jnp.sum(lgamma_bregman_rest(other, a), axis=-1) - lgamma_bregman_rest(other_total, total)[..., 0]
+    return jnp.sum(leading, axis=-1) + rest
+
+
+def _entropy(a):
+    total, size = jnp.sum(a, axis=-1), a.shape[-1]
+    each = 0.5 * jnp.log(a) + stirling_remainder(a) + (a - 1) * log_minus_digamma(a)
+    whole = stirling_remainder(total) + (size - 0.5) * jnp.log(total) + (total - size) * log_minus_digamma(total)
+    return jnp.sum(each, axis=-1) + (size - 1) * HALF_LOG_2PI - whole
+
+
+def _product(a, direction):
+    whole = trigamma(jnp.sum(a, axis=-1, keepdims=True))
+    return trigamma(a) * direction - whole * jnp.sum(direction, axis=-1, keepdims=True)
+
+
+def _solve(a, direction):
+    """Sherman-Morrison, with ``1/psi'(s) - sum 1/psi'(a_k)`` from what each lacks to its argument."""
+
+    def shortfall(x):  # x - 1/psi'(x), between 0 and 1/2
+        excess = trigamma_excess(x)
+        return x * excess / (1 + excess)
+
+    own = a / (1 + trigamma_excess(a))
+    total = jnp.sum(a, axis=-1)
+    remaining = jnp.sum(shortfall(a), axis=-1) - shortfall(total)
+    common = jnp.sum(own * direction, axis=-1) / remaining
+    return own * (direction + common[..., None])
+
+
+@dataclasses.dataclass(frozen=True)
+class DirichletFamily(FamilyDefaults):
+    """Dirichlet distributions over ``dim`` proportions, ``T(x) = log x``; conjugate to categorical probabilities.
+
+    Args:
+        dim: K, the number of categories.
+    """
+
+    dim: int
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """``(K,)``."""
+        return (self.dim,)
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> DirichletNatural:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return DirichletNatural(jnp.zeros((*batch_shape, self.dim), dtype))
+
+    def sufficient_statistics(self, theta: Float[Array, "*batch K"]) -> DirichletMean:
+        """``log x``."""
+        return DirichletMean(jnp.log(theta))
+
+    def log_partition(self, natural: DirichletNatural) -> Float[Array, "*batch"]:
+        """``sum_k lgamma(a_k) - lgamma(sum_k a_k)`` in nats; NaN where not normalisable."""
+        return jnp.where(self.in_domain(natural), _partition(natural.log + 1), jnp.nan)
+
+    def natural_to_mean(self, natural: DirichletNatural) -> DirichletMean:
+        """``psi(a_k) - psi(sum a)``."""
+        return DirichletMean(_mean(natural.log + 1))
+
+    def invert(self, mean_params: DirichletMean) -> DirichletNatural:
+        """:meth:`mean_to_natural` without its derivative."""
+        return DirichletNatural(_invert(mean_params.log) - 1)
+
+    def mean_to_natural(self, mean_params: DirichletMean) -> DirichletNatural:
+        """The inverse of :meth:`natural_to_mean`; NaN outside the domain ``sum_k exp E[log x_k] < 1``."""
+        return implicit_inverse(self, mean_params)
+
+    def to_distribution(self, natural: DirichletNatural) -> dist.Distribution:
+        """``Dirichlet(concentration)``."""
+        return dist.Dirichlet(natural.log + 1)
+
+    def from_distribution(self, distribution: dist.Distribution) -> DirichletNatural:
+        """Natural parameters of a ``Dirichlet``."""
+        base: Any = base_of(distribution)
+        concentration = jnp.asarray(base.concentration, jnp.result_type(float, base.concentration))
+        shape = distribution.batch_shape + distribution.event_shape
+        return DirichletNatural(jnp.broadcast_to(concentration, shape) - 1)
+
+    def in_domain(self, natural: DirichletNatural) -> Bool[Array, "*batch"]:
+        """Whether every concentration is finite and positive."""
+        return jnp.all(jnp.isfinite(natural.log) & (natural.log > -1), axis=-1)
+
+    def nearest_valid(self, natural: DirichletNatural) -> DirichletNatural:
+        """Raise non-positive concentrations to the smallest that the precision can hold."""
+        return DirichletNatural(above_minus_one(natural.log))
+
+    def sample(self, natural: DirichletNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
+        """Draws, kept inside the simplex where they underflow; implicitly reparameterised."""
+        return inside_support(self.to_distribution(natural).sample(key, shape))
+
+    def entropy(self, natural: DirichletNatural) -> Float[Array, "*batch"]:
+        """Entropy in nats, without the cancellation of the textbook's form."""
+        return _entropy(natural.log + 1)
+
+    def kl(self, natural: DirichletNatural, other: DirichletNatural) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
+        return _divergence(natural.log + 1, other.log + 1)
+
+    def fisher_product(self, natural: DirichletNatural, tangent: DirichletNatural) -> DirichletMean:
+        """``d_mu`` of ``d_eta`` in O(K); see :class:`Family`."""
+        return DirichletMean(_product(natural.log + 1, tangent.log))
+
+    def fisher_solve(self, natural: DirichletNatural, tangent: DirichletMean) -> DirichletNatural:
+        """``d_eta`` of ``d_mu`` in O(K) by Sherman-Morrison; see :class:`Family`."""
+        return DirichletNatural(_solve(natural.log + 1, tangent.log))
+
+
+def _pair(params: Any) -> Float[Array, "*batch 2"]:
+    return jnp.stack([params.log, params.log_complement], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class BetaFamily(FamilyDefaults):
+    """Beta distributions over (0, 1), ``T(x) = (log x, log (1 - x))``; conjugate to Bernoulli probabilities."""
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """``()``."""
+        return ()
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> BetaNatural:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return BetaNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+
+    def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> BetaMean:
+        """``(log x, log (1 - x))``."""
+        return BetaMean(jnp.log(theta), jnp.log1p(-theta))
+
+    def log_partition(self, natural: BetaNatural) -> Float[Array, "*batch"]:
+        """The log beta function in nats; NaN where not normalisable."""
+        return jnp.where(self.in_domain(natural), _partition(_pair(natural) + 1), jnp.nan)
+
+    def natural_to_mean(self, natural: BetaNatural) -> BetaMean:
+        """``psi(a) - psi(a + b)`` and ``psi(b) - psi(a + b)``."""
+        found = _mean(_pair(natural) + 1)
+        return BetaMean(found[..., 0], found[..., 1])
+
+    def invert(self, mean_params: BetaMean) -> BetaNatural:
+        """:meth:`mean_to_natural` without its derivative."""
+        found = _invert(_pair(mean_params)) - 1
+        return BetaNatural(found[..., 0], found[..., 1])
+
+    def mean_to_natural(self, mean_params: BetaMean) -> BetaNatural:
+        """The inverse of :meth:`natural_to_mean`; NaN outside the domain ``exp E[log x] + exp E[log (1-x)] < 1``."""
+        return implicit_inverse(self, mean_params)
+
+    def to_distribution(self, natural: BetaNatural) -> dist.Distribution:
+        """``Beta(concentration1, concentration0)``."""
+        return dist.Beta(natural.log + 1, natural.log_complement + 1)
+
+    def from_distribution(self, distribution: dist.Distribution) -> BetaNatural:
+        """Natural parameters of a ``Beta`` or a ``BetaProportion``."""
+        one, zero = read_parameters(distribution, "concentration1", "concentration0")
+        return BetaNatural(one - 1, zero - 1)
+
+    def in_domain(self, natural: BetaNatural) -> Bool[Array, "*batch"]:
+        """Whether both concentrations are finite and positive."""
+        finite = jnp.isfinite(natural.log) & jnp.isfinite(natural.log_complement)
+        return finite & (natural.log > -1) & (natural.log_complement > -1)
+
+    def nearest_valid(self, natural: BetaNatural) -> BetaNatural:
+        """Raise non-positive concentrations to the smallest that the precision can hold."""
+        return BetaNatural(above_minus_one(natural.log), above_minus_one(natural.log_complement))
+
+    def sample(self, natural: BetaNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
+        """Draws, kept inside (0, 1) where they round to an end; implicitly reparameterised."""
+        return inside_support(self.to_distribution(natural).sample(key, shape), 0.0, 1.0)
+
+    def entropy(self, natural: BetaNatural) -> Float[Array, "*batch"]:
+        """Entropy in nats, without the cancellation of the textbook's form."""
+        return _entropy(_pair(natural) + 1)
+
+    def kl(self, natural: BetaNatural, other: BetaNatural) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
+        return _divergence(_pair(natural) + 1, _pair(other) + 1)
+
+    def fisher_product(self, natural: BetaNatural, tangent: BetaNatural) -> BetaMean:
+        """``d_mu`` of ``d_eta`` in closed form; see :class:`Family`."""
+        found = _product(_pair(natural) + 1, _pair(tangent))
+        return BetaMean(found[..., 0], found[..., 1])
+
+    def fisher_solve(self, natural: BetaNatural, tangent: BetaMean) -> BetaNatural:
+        """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
+        found = _solve(_pair(natural) + 1, _pair(tangent))
+        return BetaNatural(found[..., 0], found[..., 1])
+
+
+register_family(dist.Dirichlet, lambda distribution: DirichletFamily(distribution.event_shape[-1]))
+register_family(dist.Beta, BetaFamily())

@@ -1,0 +1,334 @@
+"""Gamma, inverse gamma and exponential distributions over x > 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax.scipy.special import gammaln
+from jaxtyping import Array, Bool, Float
+
+from .._numerics import above_minus_one, inside_support, keep_positive, snap_to_positive
+from ._base import FamilyDefaults, Vector, implicit_inverse, natural_parameters
+from ._registry import base_of, read_parameters, register_family
+from ._special import (
+    HALF_LOG_2PI,
+    inverse_log_minus_digamma,
+    lgamma_bregman_rest,
+    log_minus_digamma,
+    log_ratio_excess,
+    relative_entropy,
+    stirling_remainder,
+    trigamma_excess,
+)
+
+
+@natural_parameters
+class GammaNatural(Vector):
+    """Natural parameters of a gamma: ``log = concentration - 1``, the exponent of x, and ``rate``."""
+
+    log: Float[Array, "*batch"]
+    rate: Float[Array, "*batch"]
+
+
+@natural_parameters
+class GammaMean(Vector):
+    """Mean parameters ``log = E[log x]`` and ``negative = -E[x]``."""
+
+    log: Float[Array, "*batch"]
+    negative: Float[Array, "*batch"]
+
+
+@natural_parameters
+class InverseGammaNatural(Vector):
+    """Natural parameters of an inverse gamma: ``log = concentration + 1``, minus the exponent of x, and ``rate``."""
+
+    log: Float[Array, "*batch"]
+    rate: Float[Array, "*batch"]
+
+
+@natural_parameters
+class InverseGammaMean(Vector):
+    """Mean parameters ``log = -E[log x]`` and ``inverse = -E[1/x]``."""
+
+    log: Float[Array, "*batch"]
+    inverse: Float[Array, "*batch"]
+
+
+@natural_parameters
+class ExponentialNatural(Vector):
+    """The natural parameter of an exponential distribution: its rate."""
+
+    rate: Float[Array, "*batch"]
+
+
+@natural_parameters
+class ExponentialMean(Vector):
+    """The mean parameter of an exponential distribution: ``-E[x]``."""
+
+    negative: Float[Array, "*batch"]
+
+
+# Both gammas are one family in (concentration a, rate b) with statistics (log y, -y), y ~ Gamma(a, b).
+
+
+def _partition(a, b):
+    return gammaln(a) - a * jnp.log(b)
+
+
+def _mean(a, b):
+    return jnp.log(a) - log_minus_digamma(a) - jnp.log(b), -a / b
+
+
+def _invert(log, negative):
+    """(a, b) of (E log y, -E y); NaN outside the domain ``E log y < log E y``."""
+    log_mean = jnp.log(-negative)
+    eps = jnp.finfo(log.dtype).eps
+    resolution = 0.25 * eps * (1 + jnp.abs(log) + jnp.abs(log_mean))
+    a = inverse_log_minus_digamma(snap_to_positive(log_mean - log, resolution))
+    return a, a / -negative
+
+
+def _divergence(a, b, other_a, other_b):
+    """KL between gammas in nats, as the sum of what the leading terms make together and the rest."""
+    d, e = (other_a - a) / a, (other_b - b) / b
+    # (1 + f) = (1 + d)/(1 + e): the ratio of the two means.
+    f, ratio = (d - e) / (1 + e), (other_a / a) / (other_b / b)
+    return a * (other_b / b) * relative_entropy(f, ratio) + lgamma_bregman_rest(other_a, a)
+
+
+def _product(a, b, d_a, d_b):
+    return (1 + trigamma_excess(a)) / a * d_a - d_b / b, a / b**2 * d_b - d_a / b
+
+
+def _solve(a, b, d_log, d_negative):
+    # F = [[psi'(a), -1/b], [-1/b, a/b^2]] has the determinant w(a)/b^2.
+    d_a = (a * d_log + b * d_negative) / trigamma_excess(a)
+    return d_a, b / a * (b * d_negative + d_a)
+
+
+@dataclasses.dataclass(frozen=True)
+class GammaFamily(FamilyDefaults):
+    """Gamma distributions, ``T(x) = (log x, -x)``; conjugate to Poisson rates, precisions, exponential rates.
+
+    An ``Exponential`` prior is the gamma of concentration 1 and has this family too; :class:`ExponentialLawFamily` keeps
+    the concentration there.
+    """
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """``()``."""
+        return ()
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> GammaNatural:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return GammaNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+
+    def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> GammaMean:
+        """``(log x, -x)``."""
+        return GammaMean(jnp.log(theta), -theta)
+
+    def log_partition(self, natural: GammaNatural) -> Float[Array, "*batch"]:
+        """``lgamma(a) - a log b`` in nats; NaN where not normalisable."""
+        return jnp.where(self.in_domain(natural), _partition(natural.log + 1, natural.rate), jnp.nan)
+
+    def natural_to_mean(self, natural: GammaNatural) -> GammaMean:
+        """``(psi(a) - log b, -a/b)``."""
+        return GammaMean(*_mean(natural.log + 1, natural.rate))
+
+    def invert(self, mean_params: GammaMean) -> GammaNatural:
+        """:meth:`mean_to_natural` without its derivative."""
+        a, b = _invert(mean_params.log, mean_params.negative)
+        return GammaNatural(a - 1, b)
+
+    def mean_to_natural(self, mean_params: GammaMean) -> GammaNatural:
+        """The inverse of :meth:`natural_to_mean`; NaN outside the domain ``E[log x] < log E[x]``.
+
+        The concentration a comes from the gap ``log E[x] - E[log x]``, about 1/(2a): what rounding leaves of it limits
+        a to about 1/eps.
+        """
+        return implicit_inverse(self, mean_params)
+
+    def to_distribution(self, natural: GammaNatural) -> dist.Distribution:
+        """``Gamma(concentration, rate)``."""
+        return dist.Gamma(natural.log + 1, natural.rate)
+
+    def from_distribution(self, distribution: dist.Distribution) -> GammaNatural:
+        """Natural parameters of a ``Gamma``, a ``Chi2`` or an ``Exponential``."""
+        if isinstance(base_of(distribution), dist.Exponential):
+            (rate,) = read_parameters(distribution, "rate")
+            return GammaNatural(jnp.zeros_like(rate), rate)
+        concentration, rate = read_parameters(distribution, "concentration", "rate")
+        return GammaNatural(concentration - 1, rate)
+
+    def in_domain(self, natural: GammaNatural) -> Bool[Array, "*batch"]:
+        """Whether both are finite, the concentration positive and the rate positive."""
+        finite = jnp.isfinite(natural.log) & jnp.isfinite(natural.rate)
+        return finite & (natural.log > -1) & (natural.rate > 0)
+
+    def nearest_valid(self, natural: GammaNatural) -> GammaNatural:
+        """Raise the concentration and the rate to the smallest that the precision can hold."""
+        return GammaNatural(above_minus_one(natural.log), keep_positive(natural.rate))
+
+    def sample(self, natural: GammaNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
+        """Draws, kept above 0 where they underflow; implicitly reparameterised."""
+        return inside_support(self.to_distribution(natural).sample(key, shape))
+
+    def entropy(self, natural: GammaNatural) -> Float[Array, "*batch"]:
+        """``a - log b + lgamma(a) + (1 - a) psi(a)`` in nats, without its cancellation."""
+        a = natural.log + 1
+        stable = 0.5 * jnp.log(a) + HALF_LOG_2PI + stirling_remainder(a) + natural.log * log_minus_digamma(a)
+        return stable - jnp.log(natural.rate)
+
+    def kl(self, natural: GammaNatural, other: GammaNatural) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
+        return _divergence(natural.log + 1, natural.rate, other.log + 1, other.rate)
+
+    def fisher_product(self, natural: GammaNatural, tangent: GammaNatural) -> GammaMean:
+        """``d_mu`` of ``d_eta`` in closed form; see :class:`Family`."""
+        return GammaMean(*_product(natural.log + 1, natural.rate, tangent.log, tangent.rate))
+
+    def fisher_solve(self, natural: GammaNatural, tangent: GammaMean) -> GammaNatural:
+        """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
+        return GammaNatural(*_solve(natural.log + 1, natural.rate, tangent.log, tangent.negative))
+
+
+@dataclasses.dataclass(frozen=True)
+class InverseGammaFamily(FamilyDefaults):
+    """Inverse gammas, ``T(x) = (-log x, -1/x)``; conjugate to variances."""
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """``()``."""
+        return ()
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> InverseGammaNatural:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return InverseGammaNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+
+    def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> InverseGammaMean:
+        """``(-log x, -1/x)``."""
+        return InverseGammaMean(-jnp.log(theta), -1 / theta)
+
+    def log_partition(self, natural: InverseGammaNatural) -> Float[Array, "*batch"]:
+        """``lgamma(a) - a log b`` in nats; NaN where not normalisable."""
+        return jnp.where(self.in_domain(natural), _partition(natural.log - 1, natural.rate), jnp.nan)
+
+    def natural_to_mean(self, natural: InverseGammaNatural) -> InverseGammaMean:
+        """``(psi(a) - log b, -a/b)``."""
+        return InverseGammaMean(*_mean(natural.log - 1, natural.rate))
+
+    def invert(self, mean_params: InverseGammaMean) -> InverseGammaNatural:
+        """:meth:`mean_to_natural` without its derivative."""
+        a, b = _invert(mean_params.log, mean_params.inverse)
+        return InverseGammaNatural(a + 1, b)
+
+    def mean_to_natural(self, mean_params: InverseGammaMean) -> InverseGammaNatural:
+        """The inverse of :meth:`natural_to_mean`, as for a gamma."""
+        return implicit_inverse(self, mean_params)
+
+    def to_distribution(self, natural: InverseGammaNatural) -> dist.Distribution:
+        """``InverseGamma(concentration, rate)``."""
+        return dist.InverseGamma(natural.log - 1, natural.rate)
+
+    def from_distribution(self, distribution: dist.Distribution) -> InverseGammaNatural:
+        """Natural parameters of an ``InverseGamma``."""
+        concentration, rate = read_parameters(distribution, "concentration", "rate")
+        return InverseGammaNatural(concentration + 1, rate)
+
+    def in_domain(self, natural: InverseGammaNatural) -> Bool[Array, "*batch"]:
+        """Whether both are finite, the concentration positive and the rate positive."""
+        finite = jnp.isfinite(natural.log) & jnp.isfinite(natural.rate)
+        return finite & (natural.log > 1) & (natural.rate > 0)
+
+    def nearest_valid(self, natural: InverseGammaNatural) -> InverseGammaNatural:
+        """Raise the concentration and the rate to the smallest that the precision can hold."""
+        return InverseGammaNatural(above_minus_one(natural.log - 2) + 2, keep_positive(natural.rate))
+
+    def sample(self, natural: InverseGammaNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
+        """Draws, kept inside (0, largest number); implicitly reparameterised."""
+        draws = dist.Gamma(natural.log - 1, natural.rate).sample(key, shape)
+        return inside_support(1 / inside_support(draws))
+
+    def entropy(self, natural: InverseGammaNatural) -> Float[Array, "*batch"]:
+        """``a + log b + lgamma(a) - (1 + a) psi(a)`` in nats, without its cancellation."""
+        a = natural.log - 1
+        stable = HALF_LOG_2PI - 1.5 * jnp.log(a) + stirling_remainder(a) + natural.log * log_minus_digamma(a)
+        return stable + jnp.log(natural.rate)
+
+    def kl(self, natural: InverseGammaNatural, other: InverseGammaNatural) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, that of the gammas of 1/x."""
+        return _divergence(natural.log - 1, natural.rate, other.log - 1, other.rate)
+
+    def fisher_product(self, natural: InverseGammaNatural, tangent: InverseGammaNatural) -> InverseGammaMean:
+        """``d_mu`` of ``d_eta`` in closed form; see :class:`Family`."""
+        return InverseGammaMean(*_product(natural.log - 1, natural.rate, tangent.log, tangent.rate))
+
+    def fisher_solve(self, natural: InverseGammaNatural, tangent: InverseGammaMean) -> InverseGammaNatural:
+        """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
+        return InverseGammaNatural(*_solve(natural.log - 1, natural.rate, tangent.log, tangent.inverse))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExponentialLawFamily(FamilyDefaults):
+    """The exponential distributions themselves, ``T(x) = -x``: gammas whose concentration stays 1."""
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """``()``."""
+        return ()
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> ExponentialNatural:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return ExponentialNatural(jnp.zeros(batch_shape, dtype))
+
+    def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> ExponentialMean:
+        """``-x``."""
+        return ExponentialMean(-theta)
+
+    def log_partition(self, natural: ExponentialNatural) -> Float[Array, "*batch"]:
+        """``-log b`` in nats; NaN where not normalisable."""
+        return jnp.where(self.in_domain(natural), -jnp.log(natural.rate), jnp.nan)
+
+    def natural_to_mean(self, natural: ExponentialNatural) -> ExponentialMean:
+        """``-1/b``."""
+        return ExponentialMean(-1 / natural.rate)
+
+    def mean_to_natural(self, mean_params: ExponentialMean) -> ExponentialNatural:
+        """The inverse of :meth:`natural_to_mean`."""
+        return ExponentialNatural(-1 / mean_params.negative)
+
+    def to_distribution(self, natural: ExponentialNatural) -> dist.Distribution:
+        """``Exponential(rate)``."""
+        return dist.Exponential(natural.rate)
+
+    def from_distribution(self, distribution: dist.Distribution) -> ExponentialNatural:
+        """Natural parameters of an ``Exponential``."""
+        return ExponentialNatural(*read_parameters(distribution, "rate"))
+
+    def in_domain(self, natural: ExponentialNatural) -> Bool[Array, "*batch"]:
+        """Whether the rate is finite and positive."""
+        return jnp.isfinite(natural.rate) & (natural.rate > 0)
+
+    def nearest_valid(self, natural: ExponentialNatural) -> ExponentialNatural:
+        """Raise a non-positive rate to the smallest normal number's root."""
+        return ExponentialNatural(keep_positive(natural.rate))
+
+    def entropy(self, natural: ExponentialNatural) -> Float[Array, "*batch"]:
+        """``1 - log b`` in nats."""
+        return 1 - jnp.log(natural.rate)
+
+    def kl(self, natural: ExponentialNatural, other: ExponentialNatural) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, without cancellation where the two are close."""
+        return -log_ratio_excess((other.rate - natural.rate) / natural.rate, other.rate / natural.rate)
+
+    def fisher_solve(self, natural: ExponentialNatural, tangent: ExponentialMean) -> ExponentialNatural:
+        """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
+        return ExponentialNatural(natural.rate**2 * tangent.negative)
+
+
+register_family(dist.Gamma, GammaFamily())
+register_family(dist.Exponential, GammaFamily())
+register_family(dist.InverseGamma, InverseGammaFamily())

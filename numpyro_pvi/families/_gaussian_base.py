@@ -1,0 +1,111 @@
+"""Parameters of Gaussians over a flat vector, and what their families share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from .._numerics import lower_to_symmetric, symmetric_to_lower, symmetrise
+from ._base import FamilyDefaults, Vector, natural_parameters
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+@natural_parameters
+class GaussianNatural(Vector):
+    """Natural parameters of a Gaussian: full (``precision`` is D x D) or diagonal (``precision`` is D)."""
+
+    precision_mean: Float[Array, "*batch D"]
+    precision: Float[Array, "..."]
+
+
+@natural_parameters
+class GaussianMean(Vector):
+    """Mean parameters ``E[T]``: ``first = E[theta]`` and ``second = -1/2 E[theta theta^T]`` (or its diagonal)."""
+
+    first: Float[Array, "*batch D"]
+    second: Float[Array, "..."]
+
+
+class GaussianMoments(NamedTuple):
+    """A Gaussian as a location and a square root of its covariance, with its log determinant and a validity flag."""
+
+    loc: Float[Array, "*batch D"]
+    # Full: S with S S^T the covariance. Diagonal: standard deviations.
+    scale: Float[Array, "..."]
+    # log det of the precision, in nats.
+    log_det_precision: Float[Array, "*batch"]
+    valid: Bool[Array, "*batch"]
+
+
+class GaussianDefaults(FamilyDefaults):
+    """Entropy, divergence, draws and Fisher metric of a Gaussian family that has ``moments``."""
+
+    dim: int
+    full: bool
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """``(D,)``."""
+        return (self.dim,)
+
+    def sample(self: Any, natural: GaussianNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
+        """Draws ``loc + S eps`` of shape ``shape + batch + (D,)``; reparameterised."""
+        moments = self.moments(natural)
+        noise = jax.random.normal(key, (*shape, *moments.loc.shape), moments.loc.dtype)
+        spread = jnp.einsum("...ij,...j->...i", moments.scale, noise) if self.full else moments.scale * noise
+        return moments.loc + spread
+
+    def entropy(self: Any, natural: GaussianNatural) -> Float[Array, "*batch"]:
+        """``D/2 (1 + log 2 pi) - 1/2 log det Lambda`` in nats."""
+        return 0.5 * self.dim * (1 + _LOG_2PI) - 0.5 * self.moments(natural).log_det_precision
+
+    def kl(self: Any, natural: GaussianNatural, other: GaussianNatural) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats: ``1/2 {tr(Lambda_p V_q) - D + d^T Lambda_p d + log det Lambda_q - log det Lambda_p}``."""
+        q, p = self.moments(natural), self.moments(other)
+        gap = q.loc - p.loc
+        square = jnp.sum(gap * self.precision_product(other, gap), axis=-1)
+        if self.full:
+            trace = jnp.einsum("...ij,...ik,...kj->...", q.scale, other.precision, q.scale)
+        else:
+            trace = jnp.sum(other.precision * q.scale**2, axis=-1)
+        return 0.5 * (trace - self.dim + square + q.log_det_precision - p.log_det_precision)
+
+    def to_minimal(self, natural: GaussianNatural) -> Float[Array, "*batch P"]:
+        """The precision-mean, then the precision (its lower triangle for a full covariance)."""
+        second = symmetric_to_lower(natural.precision) if self.full else natural.precision
+        return jnp.concatenate([natural.precision_mean, second], axis=-1)
+
+    def from_minimal(self, coordinates: Float[Array, "*batch P"]) -> GaussianNatural:
+        """The inverse of :meth:`to_minimal`."""
+        first, second = coordinates[..., : self.dim], coordinates[..., self.dim :]
+        return GaussianNatural(first, lower_to_symmetric(second, self.dim) if self.full else second)
+
+    def fisher_product(self: Any, natural: GaussianNatural, tangent: GaussianNatural) -> GaussianMean:
+        """``dm = V (dh - dLambda m)``, ``dV = -V dLambda V`` as mean parameters; see :class:`Family`."""
+        moments = self.moments(natural)
+        loc = moments.loc
+        if not self.full:
+            variance = moments.scale**2
+            first = variance * (tangent.precision_mean - tangent.precision * loc)
+            return GaussianMean(first, 0.5 * variance**2 * tangent.precision - loc * first)
+        covariance = jnp.einsum("...ik,...jk->...ij", moments.scale, moments.scale)
+        pulled = tangent.precision_mean - self.precision_product(tangent, loc)
+        first = jnp.einsum("...ij,...j->...i", covariance, pulled)
+        spread = jnp.einsum("...ij,...jk,...kl->...il", covariance, tangent.precision, covariance)
+        return GaussianMean(first, symmetrise(0.5 * spread - loc[..., :, None] * first[..., None, :]))
+
+    def fisher_solve(self: Any, natural: GaussianNatural, tangent: GaussianMean) -> GaussianNatural:
+        """``dLambda = -Lambda dV Lambda``, ``dh = dLambda m + Lambda dm``: products only; see :class:`Family`."""
+        loc, first = self.moments(natural).loc, tangent.first
+        if not self.full:
+            precision = natural.precision**2 * (2 * tangent.second + 2 * loc * first)
+            return GaussianNatural(precision * loc + natural.precision * first, precision)
+        spread = symmetrise(2 * tangent.second + 2 * loc[..., :, None] * first[..., None, :])
+        precision = symmetrise(jnp.einsum("...ij,...jk,...kl->...il", natural.precision, spread, natural.precision))
+        vector = jnp.einsum("...ij,...j->...i", precision, loc) + self.precision_product(natural, first)
+        return GaussianNatural(vector, precision)

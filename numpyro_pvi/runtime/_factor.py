@@ -1,0 +1,38 @@
+"""One group's exact factor, as a local solver sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ..expectations import Expected
+from ..families import GaussianFamily, GaussianMoments
+from ..solvers import Derivatives
+from ._rows import GroupRows
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFactor:
+    """One factor as a solver sees it: implements :class:`numpyro_pvi.solvers.LocalFactor`."""
+
+    family: GaussianFamily
+    quadratic: bool
+    noisy: bool
+    expected: Callable[[GaussianMoments], Expected]
+    group_rows: GroupRows | None = None
+    index: Any = None
+
+    @property
+    def num_rows(self) -> Any:
+        """N_m; 0 where rows are not offered."""
+        return 0 if self.group_rows is None else self.group_rows.num_rows(self.index)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest group; 0 where rows are not offered."""
+        return 0 if self.group_rows is None else max(self.group_rows.sizes)
+
+    def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
+        return self.group_rows.derivatives(self.index, points, rows, hessian)

@@ -1,0 +1,231 @@
+"""Groups that work at their own pace, and a server that absorbs their sites as they arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import PVIError
+from ..families import GaussianMoments
+from ..sites import SiteStack, damp, posterior
+from ._base import Accepted, Problem, RoundCarry
+from ._delays import delay_sampler, delays_by_label, freeze_delays
+from ._discount import LONGEST_STEP, bounded_step, first_discount
+from ._messages import AsynchronousState, Messages, Walk, first_tally
+from ._network import Faults, Late, Link
+from ._noise import average_late, averaging_step, no_averaging
+from ._report import round_report, with_prior
+
+# Messages per change that a round waits for at most.
+_MOST_MESSAGES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Asynchronous:
+    """Groups at their own pace on a simulated clock: nobody waits for the slowest. A round is M absorbed changes.
+
+    Each group reads q, takes its time (``delays``) over a visit, and sends ``(group, version, site)`` with its *absolute*
+    site. The server ignores a version that is not newer than the last it absorbed, and sets
+
+        eta_q <- eta_q + rho (eta_msg - eta_m),    eta_m <- eta_m + rho (eta_msg - eta_m),
+
+    so that prior plus sites is q whatever is lost, doubled or overtaken (with differences one lost message would be for
+    ever). It answers with q and the site it now holds, from which the group takes its next cavity. A group that gets no
+    answer works on from what it saw last, and sends its next version. The prior factor, if any, is held by the server
+    and refined at the start of every round. Local latents stay with their group, which damps them as its site was.
+
+    A server holds no data, so there is no test of the global ELBO here. ``damping="auto"`` guards by what a server knows:
+
+    * a step that leaves q not normalisable, or moves a coordinate by more than one sd, is halved, and dropped after 20
+      halvings;
+    * a site loses weight once q has gone further since it was begun than q goes in M changes at present:
+      ``min(1, ((0.1 + recent) / drift)^2)``, distances in posterior sds. A slow group's work from the first q counts next
+      to nothing when it arrives late, and in full when q has come to rest meanwhile;
+    * a group whose changes turn back without getting shorter halves its step, and lets it grow while they do not: what
+      parallel mean-field updates need. Under delays a mean-field q begins with steps of 1/M;
+    * under a stochastic solver, which moves each site as if alone, the step is ``1 / (1 + min(staleness, M - 1))``; where
+      expectations are by draws, the naturals of late rounds are averaged, as :class:`Synchronous` does;
+    * sites of factors that are quadratic under a q of full covariance are right at any q, and taken as they come.
+
+    Args:
+        delays: time that a visit takes from reading q to the arrival of the site: None (no delay, groups in turn: with
+            ``damping=1`` the sweeps of :class:`Sequential`, without its guard), a positive number, one per group, a dict by
+            label (1 for groups it does not name), ``("exponential", means)``, a function of ``(key, num_groups)``, or
+            :func:`measured_delays`.
+        max_staleness: no site is absorbed once more than so many changes have been since its group read q. Fast groups wait
+            before that would happen, so that slow ones are always heard (stale-synchronous parallel). At least M - 1, as all
+            groups start at once; None is no bound.
+        damping: share of each arriving change that is absorbed, in (0, 1], or "auto". 1 is the full step, as in earlier PVI
+            code.
+        loss_rate: chance that a message, or an answer, is lost, in [0, 1).
+        duplicate_rate: chance that a message arrives a second time, later, in [0, 1).
+        reorder: whether half of the messages are held back until their group has given them up, so that they arrive with,
+            or after, newer ones.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges; at ``init``, for delays that do not fit the groups.
+
+    References:
+        Ashman et al., Partitioned Variational Inference, sections 3.1 and 7.1 (lock-free asynchronous updates).
+        Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, section 3.
+    """
+
+    delays: Any = None
+    max_staleness: int | None = None
+    damping: float | str = "auto"
+    loss_rate: float = 0.0
+    duplicate_rate: float = 0.0
+    reorder: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "delays", freeze_delays(self.delays))
+        bound = self.max_staleness
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
+            raise PVIError(
+                f"Asynchronous(max_staleness={bound!r}): expected None, or a number of changes that is at least M - 1 for M groups."
+            )
+        if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
+            raise PVIError(
+                f"Asynchronous(damping={self.damping!r}): expected 'auto' or a number in (0, 1]; 1 is the full step."
+            )
+        for name in ("loss_rate", "duplicate_rate"):
+            rate = getattr(self, name)
+            if isinstance(rate, bool) or not (isinstance(rate, (int, float)) and 0.0 <= rate < 1.0):
+                raise PVIError(f"Asynchronous({name}={rate!r}): expected a probability in [0, 1).")
+        if not isinstance(self.reorder, bool):
+            raise PVIError(f"Asynchronous(reorder={self.reorder!r}): expected True or False.")
+
+    @property
+    def by_label(self) -> bool:
+        """Whether settings name groups, so that compiled programs depend on the labels."""
+        return delays_by_label(self.delays)
+
+    @property
+    def _faults(self) -> Faults | None:
+        faulty = self.loss_rate or self.duplicate_rate or self.reorder
+        return Faults(self.loss_rate, self.duplicate_rate, self.reorder) if faulty else None
+
+    def init(self, problem: Problem, dtype: Any) -> AsynchronousState:
+        """Nobody has read q yet."""
+        count, family = problem.num_groups, problem.family
+        if self.max_staleness is not None and self.max_staleness < count - 1:
+            raise PVIError(
+                f"Asynchronous(max_staleness={self.max_staleness}) with {count} groups: all groups start from the same q, so the "
+                f"last of them is absorbed after {count - 1} changes. Write max_staleness={count - 1} or more."
+            )
+        if self.delays is not None:
+            delay_sampler(self.delays, problem, dtype)
+        none, stack = jnp.zeros((count,), jnp.int32), family.zeros((count,), dtype)
+        late = None
+        if self.duplicate_rate or self.reorder:
+            late = Late(jnp.full((count,), jnp.inf, dtype), none, stack)
+        link = Link(none + 1, none, stack, late) if self._faults is not None else None
+        # A quadratic factor's site is right at any q.
+        exact = problem.quadratic and family.full
+        adaptive = self.damping == "auto" and not problem.stochastic and not exact
+        moments = family.moments(family.from_loc_sd(jnp.zeros((family.dim,), dtype), jnp.ones((family.dim,), dtype)))
+        return AsynchronousState(
+            jnp.array(False),
+            jnp.zeros((count,), dtype),
+            none,
+            None if self.delays is None else stack,
+            link,
+            first_discount(problem, moments, self.delays is not None) if adaptive else None,
+            no_averaging(family.dim if problem.noisy and not problem.stochastic else 0, dtype),
+        )
+
+    def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        """M absorbed changes: see :class:`numpyro_pvi.schedules.Schedule`."""
+        start_key, prior_key, visit_key = jax.random.split(key, 3)
+        old, count = carry.evaluation, problem.num_groups
+        largest = 1.0 if isinstance(self.damping, str) else self.damping
+        share = averaging_step(carry.schedule.averaging, old.elbo.dtype) * largest
+        prior, prior_site, q = None, carry.sites.prior, old.q
+        if problem.has_prior_factor:
+            prior = problem.visit_prior(q, prior_site, carry.prior_solver, prior_key, old.rule, noise, start=None)
+            limit = jnp.inf if carry.schedule.discount is None else LONGEST_STEP
+            found = bounded_step(problem, q, old.moments, prior.site - prior_site, share, limit)
+            share_of_prior = jnp.where(found[1].valid, found[0], 0.0)
+            prior_site = damp(prior_site, prior.site, share_of_prior)
+            q = posterior(problem.prior_natural, dataclasses.replace(carry.sites, prior=prior_site))
+        moments = problem.family.moments(q)
+        state = self._begin(problem, carry, q, moments, start_key)
+        tally = first_tally(carry.report.staleness[-count:], share.dtype)
+        sites = carry.sites
+        walk = Walk(q, moments, sites.groups, sites.local, carry.solver, state, jnp.zeros_like(share), tally)
+        messages = Messages(
+            problem, old.rule, noise, share, self.damping == "auto", self.delays, self.max_staleness, self._faults
+        )
+        if self._faults is None:
+            keys = jax.random.split(visit_key, self._changes(problem))
+            walk = jax.lax.scan(lambda w, k: (messages.event(w, k), None), walk, keys)[0]
+        else:
+            walk = jax.lax.while_loop(
+                lambda w: (
+                    (jnp.sum(w.tally.arrived) < self._changes(problem)) & (w.tally.events < _MOST_MESSAGES * count)
+                ),
+                lambda w: messages.event(w, jax.random.fold_in(visit_key, w.tally.events)),
+                walk,
+            )
+        return self._finish(problem, carry, walk, prior, prior_site, noise)
+
+    def _changes(self, problem: Problem) -> int:
+        """Absorbed changes in a round."""
+        return problem.num_groups
+
+    def _begin(self, problem: Problem, carry: RoundCarry, q: Any, moments: GaussianMoments, key: Any):
+        """In the first round every group reads q."""
+        state, count, dtype = carry.schedule, problem.num_groups, carry.schedule.arrival.dtype
+        every = jnp.arange(count)
+        if self.delays is None:
+            # In turn, one round a unit of time.
+            arrival = (every + 1).astype(dtype) / count
+        else:
+            sample = delay_sampler(self.delays, problem, dtype)
+            arrival = jax.vmap(sample)(jax.random.split(key, count), every)
+        fresh = state._replace(started=jnp.array(True), arrival=arrival)
+        if state.seen is not None:
+            fresh = fresh._replace(seen=jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), q))
+        if state.link is not None:
+            fresh = fresh._replace(link=state.link._replace(confirmed=carry.sites.groups))
+        if state.discount is not None:
+            fresh = fresh._replace(discount=first_discount(problem, moments, self.delays is not None))
+        return jax.tree.map(lambda old, new: jnp.where(state.started, old, new), state, fresh)
+
+    def _finish(self, problem: Problem, carry: RoundCarry, walk: Walk, prior, prior_site, noise) -> RoundCarry:
+        old, tally = carry.evaluation, walk.tally
+        sites = problem.tidy(SiteStack(walk.sites, prior_site, walk.local))
+        evaluation = problem.evaluate(sites, old.rule, noise, trial=True)
+        # Every q on the way was normalisable; only rounding can undo that, or local latents that were damped.
+        good = evaluation.moments.valid
+
+        def keep(new, previous):
+            return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, previous)
+
+        done = Accepted(keep(sites, carry.sites), keep(evaluation, old), good * 1.0, jnp.int32(0), good, jnp.int32(0))
+        heard = with_prior(None if prior is None else jnp.array(True), tally.arrived > 0)
+        skipped = with_prior(None if prior is None else ~prior.moved, tally.skipped)
+        state = walk.state._replace(arrival=walk.state.arrival - walk.clock)
+        if state.link is not None and state.link.late is not None:
+            late = state.link.late
+            state = state._replace(link=state.link._replace(late=late._replace(arrival=late.arrival - walk.clock)))
+        if problem.noisy and not problem.stochastic:
+            state = state._replace(averaging=average_late(problem, state.averaging, done.evaluation, old))
+        report = round_report(
+            problem,
+            carry,
+            done,
+            step=with_prior(None if prior is None else prior.moved * 1.0, tally.step),
+            backoffs=with_prior(None if prior is None else prior.backoffs, tally.backoffs),
+            skipped=skipped,
+            exchanges=tally.messages,
+            elapsed=walk.clock,
+            staleness=with_prior(None if prior is None else jnp.int32(0), tally.staleness),
+            heard=heard,
+        )
+        return RoundCarry(
+            done.sites, done.evaluation, walk.solver, None if prior is None else prior.state, state, report
+        )

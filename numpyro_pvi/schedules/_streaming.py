@@ -1,0 +1,218 @@
+"""One pass over the groups: each site is absorbed once, from the posterior of what came before, and never revisited."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..errors import PVIError
+from ..families import GaussianFamily, GaussianMoments
+from ..sites import SiteStack, damp, posterior, select
+from ._base import Evaluation, Problem, RoundCarry, Rule
+from ._noise import Averaging, average_late, averaging_step, no_averaging
+from ._report import round_report, with_prior
+
+# Visits at most where "auto" is asked for: a solver of exact expectations stops long before; a stochastic one has no
+# tolerance to stop at.
+_VISITS, _STOCHASTIC_VISITS = 30, 10
+
+
+class StreamingState(NamedTuple):
+    """Which factors have been absorbed."""
+
+    done: Bool[Array, "M"]
+    # Groups that had no site when their rows came: until they are absorbed, they are no part of any cavity.
+    fresh: Bool[Array, "M"]
+    prior_done: Bool[Array, ""]
+
+
+class _At(NamedTuple):
+    """A q with its moments, and how expectations are taken: what averaging and tolerances look at."""
+
+    q: Any
+    moments: GaussianMoments
+    rule: Rule
+
+
+class _Done(NamedTuple):
+    """Where a pass ended."""
+
+    sites: SiteStack
+    evaluation: Evaluation
+
+
+class _Visits(NamedTuple):
+    """One factor while it is being absorbed."""
+
+    site: Any
+    solver: Any
+    local: Any
+    at: _At
+    averaging: Averaging
+    count: Int[Array, ""]
+    move: Float[Array, ""]
+    backoffs: Int[Array, ""]
+    moved: Bool[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming:
+    """Absorb every group once, in order: ``q_m`` is the solver's fit to ``q_{m-1} p(y_m | theta)``, and then the next prior.
+
+    With a VI solver this is variational continual learning, or streaming variational Bayes. Sites of groups that have not
+    been reached are no part of the cavity, only where their own fits start. The prior factor, if any, comes first. While
+    a site is absorbed the solver visits it again and again, until q moves by no more than ``tol`` posterior sds in a
+    visit; then it is left alone, since nothing later than itself may change what it said. The schedule is complete after
+    one round (later rounds do nothing, so that ``run(..., tol=...)`` stops), and complete again after
+    ``add_group``; ``revisit`` absorbs the groups named anew, from the cavity that all others leave them.
+
+    A group whose factor or gradient is not finite, or that leaves no normalisable q, keeps the site it started from; it is
+    reported as skipped and tried again in the next round. Steps by draws are averaged as :class:`Synchronous` does, on
+    fresh draws at every visit.
+
+    Args:
+        visits: most visits to a site while it is absorbed, or "auto": 30, and 10 under a stochastic solver, which has no
+            tolerance to stop at.
+        tol: posterior sds (of a mean, or of a log sd); visits stop below.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges.
+
+    References:
+        Ashman et al., Partitioned Variational Inference, section 4.3 (continual learning). Nguyen et al., Variational
+        Continual Learning, eq. 3 and 4. Broderick et al., Streaming Variational Bayes, section 2.
+    """
+
+    visits: int | str = "auto"
+    tol: float = 1e-3
+
+    # One round is all there is: its quadrature is at full accuracy from the start.
+    single_pass = True
+
+    def __post_init__(self):
+        if self.visits != "auto" and not (isinstance(self.visits, int) and self.visits >= 1):
+            raise PVIError(f"Streaming(visits={self.visits!r}): expected 'auto' or a positive int.")
+        if not (isinstance(self.tol, (int, float)) and self.tol > 0):
+            raise PVIError(f"Streaming(tol={self.tol!r}): expected a positive number of posterior sds.")
+
+    def init(self, problem: Problem, dtype: Any) -> StreamingState:
+        """No group absorbed; the prior factor is, where other groups' sites were fitted before."""
+        del dtype
+        none = jnp.zeros((problem.num_groups,), bool)
+        return StreamingState(none, ~(none if problem.known is None else problem.known), jnp.asarray(problem.continued))
+
+    def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        """One pass over what has not been absorbed: see :class:`numpyro_pvi.schedules.Schedule`."""
+        state = carry.schedule
+        nothing = jnp.all(state.done)
+        if problem.has_prior_factor:
+            nothing = nothing & state.prior_done
+        return jax.lax.cond(nothing, self._rest, lambda c: self._pass(problem, c, key, noise), carry)
+
+    def _rest(self, carry: RoundCarry) -> RoundCarry:
+        last = carry.report
+        still = jax.tree.map(jnp.zeros_like, last)
+        totals = {"valid": last.valid, "clock": last.clock, "messages": last.messages, "consensus": last.consensus}
+        return carry._replace(report=still._replace(**totals))
+
+    def _pass(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        state, sites, rule = carry.schedule, carry.sites, carry.evaluation.rule
+        prior_key, key = jax.random.split(key)
+        counted = state.done | ~state.fresh
+        groups = jax.tree.map(lambda x: jnp.where(counted.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), sites.groups)
+        q, prior = posterior(problem.prior_natural, SiteStack(groups, None)), None
+        if problem.has_prior_factor:
+
+            def visit_prior(q, site, solver, key, noise, local):
+                return problem.visit_prior(q, site, solver, key, rule, noise, start=None), local
+
+            start = sites.prior, carry.prior_solver, None
+            prior = self._absorb(problem, rule, visit_prior, q, *start, prior_key, noise, state.prior_done)
+            q = q + prior.site
+
+        def absorb(before, step):
+            q, local = before
+            index, site, solver, done, counted, key = step
+
+            def visit(q, site, solver, key, noise, local):
+                return problem.visit_group(index, q, site, solver, key, rule, noise, local)
+
+            rest = select(counted, q - site, q)
+            found = self._absorb(problem, rule, visit, rest, site, solver, local, key, noise, done)
+            return (rest + found.site, found.local), (found.site, found.solver, found.backoffs, found.moved)
+
+        keys = jax.random.split(key, problem.num_groups)
+        steps = (jnp.arange(problem.num_groups), sites.groups, carry.solver, state.done, counted, keys)
+        (_, local), (groups, solver, backoffs, moved) = jax.lax.scan(absorb, (q, sites.local), steps)
+        new = problem.tidy(SiteStack(groups, None if prior is None else prior.site, local))
+        evaluation = problem.evaluate(new, rule, noise)
+        carry = carry._replace(solver=solver, prior_solver=None if prior is None else prior.solver)
+        return self._finish(problem, carry, new, evaluation, prior, backoffs, moved)
+
+    def _absorb(self, problem: Problem, rule: Rule, visit, cavity, site, solver, local, key, noise, done) -> _Visits:
+        """Visit one factor until its site has settled; not at all when it was absorbed before."""
+        family = problem.family
+        most = self.visits if isinstance(self.visits, int) else _STOCHASTIC_VISITS if problem.stochastic else _VISITS
+        # Local latents are fitted jointly with the site, which an average of sites would not belong to.
+        by_draws = problem.noisy and not problem.stochastic and local is None
+
+        def unfinished(v: _Visits):
+            settled = (v.move <= self.tol) & (not problem.stochastic)
+            return ~done & (v.count < most) & v.moved & ~settled
+
+        def again(v: _Visits) -> _Visits:
+            own = jax.random.fold_in(key, v.count)
+            draws = problem.noise(jax.random.fold_in(own, 1)) if by_draws else noise
+            result, local = visit(v.at.q, v.site, v.solver, own, draws, v.local)
+            share = averaging_step(v.averaging, v.move.dtype) if by_draws else 1.0
+            site = damp(v.site, result.site, share)
+            at = _at(family, cavity + site, rule)
+            averaging = average_late(problem, v.averaging, at, v.at) if by_draws else v.averaging
+            moved = result.moved & at.moments.valid
+            kept = select(moved, (site, result.state, at), (v.site, v.solver, v.at))
+            count, backoffs = v.count + 1, v.backoffs + result.backoffs
+            # A factor that came this far is absorbed, should a later visit find no better step.
+            return _Visits(*kept[:2], local, kept[2], averaging, count, _shift(family, at, v.at), backoffs, moved)
+
+        at = _at(family, cavity + site, rule)
+        move = jnp.full((), jnp.inf, at.moments.loc.dtype)
+        averaging = no_averaging(family.dim if by_draws else 0, move.dtype)
+        zero = jnp.int32(0)
+        first = _Visits(site, solver, local, at, averaging, zero, move, zero, jnp.array(True))
+        last = jax.lax.while_loop(unfinished, again, first)
+        return last._replace(moved=last.moved | (last.count > 1))
+
+    def _finish(self, problem: Problem, carry: RoundCarry, new, evaluation, prior, backoffs, moved) -> RoundCarry:
+        old, state = carry.evaluation, carry.schedule
+        before = with_prior(None if prior is None else state.prior_done, state.done)
+        absorbed = with_prior(None if prior is None else prior.moved, moved)
+        skipped = ~before & ~absorbed
+        report = round_report(
+            problem,
+            carry,
+            _Done(new, evaluation),  # type: ignore[arg-type]
+            step=jnp.where(before | skipped, 0.0, 1.0).astype(old.elbo.dtype),
+            backoffs=with_prior(None if prior is None else prior.backoffs, backoffs),
+            skipped=skipped,
+            # A group is alone with its rows while its site settles; no ELBO is asked for.
+            exchanges=jnp.sum(~state.done),
+        )
+        prior_done = state.prior_done if prior is None else state.prior_done | prior.moved
+        state = StreamingState(state.done | moved, state.fresh, prior_done)
+        return carry._replace(sites=new, evaluation=evaluation, schedule=state, report=report)
+
+
+def _at(family: GaussianFamily, q: Any, rule: Rule) -> _At:
+    return _At(q, family.moments(q), rule)
+
+
+def _shift(family: GaussianFamily, new: _At, old: _At) -> Float[Array, ""]:
+    """Largest change of a mean or a log sd, in posterior sds."""
+    sd, before = (jnp.sqrt(family.variances(at.moments)) for at in (new, old))
+    shift = jnp.max(jnp.abs(new.moments.loc - old.moments.loc) / sd)
+    stretch = jnp.max(jnp.abs(jnp.log(sd) - jnp.log(before)))
+    return jnp.where(old.moments.valid, jnp.maximum(shift, stretch), jnp.inf)

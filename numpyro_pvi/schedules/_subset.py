@@ -1,0 +1,258 @@
+"""A random few of the groups each round, from the same q."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from ..errors import PVIError
+from ..sites import SiteStack, damp, select
+from ..solvers import LocalResult
+from ._base import MAX_HALVINGS, Evaluation, Problem, RoundCarry, accept_jointly, accept_once
+from ._discount import next_share
+from ._noise import Averaging, average_late, averaging_step, no_averaging
+from ._report import round_report, with_prior
+from ._settings import ByLabel, by_label, freeze, resolve
+
+
+class SubsetState(NamedTuple):
+    """The joint step's memory, and each group's own."""
+
+    step: Float[Array, ""]
+    share: Float[Array, "M"]
+    # The force of each group's last change on the location, in precision-mean space.
+    force: Float[Array, "M D"]
+    averaging: Averaging
+
+
+@dataclasses.dataclass(frozen=True)
+class StochasticSubset:
+    """Some groups each round, from the same q, absorbed together: ``eta_m <- eta_m + step rho_m (proposal_m - eta_m)``.
+
+    A round is accepted only if q is normalisable and the local free energy of the groups S that took part (and of the prior
+    factor, which the server holds) has not fallen beyond rounding, on common draws where expectations are by draws:
+
+        F_S(q) = sum_{m in S} E_q[log p(y_m | theta)] - KL(q || q without the sites of S);
+
+    otherwise the joint step is halved, and doubled again when accepted at once. With all groups in S this is the global ELBO.
+    With fewer the ELBO is no test: the first of two groups that disagree lowers it rightly, and nobody asks absent groups.
+    Beside it every group's own step is halved when its changes turn back without getting shorter. Under a stochastic solver
+    "auto" is one over the number of groups that may take part; a round is undone only where it lost more than noise explains.
+
+    ``tol`` waits for every group: one that took no part counts with its last move.
+
+    Args:
+        k: how many groups take part in a round, chosen at random: an int, or a share of all groups in (0, 1); None is all
+            that are there (``rates``).
+        rates: chance that a group is there in a round, in (0, 1]: a number, one per group, or a dict by label (1 for groups
+            it does not name). The k are chosen among those that are there; in a round without any nothing moves.
+        damping: "auto", or the largest step of every group in (0, 1]: a number, one per group, or a dict by label. 1 is the
+            full step, as in earlier PVI code.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges or neither ``k`` nor ``rates``; at ``init``, for numbers
+            that do not fit the groups.
+
+    References:
+        Ashman et al., Partitioned Variational Inference, section 3.2. McMahan et al., Communication-Efficient Learning of
+        Deep Networks from Decentralized Data, algorithm 1 (a random share of clients each round).
+    """
+
+    k: int | float | None = None
+    rates: Any = None
+    damping: Any = "auto"
+
+    def __post_init__(self):
+        k = self.k
+        whole = isinstance(k, int) and not isinstance(k, bool) and k >= 1
+        if not (k is None or whole or (isinstance(k, float) and 0.0 < k < 1.0)):
+            raise PVIError(
+                f"StochasticSubset(k={k!r}): expected a positive int, a share of all groups in (0, 1), or None with rates."
+            )
+        if k is None and self.rates is None:
+            raise PVIError(
+                "StochasticSubset() chooses nothing: give k, how many groups take part in a round, or rates, the chances that "
+                "they do; for all groups in every round write Synchronous()."
+            )
+        if self.rates is not None:
+            rates = freeze(self.rates, "StochasticSubset(rates)", lambda x: 0.0 < x <= 1.0, "a probability in (0, 1]")
+            object.__setattr__(self, "rates", rates)
+        if self.damping != "auto" or not isinstance(self.damping, str):
+            wanted = "'auto', or a number in (0, 1]; 1 is the full step"
+            damping = freeze(self.damping, "StochasticSubset(damping)", lambda x: 0.0 < x <= 1.0, wanted)
+            object.__setattr__(self, "damping", damping)
+
+    def _count(self, problem: Problem) -> int:
+        """Most groups that take part in a round."""
+        count = problem.num_groups
+        if self.k is None:
+            return count
+        if isinstance(self.k, float):
+            return math.ceil(self.k * count)
+        # Of a few groups whose rows are at hand all take part.
+        return min(self.k, count) if problem.continued else self.k
+
+    @property
+    def by_label(self) -> bool:
+        """Whether settings name groups, so that compiled programs depend on the labels."""
+        return by_label(self.rates) or by_label(self.damping)
+
+    def _dampings(self, problem: Problem, dtype: Any) -> Float[Array, "M"]:
+        # One number for all is the largest joint step.
+        if self.damping == "auto" or isinstance(self.damping, float):
+            return jnp.ones((problem.num_groups,), dtype)
+        return jnp.asarray(resolve(self.damping, "StochasticSubset(damping)", problem, 1.0), dtype)
+
+    def init(self, problem: Problem, dtype: Any) -> SubsetState:
+        """Start at the largest steps."""
+        count, dim = problem.num_groups, problem.family.dim
+        if self._count(problem) > count:
+            raise PVIError(f"StochasticSubset(k={self.k}): there are only {count} groups.")
+        if self.rates is not None:
+            resolve(self.rates, "StochasticSubset(rates)", problem, 1.0)
+        self._dampings(problem, dtype)
+        averaging = no_averaging(dim if problem.noisy and not problem.stochastic else 0, dtype)
+        one = jnp.ones((), dtype)
+        return SubsetState(
+            one * self._largest(problem), jnp.ones((count,), dtype), jnp.zeros((count, dim), dtype), averaging
+        )
+
+    def _largest(self, problem: Problem) -> float:
+        if isinstance(self.damping, float):
+            return self.damping
+        return 1.0 / self._count(problem) if problem.stochastic and self.damping == "auto" else 1.0
+
+    def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        """One update of the sites of a few groups: see :class:`numpyro_pvi.schedules.Schedule`."""
+        solve_key, prior_key, who_key = jax.random.split(key, 3)
+        old, sites, state = carry.evaluation, carry.sites, carry.schedule
+        taking_part, results = self._visit(problem, carry, solve_key, who_key, noise)
+        prior = None
+        if problem.has_prior_factor:
+            prior = problem.visit_prior(
+                old.q, sites.prior, carry.prior_solver, prior_key, old.rule, noise, start=old.prior
+            )
+        share = self._dampings(problem, state.step.dtype)
+        if self.damping == "auto" and not problem.stochastic:
+            share = state.share
+        share = jnp.where(taking_part & results.moved, share, 0.0)
+        local = self._local_proposal(problem, carry, taking_part & results.moved)
+        groups = jax.vmap(damp)(sites.groups, results.site, share)
+        proposal = SiteStack(groups, None if prior is None else prior.site, local)
+
+        def test(evaluation: Evaluation, candidate: SiteStack) -> Bool[Array, ""]:
+            return _free_energy_has_not_fallen(problem, (evaluation, candidate), (old, sites), taking_part)
+
+        if problem.stochastic:
+            done = accept_once(problem, sites, proposal, old, state.step, noise, test)
+        else:
+            late = averaging_step(state.averaging, state.step.dtype)
+            first = jnp.minimum(state.step, self._largest(problem) * late)
+            done = accept_jointly(problem, sites, proposal, old, first, noise, test=test)
+        return self._finish(problem, carry, (results, prior, done, taking_part, share))
+
+    def _visit(self, problem: Problem, carry: RoundCarry, key: Any, who_key: Any, noise: Any):
+        """Who takes part, and the results of their visits at their places among all groups."""
+        count, there_key = self._count(problem), jax.random.fold_in(who_key, 1)
+        there = jnp.ones((problem.num_groups,), bool)
+        if self.rates is not None:
+            rates = jnp.asarray(resolve(self.rates, "StochasticSubset(rates)", problem, 1.0))
+            there = jax.random.uniform(there_key, rates.shape) < rates
+        if count == problem.num_groups:
+            return there, problem.visit_all(carry, key, noise)
+        scores = jnp.where(there, jax.random.uniform(who_key, there.shape), -1.0)
+        best, chosen = jax.lax.top_k(scores, count)
+        found = problem.visit_all(carry, key, noise, chosen)
+        nobody = jnp.zeros((problem.num_groups,), jnp.int32)
+        site, state = jax.tree.map(
+            lambda x, new: x.at[chosen].set(new), (carry.sites.groups, carry.solver), (found.site, found.state)
+        )
+        results = LocalResult(
+            site, state, nobody.at[chosen].set(found.backoffs), (nobody > 0).at[chosen].set(found.moved)
+        )
+        return (nobody > 0).at[chosen].set(best >= 0), results
+
+    def _local_proposal(self, problem: Problem, carry: RoundCarry, moves: Bool[Array, "M"]) -> Any:
+        local = problem.local_proposal(carry, moves)
+        if local is not None and isinstance(self.damping, (tuple, ByLabel)):
+            raise PVIError(
+                "StochasticSubset(damping=...) per group does not fit a model with local latents, whose own parts move with one "
+                "common step: write one number, or 'auto'."
+            )
+        return local
+
+    def _finish(self, problem: Problem, carry: RoundCarry, outcome: tuple) -> RoundCarry:
+        results, prior, done, taking_part, share = outcome
+        old, state = carry.evaluation, carry.schedule
+        averaging = state.averaging
+        if problem.noisy and not problem.stochastic:
+            averaging = average_late(problem, averaging, done.evaluation, old)
+        grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest(problem))
+        refused = done.step if problem.stochastic else 0.125
+        step = jnp.where(done.accepted, jnp.maximum(grown, 2.0**-MAX_HALVINGS), refused)
+        shares, forces = jax.vmap(lambda a, f, change: next_share(problem, a, f, change, old.moments))(
+            state.share, state.force, results.site - carry.sites.groups
+        )
+        moves = taking_part & results.moved
+        state = SubsetState(
+            step.astype(state.step.dtype),
+            jnp.where(moves, shares, state.share),
+            jnp.where(moves[:, None], forces, state.force),
+            averaging,
+        )
+        skipped = with_prior(None if prior is None else ~prior.moved, taking_part & ~results.moved)
+        taken = with_prior(None if prior is None else prior.moved * 1.0, share)
+        backoffs = jnp.where(taking_part, results.backoffs + done.halvings, 0)
+        asked = jnp.sum(taking_part)
+        report = round_report(
+            problem,
+            carry,
+            done,
+            step=jnp.where(skipped | ~done.accepted, 0.0, done.step * taken),
+            backoffs=with_prior(None if prior is None else prior.backoffs + done.halvings, backoffs),
+            skipped=skipped,
+            # One for the visit, and one for every test of a joint step.
+            exchanges=asked * (1 + done.tries),
+            heard=with_prior(None if prior is None else jnp.array(True), taking_part),
+        )
+        solver = select(taking_part, results.state, carry.solver)
+        return RoundCarry(done.sites, done.evaluation, solver, None if prior is None else prior.state, state, report)
+
+
+def _free_energy_has_not_fallen(
+    problem: Problem,
+    new: tuple[Evaluation, SiteStack],
+    old: tuple[Evaluation, SiteStack],
+    taking_part: Bool[Array, "M"],
+) -> Bool[Array, ""]:
+    """Whether the local free energy of some groups is at least what it was, up to rounding or a stochastic solver's noise."""
+    (after, _), (before, _) = new, old
+    known = jnp.isfinite(before.groups.value) & taking_part
+    stays_finite = jnp.all(jnp.isfinite(after.groups.value) | ~known)
+    found, size = zip(*(_free_energy(problem, *each, known) for each in (new, old)), strict=True)
+    slack = 8 * jnp.finfo(size[0].dtype).eps * (size[0] + size[1])
+    if problem.stochastic:
+        # What a jitter of one posterior sd in every coordinate would cost.
+        slack = slack + 0.5 * problem.family.dim
+    better = (found[0] - found[1] >= -slack) | ~before.moments.valid
+    return after.moments.valid & stays_finite & better
+
+
+def _free_energy(problem: Problem, evaluation: Evaluation, sites: SiteStack, known: Bool[Array, "M"]):
+    """``sum_S {E_q[f_m] - <eta_m, mu_q>} + A(eta_q)`` and the size of its parts, nats; the prior factor is in S."""
+    moments = evaluation.moments
+    pairings = problem.family.expect_quadratic(sites.groups, moments)
+    parts = [jnp.where(known, evaluation.groups.value, 0.0), -jnp.where(known, pairings, 0.0)]
+    if evaluation.prior is not None and sites.prior is not None:
+        finite = jnp.isfinite(evaluation.prior.value)
+        parts.append(jnp.where(finite, evaluation.prior.value, 0.0)[None])
+        parts.append(-problem.family.expect_quadratic(sites.prior, moments)[None])
+    square = 0.5 * jnp.vdot(evaluation.q.precision_mean, moments.loc)
+    parts.append(jnp.stack([square, -0.5 * moments.log_det_precision]))
+    every = jnp.concatenate(parts)
+    return jnp.sum(every), jnp.sum(jnp.abs(every))

@@ -1,0 +1,128 @@
+"""Schedules without a server: what a graph can be, what is said when it cannot, and what agents hold."""
+
+import jax
+import networkx
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PRIOR, PVI, Partition
+from numpyro_pvi.errors import PartitionError, PVIError
+from numpyro_pvi.schedules import Decentralized, Synchronous
+from tests.laws.models import groups, make_linear, rows
+
+X, Y, CLASSES = rows()
+KEY = jax.random.key(0)
+
+
+def made(schedule, model=None):
+    model = make_linear() if model is None else model
+    return PVI(Partition(model, "data", groups(3)), AutoMultivariateNormal(model), schedule=schedule)
+
+
+def scaled(X, y):
+    """A prior outside the family."""
+    s = numpyro.sample("s", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(X @ w, 0.2 + s), obs=y)
+
+
+class TestDecentralizedSettings:
+    """What a graph can be, and what is said when it cannot."""
+
+    @pytest.mark.parametrize(
+        ("adjacency", "words"),
+        [
+            ([(0, 1), (2, 3)], "nothing that agent 2 sends reaches agent 0"),
+            (np.ones((2, 3)), "square matrix"),
+            (-np.ones((3, 3)), "not negative"),
+            ([("a", "b"), ("b", "c")], "pass nodes=pvi.groups"),
+            ("ring", "got str"),
+        ],
+    )
+    def test_graphs_that_cannot_be(self, adjacency, words):
+        with pytest.raises(PVIError, match=words):
+            Decentralized(adjacency)
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"mixing": "gradient"}, "mixing='gradient'"),
+            ({"steps_per_round": 0}, "steps_per_round=0"),
+            ({"damping": 0.0}, r"in \(0, 1\]; 1 is the full step"),
+            ({"link_failure": 1.0}, "probability below 1"),
+            ({"availability": (1.0, 1.0)}, "one for each of 3 agents"),
+            ({"adjacency": np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1.0]]), "link_failure": 0.1}, "go both ways"),
+            ({"nodes": ("a", "b", "c")}, "link .* names 0"),
+        ],
+    )
+    def test_settings_that_cannot_be(self, settings, words):
+        with pytest.raises(PVIError, match=words):
+            Decentralized(**({"adjacency": [(0, 1), (1, 2)]} | settings))
+
+    def test_links_between_names_matrices_and_networkx_are_one_graph(self):
+        named = Decentralized([("a", "b"), ("b", "c")], nodes=("a", "b", "c"))
+        matrix = Decentralized(np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0.0]]), nodes=("a", "b", "c"))
+        drawn = Decentralized(networkx.Graph([("a", "b"), ("b", "c")]))
+        assert named == matrix == drawn and hash(named) == hash(drawn)
+        assert named.adjacency.nodes == ("a", "b", "c")
+
+    def test_a_graph_of_another_size_than_the_groups(self):
+        pvi = made(Decentralized([(0, 1), (1, 2), (2, 3), (3, 4)]))
+        with pytest.raises(PVIError, match="5 agents, but the data has 3 groups"):
+            pvi.init(jax.random.key(0), X, Y)
+
+    def test_agents_need_a_schedule_without_a_server(self):
+        pvi = made(Synchronous())
+        state = pvi.init(jax.random.key(0), X, Y)
+        with pytest.raises(PVIError, match="one q for all groups"):
+            pvi.posterior(state, agent=0)
+
+
+@pytest.fixture(scope="module")
+def fits():
+    """A model with a prior factor by a server, and by agents that come and go on a path."""
+    central = made(Synchronous(), scaled)
+    network = made(Decentralized([(0, 1), (1, 2)], availability=(1.0, 0.7, 1.0)), scaled)
+    return central, network, *(p.run(KEY, 150, X, Y, progress_bar=False) for p in (central, network))
+
+
+def test_a_prior_factor_is_refined_by_every_agent(fits):
+    central, network, wanted, found = fits
+    for agent in (None, 0, 1, 2):
+        for name, q in network.posterior(found.state, agent=agent).items():
+            best = central.posterior(wanted.state)[name]
+            draws = [d.sample(KEY, (4000,)) for d in (q, best)]
+            np.testing.assert_allclose(*(d.mean(0) for d in draws), atol=2e-2, err_msg=f"{name} of agent {agent}")
+            np.testing.assert_allclose(*(d.std(0) for d in draws), rtol=2e-2)
+    np.testing.assert_allclose(found.losses[-1], wanted.losses[-1], atol=1e-3)
+
+
+def test_the_report_covers_every_factor(fits):
+    _, network, _, found = fits
+    assert found.trace.labels == (PRIOR, 0, 1, 2) and str(network.info(found.state))
+    # An agent that is away takes no step, and is not taken for one that is stuck.
+    steps = found.trace.step[:, 2]
+    assert 0 < np.sum(steps == 0) < len(steps) and not found.trace.skipped.any()
+    assert found.trace.consensus[-1] < 1e-2 < found.trace.consensus[0]
+    # Both ends of each link that is up send one message a step.
+    assert np.all(np.diff(found.trace.messages[:, 0]) % 2 == 0)
+    assert found.trace.messages[-1, 0] < 150 * network.schedule.gossip.count * 4
+
+
+def test_an_unknown_agent(fits):
+    _, network, _, found = fits
+    with pytest.raises(PartitionError, match="'x'"):
+        network.posterior(found.state, agent="x")
+
+
+def test_tol_waits_for_consensus():
+    pvi = made(Decentralized([(0, 1), (1, 2)], steps_per_round=1))
+    result = pvi.run(KEY, 400, X, Y, tol=1e-3, progress_bar=False)
+    assert result.converged and result.trace.consensus[-1] <= 1e-3
+    still = result.trace.elbo[-1] - result.trace.elbo
+    # The network's mean stood still long before its agents had heard of it.
+    assert np.sum(still < 1e-4) > 1

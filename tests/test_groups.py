@@ -1,0 +1,354 @@
+"""Groups that come and go, as a user meets them: labels, present rows, compilations, mechanisms, local latents, messages."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PRIOR, PVI, DataError, Partition, PartitionError, PVIError, SkippedGroupError, StateError
+from numpyro_pvi.factors._arrival import _pack_padded
+from numpyro_pvi.runtime._rows import GroupRows
+from numpyro_pvi.schedules import Streaming, Synchronous
+from numpyro_pvi.sites import posterior
+from numpyro_pvi.sites._slots import add_slots, keep_slots, stack_sites
+from numpyro_pvi.solvers import Conjugate
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=(40, 2))
+Y = X @ [1.0, -0.5] + 0.3 * RNG.normal(size=40)
+LABELS = np.repeat(["a", "b", "c"], [8, 20, 12])
+
+
+def linear(X, y, noise=1.0):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Normal(X @ w, noise), obs=y)
+
+
+def rows_of(label):
+    return X[label == LABELS], Y[label == LABELS]
+
+
+def exact(labels):
+    mine = np.isin(LABELS, list(labels))
+    precision = np.eye(2) + X[mine].T @ X[mine]
+    return np.linalg.solve(precision, X[mine].T @ Y[mine])
+
+
+def loc_of(pvi, state):
+    return np.asarray(pvi.get_params(state)["auto_loc"])
+
+
+def begin(model=linear, label="a", solver=None, data=None, schedule=None, **options):
+    data = rows_of(label) if data is None else data
+    plate = options.pop("plate", "data")
+    partition = Partition(model, plate, [label] * len(data[-1]), **options)
+    pvi = PVI(partition, AutoMultivariateNormal(model), solver=solver or Conjugate(), schedule=schedule or Streaming())
+    return pvi, pvi.run(KEY, 1, *data, progress_bar=False).state
+
+
+@pytest.fixture(scope="module")
+def streamed():
+    pvi, state = begin()
+    for label in "bc":
+        state = pvi.add_group(state, label, *rows_of(label))
+    return pvi, state
+
+
+# ------------------------------------------------------------------------------------------------------- labels and views
+
+
+class TestViews:
+    def test_labels_are_listed_absent_first(self, streamed):
+        pvi, state = streamed
+        assert state.groups == ("a", "b", "c") == pvi.groups
+        assert state.present == ("c",)
+        info = pvi.info(state)
+        assert info.labels == state.groups
+        assert "site only" in str(info)
+
+    def test_sites_and_cavities_of_absent_groups(self, streamed):
+        pvi, state = streamed
+        for label in "abc":
+            mine, y = rows_of(label)
+            np.testing.assert_allclose(pvi.site(state, label).precision, mine.T @ mine, rtol=1e-5)
+            np.testing.assert_allclose(pvi.site(state, label).precision_mean, mine.T @ y, rtol=1e-4, atol=1e-5)
+            rest = pvi.cavity(state, label).to_distribution().mean
+            np.testing.assert_allclose(rest, exact([x for x in "abc" if x != label]), rtol=1e-4, atol=1e-6)
+
+    def test_update_takes_the_present_groups_rows(self, streamed):
+        pvi, state = streamed
+        after, loss = pvi.update(state, *rows_of("c"))
+        np.testing.assert_allclose(loc_of(pvi, after), exact("abc"), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(loss, pvi.evaluate(state, *rows_of("c")), rtol=1e-5)
+        back = pvi.revisit(
+            state, ["a"] * 8 + ["b"] * 20, *(np.concatenate(x) for x in zip(rows_of("a"), rows_of("b"), strict=True))
+        )
+        assert back.groups == ("c", "a", "b") and back.present == ("a", "b")
+        np.testing.assert_allclose(loc_of(pvi, back), exact("abc"), rtol=1e-4, atol=1e-6)
+
+    def test_revisiting_leaves_other_sites_to_the_last_bit(self, streamed):
+        pvi, state = streamed
+        back = pvi.revisit(state, "b", *rows_of("b"))
+        for label in "ac":
+            np.testing.assert_array_equal(pvi.site(back, label).precision, pvi.site(state, label).precision)
+
+    def test_a_group_at_its_start_changes_nothing(self, streamed):
+        """num_steps=0: the site is 1, and update fits it later."""
+        pvi, state = streamed
+        without = pvi.forget_group(state, "b")
+        waiting = pvi.add_group(without, "b", *rows_of("b"), num_steps=0)
+        np.testing.assert_allclose(loc_of(pvi, waiting), exact("ac"), rtol=1e-4, atol=1e-6)
+        with pytest.warns(UserWarning, match="'b'.*have not been updated"):
+            pvi.add_group(waiting, "d", *rows_of("a"), num_steps=0)
+        after, _ = pvi.update(waiting, *rows_of("b"))
+        np.testing.assert_allclose(loc_of(pvi, after), exact("abc"), rtol=1e-4, atol=1e-6)
+
+    def test_forgetting_the_present_group_leaves_none_present(self, streamed):
+        pvi, state = streamed
+        left = pvi.forget_group(state, "c")
+        assert left.groups == ("a", "b") and left.present == ()
+        assert pvi.info(left).labels == ("a", "b")
+        np.testing.assert_allclose(loc_of(pvi, left), exact("ab"), rtol=1e-4, atol=1e-6)
+        with pytest.raises(StateError, match="no group's rows are at hand.*revisit"):
+            pvi.update(left, *rows_of("a"))
+
+    def test_a_fresh_object_goes_on_from_a_stored_state(self, streamed):
+        pvi, state = streamed
+        leaves, structure = jax.tree.flatten(state)
+        again = jax.tree.unflatten(
+            structure, [np.asarray(x) if hasattr(x, "dtype") and not _is_key(x) else x for x in leaves]
+        )
+        again = type(state)(**{**vars(again), "plan": pickle.loads(pickle.dumps(state.plan))})
+        fresh = PVI(pvi.partition, AutoMultivariateNormal(linear), solver=Conjugate(), schedule=Streaming())
+        found = fresh.add_group(again, "d", *rows_of("a"))
+        wanted = pvi.add_group(state, "d", *rows_of("a"))
+        for one, other in zip(*(jax.tree.leaves(posterior(s.prior, s.sites)) for s in (found, wanted)), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_update_may_be_jitted(self, streamed):
+        pvi, state = streamed
+        after, loss = jax.jit(pvi.update)(state, *map(jnp.asarray, rows_of("c")))
+        assert after.groups == state.groups
+        np.testing.assert_allclose(loss, pvi.evaluate(state, *rows_of("c")), rtol=1e-5)
+
+
+def _is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def test_slots_double_and_close_up():
+    sites = {"x": jnp.arange(3.0)[:, None] + jnp.ones((3, 2))}
+    others = add_slots(None, 0, sites)
+    assert others["x"].shape == (4, 2)
+    others = add_slots(others, 3, sites)
+    assert others["x"].shape == (8, 2)
+    np.testing.assert_array_equal(others["x"][:, 0], [1, 2, 3, 1, 2, 3, 0, 0])
+    kept = keep_slots(others, np.array([0, 2, 5]))
+    np.testing.assert_array_equal(kept["x"][:, 0], [1, 3, 3, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(stack_sites(kept, np.array([1]))["x"], [[3, 3]])
+    assert keep_slots(others, np.zeros(0, int)) is None
+    assert add_slots(None, 0, {"x": jnp.zeros((0, 2))}) is None
+
+
+# ------------------------------------------------------------------------------------------------------------ compilation
+
+
+def test_a_thousand_groups_compile_a_few_programs():
+    """Law 11 for streams: the model is traced once for each power of two of rows, whatever labels and numbers of groups."""
+    calls = []
+
+    @functools.wraps(linear)
+    def counted(X, y):
+        calls.append(X.shape[0])
+        return linear(X, y)
+
+    compiled = []
+    listener = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None  # noqa: E731
+    pvi, state = begin(counted)
+    state = pvi.add_group(state, "b", *rows_of("b"))
+    state = pvi.add_group(state, "c", *rows_of("c"))
+    traced = len(calls)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        total = 3
+        for i in range(1000):
+            size = 1 + i % 31
+            state = pvi.add_group(state, ("group", i), X[:size], Y[:size], num_steps=1)
+            total += 1
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert len(state.groups) == total
+    assert len(calls) == traced, "rows of sizes up to 32 need no program beyond those for 16 and 32"
+    # Slots double from 4 to 1024: eight times, with a few small programs each.
+    assert state.sites.others.precision.shape[0] == 1024
+    assert len(compiled) <= 8 * 6
+    counts = [np.sum(1 + np.arange(1000) % 31 > n) for n in range(31)]
+    precision = np.eye(2) + X.T @ X + sum(c * np.outer(x, x) for c, x in zip(counts, X[:31], strict=True))
+    found = posterior(state.prior, state.sites).precision
+    np.testing.assert_allclose(found, precision, rtol=1e-4)
+
+
+def test_a_new_power_of_two_is_compiled(streamed):
+    """The counter can move."""
+    calls = []
+
+    @functools.wraps(linear)
+    def counted(X, y):
+        calls.append(X.shape[0])
+        return linear(X, y)
+
+    pvi, state = begin(counted)
+    first = len(calls)
+    pvi.add_group(state, "b", *rows_of("b"))
+    assert len(calls) > first and set(calls[first:]) <= {16, 32}
+
+
+# ------------------------------------------------------------------------------------------------------------- mechanisms
+
+
+def indexed(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]) as i:
+        numpyro.sample("obs", dist.Normal(X[i] @ w, 1.0), obs=y[i])
+
+
+@pytest.mark.parametrize("mode", ["index", "mask"])
+def test_other_mechanisms_take_rows_as_they_are(mode):
+    pvi, state = begin(indexed, mode=mode)
+    state = pvi.add_group(state, "b", *rows_of("b"))
+    assert state.plan.padded_rows == 0
+    np.testing.assert_allclose(loc_of(pvi, state), exact("ab"), rtol=1e-4, atol=1e-6)
+    state = pvi.revisit(state, "a", *rows_of("a"))
+    np.testing.assert_allclose(loc_of(pvi, state), exact("ab"), rtol=1e-4, atol=1e-6)
+
+
+def test_a_plate_of_constant_size_is_refused():
+    def constant(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", 8) as i:
+            numpyro.sample("obs", dist.Normal(X[i] @ w, 1.0), obs=y[i])
+
+    pvi, state = begin(constant)
+    with pytest.raises(PartitionError, match=r"group 'b': 'data' has 8 rows.*numpyro.plate\('data', X.shape\[0\]\)"):
+        pvi.add_group(state, "b", *rows_of("b"))
+
+
+def test_batches_of_padded_rows_know_how_many_there_are():
+    """Mini-batches come from a group's own rows: the room for 16 would bring the first row in again and again."""
+    packing = _pack_padded(9, 16, 1)
+    padded = GroupRows(lambda chunk, point: point[0], packing, (16,), padded=True)
+    assert int(padded.num_rows(jnp.int32(0))) == 9
+    assert int(GroupRows(padded.density, packing, (16,)).num_rows(jnp.int32(0))) == 16
+
+
+# --------------------------------------------------------------------------------------------------------- local latents
+
+
+def effects(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        u = numpyro.sample("u", dist.Normal(0.3 * w[0], 0.7))
+        numpyro.sample("obs", dist.Normal(X @ w + u, 0.5), obs=y)
+
+
+def test_local_latents_come_and_go_with_their_rows():
+    """Integrated out by hand, the rows are Gaussian again: sites of absent groups keep what their effects said of w."""
+    model = effects
+    pvi = PVI(Partition(model, "data", ["a"] * 8), AutoMultivariateNormal(model), schedule=Synchronous())
+    state = pvi.run(KEY, 10, *rows_of("a"), tol=1e-4, progress_bar=False).state
+    for label in "bc":
+        state = pvi.add_group(state, label, *rows_of(label))
+        assert pvi.posterior(state)["u"].mean.shape == (len(rows_of(label)[1]),)
+    design = X + np.array([0.3, 0.0])
+    precision = np.eye(2) + design.T @ design / (0.49 + 0.25)
+    wanted = np.linalg.solve(precision, design.T @ Y / 0.74)
+    np.testing.assert_allclose(pvi.posterior(state)["w"].mean, wanted, rtol=2e-3, atol=1e-4)
+    back = pvi.revisit(state, "b", *rows_of("b"), num_steps=0)
+    np.testing.assert_allclose(pvi.posterior(back)["w"].mean, pvi.posterior(state)["w"].mean, rtol=1e-4)
+    score = pvi.prequential(state, *rows_of("a"), rng_key=KEY, num_samples=200)
+    assert score.rows.shape == (8,) and np.all(np.isfinite(score.rows))
+
+
+# --------------------------------------------------------------------------------------------------------------- messages
+
+
+class TestMessages:
+    @pytest.mark.parametrize(
+        ("act", "kind", "words"),
+        [
+            (
+                lambda p, s: p.add_group(s, "a", *rows_of("a")),
+                PartitionError,
+                "group 'a' already.*revisit.*forget_group",
+            ),
+            (lambda p, s: p.add_group(s, PRIOR, *rows_of("a")), PartitionError, "PRIOR"),
+            (lambda p, s: p.add_group(s, None, *rows_of("a")), PartitionError, "missing"),
+            (lambda p, s: p.add_group(s, "d", X[:0], Y[:0]), DataError, "group 'd' has no rows"),
+            (
+                lambda p, s: p.add_group(s, "d", X[:3], Y[:4]),
+                DataError,
+                r"differ in their number of rows.*'X'.*3.*'y'.*4",
+            ),
+            (lambda p, s: p.add_group(s, "d", X[:3, :1], Y[:3]), StateError, r"'X'.*\(3, 1\).*only the number of rows"),
+            (lambda p, s: p.add_group(s, "d", X[:3], Y[:3] > 0), StateError, "'y'.*bool"),
+            (lambda p, s: p.add_group(s, "d", X[:3]), StateError, "group 'd': the arguments are"),
+            (lambda p, s: p.add_group(s, "d", X[:3] * np.nan, Y[:3]), DataError, "non-finite"),
+            (lambda p, s: p.add_group(s, "d", *rows_of("a"), num_steps=-1), PVIError, "num_steps=-1"),
+            (lambda p, s: p.revisit(s, "aa", *rows_of("a")), PartitionError, "no group 'aa'.*Did you mean 'a'"),
+            (lambda p, s: p.revisit(s, ["a"] * 3, *rows_of("a")), PartitionError, "3 labels were given for 8 rows"),
+            (lambda p, s: p.forget_group(s, "z"), PartitionError, "no group 'z'"),
+            (lambda p, s: p.forget_group(s, PRIOR), PartitionError, "cannot be forgotten"),
+            (lambda p, s: p.update(s, *rows_of("a")), StateError, r"group\(s\) 'c'.*revisit"),
+            (lambda p, s: p.log_evidence(s, *rows_of("c")), StateError, "'a', 'b'.*Bring all of them back"),
+            (lambda p, s: p.khat(s, *rows_of("c"), rng_key=KEY), StateError, "not at hand"),
+            (lambda p, s: p.prequential(s, *rows_of("a"), rng_key=KEY, num_samples=1), PVIError, "at least 2 draws"),
+        ],
+    )
+    def test_what_is_wrong_and_what_to_write(self, streamed, act, kind, words):
+        with pytest.raises(kind, match=words):
+            act(*streamed)
+
+    def test_rows_that_are_coupled_are_refused(self):
+        def centred(X, y):
+            w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+            with numpyro.plate("data", X.shape[0]):
+                numpyro.sample("obs", dist.Normal((X - X.mean(0)) @ w, 1.0), obs=y)
+
+        pvi, state = begin(centred)
+        with pytest.raises(PartitionError, match="do not add up.*coupled through the arguments"):
+            pvi.add_group(state, "b", *rows_of("b"))
+
+    def test_rows_of_another_structure_are_refused(self):
+        """The first group's last column is zero, so its likelihood looked quadratic."""
+
+        def bent(X, y):
+            w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+            with numpyro.plate("data", X.shape[0]):
+                numpyro.sample("obs", dist.Normal(X @ w + X[:, 1] * w[0] ** 2, 1.0), obs=y)
+
+        flat = X[:8] * np.array([1.0, 0.0])
+        pvi, state = begin(bent, data=(flat, Y[:8]))
+        with pytest.raises(PartitionError, match="is not 'quadratic' in the latents as that of the first rows"):
+            pvi.add_group(state, "b", *rows_of("b"))
+
+    def test_a_group_that_cannot_be_absorbed(self):
+        def counts(X, y):
+            w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+            with numpyro.plate("data", X.shape[0]):
+                numpyro.sample("obs", dist.Poisson(jnp.exp(X @ w), validate_args=False), obs=y)
+
+        y = np.ones(40)
+        pvi = PVI(Partition(counts, "data", ["a"] * 8), AutoMultivariateNormal(counts), schedule=Streaming())
+        state = pvi.run(KEY, 1, X[:8], y[:8], progress_bar=False).state
+        before = loc_of(pvi, state)
+        with pytest.raises(SkippedGroupError, match="group\\(s\\) 'b' could not be absorbed") as caught:
+            pvi.add_group(state, "b", 1e200 * X[8:16], y[8:16], num_steps=2)
+        np.testing.assert_allclose(loc_of(pvi, caught.value.state), before)

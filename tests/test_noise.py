@@ -1,0 +1,142 @@
+"""Expectations by draws: how long a move is in nats, what their ELBO may lose, and how late rounds are averaged."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PVI, Partition
+from numpyro_pvi.families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
+from numpyro_pvi.runtime import _contradictions
+from numpyro_pvi.schedules import move_in_nats
+from numpyro_pvi.schedules._noise import Averaging, averaging_step
+from numpyro_pvi.solvers import NaturalGradient
+
+KEY = jax.random.key(0)
+TREATMENT = np.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+ERROR = np.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+DIM, ROWS, WIDTH = 2, 3, 2
+
+
+def schools(error, y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5.0))
+    with numpyro.plate("data", error.shape[0]):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        numpyro.sample("obs", dist.Normal(mu + tau * effect, error), obs=y)
+
+
+def divergence(mean, precision, other_mean, other_precision):
+    """KL between dense Gaussians, nats."""
+    shift, ratio = mean - other_mean, other_precision @ np.linalg.inv(precision)
+    return 0.5 * (np.trace(ratio) - len(mean) + shift @ other_precision @ shift - np.linalg.slogdet(ratio)[1])
+
+
+def random_joint(rng, full):
+    """A Gaussian over theta and three independent pairs of local latents: blocks, and the same densely."""
+    rows = rng.normal(size=(ROWS, WIDTH, 5))
+    own = np.einsum("rik,rjk->rij", rows, rows) + np.eye(WIDTH)
+    cross = rng.normal(size=(ROWS, WIDTH, DIM)) * full
+    root = rng.normal(size=(DIM, DIM))
+    marginal = root @ root.T + np.eye(DIM)
+    if not full:
+        own, marginal = own * np.eye(WIDTH), marginal * np.eye(DIM)
+    linear, vector = rng.normal(size=(ROWS, WIDTH)), rng.normal(size=DIM)
+    # Integrating the local latents out of the dense joint leaves the marginal and its precision-mean.
+    solved = np.linalg.solve(own, np.concatenate([cross, linear[..., None]], axis=-1))
+    size = DIM + ROWS * WIDTH
+    precision, target = np.zeros((size, size)), np.zeros(size)
+    precision[:DIM, :DIM] = marginal + np.einsum("rki,rkj->ij", cross, solved[..., :DIM])
+    target[:DIM] = vector + np.einsum("rki,rk->i", cross, solved[..., DIM])
+    for r in range(ROWS):
+        where = slice(DIM + r * WIDTH, DIM + (r + 1) * WIDTH)
+        precision[where, where], precision[where, :DIM], precision[:DIM, where] = own[r], cross[r], cross[r].T
+        target[where] = linear[r]
+    if full:
+        natural = GaussianNatural(jnp.asarray(vector), jnp.asarray(marginal))
+        blocks = ConditionalNatural(jnp.asarray(linear), jnp.asarray(own), jnp.asarray(cross))
+    else:
+        natural = GaussianNatural(jnp.asarray(vector), jnp.asarray(np.diag(marginal)))
+        diagonals = jnp.asarray(np.diagonal(own, axis1=1, axis2=2))
+        blocks = ConditionalNatural(jnp.asarray(linear), diagonals, jnp.zeros((ROWS, WIDTH, 0)))
+    return natural, blocks, np.linalg.solve(precision, target), precision
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "mean-field"])
+def test_theta_alone_moves_by_the_symmetrised_divergence(full, tolerance):
+    rng = np.random.default_rng(1)
+    family = MultivariateNormalFamily(DIM) if full else NormalFamily(DIM)
+    dense = (lambda x: np.asarray(x)) if full else (lambda x: np.diag(np.asarray(x)))
+    new, old = (random_joint(rng, full)[0] for _ in range(2))
+    moments = [family.moments(x) for x in (new, old)]
+    means = [np.linalg.solve(dense(x.precision), np.asarray(x.precision_mean)) for x in (new, old)]
+    exact = divergence(means[0], dense(new.precision), means[1], dense(old.precision))
+    exact += divergence(means[1], dense(old.precision), means[0], dense(new.precision))
+    assert float(move_in_nats(family, new, old, *moments, None)) == pytest.approx(exact, rel=100 * tolerance)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "mean-field"])
+def test_local_latents_move_beside_theta(full, tolerance):
+    rng = np.random.default_rng(2)
+    family = MultivariateNormalFamily(DIM) if full else NormalFamily(DIM)
+    natural, rows, mean, precision = random_joint(rng, full)
+    # The same q(theta): then both divergences are expected under it, and the sum is that of the dense joints.
+    _, other, *_ = random_joint(rng, full)
+    moments = family.moments(natural)
+    got = float(move_in_nats(family, natural, natural, moments, moments, (rows, other)))
+    dense = [_dense(natural, x, full) for x in (rows, other)]
+    np.testing.assert_allclose(dense[0][1], precision, rtol=1e-4)
+    exact = divergence(*dense[0], *dense[1]) + divergence(*dense[1], *dense[0])
+    assert got == pytest.approx(exact, rel=200 * tolerance)
+
+
+def _dense(natural, rows, full):
+    own, cross, linear = np.asarray(rows.precision), np.asarray(rows.cross), np.asarray(rows.linear)
+    marginal, vector = np.asarray(natural.precision), np.asarray(natural.precision_mean)
+    if not full:
+        own, marginal = own[..., None] * np.eye(WIDTH), np.diag(marginal)
+        cross = np.zeros((ROWS, WIDTH, DIM))
+    size = DIM + ROWS * WIDTH
+    precision, target = np.zeros((size, size)), np.zeros(size)
+    precision[:DIM, :DIM], target[:DIM] = marginal, vector
+    for r in range(ROWS):
+        where = slice(DIM + r * WIDTH, DIM + (r + 1) * WIDTH)
+        precision[where, where], precision[where, :DIM], precision[:DIM, where] = own[r], cross[r], cross[r].T
+        target[where] = linear[r]
+        precision[:DIM, :DIM] += cross[r].T @ np.linalg.solve(own[r], cross[r])
+        target[:DIM] += cross[r].T @ np.linalg.solve(own[r], linear[r])
+    return np.linalg.solve(precision, target), precision
+
+
+def test_steps_shrink_with_turns_and_forget_the_start():
+    start, weight = 1.0, []
+    for late in range(200):
+        step = float(averaging_step(Averaging(jnp.int32(late), jnp.zeros(1)), jnp.float32))
+        start, weight = start * (1 - step), [w * (1 - step) for w in weight] + [step]
+    weights = np.array(weight)
+    assert start == 0.0 and weights.sum() == pytest.approx(1.0, rel=1e-4)
+    # Variance of the weighted mean of independent targets: c^2 / (2 c - 1) / k with c = 10.
+    assert np.sum(weights**2) == pytest.approx(100 / 19 / 209, rel=0.06)
+    assert weights[:50].sum() < 0.01
+
+
+def largest_steps(pairs):
+    """Of rounds 21 to 60; a number of pairs of its own keeps compiled programs apart."""
+    pvi = PVI(
+        Partition(schools, "data", list(range(8))),
+        AutoMultivariateNormal(schools),
+        solver=NaturalGradient(num_draws=pairs),
+    )
+    result = pvi.run(KEY, 60, jnp.asarray(ERROR), jnp.asarray(TREATMENT), progress_bar=False)
+    return np.asarray(result.trace.step)[20:].max(axis=1)
+
+
+def test_steps_do_not_wither_where_draws_contradict_themselves(monkeypatch):
+    monkeypatch.setattr(_contradictions, "_MOST_PAIRS", 1)
+    assert np.mean(largest_steps(14) < 0.05) < 0.15
+    # Judged by the draws' word alone, a step in two is halved to nothing.
+    monkeypatch.setattr(_contradictions, "_NOISE_SHARE", 0.0)
+    assert np.mean(largest_steps(15) < 0.05) > 0.3
