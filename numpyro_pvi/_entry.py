@@ -40,21 +40,23 @@ def evaluate_evidence(engine: Engine, state: PVIState, dynamic: list, static: tu
     return engine.evidence(state, args, kwargs, fine)
 
 
-def evidence_of(
-    compiled: Callable, engine: Engine, state: PVIState, args: tuple, kwargs: dict, loss: Callable
-) -> tuple:
-    """Log evidence and its standard error in nats: of a solver that matches moments, or the ELBO from ``loss``.
+_evidence = jax.jit(evaluate_evidence, static_argnames=("engine", "static", "fine"))
+
+
+def evidence_of(engine: Engine, state: PVIState, arguments: tuple, loss: Callable, with_error: bool) -> Any:
+    """Log evidence in nats, with its standard error if asked for: of a solver that matches moments, or the ELBO from ``loss``.
 
     A finer quadrature rule is compiled in where the one at hand will not do.
     """
     if not getattr(engine.solver, "matches_moments", False):
-        return -loss(state, *args, **kwargs), jnp.zeros((), float_dtype())
-    dynamic, static = split_arguments(args, kwargs)
+        value, error = -loss(state, *arguments[0], **arguments[1]), jnp.zeros((), float_dtype())
+        return (value, error) if with_error else value
+    dynamic, static = split_arguments(*arguments)
     fine = state.plan.fine or is_traced((state, dynamic))
-    value, error, missed = compiled(engine, state, dynamic, static, fine=fine)
+    value, error, missed = _evidence(engine, state, dynamic, static, fine=fine)
     if not fine and bool(missed):
-        value, error, _ = compiled(engine, state, dynamic, static, fine=True)
-    return value, error
+        value, error, _ = _evidence(engine, state, dynamic, static, fine=True)
+    return (value, error) if with_error else value
 
 
 def start_arrays(

@@ -134,8 +134,11 @@ def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
     return own(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
 
 
-def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
+def describe(state: PVIState, has_optim: bool) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
+    notes = ()
+    if has_optim and not state.plan.partition.params:
+        notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
     proper, others_proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites))
     labels, absent = factor_labels(state.plan), state.plan.absent
@@ -185,7 +188,11 @@ def _effective_sizes(state: PVIState, count: int) -> np.ndarray:
     """Effective sample sizes of sampled moments, by factor; NaN where nothing is weighted."""
     sizes = [getattr(s, "ess", None) for s in (state.prior_solver_state, state.solver_state)]
     given = [np.asarray(x).reshape(-1) for x in sizes if x is not None]
-    return np.concatenate(given) if given else np.full(count, np.nan)
+    if not given:
+        return np.full(count, np.nan)
+    # Groups whose rows are not at hand stand behind the prior factor, and nothing of them is weighted.
+    own, first = np.concatenate(given), int(state.plan.partition.has_prior_factor)
+    return np.insert(own, [first] * (count - len(own)), np.nan)
 
 
 def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITrace | None:

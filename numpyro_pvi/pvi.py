@@ -22,7 +22,6 @@ from ._entry import (
     check_run,
     check_state,
     draws_form,
-    evaluate_evidence,
     evaluate_loss,
     evidence_of,
     float_dtype,
@@ -144,7 +143,6 @@ class PVI(SVI):
         self._rounds = jax.jit(run_rounds, static_argnames=("engine", "static", "length", "fine"))
         self._start = jax.jit(start_arrays, static_argnames=("engine", "plan", "static", "mode"))
         self._loss = jax.jit(evaluate_loss, static_argnames=("engine", "static", "fine"))
-        self._evidence = jax.jit(evaluate_evidence, static_argnames=("engine", "static", "fine"))
         self._arrive = jax.jit(arrive_groups, static_argnames=("engine", "static", "mode"))
 
     # ------------------------------------------------------------------ SVI's verbs
@@ -459,16 +457,12 @@ class PVI(SVI):
             StateError: when the rows of some groups are not at hand; the sum of :meth:`prequential` scores estimates it then.
         """
         refuse_absent(state, "log_evidence is of the density of all rows")
-        args, kwargs = self._checked_arguments(state, args, kwargs)
-        found = evidence_of(self._evidence, self._engine, state, args, kwargs, self.evaluate)
-        return found if with_error else found[0]
+        arguments = self._checked_arguments(state, args, kwargs)
+        return evidence_of(self._engine, state, arguments, self.evaluate, with_error)
 
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
-        notes = ()
-        if self.optim is not None and not state.plan.partition.params:
-            notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
-        return describe(state, notes)
+        return describe(state, self.optim is not None)
 
     @property
     def groups(self) -> tuple:

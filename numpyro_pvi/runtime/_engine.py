@@ -30,8 +30,8 @@ from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
-from ._local import FactorData, LocalProblem, solver_of_prior
-from ._moments import evidence, first_row_sites, moments_missed, noise_floor
+from ._local import FactorData, LocalProblem
+from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._normaliser import exact_log_partition
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE

@@ -25,13 +25,13 @@ from ..expectations import (
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
-from ..solvers import LocalResult, LocalSolver, NaturalGradient
+from ..solvers import LocalResult, LocalSolver
 from ._base import Runtime
 from ._conditionals import visit_with_locals
 from ._contradictions import affordable_pairs, fall_explained
 from ._factor import GroupFactor
 from ._mapping import sum_one_group
-from ._moments import visit_all_moments, visit_group_moments, visit_prior_moments
+from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
 from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
 from ._tilted import is_sampled
@@ -469,11 +469,6 @@ class LocalProblem:
         if self.data.others is None:
             return rest
         return rest + self.family.expect_quadratic(self.data.others, moments)
-
-
-def solver_of_prior(solver: LocalSolver) -> LocalSolver:
-    """Who refines the prior factor's site: a stochastic solver has no rows to take there."""
-    return NaturalGradient() if solver.stochastic else solver
 
 
 def _values_only(expected: Expected | None) -> Expected | None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..expectations import Expected, row_sites_zero, row_targets, tilted_rows
 from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take
-from ..solvers import LocalResult
+from ..solvers import LocalResult, LocalSolver, NaturalGradient
 from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
 from ._tilted import (
     MomentFactor,
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 # Steps from which on late rounds count as averaged.
 _LATE_STEP = 0.125
+
+
+def solver_of_prior(solver: LocalSolver) -> LocalSolver:
+    """Who refines the prior factor's site: a stochastic solver has no rows to take there."""
+    return NaturalGradient() if solver.stochastic else solver
 
 
 def moments_missed(carry: RoundCarry) -> Bool[Array, ""]:
