@@ -16,6 +16,8 @@ NAMES = {
     "continual": "tasks and counties that come one after another: streaming, revisiting, batch; forgetting",
     "gallery": "eight models after NumPyro's examples: ELBO and time against SVI's best with the same guide",
     "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
+    "ep-probit": "power EP by rows against textbook EP: moments and evidence",
+    "ep-logistic": "EP from sampled moments against the exact posterior, beside VI and Laplace",
     "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
     "resume": "kill -9 at random moments of a run that keeps a file: does it go on, to the same bits (--kills)",
     "graph": "agents without a server: contraction, steps to the central optimum through link failures, DELBO's mean",
@@ -69,7 +71,7 @@ def main() -> int:
         modules = ["asynchronous" if module == "async" else module for module in modules]
         for module in modules:
             print(f"## {module}\n\n{_report.describe_machine()}", flush=True)
-            report = importlib.import_module(f"benchmarks.{module}").run(options)
+            report = importlib.import_module(f"benchmarks.{module.replace('-', '_')}").run(options)
             report.print_targets()
             met = met and report.met
     return 0 if met or not options.strict else 1

@@ -13,9 +13,10 @@ import tqdm
 
 from ._resume import Checkpoint, Progress
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
-from ._views import factor_labels
+from ._views import factor_labels, moment_notes
 from .errors import SkippedGroupError
 from .handlers import PRIOR
+from .runtime import noise_floor
 from .schedules import RoundReport
 
 # Rounds in one compiled block: long enough that re-reading the data between blocks does not show, short enough to look
@@ -107,8 +108,14 @@ def drive(
 
 def _ended(now: Progress, info: Callable, tol: float | None, callback: Callable | None) -> tuple[bool | None, str]:
     """Whether a run has converged (None when that was not asked for), and why it should stop now, if it should."""
-    if now.done and tol is not None and float(now.reports[-1].total_move[-1]) <= tol:
-        return True, f"converged after {now.done} rounds: no move above {tol:g} posterior sd"
+    if now.done and tol is not None:
+        move, floor = (
+            float(now.reports[-1].total_move[-1]),
+            float(noise_floor(now.state.solver_state, now.state.report)),
+        )
+        if move <= max(tol, floor):
+            why = "" if move <= tol else ", the noise of sampled moments (more draws would lower it)"
+            return True, f"converged after {now.done} rounds: no move above {max(tol, floor):g} posterior sd{why}"
     converged = None if tol is None else False
     if now.done and callback is not None and callback(now.done, now.state, info(now.state)):
         return converged, f"stopped by the callback after {now.done} rounds"
@@ -121,6 +128,13 @@ def _raise_if_stuck(state: PVIState) -> None:
         return
     part = state.plan.partition
     label = factor_labels(state.plan)[int(runs.argmax())]
+    why = [note for note in moment_notes(state) if note.startswith(f"group {label!r}: ")]
+    if why:
+        raise SkippedGroupError(
+            f"group {label!r} was skipped in {SKIP_LIMIT} rounds running: {why[0].partition(': ')[2]} The exception's .state is "
+            "the last good state.",
+            state,
+        )
     latents = ", ".join(part.prior_latents if label is PRIOR else part.layout.names)
     raise SkippedGroupError(
         f"group {label!r} was skipped in {SKIP_LIMIT} rounds running: its log density or its gradient in latent(s) {latents} is "

@@ -15,7 +15,7 @@ from numpyro.infer import RenyiELBO
 
 from ._state import Plan, PVIState
 from .errors import PVIError, StateError
-from .factors import join_arguments
+from .factors import join_arguments, split_arguments
 from .handlers import Partition
 from .runtime import Engine, Runtime, gradient_jumps
 from .schedules import Schedule
@@ -32,6 +32,31 @@ def evaluate_loss(engine: Engine, state: PVIState, dynamic: list, static: tuple,
     """Engine.loss on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.loss(state, args, kwargs, fine)
+
+
+def evaluate_evidence(engine: Engine, state: PVIState, dynamic: list, static: tuple, fine: bool):
+    """Engine.evidence on split arguments, for ``jit``."""
+    args, kwargs = join_arguments(dynamic, static)
+    return engine.evidence(state, args, kwargs, fine)
+
+
+_evidence = jax.jit(evaluate_evidence, static_argnames=("engine", "static", "fine"))
+
+
+def evidence_of(engine: Engine, state: PVIState, arguments: tuple, loss: Callable, with_error: bool) -> Any:
+    """Log evidence in nats, with its standard error if asked for: of a solver that matches moments, or the ELBO from ``loss``.
+
+    A finer quadrature rule is compiled in where the one at hand will not do.
+    """
+    if not getattr(engine.solver, "matches_moments", False):
+        value, error = -loss(state, *arguments[0], **arguments[1]), jnp.zeros((), float_dtype())
+        return (value, error) if with_error else value
+    dynamic, static = split_arguments(*arguments)
+    fine = state.plan.fine or is_traced((state, dynamic))
+    value, error, missed = _evidence(engine, state, dynamic, static, fine=fine)
+    if not fine and bool(missed):
+        value, error, _ = _evidence(engine, state, dynamic, static, fine=True)
+    return (value, error) if with_error else value
 
 
 def start_arrays(

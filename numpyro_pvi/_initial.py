@@ -89,6 +89,11 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
             f"init_params of the guide cannot be given for a model with local latents ({', '.join(local.names)}): each group "
             "finds its own. Give values of numpyro.param sites only, or continue from a state with init_state=."
         )
+    if state.sites.local is not None:
+        raise PVIError(
+            "init_params of the guide cannot be given where single rows have sites (PowerEP(factors='row'), or one row a group): a "
+            "group's site is the sum of its rows'. Use factors='group', or continue from a state with init_state=."
+        )
     q = posterior(state.prior, state.sites)
     wanted = params_to_natural(guide, family, layout.names, layout.shapes, init_params, q)
     share = (wanted - q) * (1.0 / state.report.move.shape[0])

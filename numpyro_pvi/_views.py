@@ -20,6 +20,7 @@ from .families import GaussianFamily, GaussianMoments
 from .handlers import PRIOR
 from .schedules import BY_FACTOR, RoundReport
 from .sites import SiteStack, posterior
+from .solvers import trouble_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +134,11 @@ def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
     return own(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
 
 
-def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
+def describe(state: PVIState, has_optim: bool) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
+    notes = ()
+    if has_optim and not state.plan.partition.params:
+        notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
     proper, others_proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites))
     labels, absent = factor_labels(state.plan), state.plan.absent
@@ -159,7 +163,7 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
         skipped=report.skipped,
         skip_run=report.skip_run,
         cavity_proper=proper,
-        ess=np.full(len(labels), np.nan),
+        ess=_effective_sizes(state, len(labels)),
         structure=structure,
         expectation=expectation,
         valid=bool(report.valid),
@@ -167,8 +171,30 @@ def describe(state: PVIState, notes: tuple[str, ...]) -> PVIInfo:
         rounds=int(state.step),
         consensus=float(report.consensus),
         delbo=tuple(float(x) for x in report.delbo),
-        notes=notes,
+        notes=(*notes, *moment_notes(state)),
     )
+
+
+def moment_notes(state: PVIState) -> tuple[str, ...]:
+    """One sentence for every factor whose tilted moments were not what was asked for in its last visit."""
+    solvers = jax.device_get((state.solver_state, state.prior_solver_state))
+    count = len(state.plan.partition.table.labels)
+    found = [trouble_of(solvers[0], i) for i in range(count)]
+    if state.plan.partition.has_prior_factor:
+        found = [trouble_of(solvers[1]), *found]
+    pairs = zip(factor_labels(state.plan), found, strict=True)
+    return tuple(f"group {label!r}: {text}." for label, text in pairs if text is not None)
+
+
+def _effective_sizes(state: PVIState, count: int) -> np.ndarray:
+    """Effective sample sizes of sampled moments, by factor; NaN where nothing is weighted."""
+    sizes = [getattr(s, "ess", None) for s in (state.prior_solver_state, state.solver_state)]
+    given = [np.asarray(x).reshape(-1) for x in sizes if x is not None]
+    if not given:
+        return np.full(count, np.nan)
+    # Groups whose rows are not at hand stand behind the prior factor, and nothing of them is weighted.
+    own, first = np.concatenate(given), int(state.plan.partition.has_prior_factor)
+    return np.insert(own, [first] * (count - len(own)), np.nan)
 
 
 def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITrace | None:

@@ -23,6 +23,7 @@ from ._entry import (
     check_state,
     draws_form,
     evaluate_loss,
+    evidence_of,
     float_dtype,
     is_traced,
     positional_names,
@@ -437,21 +438,32 @@ class PVI(SVI):
         q = posterior(state.prior, state.sites)
         return NaturalView(cavity(q, self._site(state, group)), state.plan.family, f"cavity of group {group!r}")
 
-    def log_evidence(self, state: PVIState, *args: Any, **kwargs: Any) -> Float[Array, ""]:
-        """Estimate of log p(y) in nats: for variational solvers the global ELBO, a lower bound.
+    def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
+        """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own for ``PowerEP``.
+
+        ``A(eta_q) - A(eta_0) + sum_m (1/alpha) [log Z_m + A(eta_q - alpha eta_m) - A(eta_q)]`` with ``Z_m`` the mean of
+        ``p(y_m | theta)^alpha`` under the normalised cavity. It is stationary in the sites at a fixed point, no bound, and
+        exact for quadratic factors.
+
+        Args:
+            state: a state.
+            args: the model's positional arguments.
+            with_error: also give the Monte Carlo standard error (0 where nothing is sampled).
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            Nats; with ``with_error`` the pair ``(value, standard error)``.
 
         Raises:
             StateError: when the rows of some groups are not at hand; the sum of :meth:`prequential` scores estimates it then.
         """
-        refuse_absent(state, "log_evidence is a bound on the log density of all rows")
-        return -self.evaluate(state, *args, **kwargs)
+        refuse_absent(state, "log_evidence is of the density of all rows")
+        arguments = self._checked_arguments(state, args, kwargs)
+        return evidence_of(self._engine, state, arguments, self.evaluate, with_error)
 
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
-        notes = ()
-        if self.optim is not None and not state.plan.partition.params:
-            notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
-        return describe(state, notes)
+        return describe(state, self.optim is not None)
 
     @property
     def groups(self) -> tuple:

@@ -2,39 +2,62 @@
 
 from ._affine import AffineProgram, SharedAffineProgram
 from ._agreement import disagreement
+from ._at_points import log_densities_at, log_density_at
+from ._clouds import GRID_DIM, grid_cloud, normal_cloud
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
+from ._moments import MOMENTS, ImportanceMoments, LaplaceMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points
 from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
 from ._row_laws import ROW_RULES, RowExpected, RowProgram
 from ._rules import FIXED_RULES, RULES
+from ._tilted import Proposal, Tilted, exact_tilted, from_points
+from ._tilted_rows import RowReport, row_sites_zero, row_targets, tilted_rows
 from .quadrature import rule_index
 
 __all__ = [
     "FIXED_RULES",
     "ROW_RULES",
+    "GRID_DIM",
+    "MOMENTS",
     "RULES",
     "AffineProgram",
     "DrawsProgram",
     "Expected",
+    "ImportanceMoments",
+    "LaplaceMoments",
     "LocalChunk",
     "LocalLatentProgram",
     "LocalNoise",
     "MaskedLocalProgram",
+    "Moments",
     "PointSet",
     "PointsProgram",
+    "Proposal",
     "QuadraticProgram",
     "ReparameterisedProgram",
     "RowExpected",
     "RowProgram",
+    "RowReport",
     "SharedAffineProgram",
+    "Tilted",
     "add_expected",
     "disagreement",
+    "exact_tilted",
+    "from_points",
+    "grid_cloud",
+    "log_densities_at",
+    "log_density_at",
+    "normal_cloud",
     "random_points",
+    "row_sites_zero",
+    "row_targets",
     "rule_index",
     "sigma_points",
     "sum_by_group",
+    "tilted_rows",
+    "with_settings",
     "zero_expected",
 ]

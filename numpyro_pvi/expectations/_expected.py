@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..families import GaussianFamily, GaussianNatural
+from ..families import GaussianFamily
 
 
 @jax.tree_util.register_dataclass
@@ -23,8 +23,8 @@ class Expected:
 
     # E_q[f], nats.
     value: Float[Array, "*M"]
-    # None where only values were asked for.
-    target: GaussianNatural | None
+    # None where only values were asked for; what moment matching asks for is summed in its place (RowReport).
+    target: Any
     # -E[hess f] @ probe, for the step cap of a mean-field q; zeros when q has full covariance.
     product: Float[Array, "*M D"] | None
     # Estimated quadrature error of the rows' second derivatives and the size of those derivatives (sums over rows:

@@ -30,16 +30,20 @@ from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
-from ._local import FactorData, LocalProblem, solver_of_prior
+from ._local import FactorData, LocalProblem
+from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._normaliser import exact_log_partition
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
 from ._starts import first_local_sites, first_sites
 from ._stream import RowStream
+from ._tilted import keeps_rows, refuse_rows
 
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
+# What is folded into a state's key for the draws of its evidence.
+_EVIDENCE_DRAWS = 0x51ED
 
 
 class RoundsDone(NamedTuple):
@@ -236,13 +240,14 @@ class Engine:
             i, _, carry, *_, missed = loop
             stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
             last = carry.report.total_move
-            return (i < count) & ~missed & ~((i > 0) & ((last <= tol) | stuck))
+            limit = jnp.where(tol >= 0, jnp.maximum(tol, noise_floor(carry.solver, carry.report)), tol)
+            return (i < count) & ~missed & ~((i > 0) & ((last <= limit) | stuck))
 
         def one(loop):
             i, *before, losses, reports, _ = loop
             problem = fixed if static else self._state_problem(before[0], others, args, kwargs, fine)
             state, carry = self._round(problem, *before, args, kwargs, fine)
-            missed = carry.evaluation.missed & (not fine)
+            missed = (carry.evaluation.missed | moments_missed(carry)) & (not fine)
             losses = losses.at[i].set(jnp.where(missed, jnp.nan, -carry.evaluation.elbo))
             reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, carry.report)
             state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
@@ -291,7 +296,7 @@ class Engine:
             state = self._update_params(problem, state, carry, args, kwargs, fine)
             problem = self._state_problem(state, None, args, kwargs, fine)
         # Fresh draws for the next round, or new params, need a new evaluation.
-        if (problem.noisy and not self.solver.stochastic) or fits_params:
+        if (problem.redraws and not self.solver.stochastic) or fits_params:
             noise = self.noise(problem, next_key)
             changed = fits_params or not problem.can_switch
             evaluation = settle(problem, state.sites, carry.evaluation, noise, carry.report.total_move, stale=changed)
@@ -326,6 +331,11 @@ class Engine:
         evaluation = self.carry(problem, _present(state)).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 
+    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
+        """Power EP's log evidence at a state, its Monte Carlo standard error (nats), and whether a finer rule is needed."""
+        problem = self._state_problem(state, None, args, kwargs, fine)
+        return evidence(problem, state.sites, state.rule, jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS))
+
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
 
@@ -354,7 +364,10 @@ class Engine:
         base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
         moments = family.moments(natural + base)
         point = jnp.where(moments.valid, moments.loc, loc)
-        if local is None:
+        if keeps_rows(problem):
+            refuse_rows(self.schedule)
+            sites, rule = first_row_sites(problem, moments, point, mode)
+        elif local is None:
             sites, rule = first_sites(problem, moments, point, mode)
         else:
             rows = first_conditionals(plan, packing, *local)

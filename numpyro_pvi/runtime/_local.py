@@ -24,15 +24,17 @@ from ..expectations import (
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule
-from ..sites import LocalSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
-from ..solvers import LocalResult, LocalSolver, NaturalGradient
+from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
+from ..solvers import LocalResult, LocalSolver
 from ._base import Runtime
 from ._conditionals import visit_with_locals
 from ._contradictions import affordable_pairs, fall_explained
 from ._factor import GroupFactor
 from ._mapping import sum_one_group
+from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
 from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
+from ._tilted import is_sampled
 
 # Antithetic pairs that sigma points are compared with; of the likelihood, whose passes cost rows, only the first few.
 COMPARED_PAIRS = 16
@@ -114,6 +116,11 @@ class LocalProblem:
         return self.solver.stochastic
 
     @property
+    def matches_moments(self) -> bool:
+        """Whether local solves match moments, so that rounds are accepted when q is valid."""
+        return getattr(self.solver, "matches_moments", False)
+
+    @property
     def num_groups(self) -> int:
         """M, without the prior factor."""
         return self.data.offsets.shape[0] - 1
@@ -136,7 +143,12 @@ class LocalProblem:
 
     @property
     def noisy(self) -> bool:
-        """Whether any expectation is by draws."""
+        """Whether any expectation, or any moment of a tilted distribution, is by draws."""
+        return self.redraws or (self.matches_moments and is_sampled(self))
+
+    @property
+    def redraws(self) -> bool:
+        """Whether any expectation is by draws, so that a round's fresh draws need a fresh evaluation."""
         return self.program.noisy or (self.has_prior_factor and self.prior_program.noisy)
 
     @property
@@ -146,6 +158,8 @@ class LocalProblem:
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether any expectation is by draws under this rule."""
+        if self.matches_moments and is_sampled(self):
+            return jnp.array(True)
         programs = (self.program, self.prior_program)
         flags = [
             rule.points.sampled[i] if getattr(p, "mode", "") == "auto" else jnp.array(p.noisy)
@@ -166,7 +180,7 @@ class LocalProblem:
 
         Sharing them keeps a round's result independent of the partition, and lets ELBOs of one round be compared.
         """
-        if not self.noisy:
+        if not self.redraws:
             return None
         keys = jax.random.split(key, 5)
         count = max(self.solver.num_draws, -(-num_particles // 2))
@@ -207,7 +221,8 @@ class LocalProblem:
         rule = rule if again else cheaper_rule(rule)
         if self.stochastic:
             return self._values_at(q, self.family.moments(q), rule, noise)
-        return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial, local=sites.local)
+        local = None if isinstance(sites.local, RowSites) else sites.local
+        return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial, local=local)
 
     def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
         """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""
@@ -321,7 +336,7 @@ class LocalProblem:
     def tidy(self, sites: SiteStack) -> SiteStack:
         """Symmetrise; see :class:`numpyro_pvi.schedules.Problem`."""
         groups, local = self.family.symmetrise(sites.groups), sites.local
-        if local is not None:
+        if isinstance(local, LocalSites):
             local = LocalSites(self.family.symmetrise(local.shared), local.rows)
             groups = marginal_sites(local, self.data.chunk_group)
         return SiteStack(groups, None if sites.prior is None else self.family.symmetrise(sites.prior), local)
@@ -341,6 +356,8 @@ class LocalProblem:
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Every group's local solve from the same q, or those of some groups, in parallel."""
+        if self.matches_moments:
+            return visit_all_moments(self, carry, key, only)
         evaluation = carry.evaluation
         keys = jax.random.split(key, self.num_groups)
         noise = self._visit_noise(key, noise)
@@ -360,6 +377,8 @@ class LocalProblem:
         self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, local: Any = None
     ) -> tuple[LocalResult, Any]:
         """One group's local solve from the current q."""
+        if self.matches_moments:
+            return visit_group_moments(self, index, q, site, state, key, rule, local)
         if local is not None:
             return visit_with_locals(self, index, q, site, state, self.draws_of(self.program, noise, rule), local)
         factor = self._factor(index, cheaper_rule(rule), self._visit_noise(key, noise))
@@ -367,6 +386,8 @@ class LocalProblem:
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
+        if self.matches_moments:
+            return visit_prior_moments(self, q, site, state, key, rule)
         draws = self.draws_of(self.prior_program, self._visit_noise(key, noise), rule)
         expect = partial(self._prior_expected, probe=None, noise=draws, clip=False)
         start_rule = cheaper_rule(rule)
@@ -458,11 +479,6 @@ class LocalProblem:
         if self.data.others is None:
             return rest
         return rest + self.family.expect_quadratic(self.data.others, moments)
-
-
-def solver_of_prior(solver: LocalSolver) -> LocalSolver:
-    """Who refines the prior factor's site: a stochastic solver has no rows to take there."""
-    return NaturalGradient() if solver.stochastic else solver
 
 
 def _values_only(expected: Expected | None) -> Expected | None:

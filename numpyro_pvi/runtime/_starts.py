@@ -70,7 +70,7 @@ def first_sites(
 
     point = at_prior._replace(loc=loc, scale=(POINT_SCALE if points else 0.0) * at_prior.scale)
     both = jax.tree.map(lambda *xs: jnp.stack(xs), at_prior, point)
-    quick = mode == "curvature" or problem.noisy or points
+    quick = mode == "curvature" or problem.redraws or points
     # First at the prior and at its location, then at the two q that come of it: one program for all four looks.
     _, (found, sites, valid, elbo) = jax.lax.scan(stage, both, length=1 if quick else 2)
     first = [jax.tree.map(lambda x, i=i: x[0, i], sites) for i in (0, 1)]

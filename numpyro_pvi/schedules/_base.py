@@ -106,6 +106,8 @@ class Problem(Protocol):
     stochastic: bool
     # The groups' rows one by one, for schedules that take them as they come.
     stream: Stream
+    # Whether local solves match moments: rounds are then accepted when q is valid.
+    matches_moments: bool
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether expectations are by draws under this rule, so that q hovers within their error."""
@@ -266,6 +268,8 @@ def accept_jointly(
     Returns:
         The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
     """
+    if problem.matches_moments:
+        return accept_valid(problem, old_sites, proposal, old, step, noise, probe)
     restart = step * 2.0**-SWEEP_HALVINGS
 
     def share(step):
@@ -303,6 +307,45 @@ def accept_jointly(
 
     sites, evaluation = keep(last.sites, old_sites), keep(last.evaluation, old)
     return last._replace(sites=sites, evaluation=evaluation, step=share(last.step))
+
+
+def accept_valid(
+    problem: Problem,
+    old_sites: SiteStack,
+    proposal: SiteStack,
+    old: Evaluation,
+    step: Float[Array, ""],
+    noise: Any,
+    probe: Any = None,
+) -> Accepted:
+    """Take the proposals of a solver that matches moments as far as q stays valid: no bound has to rise on its way.
+
+    Args:
+        problem: the factors.
+        old_sites: where the sites are.
+        proposal: where the local solves want them.
+        old: evaluation at the old sites.
+        step: joint step; halved until q is normalisable, at most 20 times.
+        noise: the round's draws, or None.
+        probe: vector for the curvature product of a mean-field q, or None.
+
+    Returns:
+        As of :func:`accept_jointly`.
+    """
+
+    def at(step):
+        return problem.tidy(damp(old_sites, proposal, step))
+
+    def invalid(state):
+        step, tries = state
+        return ~problem.family.in_domain(posterior(problem.prior_natural, at(step))) & (tries < MAX_HALVINGS)
+
+    step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (step, jnp.int32(0)))
+    sites = at(step)
+    good = problem.family.in_domain(posterior(problem.prior_natural, sites))
+    sites = jax.tree.map(lambda a, b: jnp.where(good, a, b), sites, old_sites)
+    evaluation = problem.evaluate(sites, old.rule, noise, probe)
+    return Accepted(sites, evaluation, step, halvings, good, jnp.int32(1))
 
 
 def accept_once(

@@ -45,6 +45,9 @@ class Sequential:
     order: str = "cyclic"
     damping: float = 1.0
 
+    # Sites of single rows go along with the groups'.
+    carries_rows = True
+
     def __post_init__(self):
         if self.order not in ("cyclic", "random"):
             raise PVIError(f"Sequential(order={self.order!r}): expected 'cyclic' or 'random'.")

@@ -66,6 +66,9 @@ class Synchronous:
 
     damping: float | str = "auto"
 
+    # Sites of single rows go along with the groups'.
+    carries_rows = True
+
     def __post_init__(self):
         if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
             raise PVIError(
@@ -96,7 +99,7 @@ class Synchronous:
             prior = problem.visit_prior(
                 old.q, carry.sites.prior, carry.prior_solver, prior_key, old.rule, noise, start=old.prior
             )
-        local = problem.local_proposal(carry, results.moved)
+        local = problem.local_proposal(carry, results.moved) if results.local is None else results.local
         proposal = SiteStack(results.site, None if prior is None else prior.site, local)
         if problem.stochastic:
             done = accept_once(problem, carry.sites, proposal, old, carry.schedule.step, noise)

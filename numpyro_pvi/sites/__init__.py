@@ -2,10 +2,12 @@
 
 from ._algebra import SiteStack, cavity, damp, posterior, select, take
 from ._local import LocalSites, keep_groups, marginal_sites
+from ._rows import RowSites
 from ._slots import add_slots, keep_slots, stack_sites, sum_slots
 
 __all__ = [
     "LocalSites",
+    "RowSites",
     "SiteStack",
     "add_slots",
     "cavity",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..expectations import Expected
+from ..expectations import Expected, Tilted
 from ..families import GaussianFamily, GaussianMoments
 
 
@@ -57,6 +57,27 @@ class LocalFactor(Protocol):
         ...
 
 
+@runtime_checkable
+class TiltedFactor(Protocol):
+    """One group's exact factor, as a solver that matches moments sees it."""
+
+    family: GaussianFamily
+
+    def tilted(self, q: Any, site: Any, power: float, key: Any) -> Tilted:
+        """What matching the moments of ``q (p / t)^power`` asks for.
+
+        Args:
+            q: natural parameters of q.
+            site: the factor's site.
+            power: alpha in (0, 1].
+            key: a random key, for sampled moments.
+
+        Returns:
+            The site's change at a full step, with what is known of its error.
+        """
+        ...
+
+
 class LocalResult(NamedTuple):
     """A solver's answer for one group."""
 
@@ -66,6 +87,10 @@ class LocalResult(NamedTuple):
     backoffs: Int[Array, ""]
     # False when no step was acceptable and the site came back unchanged.
     moved: Bool[Array, ""]
+    # Share of the change asked for that was taken, for what rows keep beside the site; None where nobody asks.
+    step: Any = None
+    # What groups hold beside their sites after all visits; None where the schedule asks elsewhere.
+    local: Any = None
 
 
 @runtime_checkable

@@ -23,6 +23,7 @@ LAWS = {
     2: "conjugate models: exact once every group was absorbed, and error (1 - damping)^rounds",
     3: "a fixed point is stationary for the global ELBO, whatever the partition",
     4: "one inner step, common damping, in parallel: the same q for every partition",
+    5: "moments: power 1 is EP, and the limit meets variational inference linearly in the power",
     6: "the accounting identity, and the evidence of conjugate models",
     9: "saved, and resumed by a fresh PVI: bit for bit what an unbroken run gives",
     10: "conjugate models: forgetting a group equals never having seen it",
@@ -92,7 +93,6 @@ for _solver in ("LocalELBO", "StochasticNaturalGradient"):
                 LIMIT, "a visit moves one site as if alone; 1/M of the joint step, or a sweep, cannot overshoot"
             ),
         }
-
 _NETWORK = "at the network's mean: it is the sum of all sites whatever has been heard of whom"
 _AGENTS = "every agent takes visits from a q of its own, which depends on the partition"
 for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalGradient"):
@@ -186,6 +186,41 @@ for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalG
     ):
         TABLE[9, _solver, _schedule] = Verdict(HOLDS, "a round reads the state and the data, and nothing else")
 
+_SCHEDULES = (
+    "Sequential",
+    "Synchronous",
+    "Asynchronous",
+    "StochasticSubset",
+    "Committee",
+    "Decentralized",
+    "Streaming",
+)
+_TO_EP = "rounds contract towards EP's fixed point, they do not reach it"
+_NOT_EP = "a group's tilted distribution is matched before the other groups have settled"
+for _schedule in _SCHEDULES:
+    for _solver in ("Conjugate", "NaturalGradient", "LocalELBO", "StochasticNaturalGradient"):
+        TABLE[5, _solver, _schedule] = Verdict(DOES_NOT, "it matches no moments")
+    TABLE |= {
+        (1, "PowerEP", _schedule): Verdict(HOLDS, _NETWORK if _schedule == "Decentralized" else _SUMS),
+        (2, "PowerEP", _schedule): Verdict(HOLDS, "a quadratic factor's tilted distribution is Gaussian at any power"),
+        (3, "PowerEP", _schedule): Verdict(
+            DOES_NOT, "its fixed points are stationary for its own evidence, not the ELBO"
+        ),
+        (4, "PowerEP", _schedule): Verdict(
+            DOES_NOT, "a group's tilted distribution depends on what else is in the group"
+        ),
+        (5, "PowerEP", _schedule): Verdict(DOES_NOT, _NOT_EP)
+        if _schedule in ("Committee", "Streaming")
+        else Verdict(LIMIT, _TO_EP),
+        (6, "PowerEP", _schedule): Verdict(HOLDS, _IDENTITY),
+        (9, "PowerEP", _schedule): Verdict(HOLDS, "a round reads the state and the data, and nothing else"),
+        (10, "PowerEP", _schedule): Verdict(DOES_NOT, "the agents of a graph are those it was made with")
+        if _schedule == "Decentralized"
+        else Verdict(HOLDS, _FORGET),
+        (12, "PowerEP", _schedule): Verdict(DOES_NOT, "matched marginals are wider than the mean-field optimum's"),
+    }
+TABLE[2, "PowerEP", "StochasticSubset"] = Verdict(LIMIT, "exact once every group was drawn, which takes a random time")
+
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
     "Vmap": Verdict(HOLDS, "the reference"),
@@ -194,9 +229,10 @@ RUNTIMES: dict[str, Verdict] = {
 
 # Laws that compare several fits are checked in files of their own.
 CHECKED_ELSEWHERE = {
+    **{key: "test_moments.py" for key in TABLE if key[0] == 5},
     **{
         (10, solver, schedule): "test_groups.py"
-        for solver in ("Conjugate", "NaturalGradient")
+        for solver in ("Conjugate", "NaturalGradient", "PowerEP")
         for schedule in ("Sequential", "Synchronous", "Streaming", "Asynchronous", "StochasticSubset", "Committee")
     },
     **{key: "test_resume.py" for key in TABLE if key[0] == 9},
@@ -209,5 +245,6 @@ CHECKED_ELSEWHERE = {
         for schedule in ("Sequential", "Synchronous", "Asynchronous", "StochasticSubset")
     },
     **{(2, solver, "StochasticSubset"): "test_asynchronous.py" for solver in ("Conjugate", "NaturalGradient")},
+    (2, "PowerEP", "StochasticSubset"): "test_moments.py",
     **{(2, solver, "Committee"): "test_stochastic.py" for solver in ("LocalELBO", "StochasticNaturalGradient")},
 }

@@ -18,7 +18,7 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 from . import checks, models, oracles
 from .fits import Fit, fit
@@ -84,6 +84,14 @@ CELLS = (
     Cell("linear-local-parallel", "linear", LOCAL, SYNCHRONOUS, 5, (1, 6), 2),
     Cell("linear-stochastic-cyclic", "linear", STOCHASTIC, SEQUENTIAL, 3, (1, 6), 2),
     Cell("linear-stochastic-parallel", "linear", STOCHASTIC, SYNCHRONOUS, 5, (1, 6), 2),
+    Cell("linear-ep-cyclic", "linear", PowerEP(), SEQUENTIAL, 3, (1, 2, 6), 2),
+    Cell("linear-power-ep-parallel", "linear", PowerEP(0.3), SYNCHRONOUS, 12, (1, 2, 6), 2),
+    Cell("linear-ep-late", "linear", PowerEP(), Asynchronous(1.0), 3, (1, 2, 6), 2),
+    Cell("linear-power-ep-few", "linear", PowerEP(0.5), FEW, 5, (1, 6), 3),
+    Cell("linear-ep-committee", "linear", PowerEP(), Committee(), 3, (1, 2, 6), 2),
+    Cell("linear-power-ep-ring", "linear", PowerEP(0.5), ring(5), 5, (1, 2, 6), 5),
+    Cell("linear-ep-streaming", "linear", PowerEP(), STREAMING, 3, (1, 2, 6), 2),
+    Cell("linear-ep-rows-damped", "linear", PowerEP(factors="row"), DAMPED, 5, (1, 2, 6), 5),
     Cell("linear-conjugate-streaming", "linear", CONJUGATE, STREAMING, 5, (1, 2, 3, 6), 2),
     Cell("linear-natural-streaming", "linear", NATURAL, STREAMING, 3, (1, 2, 6), 2),
     Cell("linear-local-streaming", "linear", LOCAL, STREAMING, 3, (1, 6), 2),

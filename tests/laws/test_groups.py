@@ -19,7 +19,7 @@ import numpyro_pvi.sites._algebra as algebra
 import numpyro_pvi.sites._slots as slots
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, StochasticSubset, Streaming, Synchronous
-from numpyro_pvi.solvers import Conjugate, NaturalGradient
+from numpyro_pvi.solvers import Conjugate, NaturalGradient, PowerEP
 
 from . import oracles
 from .fits import guide_moments, numbers
@@ -90,7 +90,7 @@ def distance(pvi, state, best):
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES.values(), ids=ALL_SCHEDULES)
-@pytest.mark.parametrize("solver", [Conjugate(), NaturalGradient()], ids=["conjugate", "natural"])
+@pytest.mark.parametrize("solver", [Conjugate(), NaturalGradient(), PowerEP()], ids=["conjugate", "natural", "ep"])
 def test_laws_hold_at_every_arrival_and_departure(solver, schedule, x64):
     """1, 2 and 10: after each arrival q is the posterior of what has come; after a departure, of what is left."""
     tolerance = 1e-9 if x64 else 2e-5

@@ -17,7 +17,7 @@ from numpyro_pvi.schedules import (
     StochasticSubset,
     Synchronous,
 )
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 from .models import groups, make_linear, make_logistic, make_scale, rows
 
@@ -28,6 +28,7 @@ RING = [[float(i != j) for j in range(COUNT)] for i in range(COUNT)]
 CASES = {
     "conjugate-sequential": (make_linear, Conjugate(), Sequential("random"), AutoMultivariateNormal),
     "natural-synchronous": (make_scale, NaturalGradient(), Synchronous(), AutoMultivariateNormal),
+    "ep-rows": (make_logistic, PowerEP(factors="row"), Synchronous(), AutoMultivariateNormal),
     "natural-mean-field": (make_logistic, NaturalGradient(), Synchronous(), AutoDiagonalNormal),
     "local-synchronous": (
         make_logistic,

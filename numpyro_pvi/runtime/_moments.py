@@ -1,0 +1,251 @@
+"""Visits of solvers that match moments, where the sites of single rows start, and the evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..expectations import Expected, row_sites_zero, row_targets, tilted_rows
+from ..schedules import RoundCarry, RoundReport, Rule
+from ..sites import RowSites, SiteStack, cavity, posterior, take
+from ..solvers import LocalResult, LocalSolver, NaturalGradient
+from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
+from ._tilted import (
+    MomentFactor,
+    group_factor,
+    method_of,
+    of_rows,
+    own_coordinates,
+    prior_factor,
+    settings_of,
+    with_arrays,
+)
+
+if TYPE_CHECKING:
+    from ._local import LocalProblem
+
+# Steps from which on late rounds count as averaged.
+_LATE_STEP = 0.125
+
+
+def solver_of_prior(solver: LocalSolver) -> LocalSolver:
+    """Who refines the prior factor's site: a stochastic solver has no rows to take there."""
+    return NaturalGradient() if solver.stochastic else solver
+
+
+def moments_missed(carry: RoundCarry) -> Bool[Array, ""]:
+    """Whether some row's moments asked for a finer quadrature rule than was compiled in."""
+    flags = [jnp.any(s.missed) for s in (carry.solver, carry.prior_solver) if hasattr(s, "missed")]
+    return jnp.any(jnp.stack(flags)) if flags else jnp.array(False)
+
+
+def noise_floor(solver: Any, report: RoundReport) -> Float[Array, ""]:
+    """The move, in posterior sds, that the noise of sampled moments alone explains once late rounds are being averaged.
+
+    A tolerance below it would chase noise: what further rounds gain shrinks as the root of their number only.
+
+    Args:
+        solver: the groups' solver states.
+        report: the round's report.
+
+    Returns:
+        ``step * sqrt(sum_m noise_m^2)`` where the joint step has fallen to an eighth; 0 before, and where nothing is sampled.
+    """
+    if not hasattr(solver, "noise"):
+        return jnp.zeros((), report.total_move.dtype)
+    step = jnp.max(report.step)
+    return jnp.where(step <= _LATE_STEP, step * jnp.sqrt(jnp.sum(solver.noise**2)), 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- visits
+
+
+def visit_all_moments(
+    problem: LocalProblem, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None = None
+) -> LocalResult:
+    """Every group's moments matched from the same q.
+
+    Args:
+        problem: the factors.
+        carry: where things stand.
+        key: random key.
+        only: which groups; None for all. Where rows have sites, all.
+
+    Returns:
+        Results with a leading group axis; ``local`` the rows' sites after them, where rows have sites.
+    """
+    q, rule = carry.evaluation.q, carry.evaluation.rule
+    keys = jax.random.split(key, problem.num_groups)
+    if method_of(problem, False) == "rows":
+        found = all_rows(problem, q, carry.sites.local, rule)
+        solve = partial(_solve_found, problem, q, rule)
+        old = problem.family.symmetrise(found.target.old)
+        result = jax.vmap(solve)(dataclasses.replace(found, local=None), old, carry.solver, keys)
+        step = result.step[problem.data.chunk_group]
+        return result._replace(local=carry.sites.local + found.local * step)
+
+    def solve_group(index, site, state, key):
+        factor = group_factor(problem, index)
+        return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
+
+    operands = (jnp.arange(problem.num_groups), carry.sites.groups, carry.solver, keys)
+    if only is not None:
+        operands = jax.tree.map(lambda x: x[only], operands)
+    return problem.runtime.map_groups(solve_group, operands, reads_rows=not problem.quadratic)
+
+
+def visit_group_moments(
+    problem: LocalProblem, index: Int[Array, ""], q: Any, site: Any, state: Any, key: Any, rule: Rule, local: Any
+) -> tuple[LocalResult, Any]:
+    """One group's moments matched from the current q: see :class:`numpyro_pvi.schedules.Problem`."""
+    if method_of(problem, False) != "rows":
+        factor = group_factor(problem, index)
+        result = problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
+        return result._replace(step=None), local
+    moments = problem.family.moments(q)
+
+    def at(level):
+        def add(c, carry):
+            total, rows = carry
+            program, chunk = with_arrays(problem.program, take(problem.data.chunks, c))
+            new = tilted_rows(
+                program, chunk, take(local, c), moments, settings_of(problem).power, level, problem.num_rules
+            )
+            rows = jax.tree.map(lambda x, y: x.at[c].set(y), rows, new.local)
+            new = dataclasses.replace(new, local=None)
+            spread = jnp.maximum(total.spread, new.spread)
+            return dataclasses.replace(jax.tree.map(jnp.add, total, new), spread=spread), rows
+
+        start = jax.eval_shape(lambda: _one_chunk(problem, local, moments, level))
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(start, local=None))
+        span = problem.data.offsets[index], problem.data.offsets[index + 1]
+        total, rows = jax.lax.fori_loop(*span, add, (zero, local * 0.0))
+        return dataclasses.replace(total, local=rows)
+
+    found = escalated(at, cheaper_rule(rule), problem.num_rules)
+    old = problem.family.symmetrise(found.target.old)
+    # q as the groups' own sums have it: the site is what is replaced.
+    result = _solve_found(problem, q, rule, dataclasses.replace(found, local=None), old, state, key)
+    return result._replace(step=None), local + found.local * result.step
+
+
+def visit_prior_moments(problem: LocalProblem, q: Any, site: Any, state: Any, key: Any, rule: Rule) -> LocalResult:
+    """The prior factor's moments matched from the current q."""
+    factor, rest = prior_factor(problem, rule), cavity(q, site)
+    if method_of(problem, True) == "rows":
+        # A product over coordinates has no part beyond them; what the user's starting values put there goes.
+        site = own_coordinates(problem, site)
+    result = problem.solver.solve(factor, rest, site, state, key, start=None, guarded=False)
+    return result._replace(step=None)
+
+
+def _one_chunk(problem: LocalProblem, local: RowSites, moments, level) -> Expected:
+    program, chunk = with_arrays(problem.program, take(problem.data.chunks, 0))
+    return tilted_rows(program, chunk, take(local, 0), moments, settings_of(problem).power, level, problem.num_rules)
+
+
+def all_rows(problem: LocalProblem, q: Any, local: RowSites, rule: Rule) -> Expected:
+    """One pass over all rows: what moment matching asks of each, and its sums by group."""
+    moments = problem.family.moments(q)
+
+    def expect(operand, level):
+        chunk, rows = operand
+        program, arrays = with_arrays(problem.program, chunk)
+        return tilted_rows(program, arrays, rows, moments, settings_of(problem).power, level, problem.num_rules)
+
+    data = problem.data
+    working = problem.program.working_bytes(data.chunks)
+
+    def at(level):
+        chunks = (data.chunks, local)
+        return problem.runtime.sum_chunks(partial(expect, level=level), chunks, data.chunk_group, data.offsets, working)
+
+    return escalated(at, cheaper_rule(rule), problem.num_rules)
+
+
+def _solve_found(
+    problem: LocalProblem, q: Any, rule: Rule, found: Expected, site: Any, state: Any, key: Any
+) -> LocalResult:
+    """The solver's answer to moments that a pass over rows has found."""
+    factor = MomentFactor(problem.family, lambda *_: of_rows(found, rule))
+    return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
+
+
+# ------------------------------------------------------------------------------------------------ start and evidence
+
+
+def first_row_sites(problem: LocalProblem, at_prior: Any, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
+    """Where the sites of single rows start.
+
+    Args:
+        problem: the factors.
+        at_prior: the prior as moments.
+        loc: its location.
+        mode: "prior" (unit sites), or "curvature" and "auto": each row's clipped curvature and gradient at ``loc``.
+
+    Returns:
+        Sites, and the quadrature rule to begin with. A row that is not finite there gets the unit site.
+    """
+    data = problem.data
+    point = at_prior._replace(loc=loc, scale=0.0 * at_prior.scale)
+
+    def read(chunk):
+        program, arrays = with_arrays(problem.program, chunk)
+        if mode == "prior":
+            return row_sites_zero(program, arrays, problem.dtype), problem.family.zeros((), problem.dtype)
+        found = row_targets(program, arrays, point, 0)
+        return found.local, found.target.old
+
+    rows, sums = jax.lax.map(read, data.chunks)
+    groups = jax.tree.map(
+        lambda x: jax.ops.segment_sum(x, data.chunk_group, problem.num_groups, indices_are_sorted=True), sums
+    )
+    return SiteStack(problem.family.symmetrise(groups), None, rows), first_rule(problem.dtype)
+
+
+def evidence(
+    problem: LocalProblem, sites: SiteStack, rule: Rule, key: Any
+) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
+    """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
+
+    ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, which is DESIGN's formula with the
+    cavity's normaliser taken into the expectation, so that a cavity need not be proper.
+
+    Args:
+        problem: the factors.
+        sites: all sites.
+        rule: quadrature rule to start from.
+        key: random key.
+
+    Returns:
+        ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed than was compiled in.
+    """
+    q, power = posterior(problem.prior_natural, sites), settings_of(problem).power
+    group_key, prior_key = jax.random.split(key)
+    dtype = rule.tolerance.dtype
+    tight = rule._replace(tolerance=jnp.asarray(TOLERANCE[dtype.name], dtype))
+    missed = jnp.array(False)
+    if method_of(problem, False) == "rows":
+        found = all_rows(problem, q, sites.local, tight)
+        value, variance = jnp.sum(found.value), jnp.zeros((), dtype)
+        missed = relative_error(found) > tight.tolerance
+    else:
+
+        def look(index, site, key):
+            one = group_factor(problem, index).tilted(q, site, power, key)
+            return one.value, one.variance
+
+        keys = jax.random.split(group_key, problem.num_groups)
+        operands = (jnp.arange(problem.num_groups), sites.groups, keys)
+        values, variances = problem.runtime.map_groups(look, operands, reads_rows=not problem.quadratic)
+        value, variance = jnp.sum(values), jnp.sum(variances)
+    if problem.has_prior_factor:
+        own = prior_factor(problem, tight).tilted(q, sites.prior, power, prior_key)
+        value, variance, missed = value + own.value, variance + own.variance, missed | own.missed
+    base = jnp.where(jnp.any(problem.data.exact), problem.data.prior_partition, 0.0)
+    return problem.family.log_partition(q) - base + value, jnp.sqrt(variance), missed

@@ -1,0 +1,253 @@
+"""Factors as solvers that match moments see them: which moments fit, and how they are taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ..errors import PVIError
+from ..expectations import (
+    GRID_DIM,
+    AffineProgram,
+    Expected,
+    ImportanceMoments,
+    LaplaceMoments,
+    Proposal,
+    SharedAffineProgram,
+    Tilted,
+    exact_tilted,
+    from_points,
+    grid_cloud,
+    log_densities_at,
+    log_density_at,
+    normal_cloud,
+    tilted_rows,
+    with_settings,
+)
+from ..families import GaussianFamily, GaussianNatural
+from ..schedules import Rule
+from ..sites import RowSites, take
+from ..solvers import PowerEP
+from ._laplace import laplace_proposal
+from ._rules import cheaper_rule, escalated, relative_error
+
+if TYPE_CHECKING:
+    from ._local import LocalProblem
+
+# A latent's own value, as the predictor of a term.
+_OWN = "value"
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentFactor:
+    """One factor as a solver that matches moments sees it."""
+
+    family: GaussianFamily
+    take_moments: Callable[[Any, Any, float, Any], Tilted]
+
+    def tilted(self, q: Any, site: Any, power: float, key: Any) -> Tilted:
+        """See :meth:`numpyro_pvi.solvers.TiltedFactor.tilted`."""
+        return self.take_moments(q, site, power, key)
+
+
+def method_of(problem: LocalProblem, prior: bool) -> Any:
+    """How a factor's tilted moments are taken.
+
+    Args:
+        problem: the factors.
+        prior: whether of the prior factor, else of the likelihood.
+
+    Returns:
+        "exact", "rows", "grid", or settings of sampled moments.
+
+    Raises:
+        PVIError: when forced moments do not fit.
+    """
+    wanted = with_settings(getattr(problem.solver, "moments", "auto"))
+    program, dim = problem.prior_program if prior else problem.program, problem.family.dim
+    if not isinstance(wanted, str):
+        if wanted.num_draws < 4 * dim:
+            raise PVIError(
+                f"{wanted!r} is too few draws for {dim} latents: the moments of q need at least {4 * dim}. Pass "
+                f"{type(wanted).__name__}(num_draws={max(1024, 8 * dim)})."
+            )
+        return wanted
+    if not prior and problem.quadratic and wanted in ("auto", "exact", "quadrature"):
+        return "exact"
+    if _own_values(program) if prior else _single_rows(problem):
+        return "rows"
+    if dim <= GRID_DIM:
+        return "grid"
+    if wanted == "quadrature" and not prior:
+        raise PVIError(
+            f"PowerEP(moments='quadrature') takes a group's moments over at most {GRID_DIM} latents, here are {dim}: use "
+            "factors='row' where rows have affine predictors, or moments='importance'."
+        )
+    return with_settings("importance")
+
+
+def settings_of(problem: LocalProblem) -> PowerEP:
+    """The solver's settings, of whatever class it is."""
+    return cast(PowerEP, problem.solver)
+
+
+def keeps_rows(problem: LocalProblem) -> bool:
+    """Whether sites of single rows are kept beside the groups' sites."""
+    return getattr(problem.solver, "matches_moments", False) and method_of(problem, False) == "rows"
+
+
+def refuse_rows(schedule: Any) -> None:
+    """Raise where a schedule does not carry the sites of single rows from visit to visit.
+
+    Raises:
+        PVIError: naming the schedules that do.
+    """
+    if not getattr(schedule, "carries_rows", False):
+        raise PVIError(
+            f"{type(schedule).__name__} does not carry the sites of single rows (PowerEP(factors='row'), or groups of one row): "
+            "use Sequential() or Synchronous(), or factors='group' with moments='importance'."
+        )
+
+
+def is_sampled(problem: LocalProblem) -> bool:
+    """Whether any factor's moments are by draws."""
+    methods = [method_of(problem, prior) for prior in (False, True) if not prior or problem.has_prior_factor]
+    return any(isinstance(m, ImportanceMoments | LaplaceMoments) for m in methods)
+
+
+def _single_rows(problem: LocalProblem) -> bool:
+    if not isinstance(problem.program, AffineProgram | SharedAffineProgram):
+        return False
+    if settings_of(problem).factors == "row":
+        return True
+    # One element a group: its tilted distribution differs from the cavity in one predictor only.
+    if not isinstance(problem.program, AffineProgram) or len(problem.program.terms) != 1:
+        return False
+    mask = problem.data.chunks[0][1]
+    return mask.shape == (problem.num_groups, 1)
+
+
+def _own_values(program: Any) -> bool:
+    """Whether a prior factor is a product over single coordinates."""
+    if not isinstance(program, AffineProgram):
+        return False
+    return all(len(t.predictors) == 1 and t.predictors[0].path == _OWN for t in program.terms)
+
+
+def with_arrays(program: Any, chunk: Any) -> tuple[AffineProgram, Any]:
+    """The program of one chunk and its arrays, masked where all chunks share them."""
+    if isinstance(program, SharedAffineProgram):
+        return program.program, program.program.mask(program.data, program.masks(chunk))
+    return program, chunk
+
+
+def of_rows(found: Expected, rule: Rule) -> Tilted:
+    report, one = found.target, jnp.ones_like(found.value)
+    temper, held = jnp.where(report.tempered > 0, 0.5 * one, one), report.held.astype(jnp.int32)
+    some = (held == 0) | jnp.any(report.change.precision != 0) | jnp.any(report.change.precision_mean != 0)
+    missed = relative_error(found) > rule.tolerance
+    return Tilted(report.change, found.value, 0 * one, one * jnp.nan, 0 * one, temper, held, missed, some, some)
+
+
+def group_factor(problem: LocalProblem, index: Int[Array, ""]) -> MomentFactor:
+    """One group's factor, its moments over theta as a whole."""
+    method, data = method_of(problem, False), problem.data
+    if method == "exact":
+        chunk = take(data.chunks, index)
+        return _exact_factor(problem.family, chunk)
+
+    def total(look: Callable[[Any, Any], Any]) -> Any:
+        """A function of the program and a chunk, summed over the group's chunks."""
+        if problem.quadratic or data.chunk_group.shape[0] == problem.num_groups:
+            return look(problem.program, take(data.chunks, index))
+        shapes = jax.eval_shape(lambda: look(problem.program, take(data.chunks, 0)))
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        def add(c, sums):
+            return jax.tree.map(jnp.add, sums, look(problem.program, take(data.chunks, c)))
+
+        return jax.lax.fori_loop(data.offsets[index], data.offsets[index + 1], add, zero)
+
+    return _pointed_factor(problem, method, total)
+
+
+def prior_factor(problem: LocalProblem, rule: Rule) -> MomentFactor:
+    """The prior factor."""
+    method = method_of(problem, True)
+    if method != "rows":
+        return _pointed_factor(problem, method, lambda look: look(problem.prior_program, problem.data.prior))
+    program, chunk = problem.prior_program, problem.data.prior
+
+    def moments_of(q, site, power, key):
+        del key
+        rows = coordinate_sites(program, chunk, site)
+        moments = problem.family.moments(q)
+        found = escalated(
+            lambda level: tilted_rows(program, chunk, rows, moments, power, level, problem.num_rules),
+            cheaper_rule(rule),
+            problem.num_rules,
+        )
+        return of_rows(found, rule)
+
+    return MomentFactor(problem.family, moments_of)
+
+
+def coordinate_sites(program: AffineProgram, chunk: Any, site: Any) -> RowSites:
+    """The prior factor's site by coordinates: a product over them stays one."""
+    terms = []
+    for (data, mask), _ in zip(chunk, program.terms, strict=True):
+        design = jnp.broadcast_to(data.design[0], (mask.shape[-1], program.family.dim))
+        if program.family.full:
+            square = jnp.einsum("ed,df,ef->e", design, site.precision, design)
+            terms.append(((design @ site.precision_mean)[:, None], square[:, None, None]))
+        else:
+            terms.append((design * site.precision_mean, design**2 * site.precision))
+    return RowSites(tuple(terms))
+
+
+def own_coordinates(problem: LocalProblem, site: GaussianNatural) -> GaussianNatural:
+    """The part of the prior factor's site that is a product over the coordinates that it has terms of."""
+    family, covered = problem.family, jnp.zeros((problem.family.dim,), bool)
+    for data, _ in problem.data.prior:
+        covered |= jnp.any(jnp.atleast_2d(data.design[0]) != 0, axis=0)
+    diagonal = jnp.where(covered, family.precision_diagonal(site), 0.0)
+    return family.natural(jnp.where(covered, site.precision_mean, 0.0), jnp.diag(diagonal) if family.full else diagonal)
+
+
+def _exact_factor(family: GaussianFamily, chunk: Expected) -> MomentFactor:
+    return MomentFactor(
+        family,
+        lambda q, site, power, key: exact_tilted(family, chunk.target, chunk.value, q, site, power),
+    )
+
+
+def _pointed_factor(problem: LocalProblem, method: Any, total: Callable) -> MomentFactor:
+    family = problem.family
+
+    def moments_of(q, site, power, key):
+        dtype = q.precision_mean.dtype
+        if method == "grid":
+            proposal, cloud = Proposal(q, family.moments(q)), grid_cloud(family.dim, dtype)
+        else:
+            cloud = normal_cloud(key, family.dim, method.num_draws, dtype)
+            proposal = Proposal(q, family.moments(q))
+            if isinstance(method, LaplaceMoments):
+
+                def look(point):
+                    def of(program, chunk):
+                        value, slope = jax.value_and_grad(log_density_at, argnums=2)(program, chunk, point)
+                        return value, slope, jax.hessian(log_density_at, argnums=2)(program, chunk, point)
+
+                    return total(of)
+
+                proposal = laplace_proposal(family, look, q, site, power, method.num_steps)
+        points = family.draw(proposal.moments, cloud.eps)
+        factor = total(lambda program, chunk: log_densities_at(program, chunk, points))
+        return from_points(family, cloud, factor, q, site, proposal, power)
+
+    return MomentFactor(family, moments_of)

@@ -1,0 +1,258 @@
+"""Power expectation propagation: match the moments of the tilted distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._numerics import all_finite
+from ..errors import PVIError
+from ..expectations import MOMENTS, Expected, ImportanceMoments, LaplaceMoments, Moments, with_settings
+from ..families import GaussianFamily
+from ..sites import select
+from ._base import LocalResult, TiltedFactor
+
+# Halvings after which a step is 1e-6 of a full one.
+_MAX_TRIES = 20
+# Cosine between successive moves below which a site counts as swinging, and the least step that swinging leads to.
+_SWING, _LEAST_STEP = -0.5, 2.0**-6
+
+# Why a group's moments were not what was asked for.
+FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
+_SMALLER = "a smaller power (PowerEP(power=0.5)) or a smaller damping"
+_SENTENCES = {
+    NOT_FINITE: "its log density is not finite anywhere under q: narrow the prior, scale the columns, or check that "
+    "the observations lie in the likelihood's support",
+    NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity (q without its site) is "
+    f"improper or its weights have collapsed: use {_SMALLER}, moments='laplace', or solver=NaturalGradient(), which needs no "
+    "proper cavity",
+    NO_STEP: f"no step towards its tilted moments left q normalisable: use {_SMALLER}",
+    COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
+    "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace', a smaller power, or split the group",
+    IMPROPER: "its cavity (q without its site) is improper at the full power for some of it, so these moments were taken at "
+    f"less: where this lasts the limit is not that of the power asked for; use {_SMALLER}",
+    HELD: "the moments of {held} row(s) were not finite, and these kept their sites: look for observations that are all "
+    "but impossible, or use a smaller damping",
+}
+
+
+class PowerEPState(NamedTuple):
+    """One group's memory, and what its last visit found."""
+
+    # The step that it takes: halved while its moves turn back, doubled while they do not.
+    step: Float[Array, ""]
+    # The last move that was asked for: the change of q's location and of its log sds, in sds.
+    last: Float[Array, "two_D"]
+    # Effective sample size (NaN where nothing is sampled), and the standard error of a full step's move, in sds of q.
+    ess: Float[Array, ""]
+    noise: Float[Array, ""]
+    # Share of the power that was used, rows that kept their sites, and what went wrong (0: nothing).
+    temper: Float[Array, ""]
+    held: Int[Array, ""]
+    trouble: Int[Array, ""]
+    # Whether quadrature asked for a finer rule than was compiled in.
+    missed: Bool[Array, ""]
+
+
+def trouble_of(state: Any, index: int | None = None) -> str | None:
+    """What went wrong with a group's tilted moments in its last visit, and the remedy; None where nothing did.
+
+    Args:
+        state: the solver state of one group, or of all with ``index``; of any solver.
+        index: which group.
+
+    Returns:
+        A sentence without the group's name.
+    """
+    if not isinstance(state, PowerEPState):
+        return None
+    one = state if index is None else jax.tree.map(lambda x: x[index], state)
+    sentence = _SENTENCES.get(int(one.trouble))
+    if sentence is None:
+        return None
+    return sentence.format(ess=float(one.ess), temper=float(one.temper), held=int(one.held))
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerEP:
+    """Power expectation propagation: EP at power 1, variational inference as the power tends to 0 (PVI property 6).
+
+    With the tilted distribution ``q(theta) (p(y_m | theta) / t_m(theta))^power`` and qhat the member of the family with its
+    moments of T(theta),
+
+        eta_m <- eta_m + (damping / power) (eta_qhat - eta_q).
+
+    Every site needs a tilted distribution that can be normalised, so the cavity ``eta_q - power eta_m`` is tested before
+    moments are taken; where it is improper, or the weights of sampled moments collapse, the group takes half the power, and
+    half again, for this round (``info`` says so). A group whose moves turn back halves its own step and doubles it again
+    when they go on. A step that leaves q without a normaliser is halved too; a group that finds none keeps its site.
+
+    Neither the ELBO nor the evidence need rise from round to round, so rounds are accepted when q is valid. ``update``'s
+    loss is still the negative ELBO of q after the round; :meth:`numpyro_pvi.PVI.log_evidence` gives EP's own estimate.
+
+    Args:
+        power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational
+            inference, which seeks a mode.
+        moments: how the tilted moments are taken. "auto": closed form for factors quadratic in the latents; quadrature for
+            one factor per row, and over theta with one or two latents; else "importance", weighted draws of q. "exact",
+            "quadrature", "importance" and "laplace" (weighted draws of a Laplace approximation) insist on one;
+            ``ImportanceMoments(num_draws=4096)`` and ``LaplaceMoments(...)`` set its size.
+        factors: "group" (one site, one tilted distribution per group) or "row" (one per row: every row needs at most two
+            affine predictors; the group's site is the sum of its rows', updated in parallel within a visit). The two have
+            different fixed points; a row's factor is nearer to Gaussian and its moments are quadrature.
+        damping: largest step in (0, 1]; 1 is the full step, as in earlier PVI code.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges.
+
+    References:
+        Minka, Power EP, 2004. Ashman et al., Partitioned Variational Inference, section 4.4 and algorithm 2 (their update
+        3 divides by alpha, as here). Rasmussen and Williams, Gaussian Processes for Machine Learning, section 3.6.
+    """
+
+    power: float = 1.0
+    moments: Moments = "auto"
+    factors: str = "group"
+    damping: float = 1.0
+
+    stochastic = False
+    # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
+    matches_moments = True
+    expectation = "auto"
+    num_draws = 16
+
+    def __post_init__(self):
+        for name in ("power", "damping"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
+                remedy = "1 is EP; for the limit 0 use NaturalGradient()" if name == "power" else "1 is the full step"
+                raise PVIError(f"PowerEP({name}={value!r}): expected a number in (0, 1]; {remedy}.")
+        if self.factors not in ("group", "row"):
+            raise PVIError(f"PowerEP(factors={self.factors!r}): expected 'group' or 'row'.")
+        if self.moments not in MOMENTS and not isinstance(self.moments, ImportanceMoments | LaplaceMoments):
+            raise PVIError(
+                f"PowerEP(moments={self.moments!r}): expected one of {', '.join(MOMENTS)}, or ImportanceMoments(...) or "
+                "LaplaceMoments(...)."
+            )
+        sampled = isinstance(with_settings(self.moments), ImportanceMoments | LaplaceMoments)
+        if self.factors == "row" and sampled:
+            raise PVIError(
+                f"PowerEP(factors='row', moments={self.moments!r}): one factor per row takes its moments by quadrature; leave "
+                "moments='auto', or use factors='group'."
+            )
+
+    def init(self, family: GaussianFamily, dtype: Any) -> PowerEPState:
+        """Start every group at the largest step."""
+        zero = jnp.zeros((), dtype)
+        full, none, last = jnp.asarray(self.damping, dtype), jnp.int32(0), jnp.zeros((2 * family.dim,), dtype)
+        return PowerEPState(full, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False))
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Raise when the factors' granularity or forced moments do not fit what was found.
+
+        Args:
+            structure: "quadratic", "affine", "draws", "reparameterised" or "local".
+            full: whether q has full covariance.
+            where: the factor's name, for the message.
+
+        Raises:
+            PVIError: naming the factor and the choices that work.
+        """
+        if structure == "local":
+            raise PVIError(
+                f"PowerEP does not integrate out local latents yet, and the {where} has some: use "
+                "solver=NaturalGradient(), or keep the latents shared by leaving them outside the partitioned plate."
+            )
+        of_rows = self.factors == "row" and not where.startswith("prior of")
+        if of_rows and not (structure == "affine" or (structure == "quadratic" and full)):
+            reason = (
+                "is quadratic with a mean-field guide, whose rows are coupled"
+                if structure == "quadratic"
+                else f"was found to be {structure!r}: its rows do not depend on the latents through one or two affine predictors"
+            )
+            raise PVIError(
+                f"PowerEP(factors='row') needs rows with affine predictors, but the {where} {reason}. Use factors='group', or "
+                "look at Partition.plan(*args)."
+            )
+        if self.moments == "exact" and structure != "quadratic":
+            raise PVIError(
+                f"PowerEP(moments='exact') needs a factor that is quadratic in the latents, but the {where} was found to be "
+                f"{structure!r}; leave moments='auto'."
+            )
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Groups of any size will do."""
+        del sizes, mechanism
+
+    def solve(
+        self,
+        factor: TiltedFactor,
+        cavity: Any,
+        site: Any,
+        state: PowerEPState,
+        key: Any,
+        start: Expected | None = None,
+        guarded: bool = False,
+    ) -> LocalResult:
+        """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        del start, guarded
+        family, q = factor.family, cavity + site
+        found = factor.tilted(q, site, self.power, key)
+        change = family.symmetrise(found.change)
+        usable = found.valid & all_finite(change)
+        change = select(usable, change, family.zeros((), q.precision_mean.dtype))
+        step, move = self._own_step(family, q, change, state, usable)
+
+        def unfinished(carry):
+            step, tries = carry
+            return ~family.in_domain(q + change * step) & (tries < _MAX_TRIES)
+
+        taken, tries = jax.lax.while_loop(unfinished, lambda c: (0.5 * c[0], c[1] + 1), (step, jnp.int32(0)))
+        good = usable & family.in_domain(q + change * taken)
+        sampled = ~jnp.isnan(found.ess)
+        reasons = [
+            (~found.finite, NOT_FINITE),
+            (~found.valid, NO_TILTED),
+            (usable & ~good, NO_STEP),
+            ((found.temper < 1) & sampled, COLLAPSED),
+            (found.temper < 1, IMPROPER),
+            (found.held > 0, HELD),
+        ]
+        trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
+        halvings = jnp.round(-jnp.log2(jnp.maximum(found.temper, 1e-6))).astype(jnp.int32)
+        new = PowerEPState(
+            jnp.where(good, step, state.step),
+            jnp.where(good, move, state.last),
+            found.ess,
+            found.noise,
+            found.temper,
+            found.held,
+            trouble.astype(jnp.int32),
+            found.missed,
+        )
+        site = select(good, site + change * taken, site)
+        return LocalResult(site, new, tries + jnp.where(sampled, halvings, 0), good, jnp.where(good, taken, 0.0))
+
+    def _own_step(self, family, q: Any, change: Any, state: PowerEPState, usable: Any):
+        """The step, halved when the move turns back on the last one, and the move itself in sds of q."""
+        moments = family.moments(q)
+        variance = family.variances(moments)
+        sd = jnp.sqrt(variance)
+        force = change.precision_mean - family.precision_product(change, moments.loc)
+        shift = family.covariance_product(moments, force) / sd
+        # First-order change of the log sds.
+        stretch = -0.5 * family.precision_diagonal(change) * variance
+        move = jnp.concatenate([shift, stretch])
+        size = jnp.linalg.norm(move) * jnp.linalg.norm(state.last)
+        cosine = jnp.dot(move, state.last) / jnp.where(size > 0, size, 1.0)
+        # A swing that dies out by itself needs no help.
+        swings = (cosine < _SWING) & (jnp.linalg.norm(move) > 0.5 * jnp.linalg.norm(state.last))
+        least = jnp.minimum(_LEAST_STEP, self.damping)
+        step = jnp.where(swings, jnp.maximum(0.5 * state.step, least), state.step)
+        step = jnp.where(cosine > 0, jnp.minimum(1.25 * step, self.damping), step)
+        return step.astype(state.step.dtype), jnp.where(usable, move, state.last)

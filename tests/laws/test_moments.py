@@ -1,0 +1,162 @@
+"""Law 5: power EP is EP at power 1 and meets variational inference linearly as the power tends to 0; its evidence."""
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax.scipy.special import ndtr
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+
+import numpyro_pvi.runtime._tilted as moments
+from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
+from numpyro_pvi.solvers import PowerEP
+
+from . import checks, ep_oracles, oracles
+from .fits import fit, numbers
+from .models import NOISE, PRIOR_COVARIANCE, PRIOR_LOC, groups, make_linear, make_logistic, rows
+
+X, Y, LABELS = rows()
+
+
+def make_probit():
+    def probit(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Bernoulli(probs=ndtr(X @ w)), obs=y)
+
+    return probit
+
+
+def gaps(fitted, wanted, int_labels=True):
+    """Largest difference in means, in sds, in covariances, relative, and in evidence, in nats."""
+    loc, covariance, evidence = wanted
+    own, spread = numbers(fitted.last).moments
+    y = fitted.y.astype(int) if int_labels else fitted.y
+    found = fitted.pvi.log_evidence(fitted.last, jnp.asarray(fitted.X), jnp.asarray(y))
+    sd = np.sqrt(np.diag(covariance))
+    return np.array(
+        [
+            np.max(np.abs(own - loc) / sd),
+            np.max(np.abs(spread - covariance) / np.outer(sd, sd)),
+            abs(float(found) - evidence),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("dim", "solver", "schedule", "guide"),
+    [
+        (2, PowerEP(), Sequential(), AutoMultivariateNormal),
+        (1, PowerEP(0.5), Synchronous(), AutoMultivariateNormal),
+        (2, PowerEP(0.7), Synchronous(), AutoDiagonalNormal),
+        (1, PowerEP(), Asynchronous(1.0), AutoMultivariateNormal),
+        (1, PowerEP(), StochasticSubset(2), AutoMultivariateNormal),
+        (1, PowerEP(), Decentralized(1.0 - np.eye(3)), AutoMultivariateNormal),
+    ],
+    ids=["groups-in-turn", "one-latent-half-power", "mean-field", "late", "few", "network"],
+)
+def test_groups_meet_ep_on_a_grid(dim, solver, schedule, guide, x64):
+    fitted = fit(make_logistic_of(dim), X[:, :dim], LABELS, groups(3), solver, schedule, 60, guide)
+    wanted = ep_oracles.grid_ep(X[:, :dim], LABELS, groups(3), power=solver.power, diagonal=guide is AutoDiagonalNormal)
+    assert np.all(gaps(fitted, wanted) < (1e-8 if x64 else 2e-3))
+
+
+def make_logistic_of(dim):
+    def logistic(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([dim]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Bernoulli(logits=X @ w), obs=y)
+
+    return logistic
+
+
+@pytest.mark.parametrize("schedule", [Sequential(), Synchronous()], ids=["in-turn", "parallel"])
+def test_rows_meet_textbook_ep_for_probit(schedule, x64):
+    solver = PowerEP(factors="row")
+    fitted = fit(make_probit(), X, LABELS, groups(3), solver, schedule, 60, init_sites="auto")
+    loc, covariance, evidence = ep_oracles.probit_ep(4 * X @ X.T + 1e-9 * np.eye(len(X)), LABELS)
+    back = np.linalg.pinv(X)
+    assert np.all(gaps(fitted, (back @ loc, back @ covariance @ back.T, evidence)) < (1e-6 if x64 else 2e-3))
+
+
+def test_rows_of_a_mean_field_q_meet_ep_on_a_grid(x64):
+    """Whatever the groups: a row's factor is the same in each."""
+    fitted = fit(make_logistic(), X, LABELS, groups(3), PowerEP(factors="row"), Sequential(), 60, AutoDiagonalNormal)
+    wanted = ep_oracles.grid_ep(X, LABELS, np.arange(len(X)), diagonal=True)
+    assert np.all(gaps(fitted, wanted) < (1e-8 if x64 else 2e-3))
+
+
+@pytest.mark.slow
+def test_two_predictors_a_row_and_a_prior_factor(x64):
+    """Unknown noise: 2-D quadrature for the rows, and a PRIOR site whose moments are its own coordinate's."""
+
+    def scale(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0))
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Normal(X[:, 0] * w, s), obs=y)
+
+    def row(x, y):
+        def log_density(theta):
+            gap = (y - x * theta[:, 0]) * np.exp(-theta[:, 1])
+            return -theta[:, 1] - 0.5 * gap**2 - 0.5 * oracles.LOG_2PI
+
+        return log_density
+
+    def prior_factor(theta):
+        return 0.5 * np.log(2 / np.pi) + theta[:, 1] - 0.5 * np.exp(2 * theta[:, 1])
+
+    fitted = fit(scale, X, Y, groups(2), PowerEP(factors="row"), Sequential(), 60, init_sites="auto")
+    factors = [prior_factor, *(row(x, y) for x, y in zip(X[:, 0], Y, strict=True))]
+    held = np.zeros(2), np.diag([0.25, 0.0])
+    start = [(np.zeros(2), np.diag([0.0, 1.0]))] + [(np.zeros(2), np.zeros((2, 2)))] * len(X)
+    wanted = ep_oracles.factors_ep(factors, held, 0.5 * np.log(2 * np.pi * 4), start)
+    assert np.all(gaps(fitted, wanted, int_labels=False) < (1e-6 if x64 else 5e-3))
+
+
+def test_the_distance_to_variational_inference_is_linear_in_the_power(x64):
+    best = oracles.batch_vi_logistic(X, LABELS)
+    found = []
+    for power in (0.2, 0.1):
+        solver = PowerEP(power, factors="row")
+        fitted = fit(make_logistic(), X, LABELS, groups(3), solver, Synchronous(), 40, init_sites="auto")
+        found.append(checks.distance(fitted, *best))
+    assert found[1] < 0.05
+    assert 1.8 < found[0] / found[1] < 2.2
+
+
+@pytest.mark.parametrize("power", [1.0, 0.3])
+def test_evidence_of_a_linear_model_is_exact_after_one_round(power, x64):
+    fitted = fit(make_linear(), X, Y, groups(3), PowerEP(power), Synchronous(), 1)
+    exact = oracles.linear_log_evidence(X, Y, NOISE, PRIOR_LOC, PRIOR_COVARIANCE)
+    value, error = fitted.pvi.log_evidence(fitted.last, jnp.asarray(X), jnp.asarray(Y), with_error=True)
+    assert abs(float(value) - exact) < (1e-8 if x64 else 1e-3)
+    assert float(error) == 0.0
+
+
+# --------------------------------------------------------------------------------------------------------- mutants
+
+
+def test_a_step_that_forgets_the_power_is_seen(monkeypatch):
+    right = moments.exact_tilted
+
+    def wrong(family, factor, constant, q, site, power):
+        found = right(family, factor, constant, q, site, power)
+        return found._replace(change=found.change * power)
+
+    monkeypatch.setattr(moments, "exact_tilted", wrong)
+    fitted = fit(make_linear(), X, Y, groups(3), PowerEP(0.5), Synchronous(), 2)
+    assert checks.conjugate(fitted, NOISE) > 1e-2
+
+
+def test_a_tilted_distribution_that_keeps_its_site_is_seen(monkeypatch):
+    """The cavity forgotten: the factor is counted on top of its own site."""
+    right = moments.from_points
+
+    def wrong(family, cloud, factor, q, site, proposal, power):
+        return right(family, cloud, factor, q, site * 0.0, proposal, power)
+
+    monkeypatch.setattr(moments, "from_points", wrong)
+    fitted = fit(make_logistic(), X, LABELS, groups(3), PowerEP(), Sequential(), 10)
+    assert np.max(gaps(fitted, ep_oracles.grid_ep(X, LABELS, groups(3)))) > 1e-2
