@@ -23,7 +23,7 @@ from .factors._terms import DerivedLeaf, Predictor
 from .factors._validate import ArgumentSignature, LeafSignature
 from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
 from .handlers import GroupTable, RowAxes
-from .runtime._factor import solver_of_prior
+from .runtime._moments import solver_of_prior
 from .schedules import Points, RoundReport, Rule
 from .sites import LocalSites, SiteStack
 

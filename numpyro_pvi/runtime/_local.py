@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from ..expectations import (
     LocalLatentProgram,
     LocalNoise,
     MaskedLocalProgram,
-    PointSet,
     PointsProgram,
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
@@ -29,6 +28,7 @@ from ..solvers import LocalResult, LocalSolver
 from ._base import Runtime
 from ._conditionals import visit_with_locals
 from ._contradictions import affordable_pairs, fall_explained
+from ._data import Draws, FactorData
 from ._factor import GroupFactor
 from ._mapping import sum_one_group
 from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
@@ -43,37 +43,6 @@ COMPARED_PAIRS = 16
 # Vectors of length D that one stochastic visit holds, and the bytes up to which visits run side by side.
 _VISIT_VECTORS = 12
 _SIDE_BY_SIDE = 1 << 21
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FactorData:
-    """Arrays of all factors, prepared once per run from the model's arguments."""
-
-    # Leading chunk axis C; a quadratic likelihood has one "chunk" per group.
-    chunks: Any
-    chunk_group: Int[Array, "C"]
-    offsets: Int[Array, "ends"]
-    prior: Any
-    prior_natural: GaussianNatural
-    # Which flat coordinates the exactly held prior covers, and its log partition function over them, nats.
-    exact: Bool[Array, "D"]
-    prior_partition: Float[Array, ""]
-    # Product of the sites of groups whose rows are not at hand; None without any.
-    others: GaussianNatural | None = None
-
-
-class Draws(NamedTuple):
-    """A round's standard normal draws; one row of zeros among ``pairs`` evaluates at the location."""
-
-    pairs: Float[Array, "S D"]
-    # For the comparison with sigma points.
-    compared: Float[Array, "K D"]
-    # Random point sets of the likelihood and of the prior factor, where they have no structure.
-    points: PointSet | None
-    prior_points: PointSet | None
-    # For every unit's local latents, Float[U S K], so that a unit's draws do not depend on the partition; or None.
-    local: Float[Array, "U S K"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
