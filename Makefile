@@ -19,8 +19,10 @@ demo: $(VENV)/.installed-examples  ## the hospitals example; writes hospitals.pn
 test: $(VENV)/.installed-test  ## the test suite
 	MPLBACKEND=Agg $(PY) -m pytest $(PYTEST_ARGS)
 
+# Resuming is bit for bit and seeds of bad links are many in either precision: once is enough.
 test-float32: $(VENV)/.installed-test  ## the laws in float32, NumPyro's default precision
-	MPLBACKEND=Agg NUMPYRO_PVI_TEST_X64=0 $(PY) -m pytest tests/laws $(PYTEST_ARGS)
+	MPLBACKEND=Agg NUMPYRO_PVI_TEST_X64=0 $(PY) -m pytest tests/laws $(PYTEST_ARGS) \
+	  --ignore=tests/laws/test_resume.py --ignore=tests/laws/test_asynchronous.py
 
 lint: $(VENV)/.installed-lint $(VENV)/.installed-test  ## one linter, one type checker
 	$(PY) -m ruff check .

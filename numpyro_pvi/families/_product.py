@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import jax
@@ -291,7 +293,7 @@ class BlockNormalFamily(FamilyDefaults):
 
     def log_partition(self, natural: ProductNatural) -> Float[Array, "*batch"]:
         """The blocks', summed, in nats; NaN where not normalisable."""
-        return sum(self._map("log_partition", natural), start=jnp.zeros(()))
+        return reduce(operator.add, self._map("log_partition", natural))
 
     def natural_to_mean(self, natural: ProductNatural) -> ProductMean:
         """Every block's."""
@@ -330,11 +332,11 @@ class BlockNormalFamily(FamilyDefaults):
 
     def entropy(self, natural: ProductNatural) -> Float[Array, "*batch"]:
         """The blocks', summed, in nats."""
-        return sum(self._map("entropy", natural), start=jnp.zeros(()))
+        return reduce(operator.add, self._map("entropy", natural))
 
     def kl(self, natural: ProductNatural, other: ProductNatural) -> Float[Array, "*batch"]:
         """The blocks', summed, in nats."""
-        return sum(self._map("kl", natural, other), start=jnp.zeros(()))
+        return reduce(operator.add, self._map("kl", natural, other))
 
     def fisher_product(self, natural: ProductNatural, tangent: ProductNatural) -> ProductMean:
         """Every block's."""

@@ -101,13 +101,11 @@ def test_a_missing_version_check_is_seen(monkeypatch):
 
 
 def test_differences_instead_of_absolute_sites_are_seen(monkeypatch):
-    """A worker that sends changes: what is lost is lost for ever, and what is doubled counts twice."""
+    """A server that adds what it is sent to what it has: every message that it hears counts once more."""
     right = messages.Messages._absorb
 
     def differences(self, walk, m, change, usable):
-        """The message is what the worker made of the site that was confirmed to it, and not of the server's."""
-        own, told = (jax.tree.map(lambda x: x[m], tree) for tree in (walk.sites, walk.state.link.confirmed))
-        return right(self, walk, m, change + own - told, usable)
+        return right(self, walk, m, change + jax.tree.map(lambda x: x[m], walk.sites), usable)
 
     def distance():
         pvi, (state,) = ends(BAD, 40, 1)

@@ -22,7 +22,9 @@ TOLERANCES = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.slow else []) for c in CELLS]
+)
 def test_laws_hold_on_the_whole_trajectory(cell, x64):
     found = violations(cell, fit_of(cell))
     broken = {law: size for law, size in found.items() if not size <= TOLERANCES[law][0 if x64 else 1]}

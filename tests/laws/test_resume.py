@@ -15,6 +15,7 @@ from numpyro_pvi.schedules import (
     Decentralized,
     Sequential,
     StochasticSubset,
+    Streaming,
     Synchronous,
 )
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
@@ -50,6 +51,7 @@ CASES = {
     ),
     "natural-subset": (make_logistic, NaturalGradient(), StochasticSubset(2), AutoMultivariateNormal),
     "conjugate-committee": (make_linear, Conjugate(), Committee(), AutoMultivariateNormal),
+    "conjugate-streaming": (make_linear, Conjugate(), Streaming(), AutoMultivariateNormal),
     "conjugate-decentralized": (make_linear, Conjugate(), Decentralized(RING), AutoMultivariateNormal),
 }
 KEY = jax.random.key(3)
