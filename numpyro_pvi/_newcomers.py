@@ -175,7 +175,9 @@ def _check_structure(plan: Plan, found: Any) -> None:
             "beside it, so rows are coupled through the arguments (a mean over rows, say). Compute such statistics outside of "
             "the model and pass them as arguments."
         )
-    gap = np.abs(found.model - found.program)
+    # Both may be infinite: visits then skip the group, which says more.
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(found.model - found.program)
     # Quadratics are told by third differences at rounding level; the same allowance as when the structure was found.
     other = usable & ~(gap <= (1e-3 if single else 1e-8) * found.size)
     if np.any(other):
