@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import RenyiELBO
 
+from ._groups import reduced, rows_of
 from ._state import Plan, PVIState
 from .errors import PVIError, StateError
-from .factors import join_arguments, split_arguments
+from .factors import join_arguments
 from .handlers import Partition
 from .runtime import Engine, Runtime, gradient_jumps
 from .schedules import Schedule
@@ -51,8 +52,8 @@ def evidence_of(engine: Engine, state: PVIState, arguments: tuple, loss: Callabl
     if not getattr(engine.solver, "matches_moments", False):
         value, error = -loss(state, *arguments[0], **arguments[1]), jnp.zeros((), float_dtype())
         return (value, error) if with_error else value
-    dynamic, static = split_arguments(*arguments)
-    fine = state.plan.fine or is_traced((state, dynamic))
+    dynamic, static = rows_of(state.plan, *arguments)
+    fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
     value, error, missed = _evidence(engine, state, dynamic, static, fine=fine)
     if not fine and bool(missed):
         value, error, _ = _evidence(engine, state, dynamic, static, fine=True)

@@ -25,13 +25,13 @@ from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFam
 from .handlers import GroupTable, RowAxes
 from .runtime._moments import solver_of_prior
 from .schedules import Points, RoundReport, Rule
-from .sites import LocalSites, SiteStack
+from .sites import LocalSites, RowSites, SiteStack
 
 # Everything that a plan and a state's own fields are made of. A type that is not here cannot be written, nor read.
 _TYPES = (
     *(Plan, PartitionPlan, RowAxes, GroupTable, Layout, LocalLayout, Reading, TermSpec, Predictor, DerivedLeaf),
     *(Enumeration, ArgumentSignature, LeafSignature, MultivariateNormalFamily, NormalFamily),
-    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites),
+    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites, RowSites),
     *(Packing, GroupMasks, RoundReport, Rule, Points),
 )
 # Fields whose structure is not in the file but comes from the PVI's own solver and optimiser.

@@ -19,6 +19,7 @@ from ._local import LocalProblem
 from ._programs import first_conditionals, whole_call
 from ._rules import first_rule
 from ._starts import first_local_sites, first_sites
+from ._tilted import refuse_arrivals
 
 # Points at which arriving rows are compared with the structure that was found before, and draws of local latents' priors.
 _POINTS, _PRIOR_DRAWS = 2, 64
@@ -57,6 +58,7 @@ def start_arrivals(
     others = None if state.sites.others is None else sum_slots(state.sites.others)
     params = engine.constrain(plan, args, kwargs, state.optim_state)
     problem = engine.problem(plan, packing, args, kwargs, params, (state.prior, state.exact), len(FIXED_RULES), others)
+    refuse_arrivals(problem)
     moments = plan.family.moments(posterior(state.prior, state.sites))
     key = jax.random.fold_in(state.rng_key, 0xA77)
     groups, local = state.sites.groups, None

@@ -394,7 +394,8 @@ class LocalProblem:
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
 
     def _chunks(self, local: Any) -> Any:
-        return self.data.chunks if local is None else LocalChunk(*self.data.chunks, local.rows)
+        # Sites of single rows are the solver's own: expectations are under q alone.
+        return LocalChunk(*self.data.chunks, local.rows) if isinstance(local, LocalSites) else self.data.chunks
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None) -> Expected:
         """A pass over all chunks, summed by group; with local latents, integrated out of the targets."""

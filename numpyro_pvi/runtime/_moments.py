@@ -29,8 +29,9 @@ from ._tilted import (
 if TYPE_CHECKING:
     from ._local import LocalProblem
 
-# Steps from which on late rounds count as averaged.
-_LATE_STEP = 0.125
+# Steps from which on late rounds count as averaged: with steps c / (c + k) and c = 10 the variance of q's noise is then
+# c / (2 c - 1) * step, about an eighth of one round's (see numpyro_pvi.schedules._noise.averaging_step).
+_LATE_STEP = 0.25
 
 
 def solver_of_prior(solver: LocalSolver) -> LocalSolver:
@@ -54,7 +55,7 @@ def noise_floor(solver: Any, report: RoundReport) -> Float[Array, ""]:
         report: the round's report.
 
     Returns:
-        ``step * sqrt(sum_m noise_m^2)`` where the joint step has fallen to an eighth; 0 before, and where nothing is sampled.
+        ``step * sqrt(sum_m noise_m^2)`` where the joint step has fallen to a quarter; 0 before, and where nothing is sampled.
     """
     if not hasattr(solver, "noise"):
         return jnp.zeros((), report.total_move.dtype)

@@ -114,6 +114,20 @@ def refuse_rows(schedule: Any) -> None:
         )
 
 
+def refuse_arrivals(problem: LocalProblem) -> None:
+    """Raise where rows that come to a state would have sites of their own: a group's site does not say what its rows' are.
+
+    Raises:
+        PVIError: naming what to use.
+    """
+    if keeps_rows(problem):
+        raise PVIError(
+            "add_group and revisit are not possible where single rows have sites (PowerEP(factors='row'), or groups of one row): a "
+            "state keeps the sum of an absent group's row sites only. Use factors='group' with moments='importance', or fit all "
+            "rows afresh."
+        )
+
+
 def is_sampled(problem: LocalProblem) -> bool:
     """Whether any factor's moments are by draws."""
     methods = [method_of(problem, prior) for prior in (False, True) if not prior or problem.has_prior_factor]

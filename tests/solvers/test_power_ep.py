@@ -14,6 +14,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 import numpyro_pvi.solvers._power_ep as power_ep
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi._driver import _raise_if_stuck
+from numpyro_pvi._entry import _evidence
 from numpyro_pvi.errors import PVIError, SkippedGroupError
 from numpyro_pvi.expectations import Proposal, Tilted, from_points, grid_cloud, normal_cloud
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
@@ -61,6 +62,48 @@ def pvi_of(model, labels, solver, schedule=None, guide=AutoMultivariateNormal):
 def test_settings_are_checked(options, words):
     with pytest.raises(PVIError, match=words):
         PowerEP(**options)
+
+
+@pytest.mark.parametrize("call", ["add_group", "revisit"])
+def test_rows_with_sites_do_not_come_to_a_state(data, call):
+    X, y = data
+    pvi = pvi_of(regression, np.arange(18) % 3, PowerEP(factors="row"))
+    state, _ = pvi.update(pvi.init(jax.random.key(0), X, y), X, y)
+    label = "new" if call == "add_group" else 0
+    with pytest.raises(PVIError, match="single rows have sites.*factors='group'"):
+        getattr(pvi, call)(state, label, X[::3], y[::3])
+
+
+def test_labels_are_no_part_of_the_evidence_program(data):
+    X, y = data
+    pvi = pvi_of(regression, np.arange(18) % 3, PowerEP(factors="row"))
+    state = pvi.init(jax.random.key(0), X, y)
+    value = pvi.log_evidence(state, X, y)
+    size = _evidence._cache_size()
+    table = dataclasses.replace(state.plan.partition.table, labels=("a", "b", "c"))
+    plan = dataclasses.replace(state.plan, partition=dataclasses.replace(state.plan.partition, table=table))
+    assert pvi.log_evidence(dataclasses.replace(state, plan=plan), X, y) == value
+    assert _evidence._cache_size() == size > 0
+
+
+def test_params_are_fitted_beside_sites_of_rows(data):
+    X, y = data
+
+    def model(X, y):
+        shift = numpyro.param("shift", 0.0)
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Bernoulli(logits=X @ w + shift), obs=y)
+
+    pvi = PVI(
+        Partition(model, "data", np.arange(18) % 3),
+        AutoMultivariateNormal(model),
+        numpyro.optim.Adam(0.05),
+        solver=PowerEP(factors="row"),
+    )
+    result = pvi.run(jax.random.key(0), 3, X, y, progress_bar=False)
+    assert result.params["shift"] != 0
+    assert bool(result.state.report.valid)
 
 
 def test_sizes_of_samples_are_checked():
