@@ -127,7 +127,7 @@ def test_settings_compare_by_value():
         Asynchronous((1.0, 2.0))
     )
     assert StochasticSubset(rates={"b": 0.5}) == StochasticSubset(rates={"b": 0.5})
-    assert Asynchronous(measured_delays({"b": [1, 2]})) == Asynchronous(measured_delays({"b": (1.0, 2.0)}))
+    assert Asynchronous(measured_delays({"b": [1.0, 2.0]})) == Asynchronous(measured_delays({"b": (1.0, 2.0)}))
 
 
 # ---------------------------------------------------------------- participation
@@ -168,8 +168,9 @@ def test_a_committee_is_complete_after_one_round():
 
 def test_distance_is_a_metric(rng):
     """Close by it is the number of sds; the triangle inequality holds for random Gaussians."""
-    one, zero = np.ones(3), np.zeros(3)
+    one, zero = jnp.ones(3), jnp.zeros(3)
     np.testing.assert_allclose(marginal_distance(zero, one, 1e-3 * one, one), 1e-3, rtol=1e-4)
-    draws = [(rng.normal(size=3) * 5, np.exp(2 * rng.normal(size=3))) for _ in range(60)]
+    pairs = [(rng.normal(size=3) * 5, np.exp(2 * rng.normal(size=3))) for _ in range(60)]
+    draws = [(jnp.asarray(loc), jnp.asarray(sd)) for loc, sd in pairs]
     for a, b, c in zip(draws[:20], draws[20:40], draws[40:], strict=True):
         assert marginal_distance(*a, *c) <= marginal_distance(*a, *b) + marginal_distance(*b, *c) + 1e-5
