@@ -161,6 +161,16 @@ def with_arrays(program: Any, chunk: Any) -> tuple[AffineProgram, Any]:
 
 
 def of_rows(found: Expected, rule: Rule) -> Tilted:
+    """What a visit to all rows of a group says of the group: the sum of its rows' changes, and what befell any of them.
+
+    Args:
+        found: the rows' reports and values, summed over the group.
+        rule: says which quadrature error counts as missed.
+
+    Returns:
+        The group's tilted moments as a change of its site in natural space; evidence and noise are those of no group as a
+        whole, and are zero, or NaN for the effective sample size.
+    """
     report, one = found.target, jnp.ones_like(found.value)
     temper, held = jnp.where(report.tempered > 0, 0.5 * one, one), report.held.astype(jnp.int32)
     some = (held == 0) | jnp.any(report.change.precision != 0) | jnp.any(report.change.precision_mean != 0)

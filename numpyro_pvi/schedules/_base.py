@@ -13,13 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from .._numerics import all_finite
 from ..expectations import Expected
 from ..families import GaussianFamily, GaussianMoments
-from ..sites import SiteStack, damp, posterior, select
+from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, select
 from ..solvers import LocalResult, LocalSolver
 from ._report import RoundReport
 from ._stream import Stream
 
-# Halvings of a joint step before a round gives up: 2^-20 is about 1e-6.
-MAX_HALVINGS = 20
 # Halvings of a sweep's joint step before the natural gradient at the old q takes its place.
 SWEEP_HALVINGS = 4
 
@@ -239,6 +237,15 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) 
     return new.moments.valid & stays_finite & better
 
 
+def shorten(problem: Problem, at: Callable[[Any], SiteStack], step: Any, halvings: Any = 0) -> tuple[Any, Any]:
+    """Halve a joint step until q is normalisable at the sites ``at(step)``."""
+
+    def valid(step):
+        return problem.family.in_domain(posterior(problem.prior_natural, at(step)))
+
+    return back_off(valid, step, halvings)
+
+
 def accept_jointly(
     problem: Problem,
     old_sites: SiteStack,
@@ -280,16 +287,12 @@ def accept_jointly(
         aim = proposal if fallback is None else select(step < restart, fallback, proposal)
         return problem.tidy(damp(old_sites, aim, share(step)))
 
-    def invalid(state):
-        step, tries = state
-        return ~problem.family.in_domain(posterior(problem.prior_natural, at(step))) & (tries < MAX_HALVINGS)
-
     def unfinished(state: Accepted):
         return ~state.accepted & (state.halvings < MAX_HALVINGS)
 
     def attempt(state: Accepted) -> Accepted:
         # Validity costs one Cholesky, the ELBO a pass over the data: settle the first before paying for the second.
-        step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (state.step, state.halvings))
+        step, halvings = shorten(problem, at, state.step, state.halvings)
         sites = at(step)
         evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None)
         if test is None:
@@ -336,11 +339,7 @@ def accept_valid(
     def at(step):
         return problem.tidy(damp(old_sites, proposal, step))
 
-    def invalid(state):
-        step, tries = state
-        return ~problem.family.in_domain(posterior(problem.prior_natural, at(step))) & (tries < MAX_HALVINGS)
-
-    step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (step, jnp.int32(0)))
+    step, halvings = shorten(problem, at, step)
     sites = at(step)
     good = problem.family.in_domain(posterior(problem.prior_natural, sites))
     sites = jax.tree.map(lambda a, b: jnp.where(good, a, b), sites, old_sites)
@@ -379,11 +378,7 @@ def accept_once(
     def at(step):
         return problem.tidy(damp(old_sites, proposal, step))
 
-    def invalid(state):
-        step, tries = state
-        return ~problem.family.in_domain(posterior(problem.prior_natural, at(step))) & (tries < MAX_HALVINGS)
-
-    step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (step, jnp.int32(0)))
+    step, halvings = shorten(problem, at, step)
     sites = at(step)
     evaluation = problem.evaluate(sites, old.rule, noise)
     gain, rounding = elbo_gain(evaluation, old)

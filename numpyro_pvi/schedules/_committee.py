@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
 from ..families import GaussianMoments
-from ..sites import SiteStack, damp, posterior, select
-from ._base import MAX_HALVINGS, Accepted, Problem, RoundCarry
+from ..sites import SiteStack, damp, select
+from ._base import Accepted, Problem, RoundCarry, shorten
 from ._report import round_report, with_prior
 
 # Relative quadrature error that members' fits, of which there is only one, aim at.
@@ -193,12 +193,7 @@ def _take(problem: Problem, carry: RoundCarry, proposal: SiteStack, rule: Any, n
     def at(step):
         return problem.tidy(damp(carry.sites, proposal, step))
 
-    def invalid(tried):
-        step, halvings = tried
-        return ~problem.family.in_domain(posterior(problem.prior_natural, at(step))) & (halvings < MAX_HALVINGS)
-
-    one = jnp.ones((), carry.evaluation.elbo.dtype)
-    step, halvings = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (one, jnp.int32(0)))
+    step, halvings = shorten(problem, at, jnp.ones((), carry.evaluation.elbo.dtype))
     sites = at(step)
     evaluation = problem.evaluate(sites, rule, noise, trial=True)
     good = evaluation.moments.valid

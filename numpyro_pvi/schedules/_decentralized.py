@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
-from ..sites import SiteStack, damp, select
-from ._base import MAX_HALVINGS, Accepted, Evaluation, Problem, RoundCarry
+from ..sites import SiteStack, back_off, damp, select
+from ._base import Accepted, Evaluation, Problem, RoundCarry
 from ._consensus import check_consensus, consensus_round
 from ._gossip import Gossip
 from ._graph import Graph, read_graph
@@ -247,12 +247,8 @@ class Decentralized:
         """
         valid = problem.family.in_domain
 
-        def invalid(at):
-            share, tries = at
-            return ~valid(self._own_q(problem, z + change * share)) & (tries < MAX_HALVINGS)
-
         first = jnp.asarray(self.damping, jax.tree.leaves(z)[0].dtype)
-        share, tries = jax.lax.while_loop(invalid, lambda at: (0.5 * at[0], at[1] + 1), (first, jnp.int32(0)))
+        share, tries = back_off(lambda share: valid(self._own_q(problem, z + change * share)), first)
         hopeless = ~valid(self._own_q(problem, z))
         return jnp.where(hopeless, first, share), jnp.where(hopeless, 0, tries)
 

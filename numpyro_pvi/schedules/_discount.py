@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..families import GaussianMoments, marginal_distance
-from ._base import MAX_HALVINGS, Problem
+from ..sites import MAX_HALVINGS
+from ._base import Problem
 from ._network import put
 
 # Distance, in posterior sds, that q may go while a group works without its site losing weight.

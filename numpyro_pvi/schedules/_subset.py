@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ..errors import PVIError
-from ..sites import SiteStack, damp, select
+from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import LocalResult
-from ._base import MAX_HALVINGS, Evaluation, Problem, RoundCarry, accept_jointly, accept_once
+from ._base import Evaluation, Problem, RoundCarry, accept_jointly, accept_once
 from ._discount import next_share
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior

@@ -11,9 +11,8 @@ from jaxtyping import Array, Float
 
 from .._numerics import power_iteration_step
 from ..errors import PVIError
-from ..sites import SiteStack
+from ..sites import MAX_HALVINGS, SiteStack
 from ._base import (
-    MAX_HALVINGS,
     Problem,
     RoundCarry,
     accept_jointly,

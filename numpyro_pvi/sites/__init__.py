@@ -1,11 +1,13 @@
 """Site algebra in natural space: sum, cavity, damping. Pure; no keys, no data, no densities."""
 
-from ._algebra import SiteStack, cavity, damp, posterior, select, take
+from ._algebra import MAX_HALVINGS, SiteStack, back_off, cavity, damp, posterior, select, take
 from ._local import LocalSites, keep_groups, marginal_sites
 from ._rows import RowSites
 from ._slots import add_slots, keep_slots, stack_sites, sum_slots
 
 __all__ = [
+    "MAX_HALVINGS",
+    "back_off",
     "LocalSites",
     "RowSites",
     "SiteStack",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float, Int
 
 from ..families import Vector, natural_parameters
 from ._slots import sum_slots
+
+# Halvings of a step before it is given up: 2^-20 is about 1e-6.
+MAX_HALVINGS = 20
 
 
 @natural_parameters
@@ -52,6 +56,27 @@ def cavity(posterior_natural: Any, site: Any, power: float = 1.0) -> Any:
 def damp(old: Any, new: Any, damping: Any) -> Any:
     """``old + damping * (new - old)`` in natural space; ``damping`` 1 is the full step, as in earlier PVI code."""
     return old + (new - old) * damping
+
+
+def back_off(
+    valid: Callable[[Any], Bool[Array, ""]], step: Float[Array, ""], halvings: Int[Array, ""] | int = 0
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Halve a step until it is valid.
+
+    Args:
+        valid: whether a step may be taken.
+        step: the first one tried.
+        halvings: those made before; they count towards the :data:`MAX_HALVINGS` after which a step is given up.
+
+    Returns:
+        ``(step, halvings)``; the step is not valid where there are MAX_HALVINGS of them, unless the last one was.
+    """
+
+    def refused(tried):
+        return ~valid(tried[0]) & (tried[1] < MAX_HALVINGS)
+
+    first = step, jnp.asarray(halvings, jnp.int32)
+    return jax.lax.while_loop(refused, lambda tried: (0.5 * tried[0], tried[1] + 1), first)
 
 
 def take(stack: Any, index: Any) -> Any:

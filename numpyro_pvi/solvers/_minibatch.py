@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
+from ..sites import MAX_HALVINGS, back_off
 from ._base import LocalFactor
 
 # A visit leaves at least this share of a precision of the local q: noise in the curvature may exceed the precision
 # itself, and a mean of normalisable q's (a joint step of 1/M) is normalisable.
 SMALLEST_SHARE = 0.1
-_MAX_HALVINGS = 20
 
 
 class Batches(NamedTuple):
@@ -120,14 +120,12 @@ def move_precision(family: GaussianFamily, site: Any, q: Any, wanted: Any, step:
     if not family.full:
         return jnp.maximum(change, -(1 - SMALLEST_SHARE) * q.precision), jnp.int32(0)
 
-    def invalid(state):
-        share, tries = state
+    def valid(share):
         precision = (1 - SMALLEST_SHARE) * q.precision + share * change
-        return ~family.in_domain(family.natural(q.precision_mean, precision)) & (tries < _MAX_HALVINGS)
+        return family.in_domain(family.natural(q.precision_mean, precision))
 
-    one = jnp.ones((), change.dtype)
-    share, tries = jax.lax.while_loop(invalid, lambda s: (0.5 * s[0], s[1] + 1), (one, jnp.int32(0)))
-    return jnp.where(tries < _MAX_HALVINGS, share, 0.0) * change, tries
+    share, tries = back_off(valid, jnp.ones((), change.dtype))
+    return jnp.where(tries < MAX_HALVINGS, share, 0.0) * change, tries
 
 
 def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_particles: Any) -> None:
