@@ -141,7 +141,8 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array) -> RowMoments2D:
 
     sums = jax.lax.fori_loop(start, stop, step, _zeros(law.mean_u))
     _, _, gaps = _gaps(sums, law)
-    gaps = [jnp.where(g > n, g, 0.0) for g, n in zip(gaps, _noise(sums, law), strict=True)]
+    # What is not a number is no small gap.
+    gaps = [jnp.where(g <= n, 0.0, jnp.nan_to_num(g, nan=jnp.inf)) for g, n in zip(gaps, _noise(sums, law), strict=True)]
     first = (gaps[3] + gaps[4]) * per_axis**0.5
     second = gaps[0] + gaps[1] + gaps[2] + first
     error = _worst([second] * 6, sums.size)
@@ -231,6 +232,8 @@ def _mapped_moments(sums: Sums2D, halves: Sums2D, cut: Array, law: Law) -> RowMo
     use_stein = [gaps[i] > 10 * (halves.size[3 + i] + halves.stein[i] + noise[i]) for i in range(3)]
     # A feature far narrower than the spread makes the direct form a difference of huge terms; Stein's stays tame.
     use_stein = [k | (s < 0.1 * h) for k, s, h in zip(use_stein, sums.stein_size[:3], sums.size[3:], strict=True)]
+    # Far in a tail the second derivative of a clamped probability is 0 * inf in float32: Stein's form does without it.
+    use_stein = [k | (jnp.isnan(h) & ~jnp.isnan(s)) for k, s, h in zip(use_stein, sums.stein[:3], hess, strict=True)]
     any_stein = use_stein[0] | use_stein[1] | use_stein[2]
     chosen = [jnp.where(k, s, h) for k, s, h in zip(use_stein, sums.stein[:3], hess, strict=True)]
     hess_out = [jnp.where(any_stein, a, b) for a, b in zip(law.unwhiten_hess(chosen), sums.plain[3:], strict=True)]

@@ -116,8 +116,9 @@ def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int | np.intege
     noise_grad, noise_hess = _rounding(sums, mean, sd)
     gap_grad = jnp.abs(sums.grad - sums.stein_grad)
     gap_hess = jnp.abs(sums.hess - sums.stein_hess)
-    gap_grad = jnp.where(gap_grad > noise_grad, gap_grad, 0.0)
-    gap_hess = jnp.where(gap_hess > noise_hess, gap_hess, 0.0)
+    # What is not a number is no small gap.
+    gap_grad = jnp.where(gap_grad <= noise_grad, 0.0, jnp.nan_to_num(gap_grad, nan=jnp.inf))
+    gap_hess = jnp.where(gap_hess <= noise_hess, 0.0, jnp.nan_to_num(gap_hess, nan=jnp.inf))
     error = gap_hess + gap_grad / sd * num_nodes**0.5
     relative = [
         _relative(error, jnp.maximum(sums.abs_hess, noise_hess)),
@@ -168,8 +169,10 @@ def _mapped_moments(even: _Sums, odd: _Sums, cut: Array, mean: Array, sd: Array)
     noise_grad, noise_hess = _rounding(sums, mean, sd)
     gap_grad, gap_hess = jnp.abs(sums.grad - sums.stein_grad), jnp.abs(sums.hess - sums.stein_hess)
     kink = gap_hess > 10 * (halves.hess + halves.stein_hess + noise_hess)
+    # Far in a tail the second derivative of a clamped probability is 0 * inf in float32: the Stein form does without it.
+    unseen = jnp.isnan(sums.hess) & ~jnp.isnan(sums.stein_hess)
     gap_grad = jnp.where(gap_grad > noise_grad, gap_grad, 0.0)
-    gap_hess = jnp.where(kink | (gap_hess <= noise_hess), 0.0, gap_hess)
+    gap_hess = jnp.where(kink | unseen | (gap_hess <= noise_hess), 0.0, gap_hess)
     eps = jnp.finfo(mean.dtype).eps
 
     def error(half: Array, scale: Array) -> Array:
@@ -181,7 +184,7 @@ def _mapped_moments(even: _Sums, odd: _Sums, cut: Array, mean: Array, sd: Array)
 
     direct = error(halves.hess, sums.abs_hess)
     stein = error(halves.stein_hess, sums.abs_stein_hess)
-    use_stein = kink | (stein < direct)
+    use_stein = kink | unseen | (stein < direct)
     hess = jnp.where(use_stein, sums.stein_hess, sums.hess)
     hess_error = jnp.where(use_stein, stein, direct) + gap_hess + gap_grad / sd
     scale = jnp.maximum(jnp.where(use_stein, sums.abs_stein_hess, sums.abs_hess), noise_hess)

@@ -7,7 +7,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
+from jax.scipy.special import ndtr
+from numpy.testing import assert_allclose
 from scipy import special
 
 from numpyro_pvi.expectations.quadrature import (
@@ -221,6 +224,32 @@ def test_mapped_rule_in_single_precision(name):
     assert errors[kept, :2].max() < 5e-6
     # Far out in a tail psi'' itself is mostly rounding.
     assert errors[kept & (CASE_MEAN > -10), 2].max() < (1e-3 if name == "laplace" else 5e-5)
+
+
+@pytest.mark.parametrize(("mean", "sd"), [(-1.0, 1.4), (0.5, 3.0), (-4.0, 2.0)])
+def test_clamped_probabilities_in_single_precision(mean, sd):
+    """NumPyro's own probabilities: in float32 the second derivative of their logarithm is not a number beyond -9."""
+
+    def probability(u):
+        return jnp.exp(dist.Bernoulli(probs=ndtr(u)).log_prob(0))
+
+    def both(u, v):
+        return dist.Bernoulli(probs=ndtr(u + v)).log_prob(0)
+
+    with jax.enable_x64(False):
+        found = expect_1d(probability, jnp.array([mean]), jnp.array([sd]), rule="mapped")
+        laws = [jnp.array([x]) for x in (mean, 0.0, 0.5 * sd**2, 0.0, 0.5 * sd**2)]
+        two = expect_2d(both, *laws, rule="mapped")
+        one = expect_1d(lambda u: both(u, 0.0), jnp.array([mean]), jnp.array([sd]), rule="mapped")
+        coarse = expect_1d(probability, jnp.array([mean - 9.0]), jnp.array([sd]), rule="gh8")
+    spread = np.hypot(1.0, sd)
+    density = np.exp(-0.5 * (mean / spread) ** 2) / np.sqrt(2 * np.pi) / spread
+    wanted = special.ndtr(-mean / spread), -density, density * mean / spread**2
+    assert_allclose([np.asarray(x)[0] for x in found[:3]], wanted, rtol=2e-5)
+    assert np.isnan(coarse.hess[0]) and np.isinf([coarse.error[0], coarse.absolute[0]]).all()
+    # Next to one a probability has few digits in float32, and the clamp is a kink: two sets of nodes see it differently.
+    assert_allclose(two.value, one.value, rtol=1e-3)
+    assert_allclose(two.hess, np.broadcast_to(np.asarray(one.hess)[:, None], (1, 3)), rtol=5e-3)
 
 
 @pytest.mark.parametrize("name", ["logit", "probit", "negative_binomial", "ordered_close", "student", "poisson"])
