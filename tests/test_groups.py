@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
@@ -17,7 +18,7 @@ from numpyro_pvi.runtime._rows import GroupRows
 from numpyro_pvi.schedules import Streaming, Synchronous
 from numpyro_pvi.sites import posterior
 from numpyro_pvi.sites._slots import add_slots, keep_slots, stack_sites
-from numpyro_pvi.solvers import Conjugate
+from numpyro_pvi.solvers import Conjugate, LocalELBO
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(3)
@@ -140,6 +141,25 @@ class TestViews:
         np.testing.assert_allclose(loss, pvi.evaluate(state, *rows_of("c")), rtol=1e-5)
 
 
+def test_a_saved_stream_is_streamed_on(streamed, tmp_path):
+    """Sites of groups without rows come back from the file to the bit, and take part in all that follows."""
+    pvi, state = streamed
+    pvi.save(tmp_path / "stream.pvi", state)
+    fresh = PVI(pvi.partition, AutoMultivariateNormal(linear), solver=Conjugate(), schedule=Streaming())
+    loaded = fresh.load(tmp_path / "stream.pvi")
+    assert loaded.groups == ("a", "b", "c") and loaded.present == ("c",)
+    for act in (
+        lambda p, s: p.add_group(s, "d", *rows_of("a")),
+        lambda p, s: p.forget_group(s, "a"),
+        lambda p, s: p.revisit(s, "b", *rows_of("b")),
+        lambda p, s: p.run(KEY, 2, *rows_of("c"), init_state=s, progress_bar=False).state,
+    ):
+        found, wanted = act(fresh, loaded), act(pvi, state)
+        assert found.groups == wanted.groups
+        for one, other in zip(*(jax.tree.leaves(posterior(s.prior, s.sites)) for s in (found, wanted)), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def _is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -247,6 +267,19 @@ def test_batches_of_padded_rows_know_how_many_there_are():
     padded = GroupRows(lambda chunk, point: point[0], packing, (16,), padded=True)
     assert int(padded.num_rows(jnp.int32(0))) == 9
     assert int(GroupRows(padded.density, packing, (16,)).num_rows(jnp.int32(0))) == 16
+
+
+def test_mini_batches_stream():
+    """Stochastic local solves of groups that come one by one end near the exact posterior, and forget one again."""
+    solver = LocalELBO(optax.adam(0.02), epochs=60, batch_size=4)
+    pvi, state = begin(solver=solver)
+    for label in "bc":
+        state = pvi.add_group(state, label, *rows_of(label), num_steps=3)
+    sd = np.sqrt(np.diag(np.linalg.inv(np.eye(2) + X.T @ X)))
+    np.testing.assert_array_less(np.abs(loc_of(pvi, state) - exact("abc")) / sd, 0.3)
+    state = pvi.forget_group(state, "b")
+    sd = np.sqrt(np.diag(np.linalg.inv(np.eye(2) + X[LABELS != "b"].T @ X[LABELS != "b"])))
+    np.testing.assert_array_less(np.abs(loc_of(pvi, state) - exact("ac")) / sd, 0.5)
 
 
 # --------------------------------------------------------------------------------------------------------- local latents
