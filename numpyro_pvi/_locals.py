@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Float
-from numpyro.distributions.transforms import ReshapeTransform, biject_to
 
+from ._marginals import event_rank, in_own_support
 from ._state import PVIState
 from .factors import GroupMasks, LocalLayout
 from .families import ConditionalMoments, ConditionalNatural, GaussianFamily, GaussianMoments, conditional_moments
@@ -100,18 +100,11 @@ def local_distributions(state: PVIState, natural: Any, trace: dict) -> dict[str,
     locs, sds = local.unflatten(mean), local.unflatten(sd)
     found = {}
     for name in local.names:
-        transform = biject_to(trace[name]["fn"].support)
-        event_dim, loc = transform.domain.event_dim, locs[name]
-        event = loc.shape[loc.ndim - event_dim :]
-        base: dist.Distribution = dist.Normal(loc, sds[name]).to_event(event_dim)
-        if event_dim and state.plan.family.full:
-            covariance = _event_covariance(q, shared, local, name, event_dim)
-            size = int(np.prod(event))
-            base = dist.MultivariateNormal(loc.reshape(*loc.shape[: loc.ndim - event_dim], size), covariance)
-            if event_dim != 1:
-                base = dist.TransformedDistribution(base, ReshapeTransform(event, (size,)))
-        real = getattr(trace[name]["fn"].support, "base_constraint", trace[name]["fn"].support) is dist.constraints.real
-        found[name] = base if real else dist.TransformedDistribution(base, transform)
+        fn = trace[name]["fn"]
+        rank, covariance = event_rank(fn), None
+        if rank and state.plan.family.full:
+            covariance = _event_covariance(q, shared, local, name, rank)
+        found[name] = in_own_support(fn, locs[name], sds[name], covariance)
     return found
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from numpyro.distributions.transforms import ReshapeTransform, biject_to
 
+from ._marginals import event_rank, in_own_support
 from ._state import Plan, PVIInfo, PVIState, PVITrace
 from .errors import ImproperError, PVIError
 from .expectations import RULES
@@ -93,22 +93,13 @@ def latent_distributions(plan: Plan, natural: Any, trace: dict, what: str, joint
 
 
 def _marginal(family: GaussianFamily, moments: GaussianMoments, where: slice, shape: tuple, fn) -> dist.Distribution:
-    transform = biject_to(fn.support)
-    event_dim = transform.domain.event_dim
     loc = moments.loc[where].reshape(shape)
     sd = jnp.sqrt(family.variances(moments))[where].reshape(shape)
-    batch, event = shape[: len(shape) - event_dim], shape[len(shape) - event_dim :]
-    size = int(np.prod(event))
-    if not family.full or (size == 1 and event_dim == 0):
-        base: dist.Distribution = dist.Normal(loc, sd).to_event(event_dim)
-    else:
-        root = moments.scale[where].reshape(*batch, size, -1)
-        covariance = jnp.einsum("...ik,...jk->...ij", root, root)
-        base = dist.MultivariateNormal(loc.reshape(*batch, size), covariance_matrix=covariance)
-        if event_dim != 1:
-            base = dist.TransformedDistribution(base, ReshapeTransform(event, (size,)))
-    real = getattr(fn.support, "base_constraint", fn.support) is dist.constraints.real
-    return base if real else dist.TransformedDistribution(base, transform)
+    rank = event_rank(fn)
+    if not family.full or rank == 0:
+        return in_own_support(fn, loc, sd, None)
+    root = moments.scale[where].reshape(*shape[: len(shape) - rank], int(np.prod(shape[len(shape) - rank :])), -1)
+    return in_own_support(fn, loc, sd, jnp.einsum("...ik,...jk->...ij", root, root))
 
 
 def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:

@@ -41,6 +41,7 @@ _SHELL = (
     "_groups",
     "_initial",
     "_locals",
+    "_marginals",
     "_newcomers",
     "_prototype",
     "_resume",

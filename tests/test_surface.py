@@ -181,6 +181,14 @@ def test_marginals_have_the_models_shapes_and_supports(make):
             draws = marginal.sample(KEY, (4,))
             assert draws.shape == (4, *fn.shape()) and bool(jnp.all(fn.support(draws))), name
             assert bool(jnp.all(jnp.isfinite(marginal.log_prob(draws)))), name
+        for name in ("matrix", "batch", "b"):
+            np.testing.assert_array_equal(found[name].mean.shape, trace[name]["fn"].shape())
+        for name in ("half", "positive", "matrix"):
+            many = np.asarray(found[name].sample(KEY, (40_000,)), np.float64)
+            spread = np.sqrt(np.asarray(found[name].variance))
+            np.testing.assert_array_less(np.abs(many.mean(0) - found[name].mean) / spread, 5 / 200)
+            # Two sds of the error of a log-normal's variance, whose fourth moment is large.
+            np.testing.assert_allclose(many.std(0), spread, rtol=0.25)
     assert pvi.site(state, PRIOR).precision_mean.shape == (15,)
 
 

@@ -142,7 +142,9 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array) -> RowMoments2D:
     sums = jax.lax.fori_loop(start, stop, step, _zeros(law.mean_u))
     _, _, gaps = _gaps(sums, law)
     # What is not a number is no small gap.
-    gaps = [jnp.where(g <= n, 0.0, jnp.nan_to_num(g, nan=jnp.inf)) for g, n in zip(gaps, _noise(sums, law), strict=True)]
+    gaps = [
+        jnp.where(g <= n, 0.0, jnp.nan_to_num(g, nan=jnp.inf)) for g, n in zip(gaps, _noise(sums, law), strict=True)
+    ]
     first = (gaps[3] + gaps[4]) * per_axis**0.5
     second = gaps[0] + gaps[1] + gaps[2] + first
     error = _worst([second] * 6, sums.size)
