@@ -117,7 +117,7 @@ def _with(model: Callable, heads: int) -> Callable:
 
 
 def _local_elbo() -> LocalELBO:
-    return LocalELBO(optax.adam(5e-3), epochs=2, batch_size=50)
+    return LocalELBO(optax.adam(5e-3), epochs=2, batch_size=40)
 
 
 def rows_of(data: dict[str, Any], labels: Any) -> tuple[Any, ...]:

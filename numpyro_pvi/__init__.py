@@ -1,5 +1,6 @@
 """Partitioned variational inference for NumPyro."""
 
+from ._exponential_guide import AutoExponentialFamily
 from ._state import PVIInfo, PVIRunResult, PVIState, PVITrace
 from .errors import (
     CheckpointError,
@@ -19,6 +20,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "PRIOR",
     "PVI",
+    "AutoExponentialFamily",
     "CheckpointError",
     "DataError",
     "GuideError",

@@ -52,6 +52,7 @@ def check_guide(guide: Any) -> None:
     nearest = {
         "AutoLowRankMultivariateNormal": "AutoMultivariateNormal keeps the full covariance",
         "AutoLaplaceApproximation": "AutoMultivariateNormal is fitted instead of expanded at the mode",
+        "AutoExponentialFamily": "AutoMultivariateNormal in unconstrained space; AutoExponentialFamily is for NumPyro's SVI so far",
         "AutoDelta": "AutoDiagonalNormal also keeps a variance per coordinate",
     }.get(name, "AutoMultivariateNormal is the nearest")
     if callable(guide) and not isinstance(guide, autoguide.AutoGuide):

@@ -41,14 +41,14 @@ _SHELL = (
     "_groups",
     "_initial",
     "_locals",
-    "_marginals",
     "_newcomers",
     "_prototype",
     "_resume",
     "_saving",
     "_views",
 )
-PARTS = dict.fromkeys(_SHELL, "pvi")
+_GUIDES = ("_exponential_guide", "_latent_families", "_marginals", "_quantiles")
+PARTS = dict.fromkeys(_SHELL, "pvi") | dict.fromkeys(_GUIDES, "guides")
 PUBLIC_MODULES = (
     "numpyro_pvi",
     "numpyro_pvi.errors",

@@ -41,7 +41,7 @@ from ._normal import (
     ScalarNormalMean,
     ScalarNormalNatural,
 )
-from ._product import BlockNormalFamily, IndependentFamily, ProductFamily, ProductMean, ProductNatural
+from ._product import BlockNormalFamily, IndependentFamily, ProductFamily, ProductMean, ProductNatural, repeated
 from ._registry import family_for, register_family, registered_families
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
 from ._wishart import WishartFamily, WishartMean, WishartNatural
@@ -110,5 +110,6 @@ __all__ = [
     "natural_parameters",
     "register_family",
     "registered_families",
+    "repeated",
     "schur_complement",
 ]

@@ -139,8 +139,8 @@ class MarkovGaussianFamily(FamilyDefaults):
         return MarkovNatural(self.precision_product(precision, below, loc), precision, below)
 
     def precision_product(
-        self, precision: Float[Array, "*batch T D D"], lower: Float[Array, "..."], vector: Float[Array, "*batch T D"]
-    ) -> Float[Array, "*batch T D"]:
+        self, precision: Float[Array, "*batch T D D"], lower: Float[Array, "..."], vector: Float[Array, "*S T D"]
+    ) -> Float[Array, "*out T D"]:
         """``Lambda @ vector`` from the blocks of Lambda."""
         own = jnp.einsum("...ij,...j->...i", precision, vector)
         from_before = jnp.einsum("...ij,...j->...i", lower, vector[..., :-1, :])

@@ -1,0 +1,331 @@
+"""A guide whose latents keep their own supports: each has the exponential family conjugate to its prior."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jaxtyping import Array, Float
+from numpyro import handlers
+from numpyro.distributions import constraints
+from numpyro.distributions.util import periodic_repeat
+from numpyro.infer import init_to_median
+from numpyro.infer.autoguide import AutoGuide
+
+from ._latent_families import NUM_MATCHED, Latent, make_latent
+from ._marginals import in_own_support
+from ._quantiles import marginal_quantiles
+from .errors import GuideError
+from .families import Family
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Latents that share one Gaussian with full covariance."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def dim(self) -> int:
+        return sum(int(np.prod(shape)) for shape in self.shapes)
+
+    def split(self, values: Float[Array, "*S D"]) -> dict[str, Array]:
+        """Name -> values in the latent's own shape."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        parts = jnp.split(values, ends[:-1], axis=-1)
+        return {n: x.reshape(*values.shape[:-1], *s) for n, s, x in zip(self.names, self.shapes, parts, strict=True)}
+
+
+class AutoExponentialFamily(AutoGuide):
+    """Gives each latent the exponential family conjugate to its prior, in its own support.
+
+    Families are found by the class of the prior (:func:`numpyro_pvi.families.register_family`): a Gamma prior gets a Gamma, a
+    Dirichlet a Dirichlet, a multivariate normal one a normal with full covariance. A prior without a conjugate family, such as
+    a half-Cauchy, gets a family with its support: normal, log-normal, beta, Dirichlet, von Mises or Wishart. Latents are
+    independent of one another but for the blocks in ``joint``. A latent whose prior's parameters are latents themselves gets
+    the family all the same.
+
+    Works wherever a NumPyro guide does. Params are named ``{latent}_{prefix}_{parameter}`` after the parameters of the
+    family's NumPyro distribution (``rate_auto_concentration``), blocks' ``{first}_{prefix}_joint_loc`` and ``..._scale_tril``.
+    It starts at the prior (at its best fit within the family by 2,000 draws, where the prior is not a member), given the
+    prototype's values of the latents that the prior depends on.
+
+    Args:
+        model: a NumPyro model.
+        families: latent -> family of one event, for latents that shall not have their prior's; event axes that the latent has
+            beyond the family's are independent repetitions.
+        joint: groups of real-valued latents, each with one Gaussian of full covariance.
+        prefix: prefix of the params.
+        init_loc_fn: where latents stand while the model is inspected.
+        create_plates: as for every NumPyro guide.
+
+    Raises:
+        GuideError: when the model is first run, for a latent without a family, a family with another support, a name that
+            is no latent, or a block that cannot be Gaussian.
+
+    References:
+        Khan and Lin, Conjugate-computation variational inference, 2017, section 3 (their approximation q).
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        families: Mapping[str, Family] | None = None,
+        joint: Sequence[Sequence[str]] | None = None,
+        *,
+        prefix: str = "auto",
+        init_loc_fn: Callable = init_to_median,
+        create_plates: Callable | None = None,
+    ):
+        super().__init__(model, prefix=prefix, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.families = dict(families or {})
+        self.joint = tuple(tuple(block) for block in joint or ())
+        self._latents: dict[str, Latent] = {}
+        self._blocks: tuple[_Block, ...] = ()
+
+    # ------------------------------------------------------------------------------------------------------- set-up
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        key = numpyro.prng_key()
+        with handlers.block():
+            model = handlers.substitute(handlers.seed(self.model, key), substitute_fn=self.init_loc_fn)
+            trace = handlers.trace(model).get_trace(*args, **kwargs)
+        self._set_frames(trace)
+        sites = {n: s for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
+        sites = {n: s for n, s in sites.items() if n in self.families or not _is_summed_out(s)}
+        self._check_names(sites)
+        blocked = {name for block in self.joint for name in block}
+        self._latents = {n: self._latent(n, s) for n, s in sites.items() if n not in blocked}
+        self._blocks = tuple(self._block(names, sites) for names in self.joint)
+        self._deterministic = any(s["type"] == "deterministic" for s in trace.values())
+        self._call = args, kwargs
+        # Set last: a model that raises above is inspected anew.
+        self.prototype_trace = trace
+
+    def _set_frames(self, trace: dict) -> None:
+        self._prototype_frames, self._prototype_frame_full_sizes = {}, {}
+        for name, site in trace.items():
+            if site["type"] == "plate":
+                self._prototype_frame_full_sizes[name] = site["args"][0]
+            elif site["type"] == "sample" and not site["is_observed"]:
+                self._prototype_frames.update({frame.name: frame for frame in site["cond_indep_stack"]})
+
+    def _check_names(self, sites: dict) -> None:
+        named = [*self.families, *(name for block in self.joint for name in block)]
+        unknown = sorted(set(named) - set(sites))
+        if unknown:
+            raise GuideError(
+                f"AutoExponentialFamily names {', '.join(unknown)}, which the model does not have as latents; it has "
+                f"{', '.join(sites) or 'none'}."
+            )
+        twice = sorted({name for name in named if named.count(name) > 1})
+        if twice:
+            raise GuideError(
+                f"AutoExponentialFamily names {', '.join(twice)} more than once: a latent has a family of its own or stands in one "
+                "block of `joint`."
+            )
+
+    def _latent(self, name: str, site: dict) -> Latent:
+        latent = make_latent(name, site["fn"], self.families.get(name))
+        start, batch = latent.start, len(site["fn"].batch_shape)
+        for frame in site["cond_indep_stack"]:
+            full = self._prototype_frame_full_sizes[frame.name]
+            if full != frame.size:
+                start = {p: periodic_repeat(x, full, frame.dim - (x.ndim - batch)) for p, x in start.items()}
+        return latent._replace(start=start)
+
+    def _block(self, names: tuple[str, ...], sites: dict) -> _Block:
+        for name in names:
+            fn = sites[name]["fn"]
+            support = getattr(fn.support, "base_constraint", fn.support)
+            if support is not constraints.real and fn.support is not constraints.real_vector:
+                raise GuideError(
+                    f"joint={list(names)}: latent {name!r} has support {fn.support}, and a Gaussian with full covariance needs "
+                    "real values: leave it out of the block, or model its logarithm."
+                )
+            for frame in sites[name]["cond_indep_stack"]:
+                if self._prototype_frame_full_sizes[frame.name] != frame.size:
+                    raise GuideError(
+                        f"joint={list(names)}: latent {name!r} lies in the subsampled plate {frame.name!r}, so that its block has "
+                        "another size in every batch: leave it out of the block."
+                    )
+        return _Block(names, tuple(tuple(jnp.shape(sites[name]["value"])) for name in names))
+
+    # -------------------------------------------------------------------------------------------------------- guide
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Sample every latent from q; see :class:`numpyro.infer.autoguide.AutoGuide`."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        plates, found = self._create_plates(*args, **kwargs), {}
+        for block in self._blocks:
+            found |= self._sample_block(block)
+        for name, latent in self._latents.items():
+            with ExitStack() as stack:
+                for frame in self.prototype_trace[name]["cond_indep_stack"]:
+                    stack.enter_context(plates[frame.name])
+                batch = len(self.prototype_trace[name]["fn"].batch_shape)
+                params = {
+                    p: numpyro.param(self._name(name, p), x, constraint=latent.constraint[p], event_dim=x.ndim - batch)
+                    for p, x in latent.start.items()
+                }
+                found[name] = numpyro.sample(name, latent.member(params))
+        return found
+
+    def _sample_block(self, block: _Block) -> dict[str, Array]:
+        start = {"loc": self._block_start(block, "loc"), "scale_tril": self._block_start(block, "scale_tril")}
+        kinds = {"loc": constraints.real_vector, "scale_tril": constraints.lower_cholesky}
+        params = {
+            p: numpyro.param(self._name(block.names[0], f"joint_{p}"), x, constraint=kinds[p]) for p, x in start.items()
+        }
+        flat = numpyro.sample(
+            f"_{self.prefix}_{'_'.join(block.names)}", dist.MultivariateNormal(**params), infer={"is_auxiliary": True}
+        )
+        values = block.split(flat)
+        for name, value in values.items():
+            numpyro.sample(name, dist.Delta(value, event_dim=value.ndim))
+        return values
+
+    def _block_start(self, block: _Block, what: str) -> Array:
+        """The prior's marginal means and sds given the prototype's values."""
+        fns = [self.prototype_trace[name]["fn"] for name in block.names]
+        draws = [fn.sample(jax.random.key(0), (NUM_MATCHED,)).reshape(NUM_MATCHED, -1) for fn in fns]
+        flat = jnp.concatenate(draws, axis=-1)
+        return jnp.median(flat, axis=0) if what == "loc" else jnp.diag(_robust_sd(flat))
+
+    def _name(self, latent: str, parameter: str) -> str:
+        return f"{latent}_{self.prefix}_{parameter}"
+
+    # --------------------------------------------------------------------------------------------------- posteriors
+
+    def get_posterior(self, params: Mapping[str, Array]) -> dict[Hashable, dist.Distribution]:
+        """The distribution of each latent in its own support.
+
+        Args:
+            params: the guide's params, as from ``svi.get_params(state)``.
+
+        Returns:
+            Distributions by latent; a block's joint Gaussian stands under the tuple of its names as well.
+
+        Raises:
+            GuideError: when the guide has not been run on data yet.
+        """
+        if self.prototype_trace is None:
+            raise GuideError("the guide is not set up: run svi.init(key, *args) or guide(*args) once.")
+        found: dict[Hashable, dist.Distribution] = {}
+        for block in self._blocks:
+            loc, root = (params[self._name(block.names[0], f"joint_{p}")] for p in ("loc", "scale_tril"))
+            whole = dist.MultivariateNormal(loc, scale_tril=root)
+            covariance = whole.covariance_matrix
+            ends = np.cumsum([0, *(int(np.prod(shape)) for shape in block.shapes)])
+            for name, shape, begin, end in zip(block.names, block.shapes, ends[:-1], ends[1:], strict=True):
+                own = covariance[begin:end, begin:end]
+                fn = self.prototype_trace[name]["fn"]
+                found[name] = _block_marginal(fn, loc[begin:end].reshape(shape), own)
+            found[block.names] = whole
+        for name, latent in self._latents.items():
+            found[name] = latent.member({p: params[self._name(name, p)] for p in latent.start})
+        return found
+
+    def sample_posterior(
+        self, rng_key: Array, params: Mapping[str, Array], *args: Any, sample_shape: tuple[int, ...] = (), **kwargs: Any
+    ) -> dict[str, Array]:
+        """Draws of every latent, and of the model's deterministic sites.
+
+        Args:
+            rng_key: a JAX random key.
+            params: the guide's params.
+            *args: the model's arguments, for deterministic sites; those of the first call where left out.
+            sample_shape: leading axes of the draws.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            Values by name, in the latents' own supports.
+        """
+        posterior = self.get_posterior(params)
+        blocked = {name for block in self._blocks for name in block.names}
+        keys = dict(zip(posterior, jax.random.split(rng_key, len(posterior)), strict=True))
+        draws: dict[str, Array] = {}
+        for block in self._blocks:
+            draws |= block.split(posterior[block.names].sample(keys[block.names], sample_shape))
+        for name in self._latents:
+            if name not in blocked:
+                draws[name] = posterior[name].sample(keys[name], sample_shape)
+        return self._with_deterministic(draws, sample_shape, args, kwargs)
+
+    def median(self, params: Mapping[str, Array]) -> dict[str, Array]:
+        """The median of every element of every latent.
+
+        Args:
+            params: the guide's params.
+
+        Returns:
+            Values by latent.
+        """
+        return {name: x[0] for name, x in self.quantiles(params, [0.5]).items()}
+
+    def quantiles(self, params: Mapping[str, Array], quantiles: Any) -> dict[str, Array]:
+        """Quantiles of every element of every latent: see :func:`marginal_quantiles` for their accuracy.
+
+        Args:
+            params: the guide's params.
+            quantiles: numbers in [0, 1], a list or an array of one axis.
+
+        Returns:
+            Values by latent, with the quantiles' axis first.
+        """
+        levels = jnp.atleast_1d(jnp.asarray(quantiles))
+        posterior = self.get_posterior(params)
+        return {name: marginal_quantiles(d, levels) for name, d in posterior.items() if isinstance(name, str)}
+
+    def _with_deterministic(self, draws: dict[str, Array], shape: tuple[int, ...], args: tuple, kwargs: dict) -> dict:
+        if not self._deterministic:
+            return draws
+        given, named = (args, kwargs) if args or kwargs else self._call
+
+        def run(values: dict[str, Array]) -> dict[str, Array]:
+            model = handlers.substitute(handlers.seed(self.model, 0), values)
+            trace = handlers.trace(model).get_trace(*given, **named)
+            return {n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"}
+
+        flat = {n: x.reshape(-1, *x.shape[len(shape) :]) for n, x in draws.items()}
+        found = jax.lax.map(run, flat)
+        return draws | {n: x.reshape(*shape, *x.shape[1:]) for n, x in found.items()}
+
+
+def _is_summed_out(site: dict) -> bool:
+    """Whether a latent is discrete and marked for enumeration, which is the default for those without a family."""
+    if not site["fn"].support.is_discrete:
+        return False
+    if site["infer"].get("enumerate") == "parallel":
+        return True
+    name = site["name"]
+    raise GuideError(
+        f"latent {name!r} is discrete: mark it for enumeration (infer={{'enumerate': 'parallel'}}, TraceEnum_ELBO), or give it "
+        f"a family, families={{{name!r}: CategoricalFamily(n)}} or BernoulliFamily()."
+    )
+
+
+def _robust_sd(draws: Float[Array, "S D"]) -> Float[Array, "D"]:
+    """Half the central 68 percent: the sd of a normal, and finite for heavy tails."""
+    low, high = jnp.quantile(draws, jnp.array([0.1587, 0.8413]), axis=0)
+    return 0.5 * (high - low)
+
+
+def _block_marginal(fn: Any, loc: Array, covariance: Float[Array, "E E"]) -> dist.Distribution:
+    """One latent of a block; across batch axes its elements are dependent, which a marginal per batch entry leaves out."""
+    rank, size = len(fn.event_shape), int(np.prod(fn.event_shape))
+    batch = loc.shape[: loc.ndim - rank]
+    count = int(np.prod(batch))
+    blocks = covariance.reshape(count, size, count, size)
+    own = jnp.stack([blocks[i, :, i] for i in range(count)]).reshape(*batch, size, size)
+    sd = jnp.sqrt(jnp.diagonal(covariance)).reshape(loc.shape)
+    return in_own_support(fn, loc, sd, own)
