@@ -73,7 +73,7 @@ def _compare(
 ) -> None:
     elbo = _elbo(problem)
     best = _best_setting(report, problem, settings, elbo)
-    rows, gaps, shares, costs = [], [], [], []
+    rows, costs, curves, opposing, times = [], [], [], [], []
     baseline = _points_function(problem)
     for seed in range(seeds):
         start = problem.start(seed)
@@ -94,29 +94,42 @@ def _compare(
             },
             3,
         )
-        seconds = svi_time * svi_steps / best.num_steps
-        gaps.append(curve[-1][1] - final)
-        shares.append(one["pvi"] / seconds if reached else float("inf"))
-        costs.append((one["long"] - one["short"]) / 64 / one["points"])
+        seconds, each = svi_time * svi_steps / best.num_steps, (one["long"] - one["short"]) / 64
+        curves.append([(r, value - final) for r, value in curve])
+        opposing.append([(step, value - final) for step, value in svi_curve])
+        times.append((each, svi_time / best.num_steps))
+        costs.append(each / one["points"])
         words = pvi.info(last).expectation[-1]
+        share = one["pvi"] / seconds if reached else "none"
         rows.append((seed, final, curve[-1][1], svi_steps, seconds, rounds if reached else "none", one["pvi"],
-                     shares[-1], costs[-1], words))  # fmt: skip
+                     share, costs[-1], words))  # fmt: skip
     header = ("seed", "SVI's ELBO", "PVI's ELBO", f"SVI steps to {TOLERANCE}", "s", f"PVI rounds to {TOLERANCE}", "s",
               "PVI s / SVI s", "round / points", "expectation at the end")  # fmt: skip
     report.add_table(f"{problem.name}: {best.name} against PVI's defaults, common starts", header, rows)
     if decides:
         name = problem.name.split(",")[0]
+        mean = _mean_curve(curves)
+        report.add_target(f"{name}: PVI's ELBO less long SVI's, mean", mean[-1][1], -TOLERANCE, at_least=True)
+        rounds, steps = _first_near(mean), _first_near(_mean_curve(opposing))
+        own, other = (statistics.fmean(t) for t in zip(*times, strict=True))
         report.add_target(
-            f"{name}: PVI's ELBO less long SVI's, mean", statistics.fmean(gaps), -TOLERANCE, at_least=True
-        )
-        report.add_target(
-            f"{name}: PVI's time to SVI's optimum within {TOLERANCE}, share of SVI's, mean",
-            statistics.fmean(shares),
+            f"{name}: PVI's time until the mean over seeds is within {TOLERANCE} of long SVI's, share of SVI's",
+            rounds * own / (steps * other),
             0.5,
         )
         report.add_target(
             f"{name}: round, times value and gradient of all rows at 2D points, median", statistics.median(costs), 1.5
         )
+
+
+def _mean_curve(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Mean over seeds at every checkpoint, nats above the end of SVI's run of the same seed."""
+    return [(points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*curves, strict=True)]
+
+
+def _first_near(curve: list[tuple[int, float]]) -> float:
+    """The first checkpoint that is within the tolerance of the end of SVI's run; infinity without one."""
+    return next((at for at, value in curve if value >= -TOLERANCE), float("inf"))
 
 
 def _elbo(problem: Problem) -> Callable[[Any], float]:

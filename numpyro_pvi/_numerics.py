@@ -115,6 +115,34 @@ def clip_to_psd(matrix: Float[Array, "*batch D D"], floor: float = 0.0) -> Float
     return clipped * (size[..., :, None] * size[..., None, :])
 
 
+def congruent(root: Float[Array, "*batch D D"], matrix: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
+    """Return ``R A R^T``, symmetrised.
+
+    Args:
+        root: R.
+        matrix: symmetric matrices A.
+
+    Returns:
+        Symmetric matrices.
+    """
+    return symmetrise(root @ matrix @ jnp.swapaxes(root, -1, -2))
+
+
+def missing_eigenvalues(matrix: Float[Array, "*batch D D"], floor: float) -> Float[Array, "*batch D D"]:
+    """What has to be added to a symmetric matrix to raise its smaller eigenvalues to a floor.
+
+    Args:
+        matrix: symmetric matrices.
+        floor: smallest eigenvalue of the sum.
+
+    Returns:
+        Positive semi-definite matrices with the same eigenvectors; zero where all eigenvalues are at the floor or above.
+    """
+    values, vectors = jnp.linalg.eigh(matrix)
+    lack = jnp.clip(floor - values, 0.0, None)
+    return symmetrise(jnp.einsum("...ik,...k,...jk->...ij", vectors, lack, vectors))
+
+
 def clip_psd_2x2(
     uu: Float[Array, "*batch"], uv: Float[Array, "*batch"], vv: Float[Array, "*batch"]
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"], Float[Array, "*batch"]]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._numerics import power_iteration_step
 from ..errors import PVIError
@@ -19,6 +19,7 @@ from ._base import (
     accept_once,
     elbo_gain,
 )
+from ._narrow import hold_width, may_hold
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 
@@ -33,6 +34,8 @@ class SynchronousState(NamedTuple):
     eigenvalue: Float[Array, ""]
     averaging: Averaging
     last_move: Float[Array, ""]
+    # Rounds in which q was kept from widening.
+    held: Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,9 @@ class Synchronous:
     mean-field q also caps it at ``1 / lambda_max(D^-1/2 Lambda D^-1/2)``, D the diagonal of the curvature Lambda:
     parallel mean-field updates blow up at moderate correlations with every q and cavity valid. Where expectations are
     by draws, the naturals of late rounds are averaged: steps shrink as c / (c + k) with the number k of rounds in which the
-    location turned back, and a fall of the ELBO that the draws' own contradictions explain is no reason to halve.
+    location turned back, and a fall of the ELBO that the draws' own contradictions explain is no reason to halve. Where
+    they may be by draws (there is no structure), a full-covariance q may narrow but not widen in the first 30 rounds whose
+    sites together ask for no normalisable q.
 
     Under a stochastic solver each site has been moved as if alone, so that M of them together go M times too far: "auto"
     is then 1/M (a mean of M normalisable q's is normalisable). The ELBO is looked at once, and a round is undone, and the
@@ -85,7 +90,7 @@ class Synchronous:
         probe = jnp.ones((dim,), dtype) / jnp.sqrt(jnp.asarray(max(dim, 1), dtype))
         one = jnp.ones((), dtype)
         averaging = no_averaging(problem.family.dim if problem.noisy and not problem.stochastic else 0, dtype)
-        return SynchronousState(one * self._largest(problem), probe, one, averaging, one * jnp.inf)
+        return SynchronousState(one * self._largest(problem), probe, one, averaging, one * jnp.inf, jnp.int32(0))
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of every site: see :class:`numpyro_pvi.schedules.Schedule`."""
@@ -104,6 +109,11 @@ class Synchronous:
             done = accept_once(problem, carry.sites, proposal, old, carry.schedule.step, noise)
         else:
             first = self._first_step(problem, carry.schedule)
+            if may_hold(problem):
+                proposal, held = hold_width(problem, proposal, old, results.moved, carry.schedule.held)
+                # Such a step narrows q and is short already: what earlier rounds had to halve says nothing of it.
+                first = jnp.where(held > carry.schedule.held, self._largest(problem), first).astype(first.dtype)
+                carry = carry._replace(schedule=carry.schedule._replace(held=held))
             done = accept_jointly(problem, carry.sites, proposal, old, first, noise, probe)
         return self._finish(problem, carry, results, prior, done, scale)
 
@@ -158,7 +168,7 @@ class Synchronous:
             done.evaluation,
             results.state,
             None if prior is None else prior.state,
-            SynchronousState(step.astype(state.step.dtype), probe, eigenvalue, averaging, moved),
+            SynchronousState(step.astype(state.step.dtype), probe, eigenvalue, averaging, moved, state.held),
             report,
         )
 
