@@ -18,7 +18,7 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import SNEP, Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 from .models import groups, make_linear, make_logistic, make_scale, rows
 
@@ -30,6 +30,7 @@ CASES = {
     "conjugate-sequential": (make_linear, Conjugate(), Sequential("random"), AutoMultivariateNormal),
     "natural-synchronous": (make_scale, NaturalGradient(), Synchronous(), AutoMultivariateNormal),
     "ep-rows": (make_logistic, PowerEP(factors="row"), Synchronous(), AutoMultivariateNormal),
+    "snep": (make_linear, SNEP(beta={0: 2.0}, outer_period=3), Sequential(), AutoMultivariateNormal),
     "natural-mean-field": (make_logistic, NaturalGradient(), Synchronous(), AutoDiagonalNormal),
     "local-synchronous": (
         make_logistic,
