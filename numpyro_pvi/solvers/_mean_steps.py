@@ -79,6 +79,24 @@ def site_step(
     return family.mean_to_natural(new) - site, inside
 
 
+def widening(family: GaussianFamily, q: Any, gap: Any) -> Float[Array, ""]:
+    """The largest ratio, over all directions, of another Gaussian's variance to that of q.
+
+    Args:
+        family: the Gaussian family of q.
+        q: its natural parameters.
+        gap: natural parameters of the other Gaussian, which is normalisable, less those of q.
+
+    Returns:
+        A positive number; 1 where the two have the same covariance.
+    """
+    scale = family.moments(q).scale
+    if not family.full:
+        return 1.0 / jnp.min(1.0 + gap.precision * scale**2)
+    bend = symmetrise(scale.T @ gap.precision @ scale)
+    return 1.0 / (1.0 + jnp.linalg.eigvalsh(bend)[0])
+
+
 def _inverse(matrix: Float[Array, "D D"]) -> Float[Array, "D D"]:
     root = inverse_root(scaled_cholesky(matrix)[0])
     return root @ root.T

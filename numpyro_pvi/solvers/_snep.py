@@ -16,7 +16,7 @@ from ..expectations import MOMENTS, Expected, Moments, Tilted
 from ..families import GaussianFamily
 from ..sites import MAX_HALVINGS, back_off, damp, select
 from ._base import LocalResult, TiltedFactor
-from ._mean_steps import posterior_step, site_step
+from ._mean_steps import posterior_step, site_step, widening
 from ._settings import ByLabel, Labelled, by_label, freeze, resolve
 from ._swing import own_step
 
@@ -109,8 +109,10 @@ class SNEP:
         num_steps: inner steps per visit.
         outer_period: inner steps after which a group's anchor moves to q.
         step_size: the inner step in (0, 1], in mean space: a number, a function of the number of inner steps taken so far (a
-            hashable one, an optax schedule for example), or "auto": ``beta / (1 + beta)``, which is Newton's step for a single
-            group. A group whose moves turn back halves its share of it, and lets it grow again.
+            hashable one, an optax schedule for example), or "auto": ``beta / (beta + max(1, r^2))`` with r the largest ratio of
+            a variance of the tilted distribution to that of q. That is Newton's step for a single group where both are as wide,
+            and lowers the objective where an anchor wider than q makes it steeper. A group whose moves turn back halves its
+            share of it, and lets it grow again.
         damping: share of a visit's change that is taken, in (0, 1]; 1 is the full step, as in earlier PVI code.
         metric: "posterior" (as above: sites may be improper), or "site": the step is taken in the site's own mean coordinates,
             ``gamma_m <- gamma_m + step (s_m - mu_q)`` with ``eta_m = grad A*(gamma_m)``. That needs sites normalisable by
@@ -276,7 +278,7 @@ class SNEP:
         gap = select(usable, gap, family.zeros((), q.precision_mean.dtype))
         share, move = own_step(family, q, gap, state.share, state.last, usable, 1.0)
         share, move = (jnp.where(k == 0, a, b) for a, b in ((share, state.share), (move, state.last)))
-        size = share * self._size(state)
+        size = share * self._size(family, state, q, gap)
         change, size, halvings, inside = self._change(family, site, q, gap, size)
         change = family.symmetrise(change)
         good = usable & inside & all_finite(change) & family.in_domain(q + change)
@@ -302,12 +304,13 @@ class SNEP:
         size, halvings = back_off(inside, size)
         return site_step(family, site, q, gap, size)[0], size, halvings, halvings < MAX_HALVINGS
 
-    def _size(self, state: SNEPState) -> Float[Array, ""]:
+    def _size(self, family: GaussianFamily, state: SNEPState, q: Any, gap: Any) -> Float[Array, ""]:
         if callable(self.step_size):
             wanted = jnp.asarray(self.step_size(state.age), state.share.dtype)
             return jnp.clip(wanted, 0.0, 1.0)
         if self.step_size == "auto":
-            return state.beta / (1.0 + state.beta)
+            # Second moments weigh as squares of variances in the Hessian.
+            return state.beta / (state.beta + jnp.maximum(widening(family, q, gap), 1.0) ** 2)
         return jnp.full_like(state.share, cast(float, self.step_size))
 
     def _after(self, found: Tilted, state: SNEPState, weight: Any, flags: tuple) -> SNEPState:

@@ -14,7 +14,7 @@ from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import Tilted
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.solvers import SNEP, trouble_of
-from numpyro_pvi.solvers._mean_steps import posterior_step, site_step
+from numpyro_pvi.solvers._mean_steps import posterior_step, site_step, widening
 
 FAMILY = MultivariateNormalFamily(2)
 Q = GaussianNatural(jnp.array([1.0, -0.5]), jnp.array([[2.0, 0.3], [0.3, 1.0]]))
@@ -151,17 +151,32 @@ def visit(change, solver=None, state=None, **fields):
 
 
 def test_the_first_step_anchors_at_q_and_takes_beta_over_one_plus_beta():
-    solver = SNEP(beta=3.0, outer_period=2)
-    result, asked = visit((OTHER - Q) * 3.0, solver)
+    solver, gap = (
+        SNEP(beta=3.0, outer_period=2),
+        GaussianNatural(jnp.array([0.2, 0.7]), jnp.diag(jnp.array([0.5, 0.1]))),
+    )
+    result, asked = visit(gap * 3.0, solver)
     np.testing.assert_allclose(asked[0][0].precision, Q.precision, rtol=1e-6)
     np.testing.assert_allclose(asked[0][1], 1 / 3, rtol=1e-6)
-    wanted = posterior_step(FAMILY, Q, OTHER - Q, jnp.asarray(0.75))
+    wanted = posterior_step(FAMILY, Q, gap, jnp.asarray(0.75))
     np.testing.assert_allclose(result.site.precision, SITE.precision + wanted.precision, rtol=1e-4)
     # The second inner step is from the same anchor, the third from a new one.
     state = result.state._replace(anchor=OTHER)
     anchors = [visit(Q * 0.0, solver, state._replace(age=jnp.int32(age)))[1][0][0] for age in (1, 2)]
     np.testing.assert_array_equal(anchors[0].precision, OTHER.precision)
     np.testing.assert_allclose(anchors[1].precision, Q.precision, rtol=1e-6)
+
+
+def test_a_tilted_distribution_wider_than_q_shortens_the_step():
+    wanted = posterior_step(FAMILY, Q, Q * -0.5, jnp.asarray(1 / 5))
+    np.testing.assert_allclose(visit(Q * -0.5)[0].site.precision, SITE.precision + wanted.precision, rtol=1e-4)
+    other = OTHER.precision
+    ratios = np.linalg.eigvals(np.asarray(Q.precision, float) @ np.linalg.inv(np.asarray(other, float)))
+    np.testing.assert_allclose(widening(FAMILY, Q, OTHER - Q), np.max(ratios.real), rtol=1e-5)
+    one, two = (GaussianNatural(n.precision_mean, jnp.diagonal(n.precision)) for n in (Q, OTHER))
+    np.testing.assert_allclose(
+        widening(NormalFamily(2), one, two - one), np.max(one.precision / two.precision), rtol=1e-5
+    )
 
 
 def test_damping_and_a_schedule_of_steps():
