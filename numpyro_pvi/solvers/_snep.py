@@ -142,7 +142,6 @@ class SNEP:
     # Tilted distributions are anchored at theta', not at q.
     anchored = True
     factors = "group"
-    power = 1.0
     expectation = "auto"
     num_draws = 16
 
