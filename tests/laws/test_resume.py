@@ -86,7 +86,7 @@ def both(name, path, spoil=lambda state: state):
     return first, whole, second, rest
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "snep")) for n in CASES])
 def test_resumed_is_unbroken(name, tmp_path):
     first, whole, second, rest = both(name, tmp_path / "fit.pvi")
     assert numbers(rest.state) == numbers(whole.state)
