@@ -33,7 +33,8 @@ def sub_posteriors(data, num_groups, gradients, seed):
     X, y, labels = data
     transitions = max(gradients // LEAPFROGS, 50)
     warmup = transitions // 5
-    kernel = HMC(_share, num_steps=LEAPFROGS)
+    # Without a length of their own, trajectories leave the step size to warm-up.
+    kernel = HMC(_share, num_steps=LEAPFROGS, trajectory_length=None)
     chains = MCMC(kernel, num_warmup=warmup, num_samples=transitions - warmup, progress_bar=False, jit_model_args=True)
     found = []
     for g in range(num_groups):

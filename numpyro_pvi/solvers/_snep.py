@@ -12,58 +12,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..errors import PVIError
-from ..expectations import MOMENTS, Expected, Moments, Tilted
+from ..expectations import MOMENTS, Expected, Moments
 from ..families import GaussianFamily
 from ..sites import MAX_HALVINGS, back_off, damp, select
 from ._base import LocalResult, TiltedFactor
 from ._mean_steps import posterior_step, site_step, widening
 from ._settings import ByLabel, Labelled, by_label, freeze, resolve
+from ._snep_state import SNEPState, reported
 from ._swing import own_step
 
 # Share of q that a site which is not normalisable by itself starts from under metric="site".
 _SMALL_SHARE = 0.01
-# Why a visit was not what was asked for.
-_FINE, _NOT_FINITE, _NO_TILTED, _NO_STEP, _COLLAPSED, _IMPROPER, _HELD = range(7)
-_LARGER = "a larger beta (SNEP(beta=2.0)), a smaller step_size"
-
-
-class SNEPState(NamedTuple):
-    """One worker's memory, and what its last visit found."""
-
-    # theta': the natural parameters that its tilted distribution is anchored at, and the inner steps taken since the start.
-    anchor: Any
-    age: Int[Array, ""]
-    beta: Float[Array, ""]
-    # Its own share of the step size: halved while its moves turn back. The last move, in sds of q.
-    share: Float[Array, ""]
-    last: Float[Array, "two_D"]
-    # Effective sample size (NaN where nothing is sampled), and the standard error of a visit's move, in sds of q.
-    ess: Float[Array, ""]
-    noise: Float[Array, ""]
-    # Share of the power that was used, rows that kept their sites, and what went wrong (0: nothing).
-    temper: Float[Array, ""]
-    held: Int[Array, ""]
-    trouble: Int[Array, ""]
-    # Whether quadrature asked for a finer rule than was compiled in.
-    missed: Bool[Array, ""]
-
-    def sentence(self) -> str | None:
-        """What went wrong in the last visit of one group, and the remedy, without the group's name."""
-        return {
-            _NOT_FINITE: "its log density is not finite anywhere under its anchor: narrow the prior, scale the columns, or check "
-            "that the observations lie in the likelihood's support",
-            _NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity is improper or its "
-            f"weights have collapsed: use {_LARGER}, moments='laplace', or solver=NaturalGradient(), which needs no proper "
-            "cavity",
-            _NO_STEP: f"no step towards its tilted moments left q normalisable: use {_LARGER}",
-            _COLLAPSED: f"the effective sample size of its weights is {float(self.ess):.0f}, so its moments were taken at "
-            f"{float(self.temper):.2g} of the power: pass more draws (ImportanceMoments(num_draws=...)), moments='laplace', a "
-            "larger beta, or split the group",
-            _IMPROPER: "its cavity (its anchor without its site) is improper at the full power, so these moments were taken at "
-            f"less: where this lasts the limit is not that of the beta asked for; use {_LARGER}",
-            _HELD: f"the moments of {int(self.held)} row(s) were not finite, and these kept their sites: look for observations "
-            "that are all but impossible",
-        }.get(int(self.trouble))
 
 
 class _Walk(NamedTuple):
@@ -281,7 +240,7 @@ class SNEP:
         change, size, halvings, inside = self._change(family, site, q, gap, size)
         change = family.symmetrise(change)
         good = usable & inside & all_finite(change) & family.in_domain(q + change)
-        new = self._after(found, state, power * size, (usable, good))
+        new = reported(state, found, power * size, usable, good)
         new = new._replace(
             anchor=anchor,
             age=state.age + 1,
@@ -311,28 +270,6 @@ class SNEP:
             # Second moments weigh as squares of variances in the Hessian.
             return state.beta / (state.beta + jnp.maximum(widening(family, q, gap), 1.0) ** 2)
         return jnp.full_like(state.share, cast(float, self.step_size))
-
-    def _after(self, found: Tilted, state: SNEPState, weight: Any, flags: tuple) -> SNEPState:
-        """What a step found, for reports."""
-        usable, good = flags
-        sampled = ~jnp.isnan(found.ess)
-        reasons = [
-            (~found.finite, _NOT_FINITE),
-            (~usable, _NO_TILTED),
-            (~good, _NO_STEP),
-            ((found.temper < 1) & sampled, _COLLAPSED),
-            (found.temper < 1, _IMPROPER),
-            (found.held > 0, _HELD),
-        ]
-        trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], _FINE)
-        return state._replace(
-            ess=found.ess,
-            noise=found.noise * weight,
-            temper=found.temper,
-            held=found.held,
-            trouble=trouble.astype(jnp.int32),
-            missed=found.missed,
-        )
 
 
 def _is_share(value: Any) -> bool:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import numpyro_pvi.solvers._snep as snep
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import Tilted
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.solvers import SNEP, trouble_of
 from numpyro_pvi.solvers._mean_steps import posterior_step, site_step, widening
+from numpyro_pvi.solvers._snep_state import HELD
 
 FAMILY = MultivariateNormalFamily(2)
 Q = GaussianNatural(jnp.array([1.0, -0.5]), jnp.array([[2.0, 0.3], [0.3, 1.0]]))
@@ -226,7 +226,7 @@ def test_a_visit_that_went_well_says_nothing():
     assert trouble_of(visit(Q * 0.1)[0].state) is None
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), visit(Q * 0.1)[0].state)
     assert trouble_of(stacked, 1) is None
-    assert trouble_of(stacked._replace(trouble=jnp.array([0, snep._HELD])), 1) is not None
+    assert trouble_of(stacked._replace(trouble=jnp.array([0, HELD])), 1) is not None
 
 
 def test_anchors_that_outlast_a_visit_move_sites_as_if_alone():
