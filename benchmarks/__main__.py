@@ -18,6 +18,7 @@ NAMES = {
     "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
     "ep-probit": "power EP by rows against textbook EP: moments and evidence",
     "ep-logistic": "EP from sampled moments against the exact posterior, beside VI and Laplace",
+    "snep": "stochastic natural-gradient EP beside EP, VI and consensus Monte Carlo at an equal budget of gradients",
     "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
     "resume": "kill -9 at random moments of a run that keeps a file: does it go on, to the same bits (--kills)",
     "graph": "agents without a server: contraction, steps to the central optimum through link failures, DELBO's mean",

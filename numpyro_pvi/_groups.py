@@ -45,7 +45,7 @@ def reduced(state: PVIState, engine: Engine) -> PVIState:
         A state to be handed back to :func:`restored`.
     """
     plan = state.plan
-    by_label = getattr(engine.schedule, "by_label", False)
+    by_label = any(getattr(x, "by_label", False) for x in (engine.schedule, engine.solver))
     reads_sizes = engine.solver.stochastic or getattr(engine.schedule, "streams", False)
     part = without_labels(plan.partition, plan.padded_rows, reads_sizes, by_label)
     plan = dataclasses.replace(plan, partition=part, signature=None, absent=())

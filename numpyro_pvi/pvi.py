@@ -439,11 +439,11 @@ class PVI(SVI):
         return NaturalView(cavity(q, self._site(state, group)), state.plan.family, f"cavity of group {group!r}")
 
     def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
-        """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own for ``PowerEP``.
+        """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own if moments are matched.
 
         ``A(eta_q) - A(eta_0) + sum_m (1/alpha) [log Z_m + A(eta_q - alpha eta_m) - A(eta_q)]`` with ``Z_m`` the mean of
         ``p(y_m | theta)^alpha`` under the normalised cavity. It is stationary in the sites at a fixed point, no bound, and
-        exact for quadratic factors.
+        exact for quadratic factors. Of ``SNEP`` it is the objective at the state's own anchors, which are q in the limit.
 
         Args:
             state: a state.

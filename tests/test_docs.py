@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-PAGES = ("getting_started", "divergences", "no_server", "streaming", "forgetting", "saving", "families")
+PAGES = ("getting_started", "divergences", "snep", "no_server", "streaming", "forgetting", "saving", "families")
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])

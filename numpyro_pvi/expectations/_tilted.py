@@ -68,7 +68,7 @@ def from_points(
     q: GaussianNatural,
     site: GaussianNatural,
     proposal: Proposal,
-    power: float,
+    power: float | Float[Array, ""],
 ) -> Tilted:
     """Moments by self-normalised weights ``w_s ~ q(theta_s) / proposal(theta_s) (p / t)^alpha``, power halved as needed.
 

@@ -63,7 +63,7 @@ def tilted_rows(
     chunk: tuple,
     sites: RowSites,
     moments: GaussianMoments,
-    power: float,
+    power: float | Float[Array, ""],
     level: Any,
     num_rules: int,
 ) -> Expected:

@@ -334,7 +334,8 @@ class Engine:
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """Power EP's log evidence at a state, its Monte Carlo standard error (nats), and whether a finer rule is needed."""
         problem = self._state_problem(state, None, args, kwargs, fine)
-        return evidence(problem, state.sites, state.rule, jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS))
+        key = jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS)
+        return evidence(problem, state.sites, state.rule, key, (state.solver_state, state.prior_solver_state))
 
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
@@ -396,6 +397,9 @@ class Engine:
         solver = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype)
         )
+        own = getattr(self.solver, "init_groups", None)
+        if own is not None:
+            solver = own(problem, solver)
         prior_solver = solver_of_prior(self.solver).init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
         return {

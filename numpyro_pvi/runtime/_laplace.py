@@ -24,7 +24,7 @@ def laplace_proposal(
     look: Callable[[Float[Array, "D"]], tuple],
     q: Any,
     site: Any,
-    power: float,
+    power: float | Float[Array, ""],
     num_steps: int,
 ) -> Proposal:
     """Search the mode of ``q (p / t)^power`` by Newton's method, and take the curvature there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..expectations import Expected, row_sites_zero, row_targets, tilted_rows
 from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take
-from ..solvers import LocalResult, LocalSolver, NaturalGradient
+from ..solvers import SNEP, LocalResult, LocalSolver, NaturalGradient
 from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
 from ._tilted import (
     MomentFactor,
@@ -210,23 +210,31 @@ def first_row_sites(problem: LocalProblem, at_prior: Any, loc: Float[Array, "D"]
 
 
 def evidence(
-    problem: LocalProblem, sites: SiteStack, rule: Rule, key: Any
+    problem: LocalProblem, sites: SiteStack, rule: Rule, key: Any, solver: tuple[Any, Any]
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
     ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, which is DESIGN's formula with the
-    cavity's normaliser taken into the expectation, so that a cavity need not be proper.
+    cavity's normaliser taken into the expectation, so that a cavity need not be proper. Of a solver with anchors theta' the
+    expectations are under these instead of q, which gives the solver's objective less ``A(eta_0)``.
 
     Args:
         problem: the factors.
         sites: all sites.
         rule: quadrature rule to start from.
         key: random key.
+        solver: solver states of the groups and of the prior factor.
 
     Returns:
         ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed than was compiled in.
     """
-    q, power = posterior(problem.prior_natural, sites), settings_of(problem).power
+    q = posterior(problem.prior_natural, sites)
+
+    def vantage(state):
+        if not getattr(problem.solver, "anchored", False):
+            return q, settings_of(problem).power
+        return cast(SNEP, problem.solver).vantage(state, q)
+
     group_key, prior_key = jax.random.split(key)
     dtype = rule.tolerance.dtype
     tight = rule._replace(tolerance=jnp.asarray(TOLERANCE[dtype.name], dtype))
@@ -237,16 +245,18 @@ def evidence(
         missed = relative_error(found) > tight.tolerance
     else:
 
-        def look(index, site, key):
-            one = group_factor(problem, index).tilted(q, site, power, key)
+        def look(index, site, state, key):
+            at, power = vantage(state)
+            one = group_factor(problem, index).tilted(at, site, power, key)
             return one.value, one.variance
 
         keys = jax.random.split(group_key, problem.num_groups)
-        operands = (jnp.arange(problem.num_groups), sites.groups, keys)
+        operands = (jnp.arange(problem.num_groups), sites.groups, solver[0], keys)
         values, variances = problem.runtime.map_groups(look, operands, reads_rows=not problem.quadratic)
         value, variance = jnp.sum(values), jnp.sum(variances)
     if problem.has_prior_factor:
-        own = prior_factor(problem, tight).tilted(q, sites.prior, power, prior_key)
+        at, power = vantage(solver[1])
+        own = prior_factor(problem, tight).tilted(at, sites.prior, power, prior_key)
         value, variance, missed = value + own.value, variance + own.variance, missed | own.missed
     base = jnp.where(jnp.any(problem.data.exact), problem.data.prior_partition, 0.0)
     return problem.family.log_partition(q) - base + value, jnp.sqrt(variance), missed

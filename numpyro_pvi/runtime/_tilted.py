@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from ..errors import PVIError
 from ..expectations import (
@@ -48,9 +48,9 @@ class MomentFactor:
     """One factor as a solver that matches moments sees it."""
 
     family: GaussianFamily
-    take_moments: Callable[[Any, Any, float, Any], Tilted]
+    take_moments: Callable[[Any, Any, Any, Any], Tilted]
 
-    def tilted(self, q: Any, site: Any, power: float, key: Any) -> Tilted:
+    def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any) -> Tilted:
         """See :meth:`numpyro_pvi.solvers.TiltedFactor.tilted`."""
         return self.take_moments(q, site, power, key)
 
@@ -85,8 +85,8 @@ def method_of(problem: LocalProblem, prior: bool) -> Any:
         return "grid"
     if wanted == "quadrature" and not prior:
         raise PVIError(
-            f"PowerEP(moments='quadrature') takes a group's moments over at most {GRID_DIM} latents, here are {dim}: use "
-            "factors='row' where rows have affine predictors, or moments='importance'."
+            f"{type(problem.solver).__name__}(moments='quadrature') takes a group's moments over at most {GRID_DIM} latents, here "
+            f"are {dim}: use PowerEP(factors='row') where rows have affine predictors, or moments='importance'."
         )
     return with_settings("importance")
 
@@ -136,6 +136,9 @@ def is_sampled(problem: LocalProblem) -> bool:
 
 def _single_rows(problem: LocalProblem) -> bool:
     if not isinstance(problem.program, AffineProgram | SharedAffineProgram):
+        return False
+    # Rows know q alone: where the tilted distribution is anchored elsewhere, it is taken over theta.
+    if getattr(problem.solver, "anchored", False):
         return False
     if settings_of(problem).factors == "row":
         return True

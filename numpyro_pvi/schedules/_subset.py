@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import LocalResult
+from ..solvers._settings import ByLabel, by_label, freeze, resolve
 from ._base import Evaluation, Problem, RoundCarry, accept_jointly, accept_once
 from ._discount import next_share
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
-from ._settings import ByLabel, by_label, freeze, resolve
 
 
 class SubsetState(NamedTuple):
@@ -42,7 +42,8 @@ class StochasticSubset:
     otherwise the joint step is halved, and doubled again when accepted at once. With all groups in S this is the global ELBO.
     With fewer the ELBO is no test: the first of two groups that disagree lowers it rightly, and nobody asks absent groups.
     Beside it every group's own step is halved when its changes turn back without getting shorter. Under a stochastic solver
-    "auto" is one over the number of groups that may take part; a round is undone only where it lost more than noise explains.
+    "auto" is one over the number of groups that may take part (also under ``SNEP`` with anchors that outlast a visit); a round
+    is undone only where it lost more than noise explains.
 
     ``tol`` waits for every group: one that took no part counts with its last move.
 
@@ -125,7 +126,8 @@ class StochasticSubset:
     def _largest(self, problem: Problem) -> float:
         if isinstance(self.damping, float):
             return self.damping
-        return 1.0 / self._count(problem) if problem.stochastic and self.damping == "auto" else 1.0
+        alone = problem.stochastic or getattr(problem.solver, "moves_alone", False)
+        return 1.0 / self._count(problem) if alone and self.damping == "auto" else 1.0
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of the sites of a few groups: see :class:`numpyro_pvi.schedules.Schedule`."""

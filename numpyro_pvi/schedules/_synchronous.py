@@ -57,7 +57,8 @@ class Synchronous:
     step halved, only where it has lost more than noise explains.
 
     Args:
-        damping: largest joint step in (0, 1], or "auto": 1, and 1/M under a stochastic solver. 1 is the full step, as in
+        damping: largest joint step in (0, 1], or "auto": 1, and 1/M under a stochastic solver, or one that moves sites as if
+            alone (``SNEP`` with anchors that outlast a visit). 1 is the full step, as in
             earlier PVI code.
 
     Raises:
@@ -82,7 +83,8 @@ class Synchronous:
     def _largest(self, problem: Problem) -> float:
         if self.damping != "auto":
             return float(self.damping)
-        return 1.0 / problem.num_groups if problem.stochastic else 1.0
+        alone = problem.stochastic or getattr(problem.solver, "moves_alone", False)
+        return 1.0 / problem.num_groups if alone else 1.0
 
     def init(self, problem: Problem, dtype: Any) -> SynchronousState:
         """Start at the largest step."""

@@ -48,7 +48,7 @@ def posterior(prior_natural: Any, sites: SiteStack) -> Any:
     return total if sites.prior is None else total + sites.prior
 
 
-def cavity(posterior_natural: Any, site: Any, power: float = 1.0) -> Any:
+def cavity(posterior_natural: Any, site: Any, power: float | Float[Array, ""] = 1.0) -> Any:
     """Natural parameters of q with a ``power`` share of one site removed, ``eta_q - power * eta_m``."""
     return posterior_natural - site * power
 

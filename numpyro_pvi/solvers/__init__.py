@@ -6,6 +6,7 @@ from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
 from ._natural_gradient import NaturalGradient
 from ._power_ep import PowerEP, trouble_of
+from ._snep import SNEP
 from ._stochastic import StochasticNaturalGradient
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "LocalSolver",
     "NaturalGradient",
     "PowerEP",
+    "SNEP",
     "StochasticNaturalGradient",
     "TiltedFactor",
     "local_free_energy",

@@ -63,7 +63,7 @@ class TiltedFactor(Protocol):
 
     family: GaussianFamily
 
-    def tilted(self, q: Any, site: Any, power: float, key: Any) -> Tilted:
+    def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any) -> Tilted:
         """What matching the moments of ``q (p / t)^power`` asks for.
 
         Args:

@@ -16,11 +16,10 @@ from ..expectations import MOMENTS, Expected, ImportanceMoments, LaplaceMoments,
 from ..families import GaussianFamily
 from ..sites import select
 from ._base import LocalResult, TiltedFactor
+from ._swing import own_step
 
 # Halvings after which a step is 1e-6 of a full one.
 _MAX_TRIES = 20
-# Cosine between successive moves below which a site counts as swinging, and the least step that swinging leads to.
-_SWING, _LEAST_STEP = -0.5, 2.0**-6
 
 # Why a group's moments were not what was asked for.
 FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
@@ -69,9 +68,11 @@ def trouble_of(state: Any, index: int | None = None) -> str | None:
     Returns:
         A sentence without the group's name.
     """
-    if not isinstance(state, PowerEPState):
+    if not hasattr(state, "trouble"):
         return None
     one = state if index is None else jax.tree.map(lambda x: x[index], state)
+    if not isinstance(one, PowerEPState):
+        return one.sentence()
     sentence = _SENTENCES.get(int(one.trouble))
     if sentence is None:
         return None
@@ -206,7 +207,7 @@ class PowerEP:
         change = family.symmetrise(found.change)
         usable = found.valid & all_finite(change)
         change = select(usable, change, family.zeros((), q.precision_mean.dtype))
-        step, move = self._own_step(family, q, change, state, usable)
+        step, move = own_step(family, q, change, state.step, state.last, usable, float(self.damping))
 
         def unfinished(carry):
             step, tries = carry
@@ -237,22 +238,3 @@ class PowerEP:
         )
         site = select(good, site + change * taken, site)
         return LocalResult(site, new, tries + jnp.where(sampled, halvings, 0), good, jnp.where(good, taken, 0.0))
-
-    def _own_step(self, family, q: Any, change: Any, state: PowerEPState, usable: Any):
-        """The step, halved when the move turns back on the last one, and the move itself in sds of q."""
-        moments = family.moments(q)
-        variance = family.variances(moments)
-        sd = jnp.sqrt(variance)
-        force = change.precision_mean - family.precision_product(change, moments.loc)
-        shift = family.covariance_product(moments, force) / sd
-        # First-order change of the log sds.
-        stretch = -0.5 * family.precision_diagonal(change) * variance
-        move = jnp.concatenate([shift, stretch])
-        size = jnp.linalg.norm(move) * jnp.linalg.norm(state.last)
-        cosine = jnp.dot(move, state.last) / jnp.where(size > 0, size, 1.0)
-        # A swing that dies out by itself needs no help.
-        swings = (cosine < _SWING) & (jnp.linalg.norm(move) > 0.5 * jnp.linalg.norm(state.last))
-        least = jnp.minimum(_LEAST_STEP, self.damping)
-        step = jnp.where(swings, jnp.maximum(0.5 * state.step, least), state.step)
-        step = jnp.where(cosine > 0, jnp.minimum(1.25 * step, self.damping), step)
-        return step.astype(state.step.dtype), jnp.where(usable, move, state.last)

@@ -221,6 +221,23 @@ for _schedule in _SCHEDULES:
     }
 TABLE[2, "PowerEP", "StochasticSubset"] = Verdict(LIMIT, "exact once every group was drawn, which takes a random time")
 
+_ANCHORED = "an inner step closes half of a site's gap or so, at an anchor that follows q"
+for _schedule in _SCHEDULES:
+    _once = _schedule == "Streaming"
+    TABLE |= {
+        (1, "SNEP", _schedule): Verdict(HOLDS, _NETWORK if _schedule == "Decentralized" else _SUMS),
+        (2, "SNEP", _schedule): Verdict(DOES_NOT, f"{_ANCHORED}; {_ONCE}") if _once else Verdict(LIMIT, _ANCHORED),
+        (3, "SNEP", _schedule): TABLE[3, "PowerEP", _schedule],
+        (4, "SNEP", _schedule): TABLE[4, "PowerEP", _schedule],
+        (5, "SNEP", _schedule): TABLE[5, "PowerEP", _schedule],
+        (6, "SNEP", _schedule): Verdict(HOLDS, _IDENTITY),
+        (9, "SNEP", _schedule): TABLE[9, "PowerEP", _schedule],
+        (10, "SNEP", _schedule): Verdict(
+            DOES_NOT, "the other sites are on their way still, and their anchors remember the group"
+        ),
+        (12, "SNEP", _schedule): TABLE[12, "PowerEP", _schedule],
+    }
+
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
     "Vmap": Verdict(HOLDS, "the reference"),
@@ -246,5 +263,6 @@ CHECKED_ELSEWHERE = {
     },
     **{(2, solver, "StochasticSubset"): "test_asynchronous.py" for solver in ("Conjugate", "NaturalGradient")},
     (2, "PowerEP", "StochasticSubset"): "test_moments.py",
+    **{(law, "SNEP", schedule): "test_snep.py" for law in (2, 5) for schedule in _SCHEDULES},
     **{(2, solver, "Committee"): "test_stochastic.py" for solver in ("LocalELBO", "StochasticNaturalGradient")},
 }

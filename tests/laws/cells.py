@@ -18,7 +18,7 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import SNEP, Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 from . import checks, models, oracles
 from .fits import Fit, fit
@@ -94,6 +94,18 @@ CELLS = (
     Cell("linear-power-ep-ring", "linear", PowerEP(0.5), ring(5), 5, (1, 2, 6), 5),
     Cell("linear-ep-streaming", "linear", PowerEP(), STREAMING, 3, (1, 2, 6), 2),
     Cell("linear-ep-rows-damped", "linear", PowerEP(factors="row"), DAMPED, 5, (1, 2, 6), 5),
+    Cell("linear-snep-cyclic", "linear", SNEP(beta=(1.0, 2.0, 1.5)), SEQUENTIAL, 3, (1, 6), 2),
+    Cell("linear-snep-parallel", "linear", SNEP(num_steps=3, outer_period=2), SYNCHRONOUS, 5, (1, 6), 2, slow=True),
+    *(
+        Cell(f"linear-snep-{word}", "linear", SNEP(), schedule, 3, (1, 6), 2, slow=True)
+        for word, schedule in (
+            ("late", LOSSY),
+            ("few", FEW),
+            ("committee", Committee(max_visits=2)),
+            ("ring", ring(3)),
+            ("streaming", STREAMING),
+        )
+    ),
     Cell("linear-conjugate-streaming", "linear", CONJUGATE, STREAMING, 5, (1, 2, 3, 6), 2),
     Cell("linear-natural-streaming", "linear", NATURAL, STREAMING, 3, (1, 2, 6), 2),
     Cell("linear-local-streaming", "linear", LOCAL, STREAMING, 3, (1, 6), 2),

@@ -18,7 +18,7 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import SNEP, Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 from .models import groups, make_linear, make_logistic, make_scale, rows
 
@@ -30,6 +30,7 @@ CASES = {
     "conjugate-sequential": (make_linear, Conjugate(), Sequential("random"), AutoMultivariateNormal),
     "natural-synchronous": (make_scale, NaturalGradient(), Synchronous(), AutoMultivariateNormal),
     "ep-rows": (make_logistic, PowerEP(factors="row"), Synchronous(), AutoMultivariateNormal),
+    "snep": (make_linear, SNEP(beta={0: 2.0}, outer_period=3), Sequential(), AutoMultivariateNormal),
     "natural-mean-field": (make_logistic, NaturalGradient(), Synchronous(), AutoDiagonalNormal),
     "local-synchronous": (
         make_logistic,
@@ -85,7 +86,7 @@ def both(name, path, spoil=lambda state: state):
     return first, whole, second, rest
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "snep")) for n in CASES])
 def test_resumed_is_unbroken(name, tmp_path):
     first, whole, second, rest = both(name, tmp_path / "fit.pvi")
     assert numbers(rest.state) == numbers(whole.state)

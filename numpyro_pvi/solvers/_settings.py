@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from ..errors import PVIError
 
-if TYPE_CHECKING:
-    from ._base import Problem
+
+@runtime_checkable
+class Labelled(Protocol):
+    """What settings by label read of the factors."""
+
+    @property
+    def num_groups(self) -> int:
+        """M, without the prior factor."""
+        ...
+
+    @property
+    def labels(self) -> tuple:
+        """The groups' labels, in the order of every stacked array."""
+        ...
+
+    @property
+    def continued(self) -> bool:
+        """Whether there are groups whose rows are not at hand."""
+        ...
 
 
 class ByLabel(NamedTuple):
@@ -64,7 +81,7 @@ def freeze(value: Any, argument: str, legal: Callable[[float], bool], wanted: st
     return tuple(number(x, f"for group number {i} ") for i, x in enumerate(value))
 
 
-def resolve(value: Any, argument: str, problem: Problem, default: float) -> np.ndarray:
+def resolve(value: Any, argument: str, problem: Labelled, default: float) -> np.ndarray:
     """One number per group.
 
     Args:

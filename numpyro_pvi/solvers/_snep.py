@@ -1,0 +1,276 @@
+"""Stochastic natural-gradient expectation propagation: a convergent double loop for power EP's fixed points."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._numerics import all_finite
+from ..errors import PVIError
+from ..expectations import MOMENTS, Expected, Moments
+from ..families import GaussianFamily
+from ..sites import MAX_HALVINGS, back_off, damp, select
+from ._base import LocalResult, TiltedFactor
+from ._mean_steps import posterior_step, site_step, widening
+from ._settings import ByLabel, Labelled, by_label, freeze, resolve
+from ._snep_state import SNEPState, reported
+from ._swing import own_step
+
+# Share of q that a site which is not normalisable by itself starts from under metric="site".
+_SMALL_SHARE = 0.01
+
+
+class _Walk(NamedTuple):
+    site: Any
+    state: SNEPState
+    halvings: Int[Array, ""]
+    moved: Bool[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class SNEP:
+    """Stochastic natural-gradient expectation propagation (SNEP): power EP's fixed points by a convergent double loop.
+
+    Every group keeps beside its site eta_m an auxiliary natural parameter theta'_m, the *anchor*. The objective is
+
+        max over theta'  min over eta  of
+            A(eta_0 + sum_m eta_m) + sum_m beta_m [A_m(theta'_m - eta_m / beta_m, 1 / beta_m) - A(theta'_m)]
+
+    with ``A_m(eta, a)`` the log normaliser of ``exp(<eta, T(theta)>) p(y_m | theta)^a``. For fixed anchors it is convex in the
+    sites, with gradient ``mu_q - s_m``: s_m are the expected statistics of the tilted distribution
+    ``exp(<theta'_m - eta_m / beta_m, T>) p(y_m | theta)^(1 / beta_m)``. Inner steps go down this gradient in the Fisher metric
+    of q, taken in mean coordinates, where q stays normalisable for any step in [0, 1]:
+
+        eta_m <- eta_m + grad A*(mu_q + step (s_m - mu_q)) - eta_q.
+
+    Every ``outer_period`` inner steps the group sets ``theta'_m <- eta_q``, which solves the outer problem for the sites at
+    hand: once the inner loop has converged this cannot lower the objective. At a fixed point ``s_m = mu_q`` and
+    ``theta'_m = eta_q``, which is power EP's condition at power ``1 / beta_m``, and the objective less ``A(eta_0)`` is power
+    EP's estimate of the evidence. :meth:`numpyro_pvi.PVI.log_evidence` gives it at the anchors of a state.
+
+    With ``outer_period=1`` each step begins at its own anchor: power EP, damped by ``step / beta``, as fast as that and with as
+    little of a guarantee. Longer periods climb the objective where power EP swings; each outer loop then closes about
+    ``1 / (1 + sum_m beta_m)`` of what is left, which is the price. A period longer than a visit spans rounds; sites are then moved
+    as if alone, and schedules in parallel take a joint step of one over the number of groups.
+
+    A worker reads its anchor, its own site and the current sum ``eta_q``, and nothing else; its draws are fresh at every
+    inner step, and the schedules average late rounds. Steps on mini-batches of a group's rows are not part of this solver.
+
+    Args:
+        beta: at least 1: one over the power, ``beta=1`` for EP. A number, one per group, or a dict by label (1 for groups it does
+            not name). A prior factor takes the number, or 1.
+        moments: how tilted moments are taken: as of :class:`PowerEP` with ``factors="group"``.
+        num_steps: inner steps per visit.
+        outer_period: inner steps after which a group's anchor moves to q.
+        step_size: the inner step in (0, 1], in mean space: a number, a function of the number of inner steps taken so far (a
+            hashable one, an optax schedule for example), or "auto": ``beta / (beta + max(1, r^2))`` with r the largest ratio of
+            a variance of the tilted distribution to that of q. That is Newton's step for a single group where both are as wide,
+            and lowers the objective where an anchor wider than q makes it steeper. A group whose moves turn back halves its
+            share of it, and lets it grow again.
+        damping: share of a visit's change that is taken, in (0, 1]; 1 is the full step, as in earlier PVI code.
+        metric: "posterior" (as above: sites may be improper), or "site": the step is taken in the site's own mean coordinates,
+            ``gamma_m <- gamma_m + step (s_m - mu_q)`` with ``eta_m = grad A*(gamma_m)``. That needs sites normalisable by
+            themselves, shrinks steps until they stay so, and crawls where a group has fewer rows than latents.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges; at ``init``, for a number of betas that does not fit, or a
+            label that no group has.
+
+    References:
+        Hasenclever et al., Distributed Bayesian Learning with Stochastic Natural Gradient Expectation Propagation and the
+        Posterior Server, JMLR 18 (2017), section 3. Heskes and Zoeter, Expectation propagation for approximate inference in
+        dynamic Bayesian networks, UAI 2002 (the double loop).
+    """
+
+    beta: float | Sequence[float] | Mapping[Hashable, float] | ByLabel = 1.0
+    moments: Moments = "auto"
+    num_steps: int = 1
+    outer_period: int = 1
+    step_size: float | str | Callable[[Any], Any] = "auto"
+    damping: float = 1.0
+    metric: str = "posterior"
+
+    stochastic = False
+    # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
+    matches_moments = True
+    # Tilted distributions are anchored at theta', not at q.
+    anchored = True
+    factors = "group"
+    expectation = "auto"
+    num_draws = 16
+
+    def __post_init__(self):
+        beta = freeze(self.beta, "SNEP(beta)", lambda x: 1.0 <= x < float("inf"), "a number of at least 1; 1 is EP")
+        object.__setattr__(self, "beta", beta)
+        for name in ("num_steps", "outer_period"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PVIError(f"SNEP({name}={value!r}): expected a positive int, a number of inner steps.")
+        if not _is_share(self.damping):
+            raise PVIError(f"SNEP(damping={self.damping!r}): expected a number in (0, 1]; 1 is the full step.")
+        if not (callable(self.step_size) or _is_share(self.step_size) or self.step_size == "auto"):
+            raise PVIError(
+                f"SNEP(step_size={self.step_size!r}): expected 'auto' (beta / (1 + beta)), a number in (0, 1], or a function of "
+                "the number of inner steps taken."
+            )
+        if self.metric not in ("posterior", "site"):
+            raise PVIError(f"SNEP(metric={self.metric!r}): expected 'posterior' or 'site'.")
+        if self.moments not in MOMENTS and not (
+            isinstance(self.moments, Moments) and not isinstance(self.moments, str)
+        ):
+            raise PVIError(
+                f"SNEP(moments={self.moments!r}): expected one of {', '.join(MOMENTS)}, or an instance with settings such as "
+                "ImportanceMoments(...)."
+            )
+
+    @property
+    def by_label(self) -> bool:
+        """Whether settings name groups, so that compiled programs depend on the labels."""
+        return by_label(self.beta)
+
+    @property
+    def moves_alone(self) -> bool:
+        """Whether sites are moved as if alone, so that a parallel schedule takes a joint step of one over their number."""
+        return self.outer_period > self.num_steps
+
+    def init(self, family: GaussianFamily, dtype: Any) -> SNEPState:
+        """No anchor yet: the first inner step sets it. Groups have the number ``beta``, or 1 where it differs between them."""
+        zero, none = jnp.zeros((), dtype), jnp.int32(0)
+        beta = jnp.asarray(self.beta if isinstance(self.beta, float) else 1.0, dtype)
+        anchor, last = family.zeros((), dtype), jnp.zeros((2 * family.dim,), dtype)
+        return SNEPState(
+            anchor, none, beta, zero + 1.0, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False)
+        )
+
+    def init_groups(self, groups: Labelled, state: SNEPState) -> SNEPState:
+        """The start of every group, with its own beta.
+
+        Args:
+            groups: how many groups there are, and their labels.
+            state: the start of any, with a leading group axis.
+
+        Returns:
+            The same with ``beta`` by group.
+
+        Raises:
+            PVIError: for a wrong number of values, or a label that no group has.
+        """
+        return state._replace(beta=jnp.asarray(resolve(self.beta, "SNEP(beta)", groups, 1.0), state.beta.dtype))
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Raise when forced moments do not fit what was found.
+
+        Args:
+            structure: "quadratic", "affine", "draws", "reparameterised" or "local".
+            full: whether q has full covariance.
+            where: the factor's name, for the message.
+
+        Raises:
+            PVIError: naming the factor and the choices that work.
+        """
+        del full
+        if structure == "local":
+            raise PVIError(
+                f"SNEP does not integrate out local latents yet, and the {where} has some: use solver=NaturalGradient(), or keep "
+                "the latents shared by leaving them outside the partitioned plate."
+            )
+        if self.moments == "exact" and structure != "quadratic":
+            raise PVIError(
+                f"SNEP(moments='exact') needs a factor that is quadratic in the latents, but the {where} was found to be "
+                f"{structure!r}; leave moments='auto'."
+            )
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Groups of any size will do."""
+        del sizes, mechanism
+
+    def vantage(self, state: SNEPState, q: Any) -> tuple[Any, Float[Array, ""]]:
+        """Where a group's tilted distribution is taken: its anchor (q before its first visit), and the power 1 / beta."""
+        return select(state.age == 0, q, state.anchor), 1.0 / state.beta
+
+    def solve(
+        self,
+        factor: TiltedFactor,
+        cavity: Any,
+        site: Any,
+        state: SNEPState,
+        key: Any,
+        start: Expected | None = None,
+        guarded: bool = False,
+    ) -> LocalResult:
+        """One visit of ``num_steps`` inner steps, all that a worker computes: see :class:`numpyro_pvi.solvers.LocalSolver`.
+
+        Of the rest of the fit it reads ``cavity + site``, the current sum of naturals, and nothing else.
+        """
+        del start, guarded
+
+        def step(k, walk: _Walk) -> _Walk:
+            return self._step(factor, cavity, walk, k, jax.random.fold_in(key, k))
+
+        walk = _Walk(site, state, jnp.int32(0), jnp.array(False))
+        if self.num_steps == 1:
+            walk = step(jnp.int32(0), walk)
+        else:
+            walk = jax.lax.fori_loop(0, self.num_steps, step, walk)
+        new = damp(site, walk.site, self.damping)
+        good = walk.moved & all_finite(new) & factor.family.in_domain(cavity + new)
+        taken = jnp.where(good, jnp.ones_like(state.share), 0.0)
+        return LocalResult(select(good, new, site), walk.state, walk.halvings, good, taken)
+
+    def _step(self, factor: TiltedFactor, cavity: Any, walk: _Walk, k: Any, key: Any) -> _Walk:
+        """One inner step."""
+        family, state, site = factor.family, walk.state, walk.site
+        if self.metric == "site":
+            site = select(family.in_domain(site), site, (cavity + site) * _SMALL_SHARE)
+        q, power = cavity + site, 1.0 / state.beta
+        anchor = select(state.age % self.outer_period == 0, q, state.anchor)
+        found = factor.tilted(anchor, site, power, key)
+        # Of a smaller power the tilted distribution is nearer to the anchor, and proper.
+        gap = family.symmetrise((anchor - q) + found.change * (power * found.temper))
+        usable = found.valid & all_finite(gap) & family.in_domain(q + gap)
+        gap = select(usable, gap, family.zeros((), q.precision_mean.dtype))
+        share, move = own_step(family, q, gap, state.share, state.last, usable, 1.0)
+        share, move = (jnp.where(k == 0, a, b) for a, b in ((share, state.share), (move, state.last)))
+        size = share * self._size(family, state, q, gap)
+        change, size, halvings, inside = self._change(family, site, q, gap, size)
+        change = family.symmetrise(change)
+        good = usable & inside & all_finite(change) & family.in_domain(q + change)
+        new = reported(state, found, power * size, usable, good)
+        new = new._replace(
+            anchor=anchor,
+            age=state.age + 1,
+            share=jnp.where(usable, share, state.share),
+            last=jnp.where(usable, move, state.last),
+        )
+        site = select(good, site + change, walk.site)
+        return _Walk(site, new, walk.halvings + halvings, walk.moved | good)
+
+    def _change(self, family: GaussianFamily, site: Any, q: Any, gap: Any, size: Any):
+        """The site's change, the step that was taken, how often it was halved, and whether it stays in the mean domain."""
+        if self.metric == "posterior":
+            return posterior_step(family, q, gap, size), size, jnp.int32(0), jnp.array(True)
+
+        def inside(size):
+            change, valid = site_step(family, site, q, gap, size)
+            return valid & family.in_domain(q + change)
+
+        size, halvings = back_off(inside, size)
+        return site_step(family, site, q, gap, size)[0], size, halvings, halvings < MAX_HALVINGS
+
+    def _size(self, family: GaussianFamily, state: SNEPState, q: Any, gap: Any) -> Float[Array, ""]:
+        if callable(self.step_size):
+            wanted = jnp.asarray(self.step_size(state.age), state.share.dtype)
+            return jnp.clip(wanted, 0.0, 1.0)
+        if self.step_size == "auto":
+            # Second moments weigh as squares of variances in the Hessian.
+            return state.beta / (state.beta + jnp.maximum(widening(family, q, gap), 1.0) ** 2)
+        return jnp.full_like(state.share, cast(float, self.step_size))
+
+
+def _is_share(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0.0 < value <= 1.0
