@@ -31,7 +31,7 @@ from ._entry import (
     run_rounds,
     start_arrays,
 )
-from ._groups import check_rows, forgotten, reduced, refuse_absent, restored, rows_of, site_of
+from ._groups import check_rows, forgotten, reduced, refuse_absent, refuse_tied, restored, rows_of, site_of
 from ._initial import (
     check_structure,
     init_optim,
@@ -188,7 +188,8 @@ class PVI(SVI):
         family = family_of(self.guide, planned.plan.layout.dim)
         expectation = getattr(self.solver, "expectation", "auto")
         planned = with_expectation(planned, expectation, family.full)
-        plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
+        tied = getattr(self.solver, "tied", False)
+        plan = Plan(planned.plan, family, signature_of(args, kwargs, names), tied=tied)
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = init_optim(self.optim, self.guide, params)
         dynamic, static = split_arguments(args, kwargs)
@@ -421,6 +422,8 @@ class PVI(SVI):
     def site(self, state: PVIState, group: Hashable) -> NaturalView:
         """One group's site t_m in natural space; ``numpyro_pvi.PRIOR`` names the prior factor's.
 
+        Under :class:`numpyro_pvi.solvers.StochasticEP` it is the same for every group: ``prior + M * site`` is q.
+
         Args:
             state: a state.
             group: the group's label.
@@ -439,11 +442,12 @@ class PVI(SVI):
         return NaturalView(cavity(q, self._site(state, group)), state.plan.family, f"cavity of group {group!r}")
 
     def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
-        """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own for ``PowerEP``.
+        """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; else EP's own.
 
+        Of ``PowerEP``, ``AlphaDivergence`` and (with its one site for every eta_m) ``StochasticEP`` it is
         ``A(eta_q) - A(eta_0) + sum_m (1/alpha) [log Z_m + A(eta_q - alpha eta_m) - A(eta_q)]`` with ``Z_m`` the mean of
-        ``p(y_m | theta)^alpha`` under the normalised cavity. It is stationary in the sites at a fixed point, no bound, and
-        exact for quadratic factors.
+        ``p(y_m | theta)^alpha`` under the normalised cavity. It is no bound; with a site per group it is stationary in the
+        sites at a fixed point, and exact for quadratic factors.
 
         Args:
             state: a state.
@@ -509,6 +513,7 @@ class PVI(SVI):
             DataError: for NaN or infinity, or no rows.
             SkippedGroupError: when no round could absorb the group.
         """
+        refuse_tied(state, "add_group")
         args, kwargs = self._arguments(args, kwargs)
         return self._named(self._newcomers.add(state, label, args, kwargs, num_steps, tol))
 
@@ -532,6 +537,7 @@ class PVI(SVI):
             PartitionError: for an unknown label, naming near ones, or rows that do not fit the structure.
             StateError, DataError, SkippedGroupError: as of :meth:`add_group`.
         """
+        refuse_tied(state, "revisit")
         args, kwargs = self._arguments(args, kwargs)
         return self._named(self._newcomers.revisit(state, labels, args, kwargs, num_steps, tol))
 
@@ -554,6 +560,7 @@ class PVI(SVI):
             PartitionError: for an unknown label.
             ImproperError: when q is not normalisable without the group.
         """
+        refuse_tied(state, "forget_group")
         return self._named(forgotten(state, label))
 
     def prequential(

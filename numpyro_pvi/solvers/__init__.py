@@ -1,14 +1,17 @@
 """Local solvers: a cavity in, a site out. Each is a frozen set of options with ``init`` and ``solve``."""
 
 from ..expectations import ImportanceMoments, LaplaceMoments
+from ._alpha_divergence import AlphaDivergence
 from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, TiltedFactor, local_free_energy
 from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
 from ._natural_gradient import NaturalGradient
 from ._power_ep import PowerEP, trouble_of
 from ._stochastic import StochasticNaturalGradient
+from ._stochastic_ep import StochasticEP
 
 __all__ = [
+    "AlphaDivergence",
     "Conjugate",
     "Derivatives",
     "ImportanceMoments",
@@ -19,6 +22,7 @@ __all__ = [
     "LocalSolver",
     "NaturalGradient",
     "PowerEP",
+    "StochasticEP",
     "StochasticNaturalGradient",
     "TiltedFactor",
     "local_free_energy",

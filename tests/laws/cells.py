@@ -18,7 +18,14 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import (
+    AlphaDivergence,
+    Conjugate,
+    LocalELBO,
+    NaturalGradient,
+    PowerEP,
+    StochasticNaturalGradient,
+)
 
 from . import checks, models, oracles
 from .fits import Fit, fit
@@ -52,6 +59,7 @@ AT_ONCE, LATE = Asynchronous(), Asynchronous(("exponential", {0: 4.0}), max_stal
 LOSSY = Asynchronous(1.0, loss_rate=0.3, duplicate_rate=0.3, reorder=True)
 FEW, RARE = StochasticSubset(0.5), StochasticSubset(rates={0: 0.2})
 CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
+ALPHA = AlphaDivergence(0.5, num_steps=5)
 LOCAL, STOCHASTIC = LocalELBO(num_steps=5), StochasticNaturalGradient(num_steps=5)
 
 
@@ -94,6 +102,18 @@ CELLS = (
     Cell("linear-power-ep-ring", "linear", PowerEP(0.5), ring(5), 5, (1, 2, 6), 5),
     Cell("linear-ep-streaming", "linear", PowerEP(), STREAMING, 3, (1, 2, 6), 2),
     Cell("linear-ep-rows-damped", "linear", PowerEP(factors="row"), DAMPED, 5, (1, 2, 6), 5),
+    *(
+        Cell(f"linear-alpha-{word}", "linear", ALPHA, schedule, 3, (1, 6), 2, slow=word not in ("cyclic", "parallel"))
+        for word, schedule in (
+            ("cyclic", SEQUENTIAL),
+            ("parallel", SYNCHRONOUS),
+            ("late", Asynchronous(1.0)),
+            ("few", FEW),
+            ("committee", Committee(max_visits=2)),
+            ("ring", ring(3)),
+            ("streaming", STREAMING),
+        )
+    ),
     Cell("linear-conjugate-streaming", "linear", CONJUGATE, STREAMING, 5, (1, 2, 3, 6), 2),
     Cell("linear-natural-streaming", "linear", NATURAL, STREAMING, 3, (1, 2, 6), 2),
     Cell("linear-local-streaming", "linear", LOCAL, STREAMING, 3, (1, 6), 2),

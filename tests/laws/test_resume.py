@@ -18,7 +18,15 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import (
+    AlphaDivergence,
+    Conjugate,
+    LocalELBO,
+    NaturalGradient,
+    PowerEP,
+    StochasticEP,
+    StochasticNaturalGradient,
+)
 
 from .models import groups, make_linear, make_logistic, make_scale, rows
 
@@ -30,6 +38,8 @@ CASES = {
     "conjugate-sequential": (make_linear, Conjugate(), Sequential("random"), AutoMultivariateNormal),
     "natural-synchronous": (make_scale, NaturalGradient(), Synchronous(), AutoMultivariateNormal),
     "ep-rows": (make_logistic, PowerEP(factors="row"), Synchronous(), AutoMultivariateNormal),
+    "tied-sequential": (make_linear, StochasticEP(), Sequential("random"), AutoMultivariateNormal),
+    "alpha-sequential": (make_linear, AlphaDivergence(0.5, num_steps=2), Sequential(), AutoMultivariateNormal),
     "natural-mean-field": (make_logistic, NaturalGradient(), Synchronous(), AutoDiagonalNormal),
     "local-synchronous": (
         make_logistic,
