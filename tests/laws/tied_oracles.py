@@ -93,3 +93,27 @@ def minibatch_natural_gradient(X, y, labels, rounds, prior_sd=2.0):
             q = (1 - step) * q + step * wanted
         found.append(q)
     return np.array(found)
+
+
+def minibatch_mean_field(factors, prior_precision, rounds):
+    """The same for a mean-field q of quadratic factors, whose expected gradients have a closed form.
+
+    Args:
+        factors: per mini-batch ``(h, P)`` of ``h^T theta - 1/2 theta^T P theta``.
+        prior_precision: of every latent, independent and centred.
+        rounds: sweeps over all mini-batches.
+
+    Returns:
+        Per sweep, precision-mean and precision of q, Float[rounds, 2, D].
+    """
+    count, dim = len(factors), len(factors[0][0])
+    prior = np.stack([np.zeros(dim), np.full(dim, prior_precision)])
+    q, found = prior, []
+    for sweep in range(rounds):
+        for h, P in factors:
+            own = np.diag(P)
+            wanted = prior + count * np.stack([h - P @ (q[0] / q[1]) + own * q[0] / q[1], own])
+            step = decayed(sweep) / count
+            q = (1 - step) * q + step * wanted
+        found.append(q)
+    return np.array(found)
