@@ -33,7 +33,9 @@ def line_search(alpha):
 
 
 @pytest.mark.parametrize(
-    ("alpha", "schedule"), [(0.5, Sequential()), (1.0, Synchronous())], ids=["half-in-turn", "one-parallel"]
+    ("alpha", "schedule"),
+    [(0.5, Sequential()), pytest.param(1.0, Synchronous(), marks=pytest.mark.slow)],
+    ids=["half-in-turn", "one-parallel"],
 )
 def test_the_limit_and_its_evidence_are_power_eps(alpha, schedule, x64):
     fitted = logistic(line_search(alpha), schedule, 12)
@@ -75,6 +77,7 @@ def test_adam_reaches_it_within_its_step(x64):
     assert np.all(gaps(fitted, wanted)[:2] < 0.02)
 
 
+@pytest.mark.slow
 def test_small_alphas_meet_variational_inference(x64):
     """The distance to the variational optimum shrinks as alpha does: about tenfold from a half to a twentieth."""
     best = oracles.batch_vi_logistic(COLUMN, LABELS)

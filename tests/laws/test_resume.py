@@ -95,7 +95,9 @@ def both(name, path, spoil=lambda state: state):
     return first, whole, second, rest
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "alpha-sequential" else n for n in CASES]
+)
 def test_resumed_is_unbroken(name, tmp_path):
     first, whole, second, rest = both(name, tmp_path / "fit.pvi")
     assert numbers(rest.state) == numbers(whole.state)

@@ -159,7 +159,8 @@ def test_one_group_is_ep_state_by_state(x64):
     assert abs(evidence(tied, X, Y) - evidence(own, X, Y)) < (1e-10 if x64 else 1e-3)
 
 
-@pytest.mark.parametrize("num_groups", [3, pytest.param(12, marks=pytest.mark.slow)], ids=["grid", "rows"])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_groups", [3, 12], ids=["grid", "rows"])
 def test_sweeps_are_stochastic_ep_on_a_grid(num_groups, x64):
     """Moments of groups by a grid, and of single rows by quadrature over their predictor."""
     fitted = logistic(num_groups, StochasticEP(), Sequential())
@@ -182,15 +183,14 @@ def test_parallel_rounds_reach_the_limit_that_sweeps_tend_to(x64):
 
 
 def test_small_powers_are_minibatch_natural_gradients(x64):
-    """PVI property 7: whole trajectories agree up to a distance that is linear in the power."""
+    """PVI property 7: whole trajectories meet, linearly in the power once sweeps have left the wide prior behind."""
     factors = [oracles.linear_factor(X[groups(3) == g], Y[groups(3) == g], NOISE) for g in range(3)]
-    wanted, found = minibatch_mean_field(factors, 0.25, 6), []
-    for power in (0.2, 0.1):
-        states = diagonal(3, StochasticEP(power), Sequential()).states[1:7]
-        own = [numbers(state).total for state in states]
-        found.append(np.abs(np.array([[h, np.diag(P)] for h, P in own]) - wanted).max())
-    assert found[1] < 0.1 * np.abs(wanted).max()
-    assert 1.7 < found[0] / found[1] < 2.3
+    wanted, gaps = minibatch_mean_field(factors, 0.25, 6), []
+    for power in (0.04, 0.02):
+        own = [numbers(state).total for state in diagonal(3, StochasticEP(power), Sequential()).states[1:7]]
+        gaps.append(np.abs(np.array([[h, np.diag(P)] for h, P in own]) - wanted).max(axis=(1, 2)))
+    assert gaps[1].max() < 0.02 * np.abs(wanted).max()
+    assert 1.8 < gaps[0][-1] / gaps[1][-1] < 2.2
 
 
 @pytest.mark.slow
@@ -238,6 +238,7 @@ def test_a_single_groups_site_is_not_to_be_had(call):
 # ---------------------------------------------------------------------------------------------------------------- mutants
 
 
+@pytest.mark.slow
 def test_a_site_of_the_wrong_power_is_seen(monkeypatch, x64):
     """q = prior * t^(M - 1) in place of t^M: a parallel round is exact once, and no more after it."""
     for room in (visits, sweeps):
