@@ -231,9 +231,11 @@ def forgotten(state: PVIState, label: Hashable) -> PVIState:
         The state. Where the group was present, no group is afterwards.
 
     Raises:
+        PVIError: where groups share a site.
         PartitionError: for an unknown label, or PRIOR.
         ImproperError: when q is not normalisable without the group.
     """
+    refuse_tied(state, "forget_group")
     if label is PRIOR:
         raise PartitionError(
             "PRIOR is the prior factor, which cannot be forgotten: forget_group takes a group's label."

@@ -31,7 +31,7 @@ from ._entry import (
     run_rounds,
     start_arrays,
 )
-from ._groups import check_rows, forgotten, reduced, refuse_absent, refuse_tied, restored, rows_of, site_of
+from ._groups import check_rows, forgotten, reduced, refuse_absent, restored, rows_of, site_of
 from ._initial import (
     check_structure,
     init_optim,
@@ -188,8 +188,7 @@ class PVI(SVI):
         family = family_of(self.guide, planned.plan.layout.dim)
         expectation = getattr(self.solver, "expectation", "auto")
         planned = with_expectation(planned, expectation, family.full)
-        tied = getattr(self.solver, "tied", False)
-        plan = Plan(planned.plan, family, signature_of(args, kwargs, names), tied=tied)
+        plan = Plan(planned.plan, family, signature_of(args, kwargs, names), tied=getattr(self.solver, "tied", False))
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = init_optim(self.optim, self.guide, params)
         dynamic, static = split_arguments(args, kwargs)
@@ -513,7 +512,6 @@ class PVI(SVI):
             DataError: for NaN or infinity, or no rows.
             SkippedGroupError: when no round could absorb the group.
         """
-        refuse_tied(state, "add_group")
         args, kwargs = self._arguments(args, kwargs)
         return self._named(self._newcomers.add(state, label, args, kwargs, num_steps, tol))
 
@@ -537,7 +535,6 @@ class PVI(SVI):
             PartitionError: for an unknown label, naming near ones, or rows that do not fit the structure.
             StateError, DataError, SkippedGroupError: as of :meth:`add_group`.
         """
-        refuse_tied(state, "revisit")
         args, kwargs = self._arguments(args, kwargs)
         return self._named(self._newcomers.revisit(state, labels, args, kwargs, num_steps, tol))
 
@@ -560,7 +557,6 @@ class PVI(SVI):
             PartitionError: for an unknown label.
             ImproperError: when q is not normalisable without the group.
         """
-        refuse_tied(state, "forget_group")
         return self._named(forgotten(state, label))
 
     def prequential(
