@@ -113,6 +113,11 @@ def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, sch
     for value, kind, word in kinds:
         if isinstance(value, type) or not isinstance(value, kind):
             raise PVIError(f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.")
+    if getattr(solver, "tied", False) and not getattr(schedule, "carries_tied", False):
+        raise PVIError(
+            f"{type(solver).__name__} has one site for all groups, and {type(schedule).__name__} keeps one per group: "
+            "use schedule=Synchronous() or Sequential(), or solver=PowerEP(...), which keeps a site per group."
+        )
 
 
 def check_state(state: Any) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._state import Plan, PVIState
-from .errors import ImproperError, PartitionError, StateError
+from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import (
     check_same_signature,
     nobody,
@@ -25,7 +25,7 @@ from .factors import (
 from .handlers import PRIOR, known_labels, plain
 from .runtime import Engine
 from .schedules import BY_FACTOR
-from .sites import SiteStack, add_slots, keep_slots, posterior, take
+from .sites import SiteStack, add_slots, keep_slots, posterior, take, tied_site
 
 # ---------------------------------------------------------------------------------- what compiled programs see of a state
 
@@ -126,6 +126,23 @@ def refuse_absent(state: PVIState, what: str) -> None:
         )
 
 
+def refuse_tied(state: PVIState, call: str) -> None:
+    """Raise for what needs a group's own site where all groups share one.
+
+    Args:
+        state: a state.
+        call: the method that was called.
+
+    Raises:
+        PVIError: naming the solver to use.
+    """
+    if isinstance(state, PVIState) and state.plan.tied:
+        raise PVIError(
+            f"{call} is not possible with StochasticEP: its one site stands for the average group, and what a single group said "
+            "cannot be told from it. Use solver=PowerEP(...), which keeps a site per group, or fit all rows afresh."
+        )
+
+
 # --------------------------------------------------------------------------------------------------- labels and their sites
 
 
@@ -144,6 +161,8 @@ def site_of(state: PVIState, label: Hashable) -> Any:
     """
     place = position(state.plan, label)
     slots = len(state.plan.absent)
+    if state.plan.tied:
+        return tied_site(state.sites.groups, len(state.plan.groups))
     if place < slots:
         return take(state.sites.others, place)
     return take(state.sites.groups, place - slots)
@@ -212,9 +231,11 @@ def forgotten(state: PVIState, label: Hashable) -> PVIState:
         The state. Where the group was present, no group is afterwards.
 
     Raises:
+        PVIError: where groups share a site.
         PartitionError: for an unknown label, or PRIOR.
         ImproperError: when q is not normalisable without the group.
     """
+    refuse_tied(state, "forget_group")
     if label is PRIOR:
         raise PartitionError(
             "PRIOR is the prior factor, which cannot be forgotten: forget_group takes a group's label."

@@ -97,7 +97,9 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
     q = posterior(state.prior, state.sites)
     wanted = params_to_natural(guide, family, layout.names, layout.shapes, init_params, q)
     share = (wanted - q) * (1.0 / state.report.move.shape[0])
-    groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, share)
+    # A tied site is held as the product of all groups'.
+    each = share * float(len(state.plan.groups)) if state.plan.tied else share
+    groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, each)
     prior = None if state.sites.prior is None else state.sites.prior + share
     return dataclasses.replace(state, sites=SiteStack(groups, prior))
 

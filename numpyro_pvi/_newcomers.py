@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._entry import check_run, check_state
-from ._groups import all_absent, position, rows_of
+from ._groups import all_absent, position, refuse_tied, rows_of
 from ._resume import Progress
 from ._state import Plan, PVIState
 from .errors import PartitionError, SkippedGroupError
@@ -89,12 +89,14 @@ class Newcomers:
 
     def add(self, state: PVIState, label: Hashable, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.add_group`."""
+        refuse_tied(state, "add_group")
         rows = self.count(state, f"group {label!r}", args, kwargs)
         table = newcomers_table(state, label, sum(rows.values()))
         return self._fit(state, table, rows, args, kwargs, num_steps, tol)
 
     def revisit(self, state: PVIState, labels: Any, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.revisit`."""
+        refuse_tied(state, "revisit")
         rows = self.count(state, "the rows to revisit", args, kwargs)
         table = arriving_table(state, labels, sum(rows.values()))
         return self._fit(state, table, rows, args, kwargs, num_steps, tol)

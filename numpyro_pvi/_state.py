@@ -32,6 +32,8 @@ class Plan:
     absent: tuple = ()
     # Rows to which the arguments are filled up before a compiled program sees them; 0 where they are taken as they are.
     padded_rows: int = 0
+    # Whether all groups share one site, held as its product (numpyro_pvi.sites.tie).
+    tied: bool = False
 
     @property
     def groups(self) -> tuple:
@@ -51,7 +53,7 @@ class PVIState:
     """
 
     rng_key: Any
-    # Natural parameters of every site, the groups' with a leading axis M.
+    # Natural parameters of every site, the groups' with a leading axis M (1 where they share one).
     sites: SiteStack
     # Natural parameters of the exactly held prior (at the current hyperparameters), and the coordinates it covers.
     prior: Any

@@ -19,7 +19,7 @@ from .expectations import RULES
 from .families import GaussianFamily, GaussianMoments
 from .handlers import PRIOR
 from .schedules import BY_FACTOR, RoundReport
-from .sites import SiteStack, posterior
+from .sites import SiteStack, posterior, tied_site
 from .solvers import trouble_of
 
 
@@ -131,9 +131,10 @@ def describe(state: PVIState, has_optim: bool) -> PVIInfo:
     if has_optim and not state.plan.partition.params:
         notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
-    proper, others_proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites))
     labels, absent = factor_labels(state.plan), state.plan.absent
     count, apart = len(part.table.labels), len(absent)
+    tied = count if state.plan.tied else None
+    proper, others_proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites, tied))
     found = part.likelihood if part.enumeration is None else "enumerated"
     structure, expectation = (found,) * count, (_words(part.likelihood, state, 0),) * count
     if absent:
@@ -227,16 +228,23 @@ def factor_labels(plan: Plan) -> tuple:
     return ((PRIOR,) if part.has_prior_factor else ()) + part.table.labels
 
 
-@partial(jax.jit, static_argnames="family")
-def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack) -> tuple[Any, Any, Any]:
-    """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable."""
+@partial(jax.jit, static_argnames=("family", "tied"))
+def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack, tied: int | None) -> tuple[Any, Any, Any]:
+    """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable.
+
+    ``tied`` is the number of groups that share one site, or None.
+    """
     q = posterior(prior, sites)
 
     def without(stack: Any) -> Any:
         return family.in_domain(jax.tree.map(lambda a, b: a - b, q, stack))
 
     others = True if sites.others is None else without(sites.others)
-    return without(sites.groups), others, True if sites.prior is None else family.in_domain(q - sites.prior)
+    if tied is None:
+        own = without(sites.groups)
+    else:
+        own = jnp.full((tied,), family.in_domain(q - tied_site(sites.groups, tied)))
+    return own, others, True if sites.prior is None else family.in_domain(q - sites.prior)
 
 
 def _words(kind: str, state: PVIState, which: int) -> str:

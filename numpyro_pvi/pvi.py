@@ -188,7 +188,7 @@ class PVI(SVI):
         family = family_of(self.guide, planned.plan.layout.dim)
         expectation = getattr(self.solver, "expectation", "auto")
         planned = with_expectation(planned, expectation, family.full)
-        plan = Plan(planned.plan, family, signature_of(args, kwargs, names))
+        plan = Plan(planned.plan, family, signature_of(args, kwargs, names), tied=getattr(self.solver, "tied", False))
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = init_optim(self.optim, self.guide, params)
         dynamic, static = split_arguments(args, kwargs)
@@ -421,6 +421,8 @@ class PVI(SVI):
     def site(self, state: PVIState, group: Hashable) -> NaturalView:
         """One group's site t_m in natural space; ``numpyro_pvi.PRIOR`` names the prior factor's.
 
+        Under :class:`numpyro_pvi.solvers.StochasticEP` it is the same for every group: ``prior + M * site`` is q.
+
         Args:
             state: a state.
             group: the group's label.
@@ -441,9 +443,11 @@ class PVI(SVI):
     def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
         """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own if moments are matched.
 
+        Of ``PowerEP``, ``AlphaDivergence`` and (with its one site for every eta_m) ``StochasticEP`` it is
         ``A(eta_q) - A(eta_0) + sum_m (1/alpha) [log Z_m + A(eta_q - alpha eta_m) - A(eta_q)]`` with ``Z_m`` the mean of
-        ``p(y_m | theta)^alpha`` under the normalised cavity. It is stationary in the sites at a fixed point, no bound, and
-        exact for quadratic factors. Of ``SNEP`` it is the objective at the state's own anchors, which are q in the limit.
+        ``p(y_m | theta)^alpha`` under the normalised cavity. It is no bound; with a site per group it is stationary in the
+        sites at a fixed point, and exact for quadratic factors. Of ``SNEP`` it is the objective at the state's own anchors,
+        which are q in the limit.
 
         Args:
             state: a state.

@@ -10,7 +10,11 @@ from numpyro_pvi import families, runtime, schedules, solvers
 from tests.families.cases import CASES
 
 # What a class cannot do without.
-REQUIRED = {"Decentralized": {"adjacency": ((0, 1), (1, 2))}, "StochasticSubset": {"k": 2}}
+REQUIRED = {
+    "AlphaDivergence": {"alpha": 0.5},
+    "Decentralized": {"adjacency": ((0, 1), (1, 2))},
+    "StochasticSubset": {"k": 2},
+}
 
 ROOMS = {
     "solver": (solvers, solvers.LocalSolver, "solve", {}),

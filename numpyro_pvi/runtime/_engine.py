@@ -26,7 +26,7 @@ from ..factors import (
     exact_prior,
 )
 from ..schedules import RoundCarry, RoundReport, Schedule, empty_report
-from ..sites import posterior, sum_slots
+from ..sites import posterior, sum_slots, tie
 from ..solvers import LocalSolver
 from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
@@ -373,7 +373,8 @@ class Engine:
         else:
             rows = first_conditionals(plan, packing, *local)
             sites, rule = first_local_sites(problem, moments, point, mode, rows)
-        sites = dataclasses.replace(sites, prior=base if problem.has_prior_factor else None)
+        groups = tie(sites.groups) if problem.tied else sites.groups
+        sites = dataclasses.replace(sites, groups=groups, prior=base if problem.has_prior_factor else None)
         proper = family.in_domain(posterior(natural, sites))
         fields = {"sites": sites, "prior": natural, "exact": exact, "rule": rule, "step": jnp.int32(0)}
         return fields | self.unvisited(problem), outside, proper
@@ -394,9 +395,9 @@ class Engine:
             Fields of a :class:`PVIState`.
         """
         family, dtype = problem.family, problem.dtype
-        solver = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype)
-        )
+        among = getattr(self.solver, "init_among", None)
+        one = self.solver.init(family, dtype) if among is None else among(family, dtype, problem.num_groups)
+        solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), one)
         own = getattr(self.solver, "init_groups", None)
         if own is not None:
             solver = own(problem, solver)

@@ -23,7 +23,7 @@ from ..expectations import (
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule
-from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior
+from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, tie
 from ..solvers import LocalResult, LocalSolver
 from ._base import Runtime
 from ._conditionals import visit_with_locals
@@ -88,6 +88,11 @@ class LocalProblem:
     def matches_moments(self) -> bool:
         """Whether local solves match moments, so that rounds are accepted when q is valid."""
         return getattr(self.solver, "matches_moments", False)
+
+    @property
+    def tied(self) -> bool:
+        """Whether all groups share one site."""
+        return getattr(self.solver, "tied", False)
 
     @property
     def num_groups(self) -> int:
@@ -191,7 +196,11 @@ class LocalProblem:
         if self.stochastic:
             return self._values_at(q, self.family.moments(q), rule, noise)
         local = None if isinstance(sites.local, RowSites) else sites.local
-        return self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial, local=local)
+        found = self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial, local=local)
+        if not self.tied:
+            return found
+        # What rounds keep of an evaluation has no more sites in it than they have.
+        return found._replace(groups=dataclasses.replace(found.groups, target=tie(found.groups.target)))
 
     def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
         """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""

@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..expectations import Expected, row_sites_zero, row_targets, tilted_rows
 from ..schedules import RoundCarry, RoundReport, Rule
-from ..sites import RowSites, SiteStack, cavity, posterior, take
+from ..sites import RowSites, SiteStack, cavity, posterior, take, tied_site
 from ..solvers import SNEP, LocalResult, LocalSolver, NaturalGradient
 from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
+from ._single_rows import whole_factor
 from ._tilted import (
     MomentFactor,
-    group_factor,
     method_of,
     of_rows,
     own_coordinates,
@@ -35,8 +35,8 @@ _LATE_STEP = 0.25
 
 
 def solver_of_prior(solver: LocalSolver) -> LocalSolver:
-    """Who refines the prior factor's site: a stochastic solver has no rows to take there."""
-    return NaturalGradient() if solver.stochastic else solver
+    """Who refines the prior factor's site: it has no rows for a stochastic solver to take, and is tied to no other."""
+    return NaturalGradient() if solver.stochastic else getattr(solver, "for_prior", solver)
 
 
 def moments_missed(carry: RoundCarry) -> Bool[Array, ""]:
@@ -91,13 +91,33 @@ def visit_all_moments(
         return result._replace(local=carry.sites.local + found.local * step)
 
     def solve_group(index, site, state, key):
-        factor = group_factor(problem, index)
+        factor = whole_factor(problem, index, rule)
         return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
 
+    if problem.tied:
+        return _visit_all_tied(problem, solve_group, carry, keys)
     operands = (jnp.arange(problem.num_groups), carry.sites.groups, carry.solver, keys)
     if only is not None:
         operands = jax.tree.map(lambda x: x[only], operands)
     return problem.runtime.map_groups(solve_group, operands, reads_rows=not problem.quadratic)
+
+
+def _visit_all_tied(problem: LocalProblem, solve_group: Any, carry: RoundCarry, keys: Any) -> LocalResult:
+    """Every group asks for its own tied site from the same q; the site moves to the mean of what they ask for.
+
+    One group after another, so that there are never as many sites as groups.
+    """
+    whole, count = carry.sites.groups, problem.num_groups
+    site = tied_site(whole, count)
+
+    def visit(total, operands):
+        index, state, key = operands
+        result = solve_group(index, site, state, key)
+        return total + (result.site - site), result._replace(site=None, step=None)
+
+    zero = problem.family.zeros((), problem.dtype)
+    change, results = jax.lax.scan(visit, zero, (jnp.arange(count), carry.solver, keys))
+    return results._replace(site=whole + change)
 
 
 def visit_group_moments(
@@ -105,7 +125,7 @@ def visit_group_moments(
 ) -> tuple[LocalResult, Any]:
     """One group's moments matched from the current q: see :class:`numpyro_pvi.schedules.Problem`."""
     if method_of(problem, False) != "rows":
-        factor = group_factor(problem, index)
+        factor = whole_factor(problem, index, rule)
         result = problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
         return result._replace(step=None), local
     moments = problem.family.moments(q)
@@ -141,8 +161,8 @@ def visit_prior_moments(problem: LocalProblem, q: Any, site: Any, state: Any, ke
     if method_of(problem, True) == "rows":
         # A product over coordinates has no part beyond them; what the user's starting values put there goes.
         site = own_coordinates(problem, site)
-    result = problem.solver.solve(factor, rest, site, state, key, start=None, guarded=False)
-    return result._replace(step=None)
+    solver = solver_of_prior(problem.solver)
+    return solver.solve(factor, rest, site, state, key, start=None, guarded=False)._replace(step=None)
 
 
 def _one_chunk(problem: LocalProblem, local: RowSites, moments, level) -> Expected:
@@ -215,8 +235,8 @@ def evidence(
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
     ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, which is DESIGN's formula with the
-    cavity's normaliser taken into the expectation, so that a cavity need not be proper. Of a solver with anchors theta' the
-    expectations are under these instead of q, which gives the solver's objective less ``A(eta_0)``.
+    cavity's normaliser taken into the expectation, so that a cavity need not be proper. A tied site is every group's t_m. Of a
+    solver with anchors theta' the expectations are under these instead of q, which gives the solver's objective less ``A(eta_0)``.
 
     Args:
         problem: the factors.
@@ -244,16 +264,17 @@ def evidence(
         value, variance = jnp.sum(found.value), jnp.zeros((), dtype)
         missed = relative_error(found) > tight.tolerance
     else:
+        count = problem.num_groups
 
-        def look(index, site, state, key):
+        def look(index, state, key):
             at, power = vantage(state)
-            one = group_factor(problem, index).tilted(at, site, power, key)
-            return one.value, one.variance
+            site = tied_site(sites.groups, count) if problem.tied else take(sites.groups, index)
+            one = whole_factor(problem, index, tight).tilted(at, site, power, key)
+            return one.value, one.variance, one.missed
 
-        keys = jax.random.split(group_key, problem.num_groups)
-        operands = (jnp.arange(problem.num_groups), sites.groups, solver[0], keys)
-        values, variances = problem.runtime.map_groups(look, operands, reads_rows=not problem.quadratic)
-        value, variance = jnp.sum(values), jnp.sum(variances)
+        operands = (jnp.arange(count), solver[0], jax.random.split(group_key, count))
+        found = problem.runtime.map_groups(look, operands, reads_rows=not problem.quadratic)
+        value, variance, missed = jnp.sum(found[0]), jnp.sum(found[1]), jnp.any(found[2])
     if problem.has_prior_factor:
         at, power = vantage(solver[1])
         own = prior_factor(problem, tight).tilted(at, sites.prior, power, prior_key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from ..expectations import (
 from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
 from ..sites import RowSites, take
-from ..solvers import PowerEP
 from ._laplace import laplace_proposal
 from ._rules import cheaper_rule, escalated, relative_error
 
@@ -63,7 +62,7 @@ def method_of(problem: LocalProblem, prior: bool) -> Any:
         prior: whether of the prior factor, else of the likelihood.
 
     Returns:
-        "exact", "rows", "grid", or settings of sampled moments.
+        "exact", "rows" (each with its own site), "row" (one a group, under any site), "grid", or settings of sampled moments.
 
     Raises:
         PVIError: when forced moments do not fit.
@@ -79,8 +78,10 @@ def method_of(problem: LocalProblem, prior: bool) -> Any:
         return wanted
     if not prior and problem.quadratic and wanted in ("auto", "exact", "quadrature"):
         return "exact"
-    if _own_values(program) if prior else _single_rows(problem):
+    if prior and _own_values(program):
         return "rows"
+    if not prior and _single_rows(problem):
+        return "row" if getattr(problem.solver, "whole_sites", False) else "rows"
     if dim <= GRID_DIM:
         return "grid"
     if wanted == "quadrature" and not prior:
@@ -91,9 +92,24 @@ def method_of(problem: LocalProblem, prior: bool) -> Any:
     return with_settings("importance")
 
 
-def settings_of(problem: LocalProblem) -> PowerEP:
+@runtime_checkable
+class Matching(Protocol):
+    """What moments are taken by, of any solver that matches them."""
+
+    @property
+    def power(self) -> float:
+        """Alpha."""
+        ...
+
+    @property
+    def factors(self) -> str:
+        """Granularity: "group" or "row"."""
+        ...
+
+
+def settings_of(problem: LocalProblem) -> Matching:
     """The solver's settings, of whatever class it is."""
-    return cast(PowerEP, problem.solver)
+    return cast(Any, problem.solver)
 
 
 def keeps_rows(problem: LocalProblem) -> bool:

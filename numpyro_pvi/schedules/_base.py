@@ -106,6 +106,8 @@ class Problem(Protocol):
     stream: Stream
     # Whether local solves match moments: rounds are then accepted when q is valid.
     matches_moments: bool
+    # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
+    tied: bool
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether expectations are by draws under this rule, so that q hovers within their error."""

@@ -164,7 +164,8 @@ def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: E
         force = natural.precision_mean - family.precision_product(natural, moments.loc)
         return jnp.max(jnp.abs(family.covariance_product(moments, force)) / sd, axis=-1)
 
-    moves = move(change.groups)
+    # A tied site is moved by all groups together.
+    moves = jnp.broadcast_to(move(change.groups), (problem.num_groups,))
     return moves if change.prior is None else jnp.concatenate([move(change.prior)[None], moves])
 
 

@@ -19,6 +19,7 @@ from ._base import (
 )
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
+from ._tied import sweep_tied, tied_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Sequential:
     the global ELBO must not have fallen beyond rounding, else the sweep's joint step is halved; a sweep that four halvings
     have not mended gives way to one natural-gradient step of all sites from the old q, along which the ELBO rises. Where
     expectations are by draws, the naturals of late sweeps are averaged, as :class:`Synchronous` does. After a sweep of a
-    stochastic solver the ELBO is looked at once; a sweep that has lost more than its noise explains is undone.
+    stochastic solver the ELBO is looked at once; a sweep that has lost more than its noise explains is undone. A site that
+    groups share (:class:`numpyro_pvi.solvers.StochasticEP`) follows each group by 1/M of the way, by less in every sweep.
 
     Args:
         order: "cyclic" (the order of ``pvi.groups``) or "random" (a fresh permutation each round).
@@ -45,8 +47,9 @@ class Sequential:
     order: str = "cyclic"
     damping: float = 1.0
 
-    # Sites of single rows go along with the groups'.
+    # Sites of single rows go along with the groups'; all groups may share one site.
     carries_rows = True
+    carries_tied = True
 
     def __post_init__(self):
         if self.order not in ("cyclic", "random"):
@@ -70,13 +73,19 @@ class Sequential:
         order = jnp.arange(problem.num_groups)
         if self.order == "random":
             order = jax.random.permutation(order_key, order)
-        groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
         share = averaging_step(carry.schedule, old.elbo.dtype)
+        if problem.tied:
+            steps = tied_steps(problem, share)
+            groups, results = sweep_tied(problem, carry, q, order, visit_key, noise, self.damping * steps.visit)
+            local, share = None, steps.joint
+        else:
+            groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
         proposal = SiteStack(groups, prior_site, local)
         if problem.stochastic:
             done = accept_once(problem, carry.sites, proposal, old, jnp.ones_like(share), noise)
         else:
-            fallback = natural_gradient_proposal(problem, carry)
+            # No bound has to rise where moments are matched.
+            fallback = None if problem.matches_moments else natural_gradient_proposal(problem, carry)
             done = accept_jointly(problem, carry.sites, proposal, old, share, noise, fallback=fallback)
         return self._finish(problem, carry, results, prior, done)
 
@@ -99,14 +108,17 @@ class Sequential:
 
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done) -> RoundCarry:
         skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
-        averaging = carry.schedule
-        if problem.noisy:
+        averaging, damping = carry.schedule, self.damping
+        if problem.tied and problem.num_groups > 1:
+            damping = damping * tied_steps(problem, averaging_step(averaging, done.step.dtype)).visit
+            averaging = averaging._replace(late=averaging.late + 1)
+        elif problem.noisy:
             averaging = average_late(problem, averaging, done.evaluation, carry.evaluation)
         report = round_report(
             problem,
             carry,
             done,
-            step=jnp.where(skipped | ~done.accepted, 0.0, done.step * self.damping),
+            step=jnp.where(skipped | ~done.accepted, 0.0, done.step * damping),
             backoffs=with_prior(None if prior is None else prior.backoffs, results.backoffs) + done.halvings,
             skipped=skipped,
             # One for the visit, and one to all groups for every ELBO that is asked for.

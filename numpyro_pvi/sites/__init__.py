@@ -4,6 +4,7 @@ from ._algebra import MAX_HALVINGS, SiteStack, back_off, cavity, damp, posterior
 from ._local import LocalSites, keep_groups, marginal_sites
 from ._rows import RowSites
 from ._slots import add_slots, keep_slots, stack_sites, sum_slots
+from ._tied import tie, tied_site
 
 __all__ = [
     "MAX_HALVINGS",
@@ -22,4 +23,6 @@ __all__ = [
     "stack_sites",
     "sum_slots",
     "take",
+    "tie",
+    "tied_site",
 ]

@@ -20,7 +20,8 @@ MAX_HALVINGS = 20
 class SiteStack(Vector):
     """Every site of a state, in natural space.
 
-    ``groups`` is one natural-parameter object whose leaves carry a leading group axis M; ``prior`` is the site of the
+    ``groups`` is one natural-parameter object whose leaves carry a leading group axis M (of length 1 where all groups share
+    one site: :mod:`numpyro_pvi.sites._tied`); ``prior`` is the site of the
     prior factor (no group axis), or None when the prior is held exactly. ``local`` holds what groups with local latents
     keep beside their sites (:class:`LocalSites`), or None. ``others`` holds the sites of groups whose rows are not at
     hand, with a leading axis of slots (:mod:`numpyro_pvi.sites._slots`; empty slots are zero), or None without any.

@@ -1,6 +1,7 @@
 """Local solvers: a cavity in, a site out. Each is a frozen set of options with ``init`` and ``solve``."""
 
 from ..expectations import ImportanceMoments, LaplaceMoments
+from ._alpha_divergence import AlphaDivergence
 from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, TiltedFactor, local_free_energy
 from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
@@ -8,8 +9,10 @@ from ._natural_gradient import NaturalGradient
 from ._power_ep import PowerEP, trouble_of
 from ._snep import SNEP
 from ._stochastic import StochasticNaturalGradient
+from ._stochastic_ep import StochasticEP
 
 __all__ = [
+    "AlphaDivergence",
     "Conjugate",
     "Derivatives",
     "ImportanceMoments",
@@ -21,6 +24,7 @@ __all__ = [
     "NaturalGradient",
     "PowerEP",
     "SNEP",
+    "StochasticEP",
     "StochasticNaturalGradient",
     "TiltedFactor",
     "local_free_energy",

@@ -23,7 +23,7 @@ _MAX_TRIES = 20
 
 # Why a group's moments were not what was asked for.
 FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
-_SMALLER = "a smaller power (PowerEP(power=0.5)) or a smaller damping"
+_SMALLER = "a smaller power (PowerEP(power=0.5), AlphaDivergence(0.5)) or a smaller damping"
 _SENTENCES = {
     NOT_FINITE: "its log density is not finite anywhere under q: narrow the prior, scale the columns, or check that "
     "the observations lie in the likelihood's support",

@@ -237,6 +237,35 @@ for _schedule in _SCHEDULES:
         ),
         (12, "SNEP", _schedule): TABLE[12, "PowerEP", _schedule],
     }
+_TIED = "it is refused when PVI is made: the schedule keeps a site per group, and the solver has one for all"
+_AVERAGE = "the one site stands for the average group, and so depends on the partition"
+for _schedule in _SCHEDULES:
+    TABLE |= {(law, "StochasticEP", _schedule): Verdict(DOES_NOT, _TIED) for law in LAWS}
+for _schedule in ("Sequential", "Synchronous"):
+    TABLE |= {
+        (1, "StochasticEP", _schedule): Verdict(HOLDS, "prior + M * site; q is re-summed from it after every round"),
+        (2, "StochasticEP", _schedule): Verdict(
+            HOLDS, "the site moves to the mean of the factors, their natural parameters"
+        ),
+        (3, "StochasticEP", _schedule): Verdict(DOES_NOT, _AVERAGE),
+        (4, "StochasticEP", _schedule): Verdict(DOES_NOT, _AVERAGE),
+        (5, "StochasticEP", _schedule): Verdict(
+            LIMIT, "EP for one group; small powers meet mini-batch natural gradients"
+        ),
+        (6, "StochasticEP", _schedule): Verdict(HOLDS, f"{_IDENTITY}; the evidence is exact for one group only"),
+        (9, "StochasticEP", _schedule): Verdict(HOLDS, "a round reads the state and the data, and nothing else"),
+        (10, "StochasticEP", _schedule): Verdict(
+            DOES_NOT, "a group's share of the site is not known, so it is refused"
+        ),
+        (12, "StochasticEP", _schedule): Verdict(DOES_NOT, "matched marginals are wider than the mean-field optimum's"),
+    }
+TABLE[2, "StochasticEP", "Sequential"] = Verdict(LIMIT, "groups are mini-batches of the mean, and steps shrink")
+for _schedule in _SCHEDULES:
+    TABLE |= {(law, "AlphaDivergence", _schedule): TABLE[law, "PowerEP", _schedule] for law in (1, 3, 4, 5, 6, 9, 12)}
+    TABLE[2, "AlphaDivergence", _schedule] = Verdict(
+        DOES_NOT, "a visit ends as near to the exact site as its optimiser's steps"
+    )
+    TABLE[10, "AlphaDivergence", _schedule] = Verdict(DOES_NOT, f"{_APPROACH} (of its optimiser)")
 
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
@@ -247,6 +276,8 @@ RUNTIMES: dict[str, Verdict] = {
 # Laws that compare several fits are checked in files of their own.
 CHECKED_ELSEWHERE = {
     **{key: "test_moments.py" for key in TABLE if key[0] == 5},
+    **{key: "test_alpha.py" for key in TABLE if key[:2] == (5, "AlphaDivergence")},
+    **{key: "test_tied.py" for key in TABLE if key[1] == "StochasticEP"},
     **{
         (10, solver, schedule): "test_groups.py"
         for solver in ("Conjugate", "NaturalGradient", "PowerEP")

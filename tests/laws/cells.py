@@ -18,7 +18,15 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import SNEP, Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import (
+    SNEP,
+    AlphaDivergence,
+    Conjugate,
+    LocalELBO,
+    NaturalGradient,
+    PowerEP,
+    StochasticNaturalGradient,
+)
 
 from . import checks, models, oracles
 from .fits import Fit, fit
@@ -52,6 +60,7 @@ AT_ONCE, LATE = Asynchronous(), Asynchronous(("exponential", {0: 4.0}), max_stal
 LOSSY = Asynchronous(1.0, loss_rate=0.3, duplicate_rate=0.3, reorder=True)
 FEW, RARE = StochasticSubset(0.5), StochasticSubset(rates={0: 0.2})
 CONJUGATE, NATURAL = Conjugate(), NaturalGradient()
+ALPHA = AlphaDivergence(0.5, num_steps=5)
 LOCAL, STOCHASTIC = LocalELBO(num_steps=5), StochasticNaturalGradient(num_steps=5)
 
 
@@ -100,6 +109,18 @@ CELLS = (
         Cell(f"linear-snep-{word}", "linear", SNEP(), schedule, 3, (1, 6), 2, slow=True)
         for word, schedule in (
             ("late", LOSSY),
+            ("few", FEW),
+            ("committee", Committee(max_visits=2)),
+            ("ring", ring(3)),
+            ("streaming", STREAMING),
+        )
+    ),
+    *(
+        Cell(f"linear-alpha-{word}", "linear", ALPHA, schedule, 3, (1, 6), 2, slow=True)
+        for word, schedule in (
+            ("cyclic", SEQUENTIAL),
+            ("parallel", SYNCHRONOUS),
+            ("late", Asynchronous(1.0)),
             ("few", FEW),
             ("committee", Committee(max_visits=2)),
             ("ring", ring(3)),

@@ -18,7 +18,16 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import SNEP, Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import (
+    SNEP,
+    AlphaDivergence,
+    Conjugate,
+    LocalELBO,
+    NaturalGradient,
+    PowerEP,
+    StochasticEP,
+    StochasticNaturalGradient,
+)
 
 from .models import groups, make_linear, make_logistic, make_scale, rows
 
@@ -31,6 +40,8 @@ CASES = {
     "natural-synchronous": (make_scale, NaturalGradient(), Synchronous(), AutoMultivariateNormal),
     "ep-rows": (make_logistic, PowerEP(factors="row"), Synchronous(), AutoMultivariateNormal),
     "snep": (make_linear, SNEP(beta={0: 2.0}, outer_period=3), Sequential(), AutoMultivariateNormal),
+    "tied-sequential": (make_linear, StochasticEP(), Sequential("random"), AutoMultivariateNormal),
+    "alpha-sequential": (make_linear, AlphaDivergence(0.5, num_steps=2), Sequential(), AutoMultivariateNormal),
     "natural-mean-field": (make_logistic, NaturalGradient(), Synchronous(), AutoDiagonalNormal),
     "local-synchronous": (
         make_logistic,
@@ -86,7 +97,9 @@ def both(name, path, spoil=lambda state: state):
     return first, whole, second, rest
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "snep")) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("snep", "alpha-sequential"))) for n in CASES]
+)
 def test_resumed_is_unbroken(name, tmp_path):
     first, whole, second, rest = both(name, tmp_path / "fit.pvi")
     assert numbers(rest.state) == numbers(whole.state)

@@ -1,0 +1,261 @@
+"""Any optimiser on the alpha-divergence between one tilted distribution and q."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..errors import PVIError
+from ..expectations import Expected, Moments, Tilted
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural
+from ._base import LocalResult, TiltedFactor
+from ._matching import check_moments, check_share, check_structure
+from ._optimiser import Optimiser, as_optimiser
+from ._power_ep import PowerEP, PowerEPState
+
+
+class _Walk(NamedTuple):
+    """The optimiser's way through one visit."""
+
+    point: Float[Array, "P"]
+    optimiser: Any
+    # Running mean of late points.
+    average: Float[Array, "P"]
+    # What was found at the last step.
+    found: Tilted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A factor whose tilted moments have been taken."""
+
+    family: GaussianFamily
+    found: Tilted
+
+    def tilted(self, q: Any, site: Any, power: float, key: Any) -> Tilted:
+        """See :meth:`numpyro_pvi.solvers.TiltedFactor.tilted`."""
+        del q, site, power, key
+        return self.found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whitened:
+    """Coordinates of local q's in which the visit's first q is 0, with unit covariance.
+
+    A point is ``(u, log k, l)``: location ``m + S u`` and precision ``S^-T K K^T S^-1``, K lower triangular with diagonal k and
+    strict lower part l (no l for a mean-field q), S S^T and m the covariance and location of the first q. Every point is
+    a normalisable q.
+    """
+
+    family: GaussianFamily
+    q: GaussianNatural
+    moments: GaussianMoments
+
+    @property
+    def size(self) -> int:
+        """Length of a point."""
+        dim = self.family.dim
+        return dim + dim * (dim + 1) // 2 if self.family.full else 2 * dim
+
+    def split(self, point: Float[Array, "P"]) -> tuple[Float[Array, "D"], Array]:
+        """``(u, K)``, K as its diagonal for a mean-field q."""
+        dim = self.family.dim
+        shift, diagonal = point[:dim], jnp.exp(point[dim : 2 * dim])
+        if not self.family.full:
+            return shift, diagonal
+        lower = jnp.zeros((dim, dim), point.dtype).at[jnp.tril_indices(dim, -1)].set(point[2 * dim :])
+        return shift, lower + jnp.diag(diagonal)
+
+    @property
+    def back(self) -> Array:
+        """``S^-T``, its diagonal for a mean-field q."""
+        return self.q.precision @ self.moments.scale if self.family.full else 1.0 / self.moments.scale
+
+    def change(self, point: Float[Array, "P"]) -> GaussianNatural:
+        """Natural parameters of the local q less the first one's, formed without their difference."""
+        shift, root = self.split(point)
+        back, scale = self.back, self.moments.scale
+        if not self.family.full:
+            precision = (root**2 - 1.0) * back**2
+            return self.family.natural(precision * (self.moments.loc + scale * shift) + back * shift, precision)
+        inner = root @ root.T - jnp.eye(root.shape[0], dtype=root.dtype)
+        precision = back @ inner @ back.T
+        precision = 0.5 * (precision + precision.T)
+        return self.family.natural(precision @ (self.moments.loc + scale @ shift) + back @ shift, precision)
+
+    def divergence(self, point: Float[Array, "P"], other: GaussianMoments) -> Float[Array, ""]:
+        """``KL(other || local q)`` in nats, up to a constant."""
+        shift, root = self.split(point)
+        gap = other.loc - self.moments.loc
+        if not self.family.full:
+            spread = (other.scale / self.moments.scale) ** 2
+            distance = gap / self.moments.scale - shift
+            return jnp.sum(-jnp.log(root) + 0.5 * root**2 * (spread + distance**2))
+        back = self.back
+        distance, spread = root.T @ (back.T @ gap - shift), root.T @ (back.T @ other.scale)
+        return -jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * (jnp.sum(spread**2) + jnp.sum(distance**2))
+
+
+@dataclasses.dataclass(frozen=True)
+class AlphaDivergence:
+    """Minimise the alpha-divergence between a group's tilted distribution and q, with any optimiser (PVI algorithm 3).
+
+    With the cavity ``eta_q - eta_m`` held fixed and the tilted distribution ``cavity(theta) p(y_m | theta)``, a visit lowers
+
+        D_alpha[tilted || q] = (1 - E_q[(tilted / q)^alpha]) / (alpha (1 - alpha)),    q = cavity * t_m,
+
+    over the site's own parameters, by way of ``-log E_q[(tilted / q)^alpha] / (alpha (1 - alpha))``, which falls with it. The
+    gradient in the site's natural parameters is ``(E_q[T] - E_alpha[T]) / alpha``, with the moments of
+    ``q (p(y_m | theta) / t_m)^alpha`` that power EP matches; so the fixed points are those of ``PowerEP(alpha)``, for every
+    alpha: 1 is KL(tilted || q), as in EP, and towards 0 it is KL(q || tilted), the variational bound. The
+    optimiser moves location and precision root of q in coordinates whitened by the visit's first q, where every point is
+    normalisable; it starts afresh at every visit. ``PowerEP`` reaches the same limits with one set of moments per visit, where
+    this takes ``num_steps``; an optimiser cannot overshoot within a visit.
+
+    Every step takes the tilted moments of the whole group: in closed form, by a grid, by quadrature (groups of a single
+    row) or from weighted draws, as ``moments`` says, fresh at every step but under a line search. A prior outside the family
+    has a PRIOR site, whose moments are matched by ``PowerEP(alpha)``. ``log_evidence`` is that of ``PowerEP(alpha)``.
+
+    Args:
+        alpha: in (0, 1].
+        optim: an optax or ``numpyro.optim`` optimiser (L-BFGS and ``Minimize`` included); None is Adam with step 0.01, which
+            is in sds of q.
+        num_steps: steps per visit.
+        moments: as of :class:`PowerEP`, for ``factors="group"``.
+        average: share of the visit's steps, counted from the end, whose iterates are averaged, in [0, 1); 0 keeps the last.
+            "auto" is 1/2, and 0 for an optimiser with a line search.
+        damping: largest share of a visit's change that is taken, in (0, 1]; 1 is the full step, as in earlier PVI code. It is
+            halved while a group's changes turn back and forth.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges.
+
+    References:
+        Ashman et al., Partitioned Variational Inference, section 4.5 and algorithm 3. Minka, Divergence measures and message
+        passing, 2005, section 3 (stationary points of alpha-divergences and power EP).
+    """
+
+    alpha: float
+    optim: Any = None
+    num_steps: int = 50
+    moments: Moments = "auto"
+    average: float | str = "auto"
+    damping: float = 1.0
+
+    stochastic = False
+    matches_moments = True
+    # A group's site is any member of the family, not a sum over its rows.
+    whole_sites = True
+    factors = "group"
+    expectation = "auto"
+    num_draws = 16
+
+    def __post_init__(self):
+        check_share(
+            "AlphaDivergence", "alpha", self.alpha, "1 is EP's KL(tilted || q); for the limit 0 use LocalELBO()"
+        )
+        check_share("AlphaDivergence", "damping", self.damping, "1 is the full step")
+        check_moments("AlphaDivergence", self.moments)
+        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise PVIError(f"AlphaDivergence(num_steps={self.num_steps!r}): expected a positive int.")
+        share = self.average
+        if share != "auto" and not (isinstance(share, (int, float)) and 0.0 <= share < 1.0):
+            raise PVIError(f"AlphaDivergence(average={share!r}): expected 'auto' or a share of the steps in [0, 1).")
+        if self.optim is not None:
+            as_optimiser(self.optim, "AlphaDivergence")
+
+    @property
+    def power(self) -> float:
+        """The power whose moments the gradient is made of: alpha."""
+        return self.alpha
+
+    @property
+    def for_prior(self) -> PowerEP:
+        """Who refines the PRIOR site; and guards the change that a visit ends with."""
+        return PowerEP(self.alpha, self.moments, damping=self.damping)
+
+    def init(self, family: GaussianFamily, dtype: Any) -> PowerEPState:
+        """As of :class:`PowerEP`; the optimiser keeps nothing between visits."""
+        return self.for_prior.init(family, dtype)
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Raise when forced moments do not fit what was found.
+
+        Args:
+            structure: "quadratic", "affine", "draws", "reparameterised" or "local".
+            full: whether q has full covariance.
+            where: the factor's name, for the message.
+
+        Raises:
+            PVIError: naming the factor and the choices that work.
+        """
+        del full
+        check_structure("AlphaDivergence", self.moments, structure, where)
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Groups of any size will do."""
+        del sizes, mechanism
+
+    def solve(
+        self,
+        factor: TiltedFactor,
+        cavity: Any,
+        site: Any,
+        state: PowerEPState,
+        key: Any,
+        start: Expected | None = None,
+        guarded: bool = False,
+    ) -> LocalResult:
+        """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        family, q = factor.family, cavity + site
+        local = _Whitened(family, q, family.moments(q))
+        walk = self._walk(factor, local, q, site, key)
+        found = walk.found._replace(change=local.change(walk.average))
+        return self.for_prior.solve(_Found(family, found), cavity, site, state, key, start, guarded)
+
+    def _walk(self, factor: TiltedFactor, local: _Whitened, q: Any, site: Any, key: Any) -> _Walk:
+        optimiser: Optimiser = as_optimiser(self.optim, "AlphaDivergence")
+        share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
+        first = min(self.num_steps - 1, int((1.0 - share) * self.num_steps))
+
+        def look(point, key) -> Tilted:
+            change = local.change(point)
+            return factor.tilted(q + change, site + change, self.alpha, key)
+
+        def step(k, walk: _Walk) -> _Walk:
+            # A line search compares values: it keeps its draws for the whole visit.
+            own = key if optimiser.searches else jax.random.fold_in(key, k)
+            seen = []
+
+            def loss(point):
+                seen.append(found := look(point, own))
+                return self._loss(local, q, point, found)
+
+            point, state = optimiser.step(loss, walk.point, walk.optimiser)
+            # What a line search saw on its way is its own.
+            found = look(point, own) if optimiser.searches else seen[0]
+            late = jnp.maximum(k - first + 1, 0)
+            weight = jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0)
+            return _Walk(point, state, walk.average + weight * (point - walk.average), found)
+
+        zero = jnp.zeros((local.size,), q.precision_mean.dtype)
+        shapes = jax.eval_shape(lambda: look(zero, key))
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.fori_loop(0, self.num_steps, step, _Walk(zero, optimiser.init(zero), zero, empty))
+
+    def _loss(self, local: _Whitened, q: Any, point: Float[Array, "P"], found: Tilted) -> tuple[Array, Array]:
+        """The divergence up to a constant, in nats, and its gradient; where moments fail, infinity and no direction."""
+        family, now = local.family, q + local.change(point)
+        used = self.alpha * found.temper
+        matched = family.moments(now + found.change * used)
+        # At its own q the KL from the matched Gaussian has the divergence's slope.
+        value, slope = jax.value_and_grad(local.divergence)(point, jax.lax.stop_gradient(matched))
+        if self.alpha < 1.0:
+            value = -(family.log_partition(now) - family.log_partition(q) + found.value) / (1.0 - self.alpha)
+        good = found.valid & matched.valid & jnp.all(jnp.isfinite(slope))
+        return jnp.where(good & jnp.isfinite(value), value, jnp.inf), jnp.where(good, slope / used, 0.0)
