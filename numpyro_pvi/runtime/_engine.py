@@ -30,6 +30,7 @@ from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
+from ._chains import chains_wanted, most_chunks, with_chains
 from ._local import FactorData, LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._normaliser import exact_log_partition
@@ -143,6 +144,8 @@ class Engine:
             rows=reader.group_rows(),
             labels=part.table.labels,
             stream=RowStream(part, call, packing, plan.padded_rows > 0),
+            most_chunks=most_chunks(part.table.sizes, packing),
+            chained=plan.chained,
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
@@ -241,7 +244,8 @@ class Engine:
             stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
             last = carry.report.total_move
             limit = jnp.where(tol >= 0, jnp.maximum(tol, noise_floor(carry.solver, carry.report)), tol)
-            return (i < count) & ~missed & ~((i > 0) & ((last <= limit) | stuck))
+            halted = (last <= limit) | stuck | chains_wanted(self.solver, carry.solver)
+            return (i < count) & ~missed & ~((i > 0) & halted)
 
         def one(loop):
             i, *before, losses, reports, _ = loop
@@ -334,7 +338,11 @@ class Engine:
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """Power EP's log evidence at a state, its Monte Carlo standard error (nats), and whether a finer rule is needed."""
         problem = self._state_problem(state, None, args, kwargs, fine)
-        return evidence(problem, state.sites, state.rule, jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS))
+        key, solvers = (
+            jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS),
+            (state.solver_state, state.prior_solver_state),
+        )
+        return evidence(problem, state.sites, state.rule, key, solvers)
 
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
@@ -393,9 +401,10 @@ class Engine:
             Fields of a :class:`PVIState`.
         """
         family, dtype = problem.family, problem.dtype
-        solver = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), self.solver.init(family, dtype)
-        )
+        one = self.solver.init(family, dtype)
+        if problem.chained:
+            one = with_chains(self.solver, one, family.dim, dtype)
+        solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), one)
         prior_solver = solver_of_prior(self.solver).init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
         return {

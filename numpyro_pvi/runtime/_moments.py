@@ -14,6 +14,7 @@ from ..expectations import Expected, row_sites_zero, row_targets, tilted_rows
 from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take
 from ..solvers import LocalResult, LocalSolver, NaturalGradient
+from ._chains import side_by_side
 from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
 from ._tilted import (
     MomentFactor,
@@ -97,7 +98,8 @@ def visit_all_moments(
     operands = (jnp.arange(problem.num_groups), carry.sites.groups, carry.solver, keys)
     if only is not None:
         operands = jax.tree.map(lambda x: x[only], operands)
-    return problem.runtime.map_groups(solve_group, operands, reads_rows=not problem.quadratic)
+    alike = problem.quadratic or side_by_side(problem)
+    return problem.runtime.map_groups(solve_group, operands, reads_rows=not alike)
 
 
 def visit_group_moments(
@@ -210,7 +212,7 @@ def first_row_sites(problem: LocalProblem, at_prior: Any, loc: Float[Array, "D"]
 
 
 def evidence(
-    problem: LocalProblem, sites: SiteStack, rule: Rule, key: Any
+    problem: LocalProblem, sites: SiteStack, rule: Rule, key: Any, solvers: tuple[Any, Any] = (None, None)
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
@@ -222,6 +224,7 @@ def evidence(
         sites: all sites.
         rule: quadrature rule to start from.
         key: random key.
+        solvers: the groups' solver states and the prior factor's, whose chains go on from where they stood.
 
     Returns:
         ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed than was compiled in.
@@ -237,16 +240,18 @@ def evidence(
         missed = relative_error(found) > tight.tolerance
     else:
 
-        def look(index, site, key):
-            one = group_factor(problem, index).tilted(q, site, power, key)
+        def look(index, site, key, memory):
+            one = group_factor(problem, index).tilted(q, site, power, key, memory)
             return one.value, one.variance
 
         keys = jax.random.split(group_key, problem.num_groups)
-        operands = (jnp.arange(problem.num_groups), sites.groups, keys)
-        values, variances = problem.runtime.map_groups(look, operands, reads_rows=not problem.quadratic)
+        operands = (jnp.arange(problem.num_groups), sites.groups, keys, getattr(solvers[0], "chains", None))
+        alike = problem.quadratic or side_by_side(problem)
+        values, variances = problem.runtime.map_groups(look, operands, reads_rows=not alike)
         value, variance = jnp.sum(values), jnp.sum(variances)
     if problem.has_prior_factor:
-        own = prior_factor(problem, tight).tilted(q, sites.prior, power, prior_key)
+        memory = getattr(solvers[1], "chains", None)
+        own = prior_factor(problem, tight).tilted(q, sites.prior, power, prior_key, memory)
         value, variance, missed = value + own.value, variance + own.variance, missed | own.missed
     base = jnp.where(jnp.any(problem.data.exact), problem.data.prior_partition, 0.0)
     return problem.family.log_partition(q) - base + value, jnp.sqrt(variance), missed

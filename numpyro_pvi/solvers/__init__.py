@@ -1,6 +1,6 @@
 """Local solvers: a cavity in, a site out. Each is a frozen set of options with ``init`` and ``solve``."""
 
-from ..expectations import ImportanceMoments, LaplaceMoments
+from ..expectations import ImportanceMoments, LaplaceMoments, MCMCMoments
 from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, TiltedFactor, local_free_energy
 from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
@@ -17,6 +17,7 @@ __all__ = [
     "LocalFactor",
     "LocalResult",
     "LocalSolver",
+    "MCMCMoments",
     "NaturalGradient",
     "PowerEP",
     "StochasticNaturalGradient",
