@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
+from scipy import optimize
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi._driver import _raise_if_stuck
@@ -140,14 +141,14 @@ def test_chains_take_over_once_weights_have_collapsed_in_three_visits(fitted):
 
 
 @pytest.mark.slow
-def test_groups_side_by_side_or_one_by_one_are_the_same(data):
-    """Also with groups of unequal size, which are filled up."""
-    for labels in (LABELS, np.repeat(["a", "b", "c"], [4, 6, 8])):
-        found = [
-            pvi_of(PowerEP(moments=HMC), labels, runtime=runtime).run(jax.random.key(0), 2, *data, progress_bar=False)
-            for runtime in (Vmap(), LaxMap())
-        ]
-        np.testing.assert_allclose(found[0].params["auto_loc"], found[1].params["auto_loc"], rtol=1e-6)
+def test_groups_side_by_side_or_one_by_one_are_the_same(data, x64):
+    """Groups of several chunks and of unequal size: side by side they are filled up, one by one a loop adds their chunks."""
+    labels, found = np.repeat(["a", "b", "c"], [4, 6, 8]), []
+    for runtime in (Vmap(), LaxMap()):
+        pvi = pvi_of(PowerEP(moments=HMC), labels, runtime=runtime)
+        found.append(pvi.run(jax.random.key(0), 2, *data, progress_bar=False))
+    assert found[0].state.packing.rows.shape == (5, 4)
+    np.testing.assert_allclose(found[0].params["auto_loc"], found[1].params["auto_loc"], rtol=1e-6 if x64 else 1e-2)
 
 
 @pytest.mark.slow
@@ -164,16 +165,21 @@ def test_nuts_in_turn_and_its_evidence(data):
 
 @pytest.mark.slow
 def test_auto_moves_a_group_whose_weights_keep_collapsing():
-    """One group says far more of three latents than 1,024 draws of a wide prior can find, round after round."""
+    """57 rows with a noise of .05 say far more of three latents than 1,024 draws of a wide prior can find."""
+
+    def curve(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Normal(jnp.tanh(X @ w), 0.05), obs=y)
+
     rng = np.random.default_rng(0)
-    X = rng.normal(size=(60, 3)) * np.where(np.arange(60) < 40, 30.0, 1.0)[:, None]
-    y = (rng.random(60) < 1 / (1 + np.exp(-X @ np.array([1.0, -1.0, 0.5])))).astype(int)
-    labels = np.where(np.arange(60) < 40, "steep", "mild")
-    pvi = PVI(
-        Partition(regression, "data", labels), AutoMultivariateNormal(regression), solver=PowerEP(), init_sites="prior"
-    )
+    X, truth = rng.normal(size=(60, 3)), np.array([1.0, -1.0, 0.5])
+    y = np.tanh(X @ truth) + 0.05 * rng.normal(size=60)
+    labels = np.where(np.arange(60) < 57, "steep", "mild")
+    pvi = PVI(Partition(curve, "data", labels), AutoMultivariateNormal(curve), solver=PowerEP(), init_sites="prior")
     result = pvi.run(jax.random.key(0), 12, X, y, progress_bar=False)
-    if result.state.plan.chained:
-        words = dict(zip(result.info.labels, result.info.expectation, strict=True))
-        assert words["steep"] == "mcmc" and words["mild"] != "mcmc"
-    assert bool(result.state.report.valid)
+    assert result.state.plan.chained
+    assert dict(zip(result.info.labels, result.info.expectation, strict=True))["steep"] == "mcmc"
+    residuals = lambda w: np.concatenate([(np.tanh(X @ w) - y) / 0.05, w / 2.0])  # noqa: E731
+    best = optimize.least_squares(residuals, truth)
+    assert gap(result, (best.x, np.linalg.inv(best.jac.T @ best.jac))) < 0.5
