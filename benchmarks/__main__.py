@@ -19,6 +19,7 @@ NAMES = {
     "ep-probit": "power EP by rows against textbook EP: moments and evidence",
     "ep-logistic": "EP from sampled moments against the exact posterior, beside VI and Laplace",
     "snep": "stochastic natural-gradient EP beside EP, VI and consensus Monte Carlo at an equal budget of gradients",
+    "ep-speed": "chains of 32 groups in one program against a program per group (--size: a whole fit against NUTS)",
     "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
     "resume": "kill -9 at random moments of a run that keeps a file: does it go on, to the same bits (--kills)",
     "graph": "agents without a server: contraction, steps to the central optimum through link failures, DELBO's mean",
@@ -47,7 +48,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all; decides no target")
-    parser.add_argument("--size", action="store_true", help="with glm: growth of time and memory instead")
+    parser.add_argument(
+        "--size", action="store_true", help="glm: growth of time and memory instead; ep-speed: a whole fit"
+    )
     parser.add_argument("--no-cold", action="store_true", help="with glm: leave the fresh processes out")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="with regressions or gallery: only these")
     parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,7 +24,7 @@ from .factors import (
     without_labels,
 )
 from .handlers import PRIOR, known_labels, plain
-from .runtime import Engine
+from .runtime import Engine, by_chains, chains_wanted, with_chains
 from .schedules import BY_FACTOR
 from .sites import SiteStack, add_slots, keep_slots, posterior, take, tied_site
 
@@ -37,16 +38,16 @@ def reduced(state: PVIState, engine: Engine) -> PVIState:
 
     Args:
         state: the state.
-        engine: the fit's choices: programs of a stochastic solver, or of a schedule that takes
-            rows as they come, read the groups' sizes, and those of a schedule with settings
-            by label read the labels.
+        engine: the fit's choices: programs of a stochastic solver, of chains, or of a schedule
+            that takes rows as they come, read the groups' sizes, and those of a schedule with
+            settings by label read the labels.
 
     Returns:
         A state to be handed back to :func:`restored`.
     """
     plan = state.plan
     by_label = any(getattr(x, "by_label", False) for x in (engine.schedule, engine.solver))
-    reads_sizes = engine.solver.stochastic or getattr(engine.schedule, "streams", False)
+    reads_sizes = engine.solver.stochastic or getattr(engine.schedule, "streams", False) or by_chains(engine.solver)
     part = without_labels(plan.partition, plan.padded_rows, reads_sizes, by_label)
     plan = dataclasses.replace(plan, partition=part, signature=None, absent=())
     others = state.sites.others
@@ -66,6 +67,27 @@ def restored(done: PVIState, before: PVIState) -> PVIState:
     """
     sites = dataclasses.replace(done.sites, others=before.sites.others)
     return dataclasses.replace(done, plan=before.plan, sites=sites)
+
+
+def begin_chains(solver: Any, state: PVIState) -> PVIState:
+    """The state with room for chains from its next round on, where some group's weights have collapsed too often.
+
+    Args:
+        solver: the local solver.
+        state: a state after rounds.
+
+    Returns:
+        The state; as it is where none are wanted, and under a trace, which cannot look at values.
+    """
+    if state.plan.chained or isinstance(state.step, jax.core.Tracer):
+        return state
+    if not bool(chains_wanted(solver, state.solver_state)):
+        return state
+    family, dtype = state.plan.family, state.sites.groups.precision_mean.dtype
+    plan = dataclasses.replace(state.plan, chained=True)
+    return dataclasses.replace(
+        state, plan=plan, solver_state=with_chains(solver, state.solver_state, family.dim, dtype)
+    )
 
 
 @jax.jit

@@ -23,6 +23,7 @@ from .factors._terms import DerivedLeaf, Predictor
 from .factors._validate import ArgumentSignature, LeafSignature
 from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
 from .handlers import GroupTable, RowAxes
+from .runtime import with_chains
 from .runtime._moments import solver_of_prior
 from .schedules import Points, RoundReport, Rule
 from .sites import LocalSites, RowSites, SiteStack
@@ -191,7 +192,12 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
 
 def _structures(header: dict, decoder: Decoder, pvi: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
     """What the solver and the optimiser themselves start from, in shapes."""
-    solver = jax.eval_shape(lambda: pvi.solver.init(plan.family, dtype))
+
+    def start() -> Any:
+        one = pvi.solver.init(plan.family, dtype)
+        return with_chains(pvi.solver, one, plan.family.dim, dtype) if plan.chained else one
+
+    solver = jax.eval_shape(start)
     of_prior = None
     if plan.partition.has_prior_factor:
         of_prior = jax.eval_shape(lambda: solver_of_prior(pvi.solver).init(plan.family, dtype))

@@ -34,6 +34,8 @@ class Plan:
     padded_rows: int = 0
     # Whether all groups share one site, held as its product (numpyro_pvi.sites.tie).
     tied: bool = False
+    # Whether chains are compiled in beside weighted draws: switched on when some group's weights keep collapsing.
+    chained: bool = False
 
     @property
     def groups(self) -> tuple:
@@ -182,6 +184,9 @@ class PVIInfo:
     consensus: float = 0.0
     # DELBO on the rows that the last consensus round took, its consensus gap and its modelling gap, nats; NaN elsewhere.
     delbo: tuple[float, float, float] = (math.nan, math.nan, math.nan)
+    # Of factors whose tilted moments are by chains: largest split R-hat, and share of divergent transitions; NaN elsewhere.
+    rhat: Any = None
+    divergent: Any = None
     # Remarks: an optimiser with nothing to optimise, quadrature short of its target.
     notes: tuple[str, ...] = ()
 
@@ -215,4 +220,11 @@ class PVIInfo:
             lines.append(
                 f"DELBO of the last rows {value:.6g} nats; gaps: consensus {consensus:.2e}, modelling {modelling:.2e}"
             )
+        if self.rhat is not None and any(x == x for x in self.rhat):
+            told = [
+                f"{label}: R-hat {float(rhat):.3f}, {float(share):.1%} divergent"
+                for label, rhat, share in zip(self.labels, self.rhat, self.divergent, strict=True)
+                if rhat == rhat
+            ]
+            lines.append(f"chains: {'; '.join(told)}")
         return "\n".join([*lines, *self.notes])

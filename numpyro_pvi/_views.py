@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -147,6 +147,7 @@ def describe(state: PVIState, has_optim: bool) -> PVIInfo:
     if part.has_prior_factor:
         proper = np.concatenate([[prior_proper], proper])
         structure, expectation = (part.prior_kind, *structure), (_words(part.prior_kind, state, 1), *expectation)
+    rhat = _by_factor(state, len(labels), lambda s: _of_chains(s, "rhat"))
     return PVIInfo(
         labels=labels,
         move=report.move,
@@ -155,14 +156,16 @@ def describe(state: PVIState, has_optim: bool) -> PVIInfo:
         skipped=report.skipped,
         skip_run=report.skip_run,
         cavity_proper=proper,
-        ess=_effective_sizes(state, len(labels)),
+        ess=_by_factor(state, len(labels), lambda s: getattr(s, "ess", None)),
         structure=structure,
-        expectation=expectation,
+        expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, expectation, strict=True)),
         valid=bool(report.valid),
         total_move=float(report.total_move),
         rounds=int(state.step),
         consensus=float(report.consensus),
         delbo=tuple(float(x) for x in report.delbo),
+        rhat=rhat,
+        divergent=_by_factor(state, len(labels), lambda s: _of_chains(s, "divergent")),
         notes=(*notes, *moment_notes(state)),
     )
 
@@ -178,15 +181,26 @@ def moment_notes(state: PVIState) -> tuple[str, ...]:
     return tuple(f"group {label!r}: {text}." for label, text in pairs if text is not None)
 
 
-def _effective_sizes(state: PVIState, count: int) -> np.ndarray:
-    """Effective sample sizes of sampled moments, by factor; NaN where nothing is weighted."""
-    sizes = [getattr(s, "ess", None) for s in (state.prior_solver_state, state.solver_state)]
-    given = [np.asarray(x).reshape(-1) for x in sizes if x is not None]
-    if not given:
-        return np.full(count, np.nan)
-    # Groups whose rows are not at hand stand behind the prior factor, and nothing of them is weighted.
-    own, first = np.concatenate(given), int(state.plan.partition.has_prior_factor)
-    return np.insert(own, [first] * (count - len(own)), np.nan)
+def _by_factor(state: PVIState, count: int, read: Callable[[Any], Any]) -> np.ndarray:
+    """What solver states say of sampled moments, by factor; NaN where they say nothing."""
+    sizes = (int(state.plan.partition.has_prior_factor), len(state.plan.partition.table.labels))
+    found = []
+    for solver, size in zip((state.prior_solver_state, state.solver_state), sizes, strict=True):
+        value = None if size == 0 else read(solver)
+        found.append(np.full(size, np.nan) if value is None else np.asarray(value).reshape(-1))
+    # Groups whose rows are not at hand stand behind the prior factor, and nothing of them is sampled.
+    own = np.concatenate(found)
+    return np.insert(own, [sizes[0]] * (count - len(own)), np.nan)
+
+
+def _of_chains(solver: Any, name: str) -> Any:
+    """One of the numbers that chains leave; NaN for factors that have none, or whose chains have not moved yet."""
+    chains = getattr(solver, "chains", None)
+    if chains is None:
+        return None
+    return np.where(
+        np.asarray(chains.used) & (np.asarray(chains.visits) > 0), np.asarray(getattr(chains, name)), np.nan
+    )
 
 
 def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITrace | None:

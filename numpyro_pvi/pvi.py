@@ -31,7 +31,7 @@ from ._entry import (
     run_rounds,
     start_arrays,
 )
-from ._groups import check_rows, forgotten, reduced, refuse_absent, restored, rows_of, site_of
+from ._groups import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of, site_of
 from ._initial import (
     check_structure,
     init_optim,
@@ -646,7 +646,7 @@ class PVI(SVI):
         fine = state.plan.fine or is_traced((state, dynamic))
         small = reduced(state, self._engine)
         done = self._rounds(self._engine, small, dynamic, static, count, tol, length=length, fine=fine)
-        done = done._replace(state=restored(done.state, state))
+        done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
             done = done._replace(state=marked)

@@ -3,17 +3,19 @@
 from ._affine import AffineProgram, SharedAffineProgram
 from ._agreement import disagreement
 from ._at_points import log_densities_at, log_density_at
+from ._chains import Chains, no_chains
 from ._clouds import GRID_DIM, grid_cloud, normal_cloud
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
-from ._moments import MOMENTS, ImportanceMoments, LaplaceMoments, Moments, with_settings
+from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points
 from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
 from ._row_laws import ROW_RULES, RowExpected, RowProgram
 from ._rules import FIXED_RULES, RULES
-from ._tilted import Proposal, Tilted, exact_tilted, from_points
+from ._tilted import LEAST_PER_LATENT, LEAST_SHARE, Proposal, Tilted, exact_tilted, from_points
+from ._tilted_chains import from_chains
 from ._tilted_rows import RowReport, row_sites_zero, row_targets, tilted_rows
 from .quadrature import rule_index
 
@@ -21,9 +23,13 @@ __all__ = [
     "FIXED_RULES",
     "ROW_RULES",
     "GRID_DIM",
+    "LEAST_PER_LATENT",
+    "LEAST_SHARE",
     "MOMENTS",
     "RULES",
+    "SAMPLED",
     "AffineProgram",
+    "Chains",
     "DrawsProgram",
     "Expected",
     "ImportanceMoments",
@@ -31,6 +37,7 @@ __all__ = [
     "LocalChunk",
     "LocalLatentProgram",
     "LocalNoise",
+    "MCMCMoments",
     "MaskedLocalProgram",
     "Moments",
     "PointSet",
@@ -46,10 +53,12 @@ __all__ = [
     "add_expected",
     "disagreement",
     "exact_tilted",
+    "from_chains",
     "from_points",
     "grid_cloud",
     "log_densities_at",
     "log_density_at",
+    "no_chains",
     "normal_cloud",
     "random_points",
     "row_sites_zero",

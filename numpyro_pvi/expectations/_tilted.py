@@ -41,6 +41,8 @@ class Tilted(NamedTuple):
     # Whether the factor is finite where q is, and whether a tilted distribution with moments was found.
     finite: Bool[Array, "*M"]
     valid: Bool[Array, "*M"]
+    # What to hand to the factor's next visit: where its chains stand; None where nothing is kept.
+    memory: Any = None
 
 
 class PointCloud(NamedTuple):
@@ -130,26 +132,45 @@ def from_points(
 def _matched(family, cloud: PointCloud, logs, q, proposal: Proposal, is_grid):
     """``eta_qhat - eta_q`` from weighted points, the mean's standard error in sds, and whether the covariance is one."""
     weights = jax.nn.softmax(logs)
-    eps, moments = cloud.eps, proposal.moments
+    eps = cloud.eps
     mean = weights @ eps
     error = jnp.sqrt(jnp.max((weights - 1.0 / eps.shape[0]) ** 2 @ (eps - mean) ** 2))
-    start = proposal.natural - q
     if not family.full:
         variance = weights @ eps**2 - mean**2
-        precision = (1.0 / variance - 1.0) / moments.scale**2
-        located = moments.loc + moments.scale * mean
-        vector = precision * located + mean / moments.scale
-        change = start + GaussianNatural(vector, precision)
+        change = matched_change(family, mean, variance, q, proposal)
         return change, jnp.where(is_grid, 0.0, error), jnp.all(variance > 0)
     covariance = symmetrise((weights[:, None] * eps).T @ eps - mean[:, None] * mean)
-    factor, fits = scaled_cholesky(covariance)
-    root = inverse_root(factor)
+    fits = scaled_cholesky(covariance)[1]
+    return matched_change(family, mean, covariance, q, proposal), jnp.where(is_grid, 0.0, error), fits
+
+
+def matched_change(
+    family: GaussianFamily, mean: Float[Array, "D"], covariance: Array, q: GaussianNatural, proposal: Proposal
+) -> GaussianNatural:
+    """``eta_qhat - eta_q`` of moments in a proposal's whitened coordinates, without a difference of large numbers.
+
+    Args:
+        family: the Gaussian family of q.
+        mean: of the tilted distribution.
+        covariance: its covariance, or (mean-field) variances.
+        q: natural parameters of q.
+        proposal: whose coordinates these are.
+
+    Returns:
+        The change of the natural parameters.
+    """
+    start, moments = proposal.natural - q, proposal.moments
+    if not family.full:
+        precision = (1.0 / covariance - 1.0) / moments.scale**2
+        located = moments.loc + moments.scale * mean
+        return start + GaussianNatural(precision * located + mean / moments.scale, precision)
+    root = inverse_root(scaled_cholesky(covariance)[0])
     # S^-T of the proposal's covariance root S.
     back = proposal.natural.precision @ moments.scale
-    inner = root @ root.T - jnp.eye(eps.shape[1], dtype=eps.dtype)
+    inner = root @ root.T - jnp.eye(mean.shape[0], dtype=mean.dtype)
     precision = symmetrise(back @ inner @ back.T)
     vector = precision @ (moments.loc + moments.scale @ mean) + back @ mean
-    return start + GaussianNatural(vector, precision), jnp.where(is_grid, 0.0, error), fits
+    return start + GaussianNatural(vector, precision)
 
 
 def log_site(family: GaussianFamily, site: GaussianNatural, points: Float[Array, "S D"]) -> Float[Array, "S"]:

@@ -1,6 +1,7 @@
 """Runtimes: where the groups' passes over their rows are run."""
 
 from ._base import Runtime
+from ._chains import by_chains, chains_wanted, with_chains
 from ._engine import Engine, RoundsDone
 from ._forms import gradient_jumps
 from ._local import FactorData, LocalProblem
@@ -15,6 +16,9 @@ __all__ = [
     "LocalProblem",
     "Runtime",
     "Vmap",
+    "by_chains",
+    "chains_wanted",
     "gradient_jumps",
     "noise_floor",
+    "with_chains",
 ]

@@ -30,6 +30,7 @@ from ..sites import posterior, sum_slots, tie
 from ..solvers import LocalSolver
 from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
+from ._chains import chains_wanted, most_chunks, with_chains
 from ._local import FactorData, LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._normaliser import exact_log_partition
@@ -143,6 +144,8 @@ class Engine:
             rows=reader.group_rows(),
             labels=part.table.labels,
             stream=RowStream(part, call, packing, plan.padded_rows > 0),
+            most_chunks=most_chunks(part.table.sizes, packing),
+            chained=plan.chained,
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
@@ -241,7 +244,8 @@ class Engine:
             stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
             last = carry.report.total_move
             limit = jnp.where(tol >= 0, jnp.maximum(tol, noise_floor(carry.solver, carry.report)), tol)
-            return (i < count) & ~missed & ~((i > 0) & ((last <= limit) | stuck))
+            halted = (last <= limit) | stuck | chains_wanted(self.solver, carry.solver)
+            return (i < count) & ~missed & ~((i > 0) & halted)
 
         def one(loop):
             i, *before, losses, reports, _ = loop
@@ -397,6 +401,8 @@ class Engine:
         family, dtype = problem.family, problem.dtype
         among = getattr(self.solver, "init_among", None)
         one = self.solver.init(family, dtype) if among is None else among(family, dtype, problem.num_groups)
+        if problem.chained:
+            one = with_chains(self.solver, one, family.dim, dtype)
         solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), one)
         own = getattr(self.solver, "init_groups", None)
         if own is not None:

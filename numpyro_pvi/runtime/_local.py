@@ -63,6 +63,8 @@ class LocalProblem:
         labels: the groups' labels, in the order of every stacked array.
         known: which groups had a site before their rows came back; None when none had.
         stream: the groups' rows one by one.
+        most_chunks: chunks of the largest group where sizes are known beforehand, else 0.
+        chained: whether chains are compiled in beside weighted draws.
     """
 
     family: GaussianFamily
@@ -78,6 +80,8 @@ class LocalProblem:
     labels: tuple = ()
     known: Bool[Array, "M"] | None = None
     stream: Any = None
+    most_chunks: int = 0
+    chained: bool = False
 
     @property
     def stochastic(self) -> bool:

@@ -14,6 +14,7 @@ from ..expectations import Expected, row_sites_zero, row_targets, tilted_rows
 from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take, tied_site
 from ..solvers import SNEP, LocalResult, LocalSolver, NaturalGradient
+from ._chains import side_by_side
 from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
 from ._single_rows import whole_factor
 from ._tilted import (
@@ -99,7 +100,8 @@ def visit_all_moments(
     operands = (jnp.arange(problem.num_groups), carry.sites.groups, carry.solver, keys)
     if only is not None:
         operands = jax.tree.map(lambda x: x[only], operands)
-    return problem.runtime.map_groups(solve_group, operands, reads_rows=not problem.quadratic)
+    alike = problem.quadratic or side_by_side(problem)
+    return problem.runtime.map_groups(solve_group, operands, reads_rows=not alike)
 
 
 def _visit_all_tied(problem: LocalProblem, solve_group: Any, carry: RoundCarry, keys: Any) -> LocalResult:
@@ -243,7 +245,7 @@ def evidence(
         sites: all sites.
         rule: quadrature rule to start from.
         key: random key.
-        solver: solver states of the groups and of the prior factor.
+        solver: solver states of the groups and of the prior factor, whose chains go on from where they stood.
 
     Returns:
         ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed than was compiled in.
@@ -269,15 +271,17 @@ def evidence(
         def look(index, state, key):
             at, power = vantage(state)
             site = tied_site(sites.groups, count) if problem.tied else take(sites.groups, index)
-            one = whole_factor(problem, index, tight).tilted(at, site, power, key)
+            one = whole_factor(problem, index, tight).tilted(at, site, power, key, getattr(state, "chains", None))
             return one.value, one.variance, one.missed
 
         operands = (jnp.arange(count), solver[0], jax.random.split(group_key, count))
-        found = problem.runtime.map_groups(look, operands, reads_rows=not problem.quadratic)
+        alike = problem.quadratic or side_by_side(problem)
+        found = problem.runtime.map_groups(look, operands, reads_rows=not alike)
         value, variance, missed = jnp.sum(found[0]), jnp.sum(found[1]), jnp.any(found[2])
     if problem.has_prior_factor:
         at, power = vantage(solver[1])
-        own = prior_factor(problem, tight).tilted(at, sites.prior, power, prior_key)
+        memory = getattr(solver[1], "chains", None)
+        own = prior_factor(problem, tight).tilted(at, sites.prior, power, prior_key, memory)
         value, variance, missed = value + own.value, variance + own.variance, missed | own.missed
     base = jnp.where(jnp.any(problem.data.exact), problem.data.prior_partition, 0.0)
     return problem.family.log_partition(q) - base + value, jnp.sqrt(variance), missed

@@ -35,8 +35,8 @@ def whole_factor(problem: LocalProblem, index: Int[Array, ""], rule: Rule) -> Mo
     family = problem.family
     program, chunk = with_arrays(problem.program, take(problem.data.chunks, index))
 
-    def moments_of(q, site, power, key):
-        del key
+    def moments_of(q, site, power, key, memory):
+        del key, memory
         rest = cavity(q, site, power)
         moments, unit = family.moments(rest), row_sites_zero(program, chunk, q.precision_mean.dtype)
         found = escalated(

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Int
 from ..errors import PVIError
 from ..expectations import (
     GRID_DIM,
+    SAMPLED,
     AffineProgram,
     Expected,
-    ImportanceMoments,
     LaplaceMoments,
+    MCMCMoments,
     Proposal,
     SharedAffineProgram,
     Tilted,
@@ -32,6 +33,7 @@ from ..expectations import (
 from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
 from ..sites import RowSites, take
+from ._chains import chained_moments, group_total
 from ._laplace import laplace_proposal
 from ._rules import cheaper_rule, escalated, relative_error
 
@@ -47,11 +49,11 @@ class MomentFactor:
     """One factor as a solver that matches moments sees it."""
 
     family: GaussianFamily
-    take_moments: Callable[[Any, Any, Any, Any], Tilted]
+    take_moments: Callable[..., Tilted]
 
-    def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any) -> Tilted:
+    def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any, memory: Any = None) -> Tilted:
         """See :meth:`numpyro_pvi.solvers.TiltedFactor.tilted`."""
-        return self.take_moments(q, site, power, key)
+        return self.take_moments(q, site, power, key, memory)
 
 
 def method_of(problem: LocalProblem, prior: bool) -> Any:
@@ -71,10 +73,14 @@ def method_of(problem: LocalProblem, prior: bool) -> Any:
     program, dim = problem.prior_program if prior else problem.program, problem.family.dim
     if not isinstance(wanted, str):
         if wanted.num_draws < 4 * dim:
+            name = "num_samples" if isinstance(wanted, MCMCMoments) else "num_draws"
             raise PVIError(
                 f"{wanted!r} is too few draws for {dim} latents: the moments of q need at least {4 * dim}. Pass "
-                f"{type(wanted).__name__}(num_draws={max(1024, 8 * dim)})."
+                f"{type(wanted).__name__}({name}={max(1024, 8 * dim)})."
             )
+        if prior and isinstance(wanted, MCMCMoments) and _own_values(program):
+            # No rows, and one-dimensional integrals: quadrature is cheaper than a chain, and exact.
+            return "rows"
         return wanted
     if not prior and problem.quadratic and wanted in ("auto", "exact", "quadrature"):
         return "exact"
@@ -147,7 +153,7 @@ def refuse_arrivals(problem: LocalProblem) -> None:
 def is_sampled(problem: LocalProblem) -> bool:
     """Whether any factor's moments are by draws."""
     methods = [method_of(problem, prior) for prior in (False, True) if not prior or problem.has_prior_factor]
-    return any(isinstance(m, ImportanceMoments | LaplaceMoments) for m in methods)
+    return any(isinstance(m, SAMPLED) for m in methods)
 
 
 def _single_rows(problem: LocalProblem) -> bool:
@@ -204,30 +210,26 @@ def group_factor(problem: LocalProblem, index: Int[Array, ""]) -> MomentFactor:
         chunk = take(data.chunks, index)
         return _exact_factor(problem.family, chunk)
 
-    def total(look: Callable[[Any, Any], Any]) -> Any:
-        """A function of the program and a chunk, summed over the group's chunks."""
-        if problem.quadratic or data.chunk_group.shape[0] == problem.num_groups:
-            return look(problem.program, take(data.chunks, index))
-        shapes = jax.eval_shape(lambda: look(problem.program, take(data.chunks, 0)))
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-        def add(c, sums):
-            return jax.tree.map(jnp.add, sums, look(problem.program, take(data.chunks, c)))
-
-        return jax.lax.fori_loop(data.offsets[index], data.offsets[index + 1], add, zero)
-
-    return _pointed_factor(problem, method, total)
+    total = group_total(problem, index)
+    if isinstance(method, MCMCMoments):
+        return MomentFactor(problem.family, chained_moments(problem, total, None))
+    factor = _pointed_factor(problem, method, total)
+    if problem.chained and method == with_settings("importance"):
+        return MomentFactor(problem.family, chained_moments(problem, total, factor.take_moments))
+    return factor
 
 
 def prior_factor(problem: LocalProblem, rule: Rule) -> MomentFactor:
     """The prior factor."""
     method = method_of(problem, True)
-    if method != "rows":
-        return _pointed_factor(problem, method, lambda look: look(problem.prior_program, problem.data.prior))
     program, chunk = problem.prior_program, problem.data.prior
+    if isinstance(method, MCMCMoments):
+        return MomentFactor(problem.family, chained_moments(problem, lambda look: look(program, chunk), None))
+    if method != "rows":
+        return _pointed_factor(problem, method, lambda look: look(program, chunk))
 
-    def moments_of(q, site, power, key):
-        del key
+    def moments_of(q, site, power, key, memory=None):
+        del key, memory
         rows = coordinate_sites(program, chunk, site)
         moments = problem.family.moments(q)
         found = escalated(
@@ -265,14 +267,15 @@ def own_coordinates(problem: LocalProblem, site: GaussianNatural) -> GaussianNat
 def _exact_factor(family: GaussianFamily, chunk: Expected) -> MomentFactor:
     return MomentFactor(
         family,
-        lambda q, site, power, key: exact_tilted(family, chunk.target, chunk.value, q, site, power),
+        lambda q, site, power, key, memory=None: exact_tilted(family, chunk.target, chunk.value, q, site, power),
     )
 
 
 def _pointed_factor(problem: LocalProblem, method: Any, total: Callable) -> MomentFactor:
     family = problem.family
 
-    def moments_of(q, site, power, key):
+    def moments_of(q, site, power, key, memory=None):
+        del memory
         dtype = q.precision_mean.dtype
         if method == "grid":
             proposal, cloud = Proposal(q, family.moments(q)), grid_cloud(family.dim, dtype)

@@ -1,6 +1,6 @@
 """Local solvers: a cavity in, a site out. Each is a frozen set of options with ``init`` and ``solve``."""
 
-from ..expectations import ImportanceMoments, LaplaceMoments
+from ..expectations import ImportanceMoments, LaplaceMoments, MCMCMoments
 from ._alpha_divergence import AlphaDivergence
 from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, TiltedFactor, local_free_energy
 from ._conjugate import Conjugate
@@ -21,6 +21,7 @@ __all__ = [
     "LocalFactor",
     "LocalResult",
     "LocalSolver",
+    "MCMCMoments",
     "NaturalGradient",
     "PowerEP",
     "SNEP",

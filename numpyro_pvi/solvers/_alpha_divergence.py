@@ -37,9 +37,9 @@ class _Found:
     family: GaussianFamily
     found: Tilted
 
-    def tilted(self, q: Any, site: Any, power: float, key: Any) -> Tilted:
+    def tilted(self, q: Any, site: Any, power: float, key: Any, memory: Any = None) -> Tilted:
         """See :meth:`numpyro_pvi.solvers.TiltedFactor.tilted`."""
-        del q, site, power, key
+        del q, site, power, key, memory
         return self.found
 
 

@@ -63,7 +63,7 @@ class TiltedFactor(Protocol):
 
     family: GaussianFamily
 
-    def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any) -> Tilted:
+    def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any, memory: Any = None) -> Tilted:
         """What matching the moments of ``q (p / t)^power`` asks for.
 
         Args:
@@ -71,6 +71,7 @@ class TiltedFactor(Protocol):
             site: the factor's site.
             power: alpha in (0, 1].
             key: a random key, for sampled moments.
+            memory: the ``memory`` of the factor's last visit, from which chains go on; None starts anew.
 
         Returns:
             The site's change at a full step, with what is known of its error.

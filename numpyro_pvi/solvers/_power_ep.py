@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..errors import PVIError
-from ..expectations import MOMENTS, Expected, ImportanceMoments, LaplaceMoments, Moments, with_settings
+from ..expectations import MOMENTS, SAMPLED, Chains, Expected, MCMCMoments, Moments, no_chains, with_settings
 from ..families import GaussianFamily
 from ..sites import select
 from ._base import LocalResult, TiltedFactor
+from ._chained import CHAIN_SENTENCES, after_visit
 from ._swing import own_step
 
 # Halvings after which a step is 1e-6 of a full one.
@@ -32,7 +33,7 @@ _SENTENCES = {
     "proper cavity",
     NO_STEP: f"no step towards its tilted moments left q normalisable: use {_SMALLER}",
     COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
-    "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace', a smaller power, or split the group",
+    "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace' or 'mcmc', a smaller power, or split the group",
     IMPROPER: "its cavity (q without its site) is improper at the full power for some of it, so these moments were taken at "
     f"less: where this lasts the limit is not that of the power asked for; use {_SMALLER}",
     HELD: "the moments of {held} row(s) were not finite, and these kept their sites: look for observations that are all "
@@ -56,6 +57,10 @@ class PowerEPState(NamedTuple):
     trouble: Int[Array, ""]
     # Whether quadrature asked for a finer rule than was compiled in.
     missed: Bool[Array, ""]
+    # Visits running in which the weights of draws of q have collapsed, where chains may take over.
+    collapses: Int[Array, ""]
+    # Where the factor's chains stand; None where there are none.
+    chains: Chains | None = None
 
 
 def trouble_of(state: Any, index: int | None = None) -> str | None:
@@ -73,10 +78,13 @@ def trouble_of(state: Any, index: int | None = None) -> str | None:
     one = state if index is None else jax.tree.map(lambda x: x[index], state)
     if not isinstance(one, PowerEPState):
         return one.sentence()
-    sentence = _SENTENCES.get(int(one.trouble))
+    sentence = (_SENTENCES | CHAIN_SENTENCES).get(int(one.trouble))
     if sentence is None:
         return None
-    return sentence.format(ess=float(one.ess), temper=float(one.temper), held=int(one.held))
+    found = {"ess": float(one.ess), "temper": float(one.temper), "held": int(one.held)}
+    if one.chains is not None:
+        found |= {"rhat": float(one.chains.rhat), "divergent": float(one.chains.divergent)}
+    return sentence.format(**found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +108,10 @@ class PowerEP:
         power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational
             inference, which seeks a mode.
         moments: how the tilted moments are taken. "auto": closed form for factors quadratic in the latents; quadrature for
-            one factor per row, and over theta with one or two latents; else "importance", weighted draws of q. "exact",
-            "quadrature", "importance" and "laplace" (weighted draws of a Laplace approximation) insist on one;
-            ``ImportanceMoments(num_draws=4096)`` and ``LaplaceMoments(...)`` set its size.
+            one factor per row, and over theta with one or two latents; else "importance", weighted draws of q, and, for a
+            group whose weights have collapsed in three visits running, "mcmc", NumPyro's chains. "exact", "quadrature",
+            "importance", "laplace" (weighted draws of a Laplace approximation) and "mcmc" insist on one;
+            ``ImportanceMoments(num_draws=4096)``, ``LaplaceMoments(...)`` and ``MCMCMoments(...)`` set its size.
         factors: "group" (one site, one tilted distribution per group) or "row" (one per row: every row needs at most two
             affine predictors; the group's site is the sum of its rows', updated in parallel within a visit). The two have
             different fixed points; a row's factor is nearer to Gaussian and its moments are quadrature.
@@ -135,12 +144,12 @@ class PowerEP:
                 raise PVIError(f"PowerEP({name}={value!r}): expected a number in (0, 1]; {remedy}.")
         if self.factors not in ("group", "row"):
             raise PVIError(f"PowerEP(factors={self.factors!r}): expected 'group' or 'row'.")
-        if self.moments not in MOMENTS and not isinstance(self.moments, ImportanceMoments | LaplaceMoments):
+        if self.moments not in MOMENTS and not isinstance(self.moments, SAMPLED):
             raise PVIError(
-                f"PowerEP(moments={self.moments!r}): expected one of {', '.join(MOMENTS)}, or ImportanceMoments(...) or "
-                "LaplaceMoments(...)."
+                f"PowerEP(moments={self.moments!r}): expected one of {', '.join(MOMENTS)}, or ImportanceMoments(...), "
+                "LaplaceMoments(...) or MCMCMoments(...)."
             )
-        sampled = isinstance(with_settings(self.moments), ImportanceMoments | LaplaceMoments)
+        sampled = isinstance(with_settings(self.moments), SAMPLED)
         if self.factors == "row" and sampled:
             raise PVIError(
                 f"PowerEP(factors='row', moments={self.moments!r}): one factor per row takes its moments by quadrature; leave "
@@ -151,7 +160,9 @@ class PowerEP:
         """Start every group at the largest step."""
         zero = jnp.zeros((), dtype)
         full, none, last = jnp.asarray(self.damping, dtype), jnp.int32(0), jnp.zeros((2 * family.dim,), dtype)
-        return PowerEPState(full, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False))
+        wanted = with_settings(self.moments)
+        chains = no_chains(wanted, family.dim, dtype, True) if isinstance(wanted, MCMCMoments) else None
+        return PowerEPState(full, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False), none, chains)
 
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise when the factors' granularity or forced moments do not fit what was found.
@@ -203,7 +214,8 @@ class PowerEP:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
         del start, guarded
         family, q = factor.family, cavity + site
-        found = factor.tilted(q, site, self.power, key)
+        known = () if state.chains is None else (state.chains,)
+        found = factor.tilted(q, site, self.power, key, *known)
         change = family.symmetrise(found.change)
         usable = found.valid & all_finite(change)
         change = select(usable, change, family.zeros((), q.precision_mean.dtype))
@@ -216,11 +228,13 @@ class PowerEP:
         taken, tries = jax.lax.while_loop(unfinished, lambda c: (0.5 * c[0], c[1] + 1), (step, jnp.int32(0)))
         good = usable & family.in_domain(q + change * taken)
         sampled = ~jnp.isnan(found.ess)
+        collapses, chains, said = after_visit(self.moments, family, found, state)
         reasons = [
             (~found.finite, NOT_FINITE),
             (~found.valid, NO_TILTED),
             (usable & ~good, NO_STEP),
-            ((found.temper < 1) & sampled, COLLAPSED),
+            *said,
+            ((found.temper < 1) & sampled & ~(False if chains is None else chains.used), COLLAPSED),
             (found.temper < 1, IMPROPER),
             (found.held > 0, HELD),
         ]
@@ -235,6 +249,8 @@ class PowerEP:
             found.held,
             trouble.astype(jnp.int32),
             found.missed,
+            collapses,
+            chains,
         )
         site = select(good, site + change * taken, site)
         return LocalResult(site, new, tries + jnp.where(sampled, halvings, 0), good, jnp.where(good, taken, 0.0))
