@@ -19,10 +19,12 @@ demo: $(VENV)/.installed-examples  ## the hospitals example; writes hospitals.pn
 test: $(VENV)/.installed-test  ## the test suite
 	MPLBACKEND=Agg $(PY) -m pytest $(PYTEST_ARGS)
 
-# Resuming is bit for bit and seeds of bad links are many in either precision: once is enough.
+# Resuming is bit for bit, seeds of bad links are many, faults are planted and compilations counted in either precision: once
+# is enough.
+ONCE := resume asynchronous mutants compiles applicability
 test-float32: $(VENV)/.installed-test  ## the laws in float32, NumPyro's default precision
 	MPLBACKEND=Agg NUMPYRO_PVI_TEST_X64=0 $(PY) -m pytest tests/laws $(PYTEST_ARGS) \
-	  --ignore=tests/laws/test_resume.py --ignore=tests/laws/test_asynchronous.py
+	  $(ONCE:%=--ignore=tests/laws/test_%.py)
 
 lint: $(VENV)/.installed-lint $(VENV)/.installed-test  ## one linter, one type checker
 	$(PY) -m ruff check .

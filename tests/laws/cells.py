@@ -48,6 +48,12 @@ class Cell(NamedTuple):
     slow: bool = False
 
     @property
+    def repeated(self) -> bool:
+        """Whether float32 repeats it: of the full product over schedules, the plain ones of each solver."""
+        plain = type(self.schedule) in (Sequential, Synchronous)
+        return self.kind != "linear" or plain or type(self.solver) in (Conjugate, NaturalGradient)
+
+    @property
     def damping(self) -> float:
         damping = getattr(self.schedule, "damping", 1.0)
         return 1.0 if damping == "auto" else damping
