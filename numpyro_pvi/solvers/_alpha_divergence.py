@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from ..errors import PVIError
 from ..expectations import Expected, Moments, Tilted
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ._base import LocalResult, TiltedFactor
-from ._matching import check_moments, check_share, check_structure
+from ._matching import MatchesMoments, check_moments, check_share
 from ._optimiser import Optimiser, as_optimiser
 from ._power_ep import PowerEP, PowerEPState
 
@@ -102,7 +101,7 @@ class _Whitened:
 
 
 @dataclasses.dataclass(frozen=True)
-class AlphaDivergence:
+class AlphaDivergence(MatchesMoments):
     """Minimise the alpha-divergence between a group's tilted distribution and q, with any optimiser (PVI algorithm 3).
 
     With the cavity ``eta_q - eta_m`` held fixed and the tilted distribution ``cavity(theta) p(y_m | theta)``, a visit lowers
@@ -147,13 +146,8 @@ class AlphaDivergence:
     average: float | str = "auto"
     damping: float = 1.0
 
-    stochastic = False
-    matches_moments = True
     # A group's site is any member of the family, not a sum over its rows.
     whole_sites = True
-    factors = "group"
-    expectation = "auto"
-    num_draws = 16
 
     def __post_init__(self):
         check_share(
@@ -182,24 +176,6 @@ class AlphaDivergence:
     def init(self, family: GaussianFamily, dtype: Any) -> PowerEPState:
         """As of :class:`PowerEP`; the optimiser keeps nothing between visits."""
         return self.for_prior.init(family, dtype)
-
-    def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise when forced moments do not fit what was found.
-
-        Args:
-            structure: "quadratic", "affine", "draws", "reparameterised" or "local".
-            full: whether q has full covariance.
-            where: the factor's name, for the message.
-
-        Raises:
-            PVIError: naming the factor and the choices that work.
-        """
-        del full
-        check_structure("AlphaDivergence", self.moments, structure, where)
-
-    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Groups of any size will do."""
-        del sizes, mechanism
 
     def solve(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..errors import PVIError
-from ..expectations import MOMENTS, SAMPLED, Chains, Expected, MCMCMoments, Moments, no_chains, with_settings
+from ..expectations import SAMPLED, Chains, Expected, MCMCMoments, Moments, no_chains, with_settings
 from ..families import GaussianFamily
 from ..sites import select
 from ._base import LocalResult, TiltedFactor
 from ._chained import CHAIN_SENTENCES, after_visit
+from ._matching import MatchesMoments, check_moments, check_share
 from ._swing import own_step
 
 # Halvings after which a step is 1e-6 of a full one.
@@ -88,7 +88,7 @@ def trouble_of(state: Any, index: int | None = None) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerEP:
+class PowerEP(MatchesMoments):
     """Power expectation propagation: EP at power 1, variational inference as the power tends to 0 (PVI property 6).
 
     With the tilted distribution ``q(theta) (p(y_m | theta) / t_m(theta))^power`` and qhat the member of the family with its
@@ -130,25 +130,12 @@ class PowerEP:
     factors: str = "group"
     damping: float = 1.0
 
-    stochastic = False
-    # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
-    matches_moments = True
-    expectation = "auto"
-    num_draws = 16
-
     def __post_init__(self):
-        for name in ("power", "damping"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
-                remedy = "1 is EP; for the limit 0 use NaturalGradient()" if name == "power" else "1 is the full step"
-                raise PVIError(f"PowerEP({name}={value!r}): expected a number in (0, 1]; {remedy}.")
+        check_share("PowerEP", "power", self.power, "1 is EP; for the limit 0 use NaturalGradient()")
+        check_share("PowerEP", "damping", self.damping, "1 is the full step")
         if self.factors not in ("group", "row"):
             raise PVIError(f"PowerEP(factors={self.factors!r}): expected 'group' or 'row'.")
-        if self.moments not in MOMENTS and not isinstance(self.moments, SAMPLED):
-            raise PVIError(
-                f"PowerEP(moments={self.moments!r}): expected one of {', '.join(MOMENTS)}, or ImportanceMoments(...), "
-                "LaplaceMoments(...) or MCMCMoments(...)."
-            )
+        check_moments("PowerEP", self.moments, chains=True)
         sampled = isinstance(with_settings(self.moments), SAMPLED)
         if self.factors == "row" and sampled:
             raise PVIError(
@@ -175,11 +162,7 @@ class PowerEP:
         Raises:
             PVIError: naming the factor and the choices that work.
         """
-        if structure == "local":
-            raise PVIError(
-                f"PowerEP does not integrate out local latents yet, and the {where} has some: use "
-                "solver=NaturalGradient(), or keep the latents shared by leaving them outside the partitioned plate."
-            )
+        super().check(structure, full, where)
         of_rows = self.factors == "row" and not where.startswith("prior of")
         if of_rows and not (structure == "affine" or (structure == "quadratic" and full)):
             reason = (
@@ -191,15 +174,6 @@ class PowerEP:
                 f"PowerEP(factors='row') needs rows with affine predictors, but the {where} {reason}. Use factors='group', or "
                 "look at Partition.plan(*args)."
             )
-        if self.moments == "exact" and structure != "quadratic":
-            raise PVIError(
-                f"PowerEP(moments='exact') needs a factor that is quadratic in the latents, but the {where} was found to be "
-                f"{structure!r}; leave moments='auto'."
-            )
-
-    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Groups of any size will do."""
-        del sizes, mechanism
 
     def solve(
         self,

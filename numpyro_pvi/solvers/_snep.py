@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..errors import PVIError
-from ..expectations import MOMENTS, Expected, Moments
+from ..expectations import Expected, Moments
 from ..families import GaussianFamily
 from ..sites import MAX_HALVINGS, back_off, damp, select
 from ._base import LocalResult, TiltedFactor
+from ._matching import MatchesMoments, check_moments, check_share
 from ._mean_steps import posterior_step, site_step, widening
 from ._settings import ByLabel, Labelled, by_label, freeze, resolve
 from ._snep_state import SNEPState, reported
@@ -33,7 +34,7 @@ class _Walk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SNEP:
+class SNEP(MatchesMoments):
     """Stochastic natural-gradient expectation propagation (SNEP): power EP's fixed points by a convergent double loop.
 
     Every group keeps beside its site eta_m an auxiliary natural parameter theta'_m, the *anchor*. The objective is
@@ -95,14 +96,8 @@ class SNEP:
     damping: float = 1.0
     metric: str = "posterior"
 
-    stochastic = False
-    # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
-    matches_moments = True
     # Tilted distributions are anchored at theta', not at q.
     anchored = True
-    factors = "group"
-    expectation = "auto"
-    num_draws = 16
 
     def __post_init__(self):
         beta = freeze(self.beta, "SNEP(beta)", lambda x: 1.0 <= x < float("inf"), "a number of at least 1; 1 is EP")
@@ -111,22 +106,15 @@ class SNEP:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PVIError(f"SNEP({name}={value!r}): expected a positive int, a number of inner steps.")
-        if not _is_share(self.damping):
-            raise PVIError(f"SNEP(damping={self.damping!r}): expected a number in (0, 1]; 1 is the full step.")
+        check_share("SNEP", "damping", self.damping, "1 is the full step")
         if not (callable(self.step_size) or _is_share(self.step_size) or self.step_size == "auto"):
             raise PVIError(
-                f"SNEP(step_size={self.step_size!r}): expected 'auto' (beta / (1 + beta)), a number in (0, 1], or a function of "
-                "the number of inner steps taken."
+                f"SNEP(step_size={self.step_size!r}): expected 'auto' (beta / (1 + beta), less where tilted distributions are "
+                "wider than q), a number in (0, 1], or a function of the number of inner steps taken."
             )
         if self.metric not in ("posterior", "site"):
             raise PVIError(f"SNEP(metric={self.metric!r}): expected 'posterior' or 'site'.")
-        if self.moments not in MOMENTS and not (
-            isinstance(self.moments, Moments) and not isinstance(self.moments, str)
-        ):
-            raise PVIError(
-                f"SNEP(moments={self.moments!r}): expected one of {', '.join(MOMENTS)}, or an instance with settings such as "
-                "ImportanceMoments(...)."
-            )
+        check_moments("SNEP", self.moments, chains=True)
 
     @property
     def by_label(self) -> bool:
@@ -161,33 +149,6 @@ class SNEP:
             PVIError: for a wrong number of values, or a label that no group has.
         """
         return state._replace(beta=jnp.asarray(resolve(self.beta, "SNEP(beta)", groups, 1.0), state.beta.dtype))
-
-    def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise when forced moments do not fit what was found.
-
-        Args:
-            structure: "quadratic", "affine", "draws", "reparameterised" or "local".
-            full: whether q has full covariance.
-            where: the factor's name, for the message.
-
-        Raises:
-            PVIError: naming the factor and the choices that work.
-        """
-        del full
-        if structure == "local":
-            raise PVIError(
-                f"SNEP does not integrate out local latents yet, and the {where} has some: use solver=NaturalGradient(), or keep "
-                "the latents shared by leaving them outside the partitioned plate."
-            )
-        if self.moments == "exact" and structure != "quadratic":
-            raise PVIError(
-                f"SNEP(moments='exact') needs a factor that is quadratic in the latents, but the {where} was found to be "
-                f"{structure!r}; leave moments='auto'."
-            )
-
-    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Groups of any size will do."""
-        del sizes, mechanism
 
     def vantage(self, state: SNEPState, q: Any) -> tuple[Any, Float[Array, ""]]:
         """Where a group's tilted distribution is taken: its anchor (q before its first visit), and the power 1 / beta."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,12 +10,12 @@ import jax.numpy as jnp
 from ..expectations import Expected, Moments
 from ..families import GaussianFamily
 from ._base import LocalResult, TiltedFactor
-from ._matching import check_moments, check_share, check_structure
+from ._matching import MatchesMoments, check_moments, check_share
 from ._power_ep import PowerEP, PowerEPState
 
 
 @dataclasses.dataclass(frozen=True)
-class StochasticEP:
+class StochasticEP(MatchesMoments):
     """Stochastic (power) EP: ``q = prior * t^M`` with one tied site t, whatever the number M of groups.
 
     A visit to group m takes one t out and meets that cavity with the group's exact factor: with qhat the member of the family
@@ -57,15 +56,10 @@ class StochasticEP:
     moments: Moments = "auto"
     damping: float = 1.0
 
-    stochastic = False
-    matches_moments = True
     # One site for all groups; see numpyro_pvi.sites._tied.
     tied = True
     # A group's site is any member of the family, not a sum over its rows.
     whole_sites = True
-    factors = "group"
-    expectation = "auto"
-    num_draws = 16
 
     def __post_init__(self):
         limit = "1 is stochastic EP; for the limit 0 use StochasticNaturalGradient() or NaturalGradient()"
@@ -90,24 +84,6 @@ class StochasticEP:
         """
         state = self.init(family, dtype)
         return state if count == 1 else state._replace(last=jnp.zeros((0,), dtype))
-
-    def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise when forced moments do not fit what was found.
-
-        Args:
-            structure: "quadratic", "affine", "draws", "reparameterised" or "local".
-            full: whether q has full covariance.
-            where: the factor's name, for the message.
-
-        Raises:
-            PVIError: naming the factor and the choices that work.
-        """
-        del full
-        check_structure("StochasticEP", self.moments, structure, where)
-
-    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Groups of any size will do."""
-        del sizes, mechanism
 
     def solve(
         self,
