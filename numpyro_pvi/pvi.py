@@ -467,7 +467,7 @@ class PVI(SVI):
 
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
-        return describe(state, self.optim is not None)
+        return describe(state, self.optim is not None, self.solver)
 
     @property
     def groups(self) -> tuple:

@@ -27,7 +27,7 @@ def from_chains(
     look: Callable[[Float[Array, "D"]], tuple[Float[Array, ""], Float[Array, "D"]]],
     q: GaussianNatural,
     site: GaussianNatural,
-    power: float,
+    power: float | Float[Array, ""],
     key: Any,
     settings: MCMCMoments,
     memory: Chains | None = None,

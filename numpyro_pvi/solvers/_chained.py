@@ -15,6 +15,7 @@ from ..expectations import (
     MCMCMoments,
     Moments,
     Tilted,
+    no_chains,
     with_settings,
 )
 from ..families import GaussianFamily
@@ -33,6 +34,21 @@ CHAIN_SENTENCES = {
     "tilted distribution has several modes, a smaller power or solver=NaturalGradient(), which settles in one",
     SLOW: "the effective sample size of its chains is {ess:.0f}: use MCMCMoments with a larger num_samples or max_tree_depth",
 }
+
+
+def first_chains(moments: Moments, family: GaussianFamily, dtype: Any) -> Chains | None:
+    """Chains that have not started, where they take a solver's moments from the first visit on.
+
+    Args:
+        moments: the solver's setting.
+        family: the Gaussian family of q.
+        dtype: floating dtype.
+
+    Returns:
+        Them, or None where moments are taken otherwise.
+    """
+    wanted = with_settings(moments)
+    return no_chains(wanted, family.dim, dtype, True) if isinstance(wanted, MCMCMoments) else None
 
 
 def after_visit(

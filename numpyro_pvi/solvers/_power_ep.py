@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..errors import PVIError
-from ..expectations import SAMPLED, Chains, Expected, MCMCMoments, Moments, no_chains, with_settings
+from ..expectations import SAMPLED, Chains, Expected, Moments, with_settings
 from ..families import GaussianFamily
 from ..sites import select
 from ._base import LocalResult, TiltedFactor
-from ._chained import CHAIN_SENTENCES, after_visit
+from ._chained import CHAIN_SENTENCES, after_visit, first_chains
 from ._matching import MatchesMoments, check_moments, check_share
 from ._swing import own_step
 
@@ -147,8 +147,7 @@ class PowerEP(MatchesMoments):
         """Start every group at the largest step."""
         zero = jnp.zeros((), dtype)
         full, none, last = jnp.asarray(self.damping, dtype), jnp.int32(0), jnp.zeros((2 * family.dim,), dtype)
-        wanted = with_settings(self.moments)
-        chains = no_chains(wanted, family.dim, dtype, True) if isinstance(wanted, MCMCMoments) else None
+        chains = first_chains(self.moments, family, dtype)
         return PowerEPState(full, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False), none, chains)
 
     def check(self, structure: str, full: bool, where: str) -> None:

@@ -16,6 +16,7 @@ from ..expectations import Expected, Moments
 from ..families import GaussianFamily
 from ..sites import MAX_HALVINGS, back_off, damp, select
 from ._base import LocalResult, TiltedFactor
+from ._chained import first_chains
 from ._matching import MatchesMoments, check_moments, check_share
 from ._mean_steps import posterior_step, site_step, widening
 from ._settings import ByLabel, Labelled, by_label, freeze, resolve
@@ -65,7 +66,8 @@ class SNEP(MatchesMoments):
     Args:
         beta: at least 1: one over the power, ``beta=1`` for EP. A number, one per group, or a dict by label (1 for groups it does
             not name). A prior factor takes the number, or 1.
-        moments: how tilted moments are taken: as of :class:`PowerEP` with ``factors="group"``.
+        moments: how tilted moments are taken: as of :class:`PowerEP` with ``factors="group"``. A factor's chains go on from inner
+            step to inner step, in coordinates whitened by its anchor.
         num_steps: inner steps per visit.
         outer_period: inner steps after which a group's anchor moves to q.
         step_size: the inner step in (0, 1], in mean space: a number, a function of the number of inner steps taken so far (a
@@ -131,8 +133,21 @@ class SNEP(MatchesMoments):
         zero, none = jnp.zeros((), dtype), jnp.int32(0)
         beta = jnp.asarray(self.beta if isinstance(self.beta, float) else 1.0, dtype)
         anchor, last = family.zeros((), dtype), jnp.zeros((2 * family.dim,), dtype)
+        chains = first_chains(self.moments, family, dtype)
         return SNEPState(
-            anchor, none, beta, zero + 1.0, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False)
+            anchor,
+            none,
+            beta,
+            zero + 1.0,
+            last,
+            zero + jnp.nan,
+            zero,
+            zero + 1.0,
+            none,
+            none,
+            jnp.array(False),
+            none,
+            chains,
         )
 
     def init_groups(self, groups: Labelled, state: SNEPState) -> SNEPState:
@@ -190,7 +205,8 @@ class SNEP(MatchesMoments):
             site = select(family.in_domain(site), site, (cavity + site) * _SMALL_SHARE)
         q, power = cavity + site, 1.0 / state.beta
         anchor = select(state.age % self.outer_period == 0, q, state.anchor)
-        found = factor.tilted(anchor, site, power, key)
+        known = () if state.chains is None else (state.chains,)
+        found = factor.tilted(anchor, site, power, key, *known)
         # Of a smaller power the tilted distribution is nearer to the anchor, and proper.
         gap = family.symmetrise((anchor - q) + found.change * (power * found.temper))
         usable = found.valid & all_finite(gap) & family.in_domain(q + gap)
@@ -201,7 +217,7 @@ class SNEP(MatchesMoments):
         change, size, halvings, inside = self._change(family, site, q, gap, size)
         change = family.symmetrise(change)
         good = usable & inside & all_finite(change) & family.in_domain(q + change)
-        new = reported(state, found, power * size, usable, good)
+        new = reported(self.moments, family, state, found, power * size, usable, good)
         new = new._replace(
             anchor=anchor,
             age=state.age + 1,

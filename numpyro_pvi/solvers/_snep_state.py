@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..expectations import Tilted
+from ..expectations import Chains, Moments, Tilted
+from ..families import GaussianFamily
+from ._chained import CHAIN_SENTENCES, after_visit
 
 # Why a visit was not what was asked for.
 FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
@@ -33,9 +35,17 @@ class SNEPState(NamedTuple):
     trouble: Int[Array, ""]
     # Whether quadrature asked for a finer rule than was compiled in.
     missed: Bool[Array, ""]
+    # Inner steps running in which the weights of draws of the anchor have collapsed, where chains may take over.
+    collapses: Int[Array, ""]
+    # Where the factor's chains stand; None where there are none.
+    chains: Chains | None = None
 
     def sentence(self) -> str | None:
         """What went wrong in the last visit of one group, and the remedy, without the group's name."""
+        trouble = int(self.trouble)
+        if self.chains is not None and trouble in CHAIN_SENTENCES:
+            found = {"rhat": float(self.chains.rhat), "divergent": float(self.chains.divergent), "ess": float(self.ess)}
+            return CHAIN_SENTENCES[trouble].format(**found)
         return {
             NOT_FINITE: "its log density is not finite anywhere under its anchor: narrow the prior, scale the columns, or check "
             "that the observations lie in the likelihood's support",
@@ -50,15 +60,23 @@ class SNEPState(NamedTuple):
             f"less: where this lasts the limit is not that of the beta asked for; use {_LARGER}",
             HELD: f"the moments of {int(self.held)} row(s) were not finite, and these kept their sites: look for observations "
             "that are all but impossible",
-        }.get(int(self.trouble))
+        }.get(trouble)
 
 
 def reported(
-    state: SNEPState, found: Tilted, weight: Float[Array, ""], usable: Bool[Array, ""], good: Bool[Array, ""]
+    moments: Moments,
+    family: GaussianFamily,
+    state: SNEPState,
+    found: Tilted,
+    weight: Float[Array, ""],
+    usable: Bool[Array, ""],
+    good: Bool[Array, ""],
 ) -> SNEPState:
     """The state with what an inner step found.
 
     Args:
+        moments: the solver's setting.
+        family: the Gaussian family of q.
         state: the state before the step.
         found: the tilted moments.
         weight: share of a full step's move that was taken.
@@ -69,11 +87,13 @@ def reported(
         The state; its anchor, age and steps are as they were.
     """
     sampled = ~jnp.isnan(found.ess)
+    collapses, chains, said = after_visit(moments, family, found, state)
     reasons = [
         (~found.finite, NOT_FINITE),
         (~usable, NO_TILTED),
         (~good, NO_STEP),
-        ((found.temper < 1) & sampled, COLLAPSED),
+        *said,
+        ((found.temper < 1) & sampled & ~(False if chains is None else chains.used), COLLAPSED),
         (found.temper < 1, IMPROPER),
         (found.held > 0, HELD),
     ]
@@ -85,4 +105,6 @@ def reported(
         held=found.held,
         trouble=trouble.astype(jnp.int32),
         missed=found.missed,
+        collapses=collapses,
+        chains=chains,
     )

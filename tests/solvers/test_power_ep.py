@@ -15,13 +15,15 @@ import numpyro_pvi.solvers._power_ep as power_ep
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi._driver import _raise_if_stuck
 from numpyro_pvi._entry import _evidence
+from numpyro_pvi._state import PVIState
+from numpyro_pvi._views import _words
 from numpyro_pvi.errors import PVIError, SkippedGroupError
-from numpyro_pvi.expectations import Proposal, Tilted, from_points, grid_cloud, normal_cloud
+from numpyro_pvi.expectations import RULES, Proposal, Tilted, from_points, grid_cloud, normal_cloud
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.runtime import noise_floor
 from numpyro_pvi.runtime._tilted import method_of
 from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import ImportanceMoments, LaplaceMoments, LocalResult, PowerEP
+from numpyro_pvi.solvers import SNEP, ImportanceMoments, LaplaceMoments, LocalResult, PowerEP
 
 FAMILY = MultivariateNormalFamily(2)
 Q = GaussianNatural(jnp.array([1.0, -0.5]), jnp.array([[2.0, 0.3], [0.3, 1.0]]))
@@ -360,6 +362,29 @@ def test_a_group_that_is_stuck_stops_the_run_by_name_and_remedy(steep, code, wor
     with pytest.raises(SkippedGroupError, match=f"'mild' was skipped in 10 rounds running: .*{words}"):
         _raise_if_stuck(stuck)
     assert any("'mild'" in note for note in pvi.info(stuck).notes)
+
+
+# What is said of a factor's moments is how they are taken, not how its expectations would be.
+WORDS = [
+    (PowerEP(), "quadratic", 0, 5, (3, 3), "closed form"),
+    (PowerEP(), "affine", 0, 5, (3, 3), "weighted draws"),
+    (PowerEP(), "affine", 0, 2, (3, 3), "quadrature over the latents"),
+    (PowerEP(), "affine", 0, 5, (1, 1), "quadrature (gh20)"),
+    (SNEP(), "affine", 0, 5, (1, 1), "weighted draws"),
+    (PowerEP(factors="row"), "affine", 0, 5, (3, 3), "quadrature (gh20)"),
+    (PowerEP(moments="mcmc"), "affine", 1, 5, (3, 3), "quadrature (gh20)"),
+    (PowerEP(moments="mcmc"), "sigma_points", 1, 5, (3, 3), "mcmc"),
+    (PowerEP(moments=LaplaceMoments(64)), "affine", 0, 5, (3, 3), "weighted draws (laplace)"),
+]
+
+
+@pytest.mark.parametrize(("solver", "kind", "which", "dim", "sizes", "wanted"), WORDS)
+def test_info_says_how_moments_are_taken(solver, kind, which, dim, sizes, wanted):
+    state = object.__new__(PVIState)
+    partition = SimpleNamespace(table=SimpleNamespace(sizes=sizes))
+    object.__setattr__(state, "plan", SimpleNamespace(partition=partition, family=MultivariateNormalFamily(dim)))
+    object.__setattr__(state, "rule", SimpleNamespace(level=RULES.index("gh20")))
+    assert _words(kind, state, which, solver) == wanted
 
 
 # ------------------------------------------------------------------------------------------------------ whole fits

@@ -20,7 +20,7 @@ from numpyro_pvi.families import MultivariateNormalFamily
 from numpyro_pvi.runtime import LaxMap, Vmap, chains_wanted
 from numpyro_pvi.runtime._tilted import method_of
 from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import MCMCMoments, PowerEP
+from numpyro_pvi.solvers import SNEP, MCMCMoments, PowerEP
 from numpyro_pvi.solvers._chained import COLLAPSES, DIVERGENT, NOT_MIXED, SLOW
 from tests.laws import ep_oracles
 
@@ -81,6 +81,18 @@ def test_chains_are_reported(fitted):
     assert np.all((info.ess > 30) & (info.ess <= HMC.num_draws))
     assert "R-hat" in str(info) and info.notes == ()
     assert np.all(np.asarray(fitted[1].state.solver_state.chains.visits) == 16)
+
+
+def test_snep_keeps_its_chains(data, fitted):
+    """Chains go on from visit to visit; with one inner step from each anchor it is power EP, damped."""
+    pvi = pvi_of(SNEP(moments=HMC, step_size=0.5))
+    result = pvi.run(jax.random.key(0), 16, *data, progress_bar=False)
+    info, states = result.info, result.state.solver_state
+    assert info.expectation == ("mcmc",) * 3 and np.all((info.rhat > 0.9) & (info.rhat < 1.1))
+    assert np.all(np.asarray(states.chains.visits) == 16)
+    assert gap(result, moments_of(fitted[1])) < 0.05
+    stuck = dataclasses.replace(result.state, solver_state=states._replace(trouble=states.trouble.at[1].set(NOT_MIXED)))
+    assert [note for note in pvi.info(stuck).notes if "'b'" in note and "R-hat" in note]
 
 
 def test_saved_chains_go_on_to_the_same_bits(data, fitted, tmp_path):
