@@ -4,6 +4,8 @@ Environment switches, all on unless set to 0:
 
 * ``NUMPYRO_PVI_TEST_X64``: the suite runs in float64; 0 leaves JAX's float32 (``make test-float32`` runs the laws so).
 * ``NUMPYRO_PVI_TEST_TYPES``: jaxtyping annotations of the package are enforced by beartype while the tests run.
+* ``NUMPYRO_PVI_TEST_QUICK``: XLA leaves out its expensive optimisations, because compiling tiny programs is what the suite
+  spends its time on (a third less of it cold). With 0 programs are those that users run; examples and documentation always are.
 """
 
 import gc
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 X64 = os.environ.get("NUMPYRO_PVI_TEST_X64", "1") != "0"
+QUICK = os.environ.get("NUMPYRO_PVI_TEST_QUICK", "1") != "0"
 HERE = pathlib.Path(__file__).parent
 _MOST_MAPS = 35_000
 
@@ -33,20 +36,22 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     jax.config.update("jax_enable_x64", X64)
+    jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks the laws, and leaves the slow tests out unless they are asked for by --slow, by -m or by node id."""
+    """Marks the laws, and leaves out what is marked slow, or in float32 once, unless --slow, -m or a node id asks for it."""
     for item in items:
         if HERE / "laws" in item.path.parents:
             item.add_marker(pytest.mark.laws)
     named = any("::" in argument for argument in config.args)
     if config.getoption("--slow") or "slow" in config.getoption("-m") or named:
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    marks = ("slow",) if X64 else ("slow", "once")
+    left = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
 
 
 def pytest_runtest_teardown(item):

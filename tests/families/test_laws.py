@@ -16,6 +16,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_pvi.families import FamilyDefaults
 from tests.families.cases import BATCH, CASES, draws, log_prob
 
+KEY = jax.random.key(0)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 with_extremes = pytest.mark.parametrize("case", [c for c in CASES if c.extremes], ids=lambda case: case.name)
 
@@ -126,20 +127,24 @@ def test_law_seven(case, x64, seed, spread):
     check(case, x64, seed, spread)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def one_by_one_and_together(family, natural):
+    def values(n):
+        return family.log_partition(n), family.natural_to_mean(n), family.entropy(n), family.in_domain(n)
+
+    return jax.vmap(values)(natural), values(natural)
+
+
 @each_case
 def test_batches_are_the_stack_of_single_results(case, x64):
-    family, natural = case.family, case.natural(3)
-    single = jax.vmap(
-        lambda n: (family.log_partition(n), family.natural_to_mean(n), family.entropy(n), family.in_domain(n))
-    )(natural)
-    together = (
-        family.log_partition(natural),
-        family.natural_to_mean(natural),
-        family.entropy(natural),
-        family.in_domain(natural),
-    )
+    single, together = one_by_one_and_together(case.family, case.natural(3))
     assert together[0].shape == (BATCH,)
     assert_close(single, together, TIGHT[not x64])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def round_trip(family, natural):
+    return family.log_partition(natural), family.from_minimal(family.to_minimal(natural))
 
 
 @each_case
@@ -147,24 +152,35 @@ def test_unbatched_and_two_batch_axes(case, x64):
     family, natural = case.family, case.natural(4)
     one = jax.tree.map(lambda x: x[0], natural)
     two = jax.tree.map(lambda x: jnp.stack([x, x]), natural)
-    assert family.log_partition(one).shape == family.entropy(one).shape == family.in_domain(one).shape == ()
-    assert family.log_partition(two).shape == family.kl(two, two).shape == (2, BATCH)
-    assert_close(family.log_partition(two)[1, 0], family.log_partition(one), TIGHT[not x64])
-    assert family.to_minimal(two).shape[:-1] == (2, BATCH)
-    assert_close(family.from_minimal(family.to_minimal(two)), two, 1e-6) if case.name != "categorical" else None
-    event = [x.shape for x in jax.tree.leaves(family.sample(two, jax.random.key(0), (3,)))]
+
+    def shape(function, *args):
+        return jax.tree.map(lambda x: x.shape, jax.eval_shape(function, *args))
+
+    assert shape(family.log_partition, one) == shape(family.entropy, one) == shape(family.in_domain, one) == ()
+    assert shape(family.log_partition, two) == shape(family.kl, two, two) == (2, BATCH)
+    assert shape(family.to_minimal, two)[:-1] == (2, BATCH)
+    (many, back), (single, _) = round_trip(family, two), round_trip(family, one)
+    assert_close(many[1, 0], single, TIGHT[not x64])
+    assert_close(back, two, 1e-6) if case.name != "categorical" else None
+    event = [x.shape for x in jax.tree.leaves(jax.eval_shape(lambda n, k: family.sample(n, k, (3,)), two, KEY))]
     wanted = jax.tree.leaves(family.event_shape, is_leaf=lambda x: isinstance(x, tuple))
     assert event == [(3, 2, BATCH, *shape) for shape in wanted]
 
 
 @each_case
 def test_dtype_is_kept(case):
+    def every_map(natural):
+        family, mean_params = case.family, case.family.natural_to_mean(natural)
+        results = (family.log_partition(natural), mean_params, family.mean_to_natural(mean_params))
+        return (
+            *results,
+            family.entropy(natural),
+            family.nearest_valid(natural),
+            family.fisher_solve(natural, mean_params),
+        )
+
     natural = jax.tree.map(lambda x: x.astype(jnp.float32), case.natural(5))
-    mean_params = case.family.natural_to_mean(natural)
-    results = (case.family.log_partition(natural), mean_params, case.family.mean_to_natural(mean_params))
-    results = (*results, case.family.entropy(natural), case.family.nearest_valid(natural))
-    results = (*results, case.family.fisher_solve(natural, mean_params))
-    assert {leaf.dtype for leaf in jax.tree.leaves(results)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(every_map, natural))} == {jnp.dtype("float32")}
 
 
 @each_case
@@ -184,14 +200,18 @@ def test_divergence_is_numpyros(case, x64):
     assert_close(found, kl_divergence(q, p), TIGHT[not x64] * 20)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def statistics_of_draws(family, natural):
+    found = family.sample(natural, jax.random.key(1), (20_000,))
+    return family.sufficient_statistics(found), family.natural_to_mean(natural)
+
+
 @each_case
 def test_draws_have_the_mean_parameters(case, x64):
     """20,000 draws: every statistic within 4.5 standard errors (a false alarm in about 1 of 1,000 runs of this file)."""
     family, natural = case.family, case.natural(9, 0.3)
-    found = family.sample(natural, jax.random.key(1), (20_000,))
-    for own, wanted in zip(
-        leaves(family.sufficient_statistics(found)), leaves(family.natural_to_mean(natural)), strict=True
-    ):
+    found, means = statistics_of_draws(family, natural)
+    for own, wanted in zip(leaves(found), leaves(means), strict=True):
         error = own.std(0) / np.sqrt(len(own))
         assert np.all(np.abs(own.mean(0) - wanted) < 4.5 * error + 1e-5)
 
@@ -221,10 +241,15 @@ def test_draws_carry_the_gradient(case):
         found = family.sufficient_statistics(family.sample(n, key, (200,)))
         return jnp.mean(family.inner(direction, found))
 
-    slopes = jax.vmap(jax.grad(statistic), in_axes=(None, 0))(natural, jax.random.split(jax.random.key(2), 40))
-    dual = jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(direction))
-    wanted = in_coordinates(family, natural, family.fisher_product(natural, dual))
-    found = np.asarray(jax.vmap(lambda s: in_coordinates(family, natural, s))(slopes), np.float64)
+    @jax.jit
+    def both(natural, keys):
+        slopes = jax.vmap(jax.grad(statistic), in_axes=(None, 0))(natural, keys)
+        dual = jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(direction))
+        wanted = in_coordinates(family, natural, family.fisher_product(natural, dual))
+        return jax.vmap(lambda s: in_coordinates(family, natural, s))(slopes), wanted
+
+    found, wanted = both(natural, jax.random.split(jax.random.key(2), 40))
+    found = np.asarray(found, np.float64)
     error = found.std(0) / np.sqrt(len(found))
     assert np.all(np.abs(found.mean(0) - np.asarray(wanted)) < 5 * error + 1e-5)
 

@@ -1,6 +1,5 @@
 """Laws 1, 2, 3, 6 and 12 on the trajectory of one fit per cell of the table."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -23,12 +22,12 @@ TOLERANCES = {
 }
 
 
-def _left_out(cell):
+def _marks(cell):
     """Beyond the covering, or beyond what float32 repeats."""
-    return cell.slow or not (jax.config.jax_enable_x64 or cell.repeated)
+    return [pytest.mark.slow] * cell.slow + [pytest.mark.once] * (not cell.repeated)
 
 
-@pytest.mark.parametrize("cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * _left_out(c)) for c in CELLS])
+@pytest.mark.parametrize("cell", [pytest.param(c, id=c.name, marks=_marks(c)) for c in CELLS])
 def test_laws_hold_on_the_whole_trajectory(cell, x64):
     found = violations(cell, fit_of(cell))
     broken = {law: size for law, size in found.items() if not size <= TOLERANCES[law][0 if x64 else 1]}
