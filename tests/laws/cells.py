@@ -49,9 +49,8 @@ class Cell(NamedTuple):
 
     @property
     def repeated(self) -> bool:
-        """Whether float32 repeats it: of the full product over schedules, the plain ones of each solver."""
-        plain = type(self.schedule) in (Sequential, Synchronous)
-        return self.kind != "linear" or plain or type(self.solver) in (Conjugate, NaturalGradient)
+        """Whether float32 repeats it: the plain schedules of each solver and model, the others under one solver."""
+        return type(self.schedule) in (Sequential, Synchronous) or self.name.startswith("linear-conjugate")
 
     @property
     def damping(self) -> float:

@@ -99,6 +99,7 @@ def test_evidence_of_a_linear_model_is_exact_at_the_limit(x64):
     assert float(error) == 0.0
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_gradient_of_the_wrong_power_is_seen(monkeypatch, x64):
     """The moments of the whole tilted distribution in place of those of its power: EP's fixed point."""

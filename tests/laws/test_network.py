@@ -313,6 +313,7 @@ def test_replays_are_balanced_over_the_classes_seen():
     np.testing.assert_allclose(np.bincount(np.asarray(single), minlength=5) / 3000, [1 / 3] * 3 + [0, 0], atol=0.04)
 
 
+@pytest.mark.once
 class TestFaults:
     """Each law can fail."""
 

@@ -232,6 +232,7 @@ def test_fits_by_draws_keep_q_proper_from_the_defaults():
 # --------------------------------------------------------------------------------------------------------- mutants
 
 
+@pytest.mark.once
 def test_anchors_that_never_move_are_seen():
     """Without outer steps the inner problem is solved, and its solution is not EP's."""
     server = Server(SNEP(outer_period=12))
@@ -242,6 +243,7 @@ def test_anchors_that_never_move_are_seen():
     assert distance(server, oracle()) > 1e-2
 
 
+@pytest.mark.once
 def test_a_step_of_the_wrong_sign_is_seen(monkeypatch):
     right = snep.posterior_step
     monkeypatch.setattr(snep, "posterior_step", lambda family, q, gap, step: right(family, q, gap, step) * -0.1)

@@ -34,7 +34,10 @@ SCHEDULES = {
 }
 
 each_solver = pytest.mark.parametrize("solver", SOLVERS)
-each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+# Float32 repeats the plain schedules.
+each_schedule = pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=[pytest.mark.once] * (s in ("late", "few"))) for s in SCHEDULES]
+)
 
 
 @each_solver

@@ -238,6 +238,7 @@ def test_a_single_groups_site_is_not_to_be_had(call):
 # ---------------------------------------------------------------------------------------------------------------- mutants
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_site_of_the_wrong_power_is_seen(monkeypatch, x64):
     """q = prior * t^(M - 1) in place of t^M: a parallel round is exact once, and no more after it."""
