@@ -14,16 +14,13 @@ import numpyro.distributions as dist
 
 from ._marginals import event_rank, in_own_support
 from ._state import Plan, PVIInfo, PVIState, PVITrace
+from ._wording import words_of
 from .errors import ImproperError, PVIError
-from .expectations import GRID_DIM, RULES, ImportanceMoments, LaplaceMoments, MCMCMoments, with_settings
 from .families import GaussianFamily, GaussianMoments
 from .handlers import PRIOR
 from .schedules import BY_FACTOR, RoundReport
 from .sites import SiteStack, posterior, tied_site
 from .solvers import trouble_of
-
-# How tilted moments are taken where they are sampled.
-_SAMPLED_WORDS = {ImportanceMoments: "weighted draws", LaplaceMoments: "weighted draws (laplace)", MCMCMoments: "mcmc"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +136,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any) -> PVIInfo:
     tied = count if state.plan.tied else None
     proper, others_proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites, tied))
     found = part.likelihood if part.enumeration is None else "enumerated"
-    structure, expectation = (found,) * count, (_words(part.likelihood, state, 0, solver),) * count
+    structure, expectation = (found,) * count, (words_of(part.likelihood, state, 0, solver),) * count
     if absent:
         # Nothing happens to a group whose rows are not at hand.
         first = int(part.has_prior_factor)
@@ -151,7 +148,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any) -> PVIInfo:
         proper = np.concatenate([[prior_proper], proper])
         structure, expectation = (
             (part.prior_kind, *structure),
-            (_words(part.prior_kind, state, 1, solver), *expectation),
+            (words_of(part.prior_kind, state, 1, solver), *expectation),
         )
     rhat = _by_factor(state, len(labels), lambda s: _of_chains(s, "rhat"))
     return PVIInfo(
@@ -265,33 +262,3 @@ def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack, tied:
     else:
         own = jnp.full((tied,), family.in_domain(q - tied_site(sites.groups, tied)))
     return own, others, True if sites.prior is None else family.in_domain(q - sites.prior)
-
-
-def _words(kind: str, state: PVIState, which: int, solver: Any) -> str:
-    if getattr(solver, "matches_moments", False):
-        word = _moment_words(kind, state, which, solver)
-        if word is not None:
-            return word
-    if kind == "affine":
-        return f"quadrature ({RULES[min(int(state.rule.level), len(RULES) - 1)]})"
-    if kind in ("quadratic", "reparameterised"):
-        return {"quadratic": "closed form", "reparameterised": "reparameterised draws"}[kind]
-    if kind == "local":
-        return "monte_carlo (hessian)"
-    mode = state.plan.partition.unstructured
-    if mode == "auto":
-        mode = "stein" if bool(state.rule.points.sampled[which]) else "sigma_points"
-    return mode if mode == "sigma_points" else f"monte_carlo ({mode})"
-
-
-def _moment_words(kind: str, state: PVIState, which: int, solver: Any) -> str | None:
-    """How tilted moments are taken of the groups (0) or of the prior factor (1); None where by rows, as expectations are."""
-    wanted, one_dimensional = with_settings(solver.moments), which == 1 and kind == "affine"
-    if not isinstance(wanted, str):
-        return None if one_dimensional and isinstance(wanted, MCMCMoments) else _SAMPLED_WORDS[type(wanted)]
-    if which == 0 and kind == "quadratic":
-        return "closed form"
-    single = all(size == 1 for size in state.plan.partition.table.sizes) and not getattr(solver, "anchored", False)
-    if one_dimensional or (which == 0 and kind == "affine" and (solver.factors == "row" or single)):
-        return None
-    return "quadrature over the latents" if state.plan.family.dim <= GRID_DIM else _SAMPLED_WORDS[ImportanceMoments]

@@ -46,6 +46,7 @@ _SHELL = (
     "_resume",
     "_saving",
     "_views",
+    "_wording",
 )
 _GUIDES = ("_exponential_guide", "_latent_families", "_marginals", "_quantiles")
 PARTS = dict.fromkeys(_SHELL, "pvi") | dict.fromkeys(_GUIDES, "guides")

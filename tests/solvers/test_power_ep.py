@@ -16,7 +16,7 @@ from numpyro_pvi import PVI, Partition
 from numpyro_pvi._driver import _raise_if_stuck
 from numpyro_pvi._entry import _evidence
 from numpyro_pvi._state import PVIState
-from numpyro_pvi._views import _words
+from numpyro_pvi._wording import words_of
 from numpyro_pvi.errors import PVIError, SkippedGroupError
 from numpyro_pvi.expectations import RULES, Proposal, Tilted, from_points, grid_cloud, normal_cloud
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
@@ -384,7 +384,7 @@ def test_info_says_how_moments_are_taken(solver, kind, which, dim, sizes, wanted
     partition = SimpleNamespace(table=SimpleNamespace(sizes=sizes))
     object.__setattr__(state, "plan", SimpleNamespace(partition=partition, family=MultivariateNormalFamily(dim)))
     object.__setattr__(state, "rule", SimpleNamespace(level=RULES.index("gh20")))
-    assert _words(kind, state, which, solver) == wanted
+    assert words_of(kind, state, which, solver) == wanted
 
 
 # ------------------------------------------------------------------------------------------------------ whole fits
