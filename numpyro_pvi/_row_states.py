@@ -149,8 +149,8 @@ class RowView(NaturalView):
         law, valid = _law(self.prior, self.natural)
         if not bool(valid):
             raise ImproperError(
-                f"the {self.what} is not normalisable: a site or cavity is a factor, not always a distribution. Read .precision and "
-                ".precision_mean instead."
+                f"the {self.what} is not normalisable: a site or cavity is a factor, not always a distribution. Read .precision "
+                "and .precision_mean instead."
             )
         return law
 

@@ -45,7 +45,9 @@ def why_not_rows(part: PartitionPlan, trace: dict) -> str | None:
         return f"the model has numpyro.param site(s) {', '.join(part.params)}"
     if part.local is not None or part.enumeration is not None:
         return "rows have latents of their own"
-    odd = [name for name in part.layout.names if _scale_of(trace[name]["fn"]) is None or trace[name]["scale"] is not None]
+    odd = [
+        name for name in part.layout.names if _scale_of(trace[name]["fn"]) is None or trace[name]["scale"] is not None
+    ]
     return f"the prior of {', '.join(odd)} is neither Normal nor MultivariateNormal" if odd else None
 
 
@@ -109,7 +111,9 @@ def read_rows(call: ModelCall, terms: tuple[TermSpec, ...], loc: Float[Array, "D
     return tuple(_moved(call, spec, loc) for spec in terms)
 
 
-def look_at_rows(call: ModelCall, part: PartitionPlan, points: Float[Array, "2 D"]) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
+def look_at_rows(
+    call: ModelCall, part: PartitionPlan, points: Float[Array, "2 D"]
+) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
     """What values alone can tell.
 
     Args:
@@ -191,7 +195,9 @@ def _scale_of(fn: dist.Distribution) -> str | None:
     return {dist.Normal: "sd", dist.MultivariateNormal: "root"}.get(kind)
 
 
-def _groups_of_elements(part: PartitionPlan, packing: Packing | GroupMasks, data: tuple[TermData, ...]) -> Int[Array, "P"]:
+def _groups_of_elements(
+    part: PartitionPlan, packing: Packing | GroupMasks, data: tuple[TermData, ...]
+) -> Int[Array, "P"]:
     found = []
     for spec, one in zip(part.terms, data, strict=True):
         shape = one.fn.batch_shape

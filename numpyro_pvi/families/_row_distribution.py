@@ -113,7 +113,9 @@ class RowGaussian(dist.Distribution):
     @property
     def precision_matrix(self) -> Array:
         """The dense inverse of ``covariance_matrix``."""
-        return dist.MultivariateNormal(jnp.zeros(self.covariance_matrix.shape[0]), self.covariance_matrix).precision_matrix
+        return dist.MultivariateNormal(
+            jnp.zeros(self.covariance_matrix.shape[0]), self.covariance_matrix
+        ).precision_matrix
 
     def log_prob(self, value: Array) -> Array:
         """Log density in nats: by Woodbury for all coordinates, from the dense covariance for some of them."""

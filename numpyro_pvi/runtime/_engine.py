@@ -277,12 +277,22 @@ class Engine:
         """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""
         return bool(state.plan.partition.params) and others is None
 
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> LocalProblem | RowProblem:
+    def _state_problem(
+        self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool
+    ) -> LocalProblem | RowProblem:
         params = self.constrain(state.plan, args, kwargs, state.optim_state)
         prior, num_rules = (state.prior, state.exact), len(RULES) - (not fine)
         return self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
 
-    def _round(self, problem: LocalProblem | RowProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool):
+    def _round(
+        self,
+        problem: LocalProblem | RowProblem,
+        state: PVIState,
+        carry: RoundCarry,
+        args: tuple,
+        kwargs: dict,
+        fine: bool,
+    ):
         next_key, round_key = jax.random.split(state.rng_key)
         # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it)
         # used.

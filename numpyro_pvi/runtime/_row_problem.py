@@ -136,7 +136,9 @@ class RowProblem:
         groups = Expected(zeros, None, None, zeros, zeros, zeros)
         return Evaluation(q, moments, groups, None, self.rest(moments), zero, zero, rule, jnp.array(False))
 
-    def expect(self, program: RowNumbersProgram, *, moments: RowMoments, level: Any, clip: Any, **unused: Any) -> Expected:
+    def expect(
+        self, program: RowNumbersProgram, *, moments: RowMoments, level: Any, clip: Any, **unused: Any
+    ) -> Expected:
         """All groups' expectations under one quadrature rule."""
         del unused
         group = self.family.prior.group
@@ -204,7 +206,9 @@ class RowProblem:
         """
         raise PVIError("there is no prior factor: the prior is held exactly.")
 
-    def sweep(self, carry: RoundCarry, q: Any, order: Int[Array, "M"], key: Any, damping: float) -> tuple[Any, LocalResult]:
+    def sweep(
+        self, carry: RoundCarry, q: Any, order: Int[Array, "M"], key: Any, damping: float
+    ) -> tuple[Any, LocalResult]:
         """Visit all groups, each from the q that the last one left.
 
         Args:

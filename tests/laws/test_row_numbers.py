@@ -9,12 +9,15 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import RowNumbersProgram
+from numpyro_pvi.families import RowPrior
 from numpyro_pvi.runtime import _row_problem
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Asynchronous, Sequential, Synchronous
 from numpyro_pvi.solvers import NaturalGradient
 
 RNG = np.random.default_rng(3)
@@ -126,8 +129,14 @@ def dense():
 
 
 @pytest.fixture(scope="module")
-def rows():
-    return follow(make(logistic), X, Y)
+def fitted():
+    pvi = make(logistic)
+    return (pvi, *follow(pvi, X, Y))
+
+
+@pytest.fixture(scope="module")
+def rows(fitted):
+    return fitted[1:]
 
 
 def test_every_iterate_is_that_of_dense_sites(dense, rows, tol):
@@ -205,7 +214,8 @@ def settled(sites, form="covariance"):
 
 
 @pytest.mark.parametrize(
-    "form", ["covariance", pytest.param("root", marks=pytest.mark.slow), pytest.param("precision", marks=pytest.mark.slow)]
+    "form",
+    ["covariance", pytest.param("root", marks=pytest.mark.slow), pytest.param("precision", marks=pytest.mark.slow)],
 )
 def test_one_predictor_per_latent_of_a_process(form, tol):
     """A Gaussian-process prior keeps 2 N numbers, and every q is that of dense sites."""
@@ -275,6 +285,148 @@ def test_priors_of_several_kinds(order, tol):
     labels = [0, 1, 1, 0, 2]
     dense, rows = (make(model, sites, labels=labels) for sites in ("dense", "rows"))
     check_same(follow(dense, X[:, :2], Y)[1], follow(rows, X[:, :2], Y)[1], tol)
+
+
+# ---------------------------------------------------------------------------------------------------- what a user gets
+
+
+def draws_of(law, count=20_000):
+    drawn = np.asarray(law.sample(jax.random.key(5), (count,)))
+    return drawn.mean(axis=0), np.cov(drawn.T)
+
+
+def check_draws(drawn, mean, covariance):
+    """Mean and covariance of draws within five standard errors."""
+    sd = np.sqrt(np.diag(covariance))
+    assert np.max(np.abs(drawn[0] - mean) / sd) < 5 / np.sqrt(20_000)
+    assert np.max(np.abs(drawn[1] - covariance) / np.outer(sd, sd)) < 5 * np.sqrt(2 / 20_000)
+
+
+def test_pathwise_draws_and_densities_are_those_of_q(fitted, tol, monkeypatch):
+    pvi, state, found = fitted
+    law = pvi.posterior(state, joint=True)[("intercept", "w")]
+    mean, covariance = found[-1]["mean"], found[-1]["covariance"]
+    check_draws(draws_of(law), mean, covariance)
+    np.testing.assert_allclose(law.variance, np.diag(covariance), rtol=tol, atol=tol)
+    point = mean + 0.3
+    expected = -0.5 * (0.09 * np.linalg.inv(covariance).sum() + np.linalg.slogdet(2 * np.pi * covariance)[1])
+    np.testing.assert_allclose(law.log_prob(jnp.asarray(point)), expected, rtol=10 * tol)
+    parts = pvi.posterior(state)
+    np.testing.assert_allclose(parts["w"].variance, np.diag(covariance)[1:], rtol=tol, atol=tol)
+    np.testing.assert_allclose(parts["intercept"].mean, mean[0], atol=tol)
+    part = parts["w"].log_prob(jnp.asarray(point[1:]))
+    inner = covariance[1:, 1:]
+    expected = -0.5 * (0.09 * np.linalg.inv(inner).sum() + np.linalg.slogdet(2 * np.pi * inner)[1])
+    np.testing.assert_allclose(part, expected, rtol=10 * tol)
+    # A planted fault: what a draw of the prior misses, with the wrong sign.
+    right = RowPrior.whiten
+    monkeypatch.setattr(RowPrior, "whiten", lambda self, theta: -right(self, theta))
+    with pytest.raises(AssertionError):
+        check_draws(draws_of(law), mean, covariance)
+
+
+def test_the_guide_draws_from_the_params(fitted, tol):
+    pvi, state, found = fitted
+    params, guide = pvi.get_params(state), pvi.guide
+    covariance = found[-1]["covariance"]
+    drawn = Predictive(guide, params=params, num_samples=20_000)(jax.random.key(6), X, Y)
+    flat = np.c_[drawn["intercept"], drawn["w"]]
+    check_draws((flat.mean(axis=0), np.cov(flat.T)), found[-1]["mean"], covariance)
+    np.testing.assert_allclose(guide.median(params)["w"], found[-1]["mean"][1:], atol=tol)
+    upper = guide.quantiles(params, [0.8413447])["w"][0]
+    np.testing.assert_allclose(upper, found[-1]["mean"][1:] + np.sqrt(np.diag(covariance)[1:]), rtol=1e-4, atol=tol)
+    root = np.asarray(params["auto_scale_tril"])
+    np.testing.assert_allclose(root @ root.T, covariance, rtol=tol, atol=tol)
+    np.testing.assert_allclose(guide.get_posterior(params).mean, found[-1]["mean"], atol=tol)
+    np.testing.assert_allclose(guide.get_transform(params).scale_tril, root, rtol=tol, atol=tol)
+
+
+def test_saved_and_forgotten(fitted, tol, tmp_path):
+    pvi, state, found = fitted
+    pvi.save(tmp_path / "state.pvi", state)
+    loaded = make(logistic).load(tmp_path / "state.pvi")
+    assert all(
+        bool(jnp.all(a == b)) for a, b in zip(jax.tree.leaves(state.sites), jax.tree.leaves(loaded.sites), strict=True)
+    )
+    assert pvi.info(state).sites == "rows" and "no 11 x 11 matrix" in str(pvi.info(state))
+    with pytest.warns(UserWarning, match="approximate"):
+        left = pvi.forget_group(state, 1)
+    last = found[-1]
+    precision = np.diag(PRIOR_SD**-2.0) + sum(p for i, (_, p) in enumerate(last["sites"]) if i != 1)
+    law = pvi.posterior(left, joint=True)[("intercept", "w")]
+    np.testing.assert_allclose(law.covariance_matrix, np.linalg.inv(precision), rtol=tol, atol=tol)
+
+
+def test_rows_are_chosen_where_they_are_fewer():
+    """By itself from 64 latents on; no program then has a D x D array."""
+    x = np.asarray(RNG.normal(size=(5, 70)))
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([70]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("obs", dist.Normal(x @ w, 0.7), obs=y)
+
+    pvi = PVI(Partition(model, "data", [0, 0, 1, 1, 1]), AutoMultivariateNormal(model))
+    state = pvi.init(KEY, x, Y[:5])
+    assert state.plan.rows == "rows"
+    assert "70x70" not in jax.jit(pvi.update).lower(state, x, Y[:5]).as_text()
+    assert max(leaf.size for leaf in jax.tree.leaves(state)) < 70 * 70
+    law = pvi.posterior(state)["w"]
+    for view in (lambda law: law.variance, lambda law: law.sample(KEY, (3,))):
+        assert "70,70" not in str(jax.make_jaxpr(view)(law))
+
+
+REFUSED = {
+    "mean field": (lambda model: {"guide": AutoNormal(model)}, "mean-field"),
+    "schedule": (lambda model: {"schedule": Asynchronous()}, "Asynchronous"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow) for name in REFUSED])
+def test_what_cannot_be_by_rows_is_refused(case):
+    settings, words = REFUSED[case]
+    chosen = {"guide": AutoMultivariateNormal(logistic)} | settings(logistic)
+    pvi = PVI(Partition(logistic, "data", LABELS), solver=NaturalGradient(sites="rows"), **chosen)
+    with pytest.raises(PVIError, match=words):
+        pvi.init(KEY, X, Y)
+
+
+def hierarchical(x, y):
+    mean = numpyro.sample("mean", dist.Normal(0.0, 1.0))
+    w = numpyro.sample("w", dist.Normal(mean, 1.0).expand([D]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("obs", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def two_predictors(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([D]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("obs", dist.Normal(x @ w, jnp.exp(x @ w[::-1])), obs=y)
+
+
+def scaled(x, y):
+    with numpyro.handlers.scale(scale=2.0):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([D]).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("obs", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (hierarchical, "depends on others"),
+        pytest.param(two_predictors, "two predictors", marks=pytest.mark.slow),
+        pytest.param(scaled, "neither Normal", marks=pytest.mark.slow),
+    ],
+)
+def test_models_that_cannot_be_by_rows_are_refused(model, words):
+    with pytest.raises(PVIError, match=words):
+        make(model).init(KEY, X, Y)
+
+
+def test_settings_are_checked():
+    with pytest.raises(PVIError, match="sites="):
+        NaturalGradient(sites="row")
 
 
 # --------------------------------------------------------------------------------------------------------- planted faults
