@@ -26,6 +26,7 @@ NAMES = {
     "banana": "DELBO on banana.npz: test accuracy by single-datum steps, and steps a second",
     "intel": "DELBO maps of intel_lidar.npz: one agent and four, both covariances, pictures with --out",
     "dinno": "DELBO map of dinno_floorplan.npz by seven agents, a picture with --out",
+    "cvi-glm": "logistic regression on a1a, australian, breast cancer, colon cancer and covtype beside L-BFGS on (m, L)",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 

@@ -21,7 +21,7 @@ from .factors import Enumeration, GroupMasks, Layout, LocalLayout, Packing, Part
 from .factors._reading import Reading
 from .factors._terms import DerivedLeaf, Predictor
 from .factors._validate import ArgumentSignature, LeafSignature
-from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
+from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily, RowPrior
 from .handlers import GroupTable, RowAxes
 from .runtime import with_chains
 from .runtime._moments import solver_of_prior
@@ -32,7 +32,7 @@ from .sites import LocalSites, RowSites, SiteStack
 _TYPES = (
     *(Plan, PartitionPlan, RowAxes, GroupTable, Layout, LocalLayout, Reading, TermSpec, Predictor, DerivedLeaf),
     *(Enumeration, ArgumentSignature, LeafSignature, MultivariateNormalFamily, NormalFamily),
-    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites, RowSites),
+    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites, RowSites, RowPrior),
     *(Packing, GroupMasks, RoundReport, Rule, Points),
 )
 # Fields whose structure is not in the file but comes from the PVI's own solver and optimiser.

@@ -36,6 +36,8 @@ class Plan:
     tied: bool = False
     # Whether chains are compiled in beside weighted draws: switched on when some group's weights keep collapsing.
     chained: bool = False
+    # "rows" or "latents" where sites are two numbers per row, the latter with one predictor per latent; else None.
+    rows: str | None = None
 
     @property
     def groups(self) -> tuple:
@@ -187,6 +189,8 @@ class PVIInfo:
     # Of factors whose tilted moments are by chains: largest split R-hat, and share of divergent transitions; NaN elsewhere.
     rhat: Any = None
     divergent: Any = None
+    # How sites are held: "dense", or "rows" where they are two numbers per row.
+    sites: str = "dense"
     # Remarks: an optimiser with nothing to optimise, quadrature short of its target.
     notes: tuple[str, ...] = ()
 

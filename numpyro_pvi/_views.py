@@ -16,7 +16,7 @@ from ._marginals import event_rank, in_own_support
 from ._state import Plan, PVIInfo, PVIState, PVITrace
 from ._wording import words_of
 from .errors import ImproperError, PVIError
-from .families import GaussianFamily, GaussianMoments
+from .families import GaussianFamily, GaussianMoments, RowFamily, RowPrior
 from .handlers import PRIOR
 from .schedules import BY_FACTOR, RoundReport
 from .sites import SiteStack, posterior, tied_site
@@ -134,7 +134,12 @@ def describe(state: PVIState, has_optim: bool, solver: Any) -> PVIInfo:
     labels, absent = factor_labels(state.plan), state.plan.absent
     count, apart = len(part.table.labels), len(absent)
     tied = count if state.plan.tied else None
-    proper, others_proper, prior_proper = jax.device_get(_cavities_proper(family, state.prior, state.sites, tied))
+    if state.plan.rows is None:
+        found_proper = _cavities_proper(family, state.prior, state.sites, tied)
+    else:
+        found_proper = rows_proper(state.prior, state.sites, jnp.zeros(count)), True, True
+        notes = (*notes, row_note(state))
+    proper, others_proper, prior_proper = jax.device_get(found_proper)
     found = part.likelihood if part.enumeration is None else "enumerated"
     structure, expectation = (found,) * count, (words_of(part.likelihood, state, 0, solver),) * count
     if absent:
@@ -169,6 +174,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any) -> PVIInfo:
         delbo=tuple(float(x) for x in report.delbo),
         rhat=rhat,
         divergent=_by_factor(state, len(labels), lambda s: _of_chains(s, "divergent")),
+        sites="dense" if state.plan.rows is None else "rows",
         notes=(*notes, *moment_notes(state)),
     )
 
@@ -220,7 +226,8 @@ def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITr
     if reports is None:
         return None
     count = len(losses)
-    size = sum(x.nbytes for x in jax.tree.leaves(state.prior))
+    # Of sites held by rows a message has the rows' numbers, at most all of them.
+    size = sum(x.nbytes for x in jax.tree.leaves(state.prior if state.plan.rows is None else state.sites.groups))
     return PVITrace(
         labels=factor_labels(state.plan),
         rounds=int(state.step) - count + 1 + np.arange(count),
@@ -262,3 +269,21 @@ def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack, tied:
     else:
         own = jnp.full((tied,), family.in_domain(q - tied_site(sites.groups, tied)))
     return own, others, True if sites.prior is None else family.in_domain(q - sites.prior)
+
+
+@jax.jit
+def rows_proper(prior: RowPrior, sites: SiteStack, count: Any) -> Any:
+    """Whether q without each group's site is normalisable; ``count`` is an array of M zeros."""
+    rows, family = jax.tree.map(lambda x: x[0], sites.groups), RowFamily(prior)
+
+    def proper(index):
+        return family.in_domain(jax.tree.map(lambda x: jnp.where(prior.group == index, 0.0, x), rows))
+
+    return jax.lax.map(proper, jnp.arange(count.shape[0]))
+
+
+def row_note(state: PVIState) -> str:
+    """How the sites of a state are held, in one sentence."""
+    rows, dim = state.prior.root.shape[0], state.plan.family.dim
+    seen = "one predictor per latent" if state.plan.rows == "latents" else f"{rows} rows and {dim} latents"
+    return f"sites are held by rows ({seen}): two numbers each, and no {dim} x {dim} matrix."

@@ -137,7 +137,7 @@ def natural_to_params(
         loc, scale = _by_latent(family, shapes, natural)
         params = {f"{name}_{prefix}_loc": x for name, x in zip(names, loc, strict=True)}
         return params | {f"{name}_{prefix}_scale": x for name, x in zip(names, scale, strict=True)}
-    loc, scale = _in_order(family, natural, _permutation(guide, names, shapes))
+    loc, scale = _in_order(family, natural, guide_order(guide, names, shapes))
     return {f"{prefix}_loc": loc, f"{prefix}_scale{'_tril' * family.full}": scale}
 
 
@@ -176,7 +176,7 @@ def flat_to_params(
         parts = list(zip(names, slices(shapes), shapes, strict=True))
         params = {f"{n}_{prefix}_loc": loc[where].reshape(s) for n, where, s in parts}
         return params | {f"{n}_{prefix}_scale": spread[where].reshape(s) for n, where, s in parts}
-    order = _permutation(guide, names, shapes)
+    order = guide_order(guide, names, shapes)
     if isinstance(guide, autoguide.AutoMultivariateNormal):
         root = scaled_cholesky(symmetrise(spread[order][:, order]))[0]
         return {f"{prefix}_loc": loc[order], f"{prefix}_scale_tril": root}
@@ -205,7 +205,7 @@ def params_to_natural(
     if isinstance(guide, autoguide.AutoNormal):
         loc = jnp.concatenate([full[f"{n}_{prefix}_loc"].reshape(-1) for n in names])
         return family.from_loc_sd(loc, jnp.concatenate([full[f"{n}_{prefix}_scale"].reshape(-1) for n in names]))
-    inverse = np.argsort(_permutation(guide, names, shapes))
+    inverse = np.argsort(guide_order(guide, names, shapes))
     loc = full[f"{prefix}_loc"][inverse]
     if not family.full:
         return family.from_loc_sd(loc, full[f"{prefix}_scale"][inverse])
@@ -252,7 +252,20 @@ def slices(shapes: tuple[tuple[int, ...], ...]) -> list[slice]:
     return found
 
 
-def _permutation(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[np.ndarray, "D"]:
+def guide_order(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[np.ndarray, "D"]:
+    """Where each coordinate of a guide's own flat vector stands in that of ``names``.
+
+    Args:
+        guide: the guide.
+        names: latents in the order of the flat vector.
+        shapes: their unconstrained shapes.
+
+    Returns:
+        Positions.
+
+    Raises:
+        StateError: when the guide is not set up.
+    """
     where = dict(zip(names, slices(shapes), strict=True))
     if guide.prototype_trace is None:
         # Set up later under jit or vmap (as Predictive does) it would order its flat vector otherwise, and read another

@@ -31,7 +31,7 @@ from ._entry import (
     run_rounds,
     start_arrays,
 )
-from ._groups import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of, site_of
+from ._groups import begin_chains, check_rows, forgotten, position, reduced, refuse_absent, restored, rows_of, site_of
 from ._initial import (
     check_structure,
     init_optim,
@@ -47,6 +47,7 @@ from ._locals import by_unit, joint_params, local_distributions
 from ._newcomers import Newcomers, arrival_mode
 from ._prototype import prepare_guide, prototype
 from ._resume import Progress, begin
+from ._row_states import choose_rows, dense_form, row_distributions, row_params, row_view
 from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import NaturalView, agent_natural, describe, latent_distributions, trace_of
@@ -197,6 +198,8 @@ class PVI(SVI):
             form = draws_form(self._engine, plan, planned, dynamic, static, optim_state, plan_key)
             planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, unstructured=form))
             plan = dataclasses.replace(plan, partition=planned.plan)
+        arguments = dynamic, static
+        plan = choose_rows(self._engine, self.guide, plan, planned, trace, arguments, init_params, plan_key)
         local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
 
         def start(plan, mode=None):
@@ -274,6 +277,8 @@ class PVI(SVI):
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
         part = state.plan.partition
+        if state.plan.rows is not None:
+            return row_params(self.guide, state)
         q = posterior(state.prior, state.sites)
         if part.local is not None:
             params = joint_params(self.guide, state, q)
@@ -398,6 +403,8 @@ class PVI(SVI):
             ImproperError: when q is not normalisable.
             PVIError: for an agent under a schedule with a server.
         """
+        if state.plan.rows is not None and agent is None:
+            return row_distributions(state, prototype(self, state), "posterior", joint)
         q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
         found = self._distributions(state, q, "posterior", joint)
         return found | local_distributions(state, q, prototype(self, state))
@@ -415,6 +422,8 @@ class PVI(SVI):
         Raises:
             ImproperError: when the prior (or its site) is not normalisable.
         """
+        if state.plan.rows is not None:
+            return row_distributions(state, prototype(self, state), "prior", joint)
         natural = state.prior if state.sites.prior is None else state.prior + state.sites.prior
         return self._distributions(state, natural, "prior", joint)
 
@@ -433,10 +442,14 @@ class PVI(SVI):
         Raises:
             PartitionError: for an unknown label.
         """
+        if state.plan.rows is not None:
+            return self._row_view(state, group, "site")
         return NaturalView(self._site(state, group), state.plan.family, f"site of group {group!r}")
 
     def cavity(self, state: PVIState, group: Hashable) -> NaturalView:
         """q without one group's site, in natural space; see :meth:`site`."""
+        if state.plan.rows is not None:
+            return self._row_view(state, group, "cavity")
         q = posterior(state.prior, state.sites)
         return NaturalView(cavity(q, self._site(state, group)), state.plan.family, f"cavity of group {group!r}")
 
@@ -514,7 +527,7 @@ class PVI(SVI):
             SkippedGroupError: when no round could absorb the group.
         """
         args, kwargs = self._arguments(args, kwargs)
-        return self._named(self._newcomers.add(state, label, args, kwargs, num_steps, tol))
+        return self._named(self._newcomers.add(dense_form(state), label, args, kwargs, num_steps, tol))
 
     def revisit(
         self, state: PVIState, labels: Any, /, *args: Any, num_steps: int = 20, tol: float | None = 1e-3, **kwargs: Any
@@ -537,7 +550,7 @@ class PVI(SVI):
             StateError, DataError, SkippedGroupError: as of :meth:`add_group`.
         """
         args, kwargs = self._arguments(args, kwargs)
-        return self._named(self._newcomers.revisit(state, labels, args, kwargs, num_steps, tol))
+        return self._named(self._newcomers.revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
 
     def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
         """Take a group's site out of the posterior; no rows are needed.
@@ -558,7 +571,7 @@ class PVI(SVI):
             PartitionError: for an unknown label.
             ImproperError: when q is not normalisable without the group.
         """
-        return self._named(forgotten(state, label))
+        return self._named(forgotten(dense_form(state), label))
 
     def prequential(
         self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any
@@ -583,7 +596,7 @@ class PVI(SVI):
         """
         args, kwargs = self._arguments(args, kwargs)
         rows = self._newcomers.count(state, "the rows to be predicted", args, kwargs)
-        fixed = self.model, state, args, kwargs, self._param_values(state), sum(rows.values())
+        fixed = self.model, dense_form(state), args, kwargs, self._param_values(state), sum(rows.values())
         return diagnostics.log_score(rng_key, *fixed, num_samples=num_samples)
 
     def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
@@ -608,7 +621,7 @@ class PVI(SVI):
         return diagnostics.khat(
             rng_key,
             state.plan.partition.model(self._full_model),
-            state,
+            dense_form(state),
             args,
             kwargs,
             params,
@@ -699,6 +712,11 @@ class PVI(SVI):
                 raise PartitionError("there is no PRIOR site: the prior is held exactly. See pvi.prior(state).")
             return state.sites.prior
         return site_of(state, group)
+
+    def _row_view(self, state: PVIState, group: Hashable, what: str) -> NaturalView:
+        if group is PRIOR:
+            self._site(state, group)
+        return row_view(state, position(state.plan, group), f"{what} of group {group!r}", what == "cavity")
 
     def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
         return latent_distributions(state.plan, natural, prototype(self, state), what, joint)

@@ -44,6 +44,7 @@ _SHELL = (
     "_newcomers",
     "_prototype",
     "_resume",
+    "_row_states",
     "_saving",
     "_views",
     "_wording",

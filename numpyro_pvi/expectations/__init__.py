@@ -13,6 +13,7 @@ from ._points import PointSet, PointsProgram, random_points, sigma_points
 from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
 from ._row_laws import ROW_RULES, RowExpected, RowProgram
+from ._row_numbers import RowNumbers, RowNumbersProgram
 from ._rules import FIXED_RULES, RULES
 from ._tilted import LEAST_PER_LATENT, LEAST_SHARE, Proposal, Tilted, exact_tilted, from_points
 from ._tilted_chains import from_chains
@@ -46,6 +47,8 @@ __all__ = [
     "QuadraticProgram",
     "ReparameterisedProgram",
     "RowExpected",
+    "RowNumbers",
+    "RowNumbersProgram",
     "RowProgram",
     "RowReport",
     "SharedAffineProgram",

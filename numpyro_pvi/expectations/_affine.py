@@ -121,11 +121,7 @@ class AffineProgram:
         value, grad, hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
         # Rows whose second derivative is negligible (a saturated logit) need no relative accuracy of their own.
         size = jnp.where(mask, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in hess.items()), 0.0)
-        # A log density is itself only good to rounding of its predictors; the error estimate amplifies that and must not read it
-        # as the rule's failure.
-        rounding = _ROUNDING * jnp.finfo(size.dtype).eps * (1.0 + sum(jnp.abs(m) for m in mean))
-        lost = jnp.where(jnp.isnan(error) | ~jnp.isfinite(size), jnp.inf, jnp.maximum(error - rounding, 0.0))
-        wrong = jnp.sum(jnp.where(mask, lost, 0.0))
+        wrong = jnp.sum(jnp.where(mask, _error_beyond_rounding(error, size, mean), 0.0))
         spread = jnp.sqrt(jnp.stack([jnp.max(covariance[i, i]) for i in range(len(data.design))]).max())
         value = jnp.sum(jnp.where(mask, value, 0.0))
         grad = tuple(jnp.where(mask, g, 0.0) for g in grad)
@@ -199,7 +195,26 @@ def _elements(data: TermData, spec: TermSpec, masks: Masks) -> Bool[Array, "E"]:
     return jnp.broadcast_to(aligned, shape).reshape(-1)
 
 
+def _error_beyond_rounding(error: Array, size: Array, mean: tuple) -> Array:
+    """What is left of rows' quadrature errors once rounding is taken off: infinity where they are unknown.
+
+    A log density is itself only good to rounding of its predictors; the error estimate amplifies that and must not read it
+    as the rule's failure.
+
+    Args:
+        error: estimated errors of the rows' second derivatives times their predictors' variances.
+        size: size of the same.
+        mean: the predictors' means.
+
+    Returns:
+        One number per row.
+    """
+    rounding = _ROUNDING * jnp.finfo(size.dtype).eps * (1.0 + sum(jnp.abs(m) for m in mean))
+    return jnp.where(jnp.isnan(error) | ~jnp.isfinite(size), jnp.inf, jnp.maximum(error - rounding, 0.0))
+
+
 def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level, num_rules: int):
+    """Quadrature of every row: ``(E f, E f' by predictor, E f'' by pair, absolute error)``."""
     size = _size(data.fn.batch_shape)
     row_fn = partial(_evaluate, spec, data)
     mean = tuple(jnp.broadcast_to(m, (size,)) for m in mean)

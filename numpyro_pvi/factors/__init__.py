@@ -18,6 +18,7 @@ from ._planner import (
 )
 from ._prior import exact_diagonal_prior, exact_prior, prior_factor_log_density
 from ._reading import GroupMasks, slice_rows
+from ._row_sites import look_at_rows, num_elements, read_row_prior, read_rows, why_not_rows
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
 from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
 
@@ -47,21 +48,26 @@ __all__ = [
     "exact_prior",
     "gather_rows",
     "join_arguments",
+    "look_at_rows",
     "make_plan",
     "model_layout",
     "move_to_prior_factor",
     "nobody",
+    "num_elements",
     "observed_log_likelihood",
     "pad_rows",
     "padded_length",
     "plan_factors",
     "prepare_term",
     "prior_factor_log_density",
+    "read_row_prior",
+    "read_rows",
     "row_log_likelihood",
     "signature_of",
     "refuse_unsupported",
     "slice_rows",
     "split_arguments",
+    "why_not_rows",
     "without_labels",
     "with_expectation",
     "term_log_prob",

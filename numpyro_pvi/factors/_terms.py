@@ -165,13 +165,14 @@ def read_predictors(call: ModelCall, spec: TermSpec, point: Float[Array, "D"]) -
     return tuple(values)
 
 
-def prepare_term(call: ModelCall, spec: TermSpec, few: bool = False) -> TermData:
+def prepare_term(call: ModelCall, spec: TermSpec, few: bool = False, design: bool = True) -> TermData:
     """Read a term's design, offsets and constant parameters off the model.
 
     Args:
         call: the model on one chunk's rows (or on all arguments for a prior term).
         spec: what structure detection found.
         few: whether the call holds fewer elements than latents, so that reverse derivatives are cheaper.
+        design: whether the design is wanted; without it that field is empty, and nothing is differentiated.
 
     Returns:
         The term's arrays. The design costs D tangents of the model (one reverse pass an element where they are few), once
@@ -179,14 +180,16 @@ def prepare_term(call: ModelCall, spec: TermSpec, few: bool = False) -> TermData
     """
     dim = call.layout.dim
     origin = jnp.zeros((dim,), _float_dtype(call))
-    if few:
+    if not design:
+        offset, found = read_predictors(call, spec, origin), ()
+    elif few:
         offset = read_predictors(call, spec, origin)
         rows = jax.jacrev(lambda z: read_predictors(call, spec, z))(origin)
-        design = tuple(c.reshape((-1, dim) if c.ndim > 1 else (dim,)) for c in rows)
+        found = tuple(c.reshape((-1, dim) if c.ndim > 1 else (dim,)) for c in rows)
     else:
         offset, tangent = jax.linearize(lambda z: read_predictors(call, spec, z), origin)
         columns = jax.vmap(tangent)(jnp.eye(dim, dtype=origin.dtype))
-        design = tuple(jnp.moveaxis(c, 0, -1).reshape((-1, dim) if c.ndim > 1 else (dim,)) for c in columns)
+        found = tuple(jnp.moveaxis(c, 0, -1).reshape((-1, dim) if c.ndim > 1 else (dim,)) for c in columns)
     flat_offset = tuple(o.reshape(-1) if o.ndim else o for o in offset)
     trace, _ = call.trace(origin)
     site = trace[spec.site]
@@ -200,7 +203,7 @@ def prepare_term(call: ModelCall, spec: TermSpec, few: bool = False) -> TermData
         constant.append(jnp.zeros(()) if basis else LINKS[leaf.link][0](leaves[leaf.path]) - explained)
     value = None if spec.latent else site["value"]
     scale = jnp.ones((), origin.dtype) if site["scale"] is None else jnp.asarray(site["scale"], origin.dtype)
-    return TermData(site["fn"], value, design, flat_offset, tuple(constant), scale)
+    return TermData(site["fn"], value, found, flat_offset, tuple(constant), scale)
 
 
 def term_log_prob(spec: TermSpec, data: TermData, predictors: tuple[Float[Array, "..."], ...]) -> Float[Array, "E"]:

@@ -43,6 +43,9 @@ from ._normal import (
 )
 from ._product import BlockNormalFamily, IndependentFamily, ProductFamily, ProductMean, ProductNatural, repeated
 from ._registry import family_for, register_family, registered_families
+from ._row_distribution import RowGaussian, RowRoot, dense_natural, row_gaussian
+from ._row_gaussian import RowFamily, RowMoments
+from ._row_prior import RowPrior, see_latents, see_rows
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
 from ._wishart import WishartFamily, WishartMean, WishartNatural
 
@@ -90,6 +93,11 @@ __all__ = [
     "ProductFamily",
     "ProductMean",
     "ProductNatural",
+    "RowFamily",
+    "RowGaussian",
+    "RowMoments",
+    "RowPrior",
+    "RowRoot",
     "ScalarNormalFamily",
     "ScalarNormalMean",
     "ScalarNormalNatural",
@@ -103,6 +111,7 @@ __all__ = [
     "bounded_precision",
     "conditional_divergence",
     "conditional_moments",
+    "dense_natural",
     "family_for",
     "implicit_inverse",
     "inner",
@@ -111,5 +120,8 @@ __all__ = [
     "register_family",
     "registered_families",
     "repeated",
+    "row_gaussian",
     "schur_complement",
+    "see_latents",
+    "see_rows",
 ]

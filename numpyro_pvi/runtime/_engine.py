@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from ..factors import (
     abstract_trace,
     exact_diagonal_prior,
     exact_prior,
+    read_row_prior,
 )
 from ..schedules import RoundCarry, RoundReport, Schedule, empty_report
 from ..sites import posterior, sum_slots, tie
@@ -35,6 +36,7 @@ from ._local import FactorData, LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._normaliser import exact_log_partition
 from ._programs import FactorReader, first_conditionals, whole_call
+from ._row_problem import RowProblem, row_problem
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
 from ._starts import first_local_sites, first_sites
@@ -105,7 +107,7 @@ class Engine:
         prior: Any,
         num_rules: int,
         others: Any = None,
-    ) -> LocalProblem:
+    ) -> LocalProblem | RowProblem:
         """Prepare every factor's arrays from the model's arguments.
 
         Args:
@@ -123,6 +125,10 @@ class Engine:
         """
         part = plan.partition
         call = whole_call(self.model, part, args, kwargs, params)
+        if plan.rows is not None:
+            if prior is None:
+                prior = read_row_prior(call, part, packing, plan.rows == "latents"), None
+            return row_problem(plan, call, prior[0], self.solver, packing.offsets.shape[0] - 1, num_rules)
         natural, exact = prior if prior is not None else self.exact_prior(plan, call)[:2]
         reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
         program, chunks, group, offsets = reader.likelihood()
@@ -171,7 +177,7 @@ class Engine:
         vector, precision, coupled = exact_diagonal_prior(call, part.exact, origin)
         return plan.family.natural(vector, precision), exact, coupled
 
-    def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
+    def noise(self, problem: LocalProblem | RowProblem, rng_key: Any) -> Any:
         """The draws that belong to a state's key: the loss of a state and its next round share them.
 
         A stochastic solver draws for itself, and one evaluation a round is all that its rounds may cost: their losses
@@ -181,7 +187,7 @@ class Engine:
             return problem.noise(jax.random.key(_LOSS_DRAWS), self.num_particles)
         return problem.noise(jax.random.fold_in(rng_key, 0x9E37), self.num_particles)
 
-    def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
+    def carry(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
         """Evaluate a state's q and put the state into the form that rounds take."""
         noise = self.noise(problem, state.rng_key)
         if self.solver.stochastic:
@@ -202,7 +208,7 @@ class Engine:
             state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
         )
 
-    def _unread(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
+    def _unread(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
         """The form that rounds take, without a pass over the rows."""
         evaluation = problem.unread(state.sites, state.rule)
         return RoundCarry(
@@ -271,12 +277,22 @@ class Engine:
         """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""
         return bool(state.plan.partition.params) and others is None
 
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
+    def _state_problem(
+        self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool
+    ) -> LocalProblem | RowProblem:
         params = self.constrain(state.plan, args, kwargs, state.optim_state)
         prior, num_rules = (state.prior, state.exact), len(RULES) - (not fine)
         return self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
 
-    def _round(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args: tuple, kwargs: dict, fine: bool):
+    def _round(
+        self,
+        problem: LocalProblem | RowProblem,
+        state: PVIState,
+        carry: RoundCarry,
+        args: tuple,
+        kwargs: dict,
+        fine: bool,
+    ):
         next_key, round_key = jax.random.split(state.rng_key)
         # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it)
         # used.
@@ -361,6 +377,8 @@ class Engine:
         """
         params = self.constrain(plan, args, kwargs, optim_state)
         family = plan.family
+        if plan.rows is not None:
+            return self._start_rows(plan, packing, args, kwargs, params, mode)
         call = whole_call(self.model, plan.partition, args, kwargs, params)
         natural, exact, outside = self.exact_prior(plan, call)
         problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), len(FIXED_RULES))
@@ -383,13 +401,23 @@ class Engine:
         fields = {"sites": sites, "prior": natural, "exact": exact, "rule": rule, "step": jnp.int32(0)}
         return fields | self.unvisited(problem), outside, proper
 
+    def _start_rows(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, params: dict, mode: str):
+        """The same where sites are two numbers per row."""
+        problem = cast(RowProblem, self.problem(plan, packing, args, kwargs, params, None, len(FIXED_RULES)))
+        moments = problem.family.moments(problem.prior_natural)
+        sites, rule = first_sites(problem, moments, jnp.zeros_like(moments.loc), mode)
+        proper = problem.family.in_domain(posterior(problem.prior_natural, sites))
+        prior = problem.family.prior
+        fields = {"sites": sites, "prior": prior, "exact": problem.data.exact, "rule": rule, "step": jnp.int32(0)}
+        return fields | self.unvisited(problem), jnp.array(False), proper
+
     def arrive(
         self, state: PVIState, args: tuple, kwargs: dict, known: Bool[Array, "M"], mode: str
     ) -> tuple[dict[str, Any], Comparison]:
         """Fields of the state of groups that have come: see :func:`numpyro_pvi.runtime._arrivals.start_arrivals`."""
         return start_arrivals(self, state, args, kwargs, known, mode)
 
-    def unvisited(self, problem: LocalProblem) -> dict[str, Any]:
+    def unvisited(self, problem: LocalProblem | RowProblem) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
         Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..expectations import Expected
-from ..families import GaussianFamily, GaussianMoments
+from ..families import GaussianFamily, RowFamily
 from ..solvers import Derivatives
 from ._rows import GroupRows
 
@@ -16,10 +16,10 @@ from ._rows import GroupRows
 class GroupFactor:
     """One factor as a solver sees it: implements :class:`numpyro_pvi.solvers.LocalFactor`."""
 
-    family: GaussianFamily
+    family: GaussianFamily | RowFamily
     quadratic: bool
     noisy: bool
-    expected: Callable[[GaussianMoments], Expected]
+    expected: Callable[[Any], Expected]
     group_rows: GroupRows | None = None
     index: Any = None
 

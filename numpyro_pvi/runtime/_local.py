@@ -83,6 +83,9 @@ class LocalProblem:
     most_chunks: int = 0
     chained: bool = False
 
+    # Every group's site stands by itself.
+    flat = False
+
     @property
     def stochastic(self) -> bool:
         """Whether local solves take noisy steps of their own."""

@@ -12,6 +12,7 @@ from ..expectations import Expected, PointsProgram, disagreement
 from ..schedules import Evaluation, Points
 from ..sites import SiteStack
 from ._local import Draws, LocalProblem
+from ._row_problem import RowProblem
 
 # Posterior sds that q moves before sigma points are compared with draws again.
 COMPARED_MOVE = 0.5
@@ -22,7 +23,7 @@ _FEW_PAIRS = 4
 
 
 def settle(
-    problem: LocalProblem,
+    problem: LocalProblem | RowProblem,
     sites: SiteStack,
     evaluation: Evaluation,
     noise: Draws | None,

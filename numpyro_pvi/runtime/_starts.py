@@ -10,10 +10,11 @@ from jaxtyping import Array, Float
 
 from .._numerics import all_finite, clip_to_psd
 from ..expectations import FIXED_RULES, LocalNoise, PointsProgram
-from ..families import ConditionalNatural, GaussianMoments, GaussianNatural
+from ..families import ConditionalNatural, GaussianMoments, GaussianNatural, RowMoments
 from ..schedules import Rule
 from ..sites import LocalSites, SiteStack, keep_groups, posterior, select
 from ._local import LocalProblem
+from ._row_problem import RowProblem
 from ._rules import first_rule, relative_error
 
 # The first step from the prior may be cruder still: at worst a step is halved.
@@ -23,7 +24,7 @@ POINT_SCALE = 0.01
 
 
 def first_sites(
-    problem: LocalProblem, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str
+    problem: LocalProblem | RowProblem, at_prior: GaussianMoments | RowMoments, loc: Float[Array, "D"], mode: str
 ) -> tuple[SiteStack, Rule]:
     """Where the groups' sites start.
 
@@ -62,7 +63,8 @@ def first_sites(
 
     def stage(moments, _):
         found = jax.lax.map(look, (moments, jnp.array([False, True])))
-        sites = jax.vmap(partial(_finite_sites, problem))(found.target)
+        finite = getattr(problem, "finite_sites", None) or partial(_finite_sites, problem)
+        sites = jax.vmap(finite)(found.target)
         after = jax.vmap(
             lambda groups: problem.family.moments(posterior(problem.prior_natural, SiteStack(groups, None)))
         )(sites)

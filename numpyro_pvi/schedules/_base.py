@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..expectations import Expected
-from ..families import GaussianFamily, GaussianMoments
+from ..families import GaussianFamily, GaussianMoments, RowFamily, RowMoments
 from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, select
 from ..solvers import LocalResult, LocalSolver
 from ._report import RoundReport
@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
     """Everything one pass over the data says about one q."""
 
     q: Any
-    moments: GaussianMoments
+    moments: GaussianMoments | RowMoments
     # Expectations per group (leading axis M) and of the prior factor (None when there is none).
     groups: Expected
     prior: Expected | None
@@ -82,7 +82,7 @@ class RoundCarry(NamedTuple):
 class Problem(Protocol):
     """What a runtime offers to a schedule."""
 
-    family: GaussianFamily
+    family: GaussianFamily | RowFamily
     solver: LocalSolver
     num_groups: int
     # Labels of the groups, in the order of every stacked array.
@@ -108,6 +108,9 @@ class Problem(Protocol):
     matches_moments: bool
     # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
     tied: bool
+    # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
+    # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
+    flat: bool
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether expectations are by draws under this rule, so that q hovers within their error."""
@@ -412,6 +415,8 @@ def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:
         good = jax.vmap(all_finite)(expected) if jnp.ndim(expected.value) else all_finite(expected)
         return select(good, expected.target, site)
 
+    if problem.flat:
+        return problem.natural_gradient_proposal(carry)
     sites, evaluation = carry.sites, carry.evaluation
     prior = None if evaluation.prior is None or sites.prior is None else usable(evaluation.prior, sites.prior)
     local = problem.local_proposal(carry, jnp.ones((problem.num_groups,), bool))

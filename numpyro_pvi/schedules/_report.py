@@ -108,8 +108,11 @@ def round_report(
         The report, with running totals continued from the carry's.
     """
     last, moments = carry.report, done.evaluation.moments
-    move = factor_moves(problem, done.sites, carry.sites, done.evaluation)
-    moved = total_move(problem.family, done.evaluation, carry.evaluation)
+    if problem.flat:
+        move, moved = problem.moves(done.sites, carry.sites, done.evaluation, carry.evaluation)
+    else:
+        move = factor_moves(problem, done.sites, carry.sites, done.evaluation)
+        moved = total_move(problem.family, done.evaluation, carry.evaluation)
     skip_run = jnp.where(skipped, last.skip_run + 1, 0)
     if heard is not None:
         move, skip_run = jnp.where(heard, move, last.move), jnp.where(heard, skip_run, last.skip_run)

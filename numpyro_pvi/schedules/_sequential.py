@@ -50,6 +50,7 @@ class Sequential:
     # Sites of single rows go along with the groups'; all groups may share one site.
     carries_rows = True
     carries_tied = True
+    carries_numbers = True
 
     def __post_init__(self):
         if self.order not in ("cyclic", "random"):
@@ -78,6 +79,9 @@ class Sequential:
             steps = tied_steps(problem, share)
             groups, results = sweep_tied(problem, carry, q, order, visit_key, noise, self.damping * steps.visit)
             local, share = None, steps.joint
+        elif problem.flat:
+            local = None
+            groups, results = problem.sweep(carry, q, order, visit_key, self.damping)
         else:
             groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
         proposal = SiteStack(groups, prior_site, local)

@@ -74,6 +74,7 @@ class Synchronous:
     # Sites of single rows go along with the groups'; all groups may share one site.
     carries_rows = True
     carries_tied = True
+    carries_numbers = True
 
     def __post_init__(self):
         if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):

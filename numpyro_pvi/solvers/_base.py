@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..expectations import Expected, Tilted
-from ..families import GaussianFamily, GaussianMoments
+from ..families import GaussianFamily, GaussianMoments, RowFamily, RowMoments
 
 
 class Derivatives(NamedTuple):
@@ -24,7 +24,7 @@ class Derivatives(NamedTuple):
 class LocalFactor(Protocol):
     """One group's exact factor, as a solver sees it."""
 
-    family: GaussianFamily
+    family: GaussianFamily | RowFamily
     # Whether the factor is quadratic in theta jointly, so that one full step is exact.
     quadratic: bool
     # Whether ``expected`` is by draws.
@@ -34,7 +34,7 @@ class LocalFactor(Protocol):
     num_rows: int | Int[Array, ""]
     max_rows: int
 
-    def expected(self, moments: GaussianMoments) -> Expected:
+    def expected(self, moments: GaussianMoments | RowMoments) -> Expected:
         """Expectations of the group's log-likelihood under a Gaussian q; a pass over the group's rows."""
         ...
 
@@ -146,7 +146,7 @@ class LocalSolver(Protocol):
 
 
 def local_free_energy(
-    family: GaussianFamily, expected: Expected, site: Any, q: Any, moments: GaussianMoments
+    family: GaussianFamily | RowFamily, expected: Expected, site: Any, q: Any, moments: GaussianMoments | RowMoments
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Local free energy of one group up to a constant in q (PVI eq. 2), to be raised.
 

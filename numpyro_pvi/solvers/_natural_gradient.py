@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._numerics import all_finite
 from ..errors import PVIError
 from ..expectations import Expected
-from ..families import GaussianFamily
+from ..families import GaussianFamily, RowFamily
 from ..sites import damp, select
 from ._base import LocalFactor, LocalResult, local_free_energy
 
@@ -61,6 +61,10 @@ class NaturalGradient:
             quadratic.
         num_draws: antithetic pairs per round when expectations are by draws; random points come in whole rotations, at
             least as many pairs as there are latents, and few local latents take up to 64 pairs.
+        sites: how sites are held. "dense": D x D numbers a group. "rows": two numbers per row, where every row sees a Gaussian
+            prior through one affine predictor (q has full covariance); then nothing of size D x D is made for N rows and D
+            latents, and a round takes O(N^3 + N^2 D). The state holds what rows see of the latents, as data would. "auto": by
+            rows from 64 latents on, where there are fewer rows than latents, or one predictor per latent.
 
     Raises:
         PVIError: on construction, for values outside these ranges.
@@ -75,6 +79,7 @@ class NaturalGradient:
     expectation: str = "auto"
     backtracking: bool | str = "auto"
     num_draws: int = 16
+    sites: str = "auto"
 
     stochastic = False
 
@@ -90,10 +95,12 @@ class NaturalGradient:
             raise PVIError(f"NaturalGradient(expectation={self.expectation!r}): expected one of {', '.join(words)}.")
         if self.backtracking not in (True, False, "auto"):
             raise PVIError(f"NaturalGradient(backtracking={self.backtracking!r}): expected True, False or 'auto'.")
+        if self.sites not in ("auto", "rows", "dense"):
+            raise PVIError(f"NaturalGradient(sites={self.sites!r}): expected 'auto', 'rows' or 'dense'.")
         if not isinstance(self.num_draws, int) or self.num_draws < 1:
             raise PVIError(f"NaturalGradient(num_draws={self.num_draws!r}): expected a positive int.")
 
-    def init(self, family: GaussianFamily, dtype: Any) -> NaturalGradientState:
+    def init(self, family: GaussianFamily | RowFamily, dtype: Any) -> NaturalGradientState:
         """Start every group at the largest step."""
         del family
         return NaturalGradientState(jnp.asarray(self.step_size, dtype))

@@ -1,0 +1,306 @@
+"""States whose sites are two numbers per row: when they are chosen, and how they are shown without D x D matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions.transforms import PermuteTransform
+
+from ._marginals import event_rank, in_own_support
+from ._state import Plan, PVIState
+from ._views import NaturalView
+from .errors import ImproperError, PVIError
+from .factors import ModelCall, Planned, join_arguments, look_at_rows, num_elements, why_not_rows
+from .families import (
+    GaussianNatural,
+    MultivariateNormalFamily,
+    RowGaussian,
+    RowPrior,
+    RowRoot,
+    dense_natural,
+    row_gaussian,
+)
+from .guides import guide_order, guide_param_names
+from .runtime import Engine
+from .sites import SiteStack
+
+# Latents below which dense sites are as fast, and small; of their own accord sites are then not kept by rows.
+LEAST_LATENTS = 64
+
+
+# ---------------------------------------------------------------------------------------------------------- the choice
+
+
+def choose_rows(
+    engine: Engine, guide: Any, plan: Plan, planned: Planned, trace: dict, arguments: tuple, init_params: Any, key: Any
+) -> Plan:
+    """Decide how sites are held.
+
+    Args:
+        engine: the fit's choices.
+        guide: the guide.
+        plan: the plan.
+        planned: what was found on the way.
+        trace: an abstract trace of the model.
+        arguments: the model's, split into arrays and static leaves.
+        init_params: the user's, or None.
+        key: a random key, for the points at which the prior is compared.
+
+    Returns:
+        The plan, with ``rows`` set where sites are held by rows.
+
+    Raises:
+        PVIError: saying why not, where the solver insists on it.
+    """
+    wanted = getattr(engine.solver, "sites", "dense")
+    if wanted == "dense":
+        return plan
+    insists = wanted == "rows"
+    if not insists and plan.family.dim < LEAST_LATENTS:
+        return plan
+    reason = _why_not(engine, guide, plan, trace, init_params)
+    count = 0 if reason else num_elements(plan.partition, trace)
+    if not insists and (reason or count > plan.family.dim):
+        return plan
+    diagonal = False
+    if reason is None:
+        noise = jax.random.normal(key, (2, plan.family.dim), jnp.result_type(float))
+        points = planned.prior_loc + planned.prior_sd * noise
+        agrees, diagonal = _look(engine, plan, *arguments, points, planned.params)
+        if not bool(agrees):
+            reason = "some latent's prior depends on others, or is masked or scaled"
+    if reason is not None:
+        if not insists:
+            return plan
+        raise PVIError(
+            f"NaturalGradient(sites='rows') is not possible: {reason}. It takes a fit of full covariance (AutoMultivariateNormal) "
+            "under Synchronous() or Sequential(), Normal or MultivariateNormal priors independent of each other, and one affine "
+            "predictor per row; leave sites='auto'."
+        )
+    if not insists and count == plan.family.dim and not bool(diagonal):
+        return plan
+    return dataclasses.replace(plan, rows="latents" if bool(diagonal) else "rows")
+
+
+def _why_not(engine: Engine, guide: Any, plan: Plan, trace: dict, init_params: Any) -> str | None:
+    if not plan.family.full:
+        return "q is mean-field"
+    if not getattr(engine.schedule, "carries_numbers", False):
+        return f"{type(engine.schedule).__name__} passes sites on as D x D numbers"
+    if set(init_params or {}) & guide_param_names(guide, plan.partition.layout.names):
+        return "init_params of the guide need not be of that form"
+    return why_not_rows(plan.partition, trace)
+
+
+@partial(jax.jit, static_argnames=("engine", "plan", "static"))
+def _look(engine: Engine, plan: Plan, dynamic: list, static: tuple, points: Any, params: dict):
+    args, kwargs = join_arguments(dynamic, static)
+    part = plan.partition
+    call = ModelCall(part.model(engine.model), part.layout, args, kwargs, params)
+    return look_at_rows(call, part, points)
+
+
+# --------------------------------------------------------------------------------------------------------------- views
+
+
+@dataclasses.dataclass(frozen=True)
+class RowView(NaturalView):
+    """Natural parameters of a site or cavity that is held by rows; D x D numbers are made when they are asked for.
+
+    Attributes:
+        natural: the rows' numbers: ``precision_mean`` Float[P] and ``precision`` Float[P] of their centred predictors.
+        prior: the prior, and what the rows see of it.
+        with_prior: whether the prior is a factor of it, as of a cavity.
+    """
+
+    prior: RowPrior
+    with_prior: bool
+
+    @property
+    def precision_mean(self):
+        """Float[D], ``Lambda m``."""
+        return self._dense.precision_mean
+
+    @property
+    def precision(self):
+        """Float[D D], Lambda."""
+        return self._dense.precision
+
+    @property
+    def _dense(self) -> GaussianNatural:
+        return _dense(self.prior, self.natural, self.with_prior)
+
+    def to_distribution(self) -> dist.Distribution:
+        """The normalised Gaussian with these natural parameters; a cavity's holds no D x D matrix.
+
+        Raises:
+            ImproperError: when they are not normalisable, as a site's need not be.
+        """
+        if not self.with_prior:
+            family = MultivariateNormalFamily(self.prior.loc.shape[0])
+            return NaturalView(self._dense, family, self.what).to_distribution()
+        law, valid = _law(self.prior, self.natural)
+        if not bool(valid):
+            raise ImproperError(
+                f"the {self.what} is not normalisable: a site or cavity is a factor, not always a distribution. Read .precision "
+                "and .precision_mean instead."
+            )
+        return law
+
+
+def row_view(state: PVIState, place: int, what: str, cavity: bool) -> RowView:
+    """One group's site, or q without it.
+
+    Args:
+        state: a state held by rows.
+        place: the group's position.
+        what: what it is, for messages.
+        cavity: whether q without the site is meant.
+
+    Returns:
+        The view.
+    """
+    rows, own = jax.tree.map(lambda x: x[0], state.sites.groups), state.prior.group == place
+    kept = jax.tree.map(lambda x: jnp.where(~own if cavity else own, x, 0.0), rows)
+    return RowView(kept, state.plan.family, what, state.prior, cavity)
+
+
+def row_distributions(state: PVIState, trace: dict, what: str, joint: bool) -> dict[Any, dist.Distribution]:
+    """Marginals of every latent in its own support: see :func:`numpyro_pvi._views.latent_distributions`.
+
+    Args:
+        state: a state held by rows.
+        trace: a prototype trace.
+        what: "posterior" or "prior".
+        joint: whether to add the joint Gaussian under the tuple of names.
+
+    Returns:
+        Distributions by latent name. None holds a matrix over the latents until it is asked for one.
+
+    Raises:
+        ImproperError: when q is not normalisable.
+    """
+    rows = jax.tree.map(lambda x: x[0] * (what == "posterior"), state.sites.groups)
+    law, valid = _law(state.prior, rows)
+    if not bool(valid):
+        raise ImproperError(f"the {what} is not normalisable; run rounds until the data complete it.")
+    layout, mean, sd = state.plan.partition.layout, law.mean, jnp.sqrt(law.variance)
+    found: dict[Any, dist.Distribution] = {}
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        where, fn = layout.slice_of(name), trace[name]["fn"]
+        rank = event_rank(fn)
+        part = RowGaussian(law.prior, law.white, law.white_root, law.log_det, where.start, shape)
+        if rank == len(shape) and rank:
+            found[name] = part
+        else:
+            blocks = None if rank == 0 else _blocks(part.covariance_matrix, shape, rank)
+            found[name] = in_own_support(fn, mean[where].reshape(shape), sd[where].reshape(shape), blocks)
+    if joint:
+        found[layout.names] = law
+    return found
+
+
+def _blocks(covariance: Any, shape: tuple[int, ...], rank: int) -> Any:
+    """Covariances within each event of a latent with batch axes, of which there are few where an event is large."""
+    size = int(np.prod(shape[len(shape) - rank :]))
+    count = int(np.prod(shape[: len(shape) - rank]))
+    split = covariance.reshape(count, size, count, size)
+    return split[jnp.arange(count), :, jnp.arange(count), :].reshape(*shape[: len(shape) - rank], size, size)
+
+
+def row_params(guide: Any, state: PVIState) -> dict[str, Any]:
+    """The guide's params. Its ``scale_tril`` stands for a dense array, and is made one where an array is needed.
+
+    Args:
+        guide: AutoMultivariateNormal, set up; it learns to draw from such params pathwise.
+        state: a state held by rows.
+
+    Returns:
+        Params for ``Predictive(guide, params=...)``, ``guide.median`` and the like.
+    """
+    layout = state.plan.partition.layout
+    order = guide_order(guide, layout.names, layout.shapes)
+    moved = not np.array_equal(order, np.arange(len(order)))
+    law, _ = _law(state.prior, jax.tree.map(lambda x: x[0], state.sites.groups))
+    _teach(guide)
+    root = RowRoot(law, jnp.asarray(order) if moved else None)
+    return {f"{guide.prefix}_loc": law.mean[order] if moved else law.mean, f"{guide.prefix}_scale_tril": root}
+
+
+def _teach(guide: Any) -> None:
+    """Let a guide take a :class:`RowRoot` for its ``scale_tril``; with arrays it does what it did."""
+    if "get_transform" in vars(guide):
+        return
+    name, transform, quantiles = f"{guide.prefix}_scale_tril", guide.get_transform, guide.quantiles
+
+    def law_of(root: RowRoot) -> dist.Distribution:
+        return root.law if root.order is None else dist.TransformedDistribution(root.law, PermuteTransform(root.order))
+
+    def get_posterior_site() -> dist.Distribution:
+        loc = numpyro.param(f"{guide.prefix}_loc", guide._init_latent)
+        root = numpyro.param(
+            name, lambda _: jnp.identity(guide.latent_dim) * guide._init_scale, constraint=guide.scale_tril_constraint
+        )
+        return law_of(root) if isinstance(root, RowRoot) else dist.MultivariateNormal(loc, scale_tril=root)
+
+    def get_transform(params: dict) -> Any:
+        root = params[name]
+        return transform({**params, name: root.__jax_array__()} if isinstance(root, RowRoot) else params)
+
+    def get_posterior(params: dict) -> dist.Distribution:
+        root = params[name]
+        return law_of(root) if isinstance(root, RowRoot) else type(guide).get_posterior(guide, params)
+
+    def get_quantiles(params: dict, levels: Any) -> dict:
+        root = params[name]
+        if not isinstance(root, RowRoot):
+            return quantiles(params, levels)
+        sd = jnp.sqrt(root.law.variance)
+        sd = sd if root.order is None else sd[root.order]
+        drawn = dist.Normal(params[f"{guide.prefix}_loc"], sd).icdf(jnp.array(levels)[..., None])
+        return guide._unpack_and_constrain(drawn, params)
+
+    guide._get_posterior, guide.get_transform = get_posterior_site, get_transform
+    guide.get_posterior, guide.quantiles = get_posterior, get_quantiles
+
+
+def dense_form(state: PVIState) -> PVIState:
+    """The same state with D x D numbers a group: what all methods and all schedules know. Other states as they are."""
+    if not isinstance(state, PVIState) or state.plan.rows is None:
+        return state
+    groups, prior = _dense_sites(state.prior, state.sites.groups, jnp.zeros(len(state.plan.partition.table.labels)))
+    plan = dataclasses.replace(state.plan, rows=None)
+    return dataclasses.replace(state, plan=plan, prior=prior, sites=SiteStack(groups, None))
+
+
+@jax.jit
+def _dense_sites(prior: RowPrior, groups: GaussianNatural, count: Any) -> tuple[GaussianNatural, GaussianNatural]:
+    rows = jax.tree.map(lambda x: x[0], groups)
+
+    def one(index):
+        own = jax.tree.map(lambda x: jnp.where(prior.group == index, x, 0.0), rows)
+        return dense_natural(prior, own, False)
+
+    nothing = jax.tree.map(jnp.zeros_like, rows)
+    return jax.lax.map(one, jnp.arange(count.shape[0])), dense_natural(prior, nothing, True)
+
+
+_law = jax.jit(lambda prior, natural: row_gaussian(prior, natural))
+_dense = jax.jit(dense_natural, static_argnums=2)
+
+
+__all__ = [
+    "RowView",
+    "choose_rows",
+    "dense_form",
+    "row_distributions",
+    "row_params",
+    "row_view",
+]

@@ -1,0 +1,321 @@
+"""The factors of a model whose sites are two numbers per row, as a schedule sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._numerics import all_finite
+from .._state import Plan
+from ..errors import PVIError
+from ..expectations import Expected, RowNumbersProgram
+from ..factors import ModelCall, read_rows
+from ..families import GaussianNatural, RowFamily, RowMoments, RowPrior
+from ..schedules import Evaluation, RoundCarry, Rule
+from ..sites import SiteStack, cavity, damp, posterior, take
+from ..solvers import LocalResult, LocalSolver, NaturalGradient
+from ._factor import GroupFactor
+from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoOthers:
+    """What a schedule may ask of a problem's arrays: no group stands beside the prior, which covers every latent."""
+
+    exact: Bool[Array, "D"]
+    others: None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowProblem:
+    """Implements :class:`numpyro_pvi.schedules.Problem` for sites kept by rows.
+
+    The sites of all groups lie in one vector over rows, ``SiteStack.groups`` with a leading axis of 1: a group's site are its
+    rows' two numbers, and zero for others. Exact: quadrature only, no draws, no prior factor.
+
+    Args:
+        family: q, with the prior and the rows' vectors.
+        solver: the local solver.
+        program: expectations of all rows.
+        labels: the groups' labels.
+        num_rules: how many quadrature rules are compiled in.
+        data: see :class:`_NoOthers`.
+    """
+
+    family: RowFamily
+    solver: LocalSolver
+    program: RowNumbersProgram
+    labels: tuple
+    num_groups: int
+    num_rules: int
+    data: _NoOthers
+
+    # Sites of all groups in one vector: schedules that visit groups one by one leave the sweep to the problem.
+    flat = True
+    prior_program = None
+    has_prior_factor = stochastic = matches_moments = tied = noisy = redraws = can_switch = False
+    continued = quadratic = chained = False
+    units = known = stream = None
+
+    @property
+    def dtype(self) -> Any:
+        """The floating dtype of q."""
+        return self.family.prior.root.dtype
+
+    @property
+    def prior_natural(self) -> GaussianNatural:
+        """Nothing: the family has the prior in it."""
+        return self.family.zeros((), self.dtype)
+
+    def sampled(self, rule: Rule) -> Bool[Array, ""]:
+        """Nothing is by draws."""
+        del rule
+        return jnp.array(False)
+
+    def allowance(self, *args: Any) -> Any:
+        """Nothing may be lost."""
+        del args
+        return 0.0
+
+    def noise(self, key: Any, num_particles: int = 1) -> None:
+        """There is none."""
+        del key, num_particles
+
+    def draws_of(self, *args: Any) -> None:
+        """There are none."""
+        del args
+
+    def tidy(self, sites: SiteStack) -> SiteStack:
+        """Numbers of rows are symmetric already."""
+        return sites
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> None:
+        """No row has latents of its own."""
+        del carry, moved
+
+    def empty_sites(self, prior_site: Any) -> SiteStack:
+        """Unit sites."""
+        return SiteStack(self.family.zeros((1,), self.dtype), prior_site)
+
+    def finite_sites(self, natural: GaussianNatural) -> GaussianNatural:
+        """The sites, with unit ones for groups of which some row is not finite."""
+        return _where(self._finite(natural), natural, self.family.zeros((1,), self.dtype))
+
+    # ------------------------------------------------------------------------------------------------- evaluations
+
+    def evaluate(
+        self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False, trial: bool = False
+    ) -> Evaluation:
+        """One pass over all rows: see :class:`numpyro_pvi.schedules.Problem`."""
+        del noise, probe, trial
+        q = posterior(self.prior_natural, sites)
+        moments = self.family.moments(q)
+        rule = rule if again else cheaper_rule(rule)
+
+        def at(level):
+            groups = self.expect(self.program, moments=moments, level=level, clip=False)
+            return groups, relative_error(groups)
+
+        groups, used, error = escalate(at, rule, self.num_rules)
+        rest = self.rest(moments)
+        elbo = jnp.sum(groups.value) + rest
+        size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest)
+        after = next_rule(rule, used, jnp.max(groups.spread))
+        return Evaluation(q, moments, groups, None, rest, elbo, size, after, error > rule.tolerance)
+
+    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
+        """The q of these sites without a pass over any row."""
+        q = posterior(self.prior_natural, sites)
+        moments = self.family.moments(q)
+        zero, zeros = jnp.zeros((), self.dtype), jnp.zeros((self.num_groups,), self.dtype)
+        groups = Expected(zeros, None, None, zeros, zeros, zeros)
+        return Evaluation(q, moments, groups, None, self.rest(moments), zero, zero, rule, jnp.array(False))
+
+    def expect(
+        self, program: RowNumbersProgram, *, moments: RowMoments, level: Any, clip: Any, **unused: Any
+    ) -> Expected:
+        """All groups' expectations under one quadrature rule."""
+        del unused
+        group = self.family.prior.group
+        rows = program.rows(moments.loc, jnp.sum(moments.scale**2, axis=-1), group >= 0, level, clip)
+        return program.sums(rows, group, self.num_groups)
+
+    def sum_groups(self, expect: Callable[[], Expected]) -> Expected:
+        """All rows are read at once."""
+        return expect()
+
+    def rest(self, moments: RowMoments) -> Float[Array, ""]:
+        """Minus KL from the prior to q, in nats."""
+        return -self.family.divergence(moments)
+
+    def _factor(self, mine: Bool[Array, "P"], rule: Rule) -> GroupFactor:
+        def expected(moments: RowMoments) -> Expected:
+            def at(level):
+                rows = self.program.rows(moments.loc, jnp.sum(moments.scale**2, axis=-1), mine, level, False)
+                return self.program.one_group(rows, mine)
+
+            return escalated(at, rule, self.num_rules)
+
+        return GroupFactor(self.family, False, False, expected)
+
+    # ------------------------------------------------------------------------------------------------------ visits
+
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Any = None) -> LocalResult:
+        """Every group's local solve from the same q; the site is that of all rows."""
+        del noise, only
+        start, solver = carry.evaluation.groups, self.solver
+        old = carry.sites.groups
+        simple = isinstance(solver, NaturalGradient) and solver.num_steps == 1 and solver.backtracking is not True
+        if simple:
+            wanted = start.target if solver.step_size == 1.0 else damp(old, start.target, solver.step_size)
+            good = self._finite_groups(wanted) & jnp.isfinite(start.value)
+            site = _where(good[self._owner] & self._counted, wanted, old)
+            return LocalResult(site, carry.solver, jnp.zeros((self.num_groups,), jnp.int32), good)
+        q = carry.evaluation.q
+
+        def visit(whole, operands):
+            index, state, key = operands
+            mine = self.family.prior.group == index
+            site = _where(mine, take(old, 0), self.prior_natural)
+            factor = self._factor(mine, carry.evaluation.rule)
+            result = solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
+            return _where(mine, result.site, whole), result._replace(site=None)
+
+        operands = (jnp.arange(self.num_groups), carry.solver, jax.random.split(key, self.num_groups))
+        whole, results = jax.lax.scan(visit, take(old, 0), operands)
+        return results._replace(site=jax.tree.map(lambda x: x[None], whole))
+
+    def visit_group(
+        self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, local: Any = None
+    ) -> tuple[LocalResult, None]:
+        """One group's local solve from the current q; its site is zero in others' rows."""
+        del noise, local
+        factor = self._factor(self.family.prior.group == index, cheaper_rule(rule))
+        return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
+
+    def visit_prior(self, *args: Any, **kwargs: Any) -> LocalResult:
+        """The prior is held exactly.
+
+        Raises:
+            PVIError: always; ``has_prior_factor`` is False.
+        """
+        raise PVIError("there is no prior factor: the prior is held exactly.")
+
+    def sweep(
+        self, carry: RoundCarry, q: Any, order: Int[Array, "M"], key: Any, damping: float
+    ) -> tuple[Any, LocalResult]:
+        """Visit all groups, each from the q that the last one left.
+
+        Args:
+            carry: where things stand.
+            q: natural parameters of q.
+            order: of the groups.
+            key: a random key.
+            damping: share of each visit's change.
+
+        Returns:
+            The sites of all rows, and what the visits report in the order of the groups.
+        """
+
+        def visit(before, operands):
+            q, whole = before
+            index, state, key = operands
+            mine = self.family.prior.group == index
+            site = _where(mine, whole, self.prior_natural)
+            result, _ = self.visit_group(index, q, site, state, key, carry.evaluation.rule, None)
+            new = damp(site, result.site, damping)
+            return (q + (new - site), _where(mine, new, whole)), result._replace(site=None)
+
+        keys = jax.random.split(key, self.num_groups)
+        operands = (order, jax.tree.map(lambda x: x[order], carry.solver), keys)
+        (_, whole), results = jax.lax.scan(visit, (q, take(carry.sites.groups, 0)), operands)
+        back = jnp.argsort(order)
+        return jax.tree.map(lambda x: x[None], whole), jax.tree.map(lambda x: x[back], results)
+
+    def natural_gradient_proposal(self, carry: RoundCarry) -> SiteStack:
+        """Every row's natural-gradient target at the carry's q; groups that are not finite stay."""
+        found = carry.evaluation.groups
+        good = self._finite_groups(found.target) & jnp.isfinite(found.value)
+        return SiteStack(_where(good[self._owner] & self._counted, found.target, carry.sites.groups), None)
+
+    # ------------------------------------------------------------------------------------------------------- moves
+
+    def moves(self, new: SiteStack, old: SiteStack, after: Evaluation, before: Evaluation) -> tuple[Array, Array]:
+        """How far a round moved the latents, in posterior sds.
+
+        Args:
+            new: sites after it.
+            old: sites before it.
+            after: evaluation after it.
+            before: evaluation before it.
+
+        Returns:
+            By each group's step, to first order, Float[M]; and altogether, means and log sds.
+        """
+        family = self.family
+        sd, sd_before = family.latent_sd(after.moments), family.latent_sd(before.moments)
+        change = jax.tree.map(lambda a, b: (a - b)[0], new.groups, old.groups)
+        force = change.precision_mean - change.precision * after.moments.loc
+        by_row = family.prior.root * force[:, None]
+        zero = jnp.zeros((self.num_groups + 1, by_row.shape[1]), by_row.dtype)
+        by_group = zero.at[self._owner].add(by_row)[: self.num_groups]
+        shift = family.latent_shift(family.white_shift(after.moments, by_group))
+        together = jnp.abs(family.latent_shift(after.moments.white - before.moments.white)) / sd
+        stretch = jnp.abs(jnp.log(sd) - jnp.log(sd_before))
+        largest = jnp.maximum(jnp.max(together), jnp.max(stretch))
+        return jnp.max(jnp.abs(shift) / sd, axis=-1), jnp.where(before.moments.valid, largest, jnp.inf)
+
+    # -------------------------------------------------------------------------------------------------------- rows
+
+    @property
+    def _counted(self) -> Bool[Array, "P"]:
+        return self.family.prior.group >= 0
+
+    @property
+    def _owner(self) -> Int[Array, "P"]:
+        """Each row's group; M for those that are nobody's."""
+        group = self.family.prior.group
+        return jnp.where(group < 0, self.num_groups, group)
+
+    def _finite_groups(self, natural: GaussianNatural) -> Bool[Array, "M"]:
+        good = jax.vmap(all_finite)(take(natural, 0))
+        return jnp.ones((self.num_groups + 1,), bool).at[self._owner].min(good)[: self.num_groups]
+
+    def _finite(self, natural: GaussianNatural) -> Bool[Array, "P"]:
+        return self._finite_groups(natural)[self._owner] & self._counted
+
+
+def row_problem(
+    plan: Plan, call: ModelCall, prior: RowPrior, solver: LocalSolver, num_groups: int, num_rules: int
+) -> RowProblem:
+    """The factors, ready to be evaluated.
+
+    Args:
+        plan: the static plan.
+        call: the model with its arguments.
+        prior: the prior as the rows see it.
+        solver: local solver.
+        num_groups: M.
+        num_rules: how many quadrature rules are compiled in.
+
+    Returns:
+        The problem; of the model only what rows' densities read is evaluated.
+    """
+    terms = plan.partition.terms
+    family = RowFamily(prior)
+    program = RowNumbersProgram(terms, read_rows(call, terms, prior.loc), num_rules, family.dim)
+    data = _NoOthers(jnp.ones((family.dim,), bool))
+    return RowProblem(family, solver, program, plan.partition.table.labels, num_groups, num_rules, data)
+
+
+def _where(keep: Bool[Array, "P"], new: Any, old: Any) -> Any:
+    """Row by row, one or the other."""
+    return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
+
+
+__all__ = ["RowProblem", "row_problem"]
