@@ -205,7 +205,11 @@ def test_one_pass_for_all_groups_equals_a_pass_for_each(tolerance, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e3 * tolerance * (1 + np.abs(a).max()))
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(), Sequential()], ids=["parallel", "cyclic"])
+@pytest.mark.parametrize(
+    "schedule",
+    [Synchronous(), pytest.param(Sequential(), marks=pytest.mark.slow)],
+    ids=["parallel", "cyclic"],
+)
 def test_several_local_latents_under_a_prior_factor(schedule, tolerance):
     """Supports, events, shapes, draws from the guide, runtimes, and what leaves a group."""
     guide = AutoMultivariateNormal(pairs)

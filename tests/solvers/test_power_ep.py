@@ -66,20 +66,23 @@ def test_settings_are_checked(options, words):
         PowerEP(**options)
 
 
-@pytest.mark.parametrize("call", ["add_group", "revisit"])
-def test_rows_with_sites_do_not_come_to_a_state(data, call):
-    X, y = data
+@pytest.fixture(scope="module")
+def started(data):
+    """A fit by rows after one round."""
     pvi = pvi_of(regression, np.arange(18) % 3, PowerEP(factors="row"))
-    state, _ = pvi.update(pvi.init(jax.random.key(0), X, y), X, y)
+    return pvi, pvi.update(pvi.init(jax.random.key(0), *data), *data)[0]
+
+
+@pytest.mark.parametrize("call", ["add_group", "revisit"])
+def test_rows_with_sites_do_not_come_to_a_state(data, started, call):
+    (X, y), (pvi, state) = data, started
     label = "new" if call == "add_group" else 0
     with pytest.raises(PVIError, match="single rows have sites.*factors='group'"):
         getattr(pvi, call)(state, label, X[::3], y[::3])
 
 
-def test_labels_are_no_part_of_the_evidence_program(data):
-    X, y = data
-    pvi = pvi_of(regression, np.arange(18) % 3, PowerEP(factors="row"))
-    state = pvi.init(jax.random.key(0), X, y)
+def test_labels_are_no_part_of_the_evidence_program(data, started):
+    (X, y), (pvi, state) = data, started
     value = pvi.log_evidence(state, X, y)
     size = _evidence._cache_size()
     table = dataclasses.replace(state.plan.partition.table, labels=("a", "b", "c"))
@@ -390,23 +393,34 @@ def test_info_says_how_moments_are_taken(solver, kind, which, dim, sizes, wanted
 # ------------------------------------------------------------------------------------------------------ whole fits
 
 
-def test_sampled_moments_meet_the_rows_by_quadrature(data):
-    """With one row a group both factorisations are the same, so draws must come to quadrature's answer."""
+@pytest.fixture(scope="module")
+def by_rows(data):
+    """The limit of one row a group: by rows, whose moments are quadrature."""
     X, y = data[0][:8], data[1][:8]
     exact = pvi_of(regression, np.arange(8), PowerEP(factors="row"))
     limit = exact.run(jax.random.key(0), 30, X, y, progress_bar=False)
-    wanted, evidence = limit.params, float(exact.log_evidence(limit.state, X, y))
+    return limit.params, float(exact.log_evidence(limit.state, X, y))
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [ImportanceMoments(2048), pytest.param(LaplaceMoments(1024), marks=pytest.mark.slow)],
+    ids=["importance", "laplace"],
+)
+def test_sampled_moments_meet_the_rows_by_quadrature(data, by_rows, moments):
+    """With one row a group both factorisations are the same, so draws must come to quadrature's answer."""
+    X, y = data[0][:8], data[1][:8]
+    wanted, evidence = by_rows
     covariance = wanted["auto_scale_tril"] @ wanted["auto_scale_tril"].T
-    for moments in (ImportanceMoments(2048), LaplaceMoments(1024)):
-        sampled = pvi_of(regression, np.arange(8), PowerEP(moments=moments), Sequential())
-        result = sampled.run(jax.random.key(1), 15, X, y, progress_bar=False)
-        gap = (result.params["auto_loc"] - wanted["auto_loc"]) / jnp.sqrt(jnp.diag(covariance))
-        assert float(jnp.max(jnp.abs(gap))) < 0.05
-        assert np.all(result.info.ess > 100)
-        value, error = sampled.log_evidence(result.state, X, y, with_error=True)
-        # The evidence is stationary at the limit, so that q's own noise counts only squared.
-        assert 0 < float(error) < 0.1
-        assert abs(float(value) - evidence) < 5 * float(error)
+    sampled = pvi_of(regression, np.arange(8), PowerEP(moments=moments), Sequential())
+    result = sampled.run(jax.random.key(1), 15, X, y, progress_bar=False)
+    gap = (result.params["auto_loc"] - wanted["auto_loc"]) / jnp.sqrt(jnp.diag(covariance))
+    assert float(jnp.max(jnp.abs(gap))) < 0.05
+    assert np.all(result.info.ess > 100)
+    value, error = sampled.log_evidence(result.state, X, y, with_error=True)
+    # The evidence is stationary at the limit, so that q's own noise counts only squared.
+    assert 0 < float(error) < 0.1
+    assert abs(float(value) - evidence) < 5 * float(error)
 
 
 def test_a_tolerance_below_the_noise_is_met_by_the_noise(data):
@@ -420,15 +434,12 @@ def test_a_tolerance_below_the_noise_is_met_by_the_noise(data):
     assert float(noise_floor((), state.report)) == 0.0
 
 
-def test_a_group_of_one_row_has_its_rows_moments(data):
+def test_a_group_of_one_row_has_its_rows_moments(data, by_rows):
     """factors="group" with one row a group is factors="row", without being asked."""
-    X, y = data[0][:6], data[1][:6]
-    states = [
-        pvi_of(regression, np.arange(6), PowerEP(factors=word)).run(jax.random.key(0), 5, X, y, progress_bar=False)
-        for word in ("group", "row")
-    ]
-    np.testing.assert_allclose(states[0].params["auto_loc"], states[1].params["auto_loc"], rtol=1e-6)
-    assert np.all(np.isnan(states[0].info.ess))
+    pvi = pvi_of(regression, np.arange(8), PowerEP())
+    found = pvi.run(jax.random.key(0), 30, data[0][:8], data[1][:8], progress_bar=False)
+    np.testing.assert_allclose(found.params["auto_loc"], by_rows[0]["auto_loc"], rtol=1e-6)
+    assert np.all(np.isnan(found.info.ess))
 
 
 def test_starting_values_of_the_guide_are_refused_where_rows_have_sites(data):
