@@ -29,6 +29,7 @@ from ._entry import (
     positional_names,
     refuse_two_starts,
     run_rounds,
+    shell_for,
     start_arrays,
 )
 from ._groups import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of, site_of
@@ -85,7 +86,9 @@ class PVI(SVI):
 
     Args:
         model: a NumPyro model, or a :class:`numpyro_pvi.Partition` of one (groups by label).
-        guide: ``AutoMultivariateNormal``, ``AutoDiagonalNormal`` or ``AutoNormal`` of the same model.
+        guide: ``AutoMultivariateNormal``, ``AutoDiagonalNormal`` or ``AutoNormal`` of the same model, or
+            :class:`numpyro_pvi.AutoExponentialFamily`, under which every latent keeps its support and sites are terms of the
+            latents' families.
         optim: NumPyro, JAX or optax optimiser of the model's ``numpyro.param`` sites. It does not fit q.
         loss: gives the number of particles where the loss is Monte Carlo.
         solver: local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
@@ -99,7 +102,7 @@ class PVI(SVI):
         static_kwargs: keyword arguments of the model, as in SVI; checked against its signature.
 
     Raises:
-        GuideError: for a guide that is not one of the three.
+        GuideError: for a guide that is none of these.
         PVIError: for an unknown keyword, an unsupported loss, or choices that do not fit together.
 
     References:
@@ -140,11 +143,15 @@ class PVI(SVI):
         self._supports: dict[str, Any] = {}
         # Plates that draw mini-batches run over all of their rows here, wherever the model is evaluated.
         self._full_model = FullPlates(inner)
-        self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
+        self._engine = self._make_engine(inner, int(getattr(loss, "num_particles", 1)))
         self._rounds = jax.jit(run_rounds, static_argnames=("engine", "static", "length", "fine"))
         self._start = jax.jit(start_arrays, static_argnames=("engine", "plan", "static", "mode"))
         self._loss = jax.jit(evaluate_loss, static_argnames=("engine", "static", "fine"))
         self._arrive = jax.jit(arrive_groups, static_argnames=("engine", "static", "mode"))
+
+    def __new__(cls, model: Any = None, guide: Any = None, *args: Any, **kwargs: Any):
+        """A PVI, or the one for a guide whose latents keep their own supports."""
+        return super().__new__(shell_for(cls, guide) if cls is PVI else cls)
 
     # ------------------------------------------------------------------ SVI's verbs
 
@@ -605,16 +612,8 @@ class PVI(SVI):
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         local, params = None if state.plan.partition.local is None else by_unit(state), self._param_values(state)
-        return diagnostics.khat(
-            rng_key,
-            state.plan.partition.model(self._full_model),
-            state,
-            args,
-            kwargs,
-            params,
-            num_samples=num_samples,
-            local=local,
-        )
+        fixed = state.plan.partition.model(self._full_model), state, args, kwargs, params
+        return diagnostics.khat(rng_key, *fixed, num_samples=num_samples, local=local)
 
     def to_arviz(
         self, rng_key: Any, state_or_result: PVIState | PVIRunResult, *args: Any, num_samples: int = 1000, **kwargs: Any
@@ -639,6 +638,9 @@ class PVI(SVI):
         return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, trace=trace)
 
     # ------------------------------------------------------------------ joints between the rooms
+
+    def _make_engine(self, model: Callable, num_particles: int) -> Any:
+        return Engine(model, self.solver, self.schedule, self.runtime, self.optim, num_particles)
 
     def _advance(self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""

@@ -38,6 +38,8 @@ _SHELL = (
     "_codec",
     "_driver",
     "_entry",
+    "_exponential_plan",
+    "_exponential_pvi",
     "_groups",
     "_initial",
     "_locals",

@@ -41,6 +41,8 @@ from ._normal import (
     ScalarNormalMean,
     ScalarNormalNatural,
 )
+from ._pair_contract import PairRule
+from ._pairs import members_of, pair_rule
 from ._product import BlockNormalFamily, IndependentFamily, ProductFamily, ProductMean, ProductNatural, repeated
 from ._registry import family_for, register_family, registered_families
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
@@ -87,6 +89,7 @@ __all__ = [
     "MarkovNormal",
     "MultivariateNormalFamily",
     "NormalFamily",
+    "PairRule",
     "ProductFamily",
     "ProductMean",
     "ProductNatural",
@@ -107,7 +110,9 @@ __all__ = [
     "implicit_inverse",
     "inner",
     "marginal_distance",
+    "members_of",
     "natural_parameters",
+    "pair_rule",
     "register_family",
     "registered_families",
     "repeated",
