@@ -23,13 +23,22 @@ from .schedules import Schedule
 from .solvers import LocalSolver
 
 
-def run_rounds(engine: Engine, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
+def shell_for(cls: type, guide: Any) -> type:
+    """The class of a PVI: another where the guide's latents keep their own supports (:mod:`numpyro_pvi._exponential_pvi`)."""
+    if not getattr(guide, "keeps_supports", False):
+        return cls
+    from ._exponential_pvi import ExponentialPVI  # a subclass of the class that asks
+
+    return ExponentialPVI
+
+
+def run_rounds(engine: Any, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
     """Engine.rounds on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.rounds(state, args, kwargs, count, tol, length, fine)
 
 
-def evaluate_loss(engine: Engine, state: PVIState, dynamic: list, static: tuple, fine: bool):
+def evaluate_loss(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool):
     """Engine.loss on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.loss(state, args, kwargs, fine)
@@ -44,7 +53,7 @@ def evaluate_evidence(engine: Engine, state: PVIState, dynamic: list, static: tu
 _evidence = jax.jit(evaluate_evidence, static_argnames=("engine", "static", "fine"))
 
 
-def evidence_of(engine: Engine, state: PVIState, arguments: tuple, loss: Callable, with_error: bool) -> Any:
+def evidence_of(engine: Any, state: PVIState, arguments: tuple, loss: Callable, with_error: bool) -> Any:
     """Log evidence in nats, with its standard error if asked for: of a solver that matches moments, or the ELBO from ``loss``.
 
     A finer quadrature rule is compiled in where the one at hand will not do.

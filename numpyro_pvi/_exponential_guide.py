@@ -53,8 +53,9 @@ class AutoExponentialFamily(AutoGuide):
     independent of one another but for the blocks in ``joint``. A latent whose prior's parameters are latents themselves gets
     the family all the same.
 
-    Works wherever a NumPyro guide does. Params are named ``{latent}_{prefix}_{parameter}`` after the parameters of the
-    family's NumPyro distribution (``rate_auto_concentration``), blocks' ``{first}_{prefix}_joint_loc`` and ``..._scale_tril``.
+    Works wherever a NumPyro guide does, and in :class:`numpyro_pvi.PVI`. Params are named ``{latent}_{prefix}_{parameter}``
+    after the parameters of the family's NumPyro distribution (``rate_auto_concentration``), blocks'
+    ``{first}_{prefix}_joint_loc`` and ``..._scale_tril``.
     It starts at the prior (at its best fit within the family by 2,000 draws, where the prior is not a member), given the
     prototype's values of the latents that the prior depends on.
 
@@ -74,6 +75,9 @@ class AutoExponentialFamily(AutoGuide):
     References:
         Khan and Lin, Conjugate-computation variational inference, 2017, section 3 (their approximation q).
     """
+
+    # PVI reads this: sites are then terms of the latents' families.
+    keeps_supports = True
 
     def __init__(
         self,

@@ -24,14 +24,14 @@ from .factors import (
     without_labels,
 )
 from .handlers import PRIOR, known_labels, plain
-from .runtime import Engine, by_chains, chains_wanted, with_chains
+from .runtime import by_chains, chains_wanted, with_chains
 from .schedules import BY_FACTOR
 from .sites import SiteStack, add_slots, keep_slots, posterior, take, tied_site
 
 # ---------------------------------------------------------------------------------- what compiled programs see of a state
 
 
-def reduced(state: PVIState, engine: Engine) -> PVIState:
+def reduced(state: PVIState, engine: Any) -> PVIState:
     """The state as compiled programs take it: no labels, and all absent groups as one factor.
 
     A program's key then depends on shapes alone, and adding a group of rows that there was a program for compiles nothing.

@@ -48,11 +48,24 @@ class Latent(NamedTuple):
     start: dict[str, Array]
     constraint: dict[str, Any]
 
+    def params(self, member: Any) -> dict[str, Array]:
+        """A member of the family as params, in its constrained space: the inverse of :meth:`member`."""
+        bare, _ = _bare(member)
+        return _chain_start(bare)[0] if self.kind is MarkovNormal else {p: getattr(bare, p) for p in self.start}
+
     def member(self, params: dict[str, Array]) -> dist.Distribution:
         """The member of the family with these params, events of the latent's own shape."""
         if self.kind is MarkovNormal:
             return _chain(len(self.family.event_shape) == 1, **params)
         return self.kind(**params).to_event(self.rank)
+
+
+def _bare(member: Any) -> tuple[Any, int]:
+    """A distribution without ``to_event``, and how many axes that had added."""
+    rank = 0
+    while isinstance(member, dist.Independent):
+        member, rank = member.base_dist, rank + member.reinterpreted_batch_ndims
+    return member, rank
 
 
 def make_latent(name: str, fn: Any, given: Family | None) -> Latent:
@@ -70,9 +83,7 @@ def make_latent(name: str, fn: Any, given: Family | None) -> Latent:
         GuideError: where there is no family, or one with other shapes or another support.
     """
     family = _family_of(name, fn, given)
-    member, rank = family.to_distribution(_start(name, family, fn, given is not None)), 0
-    while isinstance(member, dist.Independent):
-        member, rank = member.base_dist, rank + member.reinterpreted_batch_ndims
+    member, rank = _bare(family.to_distribution(_start(name, family, fn, given is not None)))
     kind = type(member)
     if kind is MarkovNormal:
         return Latent(family, kind, rank, *_chain_start(member))

@@ -10,7 +10,6 @@ import jax
 from numpyro.infer.svi import SVIRunResult
 
 from .factors import GroupMasks, Packing, PartitionPlan
-from .families import GaussianFamily
 from .schedules import RoundReport, Rule
 from .sites import SiteStack
 
@@ -23,7 +22,8 @@ class Plan:
     """The static, hashable part of a state: everything that was decided by looking at values, decided once in ``init``."""
 
     partition: PartitionPlan
-    family: GaussianFamily
+    # Of q: a Gaussian family; the product of the latents' families in a ProductPlan.
+    family: Any
     # Structure, shapes and dtypes of the model's arguments.
     signature: Any
     # Whether the costliest quadrature rule is compiled in: switched on when rows first ask for it.

@@ -25,16 +25,17 @@ from .solvers import trouble_of
 
 @dataclasses.dataclass(frozen=True)
 class NaturalView:
-    """Natural parameters of a site or cavity over the flat unconstrained vector.
+    """Natural parameters of a site or cavity over the flat unconstrained vector, or of the latents' own families.
 
     Attributes:
-        natural: the natural-parameter object (``precision_mean`` Float[D], ``precision`` Float[D D] or Float[D]).
+        natural: the natural-parameter object (``precision_mean`` Float[D], ``precision`` Float[D D] or Float[D]; under
+            ``AutoExponentialFamily`` one object per latent in ``natural.parts``).
         family: its family.
         what: what it is, for messages.
     """
 
     natural: Any
-    family: GaussianFamily
+    family: Any
     what: str
 
     @property
@@ -48,15 +49,15 @@ class NaturalView:
         return self.natural.precision
 
     def to_distribution(self) -> dist.Distribution:
-        """The normalised Gaussian with these natural parameters.
+        """The normalised distribution with these natural parameters; a dict of them by latent under ``AutoExponentialFamily``.
 
         Raises:
             ImproperError: when they are not normalisable, as a site's need not be.
         """
         if not bool(self.family.in_domain(self.natural)):
             raise ImproperError(
-                f"the {self.what} is not normalisable (its precision is not positive definite): a site or cavity is a factor, not "
-                "always a distribution. Read .precision and .precision_mean instead."
+                f"the {self.what} is not normalisable (a precision is not positive, or another parameter is outside its "
+                "family): a site or cavity is a factor, not always a distribution. Read .natural instead."
             )
         return self.family.to_distribution(self.natural)
 

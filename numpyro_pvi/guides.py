@@ -40,7 +40,7 @@ def check_guide(guide: Any) -> None:
     Raises:
         GuideError: naming the guide and the supported ones, with the nearest.
     """
-    if type(guide) in _FAMILIES:
+    if type(guide) in _FAMILIES or (not isinstance(guide, type) and getattr(guide, "keeps_supports", False)):
         return
     if isinstance(guide, type) and issubclass(guide, autoguide.AutoGuide):
         raise GuideError(
@@ -52,14 +52,13 @@ def check_guide(guide: Any) -> None:
     nearest = {
         "AutoLowRankMultivariateNormal": "AutoMultivariateNormal keeps the full covariance",
         "AutoLaplaceApproximation": "AutoMultivariateNormal is fitted instead of expanded at the mode",
-        "AutoExponentialFamily": "AutoMultivariateNormal in unconstrained space; AutoExponentialFamily is for NumPyro's SVI so far",
         "AutoDelta": "AutoDiagonalNormal also keeps a variance per coordinate",
     }.get(name, "AutoMultivariateNormal is the nearest")
     if callable(guide) and not isinstance(guide, autoguide.AutoGuide):
         name = "a hand-written guide (" + getattr(guide, "__name__", name) + ")"
     raise GuideError(
         f"PVI cannot use {name}: sites are Gaussian factors in unconstrained space, so the guide must be one of {SUPPORTED} "
-        f"({nearest})."
+        f"({nearest}), or AutoExponentialFamily, whose sites are terms of the families of the priors."
     )
 
 

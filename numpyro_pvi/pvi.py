@@ -29,9 +29,10 @@ from ._entry import (
     positional_names,
     refuse_two_starts,
     run_rounds,
+    shell_for,
     start_arrays,
 )
-from ._groups import begin_chains, check_rows, forgotten, position, reduced, refuse_absent, restored, rows_of, site_of
+from ._groups import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of
 from ._initial import (
     check_structure,
     init_optim,
@@ -43,15 +44,15 @@ from ._initial import (
     start_mode,
     streams,
 )
-from ._locals import by_unit, joint_params, local_distributions
+from ._locals import by_unit, joint_params
 from ._newcomers import Newcomers, arrival_mode
 from ._prototype import prepare_guide, prototype
 from ._resume import Progress, begin
-from ._row_states import choose_rows, dense_form, row_distributions, row_params, row_view
+from ._row_states import choose_rows, dense_form, row_params
 from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._views import NaturalView, agent_natural, describe, latent_distributions, trace_of
-from .errors import PartitionError, PVIError
+from ._views import NaturalView, describe, trace_of
+from .errors import PVIError
 from .factors import (
     Layout,
     abstract_trace,
@@ -67,10 +68,10 @@ from .factors import (
     with_expectation,
 )
 from .guides import check_guide, family_of, guide_layout, natural_to_params, setup_guide
-from .handlers import PRIOR, FullPlates, Partition, find_plates, pick_plate
+from .handlers import FullPlates, Partition, find_plates, pick_plate
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
-from .sites import cavity, posterior
+from .sites import posterior
 from .solvers import LocalSolver, NaturalGradient
 
 _DEFAULT_GROUPS = 10
@@ -86,7 +87,9 @@ class PVI(SVI):
 
     Args:
         model: a NumPyro model, or a :class:`numpyro_pvi.Partition` of one (groups by label).
-        guide: ``AutoMultivariateNormal``, ``AutoDiagonalNormal`` or ``AutoNormal`` of the same model.
+        guide: ``AutoMultivariateNormal``, ``AutoDiagonalNormal`` or ``AutoNormal`` of the same model, or
+            :class:`numpyro_pvi.AutoExponentialFamily`, under which every latent keeps its support and sites are terms of the
+            latents' families.
         optim: NumPyro, JAX or optax optimiser of the model's ``numpyro.param`` sites. It does not fit q.
         loss: gives the number of particles where the loss is Monte Carlo.
         solver: local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
@@ -100,7 +103,7 @@ class PVI(SVI):
         static_kwargs: keyword arguments of the model, as in SVI; checked against its signature.
 
     Raises:
-        GuideError: for a guide that is not one of the three.
+        GuideError: for a guide that is none of these.
         PVIError: for an unknown keyword, an unsupported loss, or choices that do not fit together.
 
     References:
@@ -141,11 +144,15 @@ class PVI(SVI):
         self._supports: dict[str, Any] = {}
         # Plates that draw mini-batches run over all of their rows here, wherever the model is evaluated.
         self._full_model = FullPlates(inner)
-        self._engine = Engine(inner, solver, schedule, runtime, self.optim, int(getattr(loss, "num_particles", 1)))
+        self._engine = self._make_engine(inner, int(getattr(loss, "num_particles", 1)))
         self._rounds = jax.jit(run_rounds, static_argnames=("engine", "static", "length", "fine"))
         self._start = jax.jit(start_arrays, static_argnames=("engine", "plan", "static", "mode"))
         self._loss = jax.jit(evaluate_loss, static_argnames=("engine", "static", "fine"))
         self._arrive = jax.jit(arrive_groups, static_argnames=("engine", "static", "mode"))
+
+    def __new__(cls, model: Any = None, guide: Any = None, *args: Any, **kwargs: Any):
+        """A PVI, or the one for a guide whose latents keep their own supports."""
+        return super().__new__(shell_for(cls, guide) if cls is PVI else cls)
 
     # ------------------------------------------------------------------ SVI's verbs
 
@@ -403,11 +410,7 @@ class PVI(SVI):
             ImproperError: when q is not normalisable.
             PVIError: for an agent under a schedule with a server.
         """
-        if state.plan.rows is not None and agent is None:
-            return row_distributions(state, prototype(self, state), "posterior", joint)
-        q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
-        found = self._distributions(state, q, "posterior", joint)
-        return found | local_distributions(state, q, prototype(self, state))
+        return posterior_of(self.schedule, state, prototype(self, state), joint, agent)
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -422,10 +425,7 @@ class PVI(SVI):
         Raises:
             ImproperError: when the prior (or its site) is not normalisable.
         """
-        if state.plan.rows is not None:
-            return row_distributions(state, prototype(self, state), "prior", joint)
-        natural = state.prior if state.sites.prior is None else state.prior + state.sites.prior
-        return self._distributions(state, natural, "prior", joint)
+        return prior_of(state, prototype(self, state), joint)
 
     def site(self, state: PVIState, group: Hashable) -> NaturalView:
         """One group's site t_m in natural space; ``numpyro_pvi.PRIOR`` names the prior factor's.
@@ -442,16 +442,11 @@ class PVI(SVI):
         Raises:
             PartitionError: for an unknown label.
         """
-        if state.plan.rows is not None:
-            return self._row_view(state, group, "site")
-        return NaturalView(self._site(state, group), state.plan.family, f"site of group {group!r}")
+        return site_view(state, group)
 
     def cavity(self, state: PVIState, group: Hashable) -> NaturalView:
         """q without one group's site, in natural space; see :meth:`site`."""
-        if state.plan.rows is not None:
-            return self._row_view(state, group, "cavity")
-        q = posterior(state.prior, state.sites)
-        return NaturalView(cavity(q, self._site(state, group)), state.plan.family, f"cavity of group {group!r}")
+        return cavity_view(state, group)
 
     def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
         """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own if moments are matched.
@@ -618,16 +613,8 @@ class PVI(SVI):
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         local, params = None if state.plan.partition.local is None else by_unit(state), self._param_values(state)
-        return diagnostics.khat(
-            rng_key,
-            state.plan.partition.model(self._full_model),
-            dense_form(state),
-            args,
-            kwargs,
-            params,
-            num_samples=num_samples,
-            local=local,
-        )
+        fixed = state.plan.partition.model(self._full_model), dense_form(state), args, kwargs, params
+        return diagnostics.khat(rng_key, *fixed, num_samples=num_samples, local=local)
 
     def to_arviz(
         self, rng_key: Any, state_or_result: PVIState | PVIRunResult, *args: Any, num_samples: int = 1000, **kwargs: Any
@@ -652,6 +639,9 @@ class PVI(SVI):
         return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, trace=trace)
 
     # ------------------------------------------------------------------ joints between the rooms
+
+    def _make_engine(self, model: Callable, num_particles: int) -> Any:
+        return Engine(model, self.solver, self.schedule, self.runtime, self.optim, num_particles)
 
     def _advance(self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
@@ -705,21 +695,6 @@ class PVI(SVI):
 
     def _param_values(self, state: PVIState) -> dict:
         return param_values(self.optim, self.guide, state)
-
-    def _site(self, state: PVIState, group: Hashable) -> Any:
-        if group is PRIOR:
-            if state.sites.prior is None:
-                raise PartitionError("there is no PRIOR site: the prior is held exactly. See pvi.prior(state).")
-            return state.sites.prior
-        return site_of(state, group)
-
-    def _row_view(self, state: PVIState, group: Hashable, what: str) -> NaturalView:
-        if group is PRIOR:
-            self._site(state, group)
-        return row_view(state, position(state.plan, group), f"{what} of group {group!r}", what == "cavity")
-
-    def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
-        return latent_distributions(state.plan, natural, prototype(self, state), what, joint)
 
 
 __all__ = ["PVI"]

@@ -1,6 +1,7 @@
 """Expectations of a factor and its gradients under q: closed form, quadrature over affine predictors, points, draws."""
 
 from ._affine import AffineProgram, SharedAffineProgram
+from ._affinity import MAX_TERMS, find_structure, probe_values
 from ._agreement import disagreement
 from ._at_points import log_densities_at, log_density_at
 from ._chains import Chains, no_chains
@@ -8,6 +9,7 @@ from ._clouds import GRID_DIM, grid_cloud, normal_cloud
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
+from ._mean_space import FactorStructure, MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points
 from ._quadratic import QuadraticProgram
@@ -26,6 +28,7 @@ __all__ = [
     "GRID_DIM",
     "LEAST_PER_LATENT",
     "LEAST_SHARE",
+    "MAX_TERMS",
     "MOMENTS",
     "RULES",
     "SAMPLED",
@@ -33,6 +36,7 @@ __all__ = [
     "Chains",
     "DrawsProgram",
     "Expected",
+    "FactorStructure",
     "ImportanceMoments",
     "LaplaceMoments",
     "LocalChunk",
@@ -40,6 +44,7 @@ __all__ = [
     "LocalNoise",
     "MCMCMoments",
     "MaskedLocalProgram",
+    "MeanSpace",
     "Moments",
     "PointSet",
     "PointsProgram",
@@ -56,6 +61,7 @@ __all__ = [
     "add_expected",
     "disagreement",
     "exact_tilted",
+    "find_structure",
     "from_chains",
     "from_points",
     "grid_cloud",
@@ -63,6 +69,7 @@ __all__ = [
     "log_density_at",
     "no_chains",
     "normal_cloud",
+    "probe_values",
     "random_points",
     "row_sites_zero",
     "row_targets",

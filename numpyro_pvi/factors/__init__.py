@@ -4,7 +4,15 @@ from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
 from ._arrival import Arrival, arrive, count_rows, nobody, pad_rows, padded_length, without_labels
 from ._enumerate import Enumeration, enumerated
-from ._model import Layout, LocalLayout, ModelCall, abstract_trace, observed_log_likelihood, row_log_likelihood
+from ._model import (
+    Layout,
+    LocalLayout,
+    ModelCall,
+    abstract_trace,
+    is_latent,
+    observed_log_likelihood,
+    row_log_likelihood,
+)
 from ._packing import Packing, gather_rows
 from ._plan import PartitionPlan
 from ._planner import (
@@ -21,6 +29,7 @@ from ._reading import GroupMasks, slice_rows
 from ._row_sites import look_at_rows, num_elements, read_row_prior, read_rows, why_not_rows
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
 from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
+from ._values import ValueCall, chunk_log_likelihood, prior_log_density
 
 # A handler cannot import the planner, which is a later room: the planner hands itself over.
 Partition.planner = staticmethod(make_plan)
@@ -37,16 +46,19 @@ __all__ = [
     "Planned",
     "TermData",
     "TermSpec",
+    "ValueCall",
     "abstract_trace",
     "arrive",
     "as_arrays",
     "check_finite_arguments",
     "check_same_signature",
+    "chunk_log_likelihood",
     "count_rows",
     "enumerated",
     "exact_diagonal_prior",
     "exact_prior",
     "gather_rows",
+    "is_latent",
     "join_arguments",
     "look_at_rows",
     "make_plan",
@@ -62,6 +74,7 @@ __all__ = [
     "prior_factor_log_density",
     "read_row_prior",
     "read_rows",
+    "prior_log_density",
     "row_log_likelihood",
     "signature_of",
     "refuse_unsupported",

@@ -41,6 +41,8 @@ from ._normal import (
     ScalarNormalMean,
     ScalarNormalNatural,
 )
+from ._pair_contract import PairRule
+from ._pairs import members_of, pair_rule
 from ._product import BlockNormalFamily, IndependentFamily, ProductFamily, ProductMean, ProductNatural, repeated
 from ._registry import family_for, register_family, registered_families
 from ._row_distribution import RowGaussian, RowRoot, dense_natural, row_gaussian
@@ -90,6 +92,7 @@ __all__ = [
     "MarkovNormal",
     "MultivariateNormalFamily",
     "NormalFamily",
+    "PairRule",
     "ProductFamily",
     "ProductMean",
     "ProductNatural",
@@ -116,7 +119,9 @@ __all__ = [
     "implicit_inverse",
     "inner",
     "marginal_distance",
+    "members_of",
     "natural_parameters",
+    "pair_rule",
     "register_family",
     "registered_families",
     "repeated",

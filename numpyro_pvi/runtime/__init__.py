@@ -7,17 +7,24 @@ from ._forms import gradient_jumps
 from ._local import FactorData, LocalProblem
 from ._mapping import LaxMap, Vmap
 from ._moments import noise_floor
+from ._product_engine import ProductEngine
+from ._product_plan import JointBlock, ProductPlan
+from ._product_rounds import first_memory
 
 __all__ = [
     "Engine",
     "RoundsDone",
     "FactorData",
+    "JointBlock",
     "LaxMap",
     "LocalProblem",
+    "ProductEngine",
+    "ProductPlan",
     "Runtime",
     "Vmap",
     "by_chains",
     "chains_wanted",
+    "first_memory",
     "gradient_jumps",
     "noise_floor",
     "with_chains",

@@ -60,11 +60,15 @@ class NaturalGradient:
             accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not
             quadratic.
         num_draws: antithetic pairs per round when expectations are by draws; random points come in whole rotations, at
-            least as many pairs as there are latents, and few local latents take up to 64 pairs.
+            least as many pairs as there are latents, and few local latents take up to 64 pairs. Draws, not pairs, of each
+            latent that is drawn under ``AutoExponentialFamily``.
         sites: how sites are held. "dense": D x D numbers a group. "rows": two numbers per row, where every row sees a Gaussian
             prior through one affine predictor (q has full covariance); then nothing of size D x D is made for N rows and D
             latents, and a round takes O(N^3 + N^2 D). The state holds what rows see of the latents, as data would. "auto": by
             rows from 64 latents on, where there are fewer rows than latents, or one predictor per latent.
+        blocks: under ``AutoExponentialFamily``, what moves from one q: "auto" one latent after another in the model's order
+            (with all sites in parallel that is coordinate ascent), "parallel" all of them at once, or a tuple of latents:
+            these first, in this order, then the others.
 
     Raises:
         PVIError: on construction, for values outside these ranges.
@@ -80,6 +84,7 @@ class NaturalGradient:
     backtracking: bool | str = "auto"
     num_draws: int = 16
     sites: str = "auto"
+    blocks: str | tuple[str, ...] = "auto"
 
     stochastic = False
 
@@ -99,6 +104,12 @@ class NaturalGradient:
             raise PVIError(f"NaturalGradient(sites={self.sites!r}): expected 'auto', 'rows' or 'dense'.")
         if not isinstance(self.num_draws, int) or self.num_draws < 1:
             raise PVIError(f"NaturalGradient(num_draws={self.num_draws!r}): expected a positive int.")
+        if isinstance(self.blocks, list):
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+        if self.blocks not in ("auto", "parallel") and not isinstance(self.blocks, tuple):
+            raise PVIError(
+                f"NaturalGradient(blocks={self.blocks!r}): expected 'auto', 'parallel' or a tuple of latents' names."
+            )
 
     def init(self, family: GaussianFamily | RowFamily, dtype: Any) -> NaturalGradientState:
         """Start every group at the largest step."""
@@ -116,6 +127,11 @@ class NaturalGradient:
         Raises:
             PVIError: naming the factor and the choices that work.
         """
+        if self.blocks != "auto":
+            raise PVIError(
+                f"NaturalGradient(blocks={self.blocks!r}) is for the guide AutoExponentialFamily, whose latents can move one after "
+                "another; a Gaussian guide moves all of them together. Leave blocks out."
+            )
         if structure == "local" and (self.num_steps > 1 or self.backtracking is True or self.expectation != "auto"):
             raise PVIError(
                 f"{self!r} does not fit the {where}, which has local latents: groups with local latents take one "

@@ -1,0 +1,263 @@
+"""Planning a fit under AutoExponentialFamily: components, the exactly held prior, and what every factor is conjugate in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._exponential_guide import AutoExponentialFamily
+from ._state import Plan
+from .errors import GuideError, PVIError
+from .expectations import MAX_TERMS, FactorStructure, find_structure, probe_values
+from .factors import Planned, ValueCall
+from .families import (
+    MultivariateNormalFamily,
+    NormalFamily,
+    ProductFamily,
+    ProductNatural,
+    ScalarNormalFamily,
+    family_for,
+    repeated,
+)
+from .runtime import JointBlock, ProductPlan
+
+_GAUSSIAN = (ScalarNormalFamily, NormalFamily, MultivariateNormalFamily)
+
+
+@dataclasses.dataclass(frozen=True)
+class Components:
+    """The components of q, and where it starts: the prior, or the member nearest to it."""
+
+    family: ProductFamily
+    start: ProductNatural
+    blocks: tuple[JointBlock, ...]
+    # Components in the model's order.
+    order: tuple[str, ...]
+
+
+def components_of(guide: AutoExponentialFamily, latents: dict[str, tuple[int, ...]]) -> Components:
+    """Read the components off a guide.
+
+    Args:
+        guide: set up.
+        latents: the model's latents and their shapes.
+
+    Returns:
+        The components.
+
+    Raises:
+        GuideError: for a guide of another model, or discrete latents.
+    """
+    own = {n: tuple(guide.prototype_trace[n]["fn"].shape()) for n in (*guide._latents, *_blocked(guide))}
+    if own != latents:
+        differ = sorted(set(own.items()) ^ set(latents.items()))
+        raise GuideError(
+            "the guide AutoExponentialFamily was made for another model or other data; they differ in "
+            f"{', '.join(f'{n} {shape}' for n, shape in differ)}. Make a fresh one, AutoExponentialFamily(model), from the model "
+            "given to PVI."
+        )
+    families, start = {}, {}
+    for name, latent in guide._latents.items():
+        fn: Any = guide.prototype_trace[name]["fn"]
+        if fn.support.is_discrete:
+            raise GuideError(
+                f"latent {name!r} is discrete and has a family, which PVI has no expectations for yet: mark it for enumeration "
+                "(infer={'enumerate': 'parallel'}), inside the partitioned plate, or fit the guide with NumPyro's SVI."
+            )
+        families[name] = repeated(latent.family, fn.batch_shape)
+        start[name] = families[name].from_distribution(latent.member(latent.start))
+    blocks = []
+    for block in guide._blocks:
+        name = "+".join(block.names)
+        blocks.append(JointBlock(name, block.names, block.shapes))
+        families[name] = MultivariateNormalFamily(block.dim)
+        root = guide._block_start(block, "scale_tril")
+        start[name] = families[name].from_loc_covariance(guide._block_start(block, "loc"), root @ root.T)
+    first = {block.latents[0]: block.name for block in blocks}
+    order = tuple(first.get(n, n) for n in latents if n in families or n in first)
+    return Components(ProductFamily(families), ProductNatural(start), tuple(blocks), order)
+
+
+def _blocked(guide: AutoExponentialFamily) -> tuple[str, ...]:
+    return tuple(name for block in guide._blocks for name in block.names)
+
+
+def plan_product(
+    planned: Planned,
+    components: Components,
+    call: ValueCall,
+    base: Plan,
+    expectation: str,
+    turns: tuple[int, ...],
+    key: Any,
+) -> tuple[ProductPlan, ProductNatural, Any]:
+    """Find the exactly held prior and the structure of the factors.
+
+    Args:
+        planned: how the model is split.
+        components: of q.
+        call: the model with all rows.
+        base: the plan so far.
+        expectation: "auto", "exact" or "monte_carlo".
+        turns: as of :func:`turns_of`.
+        key: a random key.
+
+    Returns:
+        The plan, natural parameters of the exactly held prior (zero elsewhere), and those where the PRIOR site starts (zero
+        where the prior is exact; None without a prior factor).
+
+    Raises:
+        PVIError: where a factor cannot be treated as asked.
+    """
+    part, family = planned.plan, components.family
+    plan = ProductPlan(
+        **{f.name: getattr(base, f.name) for f in dataclasses.fields(Plan)},
+        blocks=components.blocks,
+        turns=turns,
+    )
+    plan = dataclasses.replace(plan, family=family)
+    held = _exact_prior(components, call, key)
+    exact = tuple(sorted(held))
+    plan = dataclasses.replace(plan, exact=exact)
+    prior = ProductNatural({n: held.get(n, jax.tree.map(jnp.zeros_like, x)) for n, x in components.start.parts.items()})
+
+    def structure(terms: Callable, where: str) -> FactorStructure:
+        def chosen(values: dict) -> Any:
+            return _some(terms(values))
+
+        return find_structure(family, components.start, chosen, key, expectation, where)
+
+    likelihood = structure(lambda v: call.likelihood_terms(plan.latent_values(v), part.rows), "groups' likelihood")
+    prior_factor, base_site = None, None
+    if len(exact) < len(family.components) or part.outside:
+
+        def prior_terms(values: dict) -> dict:
+            base = {f"log h of {n}": x for n, x in plan.log_base_measures(values).items()}
+            return base | call.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents)
+
+        prior_factor = structure(prior_terms, "prior factor")
+        base_site = ProductNatural(
+            {n: jax.tree.map(jnp.zeros_like, x) if n in held else x for n, x in components.start.parts.items()}
+        )
+    partition = dataclasses.replace(
+        part,
+        likelihood="draws",
+        terms=(),
+        exact=plan.exact_latents,
+        prior_latents=tuple(n for n in part.layout.names if n not in plan.exact_latents),
+        prior_terms=(),
+        prior_kind="none" if prior_factor is None else "draws",
+    )
+    plan = dataclasses.replace(plan, partition=partition, likelihood=likelihood, prior_factor=prior_factor)
+    return plan, prior, base_site
+
+
+def turns_of(components: Components, order: Any) -> tuple[int, ...]:
+    """For every component, in the family's order, the number of its step in a round.
+
+    Args:
+        components: of q.
+        order: the solver's ``blocks``.
+
+    Returns:
+        The numbers; all 0 where everything moves at once.
+
+    Raises:
+        PVIError: for an order that names what is no latent.
+    """
+    names = [name for name, _ in components.family.components]
+    if order == "parallel":
+        return (0,) * len(names)
+    inside = {latent: block.name for block in components.blocks for latent in block.latents}
+    asked = () if order == "auto" else tuple(dict.fromkeys(inside.get(n, n) for n in order))
+    unknown = [n for n in asked if n not in names]
+    if unknown:
+        raise PVIError(
+            f"NaturalGradient(blocks={order!r}) names {', '.join(map(repr, unknown))}, which is no latent of q; they are "
+            f"{', '.join(components.order)}."
+        )
+    sequence = [*asked, *(n for n in components.order if n not in asked)]
+    return tuple(sequence.index(n) for n in names)
+
+
+def _some(terms: dict) -> Any:
+    """The terms in one vector; of very many, a random choice."""
+    flat = [x.reshape(-1) for x in terms.values()]
+    whole = jnp.concatenate(flat) if flat else jnp.zeros((0,))
+    if whole.shape[0] <= MAX_TERMS:
+        return whole
+    return whole[np.sort(np.random.default_rng(0).permutation(whole.shape[0])[:MAX_TERMS])]
+
+
+def _exact_prior(components: Components, call: ValueCall, key: Any) -> dict[str, Any]:
+    """Components whose prior is a member of their family, whatever the other latents, with its natural parameters."""
+    families = dict(components.family.components)
+    plan = ProductPlan(None, components.family, None, blocks=components.blocks)  # type: ignore[arg-type]
+
+    def read(key: Any) -> dict[str, Any]:
+        values = probe_values(components.family, components.start, key)
+        trace, found = call.trace(plan.latent_values(values)), {}
+        for name, family in families.items():
+            block = next((b for b in components.blocks if b.name == name), None)
+            natural = _member(trace[name], family) if block is None else _gaussian_block(trace, block, family)
+            if natural is not None:
+                found[name] = natural
+        return found
+
+    one, other = (jax.device_get(jax.jit(read)(jax.random.fold_in(key, i))) for i in (100, 101))
+
+    def same(a: Any, b: Any) -> bool:
+        return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+    return {
+        name: natural
+        for name, natural in one.items()
+        if same(natural, other[name]) and bool(families[name].in_domain(natural))
+    }
+
+
+def _member(site: dict, family: Any) -> Any:
+    """Natural parameters of a latent's prior; None where it is not a member of the latent's family."""
+    if site["scale"] is not None:
+        return None
+    try:
+        own = repeated(family_for(site["fn"]), site["fn"].batch_shape)
+    except GuideError:
+        return None
+    if own != family:
+        return None
+    natural = family.from_distribution(site["fn"])
+    dtype = jnp.result_type(float)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), natural)
+
+
+def _gaussian_block(trace: dict, block: JointBlock, family: MultivariateNormalFamily) -> Any:
+    """That of a joint block whose latents have normal priors."""
+    locs, sizes, covariance, begin = [], 0, jnp.zeros((family.dim, family.dim)), 0
+    for name in block.latents:
+        site = trace[name]
+        fn = site["fn"]
+        try:
+            base = family_for(fn)
+        except GuideError:
+            return None
+        while hasattr(base, "base"):
+            base = base.base
+        if site["scale"] is not None or not isinstance(base, _GAUSSIAN):
+            return None
+        locs.append(jnp.broadcast_to(fn.mean, fn.shape()).reshape(-1))
+        sizes = int(np.prod(fn.shape()))
+        if isinstance(base, MultivariateNormalFamily):
+            if fn.shape() != tuple(fn.event_shape):
+                return None
+            own = fn.covariance_matrix
+        else:
+            own = jnp.diag(jnp.broadcast_to(fn.variance, fn.shape()).reshape(-1))
+        covariance = covariance.at[begin : begin + sizes, begin : begin + sizes].set(own)
+        begin += sizes
+    return family.from_loc_covariance(jnp.concatenate(locs), covariance)

@@ -1,0 +1,295 @@
+"""PVI for guides whose latents keep their own supports: sites are terms of the product of the latents' families."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from ._entry import float_dtype, positional_names
+from ._exponential_plan import components_of, plan_product, turns_of
+from ._state import Plan, PVIInfo, PVIState
+from ._views import factor_labels
+from .errors import GuideError, ImproperError, PVIError
+from .factors import (
+    ValueCall,
+    abstract_trace,
+    check_finite_arguments,
+    enumerated,
+    is_latent,
+    plan_factors,
+    refuse_unsupported,
+    signature_of,
+)
+from .families import ProductNatural
+from .guides import setup_guide
+from .pvi import PVI
+from .runtime import LaxMap, ProductEngine, Vmap, first_memory
+from .schedules import Points, Rule, Sequential, Synchronous, empty_report
+from .sites import SiteStack, posterior
+from .solvers import Conjugate, NaturalGradient
+
+_SOLVERS, _SCHEDULES, _RUNTIMES = (NaturalGradient, Conjugate), (Synchronous, Sequential), (Vmap, LaxMap)
+_EXPECTATIONS = ("auto", "exact", "monte_carlo")
+_GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
+
+
+class ExponentialPVI(PVI):
+    """What ``PVI(model, AutoExponentialFamily(model), ...)`` makes: every latent keeps its support and family.
+
+    A group's site is a term of the product family, and its update the conjugate-computation step
+    ``eta_m <- (1 - step) eta_m + step dE_q[log p(y_m | theta)]/dmu``. Where a factor is affine in a latent's statistics given the
+    others, the message is exact (variational message passing); other latents are drawn. ``info`` says which are which.
+
+    References:
+        Khan and Lin, Conjugate-Computation Variational Inference, algorithm 1. Winn and Bishop, Variational Message Passing.
+    """
+
+    def _make_engine(self, model: Any, num_particles: int) -> Any:
+        _check_choices(self.solver, self.schedule, self.runtime, self.init_sites)
+        return ProductEngine(model, self.solver, self.schedule, self.runtime, num_particles)
+
+    def init(self, rng_key: Any, *args: Any, init_params: dict | None = None, **kwargs: Any) -> PVIState:
+        """Plan the partition, find what every factor is conjugate in, and make the first state; see :meth:`PVI.init`."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rng_key, args, kwargs))):
+            raise PVIError(
+                "jit(pvi.init) is not possible: planning looks at values. Call pvi.init eagerly; jit pvi.update."
+            )
+        names = positional_names(self.model)
+        args, kwargs = self._arguments(args, kwargs)
+        check_finite_arguments(args, kwargs, names)
+        key, guide_key, plan_key = jax.random.split(rng_key, 3)
+        trace = abstract_trace(self.model, plan_key, args, kwargs)
+        refuse_unsupported(trace)
+        partition = self.partition or self._default_partition(trace)
+        rows = partition.row_axes(trace)
+        _, trace, enumeration = enumerated(self.model, trace, rows, plan_key, args, kwargs)
+        _refuse_sites(trace, rows)
+        setup_guide(self.guide, guide_key, args, kwargs, enumeration and enumeration.wrap)
+        components = components_of(self.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
+        turns = turns_of(components, getattr(self.solver, "blocks", "auto"))
+        planned = plan_factors(partition, args, kwargs, key=plan_key)
+        call = ValueCall(planned.plan.model(self.model), args, kwargs)
+        base = Plan(planned.plan, components.family, signature_of(args, kwargs, names))
+        expectation = "exact" if isinstance(self.solver, Conjugate) else self.solver.expectation
+        plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, plan_key)
+        state = self._first_state(plan, planned.packing, prior, base_site, key)
+        if init_params is not None:
+            state = self._at_params(state, init_params)
+        if not bool(plan.family.in_domain(posterior(state.prior, state.sites))):
+            raise ImproperError(
+                "q is not normalisable at the start: give every latent a proper prior, or valid init_params."
+            )
+        self._labels = plan.partition.table.labels
+        return state
+
+    def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
+        count, dtype = len(plan.partition.table.labels), float_dtype()
+        groups = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), prior)
+        sites, zero = SiteStack(groups, base_site), jnp.zeros((), dtype)
+        idle = Points(jnp.zeros((2,), bool), zero, zero)
+        q = posterior(prior, sites)
+        return PVIState(
+            rng_key=key,
+            sites=sites,
+            prior=prior,
+            exact=None,
+            optim_state=None,
+            solver_state=(),
+            prior_solver_state=None,
+            schedule_state=first_memory(plan, q, dtype),
+            packing=packing,
+            report=empty_report(count + (base_site is not None), dtype),
+            rule=Rule(jnp.int32(0), zero, zero, zero, idle),
+            step=jnp.int32(0),
+            plan=plan,
+        )
+
+    def _at_params(self, state: PVIState, init_params: dict) -> PVIState:
+        """q at the guide params that the user gave, the change spread over all sites in equal shares."""
+        own = self.get_params(state)
+        unknown = sorted(set(init_params) - set(own))
+        if unknown:
+            raise PVIError(f"init_params has unknown name(s) {', '.join(unknown)}; expected some of {', '.join(own)}.")
+        wanted = self.guide.get_posterior(own | {n: jnp.asarray(x) for n, x in init_params.items()})
+        joint = {block.name: block.latents for block in state.plan.blocks}
+        families = state.plan.family.components
+        natural = ProductNatural({n: f.from_distribution(wanted[joint.get(n, n)]) for n, f in families})
+        share = (natural - posterior(state.prior, state.sites)) * (1.0 / state.report.move.shape[0])
+        groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, share)
+        prior = None if state.sites.prior is None else state.sites.prior + share
+        return dataclasses.replace(state, sites=SiteStack(groups, prior))
+
+    # ------------------------------------------------------------------------------------------- reading results
+
+    def get_params(self, state: PVIState) -> dict[str, Any]:
+        """The guide's params (constrained, under the guide's own names)."""
+        return self._params(state, posterior(state.prior, state.sites))
+
+    def posterior(self, state: PVIState, joint: bool = False, agent: Hashable | None = None) -> dict[Any, Any]:
+        """Marginal posterior of every latent, a member of its family in its own support; see :meth:`PVI.posterior`.
+
+        Args:
+            state: a state.
+            joint: also give the Gaussians of joint blocks, under the tuples of their names.
+            agent: refused: there is one q for all groups.
+
+        Returns:
+            Distributions by latent name.
+
+        Raises:
+            ImproperError: when q is not normalisable.
+        """
+        if agent is not None:
+            raise PVIError(f"posterior(agent={agent!r}): there is one q for all groups; leave agent out.")
+        return self._distributions(state, posterior(state.prior, state.sites), "posterior", joint)
+
+    def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
+        """Marginal prior of every latent; of one outside its family, the distribution of the PRIOR site: see :meth:`PVI.prior`."""
+        natural = state.prior if state.sites.prior is None else state.prior + state.sites.prior
+        return self._distributions(state, natural, "prior", joint)
+
+    def _params(self, state: PVIState, natural: Any) -> dict[str, Any]:
+        members, found = state.plan.family.to_distribution(natural), {}
+        for block in state.plan.blocks:
+            whole = members[block.name]
+            found[self.guide._name(block.latents[0], "joint_loc")] = whole.mean
+            found[self.guide._name(block.latents[0], "joint_scale_tril")] = whole.scale_tril
+        for name, latent in self.guide._latents.items():
+            found |= {self.guide._name(name, p): x for p, x in latent.params(members[name]).items()}
+        return found
+
+    def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
+        if not bool(state.plan.family.in_domain(natural)):
+            raise ImproperError(
+                f"the {what} is not normalisable; run rounds until the data complete it, or use a proper prior."
+            )
+        found = self.guide.get_posterior(self._params(state, natural))
+        return {name: d for name, d in found.items() if joint or isinstance(name, str)}
+
+    def info(self, state: PVIState) -> PVIInfo:
+        """What happened to every factor in the last round, what it was found conjugate in, and what is drawn."""
+        plan: Any = state.plan
+        report, (proper, prior_proper) = jax.device_get((state.report, self._engine.cavities_proper(state)))
+        labels = factor_labels(plan)
+        count = len(plan.partition.table.labels)
+        factors = ((plan.prior_factor,) if plan.prior_factor is not None else ()) + (plan.likelihood,) * count
+        if plan.prior_factor is not None:
+            proper = [bool(prior_proper), *proper]
+        notes = ()
+        if self.optim is not None:
+            notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
+        nothing = jnp.full((len(labels),), jnp.nan)
+        return PVIInfo(
+            labels=labels,
+            move=report.move,
+            step=report.step,
+            backoffs=report.backoffs,
+            skipped=report.skipped,
+            skip_run=report.skip_run,
+            cavity_proper=proper,
+            ess=nothing,
+            structure=tuple(str(f) for f in factors),
+            expectation=tuple(f.expectation for f in factors),
+            valid=bool(report.valid),
+            total_move=float(report.total_move),
+            rounds=int(state.step),
+            notes=notes,
+        )
+
+    # --------------------------------------------------------------------------------------------- what is refused
+
+    def refused(self, what: str) -> PVIError:
+        """The error for what works with Gaussian guides only.
+
+        Args:
+            what: as the user writes it.
+
+        Returns:
+            What to raise.
+        """
+        return PVIError(
+            f"{what} is for Gaussian guides: with AutoExponentialFamily it is not there yet. Use {_GAUSSIAN_GUIDES}."
+        )
+
+    def save(self, path: Any, state: PVIState) -> None:
+        """Refused; keep ``get_params(state)``, from which ``init(init_params=...)`` starts."""
+        raise self.refused("save")
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> PVIState:
+        """Refused, as :meth:`save` is."""
+        raise self.refused("load")
+
+    def add_group(self, state: PVIState, label: Hashable, /, *args: Any, **kwargs: Any) -> PVIState:
+        """Refused: run all groups together."""
+        raise self.refused("add_group")
+
+    def revisit(self, state: PVIState, labels: Any, /, *args: Any, **kwargs: Any) -> PVIState:
+        """Refused: run all groups together."""
+        raise self.refused("revisit")
+
+    def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
+        """Refused: leave the group's rows out."""
+        raise self.refused("forget_group")
+
+    def prequential(self, state: PVIState, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise self.refused("prequential")
+
+    def khat(self, state: PVIState, *args: Any, **kwargs: Any) -> float:
+        """Refused."""
+        raise self.refused("khat")
+
+
+def _refuse_sites(trace: dict, rows: Any) -> None:
+    params = [n for n, s in trace.items() if s["type"] == "param"]
+    if params:
+        raise PVIError(
+            f"the model has numpyro.param site(s) {', '.join(params)}, which PVI does not fit under AutoExponentialFamily: give "
+            f"them a prior with numpyro.sample, or use {_GAUSSIAN_GUIDES}."
+        )
+    local = [n for n, s in trace.items() if is_latent(s) and rows.of(s) is not None]
+    if local:
+        raise GuideError(
+            f"latent(s) {', '.join(map(repr, local))} are inside the partitioned plate: under AutoExponentialFamily PVI holds "
+            "latents that all groups share. Declare them in a plate of their own outside it, or use AutoDiagonalNormal."
+        )
+
+
+def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) -> None:
+    choices = (
+        ("solver", solver, _SOLVERS, "NaturalGradient() or Conjugate()"),
+        ("schedule", schedule, _SCHEDULES, "Synchronous() or Sequential()"),
+        ("runtime", runtime, _RUNTIMES, "Vmap() or LaxMap()"),
+    )
+    for word, value, kinds, wanted in choices:
+        if type(value) not in kinds:
+            raise PVIError(
+                f"{word}={type(value).__name__}(...) does not go with AutoExponentialFamily: pass {word}={wanted}, or use "
+                f"{_GAUSSIAN_GUIDES}."
+            )
+    if init_sites == "curvature":
+        raise PVIError(
+            "init_sites='curvature' is for Gaussian guides; under AutoExponentialFamily q starts at the prior. Leave it out, or "
+            "give init_params."
+        )
+    if isinstance(solver, NaturalGradient):
+        if solver.expectation not in _EXPECTATIONS:
+            raise PVIError(
+                f"NaturalGradient(expectation={solver.expectation!r}) is for Gaussian guides; under AutoExponentialFamily it is "
+                f"one of {', '.join(map(repr, _EXPECTATIONS))}."
+            )
+        if solver.sites == "rows":
+            raise PVIError(
+                "NaturalGradient(sites='rows') is for Gaussian guides; under AutoExponentialFamily sites are terms of the latents' "
+                "families. Leave it out."
+            )
+        if solver.backtracking is True:
+            raise PVIError(
+                "NaturalGradient(backtracking=True) is for Gaussian guides; under AutoExponentialFamily every round is tested by "
+                "the global ELBO. Leave it out."
+            )

@@ -1,0 +1,140 @@
+"""From a state through rounds, where q is a product of families in the latents' own supports."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._state import SKIP_LIMIT, PVIState
+from ..factors import ValueCall
+from ..schedules import Schedule, Sequential
+from ..sites import posterior
+from ..solvers import LocalSolver
+from ._base import Runtime
+from ._engine import RoundsDone
+from ._mapping import Vmap
+from ._product_problem import Objective, ProductProblem
+from ._product_rounds import Settings, one_round
+
+# What is folded into a state's key for the draws of its loss and of its next round.
+_DRAWS = 0x9E37
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductEngine:
+    """Everything static about a fit except its plan; the counterpart of :class:`numpyro_pvi.runtime.Engine`.
+
+    Args:
+        model: the NumPyro model.
+        solver: :class:`numpyro_pvi.solvers.NaturalGradient` or ``Conjugate``.
+        schedule: :class:`numpyro_pvi.schedules.Synchronous` or ``Sequential``.
+        runtime: where passes over rows run.
+        num_particles: draws of the loss where it is Monte Carlo.
+    """
+
+    model: Callable
+    solver: LocalSolver
+    schedule: Schedule
+    runtime: Runtime
+    num_particles: int
+
+    @property
+    def settings(self) -> Settings:
+        """What rounds take from the solver and the schedule."""
+        sequential = isinstance(self.schedule, Sequential)
+        damping = getattr(self.schedule, "damping", 1.0)
+        return Settings(
+            sequential=sequential,
+            random=sequential and getattr(self.schedule, "order", "cyclic") == "random",
+            damping=1.0 if damping == "auto" else float(damping),
+            step_size=float(getattr(self.solver, "step_size", 1.0)),
+            num_steps=int(getattr(self.solver, "num_steps", 1)),
+        )
+
+    def problem(self, state: PVIState, args: tuple, kwargs: dict) -> ProductProblem:
+        """The factors of a state.
+
+        Args:
+            state: a state.
+            args: positional arguments (arrays).
+            kwargs: keyword arguments.
+
+        Returns:
+            The factors.
+        """
+        plan: Any = state.plan
+        model = plan.partition.model(self.model)
+        draws = max(int(getattr(self.solver, "num_draws", 1)), self.num_particles)
+        together = isinstance(self.runtime, Vmap)
+        return ProductProblem(plan, ValueCall(model, args, kwargs), state.packing, state.prior, draws, together)
+
+    def noise(self, rng_key: Any) -> Any:
+        """Key of the draws that belong to a state: its loss and its next round share them."""
+        return jax.random.fold_in(rng_key, _DRAWS)
+
+    def rounds(
+        self,
+        state: PVIState,
+        args: tuple,
+        kwargs: dict,
+        count: Int[Array, ""],
+        tol: Float[Array, ""],
+        length: int,
+        fine: bool,
+    ) -> RoundsDone:
+        """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`."""
+        del fine
+        problem, settings = self.problem(state, args, kwargs), self.settings
+        noisy = problem.plan.noisy
+
+        def unfinished(loop):
+            i, state, _, *_ = loop
+            stuck = jnp.any(state.report.skip_run >= SKIP_LIMIT)
+            return (i < count) & ~((i > 0) & ((state.report.total_move <= tol) | stuck))
+
+        def one(loop):
+            i, state, before, losses, reports = loop
+            next_key, round_key = jax.random.split(state.rng_key)
+            memory, noise = state.schedule_state, self.noise(state.rng_key)
+            done = one_round(problem, state.sites, before, memory, state.report, settings, round_key, noise)
+            state = dataclasses.replace(
+                state,
+                rng_key=next_key,
+                sites=done.sites,
+                schedule_state=done.memory,
+                report=done.report,
+                step=state.step + 1,
+            )
+            # Fresh draws for the next round need a new evaluation.
+            found = problem.objective(state.sites, self.noise(next_key)) if noisy else done.objective
+            losses = losses.at[i].set(-found.elbo)
+            reports = jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, done.report)
+            return i + 1, state, found, losses, reports
+
+        before = problem.objective(state.sites, self.noise(state.rng_key))
+        empty = jnp.full((length,), jnp.nan, before.elbo.dtype)
+        reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), state.report)
+        first = (jnp.int32(0), state, before, empty, reports)
+        done, state, _, losses, reports = jax.lax.while_loop(unfinished, one, first)
+        return RoundsDone(state, losses, reports, done, jnp.array(False))
+
+    def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+        """Negative global ELBO at a state in nats; no quadrature is ever missed."""
+        del fine
+        return -self.objective(state, args, kwargs).elbo, jnp.array(False)
+
+    def objective(self, state: PVIState, args: tuple, kwargs: dict) -> Objective:
+        """The global ELBO at a state, on the draws that belong to it."""
+        return self.problem(state, args, kwargs).objective(state.sites, self.noise(state.rng_key))
+
+    def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
+        """Whether q without each group's site, and without the prior factor's, is normalisable."""
+        q, family = posterior(state.prior, state.sites), state.plan.family
+        groups = jax.vmap(lambda site: family.in_domain(q - site))(state.sites.groups)
+        prior = jnp.array(True) if state.sites.prior is None else family.in_domain(q - state.sites.prior)
+        return groups, prior

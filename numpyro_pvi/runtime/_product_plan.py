@@ -1,0 +1,77 @@
+"""What is decided beforehand about a fit whose q is a product of families."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._state import Plan
+from ..expectations import FactorStructure
+
+
+@dataclasses.dataclass(frozen=True)
+class JointBlock:
+    """Latents that share one Gaussian: a component whose value is their entries in one vector."""
+
+    name: str
+    latents: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def split(self, value: Array) -> dict[str, Array]:
+        """Name -> value in the latent's own shape, of one vector."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        parts = jnp.split(value, ends[:-1], axis=-1)
+        return {n: x.reshape(s) for n, x, s in zip(self.latents, parts, self.shapes, strict=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductPlan(Plan):
+    """The plan of a fit under :class:`numpyro_pvi.AutoExponentialFamily`; ``family`` is a ``ProductFamily``.
+
+    Attributes:
+        likelihood: how the groups' expectations are taken.
+        prior_factor: the same of the prior factor; None where there is none.
+        exact: components whose prior is held exactly.
+        blocks: joint blocks.
+        turns: for every component, in the family's order, the number of the step of a round that moves it.
+    """
+
+    likelihood: FactorStructure = dataclasses.field(default_factory=lambda: FactorStructure(()))
+    prior_factor: FactorStructure | None = None
+    exact: tuple[str, ...] = ()
+    blocks: tuple[JointBlock, ...] = ()
+    turns: tuple[int, ...] = ()
+
+    @property
+    def num_turns(self) -> int:
+        """Steps of a round, each of which moves some components."""
+        return max(self.turns) + 1
+
+    @property
+    def exact_latents(self) -> tuple[str, ...]:
+        """Latents whose prior is held exactly."""
+        inside = {block.name: block.latents for block in self.blocks}
+        return tuple(latent for name in self.exact for latent in inside.get(name, (name,)))
+
+    @property
+    def noisy(self) -> bool:
+        """Whether any expectation is by draws."""
+        factors = (self.likelihood, self.prior_factor)
+        return any(factor is not None and not factor.exact for factor in factors)
+
+    def log_base_measures(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """log h of every component whose prior is a factor, in nats: its factor is the prior's density over h."""
+        components = self.family.components
+        return {n: jnp.asarray(f.log_base_measure(values[n])) for n, f in components if n not in self.exact}
+
+    def latent_values(self, values: Mapping[str, Array]) -> dict[str, Any]:
+        """Latent -> value, of component -> value."""
+        found, inside = dict(values), {block.name: block for block in self.blocks}
+        for name in inside:
+            found |= inside[name].split(found.pop(name))
+        return found

@@ -1,0 +1,235 @@
+"""Rounds of natural-gradient steps on the sites of a product of families."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..schedules import RoundReport
+from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, take
+from ._product_plan import ProductPlan
+from ._product_problem import Objective, ProductProblem, finite_or
+
+# A step under noise is c / (c + k) of a full one after k rounds in which q turned back.
+_LATE = 10.0
+# Fall of the ELBO that counts as rounding, in units of eps times the size of its terms.
+_ROUNDING = 20.0
+
+
+class ProductMemory(NamedTuple):
+    """What a schedule remembers between rounds."""
+
+    # The joint step accepted last, doubled back towards the full one when a round is accepted at once.
+    step: Float[Array, ""]
+    # Rounds in which q turned back, and the last change of q; None where nothing is drawn.
+    turns: Int[Array, ""]
+    last: Any
+
+
+class Settings(NamedTuple):
+    """What rounds take from the solver and the schedule."""
+
+    sequential: bool
+    random: bool
+    damping: float
+    step_size: float
+    num_steps: int
+
+
+class Swept(NamedTuple):
+    """Sites after a sweep, before they are accepted."""
+
+    sites: SiteStack
+    # Halvings by validity, and which factors gave no finite message, the prior factor (if any) first.
+    backoffs: Int[Array, "F"]
+    skipped: Bool[Array, "F"]
+
+
+def first_memory(plan: ProductPlan, q: Any, dtype: Any) -> ProductMemory:
+    """The memory before the first round."""
+    last = jax.tree.map(jnp.zeros_like, q) if plan.noisy else None
+    return ProductMemory(jnp.ones((), dtype), jnp.int32(0), last)
+
+
+def sweep(problem: ProductProblem, sites: SiteStack, settings: Settings, share: Any, key: Any, noise: Any) -> Swept:
+    """Move every site once (``num_steps`` times): ``eta_m <- eta_m + step (dE_q[log f_m]/dmu - eta_m)``.
+
+    In parallel, all factors see one q; components move in the plan's turns, each turn from the q that the last one left:
+    with one factor or many that is coordinate ascent. One factor after another, each runs through all turns before the
+    next one sees q. A step that would leave q outside its domain is halved until it does not (Khan and Lin, section 7).
+
+    Args:
+        problem: the factors.
+        sites: where they are.
+        settings: how far, in which order.
+        share: of each change that is taken.
+        key: for the order.
+        noise: key of this round's draws.
+
+    Returns:
+        The sites.
+    """
+    run = _one_after_another if settings.sequential else _together
+    return run(problem, sites, settings, share, key, noise)
+
+
+def _together(problem, sites, settings, share, key, noise) -> Swept:
+    del key
+    count = problem.num_groups + (sites.prior is not None)
+
+    def turn(i, carry):
+        sites, backoffs, skipped = carry
+        q = posterior(problem.prior, sites)
+        target, good = problem.group_messages(q, noise)
+        groups = jax.vmap(lambda new, old, ok: _change(problem, new, old, ok, i))(target, sites.groups, good)
+        prior = None
+        if sites.prior is not None:
+            new, fine = finite_or(problem.prior_message(q, noise), sites.prior)
+            prior = _change(problem, new, sites.prior, fine, i)
+            good = jnp.concatenate([fine[None], good])
+        change = SiteStack(groups, prior)
+
+        def valid(step):
+            return problem.family.in_domain(posterior(problem.prior, sites + change * step))
+
+        step, halvings = back_off(valid, share)
+        step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)
+        return sites + change * step, backoffs + halvings, skipped | ~good
+
+    first = sites, jnp.zeros((count,), jnp.int32), jnp.zeros((count,), bool)
+    return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first))
+
+
+def _one_after_another(problem, sites, settings, share, key, noise) -> Swept:
+    num, q = problem.num_groups, posterior(problem.prior, sites)
+    order = jax.random.permutation(key, num) if settings.random else jnp.arange(num)
+
+    def visit(q, site, message):
+        def turn(i, carry):
+            q, site, backoffs, good = carry
+            new, fine = finite_or(message(q), site)
+            change = _change(problem, new, site, fine, i)
+            step, halvings = back_off(lambda s: problem.family.in_domain(q + change * s), share)
+            step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)
+            return q + change * step, site + change * step, backoffs + halvings, good & fine
+
+        first = q, site, jnp.int32(0), jnp.array(True)
+        return jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first)
+
+    prior, backoffs, good = None, [], []
+    if sites.prior is not None:
+        q, prior, halvings, fine = visit(q, sites.prior, lambda q: problem.prior_message(q, noise))
+        backoffs, good = [halvings[None]], [fine[None]]
+
+    def scanned(q, step):
+        index, site = step
+        q, site, halvings, fine = visit(q, site, lambda q: problem.group_message(q, index, noise))
+        return q, (site, halvings, fine)
+
+    _, (groups, halvings, fine) = jax.lax.scan(scanned, q, (order, take(sites.groups, order)))
+    back = jnp.argsort(order)
+    groups, halvings, fine = take((groups, halvings, fine), back)
+    skipped = ~jnp.concatenate([*good, fine])
+    return Swept(SiteStack(groups, prior), jnp.concatenate([*backoffs, halvings]), skipped)
+
+
+def _change(problem: ProductProblem, new: Any, old: Any, good: Any, i: Any) -> Any:
+    """What one step would change of a site: nothing where its message is not finite."""
+    step = jax.tree.map(lambda a, b: jnp.where(good, a - b, 0.0), new, old)
+    return problem.only(step, i % problem.plan.num_turns)
+
+
+class Round(NamedTuple):
+    """The outcome of :func:`one_round`."""
+
+    sites: SiteStack
+    objective: Objective
+    memory: ProductMemory
+    report: RoundReport
+
+
+def one_round(
+    problem: ProductProblem,
+    sites: SiteStack,
+    before: Objective,
+    memory: ProductMemory,
+    last: RoundReport,
+    settings: Settings,
+    key: Any,
+    noise: Any,
+) -> Round:
+    """A sweep, of which as much is taken as leaves q normalisable and the global ELBO not below what it was.
+
+    Args:
+        problem: the factors.
+        sites: before the round.
+        before: their ELBO, on this round's draws.
+        memory: the schedule's.
+        last: the last round's report.
+        settings: how far, in which order.
+        key: for the order.
+        noise: key of this round's draws.
+
+    Returns:
+        Sites after the round with their ELBO on the same draws.
+    """
+    dtype = before.elbo.dtype
+    late = _LATE / (_LATE + memory.turns) if problem.plan.noisy else 1.0
+    share = jnp.asarray(settings.damping * settings.step_size * late, dtype)
+    swept = sweep(problem, sites, settings, share, key, noise)
+    slack = _ROUNDING * jnp.finfo(dtype).eps
+
+    def unfinished(state):
+        _, _, found, tries = state
+        fine = found.valid & ((found.elbo >= before.elbo - slack * (found.size + before.size)) | ~before.valid)
+        return (tries < 0) | (~fine & (tries < MAX_HALVINGS))
+
+    def attempt(state):
+        step, _, _, tries = state
+        step = jnp.where(tries < 0, step, 0.5 * step)
+        # A full step to the letter: what a sweep gave, without the rounding of a difference.
+        there = jax.tree.map(lambda a, b: jnp.where(step == 1.0, b, a), damp(sites, swept.sites, step), swept.sites)
+        return step, there, problem.objective(there, noise), tries + 1
+
+    # One loop for the first attempt and the shorter ones, so that the ELBO is compiled once.
+    first = memory.step, swept.sites, before, jnp.int32(-1)
+    step, taken, found, tries = jax.lax.while_loop(unfinished, attempt, first)
+    lost = tries >= MAX_HALVINGS
+    taken = jax.tree.map(lambda a, b: jnp.where(lost, b, a), taken, sites)
+    found = jax.tree.map(lambda a, b: jnp.where(lost, b, a), found, before)
+    again = jnp.where(tries == 0, jnp.minimum(2 * step, 1.0), step)
+    q, old = posterior(problem.prior, taken), posterior(problem.prior, sites)
+    turns, moved = memory.turns, None
+    if problem.plan.noisy:
+        moved = q - old
+        turned = problem.family.inner(moved, problem.family.fisher_product(q, memory.last)) < 0
+        turns = turns + turned
+    memory = ProductMemory(jnp.where(lost, 1.0, again).astype(dtype), turns, moved)
+    report = _report(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
+    return Round(taken, found, memory, report)
+
+
+def _report(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
+    change = after - before
+    move = jax.vmap(lambda c: problem.size(q, c))(change.groups)
+    if change.prior is not None:
+        move = jnp.concatenate([problem.size(q, change.prior)[None], move])
+    skipped = swept.skipped
+    return RoundReport(
+        move=move,
+        step=jnp.where(skipped, 0.0, step).astype(move.dtype),
+        backoffs=swept.backoffs + tries,
+        skipped=skipped,
+        skip_run=jnp.where(skipped, last.skip_run + 1, 0),
+        staleness=jnp.zeros_like(last.staleness),
+        total_move=problem.size(q, q - old),
+        valid=problem.family.in_domain(q),
+        clock=last.clock + 1,
+        # One for the visit, and one to all groups for every ELBO that is asked for.
+        messages=last.messages + problem.num_groups * (2 + tries),
+        consensus=last.consensus,
+        delbo=last.delbo,
+    )
