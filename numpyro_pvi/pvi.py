@@ -31,7 +31,7 @@ from ._entry import (
     run_rounds,
     start_arrays,
 )
-from ._groups import begin_chains, check_rows, forgotten, position, reduced, refuse_absent, restored, rows_of, site_of
+from ._groups import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of
 from ._initial import (
     check_structure,
     init_optim,
@@ -43,15 +43,15 @@ from ._initial import (
     start_mode,
     streams,
 )
-from ._locals import by_unit, joint_params, local_distributions
+from ._locals import by_unit
 from ._newcomers import Newcomers, arrival_mode
-from ._prototype import prepare_guide, prototype
+from ._prototype import prepare_guide
 from ._resume import Progress, begin
-from ._row_states import choose_rows, dense_form, row_distributions, row_params, row_view
+from ._row_states import choose_rows, dense_form, group_view, guide_params, marginals
 from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._views import NaturalView, agent_natural, describe, latent_distributions, trace_of
-from .errors import PartitionError, PVIError
+from ._views import NaturalView, describe, trace_of
+from .errors import PVIError
 from .factors import (
     Layout,
     abstract_trace,
@@ -66,11 +66,11 @@ from .factors import (
     split_arguments,
     with_expectation,
 )
-from .guides import check_guide, family_of, guide_layout, natural_to_params, setup_guide
-from .handlers import PRIOR, FullPlates, Partition, find_plates, pick_plate
+from .guides import check_guide, family_of, guide_layout, setup_guide
+from .handlers import FullPlates, Partition, find_plates, pick_plate
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
-from .sites import cavity, posterior
+from .sites import posterior
 from .solvers import LocalSolver, NaturalGradient
 
 _DEFAULT_GROUPS = 10
@@ -160,7 +160,7 @@ class PVI(SVI):
             kwargs: the model's keyword arguments.
 
         Returns:
-            The state. It holds no data.
+            The state. It holds no data, but for what rows say of the latents where sites are held by rows.
 
         Raises:
             PartitionError: when the model cannot be split.
@@ -276,14 +276,7 @@ class PVI(SVI):
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
-        part = state.plan.partition
-        if state.plan.rows is not None:
-            return row_params(self.guide, state)
-        q = posterior(state.prior, state.sites)
-        if part.local is not None:
-            params = joint_params(self.guide, state, q)
-        else:
-            params = natural_to_params(self.guide, state.plan.family, part.layout.names, part.layout.shapes, q)
+        params = guide_params(self.guide, state)
         params.update(self._param_values(state))
         return params
 
@@ -403,11 +396,7 @@ class PVI(SVI):
             ImproperError: when q is not normalisable.
             PVIError: for an agent under a schedule with a server.
         """
-        if state.plan.rows is not None and agent is None:
-            return row_distributions(state, prototype(self, state), "posterior", joint)
-        q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
-        found = self._distributions(state, q, "posterior", joint)
-        return found | local_distributions(state, q, prototype(self, state))
+        return marginals(self, state, "posterior", joint, agent)
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -422,10 +411,7 @@ class PVI(SVI):
         Raises:
             ImproperError: when the prior (or its site) is not normalisable.
         """
-        if state.plan.rows is not None:
-            return row_distributions(state, prototype(self, state), "prior", joint)
-        natural = state.prior if state.sites.prior is None else state.prior + state.sites.prior
-        return self._distributions(state, natural, "prior", joint)
+        return marginals(self, state, "prior", joint)
 
     def site(self, state: PVIState, group: Hashable) -> NaturalView:
         """One group's site t_m in natural space; ``numpyro_pvi.PRIOR`` names the prior factor's.
@@ -442,16 +428,11 @@ class PVI(SVI):
         Raises:
             PartitionError: for an unknown label.
         """
-        if state.plan.rows is not None:
-            return self._row_view(state, group, "site")
-        return NaturalView(self._site(state, group), state.plan.family, f"site of group {group!r}")
+        return group_view(state, group, "site")
 
     def cavity(self, state: PVIState, group: Hashable) -> NaturalView:
         """q without one group's site, in natural space; see :meth:`site`."""
-        if state.plan.rows is not None:
-            return self._row_view(state, group, "cavity")
-        q = posterior(state.prior, state.sites)
-        return NaturalView(cavity(q, self._site(state, group)), state.plan.family, f"cavity of group {group!r}")
+        return group_view(state, group, "cavity")
 
     def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
         """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own if moments are matched.
@@ -705,21 +686,6 @@ class PVI(SVI):
 
     def _param_values(self, state: PVIState) -> dict:
         return param_values(self.optim, self.guide, state)
-
-    def _site(self, state: PVIState, group: Hashable) -> Any:
-        if group is PRIOR:
-            if state.sites.prior is None:
-                raise PartitionError("there is no PRIOR site: the prior is held exactly. See pvi.prior(state).")
-            return state.sites.prior
-        return site_of(state, group)
-
-    def _row_view(self, state: PVIState, group: Hashable, what: str) -> NaturalView:
-        if group is PRIOR:
-            self._site(state, group)
-        return row_view(state, position(state.plan, group), f"{what} of group {group!r}", what == "cavity")
-
-    def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
-        return latent_distributions(state.plan, natural, prototype(self, state), what, joint)
 
 
 __all__ = ["PVI"]
