@@ -27,6 +27,7 @@ NAMES = {
     "intel": "DELBO maps of intel_lidar.npz: one agent and four, both covariances, pictures with --out",
     "dinno": "DELBO map of dinno_floorplan.npz by seven agents, a picture with --out",
     "cvi-glm": "logistic regression on a1a, australian, breast cancer, colon cancer and covtype beside L-BFGS on (m, L)",
+    "cvi-gp": "Gaussian-process classification (USPS, ionosphere) by two numbers per row, against the dense optimum",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 

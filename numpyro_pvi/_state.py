@@ -48,7 +48,7 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PVIState:
-    """State of a fit: arrays, and one static field ``plan``. Holds no data.
+    """State of a fit: arrays, and one static field ``plan``. Holds no data, but for the rows' vectors where sites are by rows.
 
     With local latents ``sites.local`` holds the posterior of every row's own latents. The groups whose rows ``update``
     takes are *present*; of every other group there is its site alone, in ``sites.others``.

@@ -44,11 +44,11 @@ from ._initial import (
     start_mode,
     streams,
 )
-from ._locals import by_unit, joint_params
+from ._locals import by_unit
 from ._newcomers import Newcomers, arrival_mode
-from ._prototype import prepare_guide, prototype
+from ._prototype import prepare_guide
 from ._resume import Progress, begin
-from ._row_states import choose_rows, dense_form, row_params
+from ._row_states import choose_rows, dense_form, group_view, guide_params, marginals
 from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import NaturalView, describe, trace_of
@@ -67,7 +67,7 @@ from .factors import (
     split_arguments,
     with_expectation,
 )
-from .guides import check_guide, family_of, guide_layout, natural_to_params, setup_guide
+from .guides import check_guide, family_of, guide_layout, setup_guide
 from .handlers import FullPlates, Partition, find_plates, pick_plate
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
@@ -167,7 +167,7 @@ class PVI(SVI):
             kwargs: the model's keyword arguments.
 
         Returns:
-            The state. It holds no data.
+            The state. It holds no data, but for what rows say of the latents where sites are held by rows.
 
         Raises:
             PartitionError: when the model cannot be split.
@@ -283,14 +283,7 @@ class PVI(SVI):
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
-        part = state.plan.partition
-        if state.plan.rows is not None:
-            return row_params(self.guide, state)
-        q = posterior(state.prior, state.sites)
-        if part.local is not None:
-            params = joint_params(self.guide, state, q)
-        else:
-            params = natural_to_params(self.guide, state.plan.family, part.layout.names, part.layout.shapes, q)
+        params = guide_params(self.guide, state)
         params.update(self._param_values(state))
         return params
 
@@ -410,7 +403,7 @@ class PVI(SVI):
             ImproperError: when q is not normalisable.
             PVIError: for an agent under a schedule with a server.
         """
-        return posterior_of(self.schedule, state, prototype(self, state), joint, agent)
+        return marginals(self, state, "posterior", joint, agent)
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -425,7 +418,7 @@ class PVI(SVI):
         Raises:
             ImproperError: when the prior (or its site) is not normalisable.
         """
-        return prior_of(state, prototype(self, state), joint)
+        return marginals(self, state, "prior", joint)
 
     def site(self, state: PVIState, group: Hashable) -> NaturalView:
         """One group's site t_m in natural space; ``numpyro_pvi.PRIOR`` names the prior factor's.
@@ -442,11 +435,11 @@ class PVI(SVI):
         Raises:
             PartitionError: for an unknown label.
         """
-        return site_view(state, group)
+        return group_view(state, group, "site")
 
     def cavity(self, state: PVIState, group: Hashable) -> NaturalView:
         """q without one group's site, in natural space; see :meth:`site`."""
-        return cavity_view(state, group)
+        return group_view(state, group, "cavity")
 
     def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
         """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own if moments are matched.

@@ -45,7 +45,6 @@ _SHELL = (
     "_locals",
     "_newcomers",
     "_prototype",
-    "_readings",
     "_resume",
     "_row_states",
     "_saving",

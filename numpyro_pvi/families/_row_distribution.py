@@ -145,11 +145,11 @@ class RowRoot:
 
     Attributes:
         law: the joint Gaussian.
-        order: the guide's order of the coordinates.
+        order: the guide's order of the coordinates; None where it is the law's own.
     """
 
     law: RowGaussian
-    order: Int[Array, " D"]
+    order: Int[Array, " D"] | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -168,7 +168,9 @@ class RowRoot:
         return self.law.white.dtype
 
     def __jax_array__(self) -> Array:
-        covariance = self.law.covariance_matrix[self.order][:, self.order]
+        covariance = self.law.covariance_matrix
+        if self.order is not None:
+            covariance = covariance[self.order][:, self.order]
         return scaled_cholesky(covariance)[0]
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
