@@ -24,7 +24,7 @@ from .families import (
     family_for,
     repeated,
 )
-from .runtime import JointBlock, ProductPlan
+from .runtime import JointBlock, ProductPlan, latent_values
 
 _GAUSSIAN = (ScalarNormalFamily, NormalFamily, MultivariateNormalFamily)
 
@@ -197,11 +197,10 @@ def _some(terms: dict) -> Any:
 def _exact_prior(components: Components, call: ValueCall, key: Any) -> dict[str, Any]:
     """Components whose prior is a member of their family, whatever the other latents, with its natural parameters."""
     families = dict(components.family.components)
-    plan = ProductPlan(None, components.family, None, blocks=components.blocks)  # type: ignore[arg-type]
 
     def read(key: Any) -> dict[str, Any]:
         values = probe_values(components.family, components.start, key)
-        trace, found = call.trace(plan.latent_values(values)), {}
+        trace, found = call.trace(latent_values(components.blocks, values)), {}
         for name, family in families.items():
             block = next((b for b in components.blocks if b.name == name), None)
             natural = _member(trace[name], family) if block is None else _gaussian_block(trace, block, family)
@@ -209,7 +208,7 @@ def _exact_prior(components: Components, call: ValueCall, key: Any) -> dict[str,
                 found[name] = natural
         return found
 
-    one, other = (jax.device_get(jax.jit(read)(jax.random.fold_in(key, i))) for i in (100, 101))
+    one, other = (jax.jit(read)(jax.random.fold_in(key, i)) for i in (100, 101))
 
     def same(a: Any, b: Any) -> bool:
         return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))

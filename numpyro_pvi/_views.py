@@ -48,7 +48,7 @@ class NaturalView:
         """Float[D D] (full) or Float[D] (mean-field), Lambda."""
         return self.natural.precision
 
-    def to_distribution(self) -> dist.Distribution:
+    def to_distribution(self) -> Any:
         """The normalised distribution with these natural parameters; a dict of them by latent under ``AutoExponentialFamily``.
 
         Raises:

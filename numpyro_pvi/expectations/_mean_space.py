@@ -170,8 +170,10 @@ class MeanSpace:
             def along(own: Any) -> Array:
                 return continued(coordinates | {name: own}, others)
 
-            value, slope = jax.jvp(along, (coordinates[name],), (rest["beyond"][name],))
-            return value + slope
+            # The slope is the same everywhere: its derivative in these coordinates would be rounding times a long way.
+            fixed = jax.lax.stop_gradient(coordinates[name])
+            _, slope = jax.jvp(along, (fixed,), (rest["beyond"][name],))
+            return along(coordinates[name]) + slope
 
         return continued(variables["coordinates"], list(rest["beyond"]))
 

@@ -8,7 +8,7 @@ from ._local import FactorData, LocalProblem
 from ._mapping import LaxMap, Vmap
 from ._moments import noise_floor
 from ._product_engine import ProductEngine
-from ._product_plan import JointBlock, ProductPlan
+from ._product_plan import JointBlock, ProductPlan, latent_values
 from ._product_rounds import first_memory
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "chains_wanted",
     "first_memory",
     "gradient_jumps",
+    "latent_values",
     "noise_floor",
     "with_chains",
 ]

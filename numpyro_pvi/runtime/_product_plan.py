@@ -71,7 +71,20 @@ class ProductPlan(Plan):
 
     def latent_values(self, values: Mapping[str, Array]) -> dict[str, Any]:
         """Latent -> value, of component -> value."""
-        found, inside = dict(values), {block.name: block for block in self.blocks}
-        for name in inside:
-            found |= inside[name].split(found.pop(name))
-        return found
+        return latent_values(self.blocks, values)
+
+
+def latent_values(blocks: tuple[JointBlock, ...], values: Mapping[str, Array]) -> dict[str, Any]:
+    """Latent -> value, of component -> value.
+
+    Args:
+        blocks: joint blocks, whose values are vectors.
+        values: by component.
+
+    Returns:
+        Values by latent, in their own shapes.
+    """
+    found = dict(values)
+    for block in blocks:
+        found |= block.split(found.pop(block.name))
+    return found
