@@ -147,8 +147,8 @@ def test_shapes_supports_and_densities():
     params = {n: s["value"] for n, s in drawn.items() if s["type"] == "param"}
     posterior = guide.get_posterior(params)
     assert list(posterior) == list(latents)
-    found = guide.sample_posterior(KEY, params, sample_shape=(3,))
-    levels = guide.quantiles(params, [0.1, 0.5, 0.9])
+    found = jax.jit(lambda p: guide.sample_posterior(KEY, p, sample_shape=(3,)))(params)
+    levels = jax.jit(lambda p: guide.quantiles(p, [0.1, 0.5, 0.9]))(params)
     for name, site in latents.items():
         fn, q = site["fn"], posterior[name]
         assert (q.batch_shape, q.event_shape) == (fn.batch_shape, fn.event_shape), name

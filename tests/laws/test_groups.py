@@ -183,7 +183,11 @@ def test_streaming_is_the_fit_to_the_tilted_posterior_of_each_group(x64):
     assert max(distance(pvi, first, best)) < (1e-6 if x64 else 2e-3)
 
 
-@pytest.mark.parametrize("schedule", [SCHEDULES["streaming"], SCHEDULES["parallel"]], ids=["streaming", "parallel"])
+@pytest.mark.parametrize(
+    "schedule",
+    [SCHEDULES["streaming"], pytest.param(SCHEDULES["parallel"], marks=pytest.mark.once)],
+    ids=["streaming", "parallel"],
+)
 def test_all_groups_back_reach_the_batch_fixed_point(schedule, x64):
     """Streaming is not batch VI; a stream whose groups have all been revisited is."""
     pvi, state = shared(make_logistic, schedule)
@@ -259,6 +263,7 @@ def test_prior_factor_and_mean_field_stream_with_their_sums(make, guide, reason,
         pvi.forget_group(state, "b")
 
 
+@pytest.mark.once
 def test_a_hyperparameter_waits_for_all_groups():
     model, data = make_hyper(), rows_of("first")
     pvi = PVI(Partition(model, "data", ["first"] * 6), AutoMultivariateNormal(model), numpyro.optim.Adam(0.05))
@@ -325,6 +330,7 @@ def test_padding_that_counts_is_seen_by_law_2(monkeypatch):
     assert conjugate_gap(pvi, pvi.add_group(state, "d", *rows_of("d")), LABELS) > FAR
 
 
+@pytest.mark.once
 def test_a_group_absorbed_beside_later_ones_is_no_stream(monkeypatch):
     """The start of later groups' sites in an earlier one's cavity: seen by what its own rows alone say."""
     import numpyro_pvi.schedules._streaming as streaming

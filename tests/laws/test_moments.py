@@ -74,7 +74,11 @@ def make_logistic_of(dim):
     return logistic
 
 
-@pytest.mark.parametrize("schedule", [Sequential(), Synchronous()], ids=["in-turn", "parallel"])
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(Sequential(), marks=pytest.mark.once), Synchronous()],
+    ids=["in-turn", "parallel"],
+)
 def test_rows_meet_textbook_ep_for_probit(schedule, x64):
     solver = PowerEP(factors="row")
     fitted = fit(make_probit(), X, LABELS, groups(3), solver, schedule, 60, init_sites="auto")
