@@ -75,7 +75,7 @@ class ExponentialPVI(PVI):
         planned = plan_factors(partition, args, kwargs, key=plan_key)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
         base = Plan(planned.plan, components.family, signature_of(args, kwargs, names))
-        expectation = "exact" if isinstance(self.solver, Conjugate) else self.solver.expectation
+        expectation = "exact" if isinstance(self.solver, Conjugate) else getattr(self.solver, "expectation", "auto")
         plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, plan_key)
         state = self._first_state(plan, planned.packing, prior, base_site, key)
         if init_params is not None:
@@ -111,13 +111,13 @@ class ExponentialPVI(PVI):
 
     def _at_params(self, state: PVIState, init_params: dict) -> PVIState:
         """q at the guide params that the user gave, the change spread over all sites in equal shares."""
-        own = self.get_params(state)
+        own, plan = self.get_params(state), _product_plan(state)
         unknown = sorted(set(init_params) - set(own))
         if unknown:
             raise PVIError(f"init_params has unknown name(s) {', '.join(unknown)}; expected some of {', '.join(own)}.")
         wanted = self.guide.get_posterior(own | {n: jnp.asarray(x) for n, x in init_params.items()})
-        joint = {block.name: block.latents for block in state.plan.blocks}
-        families = state.plan.family.components
+        joint = {block.name: block.latents for block in plan.blocks}
+        families = plan.family.components
         natural = ProductNatural({n: f.from_distribution(wanted[joint.get(n, n)]) for n, f in families})
         share = (natural - posterior(state.prior, state.sites)) * (1.0 / state.report.move.shape[0])
         groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, share)
@@ -155,7 +155,7 @@ class ExponentialPVI(PVI):
 
     def _params(self, state: PVIState, natural: Any) -> dict[str, Any]:
         members, found = state.plan.family.to_distribution(natural), {}
-        for block in state.plan.blocks:
+        for block in _product_plan(state).blocks:
             whole = members[block.name]
             found[self.guide._name(block.latents[0], "joint_loc")] = whole.mean
             found[self.guide._name(block.latents[0], "joint_scale_tril")] = whole.scale_tril
@@ -243,6 +243,11 @@ class ExponentialPVI(PVI):
     def khat(self, state: PVIState, *args: Any, **kwargs: Any) -> float:
         """Refused."""
         raise self.refused("khat")
+
+
+def _product_plan(state: PVIState) -> Any:
+    """A state's plan, which is a :class:`numpyro_pvi.runtime.ProductPlan`."""
+    return state.plan
 
 
 def _refuse_sites(trace: dict, rows: Any) -> None:

@@ -51,7 +51,7 @@ class ProductProblem:
     @property
     def family(self) -> ProductFamily:
         """Of q."""
-        return self.plan.family  # type: ignore[return-value]  # a Gaussian in every other plan
+        return self.plan.family
 
     @property
     def num_groups(self) -> int:
