@@ -331,7 +331,7 @@ class Engine:
 
         def loss(values):
             params = {n: transforms[n](v) for n, v in values.items()}
-            at = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
+            at: Any = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
             return -at.elbo_at(moments, noise, carry.evaluation.rule, state.sites.local)
 
         values = self.optim.get_params(state.optim_state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +168,7 @@ class RowProblem:
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Any = None) -> LocalResult:
         """Every group's local solve from the same q; the site is that of all rows."""
         del noise, only
-        start, solver = carry.evaluation.groups, self.solver
+        start, solver = carry.evaluation.groups, cast(Any, self.solver)
         old = carry.sites.groups
         simple = isinstance(solver, NaturalGradient) and solver.num_steps == 1 and solver.backtracking is not True
         if simple:
@@ -257,7 +257,7 @@ class RowProblem:
         Returns:
             By each group's step, to first order, Float[M]; and altogether, means and log sds.
         """
-        family = self.family
+        family, white, white_before = self.family, *(cast(RowMoments, e.moments).white for e in (after, before))
         sd, sd_before = family.latent_sd(after.moments), family.latent_sd(before.moments)
         change = jax.tree.map(lambda a, b: (a - b)[0], new.groups, old.groups)
         force = change.precision_mean - change.precision * after.moments.loc
@@ -265,7 +265,7 @@ class RowProblem:
         zero = jnp.zeros((self.num_groups + 1, by_row.shape[1]), by_row.dtype)
         by_group = zero.at[self._owner].add(by_row)[: self.num_groups]
         shift = family.latent_shift(family.white_shift(after.moments, by_group))
-        together = jnp.abs(family.latent_shift(after.moments.white - before.moments.white)) / sd
+        together = jnp.abs(family.latent_shift(white - white_before)) / sd
         stretch = jnp.abs(jnp.log(sd) - jnp.log(sd_before))
         largest = jnp.maximum(jnp.max(together), jnp.max(stretch))
         return jnp.max(jnp.abs(shift) / sd, axis=-1), jnp.where(before.moments.valid, largest, jnp.inf)

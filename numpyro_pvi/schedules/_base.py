@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..expectations import Expected
-from ..families import GaussianFamily, GaussianMoments, RowFamily, RowMoments
+from ..families import GaussianMoments, RowMoments
 from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, select
 from ..solvers import LocalResult, LocalSolver
 from ._report import RoundReport
@@ -82,7 +82,8 @@ class RoundCarry(NamedTuple):
 class Problem(Protocol):
     """What a runtime offers to a schedule."""
 
-    family: GaussianFamily | RowFamily
+    # A Gaussian family, or what stands for one where sites are kept by rows.
+    family: Any
     solver: LocalSolver
     num_groups: int
     # Labels of the groups, in the order of every stacked array.
@@ -416,7 +417,7 @@ def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:
         return select(good, expected.target, site)
 
     if problem.flat:
-        return problem.natural_gradient_proposal(carry)
+        return cast(Any, problem).natural_gradient_proposal(carry)
     sites, evaluation = carry.sites, carry.evaluation
     prior = None if evaluation.prior is None or sites.prior is None else usable(evaluation.prior, sites.prior)
     local = problem.local_proposal(carry, jnp.ones((problem.num_groups,), bool))

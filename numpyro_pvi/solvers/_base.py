@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..expectations import Expected, Tilted
-from ..families import GaussianFamily, GaussianMoments, RowFamily, RowMoments
+from ..families import GaussianFamily, GaussianMoments, RowMoments
 
 
 class Derivatives(NamedTuple):
@@ -24,7 +24,8 @@ class Derivatives(NamedTuple):
 class LocalFactor(Protocol):
     """One group's exact factor, as a solver sees it."""
 
-    family: GaussianFamily | RowFamily
+    # A Gaussian family, or what stands for one where sites are kept by rows.
+    family: Any
     # Whether the factor is quadratic in theta jointly, so that one full step is exact.
     quadratic: bool
     # Whether ``expected`` is by draws.
@@ -34,7 +35,7 @@ class LocalFactor(Protocol):
     num_rows: int | Int[Array, ""]
     max_rows: int
 
-    def expected(self, moments: GaussianMoments | RowMoments) -> Expected:
+    def expected(self, moments: Any) -> Expected:
         """Expectations of the group's log-likelihood under a Gaussian q; a pass over the group's rows."""
         ...
 
@@ -146,7 +147,7 @@ class LocalSolver(Protocol):
 
 
 def local_free_energy(
-    family: GaussianFamily | RowFamily, expected: Expected, site: Any, q: Any, moments: GaussianMoments | RowMoments
+    family: Any, expected: Expected, site: Any, q: Any, moments: GaussianMoments | RowMoments
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Local free energy of one group up to a constant in q (PVI eq. 2), to be raised.
 
