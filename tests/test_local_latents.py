@@ -22,7 +22,8 @@ from numpyro_pvi.families import (
     schur_complement,
 )
 from numpyro_pvi.runtime import LaxMap
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.runtime import _local as local_problem
+from numpyro_pvi.schedules import Sequential, Streaming, Synchronous
 from numpyro_pvi.sites import posterior
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
 
@@ -354,3 +355,44 @@ def test_precisions_of_local_latents_stay_positive(tolerance):
     assert share.min() == pytest.approx(0.1, rel=1e-3)
     single = dataclasses.replace(present, linear=jnp.zeros((1, 1)), precision=jnp.asarray([[[4.0]]]))
     assert float(bounded_precision(jnp.asarray([[[-1.0]]]), single)[0, 0, 0]) == pytest.approx(0.4)
+
+
+def houses(y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 3.0))
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    with numpyro.plate("county", y.shape[0]):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0))
+        numpyro.sample("obs", dist.Normal((mu + tau * effect)[:, None], sigma).to_event(1), obs=y)
+
+
+def fit_houses(schedule, rounds):
+    rng = np.random.default_rng(1)
+    y = 1.5 + 0.4 * rng.normal(size=(6, 1)) + 0.7 * rng.normal(size=(6, 5))
+    pvi = PVI(Partition(houses, "county", list(range(6))), AutoMultivariateNormal(houses), schedule=schedule)
+    result = pvi.run(KEY, rounds, y, progress_bar=False)
+    return result, pvi.posterior(result.state)
+
+
+def test_counties_absorbed_one_by_one_end_near_the_fit_of_all():
+    """A first county says little of the scales, and full steps from the prior run away: each must raise its free energy."""
+    streamed, found = fit_houses(Streaming(), 1)
+    whole, wanted = fit_houses(Synchronous(), 60)
+    assert not streamed.info.skipped.any()
+    for name in ("mu", "tau", "sigma"):
+        assert abs(float(found[name].mean - wanted[name].mean)) < float(jnp.sqrt(wanted[name].variance))
+    assert float(streamed.losses[-1] - whole.losses[-1]) < 2.0
+
+
+@pytest.mark.slow
+def test_visits_that_nobody_tests_are_seen(monkeypatch):
+    """The planted fault: steps in a stream that only have to leave q normalisable."""
+    own = local_problem.visit_with_locals
+    monkeypatch.setattr(local_problem, "visit_with_locals", lambda *args: own(*args[:-1]))
+    jax.clear_caches()
+    try:
+        found = float(fit_houses(Streaming(), 1)[0].losses[-1])
+    except PVIError:
+        found = np.nan
+    jax.clear_caches()
+    assert not found < 100

@@ -9,21 +9,33 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from .._numerics import all_finite
-from ..expectations import LocalChunk
+from ..expectations import Expected, LocalChunk
 from ..families import GaussianNatural, schur_complement
 from ..sites import LocalSites, damp, select, take
-from ..solvers import LocalResult
+from ..solvers import LocalResult, local_free_energy
 
 if TYPE_CHECKING:
     from ._local import LocalProblem
 
 _MAX_TRIES = 20
+# Roundings of its largest parts by which a local free energy may fall.
+_ROUNDING = 20
 
 
 def visit_with_locals(
-    problem: LocalProblem, index: Int[Array, ""], q: Any, site: Any, state: Any, noise: Any, local: LocalSites
+    problem: LocalProblem,
+    index: Int[Array, ""],
+    q: Any,
+    site: Any,
+    state: Any,
+    noise: Any,
+    local: LocalSites,
+    alone: bool = False,
 ) -> tuple[LocalResult, LocalSites]:
     """One natural-gradient step of one group over the shared and its own latents, halved until q is normalisable.
+
+    Where nothing later tests it, it is halved until the local free energy has not fallen either: that of the joint
+    Gaussian over theta and the group's own latents, which are those of their conditional at any theta.
 
     Args:
         problem: the factors.
@@ -33,6 +45,7 @@ def visit_with_locals(
         state: the group's solver state, handed back.
         noise: the round's draws.
         local: what all groups hold of their local latents.
+        alone: whether no joint step of all groups follows, whose ELBO would be looked at.
 
     Returns:
         The site, and ``local`` with this group's part replaced.
@@ -62,20 +75,44 @@ def visit_with_locals(
 
         return jax.lax.fori_loop(*span, subtract, joint)
 
-    def good(new: GaussianNatural):
-        return family.in_domain(q - site + new) & all_finite(new)
+    def energy_at(step, new: GaussianNatural):
+        there = q - site + new
+        moments = family.moments(there)
+
+        def add(c, total):
+            chunk = LocalChunk(*take(data.chunks, c), damp(take(local.rows, c), take(rows, c), step))
+            return total + problem.program.expected(chunk, moments, None, 0, noise, False).value
+
+        zero = jnp.zeros((), moments.loc.dtype)
+        found = Expected(jax.lax.fori_loop(*span, add, zero), None, None, zero, zero, zero)
+        energy, size = local_free_energy(family, found, new, there, moments)
+        return energy, size, moments.valid & jnp.isfinite(found.value)
+
+    if alone:
+        before = Expected(value, None, None, value, value, value)
+        energy, size = local_free_energy(family, before, site, q, moments)
+        least = energy - _ROUNDING * jnp.finfo(size.dtype).eps * size
+
+    def good(step, new: GaussianNatural):
+        usable = family.in_domain(q - site + new) & all_finite(new)
+        if not alone:
+            return usable
+        found, _, finite = energy_at(step, new)
+        return usable & finite & ((found >= least) | ~jnp.isfinite(least))
 
     def unfinished(carry):
-        step, tries, new = carry
-        return ~good(new) & (tries < _MAX_TRIES)
+        _, tries, _, found = carry
+        return ~found & (tries < _MAX_TRIES)
 
     def halve(carry):
-        step, tries, _ = carry
-        return 0.5 * step, tries + 1, site_at(0.5 * step)
+        step, tries, *_ = carry
+        new = site_at(0.5 * step)
+        return 0.5 * step, tries + 1, new, good(0.5 * step, new)
 
     first = jnp.asarray(getattr(problem.solver, "step_size", 1.0), moments.loc.dtype)
-    step, tries, new = jax.lax.while_loop(unfinished, halve, (first, jnp.int32(0), site_at(first)))
-    moved = good(new) & jnp.isfinite(value)
+    start = site_at(first)
+    step, tries, new, found = jax.lax.while_loop(unfinished, halve, (first, jnp.int32(0), start, good(first, start)))
+    moved = found & jnp.isfinite(value)
     step = jnp.where(moved, step, 0.0)
 
     def settle(c, kept):

@@ -359,13 +359,23 @@ class LocalProblem:
         return self.runtime.map_groups(solve, operands, reads_rows=self._solver_reads_rows)
 
     def visit_group(
-        self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, local: Any = None
+        self,
+        index: Any,
+        q: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        rule: Rule,
+        noise: Any,
+        local: Any = None,
+        alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """One group's local solve from the current q."""
         if self.matches_moments:
             return visit_group_moments(self, index, q, site, state, key, rule, local)
         if local is not None:
-            return visit_with_locals(self, index, q, site, state, self.draws_of(self.program, noise, rule), local)
+            draws = self.draws_of(self.program, noise, rule)
+            return visit_with_locals(self, index, q, site, state, draws, local, alone)
         factor = self._factor(index, cheaper_rule(rule), self._visit_noise(key, noise))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 

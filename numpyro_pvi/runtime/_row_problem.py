@@ -191,10 +191,19 @@ class RowProblem:
         return results._replace(site=jax.tree.map(lambda x: x[None], whole))
 
     def visit_group(
-        self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, local: Any = None
+        self,
+        index: Any,
+        q: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        rule: Rule,
+        noise: Any,
+        local: Any = None,
+        alone: bool = False,
     ) -> tuple[LocalResult, None]:
         """One group's local solve from the current q; its site is zero in others' rows."""
-        del noise, local
+        del noise, local, alone
         factor = self._factor(self.family.prior.group == index, cheaper_rule(rule))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 

@@ -154,9 +154,21 @@ class Problem(Protocol):
         ...
 
     def visit_group(
-        self, index: Any, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, local: Any
+        self,
+        index: Any,
+        q: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        rule: Rule,
+        noise: Any,
+        local: Any,
+        alone: bool = False,
     ) -> tuple[LocalResult, Any]:
-        """One group's local solve from the current q, and what groups hold beside their sites after it."""
+        """One group's local solve from the current q, and what groups hold beside their sites after it.
+
+        ``alone``: no joint step follows that the schedule would test, so that the visit tests its own with local latents too.
+        """
         ...
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:

@@ -139,7 +139,7 @@ class Streaming:
             index, site, solver, done, counted, key = step
 
             def visit(q, site, solver, key, noise, local):
-                return problem.visit_group(index, q, site, solver, key, rule, noise, local)
+                return problem.visit_group(index, q, site, solver, key, rule, noise, local, alone=True)
 
             rest = select(counted, q - site, q)
             found = self._absorb(problem, rule, visit, rest, site, solver, local, key, noise, done)
