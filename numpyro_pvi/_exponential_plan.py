@@ -245,8 +245,8 @@ def _gaussian_block(trace: dict, block: JointBlock, family: MultivariateNormalFa
             base = family_for(fn)
         except GuideError:
             return None
-        while hasattr(base, "base"):
-            base = base.base
+        while (inner := getattr(base, "base", None)) is not None:
+            base = inner
         if site["scale"] is not None or not isinstance(base, _GAUSSIAN):
             return None
         locs.append(jnp.broadcast_to(fn.mean, fn.shape()).reshape(-1))

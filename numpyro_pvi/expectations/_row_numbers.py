@@ -66,13 +66,13 @@ class RowNumbersProgram:
 
     def _term(self, spec: TermSpec, data: TermData, loc, variance, counted, level, clip):
         mean, covariance = (loc + data.offset[0],), {(0, 0): variance}
-        value, (slope,), hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
+        value, slopes, hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
         size = jnp.where(counted, jnp.abs(hess[0, 0]) * jnp.abs(variance), 0.0)
         wrong = jnp.where(counted, _error_beyond_rounding(error, size, mean), 0.0)
         weight = jnp.where(counted, -hess[0, 0], 0.0)
         if clip is not False:
             weight = jnp.where(clip, jnp.clip(weight, 0.0, None), weight)
-        vector = jnp.where(counted, slope, 0.0) + weight * loc
+        vector = jnp.where(counted, slopes[0], 0.0) + weight * loc
         return jnp.where(counted, value, 0.0), vector, weight, wrong, size
 
     def sums(self, rows: RowNumbers, group: Int[Array, "P"], count: int) -> Expected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +154,7 @@ def _moved(call: ModelCall, spec: TermSpec, loc: Float[Array, "D"]) -> TermData:
 class _Centred:
     """A layout whose origin is a given point."""
 
-    layout: object
+    layout: Any
     loc: Float[Array, "D"]
 
     @property
@@ -173,7 +174,7 @@ def _read_prior(call: ModelCall) -> tuple[Float[Array, "D"], tuple]:
     locs, scales = [], []
     for name, shape in zip(call.layout.names, call.layout.shapes, strict=True):
         fn = trace[name]["fn"]
-        base = _plain(fn)
+        base: Any = _plain(fn)
         locs.append(jnp.broadcast_to(base.loc, shape).astype(dtype).reshape(-1))
         if isinstance(base, dist.Normal):
             scales.append(jnp.broadcast_to(base.scale, shape).astype(dtype).reshape(-1))

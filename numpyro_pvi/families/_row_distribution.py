@@ -37,7 +37,7 @@ class RowGaussian(dist.Distribution):
         Wilson et al., Pathwise Conditioning of Gaussian Processes, section 3.
     """
 
-    reparametrized_params = ("white", "white_root")
+    reparametrized_params = ["white", "white_root"]
     pytree_data_fields = ("prior", "white", "white_root", "log_det")
     pytree_aux_fields = ("start",)
 

@@ -47,7 +47,7 @@ def gradient_jumps(
     """
     draws = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, unstructured="hessian"))
     prior = (plan.family.zeros((), loc.dtype), jnp.zeros(loc.shape, bool))
-    problem = engine.problem(draws, packing, args, kwargs, params, prior, 1)
+    problem: Any = engine.problem(draws, packing, args, kwargs, params, prior, 1)
     chunks = jax.tree.map(lambda x: x[:_CHUNKS], problem.data.chunks)
 
     def density(point):

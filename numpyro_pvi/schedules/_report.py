@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -109,7 +109,7 @@ def round_report(
     """
     last, moments = carry.report, done.evaluation.moments
     if problem.flat:
-        move, moved = problem.moves(done.sites, carry.sites, done.evaluation, carry.evaluation)
+        move, moved = cast(Any, problem).moves(done.sites, carry.sites, done.evaluation, carry.evaluation)
     else:
         move = factor_moves(problem, done.sites, carry.sites, done.evaluation)
         moved = total_move(problem.family, done.evaluation, carry.evaluation)

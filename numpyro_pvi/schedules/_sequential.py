@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class Sequential:
             local, share = None, steps.joint
         elif problem.flat:
             local = None
-            groups, results = problem.sweep(carry, q, order, visit_key, self.damping)
+            groups, results = cast(Any, problem).sweep(carry, q, order, visit_key, self.damping)
         else:
             groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
         proposal = SiteStack(groups, prior_site, local)
