@@ -456,7 +456,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path, x64):
     path = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NUMPYRO_PVI_TEST_TYPES": "0"}
     # The same bits come from programs compiled alike.
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(jax.config.jax_disable_most_optimizations))
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(jax.config.values["jax_disable_most_optimizations"]))
     reached, rng = [0], np.random.default_rng(0)
     for _ in range(3):
         command = [sys.executable, "-c", CHILD.format(x64=x64), str(path)]

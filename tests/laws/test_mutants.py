@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
+import numpyro_pvi._row_states as readings
 import numpyro_pvi.families._gaussian as gaussian
 import numpyro_pvi.runtime._local as local
 import numpyro_pvi.schedules._base as base
@@ -69,7 +70,7 @@ def test_missing_damping(monkeypatch, schedule):
 
 def test_a_group_dropped_from_the_guides_params(monkeypatch):
     monkeypatch.setattr(
-        row_states, "posterior", lambda prior, sites: prior + jax.tree.map(lambda x: x[1:].sum(0), sites.groups)
+        readings, "posterior", lambda prior, sites: prior + jax.tree.map(lambda x: x[1:].sum(0), sites.groups)
     )
     assert checks.sums(linear_fit()) > FAR
 
