@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..expectations import Expected, LocalChunk
@@ -22,6 +23,76 @@ _MAX_TRIES = 20
 _ROUNDING = 20
 
 
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """One group's way from where its sites are to its natural-gradient target.
+
+    ``old`` and ``shared`` are the joint sites' part over theta, there and at the target; ``local.rows`` and ``rows`` those of
+    the group's own latents given theta.
+    """
+
+    problem: LocalProblem
+    # The group's chunks, first and past the last.
+    span: tuple
+    q: Any
+    site: Any
+    old: GaussianNatural
+    shared: GaussianNatural
+    local: LocalSites
+    rows: Any
+    noise: Any
+
+    def site_at(self, step: Float[Array, ""]) -> GaussianNatural:
+        """The site over theta, the group's own latents integrated out, at a share of the way."""
+        joint = damp(self.old, self.shared, step)
+        if not self.local.rows.full:
+            return joint
+
+        def subtract(c, total: GaussianNatural) -> GaussianNatural:
+            vector, matrix = schur_complement(self._rows_at(c, step))
+            return GaussianNatural(total.precision_mean - vector, total.precision - matrix)
+
+        return jax.lax.fori_loop(*self.span, subtract, joint)
+
+    def usable(self, new: GaussianNatural) -> Bool[Array, ""]:
+        """Whether q is normalisable with this site."""
+        return self.problem.family.in_domain(self.q - self.site + new) & all_finite(new)
+
+    def least_energy(self, value: Float[Array, ""]) -> Float[Array, ""]:
+        """The local free energy where the sites are (nats), less what rounding may take of it."""
+        family = self.problem.family
+        before = Expected(value, None, None, value, value, value)
+        energy, size = local_free_energy(family, before, self.site, self.q, family.moments(self.q))
+        return energy - _ROUNDING * jnp.finfo(size.dtype).eps * size
+
+    def raises(self, step: Float[Array, ""], new: GaussianNatural, least: Float[Array, ""]) -> Bool[Array, ""]:
+        """Whether a share of the way does not lower the local free energy; one that was not finite is no bar."""
+        family, data = self.problem.family, self.problem.data
+        q = self.q - self.site + new
+        moments = family.moments(q)
+
+        def add(c, total):
+            chunk = LocalChunk(*take(data.chunks, c), self._rows_at(c, step))
+            return total + self.problem.program.expected(chunk, moments, None, 0, self.noise, False).value
+
+        zero = jnp.zeros((), moments.loc.dtype)
+        found = Expected(jax.lax.fori_loop(*self.span, add, zero), None, None, zero, zero, zero)
+        energy, _ = local_free_energy(family, found, new, q, moments)
+        return moments.valid & jnp.isfinite(found.value) & ((energy >= least) | ~jnp.isfinite(least))
+
+    def settled(self, step: Float[Array, ""], moved: Bool[Array, ""]) -> Any:
+        """The own latents' sites of all groups, with this group's moved."""
+
+        def settle(c, kept):
+            mixed = select(moved, self._rows_at(c, step), take(self.local.rows, c))
+            return jax.tree.map(lambda x, value: x.at[c].set(value), kept, mixed)
+
+        return jax.lax.fori_loop(*self.span, settle, self.local.rows)
+
+    def _rows_at(self, c: Any, step: Float[Array, ""]) -> Any:
+        return damp(take(self.local.rows, c), take(self.rows, c), step)
+
+
 def visit_with_locals(
     problem: LocalProblem,
     index: Int[Array, ""],
@@ -29,6 +100,7 @@ def visit_with_locals(
     site: Any,
     state: Any,
     noise: Any,
+    rule: Any,
     local: LocalSites,
     alone: bool = False,
 ) -> tuple[LocalResult, LocalSites]:
@@ -44,6 +116,7 @@ def visit_with_locals(
         site: the group's site.
         state: the group's solver state, handed back.
         noise: the round's draws.
+        rule: which of them are in use.
         local: what all groups hold of their local latents.
         alone: whether no joint step of all groups follows, whose ELBO would be looked at.
 
@@ -51,76 +124,33 @@ def visit_with_locals(
         The site, and ``local`` with this group's part replaced.
     """
     family, data = problem.family, problem.data
-    moments, old = family.moments(q), take(local.shared, index)
+    moments, old, draws = family.moments(q), take(local.shared, index), problem.draws_of(problem.program, noise, rule)
     span = data.offsets[index], data.offsets[index + 1]
 
     def expect(c, carry):
         value, shared, rows = carry
         chunk = LocalChunk(*take(data.chunks, c), take(local.rows, c))
-        found = problem.program.expected(chunk, moments, None, 0, noise, False)
+        found = problem.program.expected(chunk, moments, None, 0, draws, False)
         rows = jax.tree.map(lambda x, new: x.at[c].set(new), rows, found.local)
         return value + found.value, shared + found.target, rows
 
     zero = family.zeros((), moments.loc.dtype)
     value, shared, rows = jax.lax.fori_loop(*span, expect, (jnp.zeros((), moments.loc.dtype), zero, local.rows))
+    move = _Move(problem, span, q, site, old, shared, local, rows, draws)
+    least = move.least_energy(value) if alone else None
 
-    def site_at(step) -> GaussianNatural:
-        joint = damp(old, shared, step)
-        if not local.rows.full:
-            return joint
-
-        def subtract(c, total: GaussianNatural) -> GaussianNatural:
-            vector, matrix = schur_complement(damp(take(local.rows, c), take(rows, c), step))
-            return GaussianNatural(total.precision_mean - vector, total.precision - matrix)
-
-        return jax.lax.fori_loop(*span, subtract, joint)
-
-    def energy_at(step, new: GaussianNatural):
-        there = q - site + new
-        moments = family.moments(there)
-
-        def add(c, total):
-            chunk = LocalChunk(*take(data.chunks, c), damp(take(local.rows, c), take(rows, c), step))
-            return total + problem.program.expected(chunk, moments, None, 0, noise, False).value
-
-        zero = jnp.zeros((), moments.loc.dtype)
-        found = Expected(jax.lax.fori_loop(*span, add, zero), None, None, zero, zero, zero)
-        energy, size = local_free_energy(family, found, new, there, moments)
-        return energy, size, moments.valid & jnp.isfinite(found.value)
-
-    if alone:
-        before = Expected(value, None, None, value, value, value)
-        energy, size = local_free_energy(family, before, site, q, moments)
-        least = energy - _ROUNDING * jnp.finfo(size.dtype).eps * size
-
-    def good(step, new: GaussianNatural):
-        usable = family.in_domain(q - site + new) & all_finite(new)
-        if not alone:
-            return usable
-        found, _, finite = energy_at(step, new)
-        return usable & finite & ((found >= least) | ~jnp.isfinite(least))
-
-    def unfinished(carry):
-        _, tries, _, found = carry
-        return ~found & (tries < _MAX_TRIES)
-
-    def halve(carry):
-        step, tries, *_ = carry
-        new = site_at(0.5 * step)
-        return 0.5 * step, tries + 1, new, good(0.5 * step, new)
+    def attempt(step, tries):
+        new = move.site_at(step)
+        return step, tries, new, move.usable(new) & (least is None or move.raises(step, new, least))
 
     first = jnp.asarray(getattr(problem.solver, "step_size", 1.0), moments.loc.dtype)
-    start = site_at(first)
-    step, tries, new, found = jax.lax.while_loop(unfinished, halve, (first, jnp.int32(0), start, good(first, start)))
+    step, tries, new, found = jax.lax.while_loop(
+        lambda carry: ~carry[3] & (carry[1] < _MAX_TRIES),
+        lambda carry: attempt(0.5 * carry[0], carry[1] + 1),
+        attempt(first, jnp.int32(0)),
+    )
     moved = found & jnp.isfinite(value)
     step = jnp.where(moved, step, 0.0)
-
-    def settle(c, kept):
-        mixed = damp(take(local.rows, c), take(rows, c), step)
-        mixed = select(moved, mixed, take(local.rows, c))
-        return jax.tree.map(lambda x, value: x.at[c].set(value), kept, mixed)
-
-    settled = jax.lax.fori_loop(*span, settle, local.rows)
     mine = select(moved, damp(old, shared, step), old)
     joint = jax.tree.map(lambda x, value: x.at[index].set(value), local.shared, mine)
-    return LocalResult(select(moved, new, site), state, tries, moved), LocalSites(joint, settled)
+    return LocalResult(select(moved, new, site), state, tries, moved), LocalSites(joint, move.settled(step, moved))

@@ -374,8 +374,7 @@ class LocalProblem:
         if self.matches_moments:
             return visit_group_moments(self, index, q, site, state, key, rule, local)
         if local is not None:
-            draws = self.draws_of(self.program, noise, rule)
-            return visit_with_locals(self, index, q, site, state, draws, local, alone)
+            return visit_with_locals(self, index, q, site, state, noise, rule, local, alone)
         factor = self._factor(index, cheaper_rule(rule), self._visit_noise(key, noise))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
