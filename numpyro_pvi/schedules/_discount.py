@@ -63,13 +63,16 @@ def first_discount(problem: Problem, moments: GaussianMoments, delayed: bool) ->
     )
 
 
-def weight(problem: Problem, memory: Discount, index: Any, moments: GaussianMoments, delayed: bool) -> Float[Array, ""]:
-    """Share of a message's change that is absorbed, before validity is looked at.
+def weight(
+    problem: Problem, memory: Discount, index: Any, moments: GaussianMoments, delayed: bool
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Share of a message's change that is absorbed, before validity is looked at, and how far it may move q.
 
     ``rho = share_m * min(1, ((free + recent) / drift)^2)``: ``drift`` is the distance between the q that the group read and
     the q of now, ``recent`` the length of the last M changes of q. A site is right for the q it was computed at, and wrong in
     proportion to the drift since; so it loses weight with the drift's square, as in averages by inverse variance, as soon as
-    q has gone further than it goes in a round at present. Where q stands still, a site of any age is as good as new.
+    q has gone further than it goes in a round at present. Where q stands still, a site of any age is as good as new, and may
+    move q as far as the visit found; else no coordinate may go further than one sd.
 
     Args:
         problem: the factors.
@@ -79,18 +82,19 @@ def weight(problem: Problem, memory: Discount, index: Any, moments: GaussianMome
         delayed: whether q may have moved since the group read it.
 
     Returns:
-        A number in (0, 1].
+        A number in (0, 1], and the largest distance in sds.
     """
     if not delayed:
-        return memory.share[index]
+        return memory.share[index], jnp.asarray(LONGEST_STEP, moments.loc.dtype)
     loc, sd = moments.loc, jnp.sqrt(problem.family.variances(moments))
     drift = marginal_distance(loc, sd, memory.seen_loc[index], memory.seen_sd[index])
     usual = FREE_DRIFT + jnp.sum(memory.path)
-    return memory.share[index] * jnp.minimum(1.0, usual / jnp.maximum(drift, usual)) ** 2
+    share = memory.share[index] * jnp.minimum(1.0, usual / jnp.maximum(drift, usual)) ** 2
+    return share, jnp.where(drift <= FREE_DRIFT, jnp.inf, LONGEST_STEP).astype(drift.dtype)
 
 
 def bounded_step(
-    problem: Problem, q: Any, moments: GaussianMoments, change: Any, step: Float[Array, ""], limit: float
+    problem: Problem, q: Any, moments: GaussianMoments, change: Any, step: Float[Array, ""], limit: Any
 ) -> tuple[Float[Array, ""], GaussianMoments, Int[Array, ""]]:
     """Halve a step until q is normalisable after it and no coordinate has gone further than the limit.
 

@@ -14,7 +14,7 @@ from ..sites import damp, take
 from ..solvers import LocalResult
 from ._base import Problem
 from ._delays import delay_sampler
-from ._discount import LONGEST_STEP, Discount, bounded_step, has_read, remember, weight
+from ._discount import Discount, bounded_step, has_read, remember, weight
 from ._network import Delivery, Faults, Link, may_be_absorbed, next_arrival, put
 from ._noise import Averaging
 
@@ -161,8 +161,8 @@ class Messages:
         state, problem = walk.state, self.problem
         step, limit = jnp.asarray(self.share, walk.clock.dtype), jnp.inf
         if self.auto and state.discount is not None:
-            step = step * weight(problem, state.discount, m, walk.moments, state.seen is not None)
-            limit = LONGEST_STEP
+            share, limit = weight(problem, state.discount, m, walk.moments, state.seen is not None)
+            step = step * share
         elif self.auto and problem.stochastic:
             # Of the changes since, at most one of each other group counts: later ones took the place of earlier ones.
             step = step / (1.0 + jnp.minimum(state.age[m], problem.num_groups - 1))
