@@ -7,26 +7,20 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
-from ._entry import float_dtype, positional_names
+from ._entry import float_dtype
 from ._exponential_plan import components_of, plan_product, turns_of
+from ._opening import open_call
 from ._state import Plan, PVIInfo, PVIState
-from ._views import factor_labels
+from ._views import factor_labels, last_round, optim_notes
 from .errors import GuideError, ImproperError, PVIError
 from .factors import (
     ValueCall,
-    abstract_trace,
-    check_finite_arguments,
-    enumerated,
     is_latent,
     plan_factors,
-    refuse_unsupported,
-    signature_of,
 )
 from .families import ProductNatural
-from .guides import setup_guide
 from .pvi import PVI
 from .runtime import LaxMap, ProductEngine, Vmap, first_memory
 from .schedules import Points, Rule, Sequential, Synchronous, empty_report
@@ -55,29 +49,18 @@ class ExponentialPVI(PVI):
 
     def init(self, rng_key: Any, *args: Any, init_params: dict | None = None, **kwargs: Any) -> PVIState:
         """Plan the partition, find what every factor is conjugate in, and make the first state; see :meth:`PVI.init`."""
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rng_key, args, kwargs))):
-            raise PVIError(
-                "jit(pvi.init) is not possible: planning looks at values. Call pvi.init eagerly; jit pvi.update."
-            )
-        names = positional_names(self.model)
-        args, kwargs = self._arguments(args, kwargs)
-        check_finite_arguments(args, kwargs, names)
-        key, guide_key, plan_key = jax.random.split(rng_key, 3)
-        trace = abstract_trace(self.model, plan_key, args, kwargs)
-        refuse_unsupported(trace)
-        partition = self.partition or self._default_partition(trace)
-        rows = partition.row_axes(trace)
-        _, trace, enumeration = enumerated(self.model, trace, rows, plan_key, args, kwargs)
-        _refuse_sites(trace, rows)
-        setup_guide(self.guide, guide_key, args, kwargs, enumeration and enumeration.wrap)
+        opening = open_call(self, rng_key, args, kwargs)
+        args, kwargs, trace, plan_key = opening.args, opening.kwargs, opening.trace, opening.plan_key
+        _refuse_sites(trace, opening.rows)
+        opening.set_up(self.guide)
         components = components_of(self.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
         turns = turns_of(components, getattr(self.solver, "blocks", "auto"))
-        planned = plan_factors(partition, args, kwargs, key=plan_key)
+        planned = plan_factors(opening.partition, args, kwargs, key=plan_key)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
-        base = Plan(planned.plan, components.family, signature_of(args, kwargs, names))
+        base = Plan(planned.plan, components.family, opening.signature)
         expectation = "exact" if isinstance(self.solver, Conjugate) else getattr(self.solver, "expectation", "auto")
         plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, plan_key)
-        state = self._first_state(plan, planned.packing, prior, base_site, key)
+        state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
         if init_params is not None:
             state = self._at_params(state, init_params)
         if not bool(plan.family.in_domain(posterior(state.prior, state.sites))):
@@ -180,25 +163,15 @@ class ExponentialPVI(PVI):
         factors = ((plan.prior_factor,) if plan.prior_factor is not None else ()) + (plan.likelihood,) * count
         if plan.prior_factor is not None:
             proper = [bool(prior_proper), *proper]
-        notes = ()
-        if self.optim is not None:
-            notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
         nothing = jnp.full((len(labels),), jnp.nan)
         return PVIInfo(
+            **last_round(state, report),
             labels=labels,
-            move=report.move,
-            step=report.step,
-            backoffs=report.backoffs,
-            skipped=report.skipped,
-            skip_run=report.skip_run,
             cavity_proper=proper,
             ess=nothing,
             structure=tuple(str(f) for f in factors),
             expectation=tuple(f.expectation for f in factors),
-            valid=bool(report.valid),
-            total_move=float(report.total_move),
-            rounds=int(state.step),
-            notes=notes,
+            notes=optim_notes(self.optim is not None, state),
         )
 
     # --------------------------------------------------------------------------------------------- what is refused

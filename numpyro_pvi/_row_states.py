@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -14,13 +13,10 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import PermuteTransform
 
-from ._groups import position, site_of
-from ._locals import joint_params, local_distributions
 from ._marginals import event_rank, in_own_support
-from ._prototype import prototype
 from ._state import Plan, PVIState
-from ._views import NaturalView, agent_natural, latent_distributions
-from .errors import ImproperError, PartitionError, PVIError
+from ._views import NaturalView
+from .errors import ImproperError, PVIError
 from .factors import ModelCall, Planned, join_arguments, look_at_rows, num_elements, why_not_rows
 from .families import (
     GaussianNatural,
@@ -31,10 +27,9 @@ from .families import (
     dense_natural,
     row_gaussian,
 )
-from .guides import guide_order, guide_param_names, natural_to_params
-from .handlers import PRIOR
+from .guides import guide_order, guide_param_names
 from .runtime import Engine
-from .sites import SiteStack, cavity, posterior
+from .sites import SiteStack
 
 # Latents below which dense sites are as fast, and small; of their own accord sites are then not kept by rows.
 LEAST_LATENTS = 64
@@ -113,76 +108,6 @@ def _look(engine: Engine, plan: Plan, dynamic: list, static: tuple, points: Any,
 
 
 # --------------------------------------------------------------------------------------------------------------- views
-
-
-def guide_params(guide: Any, state: PVIState) -> dict[str, Any]:
-    """The guide's params (constrained, under the guide's own names).
-
-    Args:
-        guide: the guide, set up.
-        state: any state.
-
-    Returns:
-        Params for ``Predictive(guide, params=...)``, ``guide.median`` and the like.
-    """
-    part = state.plan.partition
-    if state.plan.rows is not None:
-        return row_params(guide, state)
-    q = posterior(state.prior, state.sites)
-    if part.local is not None:
-        return joint_params(guide, state, q)
-    return natural_to_params(guide, state.plan.family, part.layout.names, part.layout.shapes, q)
-
-
-def marginals(pvi: Any, state: PVIState, what: str, joint: bool, agent: Hashable | None = None) -> dict[Any, Any]:
-    """Marginals of every latent in its own support.
-
-    Args:
-        pvi: what the state belongs to.
-        state: any state.
-        what: "posterior" or "prior".
-        joint: whether to add the joint Gaussian under the tuple of names.
-        agent: label of a group, under a schedule without a server, whose q is meant; or None.
-
-    Returns:
-        Distributions by latent name, local latents' among them for the posterior.
-
-    Raises:
-        ImproperError: when q (or the prior) is not normalisable.
-        PVIError: for an agent under a schedule with a server.
-    """
-    trace = prototype(pvi, state)
-    if state.plan.rows is not None and agent is None:
-        return row_distributions(state, trace, what, joint)
-    if what == "prior":
-        natural = state.prior if state.sites.prior is None else state.prior + state.sites.prior
-        return latent_distributions(state.plan, natural, trace, what, joint)
-    q = posterior(state.prior, state.sites) if agent is None else agent_natural(pvi.schedule, state, agent)
-    return latent_distributions(state.plan, q, trace, what, joint) | local_distributions(state, q, trace)
-
-
-def group_view(state: PVIState, group: Hashable, what: str) -> NaturalView:
-    """One group's site or cavity in natural space; PRIOR names the prior factor's.
-
-    Args:
-        state: any state.
-        group: the group's label.
-        what: "site" or "cavity".
-
-    Returns:
-        Natural parameters.
-
-    Raises:
-        PartitionError: for an unknown label.
-    """
-    words = f"{what} of group {group!r}"
-    if group is PRIOR and state.sites.prior is None:
-        raise PartitionError("there is no PRIOR site: the prior is held exactly. See pvi.prior(state).")
-    if state.plan.rows is not None:
-        return row_view(state, position(state.plan, group), words, what == "cavity")
-    site = state.sites.prior if group is PRIOR else site_of(state, group)
-    natural = site if what == "site" else cavity(posterior(state.prior, state.sites), site)
-    return NaturalView(natural, state.plan.family, words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,9 +300,6 @@ __all__ = [
     "RowView",
     "choose_rows",
     "dense_form",
-    "group_view",
-    "guide_params",
-    "marginals",
     "row_distributions",
     "row_params",
     "row_view",

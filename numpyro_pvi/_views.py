@@ -126,11 +126,31 @@ def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
     return own(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
 
 
+def last_round(state: PVIState, report: RoundReport) -> dict[str, Any]:
+    """What every kind of fit reports of its last round: fields of :class:`numpyro_pvi.PVIInfo`.
+
+    Args:
+        state: the state.
+        report: its report, by the factors that are shown.
+
+    Returns:
+        Fields by name.
+    """
+    by_factor = ("move", "step", "backoffs", "skipped", "skip_run")
+    whole = {"valid": bool(report.valid), "total_move": float(report.total_move), "rounds": int(state.step)}
+    return {name: getattr(report, name) for name in by_factor} | whole
+
+
+def optim_notes(has_optim: bool, state: PVIState) -> tuple[str, ...]:
+    """A note for an optimiser that has nothing to do."""
+    if not has_optim or state.plan.partition.params:
+        return ()
+    return ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
+
+
 def describe(state: PVIState, has_optim: bool, solver: Any) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
-    notes = ()
-    if has_optim and not state.plan.partition.params:
-        notes = ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
+    notes = optim_notes(has_optim, state)
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
     labels, absent = factor_labels(state.plan), state.plan.absent
     count, apart = len(part.table.labels), len(absent)
@@ -158,19 +178,12 @@ def describe(state: PVIState, has_optim: bool, solver: Any) -> PVIInfo:
         )
     rhat = _by_factor(state, len(labels), lambda s: _of_chains(s, "rhat"))
     return PVIInfo(
+        **last_round(state, report),
         labels=labels,
-        move=report.move,
-        step=report.step,
-        backoffs=report.backoffs,
-        skipped=report.skipped,
-        skip_run=report.skip_run,
         cavity_proper=proper,
         ess=_by_factor(state, len(labels), lambda s: getattr(s, "ess", None)),
         structure=structure,
         expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, expectation, strict=True)),
-        valid=bool(report.valid),
-        total_move=float(report.total_move),
-        rounds=int(state.step),
         consensus=float(report.consensus),
         delbo=tuple(float(x) for x in report.delbo),
         rhat=rhat,

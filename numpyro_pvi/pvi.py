@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from numpyro.infer import SVI, Trace_ELBO
@@ -46,28 +45,24 @@ from ._initial import (
 )
 from ._locals import by_unit
 from ._newcomers import Newcomers, arrival_mode
+from ._opening import open_call
 from ._prototype import prepare_guide
+from ._readings import group_view, guide_params, marginals
 from ._resume import Progress, begin
-from ._row_states import choose_rows, dense_form, group_view, guide_params, marginals
+from ._row_states import choose_rows, dense_form
 from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import NaturalView, describe, trace_of
-from .errors import PVIError
 from .factors import (
     Layout,
-    abstract_trace,
     as_arrays,
-    check_finite_arguments,
-    enumerated,
     model_layout,
     move_to_prior_factor,
     plan_factors,
-    refuse_unsupported,
-    signature_of,
     split_arguments,
     with_expectation,
 )
-from .guides import check_guide, family_of, guide_layout, setup_guide
+from .guides import check_guide, family_of, guide_layout
 from .handlers import FullPlates, Partition, find_plates, pick_plate
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
@@ -175,28 +170,17 @@ class PVI(SVI):
             DataError: for NaN or infinity in the arguments.
             ImproperError: when q is not normalisable (an improper prior that no data completes).
         """
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rng_key, args, kwargs))):
-            raise PVIError(
-                "jit(pvi.init) is not possible: planning looks at values. Call pvi.init eagerly; jit pvi.update."
-            )
-        names = positional_names(self.model)
-        args, kwargs = self._arguments(args, kwargs)
-        check_finite_arguments(args, kwargs, names)
-        key, guide_key, plan_key = jax.random.split(rng_key, 3)
-        trace = abstract_trace(self.model, plan_key, args, kwargs)
-        refuse_unsupported(trace)
-        partition = self.partition or self._default_partition(trace)
-        rows = partition.row_axes(trace)
-        _, trace, enumeration = enumerated(self.model, trace, rows, plan_key, args, kwargs)
-        setup_guide(self.guide, guide_key, args, kwargs, enumeration and enumeration.wrap)
+        opening = open_call(self, rng_key, args, kwargs)
+        args, kwargs, trace, plan_key = opening.args, opening.kwargs, opening.trace, opening.plan_key
+        opening.set_up(self.guide)
         own = model_layout(trace)
         layout = Layout(*guide_layout(self.guide, dict(zip(own.names, own.shapes, strict=True))))
-        planned = plan_factors(partition, args, kwargs, key=plan_key, layout=layout)
+        planned = plan_factors(opening.partition, args, kwargs, key=plan_key, layout=layout)
         refuse_nothing_shared(planned.plan)
         family = family_of(self.guide, planned.plan.layout.dim)
         expectation = getattr(self.solver, "expectation", "auto")
         planned = with_expectation(planned, expectation, family.full)
-        plan = Plan(planned.plan, family, signature_of(args, kwargs, names), tied=getattr(self.solver, "tied", False))
+        plan = Plan(planned.plan, family, opening.signature, tied=getattr(self.solver, "tied", False))
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = init_optim(self.optim, self.guide, params)
         dynamic, static = split_arguments(args, kwargs)
@@ -224,7 +208,7 @@ class PVI(SVI):
             # An improper prior that the data complete: q is normalisable from the factors' curvature only.
             arrays, _, proper = start(plan, "curvature")
         check_structure(self.solver, plan)
-        state = PVIState(rng_key=key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
+        state = PVIState(rng_key=opening.key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
         if init_params is not None:
             state = spread_params(self.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
