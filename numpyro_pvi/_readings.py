@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from ._groups import position, site_of
@@ -63,6 +63,21 @@ def marginals(pvi: Any, state: PVIState, what: str, joint: bool, agent: Hashable
     return latent_distributions(state.plan, q, trace, what, joint) | local_distributions(state, q, trace)
 
 
+def own_marginals(pvi: Any, state: PVIState) -> tuple[tuple, Callable[[Hashable], dict[str, Any]]] | None:
+    """Agents that have a q of their own, and what reads one's marginals; None where one q is everybody's.
+
+    Args:
+        pvi: what the state belongs to.
+        state: any state.
+
+    Returns:
+        Labels, and a function of a label.
+    """
+    if not hasattr(pvi.schedule, "agent_natural"):
+        return None
+    return state.plan.partition.table.labels, lambda agent: marginals(pvi, state, "posterior", False, agent)
+
+
 def group_view(state: PVIState, group: Hashable, what: str) -> NaturalView:
     """One group's site or cavity in natural space; PRIOR names the prior factor's.
 
@@ -87,4 +102,4 @@ def group_view(state: PVIState, group: Hashable, what: str) -> NaturalView:
     return NaturalView(natural, state.plan.family, words)
 
 
-__all__ = ["group_view", "guide_params", "marginals"]
+__all__ = ["group_view", "guide_params", "marginals", "own_marginals"]

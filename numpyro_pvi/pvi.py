@@ -47,7 +47,7 @@ from ._locals import by_unit
 from ._newcomers import Newcomers, arrival_mode
 from ._opening import open_call
 from ._prototype import prepare_guide
-from ._readings import group_view, guide_params, marginals
+from ._readings import group_view, guide_params, marginals, own_marginals
 from ._resume import Progress, begin
 from ._row_states import choose_rows, dense_form
 from ._saving import load_state, save_state
@@ -607,13 +607,15 @@ class PVI(SVI):
 
         Returns:
             ``InferenceData`` (ArviZ 0.23) or ``DataTree`` (1.x); log-likelihoods use the fitted ``numpyro.param``
-            values.
+            values. Without a server the group ``agents`` has every agent's own marginals.
         """
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
         model, params = state.plan.partition.model(self._full_model), self.get_params(state)
         trace = getattr(state_or_result, "trace", None)
-        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, trace=trace)
+        agents = own_marginals(self, state)
+        shown = {"num_samples": num_samples, "trace": trace, "agents": agents}
+        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, **shown)
 
     # ------------------------------------------------------------------ joints between the rooms
 

@@ -115,6 +115,17 @@ def test_the_report_covers_every_factor(fits):
     assert found.trace.messages[-1, 0] < 150 * network.schedule.gossip.count * 4
 
 
+def test_arviz_has_every_agents_own_marginals(fits):
+    central, network, wanted, found = fits
+    agents = network.to_arviz(KEY, found, X, Y, num_samples=5)["agents"]
+    for at, label in enumerate((0, 1, 2)):
+        for name, q in network.posterior(found.state, agent=label).items():
+            shown = np.asarray(agents[name])[at]
+            np.testing.assert_allclose(shown, np.stack([q.mean, np.sqrt(q.variance)]), rtol=1e-6, err_msg=name)
+    assert list(np.asarray(agents["moment"])) == ["mean", "sd"]
+    assert "agents" not in list(central.to_arviz(KEY, wanted, X, Y, num_samples=5))
+
+
 def test_an_unknown_agent(fits):
     _, network, _, found = fits
     with pytest.raises(PartitionError, match="'x'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from ..diagnostics._calls import map_draws
 from ..errors import PVIError
 from ..factors import join_arguments, split_arguments
 from ..guides import setup_guide
+from ._agents import agents_dataset
 from ._dims import Dims, site_dims
 from ._rounds import rounds_dataset
 
@@ -32,12 +33,14 @@ def to_arviz(
     *,
     num_samples: int = 1000,
     trace: PVITrace | None = None,
+    agents: tuple[Sequence[Hashable], Callable[[Hashable], dict[str, Any]]] | None = None,
 ) -> Any:
     """Draw from q and arrange the draws, their log-likelihoods and the observed data as ArviZ data.
 
     Groups: ``posterior`` (latents in their own supports and deterministics), ``log_likelihood`` (one variable per
-    observed site, in its batch shape, nats, without ``handlers.scale``), ``observed_data`` and, with a trace, ``rounds``
-    (see :func:`numpyro_pvi.export.rounds_dataset`). Draws are independent
+    observed site, in its batch shape, nats, without ``handlers.scale``), ``observed_data``; with a trace, ``rounds`` (see
+    :func:`numpyro_pvi.export.rounds_dataset`); without a server, ``agents``: mean and sd of every agent's own marginals, with dims
+    ``agent`` and ``moment`` before the latent's own. Draws are independent
     and come as one chain, so r-hat has no meaning and effective sample sizes say nothing about the fit. Axes of plates
     bear the plate's name; ``infer={"event_dims": [...]}`` of a sample site names its event axes.
 
@@ -50,6 +53,7 @@ def to_arviz(
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
         trace: what happened in every round, of a run that has it.
+        agents: labels of agents that each have a q of their own, and what gives one's marginals.
         num_samples: draws S. The result holds S numbers for every observed row (1000 draws of 100,000 rows: 800 MB in
             float64), and for every row of a deterministic; nothing else grows with S.
 
@@ -76,8 +80,10 @@ def to_arviz(
         "log_likelihood": _one_chain(log_likelihood),
         "observed_data": {name: np.asarray(value) for name, value in observed.items()},
     }
-    rounds = None if trace is None else rounds_dataset(trace)
-    return _assemble({group: values for group, values in groups.items() if values}, dims, rounds)
+    made = {} if trace is None else {"rounds": rounds_dataset(trace)}
+    if agents is not None:
+        made["agents"] = agents_dataset(*agents, dims)
+    return _assemble({group: values for group, values in groups.items() if values}, dims, made)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "guide", "static", "num_samples"))
@@ -122,8 +128,8 @@ def _one_chain(values: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(value)[None] for name, value in values.items()}
 
 
-def _assemble(groups: dict[str, dict[str, np.ndarray]], dims: Dims, rounds: Any) -> Any:
-    """Make ArviZ's container from named arrays."""
+def _assemble(groups: dict[str, dict[str, np.ndarray]], dims: Dims, made: dict[str, Any]) -> Any:
+    """Make ArviZ's container from named arrays, and from data sets that are made already."""
     # Imported here: ArviZ takes seconds to import. 1.x still answers to hasattr(arviz, "InferenceData"), with a
     # warning.
     import arviz
@@ -135,8 +141,7 @@ def _assemble(groups: dict[str, dict[str, np.ndarray]], dims: Dims, rounds: Any)
         leading = [] if group == "observed_data" else _SAMPLE_DIMS
         names = {name: dims.of(name, value.shape[len(leading) :]) for name, value in values.items()}
         datasets[group] = arviz.dict_to_dataset(values, dims=names, **{library: numpyro, sample_dims: leading})
-    if rounds is not None:
-        datasets["rounds"] = rounds
+    datasets |= made
     if old:
         return arviz.InferenceData(**datasets)
     from xarray import DataTree
