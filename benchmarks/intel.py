@@ -55,14 +55,13 @@ def run(options: argparse.Namespace) -> _report.Report:
     if decides:
         report.add_target("four agents: accuracy of the worst agent", path[-1][1], ACCURACY, at_least=True)
         report.add_target("iterations of four agents to .87, share of the single agent's", four / single, SHARE)
-    few = 40 if options.quick else 300
-    data = load(options, few, 1, 20_000)
+    few = 40 if options.quick else kernels[0]
+    data = load(options, few, 1, 24_000)
     for full in (False, True):
         pvi = _maps.build(data, np.ones((1, 1)), full=full, updates_per_exchange=1000)
-        _, path, speed = _maps.follow(pvi, data, 2 if options.quick else 20)
-        rows.append(
-            ("1", few, "full" if full else "diagonal", _maps.first_reached(path, ACCURACY), *path[-1][:2], 0.0, speed)
-        )
+        _, path, speed = _maps.follow(pvi, data, 2 if options.quick else 24)
+        reached = _maps.first_reached(path, ACCURACY)
+        rows.append(("1", few, "full" if full else "diagonal", reached, *path[-1][:2], 0.0, speed))
     header = (
         "agents",
         "kernels",
