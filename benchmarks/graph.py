@@ -19,7 +19,6 @@ from numpyro_pvi.schedules import Decentralized
 FAILURE = 0.1
 # Gossip steps allowed, in units of 1 / gap, and the KL to reach in nats.
 STEPS, KL = 20, 1e-10
-ROUNDS = 60
 
 
 def graphs(size: int) -> dict[str, networkx.Graph]:
@@ -79,15 +78,14 @@ def steps_to_centre(
 ) -> tuple[float, float, int]:
     """Gossip steps until every agent is within the KL of the centre, the KL at the end, and steps allowed."""
     allowed = STEPS / (1 - Decentralized(graph).adjacency.modulus)
-    per_round = max(1, math.floor(allowed / ROUNDS)) if failure else "auto"
-    schedule = Decentralized(graph, link_failure=failure, steps_per_round=per_round)
+    schedule = Decentralized(graph, link_failure=failure)
     pvi = PVI(
         Partition(_models.logistic, "data", data.labels), AutoMultivariateNormal(_models.logistic), schedule=schedule
     )
     state = pvi.init(jax.random.key(0), data.X, data.y)
     worst, steps = float("inf"), 0
     while steps + schedule.gossip.count <= allowed and worst > KL:
-        count = min(5, int(allowed - steps) // schedule.gossip.count)
+        count = min(4, int(allowed - steps) // schedule.gossip.count)
         state = pvi.run(None, count, data.X, data.y, init_state=state, progress_bar=False).state
         steps += count * schedule.gossip.count
         worst = max(kl(q, (optimum.loc, optimum.tril @ optimum.tril.T)) for q in agents(state))

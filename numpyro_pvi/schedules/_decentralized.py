@@ -72,7 +72,8 @@ class Decentralized:
             stochastic (Sinkhorn). Agents stand in the order of ``pvi.groups``.
         mixing: "tracking" or "consensus".
         steps_per_round: gossip steps after every round's updates, or "auto": until disagreement has shrunk about tenfold,
-            by Chebyshev's polynomials on fixed, symmetric, reliable graphs. For consensus: steps of every exchange, "auto" 1.
+            by Chebyshev's polynomials on one symmetric graph (with less memory the more links fail). For consensus: steps of
+            every exchange, "auto" 1.
         damping: share of each local update that is taken, in (0, 1]; 1 is the full step, as in earlier PVI code. "auto" is .5
             for tracking (above it an agent's ``n``-fold step can leave its q improper before its neighbours have heard of
             it), and 1 for consensus, which allows no other.

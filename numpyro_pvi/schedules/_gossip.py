@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ._graph import Graph, auto_steps, chebyshev_coefficients, realised_weights
+from ._graph import Graph, auto_steps, chebyshev_coefficients, chebyshev_interval, realised_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Gossip:
     Args:
         graph: the weights.
         steps: how often in a round, or "auto": until disagreement has shrunk about tenfold, by Chebyshev's polynomials
-            where the weights are symmetric, fixed and reliable.
+            where the weights are symmetric and of one graph; with less memory where links fail.
         link_failure: probability of each link's failing in each step.
         reliable: whether all agents are there all the time.
     """
@@ -31,16 +32,19 @@ class Gossip:
 
     @property
     def polynomial(self) -> bool:
-        """Whether Chebyshev's polynomials are used: they need the same symmetric weights in every step."""
-        fixed = len(self.graph.matrices) == 1 and self.graph.symmetric
-        return self.steps == "auto" and fixed and self.link_failure == 0 and self.reliable
+        """Whether Chebyshev's polynomials are used: they need symmetric weights, the same in every step or on average.
+
+        Failed links and absent agents only raise the weights' eigenvalues (a Laplacian is added), so that none leaves the
+        interval downwards, and what is above it shrinks less but never grows.
+        """
+        return self.steps == "auto" and len(self.graph.matrices) == 1 and self.graph.symmetric
 
     @property
     def count(self) -> int:
         """K, steps in a round."""
         if self.steps != "auto":
             return int(self.steps)
-        return auto_steps(self.graph, self.polynomial) if self.graph.size > 1 else 0
+        return auto_steps(self.graph, self.polynomial, self.link_failure) if self.graph.size > 1 else 0
 
     def mix(self, values: Any, key: Any, present: Bool[Array, "n"], done: Int[Array, ""]) -> tuple[Any, Int[Array, ""]]:
         """One round of gossip.
@@ -58,32 +62,29 @@ class Gossip:
         dtype = leaves[0].dtype
         weights = jnp.asarray(self.graph.matrices, dtype)
         count = self.count
-        if self.polynomial:
-            links = jnp.sum(weights[0] > 0) - jnp.sum(jnp.diag(weights[0]) > 0)
-            return self._polynomial(values, weights[0], count), links.astype(jnp.int32) * count
+        memory = jnp.asarray(self._memory(count), dtype)
 
         def one(carry, step):
-            values, sent = carry
+            last, before, sent = carry
             at = weights[(done + step) % weights.shape[0]]
             if self.link_failure > 0 or not self.reliable:
                 at, links = realised_weights(at, jax.random.fold_in(key, step), self.link_failure, present)
             else:
                 links = (jnp.sum(at > 0) - jnp.sum(jnp.diag(at) > 0)).astype(jnp.int32)
-            return (_apply(at, values), sent + links), None
+            new = _apply(at, last)
+            if self.polynomial:
+                a, b = memory[step]
+                new = jax.tree.map(lambda z, y: a * z - b * y, new, before)
+            return (new, last if self.polynomial else None, sent + links), None
 
-        (values, sent), _ = jax.lax.scan(one, (values, jnp.int32(0)), jnp.arange(count))
+        start = values, values if self.polynomial else None, jnp.int32(0)
+        (values, _, sent), _ = jax.lax.scan(one, start, jnp.arange(count))
         return values, sent
 
-    def _polynomial(self, values: Any, weights: Float[Array, "n n"], count: int) -> Any:
-        coefficients = jnp.asarray(chebyshev_coefficients(self.graph.modulus, count), weights.dtype)
-
-        def one(carry, row):
-            last, before = carry
-            new = jax.tree.map(lambda z, y: row[0] * z - row[1] * y, _apply(weights, last), before)
-            return (new, last), None
-
-        (values, _), _ = jax.lax.scan(one, (values, values), coefficients)
-        return values
+    def _memory(self, count: int) -> Float[np.ndarray, "K 2"]:
+        if not self.polynomial:
+            return np.zeros((count, 2))
+        return chebyshev_coefficients(chebyshev_interval(self.graph.modulus, self.link_failure), count)
 
 
 def _apply(weights: Float[Array, "n n"], values: Any) -> Any:

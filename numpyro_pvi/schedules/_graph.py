@@ -102,22 +102,59 @@ def second_modulus(weights: Any) -> float:
     return float(np.max(np.abs(np.linalg.eigvals(a - np.ones((n, n)) / n)))) if n > 1 else 0.0
 
 
-def auto_steps(graph: Graph, polynomial: bool) -> int:
+def failing_modulus(modulus: float, link_failure: float) -> float:
+    """Second modulus of the mean of the realised weights: failed links leave their weight on the diagonal."""
+    return 1.0 - (1.0 - link_failure) * (1.0 - modulus)
+
+
+def chebyshev_interval(modulus: float, link_failure: float) -> float:
+    """rho of the polynomials that gossip takes: of the interval [-rho, rho] on which they are small.
+
+    With reliable links it is the second modulus. Weights that change at random from step to step carry a product of
+    different matrices through the recurrence, which long memories do not survive: its last coefficient ``a_k`` tends to
+    ``2 / (1 + sqrt(1 - rho^2))``, and is kept at or below ``1 + (1 - link_failure) / 2``. (At 1.7 disagreement grew without limits
+    on graphs of 32 to 100 agents with half of the links failing; at the bound it shrank on all of them.)
+
+    Args:
+        modulus: the graph's second modulus.
+        link_failure: probability of each link's failing in each step.
+
+    Returns:
+        rho.
+    """
+    if link_failure == 0.0:
+        return modulus
+    most = 2.0 / (1.0 + 0.5 * (1.0 - link_failure)) - 1.0
+    return min(failing_modulus(modulus, link_failure), math.sqrt(1.0 - most**2))
+
+
+def auto_steps(graph: Graph, polynomial: bool, link_failure: float = 0.0) -> int:
     """Gossip steps that shrink disagreement about tenfold.
 
     Args:
         graph: the graph.
-        polynomial: whether Chebyshev's polynomials are used: the root of the number of steps that plain gossip takes.
+        polynomial: whether Chebyshev's polynomials are used: on reliable graphs the root of the number of steps that plain
+            gossip takes.
+        link_failure: probability of each link's failing in each step.
 
     Returns:
         At least 1.
     """
-    rho = graph.modulus
+    rho = failing_modulus(graph.modulus, link_failure)
     if rho <= AUTO_SHRINK:
         return 1
     if rho >= 1.0:
         return MAX_AUTO_STEPS
-    needed = math.acosh(1 / AUTO_SHRINK) / math.acosh(1 / rho) if polynomial else math.log(AUTO_SHRINK) / math.log(rho)
+    needed = math.log(AUTO_SHRINK) / math.log(rho)
+    if polynomial:
+        interval = chebyshev_interval(graph.modulus, link_failure)
+        counts = np.arange(1, MAX_AUTO_STEPS + 1)
+        # What T_k(A / interval) / T_k(1 / interval) leaves of the slowest disagreement, as logarithms of hyperbolic cosines.
+        inside, outside = (
+            np.logaddexp(x, -x) for x in (counts * math.acosh(max(y / interval, 1.0)) for y in (rho, 1.0))
+        )
+        found = np.flatnonzero(inside - outside <= math.log(AUTO_SHRINK))
+        needed = counts[found[0]] if found.size else MAX_AUTO_STEPS
     return min(max(1, math.ceil(needed)), MAX_AUTO_STEPS)
 
 
