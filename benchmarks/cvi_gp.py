@@ -1,12 +1,16 @@
 """``cvi-gp``: Gaussian-process classification by sites of two numbers per row, against the optimum over dense covariances.
 
-Float64 and warm. The kernel is squared exponential with the paper's settings for USPS. The peer, GPJax's ``fit_natgrads``,
-needs an environment of its own: ``python -m venv peer && peer/bin/pip install "gpjax==1.0"``, the same kernel, jitter and
-Bernoulli likelihood there, and its own clock around the fit.
+Float64 and warm. The kernel is squared exponential with the paper's settings for USPS. With ``--peer DIR`` GPJax's
+``fit_natgrads`` runs the same problems, one after another with ours, in an environment of its own that is made in that folder.
 """
 
 import argparse
 import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from benchmarks import _models, _problems, _report, _subjects
 GAP = 0.01
 MAX_ROUNDS = 100
 JITTER = 1e-6
+PEER = "gpjax==1.0.0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +81,15 @@ def run(options: argparse.Namespace) -> _report.Report:
         cases = simulated() if options.data is None else load(Path(options.data), options.quick)
         rows = [_compare(case, options) for case in cases]
     header = ("data", "N", "-ELBO at optimum", "gap of sites by rows", "rounds", "s", "s / round", "Cholesky of K, s")
+    if options.peer is not None:
+        header = (*header, "GPJax: steps", "s", "of step size", "-ELBO")
     caption = f"warm, to {GAP} nats of the optimum, float64; numbers kept for sites: 2 N"
     report.add_table(caption, header, rows)
     if not options.quick:
         for row in rows:
             report.add_target(f"{row[0]}: |gap|", abs(row[3]), GAP)
+            if options.peer is not None:
+                report.add_target(f"{row[0]}: seconds of GPJax over PVI's", row[9] / row[5], 1.0, at_least=True)
     return report
 
 
@@ -104,7 +113,26 @@ def _compare(case: Case, options: argparse.Namespace) -> tuple:
         2 if options.quick else 5,
     )
     row = (case.name, len(case.y), f"{optimum:.4f}", losses[-1] - optimum, rounds, times["fit"])
-    return (*row, times["fit"] / rounds, times["factor"])
+    row = (*row, times["fit"] / rounds, times["factor"])
+    return row if options.peer is None else (*row, *_peer(case, optimum, Path(options.peer)))
+
+
+def _peer(case: Case, optimum: float, folder: Path) -> tuple:
+    """Steps, warm seconds, step size and best negative ELBO of GPJax on the same problem, in a process of its own."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", PEER], check=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        path, settings = Path(scratch) / "problem.npz", {"log_sd": case.log_sd, "log_length": case.log_length}
+        np.savez(path, X=case.X, y=case.y, jitter=JITTER, limit=optimum + GAP, **settings)
+        script = Path(__file__).with_name("_gpjax_peer.py")
+        done = subprocess.run([python, script, path], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        return ("failed",) + (float("nan"),) * 3
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found["steps"], found["seconds"], found["rate"], found["best"]
 
 
 def _model(K: Any, y: Any = None) -> None:
