@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -184,6 +185,8 @@ class PVIInfo:
     rounds: int
     # Largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
     consensus: float = 0.0
+    # Without a server: natural parameters of every agent's own q by label, read when they are asked for; else empty.
+    agents: Mapping[Hashable, Any] = dataclasses.field(default_factory=dict)
     # DELBO on the rows that the last consensus round took, its consensus gap and its modelling gap, nats; NaN elsewhere.
     delbo: tuple[float, float, float] = (math.nan, math.nan, math.nan)
     # Of factors whose tilted moments are by chains: largest split R-hat, and share of divergent transitions; NaN elsewhere.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 from ._marginals import event_rank, in_own_support
 from ._state import Plan, PVIInfo, PVIState, PVITrace
 from ._wording import words_of
-from .errors import ImproperError, PVIError
+from .errors import ImproperError, PartitionError, PVIError
 from .families import GaussianFamily, GaussianMoments, RowFamily, RowPrior
 from .handlers import PRIOR
 from .schedules import BY_FACTOR, RoundReport
@@ -148,7 +148,33 @@ def optim_notes(has_optim: bool, state: PVIState) -> tuple[str, ...]:
     return ("optim was given, but the model has no numpyro.param site: there is nothing for it to optimise.",)
 
 
-def describe(state: PVIState, has_optim: bool, solver: Any) -> PVIInfo:
+@dataclasses.dataclass(frozen=True)
+class AgentViews(Mapping[Hashable, NaturalView]):
+    """Every agent's own q by label, where there is no server: read from the state when it is asked for.
+
+    Attributes:
+        schedule: of the fit.
+        state: the state.
+    """
+
+    schedule: Any = dataclasses.field(repr=False)
+    state: PVIState = dataclasses.field(repr=False)
+
+    def __getitem__(self, label: Hashable) -> NaturalView:
+        try:
+            natural = agent_natural(self.schedule, self.state, label)
+        except PartitionError as error:
+            raise KeyError(label) from error
+        return NaturalView(natural, self.state.plan.family, f"q of agent {label!r}")
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.state.plan.partition.table.labels)
+
+    def __len__(self) -> int:
+        return len(self.state.plan.partition.table.labels)
+
+
+def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
     notes = optim_notes(has_optim, state)
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
@@ -185,6 +211,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any) -> PVIInfo:
         structure=structure,
         expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, expectation, strict=True)),
         consensus=float(report.consensus),
+        agents=AgentViews(schedule, state) if hasattr(schedule, "agent_natural") else {},
         delbo=tuple(float(x) for x in report.delbo),
         rhat=rhat,
         divergent=_by_factor(state, len(labels), lambda s: _of_chains(s, "divergent")),

@@ -452,7 +452,7 @@ class PVI(SVI):
 
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
-        return describe(state, self.optim is not None, self.solver)
+        return describe(state, self.optim is not None, self.solver, self.schedule)
 
     @property
     def groups(self) -> tuple:

@@ -110,6 +110,12 @@ def test_the_report_covers_every_factor(fits):
     steps = found.trace.step[:, 2]
     assert 0 < np.sum(steps == 0) < len(steps) and not found.trace.skipped.any()
     assert found.trace.consensus[-1] < 1e-2 < found.trace.consensus[0]
+    # The network's mean of what agents hold is the network's q.
+    held = network.info(found.state).agents
+    assert list(held) == [0, 1, 2] and "x" not in held
+    mean = np.mean([view.precision_mean for view in held.values()], axis=0)
+    whole = found.state.prior + found.state.sites.prior + jax.tree.map(lambda x: x.sum(0), found.state.sites.groups)
+    np.testing.assert_allclose(mean, whole.precision_mean, rtol=1e-3)
     # Both ends of each link that is up send one message a step.
     assert np.all(np.diff(found.trace.messages[:, 0]) % 2 == 0)
     assert found.trace.messages[-1, 0] < 150 * network.schedule.gossip.count * 4
