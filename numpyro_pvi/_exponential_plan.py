@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from ._exponential_guide import AutoExponentialFamily
 from ._state import Plan
 from .errors import GuideError, PVIError
-from .expectations import MAX_TERMS, FactorStructure, find_structure, probe_values
+from .expectations import MAX_TERMS, FactorStructure, find_structure, over_values, probe_values, sums_of
 from .factors import Planned, ValueCall
 from .families import (
     MultivariateNormalFamily,
@@ -23,8 +24,9 @@ from .families import (
     ScalarNormalFamily,
     family_for,
     repeated,
+    support_of,
 )
-from .runtime import JointBlock, ProductPlan, latent_values
+from .runtime import JointBlock, ProductPlan, RowLatent, latent_values
 
 _GAUSSIAN = (ScalarNormalFamily, NormalFamily, MultivariateNormalFamily)
 
@@ -51,7 +53,7 @@ def components_of(guide: AutoExponentialFamily, latents: dict[str, tuple[int, ..
         The components.
 
     Raises:
-        GuideError: for a guide of another model, or discrete latents.
+        GuideError: for a guide of another model, or discrete latents without finitely many values.
     """
     own = {n: tuple(guide.prototype_trace[n]["fn"].shape()) for n in (*guide._latents, *_blocked(guide))}
     if own != latents:
@@ -64,10 +66,10 @@ def components_of(guide: AutoExponentialFamily, latents: dict[str, tuple[int, ..
     families, start = {}, {}
     for name, latent in guide._latents.items():
         fn: Any = guide.prototype_trace[name]["fn"]
-        if fn.support.is_discrete:
+        if fn.support.is_discrete and support_of(latent.family) is None:
             raise GuideError(
-                f"latent {name!r} is discrete and has a family, which PVI has no expectations for yet: mark it for enumeration "
-                "(infer={'enumerate': 'parallel'}), inside the partitioned plate, or fit the guide with NumPyro's SVI."
+                f"latent {name!r} is discrete with family {type(latent.family).__name__}, whose values cannot be summed over: "
+                f"write families={{{name!r}: CategoricalFamily(n)}} or BernoulliFamily(), or marginalise it in the model."
             )
         families[name] = repeated(latent.family, fn.batch_shape)
         start[name] = families[name].from_distribution(latent.member(latent.start))
@@ -94,6 +96,7 @@ def plan_product(
     base: Plan,
     expectation: str,
     turns: tuple[int, ...],
+    inside: tuple[RowLatent, ...],
     key: Any,
 ) -> tuple[ProductPlan, ProductNatural, Any]:
     """Find the exactly held prior and the structure of the factors.
@@ -105,6 +108,7 @@ def plan_product(
         base: the plan so far.
         expectation: "auto", "exact" or "monte_carlo".
         turns: as of :func:`turns_of`.
+        inside: as of :func:`inside_of`.
         key: a random key.
 
     Returns:
@@ -119,6 +123,7 @@ def plan_product(
         **{f.name: getattr(base, f.name) for f in dataclasses.fields(Plan)},
         blocks=components.blocks,
         turns=turns,
+        inside=inside,
     )
     plan = dataclasses.replace(plan, family=family)
     held = _exact_prior(components, call, key)
@@ -126,35 +131,53 @@ def plan_product(
     plan = dataclasses.replace(plan, exact=exact)
     prior = ProductNatural({n: held.get(n, jax.tree.map(jnp.zeros_like, x)) for n, x in components.start.parts.items()})
 
-    def structure(terms: Callable, where: str) -> FactorStructure:
-        def chosen(values: dict) -> Any:
-            return _some(terms(values))
+    structure = partial(_structure, plan, components, key, expectation)
 
-        return find_structure(family, components.start, chosen, key, expectation, where)
+    def likelihood_terms(values: dict) -> dict:
+        found = call.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents)
+        return {n: plan.over_base_measure(values, n, x) for n, x in found.items()}
 
-    likelihood = structure(lambda v: call.likelihood_terms(plan.latent_values(v), part.rows), "groups' likelihood")
+    likelihood = structure(likelihood_terms, "groups' likelihood")
     prior_factor, base_site = None, None
-    if len(exact) < len(family.components) or part.outside:
+    if any(n not in held and n not in plan.row_axes for n, _ in family.components) or part.outside:
 
         def prior_terms(values: dict) -> dict:
             base = {f"log h of {n}": x for n, x in plan.log_base_measures(values).items()}
             return base | call.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents)
 
         prior_factor = structure(prior_terms, "prior factor")
+        zero = {*held, *plan.row_axes}
         base_site = ProductNatural(
-            {n: jax.tree.map(jnp.zeros_like, x) if n in held else x for n, x in components.start.parts.items()}
+            {n: jax.tree.map(jnp.zeros_like, x) if n in zero else x for n, x in components.start.parts.items()}
         )
     partition = dataclasses.replace(
         part,
         likelihood="draws",
         terms=(),
         exact=plan.exact_latents,
+        local=None,
         prior_latents=tuple(n for n in part.layout.names if n not in plan.exact_latents),
         prior_terms=(),
         prior_kind="none" if prior_factor is None else "draws",
     )
     plan = dataclasses.replace(plan, partition=partition, likelihood=likelihood, prior_factor=prior_factor)
     return plan, prior, base_site
+
+
+def _structure(
+    plan: ProductPlan, components: Components, key: Any, expectation: str, terms: Callable, where: str
+) -> FactorStructure:
+    """Of one factor, with its terms by name: in the other latents at every value of those with finitely many."""
+    family = components.family
+    continuous = ProductFamily([(n, f) for n, f in family.components if support_of(f) is None])
+    start = ProductNatural({n: components.start.parts[n] for n, _ in continuous.components})
+    everywhere = over_values(family, lambda values: _some(terms(values)))
+
+    def chosen(values: dict) -> Any:
+        return _some({"": everywhere(values)})
+
+    found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes)
+    return sums_of(family, probe_values(continuous, start, key), terms, found, where)
 
 
 def turns_of(components: Components, order: Any) -> tuple[int, ...]:

@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from ._entry import float_dtype
+from ._exponential_locals import begun, inside_of, plan_beside
 from ._exponential_plan import components_of, plan_product, turns_of
 from ._opening import open_call
 from ._state import Plan, PVIInfo, PVIState
 from ._views import factor_labels, last_round, optim_notes
-from .errors import GuideError, ImproperError, PVIError
+from .errors import ImproperError, PVIError
 from .factors import (
     ValueCall,
     is_latent,
-    plan_factors,
 )
 from .families import ProductNatural
 from .pvi import PVI
-from .runtime import LaxMap, ProductEngine, Vmap, first_memory
+from .runtime import LaxMap, ProductEngine, Vmap, first_memory, spread
 from .schedules import Points, Rule, Sequential, Synchronous, empty_report
 from .sites import SiteStack, posterior
 from .solvers import Conjugate, NaturalGradient
@@ -49,18 +49,20 @@ class ExponentialPVI(PVI):
 
     def init(self, rng_key: Any, *args: Any, init_params: dict | None = None, **kwargs: Any) -> PVIState:
         """Plan the partition, find what every factor is conjugate in, and make the first state; see :meth:`PVI.init`."""
-        opening = open_call(self, rng_key, args, kwargs)
+        opening = open_call(self, rng_key, args, kwargs, self.guide.families)
         args, kwargs, trace, plan_key = opening.args, opening.kwargs, opening.trace, opening.plan_key
-        _refuse_sites(trace, opening.rows)
+        _refuse_params(trace)
         opening.set_up(self.guide)
         components = components_of(self.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
         turns = turns_of(components, getattr(self.solver, "blocks", "auto"))
-        planned = plan_factors(opening.partition, args, kwargs, key=plan_key)
+        planned = plan_beside(opening.partition, opening.held, args, kwargs, plan_key)
+        inside = inside_of(trace, opening.rows, self.guide)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
         base = Plan(planned.plan, components.family, opening.signature)
         expectation = "exact" if isinstance(self.solver, Conjugate) else getattr(self.solver, "expectation", "auto")
-        plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, plan_key)
+        plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, inside, plan_key)
         state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
+        state = begun(self._engine, state, components.start, args, kwargs)
         if init_params is not None:
             state = self._at_params(state, init_params)
         if not bool(plan.family.in_domain(posterior(state.prior, state.sites))):
@@ -102,10 +104,8 @@ class ExponentialPVI(PVI):
         joint = {block.name: block.latents for block in plan.blocks}
         families = plan.family.components
         natural = ProductNatural({n: f.from_distribution(wanted[joint.get(n, n)]) for n, f in families})
-        share = (natural - posterior(state.prior, state.sites)) * (1.0 / state.report.move.shape[0])
-        groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, share)
-        prior = None if state.sites.prior is None else state.sites.prior + share
-        return dataclasses.replace(state, sites=SiteStack(groups, prior))
+        change = natural - posterior(state.prior, state.sites)
+        return dataclasses.replace(state, sites=spread(plan, state.sites, change))
 
     # ------------------------------------------------------------------------------------------- reading results
 
@@ -223,18 +223,12 @@ def _product_plan(state: PVIState) -> Any:
     return state.plan
 
 
-def _refuse_sites(trace: dict, rows: Any) -> None:
+def _refuse_params(trace: dict) -> None:
     params = [n for n, s in trace.items() if s["type"] == "param"]
     if params:
         raise PVIError(
             f"the model has numpyro.param site(s) {', '.join(params)}, which PVI does not fit under AutoExponentialFamily: give "
             f"them a prior with numpyro.sample, or use {_GAUSSIAN_GUIDES}."
-        )
-    local = [n for n, s in trace.items() if is_latent(s) and rows.of(s) is not None]
-    if local:
-        raise GuideError(
-            f"latent(s) {', '.join(map(repr, local))} are inside the partitioned plate: under AutoExponentialFamily PVI holds "
-            "latents that all groups share. Declare them in a plate of their own outside it, or use AutoDiagonalNormal."
         )
 
 

@@ -147,12 +147,11 @@ def _same_interval(one: Any, other: Any) -> bool:
 
 def _start(name: str, family: Family, fn: Any, given: bool) -> Any:
     """The prior as a member of the family, or the member with the prior's mean statistics, by draws."""
-    if not given:
-        try:
-            if family_for(fn) == family:
-                return family.from_distribution(fn)
-        except GuideError:
-            pass
+    try:
+        if (not given or fn.support.is_discrete) and family_for(fn) == family:
+            return family.from_distribution(fn)
+    except GuideError:
+        pass
     draws = fn.sample(jax.random.key(0), (NUM_MATCHED,))
     member = family.to_distribution
     mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), family.sufficient_statistics(draws))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.core
 
 from ._entry import positional_names
-from .errors import PVIError
+from .errors import GuideError, PVIError
 from .factors import (
     Enumeration,
     abstract_trace,
     check_finite_arguments,
     enumerated,
+    is_latent,
     refuse_unsupported,
     signature_of,
 )
@@ -37,6 +39,7 @@ class Opening:
         rows: which axis of which sample site runs over the partitioned rows.
         enumeration: how discrete local latents are summed out, or None.
         names: of the model's positional parameters, for messages.
+        held: discrete latents that q holds, having families.
     """
 
     args: tuple
@@ -49,6 +52,7 @@ class Opening:
     rows: RowAxes
     enumeration: Enumeration | None
     names: tuple[str, ...]
+    held: tuple[str, ...] = ()
 
     @property
     def signature(self) -> Any:
@@ -60,7 +64,7 @@ class Opening:
         setup_guide(guide, self.guide_key, self.args, self.kwargs, self.enumeration and self.enumeration.wrap)
 
 
-def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict) -> Opening:
+def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Collection[str] = ()) -> Opening:
     """Look at a call of ``init``.
 
     Args:
@@ -68,6 +72,7 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict) -> Opening:
         rng_key: random key.
         args: the model's positional arguments.
         kwargs: its keyword arguments.
+        families: latents that the guide was given families for; discrete ones among them are not summed out.
 
     Returns:
         What was found.
@@ -89,8 +94,34 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict) -> Opening:
     refuse_unsupported(trace)
     partition = pvi.partition or pvi._default_partition(trace)
     rows = partition.row_axes(trace)
-    _, trace, enumeration = enumerated(pvi.model, trace, rows, plan_key, args, kwargs)
-    return Opening(args, kwargs, key, guide_key, plan_key, trace, partition, rows, enumeration, names)
+    held, enumeration = values_held(trace, families), None
+    if not held:
+        _, trace, enumeration = enumerated(pvi.model, trace, rows, plan_key, args, kwargs)
+    return Opening(args, kwargs, key, guide_key, plan_key, trace, partition, rows, enumeration, names, held)
 
 
-__all__ = ["Opening", "open_call"]
+def values_held(trace: dict, families: Collection[str]) -> tuple[str, ...]:
+    """The discrete latents that have a family, so that q holds them and nothing is enumerated.
+
+    Args:
+        trace: an abstract trace of the model.
+        families: latents that the guide was given families for.
+
+    Returns:
+        Their names.
+
+    Raises:
+        GuideError: where others are discrete and have none.
+    """
+    discrete = [n for n, s in trace.items() if is_latent(s) and s["fn"].support.is_discrete]
+    held = tuple(n for n in discrete if n in families)
+    rest = [n for n in discrete if n not in held]
+    if held and rest:
+        raise GuideError(
+            f"families names the discrete latent(s) {', '.join(map(repr, held))}, and {', '.join(map(repr, rest))} "
+            f"would be summed out: give all of them a family, such as families={{{rest[0]!r}: CategoricalFamily(n)}}, or none."
+        )
+    return held
+
+
+__all__ = ["Opening", "open_call", "values_held"]

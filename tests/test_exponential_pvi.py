@@ -13,7 +13,7 @@ from numpyro.infer import Predictive, Trace_ELBO
 from scipy import integrate, special
 
 from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, GuideError, ImproperError, Partition, PVIError
-from numpyro_pvi.families import BernoulliFamily, LogNormalFamily
+from numpyro_pvi.families import BernoulliFamily, CategoricalFamily, LogNormalFamily
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.schedules import Sequential, Streaming, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
@@ -296,14 +296,6 @@ def test_a_fitted_state_says_what_is_not_there():
             call()
 
 
-def with_local(y):
-    """A latent inside the partitioned plate."""
-    m = numpyro.sample("m", dist.Normal(0.0, 1.0))
-    with numpyro.plate("data", y.shape[0]):
-        z = numpyro.sample("z", dist.Normal(m, 1.0))
-        numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
-
-
 def with_param(y):
     """A model with a numpyro.param."""
     scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
@@ -312,24 +304,41 @@ def with_param(y):
         numpyro.sample("y", dist.Normal(m, 1.0), obs=y)
 
 
-def with_switch(y):
-    """A discrete shared latent."""
-    z = numpyro.sample("z", dist.Bernoulli(0.3))
+def with_index(y):
+    """Rows that see a shared discrete latent's members by an index."""
+    with numpyro.plate("kinds", 3):
+        s = numpyro.sample("s", dist.Bernoulli(0.3))
+    m = numpyro.sample("m", dist.Normal(0.0, 1.0))
     with numpyro.plate("data", y.shape[0]):
-        numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
+        numpyro.sample("y", dist.Normal(m + s[jnp.arange(y.shape[0]) % 3], 1.0), obs=y)
+
+
+def with_local(y):
+    """Two discrete latents and a normal one inside the partitioned plate."""
+    m = numpyro.sample("m", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", y.shape[0]):
+        u = numpyro.sample("u", dist.Categorical(jnp.ones(20) / 20))
+        v = numpyro.sample("v", dist.Categorical(jnp.ones(20) / 20))
+        z = numpyro.sample("z", dist.Normal(m, 1.0))
+        numpyro.sample("y", dist.Normal(z + u - v, 1.0), obs=y)
+
+
+U, V = {"u": CategoricalFamily(20)}, {"v": CategoricalFamily(20)}
 
 
 @pytest.mark.parametrize(
-    ("model", "families", "words"),
+    ("model", "options", "words"),
     [
-        (with_local, None, "'z' are inside the partitioned plate"),
-        (with_param, None, "numpyro.param site"),
-        (with_switch, {"z": BernoulliFamily()}, "'z'"),
+        (with_param, {}, "numpyro.param site"),
+        (with_index, {"families": {"s": BernoulliFamily()}}, "'y' see several members of discrete latent.*'s'"),
+        (with_local, {"families": U}, "'u', and 'v' would be summed out: give all of them a family"),
+        (with_local, {"families": U | V, "joint": [("m", "z")]}, "latent 'z' is inside the partitioned plate"),
+        (with_local, {"families": U | V}, r"u \(20 values\), v \(20 values\).*at most 256"),
     ],
-    ids=["local", "param", "discrete"],
+    ids=["param", "index", "families", "joint", "values"],
 )
-def test_models_that_do_not_fit_are_refused_by_name(model, families, words):
-    pvi = PVI(Partition(model, "data", 2), AutoExponentialFamily(model, families=families), numpyro.optim.Adam(0.1))
+def test_models_that_do_not_fit_are_refused_by_name(model, options, words):
+    pvi = PVI(Partition(model, "data", 2), AutoExponentialFamily(model, **options), numpyro.optim.Adam(0.1))
     with pytest.raises(PVIError, match=words):
         pvi.init(KEY, jnp.asarray(Y))
 

@@ -38,6 +38,7 @@ _SHELL = (
     "_codec",
     "_driver",
     "_entry",
+    "_exponential_locals",
     "_exponential_plan",
     "_exponential_pvi",
     "_groups",

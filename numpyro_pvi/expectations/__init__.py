@@ -4,12 +4,14 @@ from ._affine import AffineProgram, SharedAffineProgram
 from ._affinity import MAX_TERMS, find_structure, probe_values
 from ._agreement import disagreement
 from ._at_points import log_densities_at, log_density_at
+from ._cells import over_values, sums_of
 from ._chains import Chains, no_chains
 from ._clouds import GRID_DIM, grid_cloud, normal_cloud
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
+from ._factor_structure import FactorStructure
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
-from ._mean_space import FactorStructure, MeanSpace
+from ._mean_space import MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points
 from ._quadratic import QuadraticProgram
@@ -69,6 +71,7 @@ __all__ = [
     "log_density_at",
     "no_chains",
     "normal_cloud",
+    "over_values",
     "probe_values",
     "random_points",
     "row_sites_zero",
@@ -76,6 +79,7 @@ __all__ = [
     "rule_index",
     "sigma_points",
     "sum_by_group",
+    "sums_of",
     "tilted_rows",
     "with_settings",
     "zero_expected",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from jaxtyping import Array
 from ..errors import PVIError
 from ..families import ProductFamily, ProductNatural, VonMisesFamily, members_of, pair_rule
 from ._designs import FEW_SIGNS, MANY_SIGNS, strength_three
-from ._mean_space import FactorStructure, LatentRole, count_signs, sign_shape
+from ._factor_structure import FactorStructure, LatentRole
+from ._mean_space import count_signs, sign_shape
 
 # Values whose average statistics a pair is fitted to, and the backgrounds that the other latents are held at.
 _FITTED, _BACKGROUNDS = 4, 3
@@ -77,6 +78,7 @@ def find_structure(
     key: Any,
     expectation: str,
     where: str,
+    rows: Mapping[str, int] | None = None,
 ) -> FactorStructure:
     """Find how a factor's expectation is to be taken.
 
@@ -87,6 +89,7 @@ def find_structure(
         key: a random key.
         expectation: "auto", "exact" (refuse what is not conjugate) or "monte_carlo" (draw everything).
         where: the factor's name, for messages.
+        rows: by component whose members belong to rows, the axis of members that runs over them.
 
     Returns:
         The structure.
@@ -101,9 +104,9 @@ def find_structure(
     values = look.evaluate(terms)
     roles, first = [], 0
     for component, asked in zip(components, plans, strict=True):
-        role = _role(component, asked, values, expectation)
+        role = dataclasses.replace(_role(component, asked, values, expectation), axis=(rows or {}).get(component.name))
         if role.kind == "exact":
-            signs = count_signs(component.family, role.single)
+            signs = count_signs(component.family, role)
             role = dataclasses.replace(role, first=first, signs=signs)
             first += signs
         roles.append(role)
@@ -171,7 +174,7 @@ def _at_signs(
             own = signs[:, role.first : role.first + role.signs]
 
             def one(row: Array, rule: Any = rule, role: LatentRole = role) -> Array:
-                return rule.points(coordinates[role.name], sign_shape(families[role.name], role.single, row))
+                return rule.points(coordinates[role.name], sign_shape(families[role.name], role, row))
 
             found[role.name] = jax.vmap(one)(own)
     return found

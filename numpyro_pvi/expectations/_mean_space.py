@@ -18,78 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..families import ProductFamily, ProductNatural, members_of, pair_rule
+from ..families import ProductFamily, ProductNatural, members_of, pair_rule, support_of
 from ._designs import all_signs, strength_three
+from ._factor_structure import FactorStructure, LatentRole
 
 # Antithetic pairs of sign rows where no fixed design is known to be exact.
 _RANDOM_PAIRS = 16
 # Points evaluated together.
 _TOGETHER = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentRole:
-    """How one component of the product family enters a factor.
-
-    Attributes:
-        name: the component.
-        kind: "exact" (the factor is affine in its statistics), "draws", or "absent".
-        signs: how many signs it takes in the design, and where they begin.
-        single: whether every term depends on one member at most, so that all members share their signs.
-    """
-
-    name: str
-    kind: str
-    first: int = 0
-    signs: int = 0
-    single: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class FactorStructure:
-    """How a factor's expectation is taken. Static and hashable.
-
-    Attributes:
-        roles: one per component.
-        design: "all" combinations of signs, an array of "strength 3", or "random" rows.
-    """
-
-    roles: tuple[LatentRole, ...]
-    design: str = "all"
-
-    @property
-    def num_signs(self) -> int:
-        """K, columns of the design."""
-        return sum(role.signs for role in self.roles)
-
-    @property
-    def drawn(self) -> tuple[str, ...]:
-        """Components whose expectations are by draws."""
-        return tuple(role.name for role in self.roles if role.kind == "draws")
-
-    @property
-    def conjugate(self) -> tuple[str, ...]:
-        """Components in whose statistics the factor is affine given the others."""
-        return tuple(role.name for role in self.roles if role.kind == "exact")
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing is drawn."""
-        return not self.drawn and self.design != "random"
-
-    def __str__(self) -> str:
-        parts = [f"conjugate in {', '.join(self.conjugate)}"] if self.conjugate else []
-        parts += [f"not conjugate in {', '.join(self.drawn)}"] if self.drawn else []
-        return "; ".join(parts) or "constant"
-
-    @property
-    def expectation(self) -> str:
-        """In words, how expectations are taken."""
-        if self.exact:
-            return "closed form"
-        if not self.drawn:
-            return "drawn signs"
-        return f"draws of {', '.join(self.drawn)}" + (" and of signs" if self.design == "random" else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +53,12 @@ class MeanSpace:
             q: natural parameters.
 
         Returns:
-            ``(variables, beyond)``: coordinates of conjugate components and naturals of drawn ones; and, of the components
-            whose pairs are taken at an anchor, how far q's own coordinates are from it.
+            ``(variables, rest)``, dicts of dicts by component: coordinates of conjugate components, naturals of drawn ones and
+            probabilities of those summed over; and, of the components whose pairs are taken at an anchor, how far q's own
+            coordinates are from it, with any value of absent ones.
         """
         coordinates, beyond = {}, {}
+        probs = {role.name: _values(f).probs(q.parts[role.name]) for role, f in self._components("sum")}
         for role, family in self._components("exact"):
             rule, natural = _rule(family), q.parts[role.name]
             own = rule.coordinates(natural)
@@ -132,35 +70,44 @@ class MeanSpace:
             coordinates[role.name] = own
         drawn = {role.name: q.parts[role.name] for role, _ in self._components("draws")}
         fixed = {role.name: _typical(family, q.parts[role.name]) for role, family in self._components("absent")}
-        return {"coordinates": coordinates, "natural": drawn}, {"beyond": beyond, "fixed": fixed}
+        variables = {"coordinates": coordinates, "natural": drawn}
+        return variables | ({"probs": probs} if probs else {}), {"beyond": beyond, "fixed": fixed}
 
     def average(
-        self, variables: dict[str, dict], rest: dict[str, Any], density: Callable[[dict], Array], key: Any
+        self, variables: dict[str, dict], rest: dict[str, Any], density: Callable[..., Array], key: Any
     ) -> Float[Array, ""]:
         """``E_q[f]`` in nats.
 
         Args:
             variables: as :meth:`variables` gives them, or where they are moved to.
             rest: what :meth:`variables` gives beside them.
-            density: f, of a dict of values by component.
+            density: f, of a dict of values by component; where components are summed over, of a dict of weights besides,
+                which it hands to :meth:`FactorStructure.weigh` with each of its terms.
             key: for draws; not used where there are none.
 
         Returns:
             The expectation.
         """
         signs, draws = self._signs(key), self._draws(variables["natural"], key)
+        probs = variables.get("probs", {})
+        cells = all_values({n: x.shape[-1] for n, x in probs.items()})
 
         def at(coordinates: dict) -> Array:
             def one(index: tuple) -> Array:
-                row, draw = index
+                row, draw, cell = index
                 values = rest["fixed"] | {n: x[draw] for n, x in draws.items()}
-                return density(values | self._points(coordinates, signs[row]))
+                values |= self._points(coordinates, signs[row])
+                if not probs:
+                    return density(values)
+                chosen = {n: jnp.asarray(cells)[cell, i] for i, n in enumerate(probs)}
+                values |= {n: jnp.full(probs[n].shape[:-1], k) for n, k in chosen.items()}
+                return density(values, {n: (probs[n][..., k], 1.0 * (k == 0)) for n, k in chosen.items()})
 
-            rows, columns = len(signs), self.num_draws if draws else 1
-            index = jnp.repeat(jnp.arange(rows), columns), jnp.tile(jnp.arange(columns), rows)
-            if rows * columns <= _TOGETHER:
-                return jnp.mean(jax.vmap(one)(index))
-            return jnp.mean(jax.lax.map(one, index, batch_size=_TOGETHER))
+            counts = len(signs), self.num_draws if draws else 1, len(cells)
+            index = tuple(x.reshape(-1) for x in np.indices(counts))
+            if len(index[0]) <= _TOGETHER:
+                return counts[2] * jnp.mean(jax.vmap(one)(index))
+            return counts[2] * jnp.mean(jax.lax.map(one, index, batch_size=_TOGETHER))
 
         def continued(coordinates: dict, names: list[str]) -> Array:
             if not names:
@@ -196,6 +143,8 @@ class MeanSpace:
             own, slope = q.parts[role.name], gradient["natural"][role.name]
             like = jax.tree.structure(jax.eval_shape(family.natural_to_mean, own))
             found[role.name] = family.fisher_solve(own, jax.tree.unflatten(like, jax.tree.leaves(slope)))
+        for role, family in self._components("sum"):
+            found[role.name] = _values(family).message(gradient["probs"][role.name])
         for role, _ in self._components("absent"):
             found[role.name] = jax.tree.map(jnp.zeros_like, q.parts[role.name])
         return ProductNatural({name: found[name] for name, _ in self.family.components})
@@ -218,20 +167,48 @@ class MeanSpace:
         found = {}
         for role, family in self._components("exact"):
             rule, own = _rule(family), signs[role.first : role.first + role.signs]
-            found[role.name] = rule.points(coordinates[role.name], sign_shape(family, role.single, own))
+            found[role.name] = rule.points(coordinates[role.name], sign_shape(family, role, own))
         return found
 
 
-def sign_shape(family: Any, single: bool, signs: Array) -> Array:
+def all_values(sizes: Mapping[str, int]) -> np.ndarray:
+    """All combinations of the values of some components.
+
+    Args:
+        sizes: how many values each has.
+
+    Returns:
+        Int[C J], one column per component; one empty row where there are none.
+    """
+    return (
+        np.stack([x.reshape(-1) for x in np.indices(tuple(sizes.values()))], axis=-1)
+        if sizes
+        else np.zeros((1, 0), int)
+    )
+
+
+def sign_shape(family: Any, role: LatentRole, signs: Array) -> Array:
     """A component's signs in a shape that broadcasts against its members."""
-    axes, members = _rule(family).axes, () if single else members_of(family)
+    axes, members = _rule(family).axes, _signed_members(family, role)
     return signs.reshape(*members, axes) if axes else signs.reshape(members)
 
 
-def count_signs(family: Any, single: bool) -> int:
+def count_signs(family: Any, role: LatentRole) -> int:
     """Signs that a component takes in a design."""
-    members = 1 if single else int(np.prod(members_of(family)))
-    return members * max(_rule(family).axes, 1)
+    return int(np.prod(_signed_members(family, role))) * max(_rule(family).axes, 1)
+
+
+def _signed_members(family: Any, role: LatentRole) -> tuple[int, ...]:
+    """Axes along which members have signs of their own; no term sees two rows, so that rows share theirs."""
+    if role.single:
+        return ()
+    return tuple(1 if i == role.axis else size for i, size in enumerate(members_of(family)))
+
+
+def _values(family: Any) -> Any:
+    values = support_of(family)
+    assert values is not None  # only components with finitely many values are ever given the role "sum"
+    return values
 
 
 def _rule(family: Any) -> Any:

@@ -29,7 +29,7 @@ from ._reading import GroupMasks, slice_rows
 from ._row_sites import look_at_rows, num_elements, read_row_prior, read_rows, why_not_rows
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
 from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
-from ._values import ValueCall, chunk_log_likelihood, prior_log_density
+from ._values import ValueCall, chunk_log_likelihood, prior_log_density, take_rows, with_values_held
 
 # A handler cannot import the planner, which is a later room: the planner hands itself over.
 Partition.planner = staticmethod(make_plan)
@@ -80,8 +80,10 @@ __all__ = [
     "refuse_unsupported",
     "slice_rows",
     "split_arguments",
+    "take_rows",
     "why_not_rows",
     "without_labels",
     "with_expectation",
+    "with_values_held",
     "term_log_prob",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 from numpyro import handlers
+from numpyro.primitives import Messenger
 
 from ..handlers import FullPlates, PlateRows, RowAxes
 from ._model import is_latent, is_observed, rows_first, site_log_prob
@@ -51,18 +53,43 @@ class ValueCall:
         args, kwargs = slice_rows((self.args, self.kwargs), reading.axes, chunk[0])
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
-    def likelihood_terms(self, values: Mapping[str, Array], rows: RowAxes) -> dict[str, Array]:
-        """Elementwise log density of every observed site with a partitioned axis, in nats."""
-        trace = self.trace(values)
-        return {n: site_log_prob(s) for n, s in trace.items() if is_observed(s) and rows.of(s) is not None}
+    def likelihood_terms(
+        self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...] = ()
+    ) -> dict[str, Array]:
+        """Elementwise log density of the groups' sites, in nats: those with a partitioned axis but latents held exactly."""
+        return {
+            name: site_log_prob(site)
+            for name, site in self.trace(values).items()
+            if _counts(name, site, exact) and rows.of(site) is not None
+        }
 
     def prior_terms(self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...]) -> dict[str, Array]:
-        """Elementwise log density of the prior factor's sites, in nats: latents not held exactly, and outside observations."""
-        found = {}
-        for name, site in self.trace(values).items():
-            if (is_latent(site) and name not in exact) or (is_observed(site) and rows.of(site) is None):
-                found[name] = site_log_prob(site)
-        return found
+        """Elementwise log density of the prior factor's sites, in nats: no partitioned axis, and not held exactly."""
+        return {
+            name: site_log_prob(site)
+            for name, site in self.trace(values).items()
+            if _counts(name, site, exact) and rows.of(site) is None
+        }
+
+
+def take_rows(tree: Mapping[str, Any], axes: Mapping[str, int], reading: Reading, chunk: Any) -> dict[str, Any]:
+    """One chunk's rows of everything that belongs to latents inside the partitioned plate.
+
+    Args:
+        tree: arrays (or pytrees of them) by latent.
+        axes: by latent inside the plate, the axis that runs over its rows.
+        reading: how a chunk is read; where others are masked, all rows stay.
+        chunk: one entry of the packing's ``chunks``.
+
+    Returns:
+        The same, with R rows for the latents named in ``axes``.
+    """
+    if reading.mechanism == "mask" or not axes:
+        return dict(tree)
+    return {
+        name: jax.tree.map(lambda x, name=name: jnp.take(x, chunk[0], axis=axes[name]), own) if name in axes else own
+        for name, own in tree.items()
+    }
 
 
 def chunk_log_likelihood(
@@ -72,31 +99,79 @@ def chunk_log_likelihood(
     reading: Reading,
     packing: Packing | GroupMasks,
     chunk: Any,
+    exact: tuple[str, ...] = (),
+    weigh: Callable[[str, Array], Array] = lambda _, term: term,
 ) -> Array:
-    """Log-likelihood of one chunk's rows, in nats.
+    """Log-likelihood of one chunk's rows, with the log density of their own latents, in nats.
 
     Args:
         call: the model on all rows.
-        values: every latent's value in its own support.
+        values: every latent's value in its own support; of those inside the partitioned plate, the chunk's.
         rows: the partitioned axes.
         reading: how a chunk is read.
         packing: rows of each chunk.
         chunk: one entry of the packing's ``chunks``.
+        exact: latents whose prior is held exactly.
+        weigh: what an elementwise term counts, given its sample site's name.
 
     Returns:
         One number.
     """
     trace, masks = call.rows(reading, chunk).trace(values), reading.masks(packing, chunk)
     total: Any = 0.0
-    for site in trace.values():
-        axis = rows.of(site) if is_observed(site) else None
+    for name, site in trace.items():
+        axis = rows.of(site) if _counts(name, site, exact) else None
         if axis is not None:
-            own = rows_first(site_log_prob(site), axis.dim)
+            own = rows_first(weigh(name, site_log_prob(site)), axis.dim)
             total = total + jnp.sum(jnp.where(masks[axis.key], own, 0.0))
     return jnp.asarray(total)
 
 
-def prior_log_density(call: ValueCall, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...]) -> Array:
-    """Log density of the prior factor, in nats: see :meth:`ValueCall.prior_terms`."""
+def prior_log_density(
+    call: ValueCall,
+    values: Mapping[str, Array],
+    rows: RowAxes,
+    exact: tuple[str, ...],
+    weigh: Callable[[str, Array], Array] = lambda _, term: term,
+) -> Array:
+    """Log density of the prior factor, in nats: see :meth:`ValueCall.prior_terms` and :func:`chunk_log_likelihood`."""
     terms = call.prior_terms(values, rows, exact)
-    return sum((jnp.sum(x) for x in terms.values()), start=jnp.zeros((), jnp.result_type(float)))
+    return sum((jnp.sum(weigh(n, x)) for n, x in terms.items()), start=jnp.zeros((), jnp.result_type(float)))
+
+
+def with_values_held(model: Callable, latents: tuple[str, ...]) -> Callable:
+    """A model whose discrete latents are observed at 0: what it says of the others can be planned without them.
+
+    Args:
+        model: the NumPyro model.
+        latents: names of discrete latents.
+
+    Returns:
+        A model of the same arguments; the model itself where there are none.
+    """
+    if not latents:
+        return model
+
+    @functools.wraps(model)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        with _Held(latents):
+            return model(*args, **kwargs)
+
+    return held
+
+
+class _Held(Messenger):
+    """Observes some latents at 0."""
+
+    def __init__(self, latents: tuple[str, ...]):
+        super().__init__(None)
+        self.latents = latents
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Give a latent the value 0 at every place, and count it as observed."""
+        if msg["type"] == "sample" and msg["name"] in self.latents:
+            msg["value"], msg["is_observed"] = jnp.zeros(msg["fn"].shape(), int), True
+
+
+def _counts(name: str, site: dict, exact: tuple[str, ...]) -> bool:
+    return is_observed(site) or (is_latent(site) and name not in exact)

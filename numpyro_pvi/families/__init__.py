@@ -48,6 +48,7 @@ from ._registry import family_for, register_family, registered_families
 from ._row_distribution import RowGaussian, RowRoot, dense_natural, row_gaussian
 from ._row_gaussian import RowFamily, RowMoments
 from ._row_prior import RowPrior, see_latents, see_rows
+from ._supports import Support, support_of
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
 from ._wishart import WishartFamily, WishartMean, WishartNatural
 
@@ -104,6 +105,7 @@ __all__ = [
     "ScalarNormalFamily",
     "ScalarNormalMean",
     "ScalarNormalNatural",
+    "Support",
     "Vector",
     "VonMisesFamily",
     "VonMisesMean",
@@ -129,4 +131,5 @@ __all__ = [
     "schur_complement",
     "see_latents",
     "see_rows",
+    "support_of",
 ]

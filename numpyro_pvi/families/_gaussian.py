@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._numerics import clip_to_psd, diagonal, inverse_root, scaled_cholesky, symmetrise
 from ._gaussian_base import GaussianDefaults, GaussianMean, GaussianMoments, GaussianNatural
-from ._registry import register_family
+from ._registry import base_of, register_family
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -127,9 +128,12 @@ class MultivariateNormalFamily(GaussianDefaults):
         covariance = jnp.einsum("...ik,...jk->...ij", moments.scale, moments.scale)
         return dist.MultivariateNormal(moments.loc, scale_tril=scaled_cholesky(symmetrise(covariance))[0])
 
-    def from_distribution(self, distribution: dist.MultivariateNormal) -> GaussianNatural:
-        """Natural parameters of a NumPyro ``MultivariateNormal``."""
-        return self.from_loc_covariance(distribution.mean, distribution.covariance_matrix)
+    def from_distribution(self, distribution: dist.Distribution) -> GaussianNatural:
+        """Natural parameters of a NumPyro ``MultivariateNormal``, in plates or not."""
+        base: Any = base_of(distribution)
+        shape = (*distribution.batch_shape, *distribution.event_shape)
+        covariance = jnp.broadcast_to(base.covariance_matrix, (*shape, self.dim))
+        return self.from_loc_covariance(jnp.broadcast_to(base.mean, shape), covariance)
 
     def in_domain(self, natural: GaussianNatural) -> Bool[Array, "*batch"]:
         """Whether the precision is finite and positive definite."""

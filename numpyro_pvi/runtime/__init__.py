@@ -8,8 +8,9 @@ from ._local import FactorData, LocalProblem
 from ._mapping import LaxMap, Vmap
 from ._moments import noise_floor
 from ._product_engine import ProductEngine
-from ._product_plan import JointBlock, ProductPlan, latent_values
+from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
 from ._product_rounds import first_memory
+from ._product_start import apart, best_of_short_runs, first_weights, spread
 
 __all__ = [
     "Engine",
@@ -20,13 +21,18 @@ __all__ = [
     "LocalProblem",
     "ProductEngine",
     "ProductPlan",
+    "RowLatent",
     "Runtime",
     "Vmap",
+    "apart",
+    "best_of_short_runs",
     "by_chains",
     "chains_wanted",
     "first_memory",
+    "first_weights",
     "gradient_jumps",
     "latent_values",
     "noise_floor",
+    "spread",
     "with_chains",
 ]

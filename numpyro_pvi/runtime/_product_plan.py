@@ -30,6 +30,21 @@ class JointBlock:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowLatent:
+    """A latent inside the partitioned plate, one or more members per row.
+
+    Attributes:
+        name: the latent, a component of its own.
+        axis: the plate's axis, counted from the left, of values and parameters alike.
+        family: of one event.
+    """
+
+    name: str
+    axis: int
+    family: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class ProductPlan(Plan):
     """The plan of a fit under :class:`numpyro_pvi.AutoExponentialFamily`; ``family`` is a ``ProductFamily``.
 
@@ -39,6 +54,7 @@ class ProductPlan(Plan):
         exact: components whose prior is held exactly.
         blocks: joint blocks.
         turns: for every component, in the family's order, the number of the step of a round that moves it.
+        inside: latents inside the partitioned plate. A group's site has terms in its own rows' members alone.
     """
 
     likelihood: FactorStructure = dataclasses.field(default_factory=lambda: FactorStructure(()))
@@ -46,6 +62,12 @@ class ProductPlan(Plan):
     exact: tuple[str, ...] = ()
     blocks: tuple[JointBlock, ...] = ()
     turns: tuple[int, ...] = ()
+    inside: tuple[RowLatent, ...] = ()
+
+    @property
+    def row_axes(self) -> dict[str, int]:
+        """By latent inside the partitioned plate, the plate's axis."""
+        return {latent.name: latent.axis for latent in self.inside}
 
     @property
     def num_turns(self) -> int:
@@ -59,15 +81,26 @@ class ProductPlan(Plan):
         return tuple(latent for name in self.exact for latent in inside.get(name, (name,)))
 
     @property
+    def summed(self) -> tuple[str, ...]:
+        """Components whose values are summed over."""
+        factors = [f for f in (self.likelihood, self.prior_factor) if f is not None]
+        return tuple(dict.fromkeys(name for factor in factors for name, _ in factor.cells))
+
+    @property
     def noisy(self) -> bool:
         """Whether any expectation is by draws."""
         factors = (self.likelihood, self.prior_factor)
         return any(factor is not None and not factor.exact for factor in factors)
 
     def log_base_measures(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """log h of every component whose prior is a factor, in nats: its factor is the prior's density over h."""
-        components = self.family.components
-        return {n: jnp.asarray(f.log_base_measure(values[n])) for n, f in components if n not in self.exact}
+        """log h of every shared component whose prior is a factor, in nats: its factor is the prior's density over h."""
+        outside = {n: f for n, f in self.family.components if n not in self.exact and n not in self.row_axes}
+        return {n: jnp.asarray(f.log_base_measure(values[n])) for n, f in outside.items()}
+
+    def over_base_measure(self, values: Mapping[str, Array], name: str, term: Array) -> Array:
+        """A term, over the base measure h where it is the prior of a latent inside the partitioned plate, in nats."""
+        own = next((latent for latent in self.inside if latent.name == name), None)
+        return term if own is None else term - own.family.log_base_measure(values[name])
 
     def latent_values(self, values: Mapping[str, Array]) -> dict[str, Any]:
         """Latent -> value, of component -> value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..expectations import MeanSpace
-from ..factors import GroupMasks, Packing, ValueCall, chunk_log_likelihood, prior_log_density
+from ..factors import GroupMasks, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
 from ..families import NormalFamily, ProductFamily, ProductNatural, ScalarNormalFamily
 from ..sites import SiteStack, posterior, select, take
 from ._product_plan import ProductPlan
@@ -65,73 +66,144 @@ class ProductProblem:
         found = self.plan.prior_factor
         return None if found is None else MeanSpace(self.family, found, self.num_draws)
 
-    def _chunk_density(self, chunk: Any):
-        part = self.plan.partition
+    def _chunk_average(self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any) -> Array:
+        """``E_q[log f]`` of one chunk, of what :meth:`_of_chunk` gives for it."""
+        part, plan = self.plan.partition, self.plan
 
-        def density(values: dict) -> Array:
-            latents = self.plan.latent_values(values)
-            return chunk_log_likelihood(self.call, latents, part.rows, part.reading, self.packing, chunk)
+        def density(values: dict, weights: Any = None) -> Array:
+            def weigh(name: str, term: Array) -> Array:
+                term = plan.over_base_measure(values, name, term)
+                return term if weights is None else plan.likelihood.weigh(weights, name, term)
 
-        return density
+            latents = plan.latent_values(values)
+            arguments = part.rows, part.reading, self.packing, chunk, plan.exact_latents
+            return chunk_log_likelihood(self.call, latents, *arguments, weigh)
 
-    def _prior_density(self, values: dict) -> Array:
-        latents = self.plan.latent_values(values)
-        density = prior_log_density(self.call, latents, self.plan.partition.rows, self.plan.exact_latents)
-        return density - sum(jnp.sum(x) for x in self.plan.log_base_measures(values).values())
+        return space.average(variables, rest, density, key)
 
-    def _over_chunks(self, one: Any) -> Any:
-        """One result per group: those of its chunks, added up."""
-        chunks, owner = self.packing.chunks, self.packing.chunk_group
-        count, rows = owner.shape[0], self.plan.partition.chunk_rows
+    def _of_chunk(self, tree: dict[str, dict], chunk: Any) -> dict[str, dict]:
+        """Variables (or the rest) with one chunk's rows of what belongs to latents inside the plate."""
+        axes, reading = self.plan.row_axes, self.plan.partition.reading
+        return {kind: take_rows(own, axes, reading, chunk) for kind, own in tree.items()} if axes else tree
+
+    def _chunk_gradient(self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any) -> tuple[Array, Any]:
+        """Value and derivative of a chunk's expectation, in its own rows' part of the variables."""
+        rest = self._of_chunk(rest, chunk)
+        return jax.value_and_grad(lambda v: self._chunk_average(space, v, rest, chunk, key))(
+            self._of_chunk(variables, chunk)
+        )
+
+    def _prior_density(self, values: dict, weights: Any = None) -> Array:
+        plan, factor = self.plan, self.plan.prior_factor
+        weigh = {} if weights is None or factor is None else {"weigh": partial(factor.weigh, weights)}
+        latents = plan.latent_values(values)
+        density = prior_log_density(self.call, latents, plan.partition.rows, plan.exact_latents, **weigh)
+        return density - sum(jnp.sum(x) for x in plan.log_base_measures(values).values())
+
+    def _map_chunks(self, one: Any) -> Any:
+        """One result per chunk."""
+        count, rows = self.packing.chunk_group.shape[0], self.plan.partition.chunk_rows
         batch = max(1, _ROWS_TOGETHER // max(rows, 1)) if self.together else 1
-        results = jax.vmap(one)(chunks) if batch >= count else jax.lax.map(one, chunks, batch_size=batch)
-        if count == self.num_groups:
+        chunks = self.packing.chunks
+        return jax.vmap(one)(chunks) if batch >= count else jax.lax.map(one, chunks, batch_size=batch)
+
+    def _by_group(self, results: Any) -> Any:
+        """Results of chunks, added up by group."""
+        owner = self.packing.chunk_group
+        if owner.shape[0] == self.num_groups:
             return results
         return jax.tree.map(lambda x: jax.ops.segment_sum(x, owner, self.num_groups, indices_are_sorted=True), results)
+
+    def _gradients_by_group(self, gradients: dict[str, dict], variables: dict[str, dict]) -> dict[str, dict]:
+        """Derivatives by chunk, each in its own rows, as those by group in all rows."""
+        axes = self.plan.row_axes
+        if not axes or isinstance(self.packing, GroupMasks):
+            return self._by_group(gradients)
+        owner, rows = self.packing.chunk_group, self.packing.rows
+
+        def scattered(whole: Array, parts: Array, axis: int) -> Array:
+            zero = jnp.moveaxis(jnp.zeros((self.num_groups, *whole.shape), whole.dtype), axis + 1, 1)
+            # Slots of padding have no derivative, so that what they add to a row is zero.
+            return jnp.moveaxis(zero.at[owner[:, None], rows].add(jnp.moveaxis(parts, axis + 1, 1)), 1, axis + 1)
+
+        found: dict[str, dict] = {}
+        for kind, own in gradients.items():
+            found[kind] = {n: self._by_group(x) for n, x in own.items() if n not in axes}
+            for n in own.keys() & axes.keys():
+                found[kind][n] = jax.tree.map(partial(scattered, axis=axes[n]), variables[kind][n], own[n])
+        return found
 
     # ---------------------------------------------------------------------------------------------------- messages
 
     def group_messages(self, q: ProductNatural, key: Any) -> tuple[ProductNatural, Bool[Array, "M"]]:
         """Every group's ``dE_q[log f_m]/dmu``, with a leading group axis, and which are finite."""
-        space = self._likelihood()
-        variables, rest = space.variables(q)
-
-        def one(chunk: Any) -> Any:
-            return jax.grad(lambda v: space.average(v, rest, self._chunk_density(chunk), key))(variables)
-
+        variables, _ = self._likelihood().variables(q)
         if not jax.tree.leaves(variables):
             zero = jax.tree.map(lambda x: jnp.zeros((self.num_groups, *x.shape), x.dtype), q)
             return zero, jnp.ones((self.num_groups,), bool)
-        found = jax.vmap(lambda g: space.message(q, variables, g))(self._over_chunks(one))
+        _, found = self.values_and_messages(q, key)
         return found, jax.vmap(all_finite)(found)
+
+    def values_and_messages(
+        self, q: ProductNatural, key: Any, probs: Any = None
+    ) -> tuple[Float[Array, "C"], ProductNatural]:
+        """Every chunk's ``E_q[log f]`` in nats, and every group's message.
+
+        Args:
+            q: natural parameters.
+            key: for draws.
+            probs: by component that is summed over, weights of its values in place of q's probabilities.
+
+        Returns:
+            The values and the messages, with a leading group axis.
+        """
+        space = self._likelihood()
+        variables, rest = space.variables(q)
+        if probs is not None:
+            variables = variables | {"probs": {n: probs[n] for n in variables["probs"]}}
+        values, parts = self._map_chunks(lambda chunk: self._chunk_gradient(space, variables, rest, chunk, key))
+        gradients = self._gradients_by_group(parts, variables)
+        return values, jax.vmap(lambda g: space.message(q, variables, g))(gradients)
 
     def group_message(self, q: ProductNatural, group: Int[Array, ""], key: Any) -> ProductNatural:
         """One group's."""
         space, chunks, offsets = self._likelihood(), self.packing.chunks, self.packing.offsets
         variables, rest = space.variables(q)
+        axes, zero = self.plan.row_axes, jax.tree.map(jnp.zeros_like, variables)
 
-        def one(chunk: Any) -> Any:
-            return jax.grad(lambda v: space.average(v, rest, self._chunk_density(chunk), key))(variables)
+        def placed(whole: Array, part: Array, rows: Array, axis: int) -> Array:
+            return jnp.moveaxis(jnp.moveaxis(whole, axis, 0).at[rows].add(jnp.moveaxis(part, axis, 0)), 0, axis)
+
+        def add(chunk: Any, total: Any) -> Any:
+            here = take(chunks, chunk)
+            _, found = self._chunk_gradient(space, variables, rest, here, key)
+            if not axes or isinstance(self.packing, GroupMasks):
+                return jax.tree.map(jnp.add, total, found)
+            for kind, own in found.items():
+                for n, x in own.items():
+                    put = partial(placed, rows=here[0], axis=axes[n]) if n in axes else jnp.add
+                    total[kind][n] = jax.tree.map(put, total[kind][n], x)
+            return total
 
         if self.packing.chunk_group.shape[0] == self.num_groups:
-            gradient = one(take(chunks, group))
+            gradient = add(group, zero)
         else:
-            zero = jax.tree.map(jnp.zeros_like, variables)
-
-            def add(chunk: Any, total: Any) -> Any:
-                return jax.tree.map(jnp.add, total, one(take(chunks, chunk)))
-
             gradient = jax.lax.fori_loop(offsets[group], offsets[group + 1], add, zero)
         return space.message(q, variables, gradient)
 
     def prior_message(self, q: ProductNatural, key: Any) -> ProductNatural | None:
         """That of the prior factor; None where there is none."""
+        found = self.prior_value_and_message(q, key)
+        return None if found is None else found[1]
+
+    def prior_value_and_message(self, q: ProductNatural, key: Any) -> tuple[Float[Array, ""], ProductNatural] | None:
+        """``E_q[log f]`` of the prior factor in nats, and its message; None where there is none."""
         space = self._prior_factor()
         if space is None:
             return None
         variables, rest = space.variables(q)
-        gradient = jax.grad(lambda v: space.average(v, rest, self._prior_density, key))(variables)
-        return space.message(q, variables, gradient)
+        value, gradient = jax.value_and_grad(lambda v: space.average(v, rest, self._prior_density, key))(variables)
+        return value, space.message(q, variables, gradient)
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 
@@ -150,8 +222,13 @@ class ProductProblem:
         # Only the value is not used where q is outside: a point inside keeps everything finite.
         space = self._likelihood()
         variables, rest = space.variables(q)
-        groups = self._over_chunks(lambda chunk: space.average(variables, rest, self._chunk_density(chunk), key))
-        terms = [groups.reshape(-1), self._divergences(q)]
+
+        def one(chunk: Any) -> Array:
+            own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
+            return self._chunk_average(space, *own, chunk, key)
+
+        groups = self._by_group(self._map_chunks(one))
+        terms = [groups.reshape(-1), self.divergences(q)]
         prior = self._prior_factor()
         if prior is not None:
             variables, rest = prior.variables(q)
@@ -160,7 +237,8 @@ class ProductProblem:
         elbo = jnp.where(valid, jnp.sum(whole), jnp.nan)
         return Objective(elbo, jnp.sum(jnp.abs(whole)), valid & jnp.isfinite(elbo))
 
-    def _divergences(self, q: ProductNatural) -> Float[Array, "C"]:
+    def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
+        """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""
         found = []
         for name, family in self.family.components:
             own = q.parts[name]

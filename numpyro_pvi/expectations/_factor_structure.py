@@ -1,0 +1,94 @@
+"""How a factor's expectation is taken, latent by latent: what was found, static and hashable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentRole:
+    """How one component of the product family enters a factor.
+
+    Attributes:
+        name: the component.
+        kind: "exact" (the factor is affine in its statistics), "sum" (over its values), "draws", or "absent".
+        signs: how many signs it takes in the design, and where they begin.
+        single: whether every term depends on one member at most, so that all members share their signs.
+        axis: of members, the axis that runs over rows, of which every term sees one; None where members belong to no row.
+    """
+
+    name: str
+    kind: str
+    first: int = 0
+    signs: int = 0
+    single: bool = True
+    axis: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorStructure:
+    """How a factor's expectation is taken. Static and hashable.
+
+    Attributes:
+        roles: one per component.
+        design: "all" combinations of signs, an array of "strength 3", or "random" rows.
+        cells: for every component that is summed over, the names of the terms that see it, each element its own member's value.
+    """
+
+    roles: tuple[LatentRole, ...]
+    design: str = "all"
+    cells: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def num_signs(self) -> int:
+        """K, columns of the design."""
+        return sum(role.signs for role in self.roles)
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Components whose expectations are by draws."""
+        return tuple(role.name for role in self.roles if role.kind == "draws")
+
+    @property
+    def conjugate(self) -> tuple[str, ...]:
+        """Components in whose statistics the factor is affine given the others."""
+        return tuple(role.name for role in self.roles if role.kind in ("exact", "sum"))
+
+    def weigh(self, weights: Mapping[str, tuple[Array, Array]], name: str, term: Array) -> Array:
+        """A term times the probability of the values that the components summed over have.
+
+        Args:
+            weights: what a density is given beside the values: by component, the probability of its value for every member,
+                and 1 where that is the first value, else 0.
+            name: of the term.
+            term: elementwise, in nats.
+
+        Returns:
+            The term's share of a sum over all values; terms that do not see a component count with its first value.
+        """
+        for component, names in self.cells:
+            own, first = weights[component]
+            term = term * (own if name in names else first)
+        return term
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is drawn."""
+        return not self.drawn and self.design != "random"
+
+    def __str__(self) -> str:
+        parts = [f"conjugate in {', '.join(self.conjugate)}"] if self.conjugate else []
+        parts += [f"not conjugate in {', '.join(self.drawn)}"] if self.drawn else []
+        return "; ".join(parts) or "constant"
+
+    @property
+    def expectation(self) -> str:
+        """In words, how expectations are taken."""
+        if self.exact:
+            return "closed form"
+        if not self.drawn:
+            return "drawn signs"
+        return f"draws of {', '.join(self.drawn)}" + (" and of signs" if self.design == "random" else "")
