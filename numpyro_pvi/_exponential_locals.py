@@ -11,17 +11,20 @@ from ._exponential_guide import AutoExponentialFamily
 from ._state import PVIState
 from .errors import GuideError
 from .factors import Planned, is_latent, join_arguments, plan_factors, split_arguments, with_values_held
-from .families import ProductNatural
+from .families import MarkovGaussianFamily, ProductFamily, ProductNatural, base_family
 from .handlers import Partition, RowAxes
-from .runtime import ProductEngine, RowLatent, apart, best_of_short_runs, first_weights, spread
+from .runtime import ProductEngine, RowLatent, apart, best_of_short_runs, curvature_start, first_weights, spread
 from .sites import posterior
 
 
-def plan_beside(partition: Partition, held: tuple[str, ...], args: tuple, kwargs: dict, key: Any) -> Planned:
+def plan_beside(
+    partition: Partition, family: ProductFamily, held: tuple[str, ...], args: tuple, kwargs: dict, key: Any
+) -> Planned:
     """Plan how groups are read, with the discrete latents that q holds at one value.
 
     Args:
         partition: the model with its grouping.
+        family: of q.
         held: the latents.
         args: positional arguments as arrays.
         kwargs: keyword arguments as arrays.
@@ -30,6 +33,9 @@ def plan_beside(partition: Partition, held: tuple[str, ...], args: tuple, kwargs
     Returns:
         The plan, in which those latents are no observations.
     """
+    if partition.mode == "auto" and any(isinstance(base_family(f), MarkovGaussianFamily) for _, f in family.components):
+        # A chain has as many states as there are rows: looking up a chunk's states in it costs as much as all rows.
+        partition = partition._copy(mode="mask")
     if not held:
         return plan_factors(partition, args, kwargs, key=key)
     assert partition.fn is not None  # PVI was given a model
@@ -72,11 +78,13 @@ def inside_of(trace: dict, rows: RowAxes, guide: AutoExponentialFamily) -> tuple
     return tuple(RowLatent(n, ranks[n] + axis.dim, guide._latents[n].family) for n, axis in axes.items())
 
 
-def begun(engine: ProductEngine, state: PVIState, start: ProductNatural, args: tuple, kwargs: dict) -> PVIState:
-    """Put q where its rounds begin: at the prior, but for what would stay there for ever.
+def begun(
+    engine: ProductEngine, state: PVIState, start: ProductNatural, args: tuple, kwargs: dict, curved: bool
+) -> PVIState:
+    """Put q where its rounds begin: at the prior, but for what would stay there for ever, or for very long.
 
-    Where values are summed over, q begins where the best of a few short runs ends; else latents inside the partitioned plate
-    begin half way to a draw each. Only models with latents inside the plate, or discrete ones, are touched.
+    A latent that is taken by quadrature begins at the curvature of the groups' factors. Where values are summed over, q
+    begins where the best of a few short runs ends; else latents inside the partitioned plate begin half way to a draw each.
 
     Args:
         engine: of the fit.
@@ -84,11 +92,20 @@ def begun(engine: ProductEngine, state: PVIState, start: ProductNatural, args: t
         start: the prior, or the members of the families nearest to it.
         args: positional arguments as arrays.
         kwargs: keyword arguments as arrays.
+        curved: whether sites may begin at curvatures.
 
     Returns:
         The state.
     """
     plan: Any = state.plan
+    if curved and plan.likelihood.by_nodes and not plan.summed:
+        arrays, static = split_arguments(args, kwargs)
+
+        def curvature(state: PVIState, arrays: list) -> Any:
+            args, kwargs = join_arguments(arrays, static)
+            return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
+
+        return dataclasses.replace(state, sites=jax.jit(curvature)(state, arrays))
     if not plan.inside and not plan.summed:
         return state
     key, old = jax.random.fold_in(state.rng_key, 0), posterior(state.prior, state.sites)

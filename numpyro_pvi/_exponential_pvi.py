@@ -28,7 +28,7 @@ from .sites import SiteStack, posterior
 from .solvers import Conjugate, NaturalGradient
 
 _SOLVERS, _SCHEDULES, _RUNTIMES = (NaturalGradient, Conjugate), (Synchronous, Sequential), (Vmap, LaxMap)
-_EXPECTATIONS = ("auto", "exact", "monte_carlo")
+_EXPECTATIONS = ("auto", "exact", "quadrature", "monte_carlo")
 _GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
 
 
@@ -55,14 +55,15 @@ class ExponentialPVI(PVI):
         opening.set_up(self.guide)
         components = components_of(self.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
         turns = turns_of(components, getattr(self.solver, "blocks", "auto"))
-        planned = plan_beside(opening.partition, opening.held, args, kwargs, plan_key)
+        planned = plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
         inside = inside_of(trace, opening.rows, self.guide)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
         base = Plan(planned.plan, components.family, opening.signature)
         expectation = "exact" if isinstance(self.solver, Conjugate) else getattr(self.solver, "expectation", "auto")
         plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, inside, plan_key)
         state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
-        state = begun(self._engine, state, components.start, args, kwargs)
+        curved = self.init_sites == "auto" and init_params is None
+        state = begun(self._engine, state, components.start, args, kwargs, curved)
         if init_params is not None:
             state = self._at_params(state, init_params)
         if not bool(plan.family.in_domain(posterior(state.prior, state.sites))):

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ..errors import PVIError
-from ..families import ProductFamily, ProductNatural, VonMisesFamily, members_of, pair_rule
+from ..families import ProductFamily, ProductNatural, VonMisesFamily, base_family, members_of, pair_rule
 from ._designs import FEW_SIGNS, MANY_SIGNS, strength_three
 from ._factor_structure import FactorStructure, LatentRole
 from ._mean_space import count_signs, sign_shape
@@ -87,7 +87,7 @@ def find_structure(
         natural: a member of it, around whose location values are looked at.
         terms: the factor's terms Float[E] at a dict of values by component.
         key: a random key.
-        expectation: "auto", "exact" (refuse what is not conjugate) or "monte_carlo" (draw everything).
+        expectation: "auto", "exact" (refuse what is not conjugate), "quadrature" (refuse draws) or "monte_carlo" (draw everything).
         where: the factor's name, for messages.
         rows: by component whose members belong to rows, the axis of members that runs over them.
 
@@ -110,6 +110,7 @@ def find_structure(
             role = dataclasses.replace(role, first=first, signs=signs)
             first += signs
         roles.append(role)
+    roles = _one_by_nodes(roles)
     structure = FactorStructure(tuple(roles), "all")
     if first > FEW_SIGNS:
         structure = dataclasses.replace(structure, design=_design(family, components, structure, terms, rng))
@@ -234,11 +235,21 @@ def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation:
         seen, size = values[row], np.abs(values[row]) + np.abs(none) + np.abs(whole)
         near = np.minimum(np.abs(seen - none), np.abs(seen - whole)) <= tolerance * size
         single = single and bool(np.all(near))
-    if component.pairs is None or expectation == "monte_carlo":
+    rule = pair_rule(component.family)
+    if component.pairs is None or expectation == "monte_carlo" or (getattr(rule, "marginal", False) and not single):
         return LatentRole(name, "draws", single=single)
     checks = asked.alone if not single else asked.together + asked.alone
     affine = all(_agree(values[a], values[b], tolerance) for a, b in checks)
-    return LatentRole(name, "exact" if affine else "draws", single=single)
+    if affine:
+        return LatentRole(name, "exact", single=single)
+    return LatentRole(name, "quadrature" if single and getattr(rule, "nodes", False) else "draws", single=single)
+
+
+def _one_by_nodes(roles: list[LatentRole]) -> list[LatentRole]:
+    """Quadrature where one component asks for it and nothing is drawn; of several, all are drawn."""
+    if sum(role.kind in ("quadrature", "draws") for role in roles) <= 1:
+        return roles
+    return [dataclasses.replace(r, kind="draws") if r.kind == "quadrature" else r for r in roles]
 
 
 def _agree(ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> bool:
@@ -277,18 +288,21 @@ def _design(
 
 
 def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str, where: str) -> None:
-    if expectation == "exact" and not structure.exact:
-        what = f"it is {structure}" if structure.drawn else "too many latents meet in one term"
+    if expectation == "quadrature" and not structure.exact:
+        raise PVIError(
+            f"expectation='quadrature' is for one normal latent, or one Gaussian chain, of which no term sees two members; the "
+            f"{where} is {structure}. Leave expectation='auto'."
+        )
+    if expectation == "exact" and (structure.by_nodes or not structure.exact):
+        drawn = structure.drawn or structure.by_nodes
+        what = f"it is {structure}" if drawn else "too many latents meet in one term"
         raise PVIError(
             f"an exact expectation was asked for, but the {where} has none ({what}). Leave expectation='auto', which draws "
             "what is not conjugate and takes the rest in closed form."
         )
     families = dict(family.components)
     for name in structure.drawn:
-        base = families[name]
-        while hasattr(base, "base"):
-            base = base.base
-        if isinstance(base, VonMisesFamily):
+        if isinstance(base_family(families[name]), VonMisesFamily):
             raise PVIError(
                 f"latent {name!r} has a von Mises family, and the {where} depends on it in more than its cosine and sine, "
                 "which would take draws that are not differentiable: use AutoNormal or AutoMultivariateNormal, or another "

@@ -14,7 +14,8 @@ class LatentRole:
 
     Attributes:
         name: the component.
-        kind: "exact" (the factor is affine in its statistics), "sum" (over its values), "draws", or "absent".
+        kind: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one: no term sees
+            two members), "draws", or "absent".
         signs: how many signs it takes in the design, and where they begin.
         single: whether every term depends on one member at most, so that all members share their signs.
         axis: of members, the axis that runs over rows, of which every term sees one; None where members belong to no row.
@@ -53,6 +54,11 @@ class FactorStructure:
         return tuple(role.name for role in self.roles if role.kind == "draws")
 
     @property
+    def by_nodes(self) -> tuple[str, ...]:
+        """Components whose expectations are by Gauss-Hermite quadrature: one at most."""
+        return tuple(role.name for role in self.roles if role.kind == "quadrature")
+
+    @property
     def conjugate(self) -> tuple[str, ...]:
         """Components in whose statistics the factor is affine given the others."""
         return tuple(role.name for role in self.roles if role.kind in ("exact", "sum"))
@@ -76,19 +82,20 @@ class FactorStructure:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether nothing is drawn: closed form, or quadrature in one component."""
         return not self.drawn and self.design != "random"
 
     def __str__(self) -> str:
         parts = [f"conjugate in {', '.join(self.conjugate)}"] if self.conjugate else []
-        parts += [f"not conjugate in {', '.join(self.drawn)}"] if self.drawn else []
+        others = (*self.by_nodes, *self.drawn)
+        parts += [f"not conjugate in {', '.join(others)}"] if others else []
         return "; ".join(parts) or "constant"
 
     @property
     def expectation(self) -> str:
         """In words, how expectations are taken."""
         if self.exact:
-            return "closed form"
+            return f"quadrature in {', '.join(self.by_nodes)}" if self.by_nodes else "closed form"
         if not self.drawn:
             return "drawn signs"
         return f"draws of {', '.join(self.drawn)}" + (" and of signs" if self.design == "random" else "")

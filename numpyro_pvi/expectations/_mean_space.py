@@ -4,7 +4,8 @@
 average over pairs of points (:mod:`numpyro_pvi.families._pairs`), exact for products of such latents over a sign design, and
 ``dF/dmu`` is its derivative. The other latents are drawn; their ``dF/dmu`` is ``I(eta)^-1 dF/deta`` with implicitly
 reparameterised draws and I the Fisher metric, which is solved with and never inverted. A conjugate latent's message is
-averaged over the draws of the others (Rao-Blackwell).
+averaged over the draws of the others (Rao-Blackwell). Where one latent alone is not conjugate, it is normal (or a Gaussian
+chain), and no term sees two of its members, Gauss and Hermite's rule in every member at once takes the draws' place.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from ._factor_structure import FactorStructure, LatentRole
 
 # Antithetic pairs of sign rows where no fixed design is known to be exact.
 _RANDOM_PAIRS = 16
+# Nodes of Gauss and Hermite's rule in a normal latent that is not conjugate.
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
 # Points evaluated together.
 _TOGETHER = 64
 
@@ -68,6 +71,8 @@ class MeanSpace:
                 beyond[role.name] = jax.tree.map(jnp.subtract, own, at)
                 own = at
             coordinates[role.name] = own
+        for role, family in self._components("quadrature"):
+            coordinates[role.name] = _rule(family).coordinates(q.parts[role.name])
         drawn = {role.name: q.parts[role.name] for role, _ in self._components("draws")}
         fixed = {role.name: _typical(family, q.parts[role.name]) for role, family in self._components("absent")}
         variables = {"coordinates": coordinates, "natural": drawn}
@@ -90,20 +95,28 @@ class MeanSpace:
         """
         signs, draws = self._signs(key), self._draws(variables["natural"], key)
         probs = variables.get("probs", {})
-        cells = all_values({n: x.shape[-1] for n, x in probs.items()})
+        cells, by_nodes = all_values({n: x.shape[-1] for n, x in probs.items()}), self._components("quadrature")
+        count = len(_NODES) if by_nodes else 1
+        nodes, shares = (jnp.asarray(x, signs.dtype) for x in (_NODES, _WEIGHTS / np.mean(_WEIGHTS)))
 
         def at(coordinates: dict) -> Array:
             def one(index: tuple) -> Array:
-                row, draw, cell = index
+                row, draw, cell, node = index
                 values = rest["fixed"] | {n: x[draw] for n, x in draws.items()}
                 values |= self._points(coordinates, signs[row])
+                if by_nodes:
+                    role, family = by_nodes[0]
+                    values[role.name] = _rule(family).points(coordinates[role.name], nodes[node])
+                return shares[node] * weighted(values, cell) if by_nodes else weighted(values, cell)
+
+            def weighted(values: dict, cell: Array) -> Array:
                 if not probs:
                     return density(values)
                 chosen = {n: jnp.asarray(cells)[cell, i] for i, n in enumerate(probs)}
                 values |= {n: jnp.full(probs[n].shape[:-1], k) for n, k in chosen.items()}
                 return density(values, {n: (probs[n][..., k], 1.0 * (k == 0)) for n, k in chosen.items()})
 
-            counts = len(signs), self.num_draws if draws else 1, len(cells)
+            counts = len(signs), self.num_draws if draws else 1, len(cells), count
             index = tuple(x.reshape(-1) for x in np.indices(counts))
             if len(index[0]) <= _TOGETHER:
                 return counts[2] * jnp.mean(jax.vmap(one)(index))
@@ -136,7 +149,7 @@ class MeanSpace:
             Natural parameters; zero for absent components.
         """
         found = {}
-        for role, family in self._components("exact"):
+        for role, family in (*self._components("exact"), *self._components("quadrature")):
             rule = _rule(family)
             found[role.name] = rule.message(variables["coordinates"][role.name], gradient["coordinates"][role.name])
         for role, family in self._components("draws"):
@@ -213,7 +226,7 @@ def _values(family: Any) -> Any:
 
 def _rule(family: Any) -> Any:
     rule = pair_rule(family)
-    assert rule is not None  # only components with a rule are ever given the role "exact"
+    assert rule is not None  # only components with a rule are given the roles "exact" and "quadrature"
     return rule
 
 

@@ -43,7 +43,15 @@ from ._normal import (
 )
 from ._pair_contract import PairRule
 from ._pairs import members_of, pair_rule
-from ._product import BlockNormalFamily, IndependentFamily, ProductFamily, ProductMean, ProductNatural, repeated
+from ._product import (
+    BlockNormalFamily,
+    IndependentFamily,
+    ProductFamily,
+    ProductMean,
+    ProductNatural,
+    base_family,
+    repeated,
+)
 from ._registry import family_for, register_family, registered_families
 from ._row_distribution import RowGaussian, RowRoot, dense_natural, row_gaussian
 from ._row_gaussian import RowFamily, RowMoments
@@ -113,6 +121,7 @@ __all__ = [
     "WishartFamily",
     "WishartMean",
     "WishartNatural",
+    "base_family",
     "bounded_precision",
     "conditional_divergence",
     "conditional_moments",

@@ -22,10 +22,12 @@ from ._gamma import (
 )
 from ._gaussian import MultivariateNormalFamily, NormalFamily
 from ._gaussian_base import GaussianNatural
+from ._markov import MarkovGaussianFamily
 from ._normal import LogNormalFamily, LogNormalNatural, ScalarNormalFamily, ScalarNormalNatural
 from ._pair_contract import ANCHOR_GAP, LocRoot, LocVariance, MeanGap, Means, PairRule
 from ._pairs_bounded import BetaPairs, DirichletPairs, VonMisesPairs, WishartPairs
-from ._product import IndependentFamily
+from ._pairs_chain import ChainPairs
+from ._product import IndependentFamily, base_family
 from ._special import log_minus_digamma
 from ._von_mises import VonMisesFamily
 from ._wishart import WishartFamily
@@ -37,6 +39,8 @@ class _Normal:
     log: bool = False
     axes: int = 0
     anchored: bool = False
+    # "Signs" of any size are values at that multiple of the sd.
+    nodes: bool = True
 
     def coordinates(self, natural):
         first, precision = jax.tree.leaves(natural)
@@ -172,13 +176,16 @@ def pair_rule(family: Family) -> PairRule | None:
         family: a family; repetitions are looked through, since their parameters are those of a batch of members.
 
     Returns:
-        The rule; None where the family has no pairs (discrete ones, Markov chains, families from outside), and its
+        The rule; None where the family has no pairs (discrete ones, families from outside), and its
         expectations are taken by draws. A family from outside may have one, as an attribute ``pair_rule``.
     """
-    while isinstance(family, IndependentFamily):
-        family = family.base
+    family = base_family(family)
     if isinstance(family, MultivariateNormalFamily):
         return _NormalVector(family)
+    if isinstance(family, MarkovGaussianFamily):
+        scalar = family.dim is None
+        base = _Normal(ScalarNormalNatural) if scalar else _NormalVector(MultivariateNormalFamily(family.dim))
+        return ChainPairs(family, base, scalar)
     if isinstance(family, DirichletFamily):
         return DirichletPairs(family)
     if isinstance(family, WishartFamily):
@@ -197,10 +204,10 @@ def pair_rule(family: Family) -> PairRule | None:
 
 
 def members_of(family: Family) -> tuple[int, ...]:
-    """Axes of a family's parameters along which members are independent, batch axes apart."""
-    if isinstance(family, NormalFamily):
-        return (family.dim,)
+    """Axes of a family's parameters along which members are, batch axes apart: independent ones, or states of a chain."""
     found: tuple[int, ...] = ()
     while isinstance(family, IndependentFamily):
         found, family = (*found, *family.shape), family.base
+    if isinstance(family, MarkovGaussianFamily):
+        return (*found, family.num_steps)
     return (*found, family.dim) if isinstance(family, NormalFamily) else found

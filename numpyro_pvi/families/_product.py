@@ -371,3 +371,17 @@ def repeated(base: Family, shape: tuple[int, ...]) -> Family:
     if base == ScalarNormalFamily() and len(shape) == 1:
         return NormalFamily(shape[0])
     return IndependentFamily(base, shape)
+
+
+def base_family(family: Family) -> Family:
+    """The family of one member, repetitions looked through.
+
+    Args:
+        family: a family.
+
+    Returns:
+        The family itself where it is no repetition.
+    """
+    while isinstance(family, IndependentFamily):
+        family = family.base
+    return family

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from ._base import Family
 from ._discrete import BernoulliFamily, BernoulliNatural, CategoricalFamily, CategoricalNatural
-from ._product import IndependentFamily
+from ._product import base_family
 
 
 class Support(NamedTuple):
@@ -55,8 +55,7 @@ def support_of(family: Family) -> Support | None:
     Returns:
         The values; None where there are infinitely many.
     """
-    while isinstance(family, IndependentFamily):
-        family = family.base
+    family = base_family(family)
     if isinstance(family, BernoulliFamily):
         return Support(2, True)
     return Support(family.dim, False) if isinstance(family, CategoricalFamily) else None

@@ -322,7 +322,9 @@ class Partition(Messenger):
             trace = handlers.trace(handlers.seed(self.fn, rng_seed=0)).get_trace(*args, **kwargs)
         return pick_plate(trace, None)
 
-    def _copy(self, *, fn: Any = None, group: Any = None, plate: str | None = None) -> "Partition":
+    def _copy(
+        self, *, fn: Any = None, group: Any = None, plate: str | None = None, mode: str | None = None
+    ) -> "Partition":
         new = copy.copy(self)
         # Tables are shared on purpose: they depend on the splits alone, and random blocks cost a permutation each.
         new._runs = []
@@ -332,4 +334,6 @@ class Partition(Messenger):
             new.group = group
         if plate is not None:
             new.plate, new._splits = plate, {plate: self._splits[None]}
+        if mode is not None:
+            new.mode = mode
         return new

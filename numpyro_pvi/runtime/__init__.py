@@ -7,6 +7,7 @@ from ._forms import gradient_jumps
 from ._local import FactorData, LocalProblem
 from ._mapping import LaxMap, Vmap
 from ._moments import noise_floor
+from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
 from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
 from ._product_rounds import first_memory
@@ -28,6 +29,7 @@ __all__ = [
     "best_of_short_runs",
     "by_chains",
     "chains_wanted",
+    "curvature_start",
     "first_memory",
     "first_weights",
     "gradient_jumps",

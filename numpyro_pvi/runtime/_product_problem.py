@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._numerics import all_finite
 from ..expectations import MeanSpace
 from ..factors import GroupMasks, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
-from ..families import NormalFamily, ProductFamily, ProductNatural, ScalarNormalFamily
+from ..families import NormalFamily, ProductFamily, ProductNatural, ScalarNormalFamily, base_family
 from ..sites import SiteStack, posterior, select, take
 from ._product_plan import ProductPlan
 
@@ -165,6 +165,31 @@ class ProductProblem:
         gradients = self._gradients_by_group(parts, variables)
         return values, jax.vmap(lambda g: space.message(q, variables, g))(gradients)
 
+    def curvatures(self, sites: SiteStack, widest: float, key: Any) -> ProductNatural:
+        """Every group's message about the latent that is taken by quadrature, at no more than some variance.
+
+        Args:
+            sites: all sites.
+            widest: the variance.
+            key: for draws.
+
+        Returns:
+            The messages, with a leading group axis; precisions below zero, of factors that are not log-concave, are zero.
+        """
+        q = posterior(self.prior, sites)
+        space = self._likelihood()
+        variables, rest = space.variables(q)
+        (name,) = self.plan.likelihood.by_nodes
+        own = variables["coordinates"][name]
+        narrow = own._replace(variance=jnp.minimum(own.variance, widest))
+        variables = variables | {"coordinates": variables["coordinates"] | {name: narrow}}
+        _, parts = self._map_chunks(lambda chunk: self._chunk_gradient(space, variables, rest, chunk, key))
+        gradients = self._gradients_by_group(parts, variables)
+        slope = gradients["coordinates"][name]
+        bent = slope._replace(variance=jnp.minimum(slope.variance, 0.0))
+        gradients = gradients | {"coordinates": gradients["coordinates"] | {name: bent}}
+        return jax.vmap(lambda g: space.message(q, variables, g))(gradients)
+
     def group_message(self, q: ProductNatural, group: Int[Array, ""], key: Any) -> ProductNatural:
         """One group's."""
         space, chunks, offsets = self._likelihood(), self.packing.chunks, self.packing.offsets
@@ -268,9 +293,7 @@ class ProductProblem:
         found = []
         for name, family in self.family.components:
             own, step = q.parts[name], change.parts[name]
-            image, base = family.fisher_product(own, step), family
-            while hasattr(base, "base"):
-                base = base.base
+            image, base = family.fisher_product(own, step), base_family(family)
             if isinstance(base, NormalFamily):
                 base = ScalarNormalFamily()
             square = (

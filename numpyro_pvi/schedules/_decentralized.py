@@ -71,9 +71,9 @@ class Decentralized:
             networkx graph, or a list of those: graphs taken in turn. Self-loops are added, and weights made doubly
             stochastic (Sinkhorn). Agents stand in the order of ``pvi.groups``.
         mixing: "tracking" or "consensus".
-        steps_per_round: gossip steps after every round's updates, or "auto": until disagreement has shrunk about tenfold,
-            by Chebyshev's polynomials on one symmetric graph (with less memory the more links fail). For consensus: steps of
-            every exchange, "auto" 1.
+        steps_per_round: gossip steps after every round's updates, or "auto": until disagreement has shrunk about tenfold
+            (fivefold where links fail), by Chebyshev's polynomials on one symmetric graph (with less memory the more fail).
+            For consensus: steps of every exchange, "auto" 1.
         damping: share of each local update that is taken, in (0, 1]; 1 is the full step, as in earlier PVI code. "auto" is .5
             for tracking (above it an agent's ``n``-fold step can leave its q improper before its neighbours have heard of
             it), and 1 for consensus, which allows no other.

@@ -19,8 +19,8 @@ class Gossip:
 
     Args:
         graph: the weights.
-        steps: how often in a round, or "auto": until disagreement has shrunk about tenfold, by Chebyshev's polynomials
-            where the weights are symmetric and of one graph; with less memory where links fail.
+        steps: how often in a round, or "auto": until disagreement has shrunk about tenfold (fivefold where links fail), by
+            Chebyshev's polynomials where the weights are symmetric and of one graph; with less memory where links fail.
         link_failure: probability of each link's failing in each step.
         reliable: whether all agents are there all the time.
     """

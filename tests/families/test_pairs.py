@@ -17,6 +17,7 @@ from numpyro_pvi.families import (
     IndependentFamily,
     InverseGammaFamily,
     LogNormalFamily,
+    MarkovGaussianFamily,
     MultivariateNormalFamily,
     NormalFamily,
     ScalarNormalFamily,
@@ -134,3 +135,4 @@ def test_members_are_what_is_independent_inside_an_event():
     assert members_of(IndependentFamily(IndependentFamily(GammaFamily(), (3,)), (2,))) == (2, 3)
     assert members_of(IndependentFamily(NormalFamily(4), (2,))) == (2, 4)
     assert members_of(IndependentFamily(MultivariateNormalFamily(4), (2,))) == (2,)
+    assert members_of(IndependentFamily(MarkovGaussianFamily(5, 2), (3,))) == (3, 5)
