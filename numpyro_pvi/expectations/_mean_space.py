@@ -130,10 +130,12 @@ class MeanSpace:
             def along(own: Any) -> Array:
                 return continued(coordinates | {name: own}, others)
 
-            # The slope is the same everywhere: its derivative in these coordinates would be rounding times a long way.
-            fixed = jax.lax.stop_gradient(coordinates[name])
-            _, slope = jax.jvp(along, (fixed,), (rest["beyond"][name],))
-            return along(coordinates[name]) + slope
+            # The slope is the same everywhere: its derivative in these coordinates would be rounding times a long way. Their own
+            # derivative comes through the tangent, which they leave as it is, so that one evaluation serves for both.
+            own, fixed = coordinates[name], jax.lax.stop_gradient(coordinates[name])
+            tangent = jax.tree.map(lambda far, x, at: far + (x - at), rest["beyond"][name], own, fixed)
+            value, slope = jax.jvp(along, (fixed,), (tangent,))
+            return value + slope
 
         return continued(variables["coordinates"], list(rest["beyond"]))
 
