@@ -8,6 +8,7 @@ from ._chains import Chains, no_chains
 from ._clouds import GRID_DIM, grid_cloud, normal_cloud
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
+from ._integrated_program import IntegratedProgram, MaskedIntegratedProgram, owners
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
 from ._mean_space import FactorStructure, MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
@@ -38,11 +39,13 @@ __all__ = [
     "Expected",
     "FactorStructure",
     "ImportanceMoments",
+    "IntegratedProgram",
     "LaplaceMoments",
     "LocalChunk",
     "LocalLatentProgram",
     "LocalNoise",
     "MCMCMoments",
+    "MaskedIntegratedProgram",
     "MaskedLocalProgram",
     "MeanSpace",
     "Moments",
@@ -69,6 +72,7 @@ __all__ = [
     "log_density_at",
     "no_chains",
     "normal_cloud",
+    "owners",
     "probe_values",
     "random_points",
     "row_sites_zero",
