@@ -13,6 +13,7 @@ NAMES = {
     "meanfield": "diagonal q on correlated columns converges to its own optimum",
     "bnn": "a Bayesian network on MNIST: test error, posterior sds, time and memory of a round beside SVI's",
     "hierarchical": "radon, eight schools, baseball with private effects against long NUTS, beside SVI",
+    "mixed-effects": "power EP with effects integrated out, beside variational inference, against long NUTS",
     "continual": "tasks and counties that come one after another: streaming, revisiting, batch; forgetting",
     "gallery": "eight models after NumPyro's examples: ELBO and time against SVI's best with the same guide",
     "blackbox": "a differential equation and a neural network of width 8, against long SVI from the same start",
@@ -54,8 +55,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--size", action="store_true", help="glm: growth of time and memory instead; ep-speed: a whole fit"
     )
     parser.add_argument("--no-cold", action="store_true", help="with glm: leave the fresh processes out")
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="with regressions or gallery: only these")
     parser.add_argument("--peer", metavar="DIR", help="with cvi-gp: also GPJax, in an environment made in this folder")
+    parser.add_argument(
+        "--only", nargs="+", metavar="MODEL", help="with regressions, gallery or mixed-effects: only these"
+    )
     parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
     return parser.parse_args(arguments)

@@ -26,13 +26,13 @@ from .handlers import GroupTable, RowAxes
 from .runtime import with_chains
 from .runtime._moments import solver_of_prior
 from .schedules import Points, RoundReport, Rule
-from .sites import LocalSites, RowSites, SiteStack
+from .sites import LocalSites, OwnConditionals, RowSites, SiteStack
 
 # Everything that a plan and a state's own fields are made of. A type that is not here cannot be written, nor read.
 _TYPES = (
     *(Plan, PartitionPlan, RowAxes, GroupTable, Layout, LocalLayout, Reading, TermSpec, Predictor, DerivedLeaf),
     *(Enumeration, ArgumentSignature, LeafSignature, MultivariateNormalFamily, NormalFamily),
-    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites, RowSites, RowPrior),
+    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites, OwnConditionals, RowSites, RowPrior),
     *(Packing, GroupMasks, RoundReport, Rule, Points),
 )
 # Fields whose structure is not in the file but comes from the PVI's own solver and optimiser.

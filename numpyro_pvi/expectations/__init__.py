@@ -10,6 +10,7 @@ from ._clouds import GRID_DIM, grid_cloud, normal_cloud
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._factor_structure import FactorStructure
+from ._integrated_program import IntegratedProgram, MaskedIntegratedProgram, owners
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
 from ._mean_space import MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
@@ -40,11 +41,13 @@ __all__ = [
     "Expected",
     "FactorStructure",
     "ImportanceMoments",
+    "IntegratedProgram",
     "LaplaceMoments",
     "LocalChunk",
     "LocalLatentProgram",
     "LocalNoise",
     "MCMCMoments",
+    "MaskedIntegratedProgram",
     "MaskedLocalProgram",
     "MeanSpace",
     "Moments",
@@ -72,6 +75,7 @@ __all__ = [
     "no_chains",
     "normal_cloud",
     "over_values",
+    "owners",
     "probe_values",
     "random_points",
     "row_sites_zero",

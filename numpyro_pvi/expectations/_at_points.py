@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from ..factors import term_log_prob
 from ._affine import AffineProgram, SharedAffineProgram
 from ._draws import DrawsProgram
+from ._integrated_program import IntegratedProgram
 from ._points import PointsProgram
 from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
@@ -56,6 +57,7 @@ def _(program: QuadraticProgram, chunk: Any, point: Float[Array, "D"]) -> Float[
 
 
 @log_density_at.register(DrawsProgram)
+@log_density_at.register(IntegratedProgram)
 @log_density_at.register(PointsProgram)
 @log_density_at.register(ReparameterisedProgram)
 def _(program: Any, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
@@ -65,6 +67,8 @@ def _(program: Any, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
 def log_densities_at(program: Any, chunk: Any, points: Float[Array, "S D"]) -> Float[Array, "S"]:
     """:func:`log_density_at` at many points, in batches of bounded size."""
     rows = max((x.shape[0] for x in jax.tree.leaves(chunk) if jnp.ndim(x) > 0), default=1)
+    if isinstance(program, IntegratedProgram):
+        rows = program.cost(chunk.rows.linear.shape[-1])
     batch = max(1, min(points.shape[0], _AT_ONCE // rows))
     if batch >= points.shape[0]:
         return jax.vmap(lambda point: log_density_at(program, chunk, point))(points)

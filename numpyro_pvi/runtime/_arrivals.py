@@ -14,11 +14,11 @@ from .._state import Plan, PVIState
 from ..expectations import FIXED_RULES
 from ..factors import GroupMasks, ModelCall, Packing, row_log_likelihood
 from ..families import GaussianMoments
-from ..sites import LocalSites, SiteStack, posterior, select, sum_slots
+from ..sites import LocalSites, OwnConditionals, SiteStack, posterior, select, sum_slots
 from ._local import LocalProblem
 from ._programs import first_conditionals, whole_call
 from ._rules import first_rule
-from ._starts import first_local_sites, first_sites
+from ._starts import first_local_sites, first_sites, refuse_curvature
 from ._tilted import refuse_arrivals
 
 # Points at which arriving rows are compared with the structure that was found before, and draws of local latents' priors.
@@ -69,8 +69,10 @@ def start_arrivals(
         loc, sd = _local_prior(engine, plan, args, kwargs, params, moments.loc, key)
         rows = first_conditionals(plan, packing, loc, sd)
         # Without coupling to the shared latents, integrating the local ones out leaves a known site as it is.
-        local = LocalSites(groups, rows)
-        if mode == "curvature":
+        local = OwnConditionals(rows) if problem.matches_moments else LocalSites(groups, rows)
+        if problem.matches_moments:
+            refuse_curvature(problem.solver, mode)
+        elif mode == "curvature":
             fresh = first_local_sites(problem, moments, moments.loc, mode, rows)[0].local
             chunk_known = known[packing.chunk_group]
             local = LocalSites(select(known, groups, fresh.shared), select(chunk_known, rows, fresh.rows))

@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ..expectations import (
     FIXED_RULES,
     Expected,
-    LocalChunk,
     LocalLatentProgram,
     LocalNoise,
+    MaskedIntegratedProgram,
     MaskedLocalProgram,
     PointsProgram,
 )
@@ -30,6 +30,7 @@ from ._conditionals import visit_with_locals
 from ._contradictions import affordable_pairs, fall_explained
 from ._data import Draws, FactorData
 from ._factor import GroupFactor
+from ._integrated import chunks_with, conditionals_proposal
 from ._mapping import sum_one_group
 from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
 from ._rows import GroupRows
@@ -309,7 +310,8 @@ class LocalProblem:
         # A static rule: loops of traced length have no reverse mode.
         level = len(FIXED_RULES) - 1
         values = jax.lax.map(
-            lambda chunk: self.program.expected(chunk, moments, None, level, draws, False).value, self._chunks(local)
+            lambda chunk: self.program.expected(chunk, moments, None, level, draws, False).value,
+            chunks_with(self.data.chunks, local),
         )
         prior = self._prior_expected(moments, None, level, prior_draws, False)
         return jnp.sum(values) + self.rest(moments) + (0.0 if prior is None else prior.value)
@@ -327,7 +329,12 @@ class LocalProblem:
         return SiteStack(groups, None if sites.prior is None else self.family.symmetrise(sites.prior), local)
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
-        """Natural-gradient targets over shared and local latents, of groups that moved and were finite."""
+        """Natural-gradient targets over shared and local latents, of groups that moved and were finite.
+
+        Where own latents are integrated out, their conditionals at q.
+        """
+        if self.matches_moments:
+            return conditionals_proposal(self, carry, moved)
         wanted, group = carry.evaluation.groups.local, self.data.chunk_group
         if wanted is None:
             return None
@@ -418,14 +425,10 @@ class LocalProblem:
         steps = getattr(self.solver, "num_steps", 1)
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
 
-    def _chunks(self, local: Any) -> Any:
-        # Sites of single rows are the solver's own: expectations are under q alone.
-        return LocalChunk(*self.data.chunks, local.rows) if isinstance(local, LocalSites) else self.data.chunks
-
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None) -> Expected:
         """A pass over all chunks, summed by group; with local latents, integrated out of the targets."""
-        data, chunks = self.data, self._chunks(local)
-        if isinstance(self.program, MaskedLocalProgram):
+        data, chunks = self.data, chunks_with(self.data.chunks, local)
+        if isinstance(self.program, MaskedLocalProgram | MaskedIntegratedProgram):
             found = expect(chunks)
         else:
             working = self.program.working_bytes(chunks)
@@ -437,7 +440,7 @@ class LocalProblem:
 
     def expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Expected:
         """One chunk's expectations, or (masked local latents) those of all groups."""
-        if isinstance(program, MaskedLocalProgram):
+        if isinstance(program, MaskedLocalProgram | MaskedIntegratedProgram):
             return program.expected_all(chunk, moments, probe, noise)
         return program.expected(chunk, moments, probe, level, noise, clip)
 

@@ -15,6 +15,7 @@ from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take, tied_site
 from ..solvers import SNEP, LocalResult, LocalSolver, NaturalGradient
 from ._chains import side_by_side
+from ._integrated import at_conditionals, conditionals_after, look_together, shares_points
 from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
 from ._single_rows import whole_factor
 from ._tilted import (
@@ -81,6 +82,7 @@ def visit_all_moments(
     Returns:
         Results with a leading group axis; ``local`` the rows' sites after them, where rows have sites.
     """
+    problem = at_conditionals(problem, carry.sites.local)
     q, rule = carry.evaluation.q, carry.evaluation.rule
     keys = jax.random.split(key, problem.num_groups)
     if method_of(problem, False) == "rows":
@@ -91,8 +93,12 @@ def visit_all_moments(
         step = result.step[problem.data.chunk_group]
         return result._replace(local=carry.sites.local + found.local * step)
 
+    together = None
+    if shares_points(problem, method_of(problem, False)):
+        together = look_together(problem, method_of(problem, False), q, jax.random.fold_in(key, 1))
+
     def solve_group(index, site, state, key):
-        factor = whole_factor(problem, index, rule)
+        factor = whole_factor(problem, index, rule, None if together is None else together(index))
         return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
 
     if problem.tied:
@@ -127,9 +133,9 @@ def visit_group_moments(
 ) -> tuple[LocalResult, Any]:
     """One group's moments matched from the current q: see :class:`numpyro_pvi.schedules.Problem`."""
     if method_of(problem, False) != "rows":
-        factor = whole_factor(problem, index, rule)
+        factor = whole_factor(at_conditionals(problem, local), index, rule)
         result = problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
-        return result._replace(step=None), local
+        return result._replace(step=None), conditionals_after(problem, index, cavity(q, site) + result.site, local)
     moments = problem.family.moments(q)
 
     def at(level):
@@ -251,6 +257,7 @@ def evidence(
         ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed than was compiled in.
     """
     q = posterior(problem.prior_natural, sites)
+    problem = at_conditionals(problem, sites.local)
 
     def vantage(state):
         if not getattr(problem.solver, "anchored", False):

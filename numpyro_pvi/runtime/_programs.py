@@ -36,6 +36,7 @@ from ..factors import (
 from ..families import ConditionalNatural, GaussianMoments, MultivariateNormalFamily
 from ..solvers import LocalSolver
 from ._base import Runtime
+from ._integrated import integrated_program
 from ._rows import GroupRows
 
 # Antithetic pairs of the prior factor, which reads no rows, where it has no structure.
@@ -118,10 +119,13 @@ class FactorReader:
             if part.local is None:
                 return self._unstructured(density, part.likelihood), (data, None)
 
+            slots = (data, *_unit_slots(part, packing))
+            if getattr(self.solver, "matches_moments", False):
+                return integrated_program(part, packing, call, read, plan.family), slots
+
             def joint(chunk, theta, z):
                 return density((chunk, None), theta, local=z)
 
-            slots = (data, *_unit_slots(part, packing))
             # Forward derivatives of all groups at once take D^2 passes, reverse ones some 3 D for every group.
             if isinstance(packing, GroupMasks) and plan.family.dim < 3 * part.table.num_groups:
                 densities = partial(_group_densities, part, packing, call)

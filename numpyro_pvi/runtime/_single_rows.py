@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxtyping import Array, Int
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from ._local import LocalProblem
 
 
-def whole_factor(problem: LocalProblem, index: Int[Array, ""], rule: Rule) -> MomentFactor:
+def whole_factor(
+    problem: LocalProblem, index: Int[Array, ""], rule: Rule, looked: Callable | None = None
+) -> MomentFactor:
     """One group's factor, for a site that is any member of the family.
 
     Of a single row with affine predictors moments are integrals over these. The cavity takes the place of q, and a unit
@@ -26,12 +29,13 @@ def whole_factor(problem: LocalProblem, index: Int[Array, ""], rule: Rule) -> Mo
         problem: the factors.
         index: which group.
         rule: quadrature rule to start from, and the error aimed at.
+        looked: how moments are taken from points at which the factor has been evaluated already, or None.
 
     Returns:
         The factor; its tilted distribution counts as invalid where the cavity is not normalisable.
     """
     if method_of(problem, False) != "row":
-        return group_factor(problem, index)
+        return group_factor(problem, index, looked)
     family = problem.family
     program, chunk = with_arrays(problem.program, take(problem.data.chunks, index))
 

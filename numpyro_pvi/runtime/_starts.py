@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._numerics import all_finite, clip_to_psd
+from ..errors import PVIError
 from ..expectations import FIXED_RULES, LocalNoise, PointsProgram
 from ..families import ConditionalNatural, GaussianMoments, GaussianNatural, RowMoments
 from ..schedules import Rule
-from ..sites import LocalSites, SiteStack, keep_groups, posterior, select
+from ..sites import LocalSites, OwnConditionals, SiteStack, keep_groups, posterior, select
 from ._local import LocalProblem
 from ._row_problem import RowProblem
 from ._rules import first_rule, relative_error
@@ -90,6 +92,19 @@ def first_sites(
     return SiteStack(select(better, *first), None), select(better, *rules)
 
 
+def refuse_curvature(solver: Any, mode: str) -> None:
+    """Raise where sites should start from curvature though moments are matched and local latents integrated out.
+
+    Raises:
+        PVIError: naming what to write instead.
+    """
+    if mode == "curvature":
+        raise PVIError(
+            f"init_sites='curvature' does not fit {type(solver).__name__} with local latents, whose integrals at a single point "
+            "say little: leave init_sites out, so that sites start at 1."
+        )
+
+
 def first_local_sites(
     problem: LocalProblem, at_prior: GaussianMoments, loc: Float[Array, "D"], mode: str, rows: ConditionalNatural
 ) -> tuple[SiteStack, Rule]:
@@ -108,6 +123,11 @@ def first_local_sites(
         it is read gets the unit site.
     """
     dtype, group = problem.dtype, problem.data.chunk_group
+    if problem.matches_moments:
+        refuse_curvature(problem.solver, mode)
+        return SiteStack(problem.family.zeros((problem.num_groups,), dtype), None, OwnConditionals(rows)), first_rule(
+            dtype
+        )
     local = LocalSites(problem.family.zeros((problem.num_groups,), dtype), rows)
     start = SiteStack(problem.family.zeros((problem.num_groups,), dtype), None, local)
     if mode != "curvature" or problem.units is None:

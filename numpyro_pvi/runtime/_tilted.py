@@ -203,8 +203,8 @@ def of_rows(found: Expected, rule: Rule) -> Tilted:
     return Tilted(report.change, found.value, 0 * one, one * jnp.nan, 0 * one, temper, held, missed, some, some)
 
 
-def group_factor(problem: LocalProblem, index: Int[Array, ""]) -> MomentFactor:
-    """One group's factor, its moments over theta as a whole."""
+def group_factor(problem: LocalProblem, index: Int[Array, ""], looked: Callable | None = None) -> MomentFactor:
+    """One group's factor, its moments over theta as a whole; ``looked`` takes them where it has been evaluated already."""
     method, data = method_of(problem, False), problem.data
     if method == "exact":
         chunk = take(data.chunks, index)
@@ -213,7 +213,7 @@ def group_factor(problem: LocalProblem, index: Int[Array, ""]) -> MomentFactor:
     total = group_total(problem, index)
     if isinstance(method, MCMCMoments):
         return MomentFactor(problem.family, chained_moments(problem, total, None))
-    factor = _pointed_factor(problem, method, total)
+    factor = _pointed_factor(problem, method, total) if looked is None else MomentFactor(problem.family, looked)
     if problem.chained and method == with_settings("importance"):
         return MomentFactor(problem.family, chained_moments(problem, total, factor.take_moments))
     return factor

@@ -1,7 +1,7 @@
 """Site algebra in natural space: sum, cavity, damping. Pure; no keys, no data, no densities."""
 
 from ._algebra import MAX_HALVINGS, SiteStack, back_off, cavity, damp, posterior, select, take
-from ._local import LocalSites, keep_groups, marginal_sites
+from ._local import LocalSites, OwnConditionals, keep_groups, marginal_sites
 from ._rows import RowSites
 from ._slots import add_slots, keep_slots, stack_sites, sum_slots
 from ._tied import tie, tied_site
@@ -10,6 +10,7 @@ __all__ = [
     "MAX_HALVINGS",
     "back_off",
     "LocalSites",
+    "OwnConditionals",
     "RowSites",
     "SiteStack",
     "add_slots",

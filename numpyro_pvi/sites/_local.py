@@ -25,6 +25,17 @@ class LocalSites(Vector):
     rows: ConditionalNatural
 
 
+@natural_parameters
+class OwnConditionals(Vector):
+    """What groups keep of their own latents where these are integrated out of the factor: Gaussians given the shared ones.
+
+    Sites are over the shared latents alone, and nothing of this enters q.
+    """
+
+    # Per chunk and row (leading axes C, R), as the rows are packed.
+    rows: ConditionalNatural
+
+
 def marginal_sites(local: LocalSites, chunk_group: Int[Array, "C"]) -> GaussianNatural:
     """Integrate every group's local latents out of its natural parameters.
 
@@ -48,10 +59,13 @@ def marginal_sites(local: LocalSites, chunk_group: Int[Array, "C"]) -> GaussianN
     return GaussianNatural(shared.precision_mean - total(vector), shared.precision - total(matrix))
 
 
-def keep_groups(good: Bool[Array, "M"], new: LocalSites, old: LocalSites, chunk_group: Int[Array, "C"]) -> LocalSites:
+def keep_groups(good: Bool[Array, "M"], new: Any, old: Any, chunk_group: Int[Array, "C"]) -> Any:
     """Group by group, the new natural parameters where ``good``, else the old ones."""
 
     def pick(flags, a: Any, b: Any):
         return jax.tree.map(lambda x, y: jnp.where(flags.reshape(flags.shape + (1,) * (x.ndim - 1)), x, y), a, b)
 
-    return LocalSites(pick(good, new.shared, old.shared), pick(good[chunk_group], new.rows, old.rows))
+    rows = pick(good[chunk_group], new.rows, old.rows)
+    if isinstance(new, OwnConditionals):
+        return OwnConditionals(rows)
+    return LocalSites(pick(good, new.shared, old.shared), rows)

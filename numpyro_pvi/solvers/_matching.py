@@ -51,6 +51,8 @@ class MatchesMoments:
     # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
     matches_moments = True
     factors = "group"
+    # Whether latents of the groups' own are integrated out of their factors.
+    integrates = False
     expectation = "auto"
     num_draws = 16
     moments: Moments
@@ -68,9 +70,9 @@ class MatchesMoments:
         """
         del full
         owner = type(self).__name__
-        if structure == "local":
+        if structure == "local" and not self.integrates:
             raise PVIError(
-                f"{owner} does not integrate out local latents yet, and the {where} has some: use solver=NaturalGradient(), or "
+                f"{owner} does not integrate out local latents, and the {where} has some: use PowerEP() or NaturalGradient(), or "
                 "keep the latents shared by leaving them outside the partitioned plate."
             )
         if self.moments == "exact" and structure != "quadratic":

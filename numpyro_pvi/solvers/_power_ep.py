@@ -101,6 +101,10 @@ class PowerEP(MatchesMoments):
     half again, for this round (``info`` says so). A group whose moves turn back halves its own step and doubles it again
     when they go on. A step that leaves q without a normaliser is halved too; a group that finds none keeps its site.
 
+    Latents of the groups' own (inside the partitioned plate) are integrated out of the factor at every theta, by Gauss-Hermite
+    rules about each unit's mode, so that ``p(y_m | theta) = prod_u int p(z_u | theta) p(y_u | theta, z_u) dz_u`` above; each unit
+    keeps the Gaussian of z given theta that has the moments of ``q(theta) p(z | theta, y)``, which never enters a site.
+
     Neither the ELBO nor the evidence need rise from round to round, so rounds are accepted when q is valid. ``update``'s
     loss is still the negative ELBO of q after the round; :meth:`numpyro_pvi.PVI.log_evidence` gives EP's own estimate.
 
@@ -129,6 +133,10 @@ class PowerEP(MatchesMoments):
     moments: Moments = "auto"
     factors: str = "group"
     damping: float = 1.0
+
+    integrates = True
+    # Moments are taken once a visit, of the q that the visit starts from.
+    looks_once = True
 
     def __post_init__(self):
         check_share("PowerEP", "power", self.power, "1 is EP; for the limit 0 use NaturalGradient()")

@@ -98,6 +98,7 @@ class SNEP(MatchesMoments):
     damping: float = 1.0
     metric: str = "posterior"
 
+    integrates = True
     # Tilted distributions are anchored at theta', not at q.
     anchored = True
 

@@ -129,7 +129,7 @@ def test_sizes_of_samples_are_checked():
         ("draws", True, PowerEP(factors="row"), "affine predictors"),
         ("quadratic", False, PowerEP(factors="row"), "mean-field"),
         ("affine", True, PowerEP(moments="exact"), "'affine'"),
-        ("local", True, PowerEP(), "local latents"),
+        ("local", True, PowerEP(factors="row"), "affine predictors"),
     ],
 )
 def test_structures_that_do_not_fit_are_named(structure, full, solver, words):

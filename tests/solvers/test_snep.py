@@ -42,13 +42,10 @@ def test_settings_are_checked(options, words):
         SNEP(**options)
 
 
-@pytest.mark.parametrize(
-    ("structure", "solver", "words"),
-    [("local", SNEP(), "local latents"), ("affine", SNEP(moments="exact"), "'affine'")],
-)
-def test_structures_that_do_not_fit_are_named(structure, solver, words):
-    with pytest.raises(PVIError, match=words):
-        solver.check(structure, True, "likelihood in plate 'data'")
+@pytest.mark.parametrize("structure", ["affine", "local"])
+def test_structures_that_do_not_fit_are_named(structure):
+    with pytest.raises(PVIError, match=f"'{structure}'"):
+        SNEP(moments="exact").check(structure, True, "likelihood in plate 'data'")
 
 
 def groups_of(*labels):
