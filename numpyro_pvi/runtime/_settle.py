@@ -16,8 +16,9 @@ from ._row_problem import RowProblem
 
 # Posterior sds that q moves before sigma points are compared with draws again.
 COMPARED_MOVE = 0.5
-# Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again.
-RETRY_DROP, RETRY_ROUNDS = 0.2, 8
+# Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again; how many times as long a
+# failed retry waits for the next.
+RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
 # Antithetic pairs of the comparison that a pass over the rows takes at once.
 _PAIRS_AT_ONCE = 4
 
@@ -85,7 +86,8 @@ def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask,
         )
         spread = -0.5 * evaluation.moments.log_det_precision / problem.family.dim
         found = evaluation.rule.points
-        found = found._replace(sampled=found.sampled | wrong, anchor=jnp.where(wrong, spread, found.anchor))
+        wait = jnp.where(jnp.any(wrong & before), (1 - _LONGER) * COMPARED_MOVE, found.moved)
+        found = Points(found.sampled | wrong, jnp.where(wrong, spread, found.anchor), wait.astype(found.moved.dtype))
         rule = evaluation.rule._replace(points=found)
         return evaluation._replace(rule=rule), jnp.zeros_like(ask), jnp.any(wrong)
 
