@@ -28,7 +28,7 @@ class Example:
         draws: PVI's antithetic pairs a round, visited one group at a time; 0 where its defaults need none.
         whole: the same density for SVI, where discrete latents keep a full-covariance guide from the model itself.
         start: constrained values of the latents to start SVI from; None for its default.
-        exchangeable: whether the prior is the same for several latents, so that PVI too needs that start.
+        exchangeable: whether latents could change places, so that PVI too needs that start.
     """
 
     model: Callable[..., Any]
@@ -153,10 +153,13 @@ def mixture_summed(y):
 def _mixture() -> Example:
     rng = np.random.default_rng(4)
     y = np.where(rng.random(120) < 0.35, -1.5, 1.5) + rng.normal(size=120)
-    # From a uniform draw SVI may end with both components on one side: it starts at the prior's centre.
+    # From a uniform draw SVI may end with both components on one side, and a first step from the prior itself may cross
+    # them: both start at the prior's centre.
     start = {"weight": np.array(0.5), "mu": np.array([-1.0, 1.0]), "sigma": np.array(1.0)}
     groups = rng.integers(0, 4, 120)
-    return Example(mixture, "rows", groups, (y,), rounds=40, draws=16, whole=mixture_summed, start=start)
+    return Example(
+        mixture, "rows", groups, (y,), rounds=40, draws=16, whole=mixture_summed, start=start, exchangeable=True
+    )
 
 
 def robust(X, y):

@@ -168,9 +168,10 @@ def _fit_pvi(example: Example, args: tuple[Any, ...]) -> tuple[Any, float, Any, 
         warnings.simplefilter("ignore")
         state = pvi.init(jax.random.key(0), *args)
         if example.exchangeable:
-            # The guide's own start, in its own flat order.
+            # The guide params that SVI starts from, in the guide's own flat order.
             loc = jnp.concatenate([jnp.ravel(value) for value in guide._init_locs.values()])
-            state = pvi.init(jax.random.key(0), *args, init_params={"auto_loc": loc})
+            params = {"auto_loc": loc, "auto_scale_tril": SETTINGS[0].init_scale * jnp.eye(len(loc))}
+            state = pvi.init(jax.random.key(0), *args, init_params=params)
     result = pvi.run(jax.random.key(0), example.rounds, *args, init_state=state, progress_bar=False)
     jax.block_until_ready(result.params)
     return pvi, time.perf_counter() - begin, state, result.params

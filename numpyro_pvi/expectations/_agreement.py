@@ -13,11 +13,13 @@ from ._expected import Expected
 VALUE_TOLERANCE = 0.05
 GRADIENT_TOLERANCE = 0.1
 CURVATURE_TOLERANCE = 0.2
-# Standard errors by which draws must differ before they count (few draws know their own error badly); and the standard
-# error of the value, in nats, above which so few draws cannot tell, and the factor is too far from its quadratic model
-# for sigma points to be believed.
+# Standard errors by which draws must differ before they count (few draws know their own error badly); and the sd of a
+# draw's value, in nats, above which so few draws cannot tell, and the factor is too far from its quadratic model for
+# sigma points to be believed.
 _ERRORS = 6.0
-_UNTELLING = 0.75
+_UNTELLING = 0.5
+# The sd of a draw's value below which draws confirm points that others have contradicted.
+_CONFIRMING = 0.1
 
 
 def disagreement(
@@ -26,6 +28,7 @@ def disagreement(
     factor: Expected,
     eps: Float[Array, "K D"],
     pairs: Expected,
+    again: Bool[Array, ""] | bool = False,
 ) -> Bool[Array, ""]:
     """Whether antithetic draws contradict the expectations of a factor beyond their own standard errors, or vary too much.
 
@@ -38,9 +41,11 @@ def disagreement(
         factor: expectations by sigma points, summed over groups.
         eps: K standard normal draws, at least two.
         pairs: what :meth:`PointsProgram.pair` found for each (leading axis K), summed over groups.
+        again: whether such points have been contradicted before. Heavy tails hide from most sets of draws: the points are
+            then believed only where draws hardly differ from the quadratic model.
 
     Returns:
-        True when one of the three differs, or the first is not known to a nat; False where the draws are not finite.
+        True when one of the three differs, or the first varies too much to tell; False where the draws are not finite.
     """
     count, dim = eps.shape
     precision, scale = factor.target.precision, moments.scale
@@ -67,7 +72,7 @@ def disagreement(
     noise = spread * (2.0 / (count * (count - 1))) ** 0.5
     wrong = differs(value, VALUE_TOLERANCE) | (excess > GRADIENT_TOLERANCE**2 + 3 * _ERRORS * noise)
     wrong = wrong | differs(odd, CURVATURE_TOLERANCE * dim**0.5)
-    wrong = wrong | (jnp.std(value, ddof=1) > _UNTELLING * count**0.5)
+    wrong = wrong | (jnp.std(value, ddof=1) > jnp.where(again, _CONFIRMING, _UNTELLING))
     drawn = jnp.isfinite(jnp.sum(pairs.value) + jnp.sum(even) + jnp.sum(odd))
     known = jnp.isfinite(factor.value) & jnp.all(jnp.isfinite(image))
     finite = jnp.isfinite(jnp.sum(pairs.value)) & jnp.all(jnp.isfinite(pairs.target.precision_mean))

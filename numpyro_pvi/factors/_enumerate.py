@@ -155,7 +155,7 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
     """Compare rows with their discrete latents summed out with NumPyro's own enumeration of the untouched model.
 
     Args:
-        call: the untouched model on all rows.
+        call: the untouched model on all rows, with values of its continuous local latents.
         enumeration: what is summed out.
         where: what is partitioned, for the message.
         loc: Float[D] prior location.
@@ -179,8 +179,11 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
         args, kwargs = structure.unflatten(leaves)
         here = dataclasses.replace(call, args=args, kwargs=kwargs)
         trace, _ = dataclasses.replace(here, model=enumeration.wrap(call.model)).trace(point)
-        rows = jnp.concatenate([site_log_prob(trace[n]).reshape(-1) for n in enumeration.names])
-        latents = {n: trace[n]["value"] for n in call.layout.names}
+        own = () if call.local_layout is None else call.local_layout.names
+        # NumPyro's sum over a plate's sites has the continuous latents of its rows in it.
+        inside = [n for n in own if any(f.name in enumeration.plates for f in trace[n]["cond_indep_stack"])]
+        rows = jnp.concatenate([site_log_prob(trace[n]).reshape(-1) for n in (*enumeration.names, *inside)])
+        latents = {n: trace[n]["value"] for n in (*call.layout.names, *own)}
         return jnp.sum(rows), jnp.sum(jnp.abs(rows)), numpyro_log_density(here, enumeration, latents)
 
     compiled = jax.jit(lambda values: jax.lax.map(lambda z: densities(values, z), points))

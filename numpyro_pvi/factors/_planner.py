@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions.transforms import biject_to
 
@@ -89,7 +90,9 @@ def plan_factors(
     outside = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is None)
     packing, probe = read.packing, read.probe
     if enumeration is not None and partition.check:
-        whole = ModelCall(untouched, layout, args, kwargs, probe.params)
+        # Off their prior location, where densities of the rows' own latents would not see a wrong sign.
+        values = None if probe.local is None else jnp.asarray(probe.local.loc + 0.3 * probe.local.sd)
+        whole = ModelCall(untouched, layout, args, kwargs, probe.params, local, values)
         check_enumerated(whole, enumeration, read.where, probe.prior_loc, probe.prior_sd)
     plan = PartitionPlan(
         where=read.where,

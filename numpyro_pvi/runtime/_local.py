@@ -37,7 +37,7 @@ from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
 from ._tilted import is_sampled
 
-# Antithetic pairs that sigma points are compared with; of the likelihood, whose passes cost rows, only the first few.
+# Antithetic pairs that sigma points are compared with.
 COMPARED_PAIRS = 16
 
 

@@ -173,11 +173,34 @@ def test_a_few_draws_contradict_sigma_points_where_they_fail(name, full):
     factor = program.expected(None, q, None, jnp.int32(0), sigma_points(dim, jnp.result_type(float)), False)
     verdicts = []
     for seed in range(8):
-        eps = jax.random.normal(jax.random.key(seed), (4, dim))
+        eps = jax.random.normal(jax.random.key(seed), (16, dim))
         pairs = jax.vmap(lambda e: program.pair(None, q, e))(eps)
-        verdicts.append(bool(disagreement(family, q, factor, eps, pairs)))
-    # Some 90 % of contradictions are seen by four pairs; agreement is never doubted.
-    assert sum(verdicts) >= 7 if fails else not any(verdicts)
+        verdicts.append([bool(disagreement(family, q, factor, eps, pairs, again)) for again in (False, True)])
+    # Agreement is never doubted, whether or not it was broken before.
+    assert np.all(verdicts) if fails else not np.any(verdicts)
+
+
+def test_points_that_failed_come_back_only_where_draws_confirm_them():
+    """A scale that multiplies effects: points on the axes never see both far out, and few draws do."""
+
+    def density(_, z):
+        return -0.5 * jnp.exp(1.2 * z[0]) * jnp.sum(z[1:] ** 2) / 16
+
+    dim = 9
+    family = MultivariateNormalFamily(dim)
+    q = family.moments(family.natural(jnp.zeros(dim), jnp.eye(dim)))
+    program = PointsProgram(density, family)
+    factor = program.expected(None, q, None, jnp.int32(0), sigma_points(dim, jnp.result_type(float)), False)
+    seen = []
+    for seed in range(20):
+        eps = jax.random.normal(jax.random.key(seed), (16, dim))
+        pairs = jax.vmap(lambda e: program.pair(None, q, e))(eps)
+        seen.append([bool(disagreement(family, q, factor, eps, pairs, again)) for again in (False, True)])
+    first, again = np.mean(seen, axis=0)
+    # E f is -0.51 nats, of which the points miss over 0.1: most first looks let that pass, later ones do not.
+    exact = -0.25 * np.exp(0.72)
+    assert float(factor.value) - exact > 0.1
+    assert first < 0.6 and again > 0.9
 
 
 def test_values_alone_equal_values_with_gradients(tolerance):
