@@ -55,7 +55,11 @@ def gaussian_oracle(y):
     return gain @ y, COVARIANCE - gain @ COVARIANCE, evidence
 
 
-@pytest.mark.parametrize("solver", [NaturalGradient(), Conjugate()], ids=["natural", "conjugate"])
+@pytest.mark.parametrize(
+    "solver",
+    [NaturalGradient(), pytest.param(Conjugate(), marks=pytest.mark.slow)],
+    ids=["natural", "conjugate"],
+)
 def test_gaussian_observations_are_smoothed_exactly_in_one_round(solver):
     pvi, result = fit(walk(lambda x: dist.Normal(x, NOISE)), REAL, 1, solver)
     mean, covariance, evidence = gaussian_oracle(REAL)
@@ -66,6 +70,7 @@ def test_gaussian_observations_are_smoothed_exactly_in_one_round(solver):
     assert set(pvi.info(result.state).expectation) == {"closed form"}
 
 
+@pytest.mark.slow
 def test_states_that_are_vectors_are_smoothed_exactly():
     """A level and its slope, of which the level is seen."""
     transition, tril = np.array([[1.0, 1.0], [0.0, 0.9]]), np.array([[0.3, 0.0], [0.1, 0.2]])
@@ -179,6 +184,7 @@ def test_expectations_that_are_insisted_on():
         fit(coupled, REAL, 1, NaturalGradient(expectation="quadrature"))
 
 
+@pytest.mark.slow
 def test_planted_fault_a_message_without_the_location(monkeypatch):
     right = ChainPairs.message
 
