@@ -28,6 +28,7 @@ NAMES = {
     "dinno": "DELBO map of dinno_floorplan.npz by seven agents, a picture with --out",
     "cvi-glm": "logistic regression on a1a, australian, breast cancer, colon cancer and covtype beside L-BFGS on (m, L)",
     "cvi-gp": "Gaussian-process classification (USPS, ionosphere) by two numbers per row, against the dense optimum",
+    "vmp": "a mixture and LDA beside textbook coordinate ascent, iterate by iterate; a message beside NC-VMP's",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 
