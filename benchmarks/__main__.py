@@ -30,6 +30,7 @@ NAMES = {
     "cvi-glm": "logistic regression on a1a, australian, breast cancer, colon cancer and covtype beside L-BFGS on (m, L)",
     "cvi-gp": "Gaussian-process classification (USPS, ionosphere) by two numbers per row, against the dense optimum",
     "kalman": "counts along a random walk: linear in T, and equal to dense covariances at T = 500",
+    "vmp": "a mixture and LDA beside textbook coordinate ascent, iterate by iterate; a message beside NC-VMP's",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 

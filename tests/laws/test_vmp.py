@@ -12,7 +12,9 @@ import pytest
 from scipy import special
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
-from numpyro_pvi.families import CategoricalFamily, ProductNatural
+from numpyro_pvi.families import BernoulliFamily, CategoricalFamily, ProductNatural
+from numpyro_pvi.runtime import LaxMap
+from numpyro_pvi.schedules import Sequential
 from numpyro_pvi.solvers import NaturalGradient
 
 KEY = jax.random.key(0)
@@ -232,6 +234,121 @@ def test_rounds_are_coordinate_ascent_of_lda(groups):
         np.testing.assert_allclose(params["theta_auto_concentration"][:, 0], gamma, rtol=TIGHT)
         np.testing.assert_allclose(jax.nn.softmax(params["z_auto_logits"]), r, atol=TIGHT)
         np.testing.assert_allclose(-loss, elbo, rtol=TIGHT)
+
+
+# ------------------------------------------------------------------------------------------- principal components
+
+TABLE = RNG.normal(size=(6, 2)) @ RNG.normal(size=(2, 3)) + 0.3 * RNG.normal(size=(6, 3))
+
+
+def pca(x):
+    """Probabilistic principal components: the scores are continuous latents inside the plate."""
+    tau = numpyro.sample("tau", dist.Gamma(1.0, 1.0))
+    columns = numpyro.plate("columns", x.shape[1], dim=-1)
+    with columns:
+        loading = numpyro.sample("loading", dist.MultivariateNormal(jnp.zeros(2), jnp.eye(2)))
+    with numpyro.plate("rows", x.shape[0], dim=-2):
+        score = numpyro.sample("score", dist.MultivariateNormal(jnp.zeros(2), jnp.eye(2)))
+        with columns:
+            numpyro.sample("x", dist.Normal(jnp.sum(score * loading, axis=-1), 1 / jnp.sqrt(tau)), obs=x)
+
+
+def textbook_pca(params, rounds):
+    """Precision of the noise, loadings, scores in turn (Bishop, Variational principal components, 1999, equations 17 to 20)."""
+
+    def gaussian(name):
+        root = np.asarray(params[f"{name}_auto_scale_tril"], float)
+        return np.asarray(params[f"{name}_auto_loc"], float).reshape(-1, 2), (root @ np.swapaxes(root, -1, -2)).reshape(
+            -1, 2, 2
+        )
+
+    (loading, v), (score, u) = gaussian("loading"), gaussian("score")
+    for _ in range(rounds):
+        second, other = v + np.einsum("di,dj->dij", loading, loading), u + np.einsum("ni,nj->nij", score, score)
+        square = (TABLE**2 - 2 * TABLE * (score @ loading.T)).sum() + np.einsum("dij,nij->", second, other)
+        a, b = 1 + TABLE.size / 2, 1 + 0.5 * square
+        v = np.broadcast_to(np.linalg.inv(np.eye(2) + a / b * other.sum(axis=0)), (3, 2, 2))
+        loading = np.einsum("dij,dj->di", v, a / b * TABLE.T @ score)
+        second = v + np.einsum("di,dj->dij", loading, loading)
+        u = np.broadcast_to(np.linalg.inv(np.eye(2) + a / b * second.sum(axis=0)), (6, 2, 2))
+        score = np.einsum("nij,nj->ni", u, a / b * TABLE @ loading)
+        yield a, b, loading, v, score, u
+
+
+@pytest.mark.slow
+def test_rounds_are_coordinate_ascent_of_principal_components():
+    pvi = PVI(Partition(pca, "rows", ["a", "b", "b"] * 2), AutoExponentialFamily(pca))
+    state = pvi.init(KEY, jnp.asarray(TABLE))
+    assert pvi.info(state).expectation == ("closed form",) * 2
+    for a, b, loading, v, score, u in textbook_pca(pvi.get_params(state), 4):
+        state, _ = pvi.update(state, jnp.asarray(TABLE))
+        params = pvi.get_params(state)
+        np.testing.assert_allclose(params["tau_auto_concentration"], a, rtol=TIGHT)
+        np.testing.assert_allclose(params["tau_auto_rate"], b, rtol=TIGHT)
+        np.testing.assert_allclose(params["loading_auto_loc"], loading, rtol=10 * TIGHT, atol=10 * TIGHT)
+        np.testing.assert_allclose(params["loading_auto_scale_tril"], np.linalg.cholesky(v), rtol=TIGHT, atol=TIGHT)
+        np.testing.assert_allclose(params["score_auto_loc"][:, 0], score, rtol=10 * TIGHT, atol=10 * TIGHT)
+        np.testing.assert_allclose(params["score_auto_scale_tril"][:, 0], np.linalg.cholesky(u), rtol=TIGHT, atol=TIGHT)
+
+
+# --------------------------------------------------------------------------------------------- other ways to the same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["index", "mask"])
+def test_every_mechanism_gives_the_same_rounds(mode):
+    """Rows by the plate's indices, and all rows masked, in several chunks per group."""
+
+    def indexed(x):
+        w = numpyro.sample("w", dist.Dirichlet(jnp.ones(COMPONENTS)))
+        with numpyro.plate("components", COMPONENTS):
+            mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+            tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+        with numpyro.plate("data", x.shape[0]) as i:
+            z = numpyro.sample("z", dist.Categorical(w))
+            numpyro.sample("x", dist.Normal(mu[z], 1 / jnp.sqrt(tau[z])), obs=x[i])
+
+    guide = AutoExponentialFamily(indexed, families={"z": CategoricalFamily(COMPONENTS)})
+    split = Partition(indexed, "data", ["a"] * 5 + ["b"] * 13, mode=mode, chunk_size=1)
+    pvi = PVI(split, guide, runtime=LaxMap())
+    rounds_are(pvi, pvi.init(KEY, jnp.asarray(X), init_params=AWAY), ("w", "mu", "tau", "z"))
+
+
+@pytest.mark.slow
+def test_groups_in_turn_end_where_they_end_together():
+    """A visit moves q for stale sites of the other group, which is no coordinate ascent: the guard may refuse the last steps."""
+    first, start = begun()
+    pvi, other = PVI(first.partition, first.guide, schedule=Sequential()), start
+    for _ in range(40):
+        start, loss = first.update(start, jnp.asarray(X))
+        other, last = pvi.update(other, jnp.asarray(X))
+    own_rows(other)
+    np.testing.assert_allclose(last, loss, rtol=max(TIGHT, 1e-7))
+    np.testing.assert_allclose(pvi.posterior(other)["mu"].mean, first.posterior(start)["mu"].mean, atol=1e-3)
+
+
+def switched(y):
+    """A discrete latent that all rows share, and one normal latent."""
+    s = numpyro.sample("s", dist.Bernoulli(0.3))
+    m = numpyro.sample("m", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", y.shape[0]):
+        numpyro.sample("y", dist.Normal(m + s, 2.0), obs=y)
+
+
+@pytest.mark.slow
+def test_a_shared_discrete_latent_is_summed_over():
+    y = jnp.asarray(X[8:])
+    pvi = PVI(Partition(switched, "data", 2), AutoExponentialFamily(switched, families={"s": BernoulliFamily()}))
+    state = pvi.init(KEY, y)
+    for _ in range(200):
+        state, _ = pvi.update(state, y)
+    p = 0.3
+    for _ in range(400):
+        mean = (np.asarray(y) - p).sum() / 4 / (1 + 10 / 4)
+        p = special.expit(special.logit(0.3) + ((np.asarray(y) - mean).sum() - 5) / 4)
+    found = pvi.posterior(state)
+    np.testing.assert_allclose(found["m"].mean, mean, rtol=TIGHT)
+    np.testing.assert_allclose(found["s"].mean, p, rtol=TIGHT)
 
 
 # ------------------------------------------------------------------------------------------------------------ mutants
