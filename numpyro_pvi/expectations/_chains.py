@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpyro.infer.hmc import hmc
 
 from .._numerics import all_finite
+from ._lockstep import run_lockstep
 from ._moments import MCMCMoments
 
 # A quarter of the period of a standard normal: draws of a Gaussian that q has matched are then independent.
@@ -100,12 +101,15 @@ def run_chains(
     places, found = jax.vmap(lambda place: _finite_place(energy, place))(places)
     steps = jnp.where(fresh, _FIRST_STEP, step_size).astype(warm.dtype)
 
-    def chain(key, place, step):
-        return _one_chain(settings, energy, key, place, step, fresh)
+    if settings.kernel == "lockstep":
+        drawn = run_lockstep(settings, energy, chain_key, places, steps, fresh)
+    else:
 
-    eps, score, log_density, diverging, accepted, last, adapted = jax.vmap(chain)(
-        jax.random.split(chain_key, count), places, steps
-    )
+        def chain(key, place, step):
+            return _one_chain(settings, energy, key, place, step, fresh)
+
+        drawn = jax.vmap(chain)(jax.random.split(chain_key, count), places, steps)
+    eps, score, log_density, diverging, accepted, last, adapted = drawn
     # What short visits need of an adaptation: too many refusals shorten the next visit's steps, too few lengthen them.
     kept = adapted * jnp.exp(jnp.mean(accepted, axis=1) - settings.target_accept)
     kept = jnp.clip(kept, _LEAST_STEP, _LARGEST_STEP).astype(warm.dtype)

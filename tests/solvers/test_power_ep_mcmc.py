@@ -164,7 +164,7 @@ def test_groups_side_by_side_or_one_by_one_are_the_same(data, x64):
 
 
 @pytest.mark.slow
-def test_nuts_in_turn_and_its_evidence(data):
+def test_chains_in_turn_and_their_evidence(data):
     pvi = pvi_of(PowerEP(moments=MCMCMoments(num_warmup=100, num_samples=128)), schedule=Sequential())
     result = pvi.run(jax.random.key(0), 12, *data, progress_bar=False)
     wanted = ep_oracles.grid_ep(data[0], data[1], LABELS)
