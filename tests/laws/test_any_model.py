@@ -20,6 +20,7 @@ from numpyro.infer.util import potential_energy
 from scipy.stats import multivariate_normal
 
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi import _row_states as readings
 from numpyro_pvi.runtime import _local as local_problem
 from numpyro_pvi.runtime import _programs as programs
 from numpyro_pvi.schedules import Synchronous
@@ -313,10 +314,13 @@ def test_draws_that_belong_to_groups(monkeypatch):
 
 
 @pytest.mark.slow
-def test_sites_that_keep_their_local_latents(monkeypatch):
-    """Law 1's fault: what leaves a group is the joint site's part over theta, effects not integrated out."""
-    monkeypatch.setattr(local_problem, "marginal_sites", lambda local, group: local.shared)
-    assert sums(fit(CASES["local latents"], COARSE, "args")) > 1e-2
+def test_a_prior_factor_left_out_of_the_guides_params(monkeypatch):
+    """Law 1's fault."""
+    right = readings.posterior
+    monkeypatch.setattr(
+        readings, "posterior", lambda prior, sites: right(prior, dataclasses.replace(sites, prior=None))
+    )
+    assert sums(fit(CASES["discrete latents"], COARSE, "index")) > 1e-2
 
 
 @pytest.mark.slow
