@@ -148,7 +148,6 @@ class AlphaDivergence(MatchesMoments):
 
     # A group's site is any member of the family, not a sum over its rows.
     whole_sites = True
-    integrates = True
 
     def __post_init__(self):
         check_share(

@@ -19,7 +19,7 @@ from numpyro_pvi.expectations._integrated import integrate_units
 from numpyro_pvi.runtime import _integrated
 from numpyro_pvi.schedules import Sequential
 from numpyro_pvi.sites import posterior
-from numpyro_pvi.solvers import SNEP, AlphaDivergence, PowerEP, StochasticEP
+from numpyro_pvi.solvers import SNEP, PowerEP, StochasticEP
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(5)
@@ -119,15 +119,16 @@ def test_one_round_is_exact_where_everything_is_gaussian(solver, tolerance):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "schedule"),
-    [(PowerEP(moments="mcmc"), None), (PowerEP(0.5), Sequential()), (SNEP(), None), (AlphaDivergence(0.5), None)],
-    ids=["mcmc", "cyclic", "snep", "alpha"],
+    [(PowerEP(moments="mcmc"), None), (PowerEP(0.5), Sequential()), (SNEP(), None)],
+    ids=["mcmc", "cyclic", "snep"],
 )
 def test_chains_sweeps_and_other_solvers_are_exact_too(solver, schedule, tolerance):
-    """The factor is the same whoever takes its moments; chains leave noise only where they take the normaliser."""
+    """The factor is the same whoever takes its moments, at once or in the limit; chains are exact in Gaussian factors."""
     pvi, state, _ = one_round(solver, schedule=schedule)
     wanted, params = closed_form(), pvi.get_params(state)
-    if isinstance(solver, AlphaDivergence):
-        for _ in range(30):
+    if isinstance(solver, SNEP):
+        # Its steps go half the way.
+        for _ in range(40):
             state, _ = pvi.update(state, X, Y)
         params, tolerance = pvi.get_params(state), 1e-5
     close(tolerance, params["auto_loc"], wanted.mean)
