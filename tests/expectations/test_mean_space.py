@@ -29,6 +29,21 @@ def find(family, natural, terms, expectation="auto"):
     return find_structure(family, natural, terms, KEY, expectation, "test factor")
 
 
+def expect(family, natural, structure, terms):
+    """The expectation of the sum of all terms, and its message."""
+    space = MeanSpace(family, structure, 1)
+
+    @jax.jit
+    def run(natural):
+        variables, rest = space.variables(natural)
+        value, gradient = jax.value_and_grad(lambda v: space.average(v, rest, lambda x: jnp.sum(terms(x)), KEY))(
+            variables
+        )
+        return value, space.message(natural, variables, gradient)
+
+    return run(natural)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
 def test_arrays_of_strength_three(count):
     """Every product of up to three different columns sums to zero, and of four not always."""
@@ -62,16 +77,7 @@ def test_the_mean_of_a_linear_model_and_its_messages_are_textbook():
     loc, sd = jnp.asarray(RNG.normal(size=6)), jnp.asarray(RNG.uniform(0.5, 1.5, size=6))
     family, natural = product(w=dist.Normal(loc, sd).to_event(1), tau=dist.Gamma(3.0, 2.0))
     structure = find(family, natural, regression)
-    space = MeanSpace(family, structure, 1)
-
-    @jax.jit
-    def run(natural):
-        variables, rest = space.variables(natural)
-        density = lambda values: jnp.sum(regression(values))  # noqa: E731
-        value, gradient = jax.value_and_grad(lambda v: space.average(v, rest, density, KEY))(variables)
-        return value, space.message(natural, variables, gradient)
-
-    value, message = run(natural)
+    value, message = expect(family, natural, structure, regression)
     loc, sd = np.asarray(loc), np.asarray(sd)
     residual = RESPONSE - WEIGHTS @ loc
     square = residual**2 + (WEIGHTS**2) @ sd**2
@@ -101,19 +107,40 @@ def test_rows_that_see_one_member_each_share_a_sign():
     assert str(structure) == "conjugate in tau, w"
 
 
-def test_what_is_not_affine_is_drawn():
-    family, natural = product(w=dist.Normal(0.0, 1.0), rate=dist.Gamma(2.0, 1.0))
+def exponential_rates(values):
+    return jnp.asarray([3.0, 1.0]) * values["w"] - values["rate"] * jnp.exp(values["w"]) + jnp.log(values["rate"])
+
+
+def test_one_normal_latent_that_is_not_affine_is_by_nodes():
+    """E exp(w) of a normal is known; the other latent's message is exact for it."""
+    family, natural = product(w=dist.Normal(0.2, 0.6), rate=dist.Gamma(2.0, 1.0))
+    structure = find(family, natural, exponential_rates)
+    assert structure.conjugate == ("rate",) and structure.by_nodes == ("w",) and not structure.drawn
+    assert structure.exact and structure.expectation == "quadrature in w"
+    assert str(structure) == "conjugate in rate; not conjugate in w"
+    value, message = expect(family, natural, structure, exponential_rates)
+    grown, log_rate = np.exp(0.2 + 0.18), special.digamma(2.0)
+    np.testing.assert_allclose(value, 4 * 0.2 - 2 * 2.0 * grown + 2 * log_rate, rtol=TIGHT)
+    np.testing.assert_allclose(message.parts["rate"].log, 2.0, rtol=TIGHT)
+    np.testing.assert_allclose(message.parts["rate"].rate, 2 * grown, rtol=TIGHT)
+    np.testing.assert_allclose(message.parts["w"].precision, 4 * grown, rtol=10 * TIGHT)
+    with pytest.raises(PVIError, match="not conjugate in w"):
+        find(family, natural, exponential_rates, "exact")
+
+
+def test_several_latents_that_are_not_affine_are_drawn():
+    family, natural = product(w=dist.Normal(0.0, 1.0), v=dist.Normal(0.0, 1.0), rate=dist.Gamma(2.0, 1.0))
 
     def terms(values):
-        return jnp.asarray([3.0, 1.0]) * values["w"] - values["rate"] * jnp.exp(values["w"]) + jnp.log(values["rate"])
+        return exponential_rates(values | {"w": values["w"] + values["v"]})
 
     structure = find(family, natural, terms)
     assert structure.conjugate == ("rate",)
-    assert structure.drawn == ("w",)
-    assert structure.expectation == "draws of w"
-    assert find(family, natural, terms, "monte_carlo").drawn == ("rate", "w")
-    with pytest.raises(PVIError, match="not conjugate in w"):
-        find(family, natural, terms, "exact")
+    assert set(structure.drawn) == {"w", "v"}
+    assert structure.expectation.startswith("draws of")
+    assert set(find(family, natural, terms, "monte_carlo").drawn) == {"rate", "w", "v"}
+    with pytest.raises(PVIError, match="no term sees two members"):
+        find(family, natural, terms, "quadrature")
 
 
 def test_products_of_many_latents_take_all_signs():
