@@ -65,9 +65,9 @@ class MCMCMoments:
         num_warmup: transitions of a first visit that adapt the step size and are thrown away.
         num_samples: transitions kept in every visit, per chain.
         num_chains: chains per factor.
-        kernel: "lockstep", Hamiltonian chains whose trajectories are a quarter period of q, all of a group in the same number of
-            leapfrog steps, a handful; or NumPyro's "nuts" and "hmc" (the same length), several times slower side by
-            side, because every lane waits for the deepest tree, and surer where a tilted distribution is far from q's shape.
+        kernel: NumPyro's "nuts" or "hmc" (a quarter period of q), or "lockstep": Hamiltonian chains of that length, all of a
+            group in the same number of leapfrog steps, a handful, and so several times faster side by side, where every
+            lane of NUTS waits for the deepest tree. NUTS is surer where a tilted distribution is far from q's shape.
         num_refresh: transitions of later visits that are thrown away.
         target_accept: mean acceptance that step sizes aim at, in (0, 1).
         max_tree_depth: NUTS doubles a trajectory at most so often; "lockstep" takes at most ``2^max_tree_depth - 1`` steps.
@@ -79,7 +79,7 @@ class MCMCMoments:
     num_warmup: int = 200
     num_samples: int = 256
     num_chains: int = 4
-    kernel: str = "lockstep"
+    kernel: str = "nuts"
     num_refresh: int = 8
     target_accept: float = 0.8
     max_tree_depth: int = 6
@@ -90,8 +90,8 @@ class MCMCMoments:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise PVIError(f"MCMCMoments({name}={value!r}): expected an int of {low} or more.")
-        if self.kernel not in ("lockstep", "nuts", "hmc"):
-            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'lockstep', 'nuts' or 'hmc'.")
+        if self.kernel not in ("nuts", "hmc", "lockstep"):
+            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'nuts', 'hmc' or 'lockstep'.")
         if not isinstance(self.target_accept, float) or not 0.0 < self.target_accept < 1.0:
             raise PVIError(f"MCMCMoments(target_accept={self.target_accept!r}): expected a number between 0 and 1.")
 
