@@ -267,7 +267,7 @@ def test_choices_that_do_not_go_together_name_what_does():
         ({"solver": LocalELBO(numpyro.optim.Adam(0.1))}, "solver=LocalELBO"),
         ({"schedule": Streaming()}, r"schedule=Streaming\(...\).*Synchronous\(\) or Sequential\(\)"),
         ({"init_sites": "curvature"}, "init_params"),
-        ({"solver": NaturalGradient(expectation="quadrature")}, "'auto', 'exact', 'monte_carlo'"),
+        ({"solver": NaturalGradient(expectation="stein")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),
         ({"solver": NaturalGradient(backtracking=True)}, "global ELBO"),
         ({"solver": NaturalGradient(sites="rows")}, "sites are terms"),
     ]:
