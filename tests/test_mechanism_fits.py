@@ -68,8 +68,15 @@ def moments(pvi, state):
     return np.asarray(q.precision_mean), np.asarray(q.precision)
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(), Sequential()], ids=["synchronous", "sequential"])
-@pytest.mark.parametrize("kind", list(LIKELIHOODS))
+# Draws under the sequential schedule, which takes them like the other, compile for long.
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        pytest.param(kind, schedule, id=f"{kind}-{name}", marks=[pytest.mark.slow] * (kind == "draws" and late))
+        for kind in LIKELIHOODS
+        for name, schedule, late in (("synchronous", Synchronous(), False), ("sequential", Sequential(), True))
+    ],
+)
 def test_mechanisms_agree(kind, schedule):
     found = {}
     for mechanism, (model, arguments) in models(kind).items():

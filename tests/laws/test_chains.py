@@ -147,7 +147,7 @@ def fitted(fits, name):
     return fits[name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["poisson", pytest.param("bernoulli", marks=pytest.mark.slow)])
 def test_other_observations_reach_the_dense_optimum(fits, name):
     pvi, result = fitted(fits, name)
     mean, variance, elbo = dense_optimum(CASES[name][1], CASES[name][2])
