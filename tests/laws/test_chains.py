@@ -41,10 +41,9 @@ def fit(model, y, rounds, solver=None, groups=THIRDS):
     return pvi, pvi.run(KEY, rounds, STEPS, jnp.asarray(y), progress_bar=False)
 
 
-@pytest.fixture(autouse=True)
-def only_double(x64):
-    if not x64:
-        pytest.skip("sums over a chain are compared to many digits")
+@pytest.fixture
+def tolerance(x64):
+    return 1e-9 if x64 else 1e-4
 
 
 def gaussian_oracle(y):
@@ -60,18 +59,18 @@ def gaussian_oracle(y):
     [NaturalGradient(), pytest.param(Conjugate(), marks=pytest.mark.slow)],
     ids=["natural", "conjugate"],
 )
-def test_gaussian_observations_are_smoothed_exactly_in_one_round(solver):
+def test_gaussian_observations_are_smoothed_exactly_in_one_round(solver, tolerance):
     pvi, result = fit(walk(lambda x: dist.Normal(x, NOISE)), REAL, 1, solver)
     mean, covariance, evidence = gaussian_oracle(REAL)
     q = pvi.posterior(result.state)["x"]
-    np.testing.assert_allclose(q.mean, mean, rtol=1e-9)
-    np.testing.assert_allclose(q.variance, np.diag(covariance), rtol=1e-9)
-    assert -result.losses[-1] == pytest.approx(evidence, rel=1e-9)
+    np.testing.assert_allclose(q.mean, mean, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(q.variance, np.diag(covariance), rtol=tolerance)
+    assert -result.losses[-1] == pytest.approx(evidence, rel=tolerance)
     assert set(pvi.info(result.state).expectation) == {"closed form"}
 
 
 @pytest.mark.slow
-def test_states_that_are_vectors_are_smoothed_exactly():
+def test_states_that_are_vectors_are_smoothed_exactly(tolerance):
     """A level and its slope, of which the level is seen."""
     transition, tril = np.array([[1.0, 1.0], [0.0, 0.9]]), np.array([[0.3, 0.0], [0.1, 0.2]])
     seen = jnp.array([1.0, -0.5])
@@ -90,8 +89,8 @@ def test_states_that_are_vectors_are_smoothed_exactly():
     total = design @ prior @ design.T + NOISE**2 * np.eye(STEPS)
     gain = prior @ design.T @ np.linalg.inv(total)
     q = pvi.posterior(result.state)["x"]
-    np.testing.assert_allclose(q.mean.reshape(-1), gain @ REAL, rtol=1e-8, atol=1e-10)
-    np.testing.assert_allclose(q.variance.reshape(-1), np.diag(prior - gain @ design @ prior), rtol=1e-8)
+    np.testing.assert_allclose(q.mean.reshape(-1), gain @ REAL, rtol=10 * tolerance, atol=tolerance)
+    np.testing.assert_allclose(q.variance.reshape(-1), np.diag(prior - gain @ design @ prior), rtol=10 * tolerance)
 
 
 def dense_optimum(y, expected, rounds=300):
@@ -148,13 +147,13 @@ def fitted(fits, name):
 
 
 @pytest.mark.parametrize("name", ["poisson", pytest.param("bernoulli", marks=pytest.mark.slow)])
-def test_other_observations_reach_the_dense_optimum(fits, name):
+def test_other_observations_reach_the_dense_optimum(fits, name, tolerance):
     pvi, result = fitted(fits, name)
     mean, variance, elbo = dense_optimum(CASES[name][1], CASES[name][2])
     q = pvi.posterior(result.state)["x"]
-    np.testing.assert_allclose(q.mean, mean, atol=1e-7)
-    np.testing.assert_allclose(q.variance, variance, rtol=1e-7)
-    assert -result.losses[-1] == pytest.approx(elbo, abs=1e-7)
+    np.testing.assert_allclose(q.mean, mean, atol=100 * tolerance * np.sqrt(variance.max()))
+    np.testing.assert_allclose(q.variance, variance, rtol=100 * tolerance)
+    assert -result.losses[-1] == pytest.approx(elbo, abs=100 * tolerance)
     assert set(pvi.info(result.state).expectation) == {"quadrature in x"}
     # Draws have the marginals, as the guide's own users see them.
     drawn = pvi.guide.sample_posterior(KEY, pvi.get_params(result.state), sample_shape=(4000,))["x"]

@@ -146,6 +146,7 @@ def test_sites_hold_their_own_rows():
     np.testing.assert_allclose(pvi.posterior(state)["z"].probs, q, atol=TIGHT)
 
 
+@pytest.mark.once
 def test_the_start_tells_the_components_apart_and_fits_well():
     """From the defaults: no worse than the best of many textbook runs from random responsibilities."""
     pvi, state = begun()
