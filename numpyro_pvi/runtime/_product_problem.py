@@ -161,9 +161,13 @@ class ProductProblem:
         variables, rest = space.variables(q)
         if probs is not None:
             variables = variables | {"probs": {n: probs[n] for n in variables["probs"]}}
-        values, parts = self._map_chunks(lambda chunk: self._chunk_gradient(space, variables, rest, chunk, key))
-        gradients = self._gradients_by_group(parts, variables)
+        values, gradients = self._values_and_gradients(space, variables, rest, key)
         return values, jax.vmap(lambda g: space.message(q, variables, g))(gradients)
+
+    def _values_and_gradients(self, space: MeanSpace, variables: Any, rest: Any, key: Any) -> tuple[Array, Any]:
+        """Every chunk's value, and every group's derivative in the variables."""
+        values, parts = self._map_chunks(lambda chunk: self._chunk_gradient(space, variables, rest, chunk, key))
+        return values, self._gradients_by_group(parts, variables)
 
     def curvatures(self, sites: SiteStack, widest: float, key: Any) -> ProductNatural:
         """Every group's message about the latent that is taken by quadrature, at no more than some variance.
@@ -183,8 +187,7 @@ class ProductProblem:
         own = variables["coordinates"][name]
         narrow = own._replace(variance=jnp.minimum(own.variance, widest))
         variables = variables | {"coordinates": variables["coordinates"] | {name: narrow}}
-        _, parts = self._map_chunks(lambda chunk: self._chunk_gradient(space, variables, rest, chunk, key))
-        gradients = self._gradients_by_group(parts, variables)
+        _, gradients = self._values_and_gradients(space, variables, rest, key)
         slope = gradients["coordinates"][name]
         bent = slope._replace(variance=jnp.minimum(slope.variance, 0.0))
         gradients = gradients | {"coordinates": gradients["coordinates"] | {name: bent}}

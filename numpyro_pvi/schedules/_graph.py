@@ -115,7 +115,8 @@ def chebyshev_interval(modulus: float, link_failure: float) -> float:
     With reliable links it is the second modulus. Weights that change at random from step to step carry a product of
     different matrices through the recurrence, which long memories do not survive: its last coefficient ``a_k`` tends to
     ``2 / (1 + sqrt(1 - rho^2))``, and is kept at or below ``1 + (1 - link_failure) / 2``. (At 1.7 disagreement grew without limits
-    on graphs of 32 to 100 agents with half of the links failing; at the bound it shrank on all of them.)
+    on rings of 32 and 100 agents with half of the links failing; at the bound it shrank on rings, grids, stars and random
+    geometric graphs of 8 and 32 agents with 10 to 90 % failing.)
 
     Args:
         modulus: the graph's second modulus.

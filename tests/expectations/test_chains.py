@@ -184,8 +184,7 @@ def told(found):
 
 def test_chains_that_disagree_are_told_of(chained, many):
     assert told(many[0]) == []
-    # Chains that all start in one mode agree; of three sets not all do.
-    assert any(NOT_MIXED in told(chained(seed, T(), MODES)) for seed in range(3, 6))
+    assert NOT_MIXED in told(chained(3, T(), MODES))
 
 
 @pytest.mark.parametrize(
