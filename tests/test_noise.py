@@ -9,10 +9,12 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi.expectations import Expected
 from numpyro_pvi.families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.runtime import _contradictions
-from numpyro_pvi.schedules import move_in_nats
+from numpyro_pvi.schedules import Evaluation, move_in_nats
 from numpyro_pvi.schedules._noise import Averaging, averaging_step
+from numpyro_pvi.sites import SiteStack
 from numpyro_pvi.solvers import NaturalGradient
 
 KEY = jax.random.key(0)
@@ -140,3 +142,28 @@ def test_steps_do_not_wither_where_draws_contradict_themselves(monkeypatch):
     # Judged by the draws' word alone, a step in two is halved to nothing.
     monkeypatch.setattr(_contradictions, "_NOISE_SHARE", 0.0)
     assert np.mean(largest_steps(15) < 0.05) > 0.3
+
+
+def excused(shift, step, units=None):
+    """Nats that a fall may be the draws' own, for a step that moves one coordinate of q by so many sds."""
+    family = MultivariateNormalFamily(2)
+    old = family.natural(jnp.zeros(2), jnp.eye(2))
+    new = family.natural(jnp.array([shift, 0.0]), jnp.eye(2))
+    sites, zero, zeros = SiteStack(family.zeros((1,)), None), jnp.zeros(()), jnp.zeros(1)
+    groups = Expected(zeros, None, None, zeros, zeros, zeros)
+    after, before = (
+        (sites, Evaluation(q, family.moments(q), groups, None, zero, zero, zero, None, jnp.array(False)))
+        for q in (new, old)
+    )
+    return float(_contradictions.fall_explained(family, [None], after, before, jnp.asarray(step), units))
+
+
+def test_noise_excuses_falls_near_the_optimum_and_none_of_a_step_that_throws_q_far(monkeypatch):
+    assert excused(0.5, 1.0) == pytest.approx(2 * 0.5**2)
+    assert excused(0.5, 0.5) == pytest.approx(4 * 0.5**2)
+    # More than one sd in each of two coordinates, and in each of 2 + 4 * 3.
+    assert excused(1.5, 1.0) == 0.0
+    assert excused(1.5, 1.0, (4, 3)) == pytest.approx(2 * 1.5**2)
+    assert excused(3.0, 1.0, (4, 3)) == 0.0
+    monkeypatch.setattr(_contradictions, "_FARTHEST", np.inf)
+    assert excused(30.0, 1.0) == pytest.approx(2 * 30.0**2)

@@ -11,10 +11,19 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from numpyro import distributions as dist
+from numpyro.primitives import Messenger
 
 from ..errors import PartitionError, PVIError
 from ..handlers import RowAxes
-from ._model import ModelCall, abstract_trace, base_distribution, is_latent, is_observed, site_log_prob
+from ._model import (
+    ModelCall,
+    abstract_trace,
+    base_distribution,
+    is_latent,
+    is_observed,
+    rows_first,
+    site_log_prob,
+)
 
 
 class EnumeratedRows(dist.Unit):
@@ -154,6 +163,10 @@ def find_enumeration(trace: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> E
 def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc: np.ndarray, sd: np.ndarray) -> None:
     """Compare rows with their discrete latents summed out with NumPyro's own enumeration of the untouched model.
 
+    A latent that enters another row's terms escapes that comparison: while it is enumerated its axis along the plate has
+    length one, and ``jnp.roll`` along it, say, does nothing on either side. So its values are also given, one for each
+    row, and changed on half of the rows: the terms of the others must stay.
+
     Args:
         call: the untouched model on all rows, with values of its continuous local latents.
         enumeration: what is summed out.
@@ -163,7 +176,7 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
 
     Raises:
         PartitionError: when the log-likelihoods of all rows differ at one of two points by more than 1e-5 (float32;
-            1e-10 in x64) of the absolute row terms.
+            1e-10 in x64) of the absolute row terms, or a row's by as much when other rows' discrete latents change.
     """
     from ._marginal import numpyro_log_density
 
@@ -172,7 +185,7 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
     arrays, structure = jax.tree.flatten((call.args, call.kwargs))
     moving = [i for i, x in enumerate(arrays) if hasattr(x, "dtype")]
 
-    def densities(values, point):
+    def densities(values, point, swap):
         leaves = list(arrays)
         for i, value in zip(moving, values, strict=True):
             leaves[i] = value
@@ -184,10 +197,12 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
         inside = [n for n in own if any(f.name in enumeration.plates for f in trace[n]["cond_indep_stack"])]
         rows = jnp.concatenate([site_log_prob(trace[n]).reshape(-1) for n in (*enumeration.names, *inside)])
         latents = {n: trace[n]["value"] for n in (*call.layout.names, *own)}
-        return jnp.sum(rows), jnp.sum(jnp.abs(rows)), numpyro_log_density(here, enumeration, latents)
+        coupled = _coupled_rows(here, enumeration, point, swap)
+        return jnp.sum(rows), jnp.sum(jnp.abs(rows)), numpyro_log_density(here, enumeration, latents), coupled
 
-    compiled = jax.jit(lambda values: jax.lax.map(lambda z: densities(values, z), points))
-    got, size, expected = jax.device_get(compiled([arrays[i] for i in moving]))
+    swaps = jnp.array([False, True])
+    compiled = jax.jit(lambda values: jax.lax.map(lambda x: densities(values, *x), (points, swaps)))
+    got, size, expected, coupled = jax.device_get(compiled([arrays[i] for i in moving]))
     tolerance = 1e-5 if points.dtype == jnp.float32 else 1e-10
     for mine, scale, theirs in zip(got, size, expected, strict=True):
         if np.isfinite(theirs) and not abs(mine - theirs) <= tolerance * max(scale, 1.0):
@@ -196,6 +211,69 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
                 f"NumPyro's own enumeration of it by {abs(mine - theirs):.3g} nats. Something couples rows through a "
                 "discrete latent: keep what depends on one inside its row, or marginalise it in the model."
             )
+    for plate, (gaps, sizes) in coupled.items():
+        point, row = np.unravel_index(int(np.argmax(gaps)), gaps.shape)
+        if gaps[point, row] > 1e2 * tolerance * max(sizes[point, row], 1.0):
+            raise PartitionError(
+                f"{where}: row {row} of plate {plate!r} changes by {gaps[point, row]:.3g} nats when the values of "
+                f"{_names(enumeration.latents)} change on other rows, so rows are not independent, and their discrete latents "
+                "cannot be summed out row by row. Keep what depends on one inside its row (a chain within a row is a "
+                "loop over `numpyro.contrib.funsor.markov(range(T))` in the plate), or marginalise it in the model."
+            )
+
+
+class _GivenValues(Messenger):
+    """Gives every discrete latent a value for each row, and the next value of its support on half of the rows."""
+
+    def __init__(self, fn: Callable, names: tuple[str, ...], moved: Callable[[int], Any]):
+        self.names, self.moved = names, moved
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Set the value of an enumerated latent."""
+        if msg["type"] != "sample" or msg["name"] not in self.names:
+            return
+        fn, shape = msg["fn"], tuple(msg["fn"].shape())
+        count = fn.enumerate_support(expand=False).shape[0]
+        key = jax.random.fold_in(jax.random.key(11), self.names.index(msg["name"]))
+        value = jax.random.randint(key, shape, 0, count)
+        for frame in msg["cond_indep_stack"]:
+            if (moved := self.moved(frame.name)) is not None:
+                axes = (1,) * (-frame.dim - 1)
+                value = (value + moved.reshape(-1, *axes)) % count
+        msg["value"] = value
+
+
+def _coupled_rows(call: ModelCall, enumeration: Enumeration, point, swap) -> dict[str, tuple[Any, Any]]:
+    """By plate, how much each row's terms change when the discrete latents of other rows do, and their size, in nats."""
+    where = dict(zip(enumeration.plates, enumeration.dims, strict=True))
+
+    def half(plate: str, size: int) -> Any:
+        draw = jax.random.bernoulli(jax.random.fold_in(jax.random.key(5), list(where).index(plate)), 0.5, (size,))
+        return draw ^ swap
+
+    def rows(move: bool) -> dict[str, Any]:
+        def moved(plate):
+            return half(plate, sizes[plate]).astype(int) if move and plate in where else None
+
+        trace, _ = dataclasses.replace(call, model=_GivenValues(call.model, enumeration.latents, moved)).trace(point)
+        found: dict[str, Any] = {}
+        for site in trace.values():
+            for frame in site["cond_indep_stack"] if site["type"] == "sample" else ():
+                if frame.name in where:
+                    values = rows_first(site_log_prob(site), frame.dim)
+                    found[frame.name] = found.get(frame.name, 0.0) + values
+        return found
+
+    before = rows(False)
+    sizes = {plate: values.shape[0] for plate, values in before.items()}
+    after = rows(True)
+
+    def gap(plate):
+        same = half(plate, sizes[plate]) | (before[plate] == after[plate])
+        return jnp.where(same, 0.0, jnp.abs(before[plate] - after[plate]))
+
+    return {p: (gap(p), jnp.where(jnp.isfinite(before[p]), jnp.abs(before[p]), 0.0)) for p in before}
 
 
 def _refuse_global(found: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> None:

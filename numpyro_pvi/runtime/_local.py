@@ -155,7 +155,7 @@ class LocalProblem:
     ) -> Any:
         """What draws that contradict themselves may lose: see :func:`fall_explained`."""
         own = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
-        return fall_explained(self.family, own, (new_sites, new), (old_sites, old), step)
+        return fall_explained(self.family, own, (new_sites, new), (old_sites, old), step, self.units)
 
     def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
         """The draws of one round, shared by all groups, or None.

@@ -18,6 +18,7 @@ from scipy.special import gammaln, logsumexp
 
 from numpyro_pvi import PVI, Partition, PartitionError, PVIError
 from numpyro_pvi.factors import ModelCall, row_log_likelihood
+from numpyro_pvi.factors import _enumerate as enumerate_rows
 from numpyro_pvi.factors import _marginal as marginal
 from numpyro_pvi.factors._planner import plan_factors
 from numpyro_pvi.factors._validate import as_arrays
@@ -298,6 +299,18 @@ def test_components_of_a_mixture_are_not_rows():
     assert plan_of(model, "data", ["a", "b", "b"], (Y[:K],))[0].plan.likelihood == "draws"
 
 
+def rolled(shift):
+    """A mixture whose rows take their neighbours' components."""
+
+    def model(y):
+        mu = locations()
+        with numpyro.plate("data", y.shape[0]):
+            z = numpyro.sample("z", dist.Categorical(jnp.ones(K) / K))
+            numpyro.sample("obs", dist.Normal(mu[jnp.roll(z, shift, axis=-1)], SD), obs=y)
+
+    return model
+
+
 class TestPlantedFaults:
     """What must not be done, and what sees it."""
 
@@ -426,6 +439,15 @@ class TestRefused:
                 numpyro.sample("obs", dist.Normal(u, SD), obs=y)
 
         self.refused(r"'u', a continuous latent, depends on the enumerated latent\(s\) z", model)
+
+    @pytest.mark.parametrize("shift", [1, 3])
+    def test_a_latent_of_another_row(self, shift):
+        """Under enumeration its axis along the plate has length one: NumPyro's own sum does not see the roll either."""
+        self.refused("row .* of plate 'data' changes by .* when the values of 'z' change on other rows", rolled(shift))
+
+    def test_a_latent_of_another_row_slips_through_where_no_value_is_changed(self, monkeypatch):
+        monkeypatch.setattr(enumerate_rows, "_coupled_rows", lambda *_: {})
+        assert plan_of(rolled(1), "data", LABELS, (Y,))[0].plan.enumeration.latents == ("z",)
 
     def test_scale_of_the_user(self):
         self.refused("has a scale", handlers.scale(by_args, scale=0.5))
