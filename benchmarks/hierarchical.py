@@ -21,7 +21,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 from benchmarks import _report
 from numpyro_pvi import PVI, Partition
 
-NUM_ROUNDS = 60
+NUM_ROUNDS = 40
 NUM_DRAWS = 20_000
 # Adam settings tried for SVI: peak learning rate (cosine to 0), steps, particles.
 SETTINGS = ((0.02, 2_000, 1), (0.02, 4_000, 4), (0.05, 2_000, 4), (0.01, 6_000, 8))

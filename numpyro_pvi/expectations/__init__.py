@@ -6,7 +6,7 @@ from ._agreement import disagreement
 from ._at_points import log_densities_at, log_density_at
 from ._cells import over_values, sums_of
 from ._chains import Chains, no_chains
-from ._clouds import GRID_DIM, grid_cloud, normal_cloud
+from ._clouds import GRID_DIM, grid_cloud, normal_cloud, shifted_normals
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._factor_structure import FactorStructure
@@ -74,6 +74,7 @@ __all__ = [
     "log_density_at",
     "no_chains",
     "normal_cloud",
+    "shifted_normals",
     "over_values",
     "owners",
     "probe_values",

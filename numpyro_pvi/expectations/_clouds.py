@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import ndtri
+from jaxtyping import Array
 
 from .._numerics import scaled_cholesky
 from ._tilted import PointCloud
@@ -46,6 +47,36 @@ def normal_cloud(key: Any, dim: int, count: int, dtype: Any) -> PointCloud:
     factor, _ = scaled_cholesky(eps.T @ eps / count)
     eps = jax.scipy.linalg.solve_triangular(factor, eps.T, lower=True).T
     return PointCloud(eps, jnp.zeros((count,), dtype), jnp.zeros((count,), bool))
+
+
+def shifted_normals(key: Any, dim: int, width: int, count: int, units: int, dtype: Any) -> tuple[Array, Array]:
+    """Standard normal draws for shared latents and for those of every unit, even jointly: unbiased, each as if drawn alone.
+
+    Up to 32 dimensions together, the shared draws and those of any one unit are Sobol points shifted at random (modulo 1),
+    with a shift of its own for every unit; beyond, they are independent.
+
+    Args:
+        key: random key.
+        dim: D, shared latents.
+        width: K, latents of a unit; 0 without any.
+        count: S.
+        units: U.
+        dtype: floating dtype.
+
+    Returns:
+        Float[S D] and Float[U S K].
+    """
+    shared_key, own_key = jax.random.split(key)
+    shape = (units, count, width)
+    if dim + width > _QUASI_DIM:
+        return jax.random.normal(shared_key, (count, dim), dtype), jax.random.normal(own_key, shape, dtype)
+    table = jnp.asarray(_sobol(dim + width, count), dtype)
+    shared = (table[:, :dim] + jax.random.uniform(shared_key, (dim,), dtype)) % 1.0
+    own = (table[:, dim:] + jax.random.uniform(own_key, (units, 1, width), dtype)) % 1.0
+    # As random.normal does, which is cheaper than ndtri; the ends of the interval are kept out.
+    most = 1.0 - 0.5 * float(jnp.finfo(dtype).eps)
+    shared, own = (np.sqrt(2) * jax.lax.erf_inv(jnp.clip(2.0 * u - 1.0, -most, most)) for u in (shared, own))
+    return shared, own
 
 
 def grid_cloud(dim: int, dtype: Any) -> PointCloud:

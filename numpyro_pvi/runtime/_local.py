@@ -20,6 +20,7 @@ from ..expectations import (
     MaskedIntegratedProgram,
     MaskedLocalProgram,
     PointsProgram,
+    shifted_normals,
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule
@@ -170,19 +171,14 @@ class LocalProblem:
             count = num_particles
         elif self.units is not None:
             count = max(count, affordable_pairs(*self.units, self.family.dim))
-        pairs, compared = (
-            jax.random.normal(k, (n, self.family.dim), self.dtype)
-            for k, n in zip(keys[:2], (count, COMPARED_PAIRS), strict=True)
-        )
+        units, width = (0, 0) if self.units is None else self.units
+        pairs, local = shifted_normals(keys[0], self.family.dim, width, count, units, self.dtype)
+        compared = jax.random.normal(keys[1], (COMPARED_PAIRS, self.family.dim), self.dtype)
         points = [
             p.draw(k, self.dtype) if isinstance(p, PointsProgram) else None
             for k, p in zip(keys[2:4], (self.program, self.prior_program), strict=True)
         ]
-        local = None
-        if self.units is not None:
-            units, width = self.units
-            local = jax.random.normal(keys[4], (units, count, width), self.dtype)
-        return Draws(pairs, compared, *points, local)
+        return Draws(pairs, compared, *points, None if self.units is None else local)
 
     def draws_of(self, program: Any, noise: Draws | None, rule: Rule | None, trial: bool = False) -> Any:
         """What one program takes of a round's draws: sigma points or random ones, pairs, or None."""
