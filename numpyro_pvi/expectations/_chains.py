@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpyro.infer.hmc import hmc
 
 from .._numerics import all_finite
+from ._langevin import run_langevin, safe_step
 from ._lockstep import run_lockstep
 from ._moments import MCMCMoments
 
@@ -53,6 +54,8 @@ class ChainDraws(NamedTuple):
     acceptance: Float[Array, ""]
     # Whether every chain found a place to start.
     finite: Bool[Array, ""]
+    # Two independent noisy estimates of the score, whose mean it is; None where it is exact.
+    halves: Float[Array, "C S 2 D"] | None = None
 
 
 def no_chains(settings: MCMCMoments, dim: int, dtype: Any, used: bool) -> Chains:
@@ -115,6 +118,37 @@ def run_chains(
     kept = jnp.clip(kept, _LEAST_STEP, _LARGEST_STEP).astype(warm.dtype)
     share = jnp.mean(diverging.astype(warm.dtype))
     return ChainDraws(eps, score, log_density, last, kept, share, jnp.mean(accepted).astype(warm.dtype), jnp.all(found))
+
+
+def run_noisy_chains(
+    settings: MCMCMoments,
+    slope: Callable[[Float[Array, "D"]], Float[Array, "D"]],
+    slopes: Callable[[Float[Array, "D"], Any], Float[Array, "2 D"]],
+    key: Any,
+    warm: Float[Array, "C D"],
+    fresh: Bool[Array, ""],
+) -> ChainDraws:
+    """Run all chains of one factor by Langevin dynamics on estimates of the gradient.
+
+    Args:
+        settings: lengths.
+        slope: a point to the whole gradient of the negative log density.
+        slopes: a point and a key to two independent unbiased estimates of it.
+        key: random key.
+        warm: where the chains stood.
+        fresh: whether to start anew: from draws of q, with a whole warm-up.
+
+    Returns:
+        The draws, without log densities.
+    """
+    place_key, step_key, chain_key = jax.random.split(key, 3)
+    places = jnp.where(fresh, jax.random.normal(place_key, warm.shape, warm.dtype), warm)
+    step = safe_step(slope, step_key, warm.shape[1], warm.dtype)
+    drawn = run_langevin(settings, slopes, chain_key, places, step, fresh)
+    one, share = jnp.ones((), warm.dtype), jnp.mean(drawn.lost.astype(warm.dtype))
+    sizes = jnp.broadcast_to(step, warm.shape[:1])
+    nothing, score = jnp.zeros(drawn.eps.shape[:2], warm.dtype), jnp.mean(drawn.halves, axis=2)
+    return ChainDraws(drawn.eps, score, nothing, drawn.last, sizes, share, one, jnp.isfinite(step), drawn.halves)
 
 
 def _finite_place(energy: Callable, place: Float[Array, "D"]) -> tuple[Float[Array, "D"], Bool[Array, ""]]:

@@ -68,6 +68,10 @@ class MCMCMoments:
         kernel: NumPyro's "nuts" or "hmc" (a quarter period of q), or "lockstep": Hamiltonian chains of that length, all of a
             group in the same number of leapfrog steps, a handful, and so several times faster side by side, where every
             lane of NUTS waits for the deepest tree. NUTS is surer where a tilted distribution is far from q's shape.
+            "langevin" is for large groups: underdamped Langevin dynamics without an accept step, on mini-batches.
+        batch_size: "langevin" only: rows of a group that one step reads, an even number, taken with replacement; None for all
+            of them. Gradients are differences from the whole gradient at q's location, so that their noise vanishes with
+            q's width. A visit also takes 15 passes over the group's rows, for that gradient, the step size, and the evidence.
         num_refresh: transitions of later visits that are thrown away.
         target_accept: mean acceptance that step sizes aim at, in (0, 1).
         max_tree_depth: NUTS doubles a trajectory at most so often; "lockstep" takes at most ``2^max_tree_depth - 1`` steps.
@@ -83,6 +87,7 @@ class MCMCMoments:
     num_refresh: int = 8
     target_accept: float = 0.8
     max_tree_depth: int = 6
+    batch_size: int | None = None
 
     def __post_init__(self):
         least = {"num_warmup": 10, "num_samples": 16, "num_chains": 2, "num_refresh": 0, "max_tree_depth": 1}
@@ -90,10 +95,26 @@ class MCMCMoments:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise PVIError(f"MCMCMoments({name}={value!r}): expected an int of {low} or more.")
-        if self.kernel not in ("nuts", "hmc", "lockstep"):
-            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'nuts', 'hmc' or 'lockstep'.")
+        if self.kernel not in ("nuts", "hmc", "lockstep", "langevin"):
+            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'nuts', 'hmc', 'lockstep' or 'langevin'.")
+        self._check_batch()
         if not isinstance(self.target_accept, float) or not 0.0 < self.target_accept < 1.0:
             raise PVIError(f"MCMCMoments(target_accept={self.target_accept!r}): expected a number between 0 and 1.")
+
+    def _check_batch(self) -> None:
+        size = self.batch_size
+        if size is None:
+            return
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
+            raise PVIError(
+                f"MCMCMoments(batch_size={size!r}): expected an even int of 2 or more (the noise of a batch is told by the "
+                "difference of its halves), or None for all rows."
+            )
+        if self.kernel != "langevin":
+            raise PVIError(
+                f"MCMCMoments(kernel={self.kernel!r}, batch_size={size}): a step that is accepted or refused needs all rows. "
+                "Mini-batches are of kernel='langevin'."
+            )
 
     @property
     def num_draws(self) -> int:

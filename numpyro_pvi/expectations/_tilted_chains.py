@@ -11,8 +11,17 @@ from jaxtyping import Array, Bool, Float
 
 from .._numerics import inverse_root, scaled_cholesky, symmetrise
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
-from ._chains import ChainDraws, Chains, batch_variance, effective_size, no_chains, run_chains, split_rhat
-from ._clouds import normal_cloud
+from ._chains import (
+    ChainDraws,
+    Chains,
+    batch_variance,
+    effective_size,
+    no_chains,
+    run_chains,
+    run_noisy_chains,
+    split_rhat,
+)
+from ._clouds import normal_cloud, shifted_normals
 from ._moments import MCMCMoments
 from ._tilted import TEMPERINGS, Proposal, Tilted, matched_change
 
@@ -20,6 +29,8 @@ from ._tilted import TEMPERINGS, Proposal, Tilted, matched_change
 _DRAWS_PER_LATENT = 8
 # Steps of the bridge's fixed-point iteration, which converges linearly and fast.
 _BRIDGE_STEPS = 40
+# Antithetic pairs by which chains on mini-batches tell the evidence.
+_EVIDENCE_PAIRS = 4
 
 
 def from_chains(
@@ -31,6 +42,7 @@ def from_chains(
     key: Any,
     settings: MCMCMoments,
     memory: Chains | None = None,
+    look_rows: Callable[[Float[Array, "D"], Float[Array, "D"], Any], Float[Array, "2 D"]] | None = None,
 ) -> Tilted:
     r"""Moments of ``q (p / t)^alpha`` from NumPyro's chains, in coordinates ``theta = m + S eps`` whitened by q.
 
@@ -53,6 +65,12 @@ def from_chains(
     of the Gaussian g with the moments found, ``Z = E_g[h pi] / E_pi[h g]`` with ``h = 1 / (s_1 pi + s_2 Z g)``; its
     variance counts the chains' autocorrelation by batch means.
 
+    Under ``kernel="langevin"`` scores are estimates from mini-batches, ``grad log p(m) + (N/B) sum_b [grad log p_b(theta) -
+    grad log p_b(m)]``. Their noise has mean zero and leaves the formulas as they are, but would shrink B, so that the score's
+    own covariance is taken from the two halves of each batch. Mean and covariance are then also rid of what the steps and
+    the noise of batches do to the draws, as far as the tilted distribution is Gaussian. The evidence is the mean of
+    ``pi / g`` over a few draws of g.
+
     Args:
         family: the Gaussian family of q.
         look: a point to the factor's log density, nats, and its gradient.
@@ -62,23 +80,29 @@ def from_chains(
         key: random key.
         settings: lengths and kernel.
         memory: where the chains stood; None starts them anew.
+        look_rows: a point, another and a key to two independent unbiased estimates, each from half of a mini-batch, of the
+            difference of the gradients at both; None where all rows are read.
 
     Returns:
         What moment matching asks for, and the chains after this visit as its ``memory``.
 
     References:
         Mira, Solgi and Imparato, Zero variance Markov chain Monte Carlo, Stat. Comput. 23 (2013), section 2. Meng and Wong,
-        Simulating ratios of normalizing constants, Stat. Sinica 6 (1996), eq. 4.1.
+        Simulating ratios of normalizing constants, Stat. Sinica 6 (1996), eq. 4.1. Baker et al., Control variates for
+        stochastic gradient MCMC, Stat. Comput. 29 (2019), section 3.
     """
     dtype, moments = q.precision_mean.dtype, family.moments(q)
     memory = no_chains(settings, family.dim, dtype, True) if memory is None else memory
     share, proper = _proper_share(family, q, site, power, dtype)
     used = power * share
 
+    def site_image(theta):
+        return family.precision_product(site, theta)
+
     def energy(eps):
         theta = family.draw(moments, eps)
         value, slope = look(theta)
-        image = family.precision_product(site, theta)
+        image = site_image(theta)
         ratio = value - theta @ (site.precision_mean - 0.5 * image)
         pulled = _pull(family, moments, slope - site.precision_mean + image)
         return 0.5 * jnp.sum(eps**2) - used * ratio, eps - used * pulled
@@ -86,23 +110,20 @@ def from_chains(
     chain_key, bridge_key = jax.random.split(key)
     warm = jax.vmap(lambda x: _whiten(family, q, moments, x))(memory.positions)
     fresh = (memory.visits == 0) | ~jnp.all(jnp.isfinite(warm))
-    draws = run_chains(settings, energy, chain_key, warm, memory.step_size, fresh)
+    if settings.kernel == "langevin":
+        slopes = _noisy_slopes(
+            family, moments, look, look_rows, lambda theta: site.precision_mean - site_image(theta), used
+        )
+        draws = run_noisy_chains(settings, lambda eps: energy(eps)[1], slopes, chain_key, warm, fresh)
+    else:
+        draws = run_chains(settings, energy, chain_key, warm, memory.step_size, fresh)
     mean, covariance, root, fits, noise = _controlled(family, draws)
     change = matched_change(family, mean, covariance, q, Proposal(q, moments)) * (1.0 / used)
-    value, variance = _bridge(energy, bridge_key, draws, mean, root)
-    eps = draws.eps
-    ess = effective_size(jnp.concatenate([eps, (eps - mean) ** 2], axis=-1))
-    whole = jnp.all(jnp.isfinite(draws.score)) & jnp.all(jnp.isfinite(eps))
-    kept = draws.finite & whole
-    after = Chains(
-        jnp.where(kept, family.draw(moments, draws.last), memory.positions),
-        jnp.where(kept, draws.step_size, memory.step_size),
-        jnp.where(kept, memory.visits + 1, 0),
-        memory.used,
-        split_rhat(eps),
-        draws.divergent,
-        draws.acceptance,
-    )
+    normaliser = _bridge if draws.halves is None else _by_gaussian
+    value, variance = normaliser(energy, bridge_key, draws, mean, root)
+    ess = effective_size(jnp.concatenate([draws.eps, (draws.eps - mean) ** 2], axis=-1))
+    kept = draws.finite & jnp.all(jnp.isfinite(draws.score)) & jnp.all(jnp.isfinite(draws.eps))
+    after = _kept_chains(family, moments, memory, draws, kept)
     return Tilted(
         change,
         value / used,
@@ -116,6 +137,43 @@ def from_chains(
         kept & proper & fits,
         after,
     )
+
+
+def _kept_chains(
+    family: GaussianFamily, moments: GaussianMoments, memory: Chains, draws: ChainDraws, kept: Bool[Array, ""]
+) -> Chains:
+    """Where the chains stand after a visit; where they stood, to start anew, when it is not kept."""
+    return Chains(
+        jnp.where(kept, family.draw(moments, draws.last), memory.positions),
+        jnp.where(kept, draws.step_size, memory.step_size),
+        jnp.where(kept, memory.visits + 1, 0),
+        memory.used,
+        split_rhat(draws.eps),
+        draws.divergent,
+        draws.acceptance,
+    )
+
+
+def _noisy_slopes(
+    family: GaussianFamily,
+    moments: GaussianMoments,
+    look: Callable,
+    look_rows: Callable | None,
+    own: Callable,
+    used: Any,
+) -> Callable[[Float[Array, "D"], Any], Float[Array, "2 D"]]:
+    """Two independent estimates of the gradient of ``-log pi``; ``own(theta)`` is the gradient of the site's ``log t``."""
+    middle = look(moments.loc)[1]
+
+    def slopes(eps, key):
+        theta = family.draw(moments, eps)
+        if look_rows is None:
+            slope = jnp.broadcast_to(look(theta)[1], (2, *theta.shape))
+        else:
+            slope = middle + look_rows(theta, moments.loc, key)
+        return eps - used * jax.vmap(lambda g: _pull(family, moments, g))(slope - own(theta))
+
+    return slopes
 
 
 def _proper_share(family, q, site, power, dtype) -> tuple[Float[Array, ""], Bool[Array, ""]]:
@@ -141,7 +199,8 @@ def _controlled(family: GaussianFamily, draws: ChainDraws) -> tuple:
     dim = family.dim
     eps, score = draws.eps.reshape(-1, dim), draws.score.reshape(-1, dim)
     joint = eps.shape[0] >= _DRAWS_PER_LATENT * dim
-    slope = _coefficients(eps, score, joint)
+    halves = None if draws.halves is None else draws.halves.reshape(-1, 2, dim)
+    slope = _coefficients(eps, score, joint, halves)
     follow = score @ slope.T if joint else score * slope
     mean = jnp.mean(eps + follow, axis=0)
     rest = (draws.eps.reshape(-1, dim) + follow).reshape(draws.eps.shape)
@@ -163,13 +222,19 @@ def _controlled(family: GaussianFamily, draws: ChainDraws) -> tuple:
     return mean, covariance if family.full else jnp.diagonal(covariance), root, good | fits, noise
 
 
-def _coefficients(eps: Float[Array, "N D"], score: Float[Array, "N D"], joint: bool) -> Array:
-    """B with ``eps`` nearest to ``const - B s``; the identity (q's own covariance) where the scores determine none."""
+def _coefficients(
+    eps: Float[Array, "N D"], score: Float[Array, "N D"], joint: bool, halves: Float[Array, "N 2 D"] | None
+) -> Array:
+    """B with ``eps`` nearest to ``const - B s``; the identity (q's own covariance) where the scores determine none.
+
+    The noise of two halves of a batch is independent, and does not count in the scores' covariance.
+    """
     center, slope = eps - jnp.mean(eps, axis=0), score - jnp.mean(score, axis=0)
+    pair = (slope, slope) if halves is None else tuple(jnp.moveaxis(halves - jnp.mean(halves, axis=0), 1, 0))
     if not joint:
-        square = jnp.sum(slope**2, axis=0)
+        square = jnp.sum(pair[0] * pair[1], axis=0)
         return jnp.where(square > 0, -jnp.sum(slope * center, axis=0) / jnp.where(square > 0, square, 1.0), 1.0)
-    factor, good = scaled_cholesky(slope.T @ slope)
+    factor, good = scaled_cholesky(symmetrise(pair[0].T @ pair[1]))
     root = inverse_root(factor)
     # (G^-1 s^T eps)^T with G = s^T s.
     found = -(center.T @ slope) @ root @ root.T
@@ -209,6 +274,21 @@ def _bridge(energy: Callable, key: Any, draws: ChainDraws, mean, root) -> tuple[
     value = jax.lax.fori_loop(0, _BRIDGE_STEPS, step, _log_mean(at_g))
     top, bottom = (jnp.exp(x - _log_mean(x)) for x in terms(value))
     return value, jnp.var(top) / at_g.shape[0] + batch_variance(bottom)[0]
+
+
+def _by_gaussian(
+    energy: Callable, key: Any, draws: ChainDraws, mean, root
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The same from a few draws of the Gaussian g with the moments found, ``E_g[pi / g]``: so many passes over the rows."""
+    half, _ = shifted_normals(key, mean.shape[0], 0, _EVIDENCE_PAIRS, 0, mean.dtype)
+    cloud = jnp.concatenate([half, -half])
+    points = mean + (cloud @ root.T if root.ndim == 2 else cloud * root)
+    scale = jnp.sum(jnp.log(jnp.diagonal(root) if root.ndim == 2 else root))
+    values = jax.lax.map(lambda x: energy(x)[0], points)
+    logs = 0.5 * jnp.sum(cloud**2, axis=-1) + scale - jnp.where(jnp.isfinite(values), values, jnp.inf)
+    value = _log_mean(logs)
+    pairs = jnp.mean(jnp.exp(logs - value).reshape(2, -1), axis=0)
+    return value, jnp.var(pairs, ddof=1) / _EVIDENCE_PAIRS
 
 
 def _log_mean(logs: Array) -> Float[Array, ""]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ..expectations import Chains, MCMCMoments, Tilted, from_chains, log_density_at, no_chains
 from ..factors import Packing
 from ..sites import take
 from ..solvers import LocalSolver
 from ..solvers._chained import COLLAPSES
+from ._rows import GroupRows
 
 if TYPE_CHECKING:
     from ._local import LocalProblem
@@ -125,7 +127,7 @@ def group_total(problem: LocalProblem, index: Int[Array, ""]) -> Callable[[Calla
 
 
 def chained_moments(
-    problem: LocalProblem, total: Callable, by_weights: Callable | None
+    problem: LocalProblem, total: Callable, by_weights: Callable | None, index: Int[Array, ""] | None = None
 ) -> Callable[[Any, Any, float, Any, Chains | None], Tilted]:
     """Moments by chains, or by weights until a factor's memory says otherwise.
 
@@ -133,6 +135,7 @@ def chained_moments(
         problem: the factors.
         total: sums a function of the program and a chunk over the factor's chunks.
         by_weights: the way to take moments that chains stand in for; None where there are chains only.
+        index: the group whose rows chains may read in mini-batches; None for a factor without rows.
 
     Returns:
         A function of q, site, power, key and memory.
@@ -146,9 +149,13 @@ def chained_moments(
 
         return total(of)
 
+    look_rows = None
+    if settings.batch_size is not None and index is not None and problem.rows is not None:
+        look_rows = partial(_batch_gradients, problem.rows, index, settings.batch_size // 2)
+
     def moments_of(q, site, power, key, memory=None):
         def run():
-            return from_chains(problem.family, look, q, site, power, key, settings, memory)
+            return from_chains(problem.family, look, q, site, power, key, settings, memory, look_rows)
 
         if by_weights is None:
             return run()
@@ -158,6 +165,20 @@ def chained_moments(
         return jax.lax.cond(memory.used, run, lambda: weighed(q, site, power, key)._replace(memory=memory))
 
     return moments_of
+
+
+def _batch_gradients(
+    rows: GroupRows, index: Int[Array, ""], half: int, point: Float[Array, "D"], other: Float[Array, "D"], key: Any
+) -> Float[Array, "2 D"]:
+    """The difference of a group's gradients at two points, from each of two independent halves of a mini-batch."""
+    count = rows.num_rows(index)
+    taken = jax.random.randint(key, (2, half), 0, count)
+
+    def one(some):
+        at = rows.derivatives(index, jnp.stack([point, other]), some, False).gradient
+        return (at[0] - at[1]) * (count / half)
+
+    return jax.vmap(one)(taken)
 
 
 def _like(mine: Bool[Array, "K"], leaf: Array) -> Array:

@@ -180,8 +180,8 @@ class FactorReader:
         return self._unstructured(log_density, part.prior_kind, _PRIOR_PAIRS), (None, None)
 
     def group_rows(self) -> GroupRows | None:
-        """The groups' rows at points, for a stochastic solver; else None."""
-        if not self.solver.stochastic:
+        """The groups' rows at points, for a stochastic solver, or chains on mini-batches; else None."""
+        if not self.solver.stochastic and getattr(self.solver, "moments_batch", None) is None:
             return None
         part, call = self.plan.partition, self.call
         density = partial(_chunk_log_likelihood, part, self.packing, lambda c: part.reading.call(call, c))

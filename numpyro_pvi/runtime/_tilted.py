@@ -212,7 +212,7 @@ def group_factor(problem: LocalProblem, index: Int[Array, ""], looked: Callable 
 
     total = group_total(problem, index)
     if isinstance(method, MCMCMoments):
-        return MomentFactor(problem.family, chained_moments(problem, total, None))
+        return MomentFactor(problem.family, chained_moments(problem, total, None, index))
     factor = _pointed_factor(problem, method, total) if looked is None else MomentFactor(problem.family, looked)
     if problem.chained and method == with_settings("importance"):
         return MomentFactor(problem.family, chained_moments(problem, total, factor.take_moments))

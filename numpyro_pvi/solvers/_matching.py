@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..errors import PVIError
-from ..expectations import MOMENTS, SAMPLED, Moments
+from ..expectations import MOMENTS, SAMPLED, MCMCMoments, Moments
+from ._minibatch import check_batch_size
 
 
 def check_share(owner: str, name: str, value: Any, remedy: str) -> None:
@@ -75,12 +76,30 @@ class MatchesMoments:
                 f"{owner} does not integrate out local latents, and the {where} has some: use PowerEP() or NaturalGradient(), or "
                 "keep the latents shared by leaving them outside the partitioned plate."
             )
+        if structure == "local" and self.moments_batch is not None:
+            raise PVIError(
+                f"{owner}(moments=MCMCMoments(batch_size={self.moments_batch})): the {where} has local latents, which are "
+                "integrated out with all of a group's rows at hand. Leave moments='auto'."
+            )
         if self.moments == "exact" and structure != "quadratic":
             raise PVIError(
                 f"{owner}(moments='exact') needs a factor that is quadratic in the latents, but the {where} was found to be "
                 f"{structure!r}; leave moments='auto'."
             )
 
+    @property
+    def moments_batch(self) -> int | None:
+        """Rows of a mini-batch by which chains read a group, or None where they read all of it."""
+        return self.moments.batch_size if isinstance(self.moments, MCMCMoments) else None
+
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Groups of any size will do."""
-        del sizes, mechanism
+        """Raise when chains ask for mini-batches of a group that has fewer rows, or of one that is read by masks.
+
+        Args:
+            sizes: rows of each group, by label.
+            mechanism: how rows are read.
+
+        Raises:
+            PVIError: naming the group.
+        """
+        check_batch_size("MCMCMoments", self.moments_batch, sizes, mechanism)

@@ -61,7 +61,8 @@ class SNEP(MatchesMoments):
     as if alone, and schedules in parallel take a joint step of one over the number of groups.
 
     A worker reads its anchor, its own site and the current sum ``eta_q``, and nothing else; its draws are fresh at every
-    inner step, and the schedules average late rounds. Steps on mini-batches of a group's rows are not part of this solver.
+    inner step, and the schedules average late rounds. Of a large group, ``moments=MCMCMoments(kernel="langevin",
+    batch_size=...)`` reads mini-batches.
 
     Args:
         beta: at least 1: one over the power, ``beta=1`` for EP. A number, one per group, or a dict by label (1 for groups it does

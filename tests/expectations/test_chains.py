@@ -206,7 +206,7 @@ def test_every_kind_of_trouble_is_told_of(many, field, value, code):
     [
         ({"num_samples": 4}, "num_samples=4.*16 or more"),
         ({"num_chains": 1}, "2 or more"),
-        ({"kernel": "gibbs"}, "'nuts', 'hmc' or 'lockstep'"),
+        ({"kernel": "gibbs"}, "'nuts', 'hmc', 'lockstep' or 'langevin'"),
         ({"target_accept": 1.0}, "between 0 and 1"),
         ({"num_warmup": True}, "num_warmup"),
     ],
@@ -241,7 +241,7 @@ def test_diagnostics_of_correlated_draws():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["hmc", "lockstep"])
+@pytest.mark.parametrize("kernel", ["hmc", "lockstep", "langevin"])
 @pytest.mark.parametrize("family", [MultivariateNormalFamily(2), NormalFamily(2)], ids=["full", "mean-field"])
 def test_hmc_and_the_mean_field_family_have_the_same_law(family, kernel, x64):
     settings = MCMCMoments(num_warmup=50, num_samples=64, kernel=kernel)
