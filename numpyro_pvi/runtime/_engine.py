@@ -151,6 +151,7 @@ class Engine:
             labels=part.table.labels,
             stream=RowStream(part, call, packing, plan.padded_rows > 0),
             most_chunks=most_chunks(part.table.sizes, packing),
+            longest=max(part.table.sizes),
             chained=plan.chained,
         )
 

@@ -66,6 +66,7 @@ class LocalProblem:
         known: which groups had a site before their rows came back; None when none had.
         stream: the groups' rows one by one.
         most_chunks: chunks of the largest group where sizes are known beforehand, else 0.
+        longest: its rows, likewise.
         chained: whether chains are compiled in beside weighted draws.
     """
 
@@ -83,6 +84,7 @@ class LocalProblem:
     known: Bool[Array, "M"] | None = None
     stream: Any = None
     most_chunks: int = 0
+    longest: int = 0
     chained: bool = False
 
     # Every group's site stands by itself.
