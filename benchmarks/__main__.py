@@ -20,6 +20,7 @@ NAMES = {
     "ep-probit": "power EP by rows against textbook EP: moments and evidence",
     "ep-logistic": "EP from sampled moments against the exact posterior, beside VI and Laplace",
     "snep": "stochastic natural-gradient EP beside EP, VI and consensus Monte Carlo at an equal budget of gradients",
+    "snep-net": "SNEP on a small network for digits, beside power EP, VI and consensus Monte Carlo at equal gradients",
     "ep-speed": "chains of 32 groups in one program against a program per group (--size: a whole fit against NUTS)",
     "async": "ten groups, one twenty times slower, in simulated time: asynchronous against synchronous rounds",
     "resume": "kill -9 at random moments of a run that keeps a file: does it go on, to the same bits (--kills)",
