@@ -153,7 +153,7 @@ class MeanSpace:
                     values[role.name] = _rule(family).points(coordinates[role.name], nodes[node])
                 return shares[node] * weighted(values, cell) if by_nodes else weighted(values, cell)
 
-            def weighted(values: dict, cell: Array) -> Array:
+            def weighted(values: dict, cell: Any) -> Array:
                 if not probs:
                     return density(values)
                 chosen = {n: jnp.asarray(cells)[cell, i] for i, n in enumerate(probs)}

@@ -42,7 +42,9 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
 
     def at(share: Any) -> SiteStack:
         step = change * share
-        return SiteStack(sites.groups + step.groups, sites.prior, None if sites.local is None else sites.local + step.local)
+        return SiteStack(
+            sites.groups + step.groups, sites.prior, None if sites.local is None else sites.local + step.local
+        )
 
     elbos = jax.lax.map(lambda share: problem.objective(at(share), key).elbo, shares)
     return at(shares[jnp.argmax(jnp.where(jnp.isfinite(elbos), elbos, -jnp.inf))])

@@ -293,7 +293,10 @@ class ProductProblem:
         space, chunks, offsets = self._likelihood(), self.packing.chunks, self.packing.offsets
         variables, rest = space.variables(q)
         shared = self.plan.shared
-        zero = {k: {n: jax.tree.map(jnp.zeros_like, x) for n, x in own.items() if n in shared} for k, own in variables.items()}
+        zero = {
+            k: {n: jax.tree.map(jnp.zeros_like, x) for n, x in own.items() if n in shared}
+            for k, own in variables.items()
+        }
 
         def add(chunk: Any, carry: Any) -> Any:
             total, local = carry
@@ -363,35 +366,55 @@ class ProductProblem:
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 
-    def objective(self, sites: SiteStack, key: Any) -> Objective:
+    def objective(self, sites: SiteStack, key: Any, known: SiteStack | None = None) -> Objective:
         """``sum_m E_q[log f_m] - KL(q | exact prior) + H(q)`` over components with and without an exact prior.
+
+        Where expectations are by draws, only what some sites leave over is drawn: ``E[log f_m - <eta, T>] + <eta, mu>``. Its
+        derivatives are the messages at those sites, so that it tells whether a step along them was too long.
 
         Args:
             sites: all sites.
             key: for draws.
+            known: those sites; None for ``sites``.
 
         Returns:
             The ELBO; NaN where q is not normalisable.
         """
-        q = posterior(self.prior, sites)
+        q, known = posterior(self.prior, sites), sites if known is None else known
         valid = self.family.in_domain(q)
         # Only the value is not used where q is outside: a point inside keeps everything finite.
         space = self._likelihood()
         variables, rest = space.variables(q)
 
-        def one(chunk: Any) -> Array:
-            own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
-            return self._chunk_average(space, *own, chunk, key)
+        def one(own: tuple) -> Array:
+            chunk, group = own
+            variables_here, rest_here = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
+            said = self._known(known, chunk, group, group)
+            return self._left_over(space, variables_here, rest_here, chunk, key, said)[0]
 
-        groups = self._by_group(self._map_chunks(one, self.packing.chunks))
+        groups = self._by_group(self._map_chunks(one, (self.packing.chunks, self.packing.chunk_group)))
         terms = [groups.reshape(-1), self.divergences(q)]
+        if self.plan.likelihood.drawn:
+            zero = jax.tree.map(jnp.zeros_like, q)
+            terms.append(self._pairings(q, posterior(zero, dataclasses.replace(known, prior=None)), space))
         prior = self._prior_factor()
-        if prior is not None:
+        if prior is not None and known.prior is not None:
             variables, rest = prior.variables(q)
-            terms.append(prior.average(variables, rest, self._prior_density, key)[None])
+            said = {n: known.prior.parts[n] for n in prior.structure.drawn}
+            terms.append(prior.left_over(variables, rest, self._prior_density, key, None, said)[0][None])
+            terms.append(self._pairings(q, known.prior, prior))
         whole = jnp.concatenate(terms)
         elbo = jnp.where(valid, jnp.sum(whole), jnp.nan)
         return Objective(elbo, jnp.sum(jnp.abs(whole)), valid & jnp.isfinite(elbo))
+
+    def _pairings(self, q: ProductNatural, sites: ProductNatural, space: MeanSpace) -> Float[Array, "C"]:
+        """``<site, mu_q>`` of every drawn component."""
+        families = dict(self.family.components)
+        found = [jnp.zeros(())]
+        for name in space.structure.drawn:
+            family = families[name]
+            found.append(jnp.sum(family.inner(sites.parts[name], family.natural_to_mean(q.parts[name]))))
+        return jnp.stack(found)
 
     def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
         """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""

@@ -10,12 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..families import base_family
 from ..schedules import RoundReport
-from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, posterior, take
+from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, posterior, select, take
 from ._product_plan import ProductPlan, owners
 from ._product_problem import Objective, ProductProblem, finite_or
 
 # A step under noise is c / (c + k) of a full one after k rounds in which q turned back.
 _LATE = 10.0
+# Longest step of a drawn member, in its Fisher metric: posterior sds, for a shift.
+_REACH = 2.0
 # Fall of the ELBO that counts as rounding, in units of eps times the size of its terms.
 _ROUNDING = 20.0
 
@@ -91,7 +93,9 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
             new, fine = finite_or(problem.prior_message(q, noise, sites.prior), sites.prior)
             prior = _change(problem, new, sites.prior, fine, i)
         change = SiteStack(prior=prior, **_changes(problem, target, sites, good, i))
-        change = _shortened(change, member_shares(problem, q, posterior(jax.tree.map(jnp.zeros_like, q), change), share))
+        change = _shortened(
+            change, member_shares(problem, q, posterior(jax.tree.map(jnp.zeros_like, q), change), share)
+        )
         if prior is not None:
             good = jnp.concatenate([fine[None], good])
 
@@ -106,10 +110,16 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
     return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first))
 
 
-def member_shares(problem: ProductProblem, q: Any, change: Any, share: Any) -> dict[str, Any]:
-    """How much of its change every member of a drawn component takes, so that twice its step would leave it in its domain.
+def drawn_of(plan: ProductPlan) -> set[str]:
+    """Components that some factor draws."""
+    factors = [f for f in (plan.likelihood, plan.prior_factor) if f is not None]
+    return {name for factor in factors for name in factor.drawn}
 
-    One noisy message of thousands would otherwise hold all members back.
+
+def member_shares(problem: ProductProblem, q: Any, change: Any, share: Any) -> dict[str, Any]:
+    """How much of its change every member of a drawn component takes: at most two posterior sds, and half the way out of its domain.
+
+    One noisy message of thousands would otherwise hold all members back, or throw its own far out.
 
     Args:
         problem: the factors.
@@ -118,11 +128,10 @@ def member_shares(problem: ProductProblem, q: Any, change: Any, share: Any) -> d
         share: of the change that all take.
 
     Returns:
-        By drawn component, powers of 1/2 by member; 0 where none is small enough.
+        By drawn component, numbers in [0, 1] by member; 0 where none is small enough.
     """
-    plan, found = problem.plan, {}
-    factors = [f for f in (plan.likelihood, plan.prior_factor) if f is not None]
-    drawn = {name for factor in factors for name in factor.drawn}
+    drawn, found = drawn_of(problem.plan), {}
+    sizes = problem.sizes(q, change)
     for name, family in problem.family.components:
         if name not in drawn:
             continue
@@ -132,7 +141,8 @@ def member_shares(problem: ProductProblem, q: Any, change: Any, share: Any) -> d
             fine = base.in_domain(own + _spread(step, 2 * share * shares))
             return jnp.where(fine, shares, 0.5 * shares)
 
-        first = jnp.ones_like(base.in_domain(own), dtype=jnp.result_type(float))
+        first = jnp.minimum(1.0, _REACH / (share * sizes[name] + 1e-30))
+        first = jnp.where(jnp.isfinite(first), first, 0.0)
         shares = jax.lax.fori_loop(0, MAX_HALVINGS, halve, first)
         found[name] = jnp.where(base.in_domain(own + _spread(step, share * shares)), shares, 0.0)
     return found
@@ -148,7 +158,10 @@ def _spread(step: Any, shares: Any) -> Any:
 
 
 def _times(change: Any, shares: dict[str, Any], lead: int = 0) -> Any:
-    parts = {n: _spread(x, shares[n].reshape((1,) * lead + shares[n].shape)) if n in shares else x for n, x in change.parts.items()}
+    parts = {
+        n: _spread(x, shares[n].reshape((1,) * lead + shares[n].shape)) if n in shares else x
+        for n, x in change.parts.items()
+    }
     return type(change)(parts)
 
 
@@ -275,38 +288,64 @@ def one_round(
     """
     dtype = before.elbo.dtype
     late = _LATE / (_LATE + memory.turns) if problem.plan.noisy else 1.0
-    share = jnp.asarray(settings.damping * settings.step_size * late, dtype)
+    # Visits in turn see what earlier ones moved: a share of where they lead is no shorter sweep. Under noise, what is too long is
+    # undone, and the next sweep taken with half the step.
+    once = settings.sequential and problem.plan.noisy
+    share = jnp.asarray(settings.damping * settings.step_size * late, dtype) * (memory.step if once else 1.0)
     swept = sweep(problem, sites, settings, share, key, noise)
+    swept = swept._replace(sites=_members_back(problem, swept.sites, sites))
     slack = _ROUNDING * jnp.finfo(dtype).eps
+
+    def good(found: Objective):
+        return found.valid & ((found.elbo >= before.elbo - slack * (found.size + before.size)) | ~before.valid)
 
     def unfinished(state):
         _, _, found, tries = state
-        fine = found.valid & ((found.elbo >= before.elbo - slack * (found.size + before.size)) | ~before.valid)
-        return (tries < 0) | (~fine & (tries < MAX_HALVINGS))
+        fine = good(found)
+        return (tries < 0) | (~fine & (tries < (0 if once else MAX_HALVINGS)))
 
     def attempt(state):
         step, _, _, tries = state
         step = jnp.where(tries < 0, step, 0.5 * step)
         # A full step to the letter: what a sweep gave, without the rounding of a difference.
         there = jax.tree.map(lambda a, b: jnp.where(step == 1.0, b, a), damp(sites, swept.sites, step), swept.sites)
-        return step, there, problem.objective(there, noise), tries + 1
+        return step, there, problem.objective(there, noise, sites), tries + 1
 
     # One loop for the first attempt and the shorter ones, so that the ELBO is compiled once.
-    first = memory.step, swept.sites, before, jnp.int32(-1)
+    first = jnp.ones_like(memory.step) if once else memory.step, swept.sites, before, jnp.int32(-1)
     step, taken, found, tries = jax.lax.while_loop(unfinished, attempt, first)
-    lost = tries >= MAX_HALVINGS
+    lost = ~good(found) if once else tries >= MAX_HALVINGS
     taken = jax.tree.map(lambda a, b: jnp.where(lost, b, a), taken, sites)
     found = jax.tree.map(lambda a, b: jnp.where(lost, b, a), found, before)
     again = jnp.where(tries == 0, jnp.minimum(2 * step, 1.0), step)
+    if once:
+        again = jnp.where(lost, jnp.maximum(0.5 * memory.step, 2.0**-MAX_HALVINGS), jnp.minimum(1.5 * memory.step, 1.0))
     q, old = posterior(problem.prior, taken), posterior(problem.prior, sites)
     turns, moved = memory.turns, None
     if problem.plan.noisy:
         moved = q - old
         turned = problem.family.inner(moved, problem.family.fisher_product(q, memory.last)) < 0
         turns = turns + turned
-    memory = ProductMemory(jnp.where(lost, 1.0, again).astype(dtype), turns, moved)
+    memory = ProductMemory((again if once else jnp.where(lost, 1.0, again)).astype(dtype), turns, moved)
     report = _report(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
     return Round(taken, found, memory, report)
+
+
+def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> SiteStack:
+    """Members of drawn components whose sum of sites has left the domain by rounding, back where they were."""
+    q, families = posterior(problem.prior, new), dict(problem.family.components)
+    good = {n: base_family(families[n]).in_domain(q.parts[n]) for n in drawn_of(problem.plan)}
+
+    def back(own: Any, before: Any, lead: int = 0) -> Any:
+        parts = dict(own.parts)
+        for name in parts.keys() & good.keys():
+            keep = good[name].reshape((1,) * lead + good[name].shape)
+            parts[name] = select(keep, parts[name], before.parts[name])
+        return type(own)(parts)
+
+    prior = None if new.prior is None else back(new.prior, old.prior)
+    local = None if new.local is None else back(new.local, old.local)
+    return SiteStack(back(new.groups, old.groups, 1), prior, local)
 
 
 def _report(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
