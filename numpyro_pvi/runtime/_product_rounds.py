@@ -117,7 +117,7 @@ def drawn_of(plan: ProductPlan) -> set[str]:
 
 
 def member_shares(problem: ProductProblem, q: Any, change: Any, share: Any) -> dict[str, Any]:
-    """How much of its change every member of a drawn component takes: at most two posterior sds, and half the way out of its domain.
+    """How much of its change each member of a drawn component takes: at most two sds, and half the way out of its domain.
 
     One noisy message of thousands would otherwise hold all members back, or throw its own far out.
 
