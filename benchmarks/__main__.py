@@ -32,6 +32,7 @@ NAMES = {
     "cvi-gp": "Gaussian-process classification (USPS, ionosphere) by two numbers per row, against the dense optimum",
     "kalman": "counts along a random walk: linear in T, and equal to dense covariances at T = 500",
     "vmp": "a mixture and LDA beside textbook coordinate ascent, iterate by iterate; a message beside NC-VMP's",
+    "cvi-gamma": "gamma factors of CyTOF counts and Poisson-gamma factors of MNIST beside Adam on the same gammas",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 

@@ -75,7 +75,7 @@ def inside_of(trace: dict, rows: RowAxes, guide: AutoExponentialFamily) -> tuple
             "declare the others outside, in plates of their own."
         )
     ranks = {n: len(trace[n]["fn"].batch_shape) for n in axes}
-    return tuple(RowLatent(n, ranks[n] + axis.dim, guide._latents[n].family) for n, axis in axes.items())
+    return tuple(RowLatent(n, ranks[n] + axis.dim, guide._latents[n].family, axis.key) for n, axis in axes.items())
 
 
 def begun(

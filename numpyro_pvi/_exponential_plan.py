@@ -171,7 +171,10 @@ def _structure(
     family = components.family
     continuous = ProductFamily([(n, f) for n, f in family.components if support_of(f) is None])
     start = ProductNatural({n: components.start.parts[n] for n, _ in continuous.components})
-    everywhere = over_values(family, lambda values: _some(terms(values)))
+    places = None
+    if len(continuous.components) == len(family.components):
+        places = _places(terms, [probe_values(family, start, jax.random.fold_in(key, i)) for i in (200, 201)])
+    everywhere = over_values(family, lambda values: _some(terms(values), places))
 
     def chosen(values: dict) -> Any:
         return _some({"": everywhere(values)})
@@ -208,13 +211,30 @@ def turns_of(components: Components, order: Any) -> tuple[int, ...]:
     return tuple(sequence.index(n) for n in names)
 
 
-def _some(terms: dict) -> Any:
-    """The terms in one vector; of very many, a random choice."""
-    flat = [x.reshape(-1) for x in terms.values()]
-    whole = jnp.concatenate(flat) if flat else jnp.zeros((0,))
+def _some(terms: dict, places: np.ndarray | None = None) -> Any:
+    """The terms in one vector; of very many, those in some places, or a random choice."""
+    whole = _flat(terms)
     if whole.shape[0] <= MAX_TERMS:
         return whole
-    return whole[np.sort(np.random.default_rng(0).permutation(whole.shape[0])[:MAX_TERMS])]
+    if places is None:
+        places = np.sort(np.random.default_rng(0).permutation(whole.shape[0])[:MAX_TERMS])
+    return whole[places]
+
+
+def _places(terms: Callable, values: list[dict]) -> np.ndarray | None:
+    """Of very many terms, half a random choice, half a choice that prefers those that the latents move most."""
+    one, other = jax.device_get(jax.jit(lambda own: [_flat(terms(x)) for x in own])(values))
+    if len(one) <= MAX_TERMS:
+        return None
+    rng, moved = np.random.default_rng(0), np.abs(np.float64(one) - np.float64(other))
+    moved = np.where(np.isfinite(moved), moved, 0.0) + 1e-30
+    liked = rng.choice(len(moved), MAX_TERMS // 2, p=moved / moved.sum())
+    return np.sort(np.concatenate([liked, rng.permutation(len(moved))[: MAX_TERMS // 2]]))
+
+
+def _flat(terms: dict) -> Any:
+    flat = [x.reshape(-1) for x in terms.values()]
+    return jnp.concatenate(flat) if flat else jnp.zeros((0,))
 
 
 def _exact_prior(components: Components, call: ValueCall, key: Any) -> dict[str, Any]:

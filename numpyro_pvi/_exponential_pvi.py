@@ -24,7 +24,7 @@ from .families import ProductNatural
 from .pvi import PVI
 from .runtime import LaxMap, ProductEngine, Vmap, first_memory, spread
 from .schedules import Points, Rule, Sequential, Synchronous, empty_report
-from .sites import SiteStack, posterior
+from .sites import MemberSites, SiteStack, posterior
 from .solvers import Conjugate, NaturalGradient
 
 _SOLVERS, _SCHEDULES, _RUNTIMES = (NaturalGradient, Conjugate), (Synchronous, Sequential), (Vmap, LaxMap)
@@ -75,8 +75,10 @@ class ExponentialPVI(PVI):
 
     def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
         count, dtype = len(plan.partition.table.labels), float_dtype()
-        groups = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), prior)
-        sites, zero = SiteStack(groups, base_site), jnp.zeros((), dtype)
+        shared = ProductNatural({n: prior.parts[n] for n in plan.shared})
+        groups = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shared)
+        rows = {n: jax.tree.map(jnp.zeros_like, prior.parts[n]) for n in plan.row_axes}
+        sites, zero = SiteStack(groups, base_site, MemberSites(rows) if rows else None), jnp.zeros((), dtype)
         idle = Points(jnp.zeros((2,), bool), zero, zero)
         q = posterior(prior, sites)
         return PVIState(

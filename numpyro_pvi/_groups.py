@@ -24,9 +24,9 @@ from .factors import (
     without_labels,
 )
 from .handlers import PRIOR, known_labels, plain
-from .runtime import by_chains, chains_wanted, with_chains
+from .runtime import by_chains, chains_wanted, site_with_rows, with_chains
 from .schedules import BY_FACTOR
-from .sites import SiteStack, add_slots, keep_slots, posterior, take, tied_site
+from .sites import MemberSites, SiteStack, add_slots, keep_slots, posterior, take, tied_site
 
 # ---------------------------------------------------------------------------------- what compiled programs see of a state
 
@@ -187,6 +187,9 @@ def site_of(state: PVIState, label: Hashable) -> Any:
         return tied_site(state.sites.groups, len(state.plan.groups))
     if place < slots:
         return take(state.sites.others, place)
+    if isinstance(state.sites.local, MemberSites):
+        plan: Any = state.plan
+        return site_with_rows(plan, state.sites, place)
     return take(state.sites.groups, place - slots)
 
 

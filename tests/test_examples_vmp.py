@@ -77,3 +77,21 @@ def test_principal_components_span_the_plane_drawn_from(load):
     # Rows' noise over their number: a few degrees.
     assert module.angle(np.asarray(found["loading"].mean), loading) < 10
     np.testing.assert_allclose(found["tau"].mean, 1 / 0.3**2, rtol=0.3)
+
+
+@pytest.mark.slow
+def test_gamma_factors_give_the_rows_covariance(load):
+    module = load("gamma_factors")
+    y, _ = module.generate(np.random.default_rng(0), 200)
+    found, _ = module.fit(y, 0)
+    seen = y.T @ y / len(y)
+    assert np.max(np.abs(module.covariance_of(found) - seen)) < 0.15 * np.max(seen)
+
+
+@pytest.mark.slow
+def test_poisson_factors_find_the_rates(load, capsys):
+    assert load("poisson_factors").main(["--rows", "40"]) == 0
+    out = capsys.readouterr().out
+    assert "not conjugate in pattern, weight" in out
+    found, counts = (float(line.rsplit(": ", 1)[1].strip(";")) for line in out.splitlines()[-2:])
+    assert found > counts

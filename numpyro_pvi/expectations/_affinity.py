@@ -31,6 +31,10 @@ _SUBSETS = 12
 _MEMBERS = 8
 # Largest difference of two averages, relative to the values averaged, by dtype: rounding of the log densities.
 _TOLERANCE = {"float32": 3e-4, "float64": 1e-8}
+# One of many members in a sum hardly bends it: where multiples may be taken, members are also looked at that dominate it.
+_FAR = (1.0, 16.0, 256.0)
+# Signs beyond which a design is larger than what it saves.
+_MOST_SIGNS = 2048
 # Terms that are looked at; of more, a random choice.
 MAX_TERMS = 4096
 
@@ -43,6 +47,11 @@ class _Component:
     values: Any
     pairs: Any
     coordinates: Any
+
+    @property
+    def scales(self) -> bool:
+        """Whether multiples of values span the same statistics, so that pairs of multiples are multiples of pairs."""
+        return getattr(pair_rule(self.family), "scales", False)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -112,7 +121,9 @@ def find_structure(
         roles.append(role)
     roles = _one_by_nodes(roles)
     structure = FactorStructure(tuple(roles), "all")
-    if first > FEW_SIGNS:
+    if first > _MOST_SIGNS:
+        structure = dataclasses.replace(structure, design="random")
+    elif first > FEW_SIGNS:
         structure = dataclasses.replace(structure, design=_design(family, components, structure, terms, rng))
     _refuse(structure, family, expectation, where)
     return structure
@@ -192,6 +203,8 @@ class _Asked:
     # Pairs of (rows at the fitted values, rows at the pair), for all members together and for single ones.
     together: list[tuple[list[int], list[int]]]
     alone: list[tuple[list[int], list[int]]]
+    # For single members at multiples of their values.
+    far: list[tuple[list[int], list[int]]]
 
 
 def _plan(look: _Look, component: _Component, rng: np.random.Generator) -> _Asked:
@@ -204,21 +217,26 @@ def _plan(look: _Look, component: _Component, rng: np.random.Generator) -> _Aske
     if count > 1:
         masks = rng.random((_SUBSETS, *members)) < 0.5
         subsets = [look.ask(0, {name: component.mixed(new, old, mask)}) for mask in masks]
-    together, alone = [], []
+    together, alone, far = [], [], []
     if component.pairs is not None:
         together = [_compare(look, component, background, everyone) for background in (0, 2)]
         if count > 1:
             for index in rng.permutation(count)[:_MEMBERS]:
                 mask = (np.arange(count) == index).reshape(members)
-                alone.append(_compare(look, component, 0, mask))
-    return _Asked(none, whole, subsets, together, alone)
+                if component.scales:
+                    far += [_compare(look, component, 0, mask, scale) for scale in _FAR]
+                else:
+                    alone.append(_compare(look, component, 0, mask))
+    return _Asked(none, whole, subsets, together, alone, far)
 
 
-def _compare(look: _Look, component: _Component, background: int, mask: np.ndarray) -> tuple[list[int], list[int]]:
+def _compare(
+    look: _Look, component: _Component, background: int, mask: np.ndarray, scale: float = 1.0
+) -> tuple[list[int], list[int]]:
     held = component.values[_FITTED + background]
 
     def rows(points: Any) -> list[int]:
-        return [look.ask(background, {component.name: component.mixed(x, held, mask)}) for x in points]
+        return [look.ask(background, {component.name: component.mixed(scale * x, held, mask)}) for x in points]
 
     assert component.pairs is not None
     return rows(component.values[:_FITTED]), rows(component.pairs)
@@ -240,6 +258,7 @@ def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation:
         return LatentRole(name, "draws", single=single)
     checks = asked.alone if not single else asked.together + asked.alone
     affine = all(_agree(values[a], values[b], tolerance) for a, b in checks)
+    affine = affine and all(_agree_in_change(values[a], values[b], tolerance) for a, b in asked.far)
     if affine:
         return LatentRole(name, "exact", single=single)
     return LatentRole(name, "quadrature" if single and getattr(rule, "nodes", False) else "draws", single=single)
@@ -258,6 +277,16 @@ def _agree(ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> bool:
     one, other = (x.astype(np.float64).mean(axis=0) for x in (ours, theirs))
     size = np.abs(ours).max(axis=0) + np.abs(theirs).max(axis=0)
     return bool(np.all(np.abs(one - other) <= tolerance * size + 1e-30))
+
+
+def _agree_in_change(ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> bool:
+    """The same, relative to how far the values are apart: of a member that is one of many in a sum."""
+    if not (np.all(np.isfinite(ours)) and np.all(np.isfinite(theirs))):
+        return False
+    every = np.concatenate([ours, theirs]).astype(np.float64)
+    one, other = (x.astype(np.float64).mean(axis=0) for x in (ours, theirs))
+    size = tolerance * np.ptp(every, axis=0) + 0.03 * tolerance * np.abs(every).max(axis=0)
+    return bool(np.all(np.abs(one - other) <= size + 1e-30))
 
 
 def _design(

@@ -11,7 +11,7 @@ chain), and no term sees two of its members, Gauss and Hermite's rule in every m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..families import ProductFamily, ProductNatural, members_of, pair_rule, support_of
+from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule, support_of
 from ._designs import all_signs, strength_three
 from ._factor_structure import FactorStructure, LatentRole
 
@@ -79,7 +79,12 @@ class MeanSpace:
         return variables | ({"probs": probs} if probs else {}), {"beyond": beyond, "fixed": fixed}
 
     def average(
-        self, variables: dict[str, dict], rest: dict[str, Any], density: Callable[..., Array], key: Any
+        self,
+        variables: dict[str, dict],
+        rest: dict[str, Any],
+        density: Callable[..., Array],
+        key: Any,
+        rows_key: Any = None,
     ) -> Float[Array, ""]:
         """``E_q[f]`` in nats.
 
@@ -89,11 +94,48 @@ class MeanSpace:
             density: f, of a dict of values by component; where components are summed over, of a dict of weights besides,
                 which it hands to :meth:`FactorStructure.weigh` with each of its terms.
             key: for draws; not used where there are none.
+            rows_key: for draws of what belongs to rows, where it differs from one call to another.
 
         Returns:
             The expectation.
         """
-        signs, draws = self._signs(key), self._draws(variables["natural"], key)
+        return self.left_over(variables, rest, density, key, rows_key, {})[1]
+
+    def left_over(
+        self,
+        variables: dict[str, dict],
+        rest: dict[str, Any],
+        density: Callable[..., Array],
+        key: Any,
+        rows_key: Any,
+        sites: Mapping[str, Any],
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """``E_q[f - <site, T>]`` over common draws, and ``E_q[f]``, in nats.
+
+        What a factor's site says of it is known without draws. Taken away here, and given back to the message, only what
+        the site leaves over is estimated, with less noise the better the site fits.
+
+        Args:
+            variables: as for :meth:`average`.
+            rest: as for :meth:`average`.
+            density: as for :meth:`average`.
+            key: as for :meth:`average`.
+            rows_key: as for :meth:`average`.
+            sites: natural parameters by component, of some that are drawn.
+
+        Returns:
+            Both; the first less the base measure.
+        """
+        draws = self._draws(variables["natural"], key, rows_key)
+        value = self._average(variables, rest, density, self._signs(key), draws)
+        families, known = dict(self.family.components), jnp.zeros(())
+        for name, site in sites.items():
+            family = base_family(families[name])
+            average = jax.tree.map(lambda x: jnp.mean(x, axis=0), family.sufficient_statistics(draws[name]))
+            known = known + jnp.sum(family.inner(site, average))
+        return value - known, value
+
+    def _average(self, variables: dict, rest: dict, density: Callable[..., Array], signs: Array, draws: dict) -> Array:
         probs = variables.get("probs", {})
         cells, by_nodes = all_values({n: x.shape[-1] for n, x in probs.items()}), self._components("quadrature")
         count = len(_NODES) if by_nodes else 1
@@ -102,14 +144,16 @@ class MeanSpace:
         def at(coordinates: dict) -> Array:
             def one(index: tuple) -> Array:
                 row, draw, cell, node = index
-                values = rest["fixed"] | {n: x[draw] for n, x in draws.items()}
-                values |= self._points(coordinates, signs[row])
+                return settled(jax.tree.map(lambda x: x[draw], draws), row, cell, node)
+
+            def settled(drawn: dict, row: Any, cell: Any, node: Any) -> Array:
+                values = rest["fixed"] | drawn | self._points(coordinates, signs[row])
                 if by_nodes:
                     role, family = by_nodes[0]
                     values[role.name] = _rule(family).points(coordinates[role.name], nodes[node])
                 return shares[node] * weighted(values, cell) if by_nodes else weighted(values, cell)
 
-            def weighted(values: dict, cell: Array) -> Array:
+            def weighted(values: dict, cell: Any) -> Array:
                 if not probs:
                     return density(values)
                 chosen = {n: jnp.asarray(cells)[cell, i] for i, n in enumerate(probs)}
@@ -117,6 +161,9 @@ class MeanSpace:
                 return density(values, {n: (probs[n][..., k], 1.0 * (k == 0)) for n, k in chosen.items()})
 
             counts = len(signs), self.num_draws if draws else 1, len(cells), count
+            if draws and np.prod(counts) == counts[1] <= _TOGETHER:
+                # Looking draws up by an index would cost more than what is done with them.
+                return jnp.mean(jax.vmap(lambda own: settled(own, 0, 0, 0))(draws))
             index = tuple(x.reshape(-1) for x in np.indices(counts))
             if len(index[0]) <= _TOGETHER:
                 return counts[2] * jnp.mean(jax.vmap(one)(index))
@@ -139,30 +186,45 @@ class MeanSpace:
 
         return continued(variables["coordinates"], list(rest["beyond"]))
 
-    def message(self, q: ProductNatural, variables: dict[str, dict], gradient: dict[str, dict]) -> ProductNatural:
+    def message(
+        self,
+        q: ProductNatural,
+        variables: dict[str, dict],
+        gradient: dict[str, dict],
+        names: Collection[str] | None = None,
+    ) -> ProductNatural:
         """``dF/dmu`` as natural parameters, from the derivative in the variables.
 
         Args:
             q: natural parameters.
             variables: where the derivative was taken.
             gradient: the derivative.
+            names: components that are asked for; None for all.
 
         Returns:
             Natural parameters; zero for absent components.
         """
-        found = {}
-        for role, family in (*self._components("exact"), *self._components("quadrature")):
-            rule = _rule(family)
-            found[role.name] = rule.message(variables["coordinates"][role.name], gradient["coordinates"][role.name])
-        for role, family in self._components("draws"):
-            own, slope = q.parts[role.name], gradient["natural"][role.name]
-            like = jax.tree.structure(jax.eval_shape(family.natural_to_mean, own))
-            found[role.name] = family.fisher_solve(own, jax.tree.unflatten(like, jax.tree.leaves(slope)))
-        for role, family in self._components("sum"):
-            found[role.name] = _values(family).message(gradient["probs"][role.name])
-        for role, _ in self._components("absent"):
-            found[role.name] = jax.tree.map(jnp.zeros_like, q.parts[role.name])
-        return ProductNatural({name: found[name] for name, _ in self.family.components})
+        found = self._messages(q, variables, gradient)
+        return ProductNatural({n: found(n) for n, _ in self.family.components if names is None or n in names})
+
+    def _messages(self, q: ProductNatural, variables: dict, gradient: dict) -> Callable[[str], Any]:
+        kinds = {role.name: role.kind for role in self.structure.roles}
+        families = dict(self.family.components)
+
+        def of(name: str) -> Any:
+            kind, family = kinds[name], families[name]
+            if kind in ("exact", "quadrature"):
+                own = variables["coordinates"][name]
+                return _rule(family).message(own, gradient["coordinates"][name])
+            if kind == "draws":
+                own, slope = q.parts[name], gradient["natural"][name]
+                like = jax.tree.structure(jax.eval_shape(family.natural_to_mean, own))
+                return family.fisher_solve(own, jax.tree.unflatten(like, jax.tree.leaves(slope)))
+            if kind == "sum":
+                return _values(family).message(gradient["probs"][name])
+            return jax.tree.map(jnp.zeros_like, q.parts[name])
+
+        return of
 
     def _signs(self, key: Any) -> Array:
         count = self.structure.num_signs
@@ -172,10 +234,13 @@ class MeanSpace:
         rows = all_signs(count) if self.structure.design == "all" else strength_three(count)
         return jnp.asarray(rows, jnp.result_type(float))
 
-    def _draws(self, naturals: Mapping[str, Any], key: Any) -> dict[str, Array]:
+    def _draws(self, naturals: Mapping[str, Any], key: Any, rows_key: Any = None) -> dict[str, Array]:
         families, found = dict(self.family.components), {}
-        for i, (name, natural) in enumerate(sorted(naturals.items())):
-            found[name] = families[name].sample(natural, jax.random.fold_in(key, 2 + i), (self.num_draws,))
+        belongs = {role.name for role in self.structure.roles if role.axis is not None}
+        for i, role in enumerate(sorted(self.structure.roles, key=lambda role: role.name)):
+            if (name := role.name) in naturals:
+                own = rows_key if rows_key is not None and name in belongs else key
+                found[name] = families[name].sample(naturals[name], jax.random.fold_in(own, 2 + i), (self.num_draws,))
         return found
 
     def _points(self, coordinates: dict[str, Any], signs: Array) -> dict[str, Array]:

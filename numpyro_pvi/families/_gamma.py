@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._numerics import above_minus_one, inside_support, keep_positive, snap_to_positive
 from ._base import FamilyDefaults, Vector, implicit_inverse, natural_parameters
+from ._gamma_draws import log_gamma_draws
 from ._registry import base_of, read_parameters, register_family
 from ._special import (
     HALF_LOG_2PI,
@@ -94,8 +95,8 @@ def _invert(log, negative):
 def _divergence(a, b, other_a, other_b):
     """KL between gammas in nats, as the sum of what the leading terms make together and the rest."""
     d, e = (other_a - a) / a, (other_b - b) / b
-    # (1 + f) = (1 + d)/(1 + e): the ratio of the two means.
-    f, ratio = (d - e) / (1 + e), (other_a / a) / (other_b / b)
+    # (1 + f) = (1 + d)/(1 + e): the ratio of the two means; 1 + e itself would round to zero for rates far apart.
+    f, ratio = (d - e) / (other_b / b), (other_a / a) / (other_b / b)
     return a * (other_b / b) * relative_entropy(f, ratio) + lgamma_bregman_rest(other_a, a)
 
 
@@ -107,6 +108,11 @@ def _solve(a, b, d_log, d_negative):
     # F = [[psi'(a), -1/b], [-1/b, a/b^2]] has the determinant w(a)/b^2.
     d_a = (a * d_log + b * d_negative) / trigamma_excess(a)
     return d_a, b / a * (b * d_negative + d_a)
+
+
+def _log_draws(a, b, key, shape):
+    a, b = jnp.broadcast_arrays(a, b)
+    return log_gamma_draws(key, a, shape) - jnp.log(b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +180,7 @@ class GammaFamily(FamilyDefaults):
 
     def sample(self, natural: GammaNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
         """Draws, kept above 0 where they underflow; implicitly reparameterised."""
-        return inside_support(self.to_distribution(natural).sample(key, shape))
+        return inside_support(jnp.exp(_log_draws(natural.log + 1, natural.rate, key, shape)))
 
     def entropy(self, natural: GammaNatural) -> Float[Array, "*batch"]:
         """``a - log b + lgamma(a) + (1 - a) psi(a)`` in nats, without its cancellation."""
@@ -249,7 +255,7 @@ class InverseGammaFamily(FamilyDefaults):
 
     def sample(self, natural: InverseGammaNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
         """Draws, kept inside (0, largest number); implicitly reparameterised."""
-        draws = dist.Gamma(natural.log - 1, natural.rate).sample(key, shape)
+        draws = jnp.exp(_log_draws(natural.log - 1, natural.rate, key, shape))
         return inside_support(1 / inside_support(draws))
 
     def entropy(self, natural: InverseGammaNatural) -> Float[Array, "*batch"]:

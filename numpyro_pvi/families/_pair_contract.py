@@ -27,7 +27,8 @@ class PairRule(Protocol):
     """How a family's pairs are found; what every implementor owes. Leading axes of everything are batch axes.
 
     ``axes`` is the number of signs per member: 0 stands for one sign without an axis of its own, D for D of them on a last
-    axis. ``anchored`` says whether :meth:`anchor` gives other coordinates.
+    axis. ``anchored`` says whether :meth:`anchor` gives other coordinates. A rule may have ``scales = True``: the mean
+    statistics of multiples of values are a function of the values' own.
     """
 
     @property

@@ -111,6 +111,7 @@ class _Gamma:
     inverse: bool = False
     axes: int = 0
     anchored: bool = True
+    scales: bool = True
 
     def _rates(self, natural):
         """Concentration and rate of x, or of 1/x."""
@@ -147,6 +148,7 @@ class _Gamma:
 class _Exponential:
     axes: int = 0
     anchored: bool = False
+    scales: bool = True
 
     def coordinates(self, natural):
         return Means(1 / natural.rate)

@@ -11,7 +11,7 @@ from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
 from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
 from ._product_rounds import first_memory
-from ._product_start import apart, best_of_short_runs, first_weights, spread
+from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 
 __all__ = [
     "Engine",
@@ -35,6 +35,7 @@ __all__ = [
     "gradient_jumps",
     "latent_values",
     "noise_floor",
+    "site_with_rows",
     "spread",
     "with_chains",
 ]

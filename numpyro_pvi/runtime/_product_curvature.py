@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..families import ProductNatural
 from ..sites import SiteStack
 from ._product_problem import ProductProblem
 
@@ -32,13 +31,20 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
     """
     found = problem.curvatures(sites, _WIDEST, key)
     (name,) = problem.plan.likelihood.by_nodes
-    parts = {n: x if n == name else jax.tree.map(jnp.zeros_like, x) for n, x in found.parts.items()}
+
+    def kept(own: Any) -> Any:
+        """Nothing of the other latents."""
+        return type(own)({n: x if n == name else jax.tree.map(jnp.zeros_like, x) for n, x in own.parts.items()})
+
+    change = SiteStack(kept(found.groups), None, None if found.local is None else kept(found.local))
     dtype = jax.tree.leaves(sites.groups)[0].dtype
     shares = jnp.concatenate([0.5 ** jnp.arange(_HALVINGS + 1), jnp.zeros(1)]).astype(dtype)
 
     def at(share: Any) -> SiteStack:
-        groups = jax.tree.map(lambda old, new: old + share * new, sites.groups, ProductNatural(parts))
-        return SiteStack(groups, sites.prior)
+        step = change * share
+        return SiteStack(
+            sites.groups + step.groups, sites.prior, None if sites.local is None else sites.local + step.local
+        )
 
     elbos = jax.lax.map(lambda share: problem.objective(at(share), key).elbo, shares)
     return at(shares[jnp.argmax(jnp.where(jnp.isfinite(elbos), elbos, -jnp.inf))])

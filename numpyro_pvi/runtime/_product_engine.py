@@ -12,12 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._state import SKIP_LIMIT, PVIState
 from ..factors import ValueCall
+from ..families import base_family
 from ..schedules import Schedule, Sequential
 from ..sites import posterior
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
 from ._mapping import Vmap
+from ._product_plan import owners
 from ._product_problem import Objective, ProductProblem
 from ._product_rounds import Settings, one_round
 
@@ -135,6 +137,20 @@ class ProductEngine:
     def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
         """Whether q without each group's site, and without the prior factor's, is normalisable."""
         q, family = posterior(state.prior, state.sites), state.plan.family
-        groups = jax.vmap(lambda site: family.in_domain(q - site))(state.sites.groups)
+        groups = self._without_groups(state, q)
         prior = jnp.array(True) if state.sites.prior is None else family.in_domain(q - state.sites.prior)
         return groups, prior
+
+    def _without_groups(self, state: PVIState, q: Any) -> Bool[Array, "M"]:
+        plan: Any = state.plan
+        families, sites = dict(plan.family.components), state.sites
+        found = jnp.ones((len(plan.partition.table.labels),), bool)
+        for name, site in sites.groups.parts.items():
+            proper = jax.vmap(lambda own, name=name: families[name].in_domain(q.parts[name] - own))(site)
+            found = found & proper
+        for name, site in () if sites.local is None else sites.local.parts.items():
+            whole, base = families[name].in_domain(q.parts[name]), base_family(families[name])
+            improper = ~base.in_domain(q.parts[name] - site)
+            owner = owners(state.packing, improper.shape[plan.row_axes[name]], plan.row_key)
+            found = found & whole & (plan.largest_by_group(name, improper, owner) == 0)
+        return found

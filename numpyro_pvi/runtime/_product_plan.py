@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from .._state import Plan
 from ..expectations import FactorStructure
+from ..factors import GroupMasks, Packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +39,13 @@ class RowLatent:
         name: the latent, a component of its own.
         axis: the plate's axis, counted from the left, of values and parameters alike.
         family: of one event.
+        key: of the partitioned axis, the same for all of them.
     """
 
     name: str
     axis: int
     family: Any
+    key: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +72,30 @@ class ProductPlan(Plan):
     def row_axes(self) -> dict[str, int]:
         """By latent inside the partitioned plate, the plate's axis."""
         return {latent.name: latent.axis for latent in self.inside}
+
+    @property
+    def row_key(self) -> str:
+        """Key of the partitioned axis of the latents inside the plate, of which there is at least one."""
+        return self.inside[0].key
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Components outside the partitioned plate, in the family's order."""
+        return tuple(name for name, _ in self.family.components if name not in self.row_axes)
+
+    def masked(self, name: str, own: Any, rows: Bool[Array, "R"]) -> Any:
+        """Parameters of a latent inside the plate, zero but in some rows."""
+        axis = self.row_axes[name]
+        return jax.tree.map(lambda x: jnp.where(_along(rows, axis, x.ndim), x, 0.0), own)
+
+    def largest_by_group(self, name: str, found: Any, owner: Int[Array, "N"]) -> Float[Array, "M"]:
+        """The largest number of every group's rows, of arrays by member of a latent inside the plate."""
+        count, axis = len(self.partition.table.labels), self.row_axes[name]
+        total = jnp.zeros((count,))
+        for x in jax.tree.leaves(found):
+            rows = jnp.max(jnp.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) * 1.0, axis=1)
+            total = jnp.maximum(total, jax.ops.segment_max(rows, owner, count))
+        return total
 
     @property
     def num_turns(self) -> int:
@@ -105,6 +133,29 @@ class ProductPlan(Plan):
     def latent_values(self, values: Mapping[str, Array]) -> dict[str, Any]:
         """Latent -> value, of component -> value."""
         return latent_values(self.blocks, values)
+
+
+def owners(packing: Packing | GroupMasks, count: int, key: str) -> Int[Array, "N"]:
+    """Position of each row's group.
+
+    Args:
+        packing: rows of each chunk.
+        count: N.
+        key: of the partitioned axis.
+
+    Returns:
+        The positions; -1 for rows of none.
+    """
+    if isinstance(packing, GroupMasks):
+        return packing.group_of_row[key]
+    rows = jnp.where(packing.mask, packing.rows, count)
+    nobody = jnp.full((count,), -1, packing.chunk_group.dtype)
+    return nobody.at[rows].set(packing.chunk_group[:, None], mode="drop")
+
+
+def _along(rows: Array, axis: int, rank: int) -> Array:
+    """Flags of rows in a shape that broadcasts against members."""
+    return rows.reshape((1,) * axis + (-1,) + (1,) * (rank - axis - 1))
 
 
 def latent_values(blocks: tuple[JointBlock, ...], values: Mapping[str, Array]) -> dict[str, Any]:

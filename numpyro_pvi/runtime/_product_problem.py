@@ -8,17 +8,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..expectations import MeanSpace
 from ..factors import GroupMasks, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
 from ..families import NormalFamily, ProductFamily, ProductNatural, ScalarNormalFamily, base_family
-from ..sites import SiteStack, posterior, select, take
-from ._product_plan import ProductPlan
+from ..sites import MemberSites, SiteStack, posterior, select, take
+from ._product_plan import ProductPlan, owners
 
 # Rows that are evaluated together, times the points of an expectation.
 _ROWS_TOGETHER = 1 << 16
+
+
+_NO_ROW = np.iinfo(np.int32).max
 
 
 class Objective(NamedTuple):
@@ -68,6 +72,12 @@ class ProductProblem:
 
     def _chunk_average(self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any) -> Array:
         """``E_q[log f]`` of one chunk, of what :meth:`_of_chunk` gives for it."""
+        return self._left_over(space, variables, rest, chunk, key, {})[1]
+
+    def _left_over(
+        self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any, known: dict[str, Any]
+    ) -> tuple[Array, Array]:
+        """The same, less what is known of it, and the whole."""
         part, plan = self.plan.partition, self.plan
 
         def density(values: dict, weights: Any = None) -> Array:
@@ -79,19 +89,50 @@ class ProductProblem:
             arguments = part.rows, part.reading, self.packing, chunk, plan.exact_latents
             return chunk_log_likelihood(self.call, latents, *arguments, weigh)
 
-        return space.average(variables, rest, density, key)
+        return space.left_over(variables, rest, density, key, self._rows_key(key, chunk), known)
+
+    def _rows_key(self, key: Any, chunk: Any) -> Any:
+        """Key of the draws of a chunk's own rows: those of different chunks are independent."""
+        return None if isinstance(self.packing, GroupMasks) else jax.random.fold_in(key, chunk[0][0])
 
     def _of_chunk(self, tree: dict[str, dict], chunk: Any) -> dict[str, dict]:
         """Variables (or the rest) with one chunk's rows of what belongs to latents inside the plate."""
         axes, reading = self.plan.row_axes, self.plan.partition.reading
         return {kind: take_rows(own, axes, reading, chunk) for kind, own in tree.items()} if axes else tree
 
-    def _chunk_gradient(self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any) -> tuple[Array, Any]:
-        """Value and derivative of a chunk's expectation, in its own rows' part of the variables."""
+    def _chunk_gradient(
+        self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any, known: dict[str, Any] | None = None
+    ) -> tuple[Array, Any]:
+        """Value and derivative of a chunk's expectation, in its own rows' part of the variables.
+
+        ``known`` are natural parameters by drawn component, what the chunk's site says already: the derivative is of what they
+        leave over.
+        """
         rest = self._of_chunk(rest, chunk)
-        return jax.value_and_grad(lambda v: self._chunk_average(space, v, rest, chunk, key))(
-            self._of_chunk(variables, chunk)
-        )
+        (_, value), slope = jax.value_and_grad(
+            lambda v: self._left_over(space, v, rest, chunk, key, known or {}), has_aux=True
+        )(self._of_chunk(variables, chunk))
+        return value, slope
+
+    def _known(
+        self, sites: SiteStack | None, chunk: Any, group: Int[Array, ""], place: Int[Array, ""]
+    ) -> dict[str, Any]:
+        """A chunk's share of what its group's site, at some place of the stack, says of drawn components."""
+        if sites is None:
+            return {}
+        drawn, axes = self.plan.likelihood.drawn, self.plan.row_axes
+        chunks = self.packing.offsets[group + 1] - self.packing.offsets[group]
+        own = {n: x for n, x in take(sites.groups, place).parts.items() if n in drawn}
+        found = jax.tree.map(lambda x: x / chunks, own)
+        rows = {} if sites.local is None else sites.local.parts
+        for name in (n for n in drawn if n in rows):
+            part = take_rows({name: rows[name]}, axes, self.plan.partition.reading, chunk)[name]
+            found[name] = self.plan.masked(name, part, self._counted(chunk))
+        return found
+
+    def _counted(self, chunk: Any) -> Bool[Array, "R"]:
+        """Which of a chunk's rows count."""
+        return self.plan.partition.reading.masks(self.packing, chunk)[self.plan.row_key]
 
     def _prior_density(self, values: dict, weights: Any = None) -> Array:
         plan, factor = self.plan, self.plan.prior_factor
@@ -100,12 +141,11 @@ class ProductProblem:
         density = prior_log_density(self.call, latents, plan.partition.rows, plan.exact_latents, **weigh)
         return density - sum(jnp.sum(x) for x in plan.log_base_measures(values).values())
 
-    def _map_chunks(self, one: Any) -> Any:
-        """One result per chunk."""
+    def _map_chunks(self, one: Any, operands: Any) -> Any:
+        """One result per chunk, whose operands have a leading axis of chunks."""
         count, rows = self.packing.chunk_group.shape[0], self.plan.partition.chunk_rows
         batch = max(1, _ROWS_TOGETHER // max(rows, 1)) if self.together else 1
-        chunks = self.packing.chunks
-        return jax.vmap(one)(chunks) if batch >= count else jax.lax.map(one, chunks, batch_size=batch)
+        return jax.vmap(one)(operands) if batch >= count else jax.lax.map(one, operands, batch_size=batch)
 
     def _by_group(self, results: Any) -> Any:
         """Results of chunks, added up by group."""
@@ -114,62 +154,101 @@ class ProductProblem:
             return results
         return jax.tree.map(lambda x: jax.ops.segment_sum(x, owner, self.num_groups, indices_are_sorted=True), results)
 
-    def _gradients_by_group(self, gradients: dict[str, dict], variables: dict[str, dict]) -> dict[str, dict]:
-        """Derivatives by chunk, each in its own rows, as those by group in all rows."""
-        axes = self.plan.row_axes
-        if not axes or isinstance(self.packing, GroupMasks):
-            return self._by_group(gradients)
-        owner, rows = self.packing.chunk_group, self.packing.rows
+    def _rows_of_all(self, parts: Any, whole: Any, name: str) -> Any:
+        """Chunks' results in their own rows of a latent inside the plate, as one of all rows."""
+        if isinstance(self.packing, GroupMasks):
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
+        axis, rows = self.plan.row_axes[name], self.packing.rows
 
-        def scattered(whole: Array, parts: Array, axis: int) -> Array:
-            zero = jnp.moveaxis(jnp.zeros((self.num_groups, *whole.shape), whole.dtype), axis + 1, 1)
+        def scattered(whole: Array, parts: Array) -> Array:
+            zero = jnp.moveaxis(jnp.zeros_like(whole), axis, 0)
             # Slots of padding have no derivative, so that what they add to a row is zero.
-            return jnp.moveaxis(zero.at[owner[:, None], rows].add(jnp.moveaxis(parts, axis + 1, 1)), 1, axis + 1)
+            return jnp.moveaxis(zero.at[rows].add(jnp.moveaxis(parts, axis + 1, 1)), 0, axis)
 
-        found: dict[str, dict] = {}
-        for kind, own in gradients.items():
-            found[kind] = {n: self._by_group(x) for n, x in own.items() if n not in axes}
-            for n in own.keys() & axes.keys():
-                found[kind][n] = jax.tree.map(partial(scattered, axis=axes[n]), variables[kind][n], own[n])
-        return found
+        return jax.tree.map(scattered, whole, parts)
 
     # ---------------------------------------------------------------------------------------------------- messages
 
-    def group_messages(self, q: ProductNatural, key: Any) -> tuple[ProductNatural, Bool[Array, "M"]]:
-        """Every group's ``dE_q[log f_m]/dmu``, with a leading group axis, and which are finite."""
+    def group_messages(self, q: ProductNatural, key: Any, sites: SiteStack | None = None) -> SiteStack:
+        """Every group's ``dE_q[log f_m]/dmu``, those about rows' own latents in ``local``.
+
+        Args:
+            q: natural parameters.
+            key: for draws.
+            sites: where the sites are, which says part of the messages without draws.
+
+        Returns:
+            The messages in the places of the sites.
+        """
         variables, _ = self._likelihood().variables(q)
         if not jax.tree.leaves(variables):
-            zero = jax.tree.map(lambda x: jnp.zeros((self.num_groups, *x.shape), x.dtype), q)
-            return zero, jnp.ones((self.num_groups,), bool)
-        _, found = self.values_and_messages(q, key)
-        return found, jax.vmap(all_finite)(found)
+            shared = {n: q.parts[n] for n in self.plan.shared}
+            zero = jax.tree.map(lambda x: jnp.zeros((self.num_groups, *x.shape), x.dtype), shared)
+            rows = {n: jax.tree.map(jnp.zeros_like, q.parts[n]) for n in self.plan.row_axes}
+            return SiteStack(ProductNatural(zero), None, MemberSites(rows) if rows else None)
+        return self.values_and_messages(q, key, sites=sites)[1]
 
     def values_and_messages(
-        self, q: ProductNatural, key: Any, probs: Any = None
-    ) -> tuple[Float[Array, "C"], ProductNatural]:
+        self, q: ProductNatural, key: Any, probs: Any = None, sites: SiteStack | None = None
+    ) -> tuple[Float[Array, "C"], SiteStack]:
         """Every chunk's ``E_q[log f]`` in nats, and every group's message.
 
         Args:
             q: natural parameters.
             key: for draws.
             probs: by component that is summed over, weights of its values in place of q's probabilities.
+            sites: as for :meth:`group_messages`.
 
         Returns:
-            The values and the messages, with a leading group axis.
+            The values and the messages.
         """
         space = self._likelihood()
         variables, rest = space.variables(q)
         if probs is not None:
             variables = variables | {"probs": {n: probs[n] for n in variables["probs"]}}
-        values, gradients = self._values_and_gradients(space, variables, rest, key)
-        return values, jax.vmap(lambda g: space.message(q, variables, g))(gradients)
 
-    def _values_and_gradients(self, space: MeanSpace, variables: Any, rest: Any, key: Any) -> tuple[Array, Any]:
-        """Every chunk's value, and every group's derivative in the variables."""
-        values, parts = self._map_chunks(lambda chunk: self._chunk_gradient(space, variables, rest, chunk, key))
-        return values, self._gradients_by_group(parts, variables)
+        def one(own: tuple) -> tuple:
+            chunk, group = own
+            return self._chunk_gradient(space, variables, rest, chunk, key, self._known(sites, chunk, group, group))
 
-    def curvatures(self, sites: SiteStack, widest: float, key: Any) -> ProductNatural:
+        values, parts = self._map_chunks(one, (self.packing.chunks, self.packing.chunk_group))
+        messages = self._messages(space, q, variables, parts)
+        return values, messages if sites is None else messages + self._said(sites)
+
+    def _said(self, sites: SiteStack) -> SiteStack:
+        """The part of the sites that :meth:`_known` gives, in its place; zero elsewhere."""
+        drawn = self.plan.likelihood.drawn
+
+        def kept(parts: dict) -> dict:
+            return {n: x if n in drawn else jax.tree.map(jnp.zeros_like, x) for n, x in parts.items()}
+
+        groups = ProductNatural(kept(sites.groups.parts))
+        local = None if sites.local is None else MemberSites(kept(sites.local.parts))
+        return SiteStack(groups, None, local)
+
+    def _messages(self, space: MeanSpace, q: ProductNatural, variables: dict, parts: dict) -> SiteStack:
+        """Messages from the derivatives of all chunks."""
+        axes = self.plan.row_axes
+        shared = {k: {n: self._by_group(x) for n, x in own.items() if n not in axes} for k, own in parts.items()}
+        numbers = jnp.arange(self.num_groups)
+        groups = jax.vmap(lambda g, _: space.message(q, variables, g, self.plan.shared))(shared, numbers)
+        if not axes:
+            return SiteStack(groups, None)
+        own = {
+            kind: {n: self._rows_of_all(x, variables[kind][n], n) for n, x in found.items() if n in axes}
+            for kind, found in parts.items()
+        }
+        return SiteStack(groups, None, MemberSites(space.message(q, variables, own, tuple(axes)).parts))
+
+    def finite(self, messages: SiteStack) -> Bool[Array, "M"]:
+        """Whether every group's message is finite."""
+        numbers = jnp.arange(self.num_groups)
+        good = jax.vmap(lambda own, _: all_finite(own))(messages.groups, numbers)
+        for name, own in () if messages.local is None else messages.local.parts.items():
+            good = good & (self.largest_by_group(name, jax.tree.map(lambda x: ~jnp.isfinite(x), own)) == 0)
+        return good
+
+    def curvatures(self, sites: SiteStack, widest: float, key: Any) -> SiteStack:
         """Every group's message about the latent that is taken by quadrature, at no more than some variance.
 
         Args:
@@ -178,7 +257,7 @@ class ProductProblem:
             key: for draws.
 
         Returns:
-            The messages, with a leading group axis; precisions below zero, of factors that are not log-concave, are zero.
+            The messages; precisions below zero, of factors that are not log-concave, are zero.
         """
         q = posterior(self.prior, sites)
         space = self._likelihood()
@@ -187,83 +266,155 @@ class ProductProblem:
         own = variables["coordinates"][name]
         narrow = own._replace(variance=jnp.minimum(own.variance, widest))
         variables = variables | {"coordinates": variables["coordinates"] | {name: narrow}}
-        _, gradients = self._values_and_gradients(space, variables, rest, key)
-        slope = gradients["coordinates"][name]
-        bent = slope._replace(variance=jnp.minimum(slope.variance, 0.0))
-        gradients = gradients | {"coordinates": gradients["coordinates"] | {name: bent}}
-        return jax.vmap(lambda g: space.message(q, variables, g))(gradients)
 
-    def group_message(self, q: ProductNatural, group: Int[Array, ""], key: Any) -> ProductNatural:
-        """One group's."""
+        def one(own: tuple) -> dict:
+            _, gradient = self._chunk_gradient(space, variables, rest, own[0], key)
+            slope = gradient["coordinates"][name]
+            bent = slope._replace(variance=jnp.minimum(slope.variance, 0.0))
+            return gradient | {"coordinates": gradient["coordinates"] | {name: bent}}
+
+        return self._messages(space, q, variables, self._map_chunks(one, (self.packing.chunks,)))
+
+    def group_message(
+        self, q: ProductNatural, sites: SiteStack, group: Int[Array, ""], key: Any
+    ) -> tuple[ProductNatural, MemberSites | None]:
+        """One group's message.
+
+        Args:
+            q: natural parameters.
+            sites: the group's, as a stack of one, and those of all latents inside the plate.
+            group: its position.
+            key: for draws.
+
+        Returns:
+            The message about shared components; and the sites of all latents inside the plate, of which the group's rows' are
+            their messages.
+        """
         space, chunks, offsets = self._likelihood(), self.packing.chunks, self.packing.offsets
         variables, rest = space.variables(q)
-        axes, zero = self.plan.row_axes, jax.tree.map(jnp.zeros_like, variables)
+        shared = self.plan.shared
+        zero = {
+            k: {n: jax.tree.map(jnp.zeros_like, x) for n, x in own.items() if n in shared}
+            for k, own in variables.items()
+        }
 
-        def placed(whole: Array, part: Array, rows: Array, axis: int) -> Array:
-            return jnp.moveaxis(jnp.moveaxis(whole, axis, 0).at[rows].add(jnp.moveaxis(part, axis, 0)), 0, axis)
-
-        def add(chunk: Any, total: Any) -> Any:
+        def add(chunk: Any, carry: Any) -> Any:
+            total, local = carry
             here = take(chunks, chunk)
-            _, found = self._chunk_gradient(space, variables, rest, here, key)
-            if not axes or isinstance(self.packing, GroupMasks):
-                return jax.tree.map(jnp.add, total, found)
-            for kind, own in found.items():
-                for n, x in own.items():
-                    put = partial(placed, rows=here[0], axis=axes[n]) if n in axes else jnp.add
-                    total[kind][n] = jax.tree.map(put, total[kind][n], x)
-            return total
+            known = self._known(sites, here, group, jnp.int32(0))
+            _, found = self._chunk_gradient(space, variables, rest, here, key, known)
+            total = {k: {n: jax.tree.map(jnp.add, x, found[k][n]) for n, x in own.items()} for k, own in total.items()}
+            return total, self._with_rows(space, local, q, variables, found, here, known)
 
+        first = zero, sites.local
         if self.packing.chunk_group.shape[0] == self.num_groups:
-            gradient = add(group, zero)
+            gradient, local = add(group, first)
         else:
-            gradient = jax.lax.fori_loop(offsets[group], offsets[group + 1], add, zero)
-        return space.message(q, variables, gradient)
+            gradient, local = jax.lax.fori_loop(offsets[group], offsets[group + 1], add, first)
+        said = take(self._said(sites).groups, 0)
+        return space.message(q, variables, gradient, shared) + said, local
 
-    def prior_message(self, q: ProductNatural, key: Any) -> ProductNatural | None:
+    def _with_rows(
+        self, space: MeanSpace, local: Any, q: ProductNatural, variables: dict, gradient: dict, chunk: Any, known: dict
+    ) -> Any:
+        """Sites of latents inside the plate with one chunk's rows' at their messages."""
+        axes, reading = self.plan.row_axes, self.plan.partition.reading
+        if not axes:
+            return local
+        here, parts = self._of_chunk(variables, chunk), dict(local.parts)
+        own = ProductNatural(take_rows(q.parts, axes, reading, chunk))
+        for name, message in space.message(own, here, gradient, tuple(axes)).parts.items():
+            new = message + known[name] if name in known else message
+            if isinstance(self.packing, GroupMasks):
+                old = parts[name]
+                parts[name] = old + self.plan.masked(name, new - old, self._counted(chunk))
+                continue
+            # A row that is not there stands for padding.
+            put = partial(_placed, rows=jnp.where(chunk[1], chunk[0], _NO_ROW), axis=axes[name])
+            parts[name] = jax.tree.map(put, parts[name], new)
+        return MemberSites(parts)
+
+    def prior_message(self, q: ProductNatural, key: Any, site: ProductNatural | None = None) -> ProductNatural | None:
         """That of the prior factor; None where there is none."""
-        found = self.prior_value_and_message(q, key)
+        found = self.prior_value_and_message(q, key, site)
         return None if found is None else found[1]
 
-    def prior_value_and_message(self, q: ProductNatural, key: Any) -> tuple[Float[Array, ""], ProductNatural] | None:
-        """``E_q[log f]`` of the prior factor in nats, and its message; None where there is none."""
+    def prior_value_and_message(
+        self, q: ProductNatural, key: Any, site: ProductNatural | None = None
+    ) -> tuple[Float[Array, ""], ProductNatural] | None:
+        """``E_q[log f]`` of the prior factor in nats, and its message; None where there is none.
+
+        Args:
+            q: natural parameters.
+            key: for draws.
+            site: where the factor's site is, which says part of the message without draws.
+
+        Returns:
+            Both.
+        """
         space = self._prior_factor()
         if space is None:
             return None
         variables, rest = space.variables(q)
-        value, gradient = jax.value_and_grad(lambda v: space.average(v, rest, self._prior_density, key))(variables)
-        return value, space.message(q, variables, gradient)
+        known = {} if site is None else {n: site.parts[n] for n in space.structure.drawn}
+
+        (_, value), gradient = jax.value_and_grad(
+            lambda v: space.left_over(v, rest, self._prior_density, key, None, known), has_aux=True
+        )(variables)
+        found = dict(space.message(q, variables, gradient).parts)
+        return value, ProductNatural(found | {n: found[n] + x for n, x in known.items()})
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 
-    def objective(self, sites: SiteStack, key: Any) -> Objective:
+    def objective(self, sites: SiteStack, key: Any, known: SiteStack | None = None) -> Objective:
         """``sum_m E_q[log f_m] - KL(q | exact prior) + H(q)`` over components with and without an exact prior.
+
+        Where expectations are by draws, only what some sites leave over is drawn: ``E[log f_m - <eta, T>] + <eta, mu>``. Its
+        derivatives are the messages at those sites, so that it tells whether a step along them was too long.
 
         Args:
             sites: all sites.
             key: for draws.
+            known: those sites; None for ``sites``.
 
         Returns:
             The ELBO; NaN where q is not normalisable.
         """
-        q = posterior(self.prior, sites)
+        q, known = posterior(self.prior, sites), sites if known is None else known
         valid = self.family.in_domain(q)
         # Only the value is not used where q is outside: a point inside keeps everything finite.
         space = self._likelihood()
         variables, rest = space.variables(q)
 
-        def one(chunk: Any) -> Array:
-            own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
-            return self._chunk_average(space, *own, chunk, key)
+        def one(own: tuple) -> Array:
+            chunk, group = own
+            variables_here, rest_here = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
+            said = self._known(known, chunk, group, group)
+            return self._left_over(space, variables_here, rest_here, chunk, key, said)[0]
 
-        groups = self._by_group(self._map_chunks(one))
+        groups = self._by_group(self._map_chunks(one, (self.packing.chunks, self.packing.chunk_group)))
         terms = [groups.reshape(-1), self.divergences(q)]
+        if self.plan.likelihood.drawn:
+            zero = jax.tree.map(jnp.zeros_like, q)
+            terms.append(self._pairings(q, posterior(zero, dataclasses.replace(known, prior=None)), space))
         prior = self._prior_factor()
-        if prior is not None:
+        if prior is not None and known.prior is not None:
             variables, rest = prior.variables(q)
-            terms.append(prior.average(variables, rest, self._prior_density, key)[None])
+            said = {n: known.prior.parts[n] for n in prior.structure.drawn}
+            terms.append(prior.left_over(variables, rest, self._prior_density, key, None, said)[0][None])
+            terms.append(self._pairings(q, known.prior, prior))
         whole = jnp.concatenate(terms)
         elbo = jnp.where(valid, jnp.sum(whole), jnp.nan)
         return Objective(elbo, jnp.sum(jnp.abs(whole)), valid & jnp.isfinite(elbo))
+
+    def _pairings(self, q: ProductNatural, sites: ProductNatural, space: MeanSpace) -> Float[Array, "C"]:
+        """``<site, mu_q>`` of every drawn component."""
+        families = dict(self.family.components)
+        found = [jnp.zeros(())]
+        for name in space.structure.drawn:
+            family = families[name]
+            found.append(jnp.sum(family.inner(sites.parts[name], family.natural_to_mean(q.parts[name]))))
+        return jnp.stack(found)
 
     def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
         """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""
@@ -281,21 +432,23 @@ class ProductProblem:
         if self.plan.num_turns == 1:
             return change
         names = [name for name, _ in self.family.components]
-        flags = jnp.asarray(self.plan.turns) == turn
+        flags = dict(zip(names, jnp.asarray(self.plan.turns) == turn, strict=True))
         parts = {
-            name: jax.tree.map(lambda x, flag=flag: jnp.where(flag, x, 0.0), change.parts[name])
-            for name, flag in zip(names, flags, strict=True)
+            name: jax.tree.map(lambda x, flag=flags[name]: jnp.where(flag, x, 0.0), own)
+            for name, own in change.parts.items()
         }
-        return ProductNatural(parts)
+        return type(change)(parts)
 
-    def size(self, q: ProductNatural, change: ProductNatural) -> Float[Array, ""]:
+    def size(self, q: ProductNatural, change: Any) -> Float[Array, ""]:
         """Largest change of a member, in its Fisher metric at q: posterior sds, for a shift of a normal."""
-        return jnp.max(jnp.stack([jnp.max(x) for x in self._sizes(q, change)]))
+        sizes = [jnp.max(x) for x in self.sizes(q, change).values()]
+        return jnp.max(jnp.stack(sizes)) if sizes else jnp.zeros(())
 
-    def _sizes(self, q: ProductNatural, change: ProductNatural) -> list[Array]:
-        found = []
-        for name, family in self.family.components:
-            own, step = q.parts[name], change.parts[name]
+    def sizes(self, q: ProductNatural, change: Any) -> dict[str, Array]:
+        """The same of every member of the components that a change has."""
+        found, families = {}, dict(self.family.components)
+        for name, step in change.parts.items():
+            own, family = q.parts[name], families[name]
             image, base = family.fisher_product(own, step), base_family(family)
             if isinstance(base, NormalFamily):
                 base = ScalarNormalFamily()
@@ -304,8 +457,27 @@ class ProductProblem:
                 if not isinstance(base, ScalarNormalFamily)
                 else sum(a * b for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(image), strict=True))
             )
-            found.append(jnp.sqrt(jnp.maximum(jnp.asarray(square), 0.0)))
+            found[name] = jnp.sqrt(jnp.maximum(jnp.asarray(square), 0.0))
         return found
+
+    def largest_by_group(self, name: str, found: Any) -> Float[Array, "M"]:
+        """See :meth:`ProductPlan.largest_by_group`."""
+        rows = jax.tree.leaves(found)[0].shape[self.plan.row_axes[name]]
+        return self.plan.largest_by_group(name, found, owners(self.packing, rows, self.plan.row_key))
+
+    def moves(self, q: ProductNatural, change: SiteStack) -> Float[Array, "M"]:
+        """:meth:`size` of every group's part of a change of the sites."""
+        numbers = jnp.arange(self.num_groups)
+        found = jax.vmap(lambda own, _: self.size(q, own))(change.groups, numbers)
+        if change.local is not None:
+            for name, sizes in self.sizes(q, change.local).items():
+                found = jnp.maximum(found, self.largest_by_group(name, sizes))
+        return found
+
+
+def _placed(whole: Array, part: Array, rows: Array, axis: int) -> Array:
+    """Some rows replaced; rows that are not there are left out."""
+    return jnp.moveaxis(jnp.moveaxis(whole, axis, 0).at[rows].set(jnp.moveaxis(part, axis, 0), mode="drop"), 0, axis)
 
 
 def finite_or(new: Any, old: Any) -> tuple[Any, Bool[Array, ""]]:

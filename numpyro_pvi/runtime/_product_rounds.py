@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..families import base_family
 from ..schedules import RoundReport
-from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, take
-from ._product_plan import ProductPlan
+from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, posterior, select, take
+from ._product_plan import ProductPlan, owners
 from ._product_problem import Objective, ProductProblem, finite_or
 
 # A step under noise is c / (c + k) of a full one after k rounds in which q turned back.
 _LATE = 10.0
+# Longest step of a drawn member, in its Fisher metric: posterior sds, for a shift.
+_REACH = 2.0
 # Fall of the ELBO that counts as rounding, in units of eps times the size of its terms.
 _ROUNDING = 20.0
 
@@ -83,14 +86,18 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
     def turn(i, carry):
         sites, backoffs, skipped = carry
         q = posterior(problem.prior, sites)
-        target, good = problem.group_messages(q, noise)
-        groups = jax.vmap(lambda new, old, ok: _change(problem, new, old, ok, i))(target, sites.groups, good)
+        target = problem.group_messages(q, noise, sites)
+        good = problem.finite(target)
         prior = None
         if sites.prior is not None:
-            new, fine = finite_or(problem.prior_message(q, noise), sites.prior)
+            new, fine = finite_or(problem.prior_message(q, noise, sites.prior), sites.prior)
             prior = _change(problem, new, sites.prior, fine, i)
+        change = SiteStack(prior=prior, **_changes(problem, target, sites, good, i))
+        change = _shortened(
+            change, member_shares(problem, q, posterior(jax.tree.map(jnp.zeros_like, q), change), share)
+        )
+        if prior is not None:
             good = jnp.concatenate([fine[None], good])
-        change = SiteStack(groups, prior)
 
         def valid(step):
             return problem.family.in_domain(posterior(problem.prior, sites + change * step))
@@ -103,37 +110,140 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
     return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first))
 
 
+def drawn_of(plan: ProductPlan) -> set[str]:
+    """Components that some factor draws."""
+    factors = [f for f in (plan.likelihood, plan.prior_factor) if f is not None]
+    return {name for factor in factors for name in factor.drawn}
+
+
+def member_shares(problem: ProductProblem, q: Any, change: Any, share: Any) -> dict[str, Any]:
+    """How much of its change each member of a drawn component takes: at most two sds, and half the way out of its domain.
+
+    One noisy message of thousands would otherwise hold all members back, or throw its own far out.
+
+    Args:
+        problem: the factors.
+        q: natural parameters.
+        change: of q.
+        share: of the change that all take.
+
+    Returns:
+        By drawn component, numbers in [0, 1] by member; 0 where none is small enough.
+    """
+    drawn, found = drawn_of(problem.plan), {}
+    sizes = problem.sizes(q, change)
+    for name, family in problem.family.components:
+        if name not in drawn:
+            continue
+        own, step, base = q.parts[name], change.parts[name], base_family(family)
+
+        def halve(_: Any, shares: Any, own: Any = own, step: Any = step, base: Any = base) -> Any:
+            fine = base.in_domain(own + _spread(step, 2 * share * shares))
+            return jnp.where(fine, shares, 0.5 * shares)
+
+        first = jnp.minimum(1.0, _REACH / (share * sizes[name] + 1e-30))
+        first = jnp.where(jnp.isfinite(first), first, 0.0)
+        shares = jax.lax.fori_loop(0, MAX_HALVINGS, halve, first)
+        found[name] = jnp.where(base.in_domain(own + _spread(step, share * shares)), shares, 0.0)
+    return found
+
+
+def _spread(step: Any, shares: Any) -> Any:
+    """A change of members, each times its own number; a stack of changes may lead."""
+
+    def times(x: Any) -> Any:
+        return x * shares.reshape(shares.shape + (1,) * (x.ndim - shares.ndim))
+
+    return jax.tree.map(times, step)
+
+
+def _times(change: Any, shares: dict[str, Any], lead: int = 0) -> Any:
+    parts = {
+        n: _spread(x, shares[n].reshape((1,) * lead + shares[n].shape)) if n in shares else x
+        for n, x in change.parts.items()
+    }
+    return type(change)(parts)
+
+
+def _shortened(change: SiteStack, shares: dict[str, Any]) -> SiteStack:
+    prior = None if change.prior is None else _times(change.prior, shares)
+    local = None if change.local is None else _times(change.local, shares)
+    return SiteStack(_times(change.groups, shares, lead=1), prior, local)
+
+
+def _changes(problem: ProductProblem, target: SiteStack, sites: SiteStack, good: Any, i: Any) -> dict[str, Any]:
+    """What one step would change of all groups' sites, by field."""
+    numbers = jnp.arange(problem.num_groups)
+
+    def one(new: Any, old: Any, ok: Any, _: Any) -> Any:
+        return _change(problem, new, old, ok, i)
+
+    local = None
+    if sites.local is not None:
+        plan, step = problem.plan, {}
+        for name, old in sites.local.parts.items():
+            owner = owners(problem.packing, jax.tree.leaves(old)[0].shape[plan.row_axes[name]], plan.row_key)
+            step[name] = plan.masked(name, target.local.parts[name] - old, good[owner] & (owner >= 0))
+        local = problem.only(MemberSites(step), i % plan.num_turns)
+    return {"groups": jax.vmap(one)(target.groups, sites.groups, good, numbers), "local": local}
+
+
 def _one_after_another(problem, sites, settings, share, key, noise) -> Swept:
     num, q = problem.num_groups, posterior(problem.prior, sites)
     order = jax.random.permutation(key, num) if settings.random else jnp.arange(num)
 
     def visit(q, site, message):
+        """One factor's turns; ``site`` is what it moves, the message is asked for at q and the site."""
+
         def turn(i, carry):
             q, site, backoffs, good = carry
-            new, fine = finite_or(message(q), site)
-            change = _change(problem, new, site, fine, i)
-            step, halvings = back_off(lambda s: problem.family.in_domain(q + change * s), share)
+            new, fine = finite_or(message(q, site), site)
+            change = jax.tree.map(lambda a, b: a - b, new, site)
+            change = [problem.only(own, i % problem.plan.num_turns) for own in change]
+            total = _moved(jax.tree.map(jnp.zeros_like, q), change, 1.0)
+            shares = member_shares(problem, q, total, share)
+            change = [_times(own, shares) for own in change]
+            step, halvings = back_off(lambda s: problem.family.in_domain(_moved(q, change, s)), share)
             step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)
-            return q + change * step, site + change * step, backoffs + halvings, good & fine
+            site = [own + x * step for own, x in zip(site, change, strict=True)]
+            return _moved(q, change, step), site, backoffs + halvings, good & fine
 
         first = q, site, jnp.int32(0), jnp.array(True)
         return jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first)
 
     prior, backoffs, good = None, [], []
     if sites.prior is not None:
-        q, prior, halvings, fine = visit(q, sites.prior, lambda q: problem.prior_message(q, noise))
+        q, (prior,), halvings, fine = visit(q, [sites.prior], lambda q, site: [problem.prior_message(q, noise, *site)])
         backoffs, good = [halvings[None]], [fine[None]]
 
-    def scanned(q, step):
+    def scanned(carry, step):
+        q, *local = carry
         index, site = step
-        q, site, halvings, fine = visit(q, site, lambda q: problem.group_message(q, index, noise))
-        return q, (site, halvings, fine)
 
-    _, (groups, halvings, fine) = jax.lax.scan(scanned, q, (order, take(sites.groups, order)))
+        def message(q, site):
+            own, *local = site
+            stack = SiteStack(jax.tree.map(lambda x: x[None], own), None, *local)
+            shared, rows = problem.group_message(q, stack, index, noise)
+            return [shared] if rows is None else [shared, rows]
+
+        q, (site, *local), halvings, fine = visit(q, [site, *local], message)
+        return (q, *local), (site, halvings, fine)
+
+    first = (q,) if sites.local is None else (q, sites.local)
+    (_, *local), (groups, halvings, fine) = jax.lax.scan(scanned, first, (order, take(sites.groups, order)))
     back = jnp.argsort(order)
     groups, halvings, fine = take((groups, halvings, fine), back)
     skipped = ~jnp.concatenate([*good, fine])
-    return Swept(SiteStack(groups, prior), jnp.concatenate([*backoffs, halvings]), skipped)
+    return Swept(SiteStack(groups, prior, *local), jnp.concatenate([*backoffs, halvings]), skipped)
+
+
+def _moved(q: Any, change: list, step: Any) -> Any:
+    """q after a step of some sites, each with some components."""
+    parts = dict(q.parts)
+    for own in change:
+        for name, x in own.parts.items():
+            parts[name] = parts[name] + x * step
+    return type(q)(parts)
 
 
 def _change(problem: ProductProblem, new: Any, old: Any, good: Any, i: Any) -> Any:
@@ -178,43 +288,69 @@ def one_round(
     """
     dtype = before.elbo.dtype
     late = _LATE / (_LATE + memory.turns) if problem.plan.noisy else 1.0
-    share = jnp.asarray(settings.damping * settings.step_size * late, dtype)
+    # Visits in turn see what earlier ones moved: a share of where they lead is no shorter sweep. Under noise, what is too long is
+    # undone, and the next sweep taken with half the step.
+    once = settings.sequential and problem.plan.noisy
+    share = jnp.asarray(settings.damping * settings.step_size * late, dtype) * (memory.step if once else 1.0)
     swept = sweep(problem, sites, settings, share, key, noise)
+    swept = swept._replace(sites=_members_back(problem, swept.sites, sites))
     slack = _ROUNDING * jnp.finfo(dtype).eps
+
+    def good(found: Objective):
+        return found.valid & ((found.elbo >= before.elbo - slack * (found.size + before.size)) | ~before.valid)
 
     def unfinished(state):
         _, _, found, tries = state
-        fine = found.valid & ((found.elbo >= before.elbo - slack * (found.size + before.size)) | ~before.valid)
-        return (tries < 0) | (~fine & (tries < MAX_HALVINGS))
+        fine = good(found)
+        return (tries < 0) | (~fine & (tries < (0 if once else MAX_HALVINGS)))
 
     def attempt(state):
         step, _, _, tries = state
         step = jnp.where(tries < 0, step, 0.5 * step)
         # A full step to the letter: what a sweep gave, without the rounding of a difference.
         there = jax.tree.map(lambda a, b: jnp.where(step == 1.0, b, a), damp(sites, swept.sites, step), swept.sites)
-        return step, there, problem.objective(there, noise), tries + 1
+        return step, there, problem.objective(there, noise, sites), tries + 1
 
     # One loop for the first attempt and the shorter ones, so that the ELBO is compiled once.
-    first = memory.step, swept.sites, before, jnp.int32(-1)
+    first = jnp.ones_like(memory.step) if once else memory.step, swept.sites, before, jnp.int32(-1)
     step, taken, found, tries = jax.lax.while_loop(unfinished, attempt, first)
-    lost = tries >= MAX_HALVINGS
+    lost = ~good(found) if once else tries >= MAX_HALVINGS
     taken = jax.tree.map(lambda a, b: jnp.where(lost, b, a), taken, sites)
     found = jax.tree.map(lambda a, b: jnp.where(lost, b, a), found, before)
     again = jnp.where(tries == 0, jnp.minimum(2 * step, 1.0), step)
+    if once:
+        again = jnp.where(lost, jnp.maximum(0.5 * memory.step, 2.0**-MAX_HALVINGS), jnp.minimum(1.5 * memory.step, 1.0))
     q, old = posterior(problem.prior, taken), posterior(problem.prior, sites)
     turns, moved = memory.turns, None
     if problem.plan.noisy:
         moved = q - old
         turned = problem.family.inner(moved, problem.family.fisher_product(q, memory.last)) < 0
         turns = turns + turned
-    memory = ProductMemory(jnp.where(lost, 1.0, again).astype(dtype), turns, moved)
+    memory = ProductMemory((again if once else jnp.where(lost, 1.0, again)).astype(dtype), turns, moved)
     report = _report(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
     return Round(taken, found, memory, report)
 
 
+def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> SiteStack:
+    """Members of drawn components whose sum of sites has left the domain by rounding, back where they were."""
+    q, families = posterior(problem.prior, new), dict(problem.family.components)
+    good = {n: base_family(families[n]).in_domain(q.parts[n]) for n in drawn_of(problem.plan)}
+
+    def back(own: Any, before: Any, lead: int = 0) -> Any:
+        parts = dict(own.parts)
+        for name in parts.keys() & good.keys():
+            keep = good[name].reshape((1,) * lead + good[name].shape)
+            parts[name] = select(keep, parts[name], before.parts[name])
+        return type(own)(parts)
+
+    prior = None if new.prior is None else back(new.prior, old.prior)
+    local = None if new.local is None else back(new.local, old.local)
+    return SiteStack(back(new.groups, old.groups, 1), prior, local)
+
+
 def _report(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
     change = after - before
-    move = jax.vmap(lambda c: problem.size(q, c))(change.groups)
+    move = problem.moves(q, change)
     if change.prior is not None:
         move = jnp.concatenate([problem.size(q, change.prior)[None], move])
     skipped = swept.skipped

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from .._numerics import all_finite
 from ..families import ProductFamily, ProductNatural, members_of, support_of
-from ..sites import SiteStack, select
+from ..sites import MemberSites, SiteStack, posterior, select, take
 from ._product_plan import ProductPlan
 from ._product_problem import ProductProblem
 
@@ -24,26 +24,20 @@ from ._product_problem import ProductProblem
 _RUNS, _ROUNDS = 10, 4
 
 
-def owned(plan: ProductPlan, name: str, natural: Any) -> Any:
-    """What every group owns of natural parameters of a latent inside the plate: its rows' members, zero elsewhere.
+def site_with_rows(plan: ProductPlan, sites: SiteStack, group: int) -> ProductNatural:
+    """One group's site: of a latent inside the plate, its own rows' members, zero elsewhere.
 
     Args:
         plan: the plan.
-        name: the latent.
-        natural: natural parameters.
+        sites: all sites.
+        group: the group's position.
 
     Returns:
-        The same with a leading group axis.
+        Natural parameters.
     """
-    table, axis = plan.partition.table, plan.row_axes[name]
-    flags = np.asarray(table.index_of_row) == np.arange(len(table.labels))[:, None]
-
-    def split(x: Array) -> Array:
-        shape = [len(table.labels), *(1,) * x.ndim]
-        shape[axis + 1] = flags.shape[1]
-        return jnp.where(flags.reshape(shape), x, 0.0)
-
-    return jax.tree.map(split, natural)
+    own = jnp.asarray(plan.partition.table.index_of_row == group)
+    rows = () if sites.local is None else sites.local.parts.items()
+    return ProductNatural(take(sites.groups, group).parts | {n: plan.masked(n, x, own) for n, x in rows})
 
 
 def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteStack:
@@ -60,14 +54,16 @@ def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteS
     count, inside = len(plan.partition.table.labels), plan.row_axes
     share = 1.0 / (count + (sites.prior is not None))
     groups, prior = dict(sites.groups.parts), None if sites.prior is None else dict(sites.prior.parts)
+    rows = {} if sites.local is None else dict(sites.local.parts)
     for name, own in change.parts.items():
         if name in inside:
-            groups[name] = jax.tree.map(jnp.add, groups[name], owned(plan, name, own))
+            rows[name] = rows[name] + own
             continue
         groups[name] = jax.tree.map(lambda site, x: site + share * x, groups[name], own)
         if prior is not None:
             prior[name] = jax.tree.map(lambda site, x: site + share * x, prior[name], own)
-    return SiteStack(ProductNatural(groups), None if prior is None else ProductNatural(prior))
+    local = MemberSites(rows) if rows else None
+    return SiteStack(ProductNatural(groups), None if prior is None else ProductNatural(prior), local)
 
 
 def apart(family: ProductFamily, inside: tuple[str, ...], q: ProductNatural, key: Any) -> ProductNatural:
@@ -148,7 +144,7 @@ def best_of_short_runs(
             assert support is not None
             probs[name] = jnp.where(i < turns, x, support.probs(q.parts[name]))
         values, messages = problem.values_and_messages(q, key, probs)
-        target = problem.prior + jax.tree.map(lambda x: jnp.sum(x, axis=0), messages)
+        target = posterior(problem.prior, messages)
         elbo = jnp.sum(values) + jnp.sum(problem.divergences(q))
         prior = problem.prior_value_and_message(q, key)
         if prior is not None:

@@ -2,6 +2,7 @@
 
 from ._algebra import MAX_HALVINGS, SiteStack, back_off, cavity, damp, posterior, select, take
 from ._local import LocalSites, OwnConditionals, keep_groups, marginal_sites
+from ._members import MemberSites
 from ._rows import RowSites
 from ._slots import add_slots, keep_slots, stack_sites, sum_slots
 from ._tied import tie, tied_site
@@ -10,6 +11,7 @@ __all__ = [
     "MAX_HALVINGS",
     "back_off",
     "LocalSites",
+    "MemberSites",
     "OwnConditionals",
     "RowSites",
     "SiteStack",

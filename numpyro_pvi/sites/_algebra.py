@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..families import Vector, natural_parameters
+from ._members import MemberSites
 from ._slots import sum_slots
 
 # Halvings of a step before it is given up: 2^-20 is about 1e-6.
@@ -23,7 +24,8 @@ class SiteStack(Vector):
     ``groups`` is one natural-parameter object whose leaves carry a leading group axis M (of length 1 where all groups share
     one site: :mod:`numpyro_pvi.sites._tied`); ``prior`` is the site of the
     prior factor (no group axis), or None when the prior is held exactly. ``local`` holds what groups with local latents
-    keep beside their sites (:class:`LocalSites`), or None. ``others`` holds the sites of groups whose rows are not at
+    keep beside their sites (:class:`LocalSites`), or the sites of latents inside the partitioned plate
+    (:class:`MemberSites`, which ``groups`` then leaves out), or None. ``others`` holds the sites of groups whose rows are not at
     hand, with a leading axis of slots (:mod:`numpyro_pvi.sites._slots`; empty slots are zero), or None without any.
     """
 
@@ -43,10 +45,17 @@ def posterior(prior_natural: Any, sites: SiteStack) -> Any:
     Returns:
         Natural parameters of q. Always a fresh sum: carrying q along as ``q + new - old`` drifts in float32.
     """
-    total = jax.tree.map(lambda eta, site: eta + jnp.sum(site, axis=0), prior_natural, sites.groups)
+    total = jax.tree.map(lambda eta, site: eta + site, prior_natural, _sum_groups(prior_natural, sites))
     if sites.others is not None:
         total = total + sum_slots(sites.others)
     return total if sites.prior is None else total + sites.prior
+
+
+def _sum_groups(prior_natural: Any, sites: SiteStack) -> Any:
+    total = jax.tree.map(lambda site: jnp.sum(site, axis=0), sites.groups)
+    if not isinstance(sites.local, MemberSites):
+        return total
+    return type(prior_natural)({**total.parts, **sites.local.parts})
 
 
 def cavity(posterior_natural: Any, site: Any, power: float | Float[Array, ""] = 1.0) -> Any:

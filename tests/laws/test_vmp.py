@@ -12,7 +12,7 @@ import pytest
 from scipy import special
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
-from numpyro_pvi.families import BernoulliFamily, CategoricalFamily, ProductNatural
+from numpyro_pvi.families import BernoulliFamily, CategoricalFamily
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.schedules import Sequential
 from numpyro_pvi.solvers import NaturalGradient
@@ -128,9 +128,9 @@ def test_rounds_are_coordinate_ascent_of_a_mixture():
     assert pvi.info(state).expectation == ("closed form",) * 2
 
 
-def own_rows(state):
+def own_rows(pvi, state):
     """Law 1 inside the plate: a group's site has terms in its own rows' members, and they add up to q with the prior."""
-    logits = np.asarray(state.sites.groups.parts["z"].logits)
+    logits = np.stack([np.asarray(pvi.site(state, g).natural.parts["z"].logits) for g in pvi.groups])
     assert np.all(logits[0, 5:] == 0)
     assert np.all(logits[1, :5] == 0)
     assert np.all(np.ptp(logits[0, :5], axis=-1) > 0)
@@ -140,9 +140,9 @@ def own_rows(state):
 def test_sites_hold_their_own_rows():
     pvi, start = begun()
     state, _ = pvi.update(start, jnp.asarray(X))
-    own_rows(start)
-    own_rows(state)
-    q = jax.nn.softmax(state.sites.groups.parts["z"].logits.sum(axis=0))
+    own_rows(pvi, start)
+    own_rows(pvi, state)
+    q = jax.nn.softmax(state.sites.local.parts["z"].logits)
     np.testing.assert_allclose(pvi.posterior(state)["z"].probs, q, atol=TIGHT)
 
 
@@ -363,23 +363,20 @@ def test_the_law_sees_another_order():
 
 @pytest.mark.parametrize("fault", ["swapped", "shared"])
 def test_own_rows_sees_terms_in_other_groups_rows(fault):
-    _, state = begun()
-    parts = dict(state.sites.groups.parts)
-    change = (lambda x: x[::-1]) if fault == "swapped" else (lambda x: jnp.broadcast_to(x.mean(axis=0), x.shape))
-    parts["z"] = jax.tree.map(change, parts["z"])
+    pvi, state = begun()
+    own = state.plan.partition.table.index_of_row
+    other = own[::-1] if fault == "swapped" else np.zeros_like(own)
+    table = dataclasses.replace(state.plan.partition.table, index_of_row=other)
+    partition = dataclasses.replace(state.plan.partition, table=table)
+    plan = dataclasses.replace(state.plan, partition=partition)
     with pytest.raises(AssertionError):
-        own_rows(_with_groups(state, parts))
+        own_rows(pvi, dataclasses.replace(state, plan=plan))
 
 
 def test_the_law_sees_a_row_without_weight():
     pvi, start = begun()
-    parts = dict(start.sites.groups.parts)
-    parts["z"] = jax.tree.map(lambda x: x.at[1, 9].set(0.0), parts["z"])
+    own = jax.tree.map(lambda x: x.at[9].set(0.0), start.sites.local)
     book = TextbookMixture(pvi.get_params(start))
+    broken = dataclasses.replace(start, sites=dataclasses.replace(start.sites, local=own))
     with pytest.raises(AssertionError):
-        book.matches(pvi.get_params(_with_groups(start, parts)))
-
-
-def _with_groups(state, parts):
-    sites = dataclasses.replace(state.sites, groups=ProductNatural(parts))
-    return dataclasses.replace(state, sites=sites)
+        book.matches(pvi.get_params(broken))
