@@ -70,9 +70,11 @@ class ProductProblem:
         found = self.plan.prior_factor
         return None if found is None else MeanSpace(self.family, found, self.num_draws)
 
-    def _chunk_average(self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any) -> Array:
+    def _chunk_average(
+        self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any, known: dict[str, Any] | None = None
+    ) -> Array:
         """``E_q[log f]`` of one chunk, of what :meth:`_of_chunk` gives for it."""
-        return self._left_over(space, variables, rest, chunk, key, {})[1]
+        return self._left_over(space, variables, rest, chunk, key, known or {})[1]
 
     def _left_over(
         self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any, known: dict[str, Any]
@@ -366,7 +368,7 @@ class ProductProblem:
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 
-    def objective(self, sites: SiteStack, key: Any, known: SiteStack | None = None) -> Objective:
+    def objective(self, sites: SiteStack, key: Any, control: SiteStack | None = None) -> Objective:
         """``sum_m E_q[log f_m] - KL(q | exact prior) + H(q)`` over components with and without an exact prior.
 
         Where expectations are by draws, only what some sites leave over is drawn: ``E[log f_m - <eta, T>] + <eta, mu>``. Its
@@ -375,12 +377,13 @@ class ProductProblem:
         Args:
             sites: all sites.
             key: for draws.
-            known: those sites; None for ``sites``.
+            control: sites that stand beside their factors on the draws; these ones unless values are to be compared, all of
+                which need the same beside them.
 
         Returns:
             The ELBO; NaN where q is not normalisable.
         """
-        q, known = posterior(self.prior, sites), sites if known is None else known
+        q, control = posterior(self.prior, sites), sites if control is None else control
         valid = self.family.in_domain(q)
         # Only the value is not used where q is outside: a point inside keeps everything finite.
         space = self._likelihood()
@@ -388,33 +391,20 @@ class ProductProblem:
 
         def one(own: tuple) -> Array:
             chunk, group = own
-            variables_here, rest_here = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
-            said = self._known(known, chunk, group, group)
-            return self._left_over(space, variables_here, rest_here, chunk, key, said)[0]
+            known = self._known(control, chunk, group, group)
+            own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
+            return self._chunk_average(space, *own, chunk, key, known)
 
         groups = self._by_group(self._map_chunks(one, (self.packing.chunks, self.packing.chunk_group)))
         terms = [groups.reshape(-1), self.divergences(q)]
-        if self.plan.likelihood.drawn:
-            zero = jax.tree.map(jnp.zeros_like, q)
-            terms.append(self._pairings(q, posterior(zero, dataclasses.replace(known, prior=None)), space))
         prior = self._prior_factor()
-        if prior is not None and known.prior is not None:
+        if prior is not None:
             variables, rest = prior.variables(q)
-            said = {n: known.prior.parts[n] for n in prior.structure.drawn}
-            terms.append(prior.left_over(variables, rest, self._prior_density, key, None, said)[0][None])
-            terms.append(self._pairings(q, known.prior, prior))
+            known = {n: control.prior.parts[n] for n in prior.structure.drawn}
+            terms.append(prior.left_over(variables, rest, self._prior_density, key, None, known)[1][None])
         whole = jnp.concatenate(terms)
         elbo = jnp.where(valid, jnp.sum(whole), jnp.nan)
         return Objective(elbo, jnp.sum(jnp.abs(whole)), valid & jnp.isfinite(elbo))
-
-    def _pairings(self, q: ProductNatural, sites: ProductNatural, space: MeanSpace) -> Float[Array, "C"]:
-        """``<site, mu_q>`` of every drawn component."""
-        families = dict(self.family.components)
-        found = [jnp.zeros(())]
-        for name in space.structure.drawn:
-            family = families[name]
-            found.append(jnp.sum(family.inner(sites.parts[name], family.natural_to_mean(q.parts[name]))))
-        return jnp.stack(found)
 
     def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
         """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""

@@ -83,14 +83,17 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
     del key
     count = problem.num_groups + (sites.prior is not None)
 
+    # Not the sites as they move, which know this round's draws.
+    control = sites
+
     def turn(i, carry):
         sites, backoffs, skipped = carry
         q = posterior(problem.prior, sites)
-        target = problem.group_messages(q, noise, sites)
+        target = problem.group_messages(q, noise, control)
         good = problem.finite(target)
         prior = None
         if sites.prior is not None:
-            new, fine = finite_or(problem.prior_message(q, noise, sites.prior), sites.prior)
+            new, fine = finite_or(problem.prior_message(q, noise, control.prior), sites.prior)
             prior = _change(problem, new, sites.prior, fine, i)
         change = SiteStack(prior=prior, **_changes(problem, target, sites, good, i))
         change = _shortened(
