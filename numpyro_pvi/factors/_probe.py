@@ -288,10 +288,15 @@ class _StaticArgs:
         return rows, latents, leaves
 
     def _all_rows(self, call: ModelCall, point) -> Float[Array, "N"]:
-        rows, _, _ = self._look(call, point)
+        # Only what rows own: with a chunk's arguments a shared latent's prior may have another shape than its value.
+        trace, jacobians = call.trace(point)
+        rows = []
+        for name, site in trace.items():
+            if site["type"] == "sample" and (axis := self.rows.of(site)) is not None:
+                rows.append(rows_first(site_log_prob(site, jacobians.get(name)), axis.dim))
         if len(self.rows.plates) > 1:
-            return jnp.concatenate(list(rows.values()))
-        return sum(rows.values(), start=jnp.zeros((), point.dtype))
+            return jnp.concatenate(rows)
+        return sum(rows, start=jnp.zeros((), point.dtype))
 
     def _chunk_rows(self, call: ModelCall, packing: Packing, point) -> Float[Array, "C R"]:
         def chunk(chunk):

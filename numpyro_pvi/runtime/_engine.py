@@ -37,6 +37,7 @@ from ._moments import evidence, first_row_sites, moments_missed, noise_floor, so
 from ._normaliser import exact_log_partition
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._row_problem import RowProblem, row_problem
+from ._row_starts import first_numbers
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
 from ._settle import settle
 from ._starts import first_local_sites, first_sites
@@ -404,9 +405,13 @@ class Engine:
 
     def _start_rows(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, params: dict, mode: str):
         """The same where sites are two numbers per row."""
-        problem = cast(RowProblem, self.problem(plan, packing, args, kwargs, params, None, len(FIXED_RULES)))
+        num_rules = len(RULES if mode == "auto" else FIXED_RULES)
+        problem = cast(RowProblem, self.problem(plan, packing, args, kwargs, params, None, num_rules))
         moments = problem.family.moments(problem.prior_natural)
-        sites, rule = first_sites(problem, moments, jnp.zeros_like(moments.loc), mode)
+        if mode == "auto":
+            sites, rule = first_numbers(problem, moments)
+        else:
+            sites, rule = first_sites(problem, moments, jnp.zeros_like(moments.loc), mode)
         proper = problem.family.in_domain(posterior(problem.prior_natural, sites))
         prior = problem.family.prior
         fields = {"sites": sites, "prior": prior, "exact": problem.data.exact, "rule": rule, "step": jnp.int32(0)}
