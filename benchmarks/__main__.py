@@ -61,7 +61,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-cold", action="store_true", help="with glm: leave the fresh processes out")
     parser.add_argument("--peer", metavar="DIR", help="with cvi-gp: also GPJax, in an environment made in this folder")
     parser.add_argument(
-        "--only", nargs="+", metavar="MODEL", help="with regressions, gallery or mixed-effects: only these"
+        "--only",
+        nargs="+",
+        metavar="MODEL",
+        help="with regressions, gallery, mixed-effects, cvi-glm or cvi-gp: only these",
     )
     parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
