@@ -393,7 +393,7 @@ class Engine:
             refuse_rows(self.schedule)
             sites, rule = first_row_sites(problem, moments, point, mode)
         elif local is None:
-            sites, rule = first_sites(problem, moments, point, mode)
+            sites, rule = first_sites(problem, moments, point, mode, base if problem.has_prior_factor else None)
         else:
             rows = first_conditionals(plan, packing, *local)
             sites, rule = first_local_sites(problem, moments, point, mode, rows)

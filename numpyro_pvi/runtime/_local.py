@@ -194,7 +194,14 @@ class LocalProblem:
         return program.choose(random, sampled, self.dtype, trial)
 
     def evaluate(
-        self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False, trial: bool = False
+        self,
+        sites: SiteStack,
+        rule: Rule,
+        noise: Any,
+        probe: Any = None,
+        again: bool = False,
+        trial: bool = False,
+        hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
@@ -202,7 +209,9 @@ class LocalProblem:
         if self.stochastic:
             return self._values_at(q, self.family.moments(q), rule, noise)
         local = None if isinstance(sites.local, RowSites) else sites.local
-        found = self.evaluate_at(q, self.family.moments(q), rule, noise, probe, trial=trial, local=local)
+        found = self.evaluate_at(
+            q, self.family.moments(q), rule, noise, probe, trial=trial, local=local, hopeless=hopeless
+        )
         if not self.tied:
             return found
         # What rounds keep of an evaluation has no more sites in it than they have.
@@ -226,6 +235,7 @@ class LocalProblem:
         clip: bool = False,
         trial: bool = False,
         local: Any = None,
+        hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups at a Gaussian given by its moments.
 
@@ -238,6 +248,7 @@ class LocalProblem:
             clip: raise curvatures to positive semi-definite.
             trial: whether values alone will do where they are by random points.
             local: what groups hold of their local latents, or None.
+            hopeless: an ELBO below which no finer rule is tried, or None.
 
         Returns:
             The evaluation; ``elbo`` is minus infinity or NaN where a factor is not finite.
@@ -253,11 +264,13 @@ class LocalProblem:
             error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
                 error, spread = jnp.maximum(error, relative_error(prior)), jnp.maximum(spread, prior.spread)
-            return (groups, prior, spread), error
+            values = jnp.sum(groups.value) + (0.0 if prior is None else prior.value)
+            if hopeless is not None:
+                error = jnp.where(values + rest < hopeless, 0.0, error)
+            return (groups, prior, values, spread), error
 
-        (groups, prior, spread), used, error = escalate(both, rule, self.num_rules)
         rest = self.rest(moments)
-        values = jnp.sum(groups.value) + (0.0 if prior is None else prior.value)
+        (groups, prior, values, spread), used, error = escalate(both, rule, self.num_rules)
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest) + (0.0 if prior is None else jnp.abs(prior.value))
         own = None
         if local is not None:

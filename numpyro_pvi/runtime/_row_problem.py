@@ -109,7 +109,14 @@ class RowProblem:
     # ------------------------------------------------------------------------------------------------- evaluations
 
     def evaluate(
-        self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False, trial: bool = False
+        self,
+        sites: SiteStack,
+        rule: Rule,
+        noise: Any,
+        probe: Any = None,
+        again: bool = False,
+        trial: bool = False,
+        hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all rows: see :class:`numpyro_pvi.schedules.Problem`."""
         del noise, probe, trial
@@ -117,12 +124,16 @@ class RowProblem:
         moments = self.family.moments(q)
         rule = rule if again else cheaper_rule(rule)
 
+        rest = self.rest(moments)
+
         def at(level):
             groups = self.expect(self.program, moments=moments, level=level, clip=False)
-            return groups, relative_error(groups)
+            error = relative_error(groups)
+            if hopeless is not None:
+                error = jnp.where(jnp.sum(groups.value) + rest < hopeless, 0.0, error)
+            return groups, error
 
         groups, used, error = escalate(at, rule, self.num_rules)
-        rest = self.rest(moments)
         elbo = jnp.sum(groups.value) + rest
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest)
         after = next_rule(rule, used, jnp.max(groups.spread))

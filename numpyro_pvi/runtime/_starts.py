@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite, clip_to_psd
 from ..errors import PVIError
@@ -21,12 +22,18 @@ from ._rules import first_rule, relative_error
 
 # The first step from the prior may be cruder still: at worst a step is halved.
 START_TOLERANCE = 0.3
+# How often a step from the prior to a worse q is halved.
+MAX_START_HALVINGS = 12
 # Scale of the q, in prior sds, under which a factor's curvature at a point is read from gradients.
 POINT_SCALE = 0.01
 
 
 def first_sites(
-    problem: LocalProblem | RowProblem, at_prior: GaussianMoments | RowMoments, loc: Float[Array, "D"], mode: str
+    problem: LocalProblem | RowProblem,
+    at_prior: GaussianMoments | RowMoments,
+    loc: Float[Array, "D"],
+    mode: str,
+    base: GaussianNatural | None = None,
 ) -> tuple[SiteStack, Rule]:
     """Where the groups' sites start.
 
@@ -37,7 +44,8 @@ def first_sites(
         mode: "prior" (unit sites), "curvature" (each factor's positive semi-definite curvature and gradient at
             ``loc``, the cure for wide priors), or "auto": curvature, or one natural-gradient step of all groups
             from the prior where a fixed quadrature rule resolves every factor there and the global ELBO is higher
-            after it.
+            after it; halved where both end below the prior's own ELBO.
+        base: what stands in for the part of the prior that is not exact, None where there is none.
 
     Returns:
         Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
@@ -63,33 +71,97 @@ def first_sites(
         )
         return problem.sum_groups(expect)
 
-    def stage(moments, _):
+    def rest(moments):
+        outside = 0.0 if base is None else problem.family.expect_quadratic(base, moments)
+        return problem.rest(moments) + outside
+
+    def look_at(moments):
         found = jax.lax.map(look, (moments, jnp.array([False, True])))
-        finite = getattr(problem, "finite_sites", None) or partial(_finite_sites, problem)
-        sites = jax.vmap(finite)(found.target)
-        after = jax.vmap(
-            lambda groups: problem.family.moments(posterior(problem.prior_natural, SiteStack(groups, None)))
+        return found, jnp.sum(found.value, axis=-1) + jax.vmap(rest)(moments)
+
+    def after(sites):
+        return jax.vmap(
+            lambda groups: problem.family.moments(posterior(problem.prior_natural, SiteStack(groups, base)))
         )(sites)
-        return after, (found, sites, after.valid, jnp.sum(found.value, axis=-1) + jax.vmap(problem.rest)(moments))
 
     point = at_prior._replace(loc=loc, scale=(POINT_SCALE if points else 0.0) * at_prior.scale)
     both = jax.tree.map(lambda *xs: jnp.stack(xs), at_prior, point)
-    quick = mode == "curvature" or problem.redraws or points
-    # First at the prior and at its location, then at the two q that come of it: one program for all four looks.
-    _, (found, sites, valid, elbo) = jax.lax.scan(stage, both, length=1 if quick else 2)
-    first = [jax.tree.map(lambda x, i=i: x[0, i], sites) for i in (0, 1)]
-    if quick:
-        return SiteStack(first[1], None), first_rule(problem.dtype)
-    prior_look = jax.tree.map(lambda x: x[0, 0], found)
-    usable = (
-        jnp.all(problem.data.exact)
-        & all_finite(prior_look)
-        & (relative_error(prior_look) <= START_TOLERANCE)
-        & valid[0, 0]
-    )
-    better = usable & ((elbo[1, 0] > elbo[1, 1]) | ~valid[0, 1])
-    rules = [first_rule(problem.dtype, jnp.max(found.spread[1, i])) for i in (0, 1)]
-    return SiteStack(select(better, *first), None), select(better, *rules)
+    finite = jax.vmap(getattr(problem, "finite_sites", None) or partial(_finite_sites, problem))
+    if mode == "curvature" or problem.redraws or points:
+        sites = finite(look_at(both)[0].target)
+        return SiteStack(jax.tree.map(lambda x: x[1], sites), None), first_rule(problem.dtype)
+    return _best_step(problem, both, look_at, lambda found: finite(found.target), after)
+
+
+class _Steps(NamedTuple):
+    """The sites that two looks ask for, and the shares of them taken so far."""
+
+    turn: Int[Array, ""]
+    # What q is looked at next, the prior and its location or a step from there.
+    moments: Any
+    sites: Any
+    # Of the prior, where quadrature resolves every factor there; minus infinity where not.
+    lowest: Float[Array, ""]
+    resolved: Bool[Array, ""]
+    share: Float[Array, ""]
+    elbos: Float[Array, "2"]
+    spreads: Float[Array, "2"]
+
+
+def _best_step(problem, both: Any, look_at: Callable, sites_of: Callable, after: Callable) -> tuple[SiteStack, Rule]:
+    """The better of two steps, from the factors under the prior and at its location; halved until q beats the prior.
+
+    Args:
+        problem: the factors.
+        both: the prior and its location, as moments.
+        look_at: two q to the factors' expectations and ELBOs.
+        sites_of: those expectations to the sites they ask for.
+        after: sites to the two q that come of them.
+
+    Returns:
+        As :func:`first_sites`.
+    """
+
+    def unfinished(steps: _Steps) -> Bool[Array, ""]:
+        below = ~jnp.any(steps.elbos > steps.lowest)
+        return (steps.turn < 2) | (below & (steps.turn <= MAX_START_HALVINGS + 1))
+
+    def stage(steps: _Steps) -> _Steps:
+        # First at the prior and at its location, then at the two q that come of them: one program for all looks.
+        found, elbos = look_at(steps.moments)
+        first = steps.turn == 0
+        sites = select(first, sites_of(found), steps.sites)
+        share = jnp.where(first, 1.0, 0.5 * steps.share).astype(problem.dtype)
+        moments = after(jax.tree.map(lambda x: share * x, sites))
+        at_prior = jax.tree.map(lambda x: x[0], found)
+        resolved = all_finite(at_prior) & (relative_error(at_prior) <= START_TOLERANCE)
+        resolved = jnp.where(first, resolved, steps.resolved)
+        usable = steps.moments.valid & jnp.isfinite(elbos) & jnp.stack([resolved, jnp.array(True)])
+        return _Steps(
+            turn=steps.turn + 1,
+            moments=moments,
+            sites=sites,
+            lowest=jnp.where(first, jnp.where(resolved & jnp.isfinite(elbos[0]), elbos[0], -jnp.inf), steps.lowest),
+            resolved=resolved,
+            share=share,
+            elbos=jnp.where(first, -jnp.inf, jnp.where(usable, elbos, -jnp.inf)),
+            spreads=jnp.max(found.spread, axis=-1),
+        )
+
+    blank = jnp.zeros((2,), problem.dtype)
+    shapes = jax.eval_shape(lambda m: sites_of(look_at(m)[0]), both)
+    sites = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    lowest = jnp.full((), -jnp.inf, problem.dtype)
+    first = _Steps(jnp.int32(0), both, sites, lowest, jnp.array(False), blank[0], blank, blank)
+    steps = jax.lax.while_loop(unfinished, stage, first)
+    # The share of the last look: the next one has been prepared already.
+    share, better = 2.0 * steps.share, steps.elbos[0] > steps.elbos[1]
+    # Where no share beats the prior q stays there; what it is compared with may be unknown, and no ELBO found at all.
+    missed = ~jnp.any(steps.elbos > steps.lowest)
+    share = jnp.where(missed, jnp.where(jnp.isfinite(steps.lowest), 0.0, 1.0), share).astype(problem.dtype)
+    groups = [jax.tree.map(lambda x, i=i: share * x[i], steps.sites) for i in (0, 1)]
+    rules = [first_rule(problem.dtype, steps.spreads[i]) for i in (0, 1)]
+    return SiteStack(select(better, *groups), None), select(better, *rules)
 
 
 def refuse_curvature(solver: Any, mode: str) -> None:

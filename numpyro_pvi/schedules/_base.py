@@ -20,6 +20,8 @@ from ._stream import Stream
 
 # Halvings of a sweep's joint step before the natural gradient at the old q takes its place.
 SWEEP_HALVINGS = 4
+# Fall of the ELBO, in units of the size of its terms, that is no error of a coarse quadrature rule.
+_HOPELESS = 0.1
 
 
 class Points(NamedTuple):
@@ -124,12 +126,19 @@ class Problem(Protocol):
         ...
 
     def evaluate(
-        self, sites: SiteStack, rule: Rule, noise: Any, probe: Any = None, again: bool = False, trial: bool = False
+        self,
+        sites: SiteStack,
+        rule: Rule,
+        noise: Any,
+        probe: Any = None,
+        again: bool = False,
+        trial: bool = False,
+        hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups at the q of these sites.
 
         ``again`` repeats the last evaluation's rule to the letter. Of a ``trial`` by draws only the values are needed: the
-        accepted q is evaluated again on fresh draws.
+        accepted q is evaluated again on fresh draws. No finer quadrature rule is tried for an ELBO below ``hopeless``.
         """
         ...
 
@@ -305,6 +314,9 @@ def accept_jointly(
         aim = proposal if fallback is None else select(step < restart, fallback, proposal)
         return problem.tidy(damp(old_sites, aim, share(step)))
 
+    # A fall that no error of quadrature explains is refused by the rule at hand.
+    hopeless = jnp.where(old.moments.valid, old.elbo - _HOPELESS * (1.0 + old.size), -jnp.inf) if test is None else None
+
     def unfinished(state: Accepted):
         return ~state.accepted & (state.halvings < MAX_HALVINGS)
 
@@ -312,7 +324,7 @@ def accept_jointly(
         # Validity costs one Cholesky, the ELBO a pass over the data: settle the first before paying for the second.
         step, halvings = shorten(problem, at, state.step, state.halvings)
         sites = at(step)
-        evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None)
+        evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None, hopeless=hopeless)
         if test is None:
             spare = problem.allowance(sites, evaluation, old_sites, old, share(step))
             good = elbo_has_not_fallen(evaluation, old, spare)
