@@ -94,12 +94,6 @@ def rounds_function(pvi: PVI, num_rounds: int, arrays: tuple[Any, ...]) -> Calla
     return call
 
 
-def loop_function(pvi: PVI, state: Any, num_rounds: int, arrays: tuple[Any, ...]) -> Callable[[], Any]:
-    """``num_rounds`` updates from a state in one compiled loop, as a scan of SVI's updates is."""
-    loop = jax.jit(lambda state, *args: jax.lax.fori_loop(0, num_rounds, lambda _, s: pvi.update(s, *args)[0], state))
-    return lambda: loop(state, *arrays)
-
-
 def run_function(pvi: PVI, num_rounds: int, arrays: tuple[Any, ...]) -> Callable[[], Any]:
     """``pvi.run`` with everything it does, initialisation and planning included."""
     return lambda: pvi.run(jax.random.key(0), num_rounds, *arrays, progress_bar=False).params

@@ -135,7 +135,10 @@ def _times(example, args, pvi, state, by_round, by_step, target: float, repeats:
     steps = {s: (_first(values, target) or 0) * (s.num_steps // CHECKPOINTS) for s, values in by_step.items()}
     functions: dict[Any, Any] = {}
     if rounds is not None:
-        functions["pvi"] = _subjects.loop_function(pvi, state, rounds, args)
+        # As users run it: one compiled loop from a state, as SVI's scan is.
+        functions["pvi"] = lambda: (
+            pvi.run(jax.random.key(0), rounds, *args, init_state=state, progress_bar=False).params
+        )
     for setting, count in steps.items():
         if count:
             svi, start = _build_svi(example, args, setting)

@@ -117,6 +117,32 @@ def test_one_round_is_exact_where_everything_is_gaussian(solver, tolerance):
 
 
 @pytest.mark.slow
+def test_a_saved_state_goes_on_to_the_same_bits(tmp_path):
+    """Sites, and what groups hold of their own latents, come back as they were."""
+    pvi, state, _ = one_round(PowerEP(0.5))
+    pvi.save(tmp_path / "state", state)
+    fresh = PVI(Partition(row_effects, "data", LABELS), AutoMultivariateNormal(row_effects), solver=PowerEP(0.5))
+    again = fresh.load(tmp_path / "state", X, Y)
+    (state, loss), (again, lost) = pvi.update(state, X, Y), fresh.update(again, X, Y)
+    assert float(loss) == float(lost)
+    for name, value in pvi.get_params(state).items():
+        np.testing.assert_array_equal(value, fresh.get_params(again)[name])
+
+
+@pytest.mark.slow
+def test_a_group_that_comes_later_ends_where_all_at_once_do(tolerance):
+    """The exact posterior of what all share and of the fourth group's own latents; those of absent groups are dropped."""
+    early = LABELS != "d"
+    pvi, state, _ = one_round(PowerEP(), labels=LABELS[early], args=(X[early], Y[early]))
+    state = pvi.add_group(state, "d", X[~early], Y[~early])
+    wanted, params = closed_form(), pvi.get_params(state)
+    kept = np.r_[:2, 2 + np.flatnonzero(~early)]
+    close(tolerance, params["auto_loc"], wanted.mean[kept])
+    root = np.asarray(params["auto_scale_tril"])
+    close(tolerance, root @ root.T, wanted.covariance[np.ix_(kept, kept)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "schedule"),
     [(PowerEP(moments="mcmc"), None), (PowerEP(0.5), Sequential()), (SNEP(), None)],
