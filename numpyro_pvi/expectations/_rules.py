@@ -1,4 +1,4 @@
-"""Fixed node sets for Gaussian expectations: Gauss-Hermite for small predictor sd, a plain trapezoid above it.
+"""Fixed node sets for Gaussian expectations: Gauss-Hermite for small predictor sd, plain trapezoids above it.
 
 Nodes live in standardised units, u = mean + sd * z. Everything here is NumPy, computed on first use and cached.
 """
@@ -11,14 +11,17 @@ import numpy as np
 from jaxtyping import Array
 from numpy.polynomial.hermite_e import hermegauss
 
-RULES: tuple[str, ...] = ("gh8", "gh20", "trapezoid", "mapped")
+RULES: tuple[str, ...] = ("gh8", "gh20", "coarse", "trapezoid", "mapped")
 """Rules for expectations over one or two predictors, cheapest first; a rule's index is its place here."""
 
-SD_LIMITS: dict[str, tuple[float, ...]] = {"float64": (0.1, 0.9, 4.0), "float32": (0.35, 1.5, 5.0)}
+SD_LIMITS: dict[str, tuple[float, ...]] = {"float64": (0.1, 0.9, 1.7, 4.0), "float32": (0.35, 1.5, 2.2, 5.0)}
 """Largest predictor sd, in units of the link's own scale, up to which each rule but the last meets the target."""
 
 TARGET: dict[str, float] = {"float64": 1e-8, "float32": 1e-6}
 """Relative error aimed at on the value and both derivatives."""
+
+# Range in sds and number of nodes of the coarse trapezoid: an even number, as of the fine one (see `fixed_nodes`).
+_COARSE = {"float64": (7.5, 36), "float32": (6.0, 26)}
 
 
 def core_limit(dtype: np.dtype) -> float:
@@ -81,8 +84,9 @@ def fixed_nodes(name: str, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
     """Nodes and weights of a fixed rule for E[f(z)], z standard normal.
 
     Args:
-        name: "gh8", "gh20" or "trapezoid".
-        dtype_name: "float32" or "float64"; the trapezoid's range and step follow it.
+        name: "gh8", "gh20", or one of the two trapezoids, "coarse" (for predictors a little wider than the link) and
+            "trapezoid".
+        dtype_name: "float32" or "float64"; the trapezoids' range and step follow it.
 
     Returns:
         Nodes (ascending) and weights that sum to one, both float64.
@@ -92,6 +96,9 @@ def fixed_nodes(name: str, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
         return nodes, weights / weights.sum()
     limit, step = core_limit(np.dtype(dtype_name)), 0.2 if dtype_name == "float64" else 0.25
     # An even number: no node falls on the mean. NumPyro's densities have the wrong derivative exactly at a logit of 0.
-    nodes = np.linspace(-limit, limit, 2 * int(np.ceil(limit / step)))
+    count = 2 * int(np.ceil(limit / step))
+    if name == "coarse":
+        limit, count = _COARSE[dtype_name]
+    nodes = np.linspace(-limit, limit, count)
     weights = np.exp(-0.5 * nodes**2)
     return nodes, weights / weights.sum()
