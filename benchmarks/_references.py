@@ -23,9 +23,14 @@ ROWS_AT_ONCE = 256
 LOG_2PI = float(np.log(2.0 * np.pi))
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("design", "target"),
+    meta_fields=("log_density", "num_nodes", "expectation"),
+)
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Log-likelihood terms that share a form.
+    """Log-likelihood terms that share a form; its arrays are arguments of compiled functions, not constants in them.
 
     Attributes:
         design: B, what maps theta to the k predictors of each row.
@@ -42,6 +47,7 @@ class Rows:
     expectation: Callable[[Array, Array, Array], Array] | None = None
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("prior_scale", "blocks"), meta_fields=("dim",))
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A posterior to approximate by a Gaussian in unconstrained space.
@@ -153,11 +159,17 @@ def solve(problem: Problem, diagonal: bool = False, restarts: int = 12) -> Optim
     scale, whitening afresh with its own result until a restart gains less than 1e-9 nats.
     """
     with float64():
-        value = jax.jit(lambda loc, tril: elbo(problem, loc, tril))
+        problem = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), problem)
+        value = functools.partial(jax.jit(elbo), problem)
         loc, tril = _laplace(problem)
         if diagonal:
             tril = np.diag(1.0 / np.sqrt(np.diag(_precision(tril))))
-        step = jax.jit(jax.value_and_grad(lambda u, loc, tril: -_whitened_elbo(problem, u, loc, tril, diagonal)))
+        loss = jax.value_and_grad(lambda u, problem, loc, tril: -_whitened_elbo(problem, u, loc, tril, diagonal))
+        compiled = jax.jit(loss)
+
+        def step(u: Array, loc: np.ndarray, tril: np.ndarray) -> tuple[Array, Array]:
+            return compiled(u, problem, loc, tril)
+
         best = float(value(loc, tril))
         for _ in range(restarts):
             loc, tril = _lbfgs(step, loc, tril, diagonal)
@@ -239,8 +251,10 @@ def _lbfgs(step: Callable, loc: np.ndarray, tril: np.ndarray, diagonal: bool) ->
 
 def _laplace(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Mode by Newton's method (eigenvalues made positive, steps halved until they help) and root of its covariance."""
-    function = jax.jit(lambda t: log_joint(problem, t))
-    gradient, hessian = jax.jit(jax.grad(function)), jax.jit(jax.hessian(function))
+    function, gradient, hessian = (
+        functools.partial(jax.jit(f), problem)
+        for f in (log_joint, jax.grad(log_joint, argnums=1), jax.hessian(log_joint, argnums=1))
+    )
     theta = np.zeros(problem.dim)
     value = float(function(theta))
     for _ in range(200):

@@ -16,6 +16,7 @@ from benchmarks._models import Data
 from benchmarks._opponent import gaussian_of_params
 from benchmarks._references import Optimum
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi._groups import reduced
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import NaturalGradient
 
@@ -92,6 +93,18 @@ def rounds_function(pvi: PVI, num_rounds: int, arrays: tuple[Any, ...]) -> Calla
         return loss, state
 
     return call
+
+
+def program_function(pvi: PVI, state: Any, num_rounds: int, arrays: tuple[Any, ...]) -> Callable[[], Any]:
+    """The compiled rounds that ``pvi.run`` calls from a state at hand, without what it does in Python around them.
+
+    One program even where a run would change to that with the finest quadrature rule on its way.
+    """
+    fine = pvi.run(jax.random.key(0), num_rounds, *arrays, progress_bar=False, init_state=state).state.plan.fine
+    dynamic, static = pvi._rows(state, arrays, {})
+    small, count, tol = reduced(state, pvi._engine), jnp.int32(num_rounds), jnp.asarray(-1.0)
+    loop = pvi._rounds
+    return lambda: loop(pvi._engine, small, dynamic, static, count, tol, length=num_rounds, fine=fine)
 
 
 def run_function(pvi: PVI, num_rounds: int, arrays: tuple[Any, ...]) -> Callable[[], Any]:

@@ -13,8 +13,18 @@ from numpyro.infer import Predictive, Trace_ELBO
 from scipy import integrate, special
 
 from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, GuideError, ImproperError, Partition, PVIError
-from numpyro_pvi.families import BernoulliFamily, CategoricalFamily, LogNormalFamily
+from numpyro_pvi.families import (
+    BernoulliFamily,
+    CategoricalFamily,
+    GaussianNatural,
+    IndependentFamily,
+    LogNormalFamily,
+    NormalFamily,
+    ScalarNormalFamily,
+    ScalarNormalNatural,
+)
 from numpyro_pvi.runtime import LaxMap
+from numpyro_pvi.runtime._product_engine import proper_members
 from numpyro_pvi.schedules import Sequential, Streaming, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
 
@@ -366,3 +376,12 @@ def test_unknown_names_are_refused():
         other.init(KEY, jnp.asarray(X), jnp.asarray(Y))
     with pytest.raises(PVIError, match="AutoExponentialFamily"):
         solver.check("quadratic", True, "likelihood")
+
+
+def test_members_of_a_latent_inside_the_plate_are_judged_one_by_one():
+    precision = jnp.array([1.0, -1.0, 2.0])
+    flat = GaussianNatural(jnp.zeros(3), precision), NormalFamily(3)
+    scalar = ScalarNormalNatural(jnp.zeros(3), precision), IndependentFamily(ScalarNormalFamily(), (3,))
+    for natural, family in (flat, scalar):
+        assert not family.in_domain(natural)
+        assert proper_members(family, natural).tolist() == [True, False, True]

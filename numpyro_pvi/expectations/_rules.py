@@ -1,4 +1,4 @@
-"""Fixed node sets for Gaussian expectations: Gauss-Hermite for small predictor sd, a plain trapezoid above it.
+"""Fixed node sets for Gaussian expectations: Gauss-Hermite for small predictor sd, plain trapezoids above it.
 
 Nodes live in standardised units, u = mean + sd * z. Everything here is NumPy, computed on first use and cached.
 """
@@ -11,14 +11,19 @@ import numpy as np
 from jaxtyping import Array
 from numpy.polynomial.hermite_e import hermegauss
 
-RULES: tuple[str, ...] = ("gh8", "gh20", "trapezoid", "mapped")
+RULES: tuple[str, ...] = ("gh8", "gh20", "coarse", "trapezoid", "mapped")
 """Rules for expectations over one or two predictors, cheapest first; a rule's index is its place here."""
 
-SD_LIMITS: dict[str, tuple[float, ...]] = {"float64": (0.1, 0.9, 4.0), "float32": (0.35, 1.5, 5.0)}
+SD_LIMITS: dict[str, tuple[float, ...]] = {"float64": (0.1, 0.9, 1.7, 4.0), "float32": (0.35, 1.5, 2.2, 5.0)}
 """Largest predictor sd, in units of the link's own scale, up to which each rule but the last meets the target."""
 
 TARGET: dict[str, float] = {"float64": 1e-8, "float32": 1e-6}
 """Relative error aimed at on the value and both derivatives."""
+
+# Range in sds and number of nodes of the coarse trapezoid: an even number, as of the fine one (see `fixed_nodes`).
+_COARSE = {"float64": (7.5, 40), "float32": (6.0, 30)}
+# Nodes that a pass over few rows takes at once, and the number of rows up to which it does.
+BLOCK, FEW_ROWS = 10, 2048
 
 
 def core_limit(dtype: np.dtype) -> float:
@@ -53,7 +58,7 @@ class NodeTable(NamedTuple):
 
 @cache
 def node_table(num_axes: int, dtype_name: str) -> NodeTable:
-    """Tensor-product nodes of every fixed rule in one or two dimensions.
+    """Tensor-product nodes of every fixed rule in one or two dimensions; in one, each rule in whole blocks of nodes.
 
     Args:
         num_axes: 1 or 2.
@@ -65,15 +70,29 @@ def node_table(num_axes: int, dtype_name: str) -> NodeTable:
     parts, weights, per_axis = [], [], []
     for name in FIXED_RULES:
         nodes, weight = fixed_nodes(name, dtype_name)
+        per_axis.append(len(nodes))
+        if num_axes == 1:
+            nodes, weight = _whole_blocks(nodes, weight)
         grids = np.meshgrid(*[nodes] * num_axes)
         product = np.prod(np.meshgrid(*[weight] * num_axes), axis=0).ravel()
         kept = product > (0.0 if num_axes == 1 else 1e-18 if dtype_name == "float64" else 1e-10)
         parts.append([g.ravel()[kept] for g in grids])
         weights.append(product[kept])
-        per_axis.append(len(nodes))
     starts = np.concatenate([[0], np.cumsum([len(w) for w in weights])])
     axes = tuple(np.concatenate([p[k] for p in parts]) for k in range(num_axes))
     return NodeTable(axes, np.concatenate(weights), starts, np.asarray(per_axis))
+
+
+def _whole_blocks(nodes: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same rule with some middle nodes taken twice at half their weight, for a multiple of ``BLOCK`` nodes.
+
+    Nodes of no weight would not do: nothing times infinity is no number.
+    """
+    missing = -len(nodes) % BLOCK
+    twice = np.zeros(len(nodes), bool)
+    twice[(len(nodes) - missing) // 2 :][:missing] = True
+    times = 1 + twice
+    return np.repeat(nodes, times), np.repeat(weights / times, times)
 
 
 @cache
@@ -81,8 +100,9 @@ def fixed_nodes(name: str, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
     """Nodes and weights of a fixed rule for E[f(z)], z standard normal.
 
     Args:
-        name: "gh8", "gh20" or "trapezoid".
-        dtype_name: "float32" or "float64"; the trapezoid's range and step follow it.
+        name: "gh8", "gh20", or one of the two trapezoids, "coarse" (for predictors a little wider than the link) and
+            "trapezoid".
+        dtype_name: "float32" or "float64"; the trapezoids' range and step follow it.
 
     Returns:
         Nodes (ascending) and weights that sum to one, both float64.
@@ -90,8 +110,11 @@ def fixed_nodes(name: str, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
     if name.startswith("gh"):
         nodes, weights = hermegauss(int(name[2:]))
         return nodes, weights / weights.sum()
-    limit, step = core_limit(np.dtype(dtype_name)), 0.2 if dtype_name == "float64" else 0.25
+    limit, step = core_limit(np.dtype(dtype_name)), 0.2 if dtype_name == "float64" else 0.22
     # An even number: no node falls on the mean. NumPyro's densities have the wrong derivative exactly at a logit of 0.
-    nodes = np.linspace(-limit, limit, 2 * int(np.ceil(limit / step)))
+    count = 2 * int(np.ceil(limit / step))
+    if name == "coarse":
+        limit, count = _COARSE[dtype_name]
+    nodes = np.linspace(-limit, limit, count)
     weights = np.exp(-0.5 * nodes**2)
     return nodes, weights / weights.sum()

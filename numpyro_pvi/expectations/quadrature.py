@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from ._mapping import locate_features
 from ._quadrature_2d import RowFn2D, RowMoments2D, fixed_2d, gaussian_law, mapped_2d
-from ._rules import RULES, SD_LIMITS, TARGET, node_table
+from ._rules import BLOCK, FEW_ROWS, RULES, SD_LIMITS, TARGET, node_table
 
 RowFn = Callable[[Array], Array]
 
@@ -63,6 +63,17 @@ def _terms(row_fn: RowFn, u: Array, z: Array, weight: Array, sd: Array) -> _Sums
     return _Sums(*parts, *(jnp.abs(part) for part in parts))
 
 
+def _block_terms(row_fn: RowFn, mean: Array, sd: Array, z: Array, weight: Array) -> _Sums:
+    """The sums over a block of nodes that all rows share, as two matrix products."""
+    points = mean + sd * z.reshape((-1,) + (1,) * mean.ndim)
+    found = jnp.concatenate([t.reshape(len(z), -1) for t in derivatives(jax.vmap(row_fn), points)], axis=1)
+    exact = jax.lax.Precision.HIGHEST
+    sums = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), z]), found, precision=exact)
+    sizes = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), jnp.abs(z)]), jnp.abs(found), precision=exact)
+    (plain, tilted), (plain_size, tilted_size) = (x.reshape(2, 3, *mean.shape) for x in (sums, sizes))
+    return _Sums(*plain, *(tilted[:2] / sd), *plain_size, *(tilted_size[:2] / sd))
+
+
 def _zeros(like: Array) -> _Sums:
     return _Sums(*([jnp.zeros_like(like)] * len(_Sums._fields)))
 
@@ -93,16 +104,23 @@ def _rounding(sums: _Sums, mean: Array, sd: Array) -> tuple[Array, Array]:
 
 
 def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array) -> RowMoments1D:
-    """A rule with the same standardised nodes in every row; one loop in the program, whichever rule the index means."""
+    """A rule with the same standardised nodes in every row; one loop in the program, whichever rule the index means.
+
+    Few rows take a block of nodes at a time: node by node they would wait for the loop more than for their densities.
+    """
     sd = _floor_sd(sd)
     table = node_table(1, mean.dtype.name)
-    nodes, weights = (jnp.asarray(a, mean.dtype) for a in (*table.nodes, table.weights))
+    width = BLOCK if mean.size <= FEW_ROWS else 1
+    nodes, weights = (jnp.asarray(a, mean.dtype).reshape(-1, width) for a in (*table.nodes, table.weights))
     start, stop, per_axis = table.span(index)
 
     def step(k: Array, sums: _Sums) -> _Sums:
-        return _add(sums, _terms(row_fn, mean + sd * nodes[k], nodes[k], weights[k], sd))
+        if width > 1:
+            return _add(sums, _block_terms(row_fn, mean, sd, nodes[k], weights[k]))
+        node, weight = nodes[k, 0], weights[k, 0]
+        return _add(sums, _terms(row_fn, mean + sd * node, node, weight, sd))
 
-    sums = jax.lax.fori_loop(start, stop, step, _zeros(mean))
+    sums = jax.lax.fori_loop(start // width, stop // width, step, _zeros(mean))
     return RowMoments1D(sums.value, sums.grad, sums.hess, *_fixed_error(sums, mean, sd, per_axis))
 
 

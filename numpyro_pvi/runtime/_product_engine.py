@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._state import SKIP_LIMIT, PVIState
 from ..factors import ValueCall
-from ..families import base_family
+from ..families import Family, NormalFamily, base_family
 from ..schedules import Schedule, Sequential
 from ..sites import posterior
 from ..solvers import LocalSolver
@@ -149,8 +149,25 @@ class ProductEngine:
             proper = jax.vmap(lambda own, name=name: families[name].in_domain(q.parts[name] - own))(site)
             found = found & proper
         for name, site in () if sites.local is None else sites.local.parts.items():
-            whole, base = families[name].in_domain(q.parts[name]), base_family(families[name])
-            improper = ~base.in_domain(q.parts[name] - site)
+            whole = families[name].in_domain(q.parts[name])
+            improper = ~proper_members(families[name], q.parts[name] - site)
             owner = owners(state.packing, improper.shape[plan.row_axes[name]], plan.row_key)
             found = found & whole & (plan.largest_by_group(name, improper, owner) == 0)
         return found
+
+
+def proper_members(family: Family, natural: Any) -> Bool[Array, "*members"]:
+    """Which members of a latent, one or more for every row, are normalisable.
+
+    Args:
+        family: the latent's.
+        natural: natural parameters of all members.
+
+    Returns:
+        One flag per member.
+    """
+    base = base_family(family)
+    if isinstance(base, NormalFamily):
+        # Its members are the coordinates of one event, which it judges together.
+        base, natural = NormalFamily(1), jax.tree.map(lambda x: x[..., None], natural)
+    return base.in_domain(natural)

@@ -254,7 +254,7 @@ def test_clamped_probabilities_in_single_precision(mean, sd):
 
 
 @pytest.mark.parametrize("name", ["logit", "probit", "negative_binomial", "ordered_close", "student", "poisson"])
-@pytest.mark.parametrize(("rule", "sd"), [("gh8", 0.1), ("gh20", 0.3), ("trapezoid", 1.0)])
+@pytest.mark.parametrize(("rule", "sd"), [("gh8", 0.1), ("gh20", 0.3), ("coarse", 1.0), ("trapezoid", 1.0)])
 def test_fixed_rules_reach_the_target_where_they_serve(name, rule, sd):
     _, errors = run_all(rule, "float64")
     assert errors[(name == NAMES) & (sd == CASE_SD)].max() < 1e-8
@@ -293,10 +293,11 @@ def test_choose_rule_follows_the_rows(x64):
     def chosen(sd):
         return choose_rule(jax.nn.log_sigmoid, mean, jnp.full(7, sd))
 
-    assert [RULES[int(chosen(sd))] for sd in (0.05, 0.5, 1.5, 30.0)] == ["gh8", "gh20", "trapezoid", "mapped"]
+    sds = (0.05, 0.5, 1.5, 3.0, 30.0)
+    assert tuple(RULES[int(chosen(sd))] for sd in sds) == RULES == ("gh8", "gh20", "coarse", "trapezoid", "mapped")
     kinked = choose_rule(lambda u: -jnp.abs(u - 0.7), jnp.array([0.6]), jnp.array([0.05]))
     assert RULES[int(kinked)] == "mapped"
-    assert [int(rule_index(jnp.asarray(sd))) for sd in (0.05, 0.5, 1.5, 30.0)] == [0, 1, 2, 3]
+    assert [int(rule_index(jnp.asarray(sd))) for sd in sds] == [0, 1, 2, 3, 4]
 
 
 def test_traced_rule_equals_the_named_one_and_rows_may_be_vmapped(x64):
@@ -374,7 +375,7 @@ def _location_scale(is_normal):
     return row_fn
 
 
-@pytest.mark.parametrize(("rule", "sd"), [("gh8", 0.1), ("gh20", 0.6), ("trapezoid", 0.6)])
+@pytest.mark.parametrize(("rule", "sd"), [("gh8", 0.1), ("gh20", 0.6), ("coarse", 0.6), ("trapezoid", 0.6)])
 def test_fixed_rules_for_two_predictors_in_closed_form(rule, sd, x64):
     laws = [np.array(a) for a in zip(*[_law(0.3, -0.5, sd, sd, rho) for rho in (0.0, 0.7, -0.5)], strict=True)]
     moments = jax.jit(lambda *a: expect_2d(_location_scale(True), *a, rule=rule))(*laws)
