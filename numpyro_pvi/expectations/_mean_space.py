@@ -127,12 +127,13 @@ class MeanSpace:
         Returns:
             Both; the first less the base measure.
         """
-        draws = self._draws(variables["natural"], key, rows_key)
+        found = self._draws(variables["natural"], key, rows_key)
+        draws = {name: own for name, (own, _) in found.items()}
         value = self._average(variables, rest, density, self._signs(key), draws)
         families, known, exact = dict(self.family.components), jnp.zeros(()), jnp.zeros(())
         for name, site in sites.items():
             family = base_family(families[name])
-            average = jax.tree.map(lambda x: jnp.mean(x, axis=0), family.sufficient_statistics(draws[name]))
+            average = jax.tree.map(lambda x: jnp.mean(x, axis=0), found[name][1])
             known = known + jnp.sum(family.inner(site, average))
             exact = exact + jnp.sum(family.inner(site, family.natural_to_mean(variables["natural"][name])))
         return value - known, value - known + exact
@@ -236,13 +237,15 @@ class MeanSpace:
         rows = all_signs(count) if self.structure.design == "all" else strength_three(count)
         return jnp.asarray(rows, jnp.result_type(float))
 
-    def _draws(self, naturals: Mapping[str, Any], key: Any, rows_key: Any = None) -> dict[str, Array]:
+    def _draws(self, naturals: Mapping[str, Any], key: Any, rows_key: Any = None) -> dict[str, tuple[Array, Any]]:
+        """Draws by component, with the statistics of their members."""
         families, found = dict(self.family.components), {}
         belongs = {role.name for role in self.structure.roles if role.axis is not None}
         for i, role in enumerate(sorted(self.structure.roles, key=lambda role: role.name)):
             if (name := role.name) in naturals:
                 own = rows_key if rows_key is not None and name in belongs else key
-                found[name] = families[name].sample(naturals[name], jax.random.fold_in(own, 2 + i), (self.num_draws,))
+                family, own_key = base_family(families[name]), jax.random.fold_in(own, 2 + i)
+                found[name] = family.sample_with_statistics(naturals[name], own_key, (self.num_draws,))
         return found
 
     def _points(self, coordinates: dict[str, Any], signs: Array) -> dict[str, Array]:

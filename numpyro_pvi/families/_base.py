@@ -179,6 +179,22 @@ class FamilyDefaults:
         """
         return self.to_distribution(natural).sample(key, shape)
 
+    def sample_with_statistics(self: Any, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> tuple[Any, Any]:
+        """:meth:`sample`, and the draws' sufficient statistics.
+
+        To override where a draw as rounded no longer tells its statistics: the logarithm of one that underflows.
+
+        Args:
+            natural: natural parameters.
+            key: a JAX random key.
+            shape: leading axes of the draws.
+
+        Returns:
+            ``(draws, statistics)``, both differentiable in the natural parameters where :meth:`sample` is.
+        """
+        draws = self.sample(natural, key, shape)
+        return draws, self.sufficient_statistics(draws)
+
     def inner(self: Any, natural: Any, mean_params: Any) -> Float[Array, "*batch"]:
         """The pairing ``<eta, mu>`` over all but the batch axes, in nats.
 

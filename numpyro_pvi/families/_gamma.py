@@ -180,7 +180,16 @@ class GammaFamily(FamilyDefaults):
 
     def sample(self, natural: GammaNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
         """Draws, kept above 0 where they underflow; implicitly reparameterised."""
-        return inside_support(jnp.exp(_log_draws(natural.log + 1, natural.rate, key, shape)))
+        return self.sample_with_statistics(natural, key, shape)[0]
+
+    def sample_with_statistics(
+        self, natural: GammaNatural, key: Array, shape: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "..."], GammaMean]:
+        """:meth:`sample` and ``(log x, -x)`` with the logarithm of draws that underflow, too."""
+        log_x = _log_draws(natural.log + 1, natural.rate, key, shape)
+        # A product of two draws that underflow is a number still, as densities with rates need it.
+        x = jnp.maximum(jnp.exp(log_x), jnp.sqrt(jnp.finfo(log_x.dtype).tiny))
+        return x, GammaMean(log_x, -x)
 
     def entropy(self, natural: GammaNatural) -> Float[Array, "*batch"]:
         """``a - log b + lgamma(a) + (1 - a) psi(a)`` in nats, without its cancellation."""
@@ -255,8 +264,15 @@ class InverseGammaFamily(FamilyDefaults):
 
     def sample(self, natural: InverseGammaNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
         """Draws, kept inside (0, largest number); implicitly reparameterised."""
-        draws = jnp.exp(_log_draws(natural.log - 1, natural.rate, key, shape))
-        return inside_support(1 / inside_support(draws))
+        return self.sample_with_statistics(natural, key, shape)[0]
+
+    def sample_with_statistics(
+        self, natural: InverseGammaNatural, key: Array, shape: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "..."], InverseGammaMean]:
+        """:meth:`sample` and ``(-log x, -1/x)`` with the logarithm of draws that overflow, too."""
+        log_y = _log_draws(natural.log - 1, natural.rate, key, shape)
+        y = inside_support(jnp.exp(log_y))
+        return inside_support(1 / y), InverseGammaMean(log_y, -y)
 
     def entropy(self, natural: InverseGammaNatural) -> Float[Array, "*batch"]:
         """``a + log b + lgamma(a) - (1 + a) psi(a)`` in nats, without its cancellation."""

@@ -18,6 +18,8 @@ from ._product_problem import Objective, ProductProblem, finite_or
 _LATE = 10.0
 # Longest step of a drawn member, in its Fisher metric: posterior sds, for a shift.
 _REACH = 2.0
+# A step goes at most half way out of the domain, and inwards at most this many times as far as it is to the edge.
+_INWARDS = 3.0
 # Fall of the ELBO that counts as rounding, in units of eps times the size of its terms.
 _ROUNDING = 20.0
 
@@ -96,9 +98,7 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
             new, fine = finite_or(problem.prior_message(q, noise, control.prior), sites.prior)
             prior = _change(problem, new, sites.prior, fine, i)
         change = SiteStack(prior=prior, **_changes(problem, target, sites, good, i))
-        change = _shortened(
-            change, member_shares(problem, q, posterior(jax.tree.map(jnp.zeros_like, q), change), share)
-        )
+        change = _shortened(change, member_shares(problem, q, posterior(jax.tree.map(jnp.zeros_like, q), change)))
         if prior is not None:
             good = jnp.concatenate([fine[None], good])
 
@@ -119,16 +119,17 @@ def drawn_of(plan: ProductPlan) -> set[str]:
     return {name for factor in factors for name in factor.drawn}
 
 
-def member_shares(problem: ProductProblem, q: Any, change: Any, share: Any) -> dict[str, Any]:
+def member_shares(problem: ProductProblem, q: Any, change: Any) -> dict[str, Any]:
     """How much of its change each member of a drawn component takes: at most two sds, and half the way out of its domain.
 
-    One noisy message of thousands would otherwise hold all members back, or throw its own far out.
+    One noisy message of thousands would otherwise hold all members back, or throw its own far out. The Fisher metric alone would
+    let the rate of a gamma of small concentration grow without bound. Of what is left, all members take the same share of a step,
+    so that halving it shortens every one.
 
     Args:
         problem: the factors.
         q: natural parameters.
-        change: of q.
-        share: of the change that all take.
+        change: of q, that of a full step.
 
     Returns:
         By drawn component, numbers in [0, 1] by member; 0 where none is small enough.
@@ -141,13 +142,13 @@ def member_shares(problem: ProductProblem, q: Any, change: Any, share: Any) -> d
         own, step, base = q.parts[name], change.parts[name], base_family(family)
 
         def halve(_: Any, shares: Any, own: Any = own, step: Any = step, base: Any = base) -> Any:
-            fine = base.in_domain(own + _spread(step, 2 * share * shares))
-            return jnp.where(fine, shares, 0.5 * shares)
+            ahead, behind = own + _spread(step, 2 * shares), own - _spread(step, shares / _INWARDS)
+            return jnp.where(base.in_domain(ahead) & base.in_domain(behind), shares, 0.5 * shares)
 
-        first = jnp.minimum(1.0, _REACH / (share * sizes[name] + 1e-30))
+        first = jnp.minimum(1.0, _REACH / (sizes[name] + 1e-30))
         first = jnp.where(jnp.isfinite(first), first, 0.0)
         shares = jax.lax.fori_loop(0, MAX_HALVINGS, halve, first)
-        found[name] = jnp.where(base.in_domain(own + _spread(step, share * shares)), shares, 0.0)
+        found[name] = jnp.where(base.in_domain(own + _spread(step, shares)), shares, 0.0)
     return found
 
 
@@ -204,7 +205,7 @@ def _one_after_another(problem, sites, settings, share, key, noise) -> Swept:
             change = jax.tree.map(lambda a, b: a - b, new, site)
             change = [problem.only(own, i % problem.plan.num_turns) for own in change]
             total = _moved(jax.tree.map(jnp.zeros_like, q), change, 1.0)
-            shares = member_shares(problem, q, total, share)
+            shares = member_shares(problem, q, total)
             change = [_times(own, shares) for own in change]
             step, halvings = back_off(lambda s: problem.family.in_domain(_moved(q, change, s)), share)
             step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)

@@ -52,3 +52,29 @@ def test_families_draw_at_their_rates():
     other = InverseGammaNatural(jnp.asarray(6.0), jnp.asarray(8.0))
     x = np.asarray(InverseGammaFamily().sample(other, jax.random.key(3), (20_000,)), float)
     assert stats.kstest(x, stats.invgamma(5.0, scale=8.0).cdf).pvalue > 1e-3
+
+
+def test_statistics_of_draws_that_underflow_have_their_mean_and_their_slope():
+    # E log x = psi(a) - log b is -1000 here, far below the logarithm of the smallest number.
+    natural = GammaNatural(jnp.asarray(1e-3 - 1, DTYPE), jnp.asarray(2.0, DTYPE))
+    a = float(natural.log) + 1
+    family, inverse = GammaFamily(), InverseGammaFamily()
+
+    def log_statistics(natural):
+        return family.sample_with_statistics(natural, jax.random.key(4), (4_000,))[1].log
+
+    each, slope = (
+        np.asarray(x, float)
+        for x in jax.jvp(log_statistics, (natural,), (GammaNatural(jnp.ones((), DTYPE), jnp.zeros((), DTYPE)),))
+    )
+    assert abs(each.mean() - (special.digamma(a) - np.log(2.0))) < 5 * each.std() / len(each) ** 0.5
+    assert abs(slope.mean() - special.polygamma(1, a)) < 5 * slope.std() / len(slope) ** 0.5
+    other = InverseGammaNatural(natural.log + 2, natural.rate)
+    each = np.asarray(inverse.sample_with_statistics(other, jax.random.key(4), (4_000,))[1].log, float)
+    assert abs(each.mean() - (special.digamma(a) - np.log(2.0))) < 5 * each.std() / len(each) ** 0.5
+
+
+def test_a_product_of_draws_that_underflow_is_positive():
+    natural = GammaNatural(jnp.asarray(1e-4 - 1, DTYPE), jnp.asarray(2.0, DTYPE))
+    x = GammaFamily().sample(natural, jax.random.key(5), (2, 100))
+    assert bool(jnp.all(x[0] * x[1] > 0))
