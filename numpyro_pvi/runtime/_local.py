@@ -199,8 +199,8 @@ class LocalProblem:
         rule: Rule,
         noise: Any,
         probe: Any = None,
-        again: bool = False,
-        trial: bool = False,
+        again=False,
+        trial=False,
         hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
@@ -226,16 +226,7 @@ class LocalProblem:
         return Evaluation(q, moments, groups, None, self.rest(moments), zero, zero, rule, jnp.array(False))
 
     def evaluate_at(
-        self,
-        q,
-        moments: GaussianMoments,
-        rule: Rule,
-        noise,
-        probe=None,
-        clip: bool = False,
-        trial: bool = False,
-        local: Any = None,
-        hopeless: Any = None,
+        self, q, moments: GaussianMoments, rule, noise, probe=None, clip=False, trial=False, local=None, hopeless=None
     ) -> Evaluation:
         """One pass over all groups at a Gaussian given by its moments.
 

@@ -19,16 +19,15 @@ LOOSE_MOVE = 1.0
 TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
 
 
-def first_rule(dtype, spread: Float[Array, ""] | None = None) -> Rule:
-    """The rule of a fresh state: the cheapest, or a finer one where predictors are known to be wide."""
+def first_rule(dtype, spread: Float[Array, ""] | None = None, cheaper: Any = 0) -> Rule:
+    """The rule of a fresh state: the cheapest, or (less ``cheaper``) the one for predictors known to be so wide."""
     zero = jnp.zeros((), dtype)
     loose = zero + LOOSE_TOLERANCE
     # Nothing compared yet: as if q had come from far away.
     points = Points(jnp.zeros((2,), bool), jnp.full((2,), jnp.inf, dtype), zero + jnp.inf)
     if spread is None:
         return Rule(jnp.int32(0), zero, zero, loose, points)
-    # The index is of the rule for the last digits: one cheaper serves while q still moves, and is tested.
-    level = jnp.clip(rule_index(spread) - 1, 0, len(FIXED_RULES) - 1).astype(jnp.int32)
+    level = jnp.clip(rule_index(spread) - cheaper, 0, len(FIXED_RULES) - 1).astype(jnp.int32)
     return Rule(level, spread, spread, loose, points)
 
 

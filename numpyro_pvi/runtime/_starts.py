@@ -160,7 +160,9 @@ def _best_step(problem, both: Any, look_at: Callable, sites_of: Callable, after:
     missed = ~jnp.any(steps.elbos > steps.lowest)
     share = jnp.where(missed, jnp.where(jnp.isfinite(steps.lowest), 0.0, 1.0), share).astype(problem.dtype)
     groups = [jax.tree.map(lambda x, i=i: share * x[i], steps.sites) for i in (0, 1)]
-    rules = [first_rule(problem.dtype, steps.spreads[i]) for i in (0, 1)]
+    # From a start that had to be halved q still moves far: one rule cheaper serves, and is tested.
+    far = (share < 1).astype(jnp.int32)
+    rules = [first_rule(problem.dtype, steps.spreads[i], far) for i in (0, 1)]
     return SiteStack(select(better, *groups), None), select(better, *rules)
 
 
