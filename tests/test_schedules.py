@@ -251,7 +251,9 @@ FRAGILE_Y = np.array([1, 0, 2, 1, 3, 1])
 FRAGILE_GROUPS = np.array(["a", "a", "b", "b", "bad", "bad"])
 
 
-@pytest.mark.parametrize("schedule", [Sequential(), Synchronous()], ids=["cyclic", "parallel"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(Sequential(), marks=pytest.mark.slow), Synchronous()], ids=["cyclic", "parallel"]
+)
 def test_a_group_that_is_not_finite_is_skipped_and_reported(schedule):
     """exp(2000 w) overflows under the prior: that site stays, the other groups move, and 10 times in a row raises."""
     pvi = make(make_fragile(), FRAGILE_GROUPS, schedule, init_sites="prior")
