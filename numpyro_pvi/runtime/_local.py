@@ -199,8 +199,8 @@ class LocalProblem:
         rule: Rule,
         noise: Any,
         probe: Any = None,
-        again=False,
-        trial=False,
+        again: bool = False,
+        trial: bool = False,
         hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
