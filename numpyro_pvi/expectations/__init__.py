@@ -1,6 +1,6 @@
 """Expectations of a factor and its gradients under q: closed form, quadrature over affine predictors, points, draws."""
 
-from ._affine import AffineProgram, SharedAffineProgram
+from ._affine import AffineProgram, SharedAffineProgram, TermNumbers
 from ._affinity import MAX_TERMS, find_structure, probe_values
 from ._agreement import disagreement
 from ._at_points import log_densities_at, log_density_at
@@ -62,6 +62,7 @@ __all__ = [
     "RowProgram",
     "RowReport",
     "SharedAffineProgram",
+    "TermNumbers",
     "Tilted",
     "add_expected",
     "disagreement",

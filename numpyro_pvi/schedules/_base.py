@@ -66,6 +66,8 @@ class Evaluation(NamedTuple):
     missed: Bool[Array, ""]
     # Means and sds of the local latents under q, per chunk and row; None when there are none.
     local: tuple[Float[Array, "C R K"], Float[Array, "C R K"]] | None = None
+    # Slots of the rows that see q most widely, where rows are many; else None.
+    wide: Int[Array, "K"] | None = None
 
 
 class RoundCarry(NamedTuple):
