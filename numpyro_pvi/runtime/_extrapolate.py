@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite
+from .._numerics import all_finite, mixing_shares
 from ..families import GaussianMoments, GaussianNatural
 
 # Steps remembered, looks at most, and the residual (in posterior sds and their like for the precision) that ends the search.
@@ -37,7 +37,7 @@ def climb(start: Any, found: tuple, value: Callable[[Any], tuple]) -> tuple[Any,
     """Iterate ``point <- target(point)``, extrapolated from the last steps, while an energy rises.
 
     The combination of past targets is the one whose residuals, in standard coordinates of the newest q, are least (Anderson
-    1965; type II of Walker and Ni 2011). Where it is refused the plain step is tried, and halved.
+    1965; Walker and Ni 2011). Where it is refused the plain step is tried, and halved.
 
     Args:
         start: a pytree with the field ``natural``, of a full-covariance Gaussian; linear combinations of it stand for linear
@@ -64,7 +64,8 @@ def climb(start: Any, found: tuple, value: Callable[[Any], tuple]) -> tuple[Any,
         return usable & ~still & (s.looks < _MOST_LOOKS) & (s.step >= _SHORTEST)
 
     def attempt(s: _Search) -> _Search:
-        shares = _coefficients(s.residuals, s.filled)
+        change = jnp.append(s.residuals[-1] - s.residuals[:-1], s.residuals[-1:], axis=0)
+        shares = mixing_shares(change @ change.T, s.filled)
         newest = jax.tree.map(lambda x: x[-1], s.points)
 
         def candidate(share, target, point):
@@ -102,16 +103,3 @@ def _residuals(points: Any, targets: Any, moments: GaussianMoments) -> Float[Arr
     vector = (change.precision_mean - change.precision @ moments.loc) @ root
     matrix = jnp.einsum("ki,wkl,lj->wij", root, change.precision, root, optimize="greedy") / 2**0.5
     return jnp.concatenate([vector, matrix.reshape(matrix.shape[0], -1)], axis=-1)
-
-
-def _coefficients(residuals: Float[Array, "W P"], filled: Int[Array, ""]) -> Float[Array, "W"]:
-    """Shares, summing to one, that make the mixture of residuals least."""
-    count = residuals.shape[0]
-    there = jnp.arange(count - 1) >= count - filled
-    change = jnp.where(there[:, None], residuals[-1] - residuals[:-1], 0.0)
-    gram = change @ change.T
-    ridge = 10 * jnp.finfo(gram.dtype).eps * jnp.trace(gram)
-    gram = gram + jnp.diag(jnp.where(there, ridge + jnp.finfo(gram.dtype).tiny, 1.0))
-    shares = jnp.linalg.solve(gram, change @ residuals[-1])
-    shares = jnp.where(there & jnp.all(jnp.isfinite(shares)), shares, 0.0)
-    return jnp.append(shares, 1.0 - jnp.sum(shares))

@@ -285,6 +285,7 @@ def accept_jointly(
     probe: Any = None,
     fallback: SiteStack | None = None,
     test: Callable[[Evaluation, SiteStack], Any] | None = None,
+    restart: Any = None,
 ) -> Accepted:
     """Move all sites together towards their proposals, halving the joint step until q is valid and the ELBO has not fallen.
 
@@ -300,13 +301,14 @@ def accept_jointly(
         probe: vector for the curvature product of a mean-field q, or None.
         fallback: proposals that take over, from a full step again, when a few halvings have not helped.
         test: whether a candidate may be taken, from its evaluation and sites, in place of the test of the global ELBO.
+        restart: the step below which they do; None for ``2^-SWEEP_HALVINGS`` of the first.
 
     Returns:
         The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
     """
     if problem.matches_moments:
         return accept_valid(problem, old_sites, proposal, old, step, noise, probe)
-    restart = step * 2.0**-SWEEP_HALVINGS
+    restart = step * 2.0**-SWEEP_HALVINGS if restart is None else restart
 
     def share(step):
         """The share of the proposal's change: the fallback begins again with a full step."""
