@@ -100,7 +100,7 @@ class _Plane:
 
     def __init__(self, families):
         self.families = [FAMILIES[f] for f in families]
-        sizes = (200, 20) if len(families) == 1 else (40, 8)
+        sizes = (200, 20) if len(families) == 1 else (40, 16)
         ones = [f.points(*sizes) for f in self.families]
         grids = np.meshgrid(*[np.arange(len(u)) for u, _ in ones], indexing="ij")
         picked = [(u[g.ravel()], w[g.ravel()]) for (u, w), g in zip(ones, grids, strict=True)]

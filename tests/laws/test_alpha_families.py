@@ -300,3 +300,189 @@ def test_conjugate_factors_of_every_family_are_exact_after_one_round(names, powe
         np.testing.assert_allclose(q["categorical"].probs, special.softmax(logs), **tight)
     evidence = sum(textbook(name)[1] for name in names)
     np.testing.assert_allclose(pvi.log_evidence(result.state, *data), evidence, rtol=1e-9 if x64 else 1e-4)
+
+
+def test_weighted_draws_of_conjugate_factors_are_exact_as_well(x64):
+    """One round at power 0.5: the draws' own noise, a step without 1/power, or site and factor mixed up would all show."""
+    data, names = [jnp.asarray(COUNTS), jnp.asarray(PAIRS)], ("gamma", "normal")
+    # Few rows a group, so that no weights collapse.
+    solver = PowerEP(0.5, moments=ImportanceMoments(256))
+    pvi, result = run(independent(*names), data, solver, 1, groups=np.arange(6))
+    assert set(result.info.expectation) == {"weighted draws"}
+    assert np.all(result.info.ess > 20)
+    for name in names:
+        np.testing.assert_allclose(naturals(result, name), textbook(name)[0], rtol=1e-9 if x64 else 1e-3)
+
+
+# --------------------------------------------------------------------------------------------------- several numbers
+
+
+def unknown_noise(y):
+    """Location and precision of a normal: conjugate in each given the other, not in both."""
+    m = numpyro.sample("m", dist.Normal(-0.5, 1.5))
+    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(m, 1 / jnp.sqrt(tau)), obs=y)
+
+
+@pytest.mark.slow
+def test_two_latents_are_matched_together(x64):
+    pvi, result = run(unknown_noise, [jnp.asarray(DAYS)], PowerEP(0.5), 80)
+
+    def factor(m, tau, group):
+        return sum(stats.norm.logpdf(y, m, 1 / np.sqrt(tau)) for y in DAYS[group == GROUPS])
+
+    factors = [functools.partial(factor, group=g) for g in range(3)]
+    wanted, evidence = family_ep.power_ep(["Normal", "Gamma"], (-0.5 / 2.25, 1 / 2.25, 1.0, 1.0), factors, 0.5)
+    found = np.concatenate([naturals(result, "m"), naturals(result, "tau")])
+    np.testing.assert_allclose(found, wanted, rtol=1e-8 if x64 else 2e-3)
+    np.testing.assert_allclose(pvi.log_evidence(result.state, jnp.asarray(DAYS)), evidence, atol=1e-8 if x64 else 1e-3)
+    assert result.info.structure == ("conjugate in m, tau",) * 3
+    assert result.info.expectation == ("quadrature over the latents",) * 3
+
+
+def urn(y):
+    """Shares of which mixtures are seen."""
+    w = numpyro.sample("w", dist.Dirichlet(jnp.array([1.0, 2.0, 1.5])))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Bernoulli(0.9 * w[0] + 0.5 * w[1]), obs=1 * (y > 0.5))
+
+
+def spread(y):
+    """Precision matrices of which one direction is seen, with heavy tails."""
+    w = numpyro.sample("w", dist.Wishart(5.0, scale_matrix=jnp.eye(2) / 3))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.StudentT(4.0, 0.0, 1 / jnp.sqrt(w[0, 0] + w[0, 1] + w[1, 1])), obs=y)
+
+
+DESIGN = np.random.default_rng(5).normal(size=(6, 3))
+
+
+def logistic(y, design):
+    """Logistic regression on three columns."""
+    w = numpyro.sample("w", dist.MultivariateNormal(jnp.zeros(3), 2.0 * jnp.eye(3)))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Bernoulli(logits=design @ w), obs=1 * (y > 0.5))
+
+
+def _urn(q, w, rows):
+    p = 0.9 * w[:, 0] + 0.5 * w[:, 1]
+    return np.log(w), sum(np.log(p if y > 0.5 else 1 - p) for y in DAYS[rows])
+
+
+def _spread(q, w, rows):
+    scale = 1 / np.sqrt(w[:, 0, 0] + w[:, 0, 1] + w[:, 1, 1])
+    statistics = np.stack([np.linalg.slogdet(w)[1], w[:, 0, 0], w[:, 0, 1], w[:, 1, 1]], axis=-1)
+    return statistics, sum(stats.t.logpdf(y, 4, 0, scale) for y in DAYS[rows])
+
+
+def _logistic(q, w, rows):
+    pairs = [w[:, i] * w[:, j] for i in range(3) for j in range(i, 3)]
+    signs = np.where(DAYS[rows] > 0.5, 1, -1)
+    return np.column_stack([w, *pairs]), special.log_expit(signs * (w @ DESIGN[rows].T)).sum(axis=-1)
+
+
+SEVERAL = {
+    "dirichlet": (urn, _urn, lambda q: stats.dirichlet(np.asarray(q.concentration)), lambda w, s: np.log(w) @ s[0]),
+    "wishart": (
+        spread,
+        _spread,
+        lambda q: stats.wishart(float(q.concentration), np.linalg.inv(np.asarray(q.rate_matrix))),
+        lambda w, s: s[0] * np.linalg.slogdet(w)[1] - 0.5 * np.einsum("nij,ij->n", w, s[1]),
+    ),
+    "vector": (
+        logistic,
+        _logistic,
+        lambda q: stats.multivariate_normal(np.asarray(q.mean), np.asarray(q.covariance_matrix)),
+        lambda w, s: w @ s[0] - 0.5 * np.einsum("ni,nj,ij->n", w, w, s[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["dirichlet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("wishart", "vector"))]
+)
+def test_statistics_of_several_numbers_are_matched_within_the_draws_error(name):
+    """At the limit ``E[T]`` of every tilted distribution, by draws of SciPy's, is q's: to four standard errors of either."""
+    model, look, make, log_site = SEVERAL[name]
+    data = [jnp.asarray(DAYS), jnp.asarray(DESIGN)][: 1 + (name == "vector")]
+    pvi, result = run(model, data, PowerEP(0.5, moments=ImportanceMoments(2048)), 60)
+    q = make(pvi.posterior(result.state)["w"])
+    draws, state = q.rvs(100_000, random_state=0), result.state
+    for m in range(3):
+        statistics, factor = look(q, draws, m == GROUPS)
+        site = [np.asarray(x) for x in jax.tree.leaves(pvi.site(state, m).natural.parts["w"])]
+        weights = special.softmax(0.5 * (factor - log_site(draws, site)))
+        gap = weights @ statistics - statistics.mean(axis=0)
+        # What is left of the rounds' own noise: see noise_floor.
+        left = float(jnp.max(state.report.step)) * np.sqrt(np.sum(np.asarray(state.solver_state.noise) ** 2))
+        error = np.sqrt(np.sum(weights**2) - 1e-5) + 0.5 * left
+        assert np.all(np.abs(gap) < 4 * error * statistics.std(axis=0))
+        assert result.info.ess[m] > 500
+    assert result.info.total_move < 0.1
+
+
+# -------------------------------------------------------------------------------------------------- prior factor, trouble
+
+
+def rates(y):
+    """Rates with a common scale."""
+    scale = numpyro.sample("scale", dist.Gamma(3.0, 2.0))
+    x = numpyro.sample("x", dist.Gamma(3.0, scale))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Poisson(x), obs=y)
+
+
+@pytest.mark.slow
+def test_a_hierarchical_prior_is_matched_like_a_group(x64):
+    """Rows are exact in x, so that the prior factor is the only approximation: EP with that one factor."""
+    pvi, result = run(rates, [jnp.asarray(COUNTS)], PowerEP(1.0), 60)
+    assert result.info.labels[0] is PRIOR
+    assert result.info.expectation == ("quadrature over the latents", *("closed form",) * 3)
+    base = np.array([2.0, 2.0, COUNTS.sum(), 6.0])
+    factors = [lambda s, x: stats.gamma.logpdf(x, 3, scale=1 / s)]
+    wanted, _ = family_ep.power_ep(["Gamma", "Gamma"], base, factors, 1.0)
+    found = np.concatenate([naturals(result, "scale"), naturals(result, "x")])
+    np.testing.assert_allclose(found, wanted, rtol=1e-8 if x64 else 2e-3)
+
+
+def test_choices_that_do_not_fit_are_refused_by_name():
+    data = [jnp.asarray(DAYS)]
+    for model, solver, words in [
+        (weibull, PowerEP(moments="laplace"), "under AutoExponentialFamily write moments='auto'"),
+        (weibull, PowerEP(moments=LaplaceMoments()), "LaplaceMoments.*'importance'"),
+        (weibull, PowerEP(moments=MCMCMoments()), "MCMCMoments.*'importance'"),
+        (weibull, PowerEP(moments="exact"), "groups' likelihood is not affine in the statistics of x"),
+        (weibull, PowerEP(factors="row"), "one group per row"),
+        (urn, PowerEP(moments="quadrature"), "sees w, and quadrature takes at most 2"),
+    ]:
+        with pytest.raises(PVIError, match=words):
+            run(model, data, solver, 1)
+
+
+def local(y):
+    with numpyro.plate("data", len(y)):
+        x = numpyro.sample("x", dist.Gamma(2.0, 1.0))
+        numpyro.sample("y", dist.Poisson(x), obs=y)
+
+
+def test_latents_inside_the_plate_are_refused_by_name():
+    with pytest.raises(PVIError, match="x are inside the partitioned plate.*NaturalGradient"):
+        run(local, [jnp.asarray(COUNTS)], PowerEP(), 1)
+
+
+def test_collapsed_weights_are_said_and_the_group_takes_less_of_the_power():
+    """Counts of a hundred thousand under a vague prior: hardly any of 32 draws hits, and the step is cut to what some do."""
+    data = [jnp.asarray(100_000 + COUNTS)]
+    model = independent_counts
+    pvi, result = run(model, data, PowerEP(1.0, moments=ImportanceMoments(32)), 1)
+    assert np.all(result.info.ess < 4)
+    assert len(result.info.notes) == 3
+    assert "pass more draws (ImportanceMoments(num_draws=...))" in result.info.notes[0]
+    assert bool(result.info.valid)
+
+
+def independent_counts(y):
+    x = numpyro.sample("x", dist.Gamma(1.0, 1e-5))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Poisson(x), obs=y)
