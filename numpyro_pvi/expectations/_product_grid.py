@@ -184,13 +184,14 @@ def _spacing(u: Array, best: Array) -> Array:
 def _along_line(window: Window, v: Array, u: Array, profile: Array, drop: float) -> Window:
     number, best = u.shape[0], jnp.argmax(profile)
     matters = profile > profile[best] - drop
-    low = jnp.maximum(jnp.argmax(matters) - 1, 0)
-    high = jnp.minimum(number - jnp.argmax(matters[::-1]), number - 1)
+    # A step beyond the outermost points that matter, of the window itself where they are its first or last.
+    step = (window.high - window.low) / number
+    ends = v[jnp.argmax(matters)] - step, v[number - 1 - jnp.argmax(matters[::-1])] + step
     # The narrowest scale on either side: the steeper flank has to be resolved, too.
     away = jnp.where(profile < profile[best] - 0.5, jnp.abs(u - u[best]), jnp.inf)
     width = jnp.maximum(jnp.min(away), _spacing(u, best))
     width = jnp.where(jnp.isfinite(width), width, window.width)
-    reach = [jnp.arcsinh((u[i] - u[best]) / width) for i in (low, high)]
+    reach = [jnp.arcsinh((window.centre + window.width * jnp.sinh(end) - u[best]) / width) for end in ends]
     return Window(u[best], width, *reach)
 
 
