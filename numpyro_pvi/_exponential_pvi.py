@@ -39,6 +39,7 @@ class ExponentialPVI(PVI):
     A group's site is a term of the product family, and its update the conjugate-computation step
     ``eta_m <- (1 - step) eta_m + step dE_q[log p(y_m | theta)]/dmu``. Where a factor is affine in a latent's statistics given the
     others, the message is exact (variational message passing); other latents are drawn. ``info`` says which are which.
+    ``PowerEP`` matches the mean statistics of tilted distributions instead.
 
     References:
         Khan and Lin, Conjugate-Computation Variational Inference, algorithm 1. Winn and Bishop, Variational Message Passing.
