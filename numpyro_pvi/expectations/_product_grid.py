@@ -24,8 +24,9 @@ from ..families import Family, ProductFamily, ProductNatural, grid_rule, support
 from ._clouds import GRID_DIM
 from ._tilted import TEMPERINGS, Tilted
 
-# Points per coordinate where there is one, or two; passes, of which the last one counts.
-_POINTS, _PASSES = {0: 1, 1: 256, 2: 72}, 5
+# Points per coordinate where there is one, or two; most passes, of which the last one counts, and the share of a window that the
+# next one would have to fill for there to be none.
+_POINTS, _PASSES, _ALIKE = {0: 1, 1: 256, 2: 72}, 6, 0.8
 # Cells of all values of the components that have finitely many.
 _MOST_CELLS = 1024
 # Widths of q that the first pass looks to either side, and nats below the peak that still matter beside rounding.
@@ -49,6 +50,11 @@ class Window(NamedTuple):
     width: Float[Array, "k"]
     low: Float[Array, "k"]
     high: Float[Array, "k"]
+
+    @property
+    def length(self) -> Float[Array, "k"]:
+        """How far from one end to the other, in u were all axes lines."""
+        return self.width * (jnp.sinh(self.high) - jnp.sinh(self.low))
 
 
 class _Look(NamedTuple):
@@ -262,15 +268,20 @@ def tilted_on_grid(
         return base, factor(values) - known
 
     def look(share: Array, tries: Array) -> _Look:
-        def one_pass(_: Any, carry: tuple) -> tuple:
-            window, *_ = carry
+        def unsettled(carry: tuple) -> Array:
+            window, used, *_, count = carry
+            return (count < 2) | ((count < _PASSES) & ~jnp.all(window.length > _ALIKE * used.length))
+
+        def one_pass(carry: tuple) -> tuple:
+            window, *_, count = carry
             base, ratio = ratio_at(window)
             logs = _or_nothing(base + power * share * ratio)
-            return grid.zoomed(window, logs), window, ratio, logs
+            return grid.zoomed(window, logs), window, ratio, logs, count + 1
 
         first = grid.first_window(q)
         nothing = jnp.zeros((math.prod(grid.counts),), first.centre.dtype)
-        _, window, ratio, logs = jax.lax.fori_loop(0, _PASSES, one_pass, (first, first, nothing, nothing))
+        start = first, first, nothing, nothing, jnp.int32(0)
+        _, window, ratio, logs, _ = jax.lax.while_loop(unsettled, one_pass, start)
         return _Look(window, ratio, share, tries, grid.inside(logs) & jnp.isfinite(jnp.max(logs)))
 
     def unfinished(last: _Look) -> Array:

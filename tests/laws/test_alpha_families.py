@@ -302,16 +302,22 @@ def test_conjugate_factors_of_every_family_are_exact_after_one_round(names, powe
     np.testing.assert_allclose(pvi.log_evidence(result.state, *data), evidence, rtol=1e-9 if x64 else 1e-4)
 
 
-def test_weighted_draws_of_conjugate_factors_are_exact_as_well(x64):
+@pytest.mark.parametrize(
+    "moments", [ImportanceMoments(256), pytest.param("quadrature", marks=pytest.mark.slow)], ids=str
+)
+def test_other_moments_of_conjugate_factors_are_exact_as_well(moments, x64):
     """One round at power 0.5: the draws' own noise, a step without 1/power, or site and factor mixed up would all show."""
     data, names = [jnp.asarray(COUNTS), jnp.asarray(PAIRS)], ("gamma", "normal")
     # Few rows a group, so that no weights collapse.
-    solver = PowerEP(0.5, moments=ImportanceMoments(256))
-    pvi, result = run(independent(*names), data, solver, 1, groups=np.arange(6))
-    assert set(result.info.expectation) == {"weighted draws"}
-    assert np.all(result.info.ess > 20)
+    pvi, result = run(independent(*names), data, PowerEP(0.5, moments=moments), 1, groups=np.arange(6))
+    assert set(result.info.expectation) == {
+        "quadrature over the latents" if moments == "quadrature" else "weighted draws"
+    }
+    assert moments == "quadrature" or np.all(result.info.ess > 20)
     for name in names:
         np.testing.assert_allclose(naturals(result, name), textbook(name)[0], rtol=1e-9 if x64 else 1e-3)
+    evidence = sum(textbook(name)[1] for name in names)
+    np.testing.assert_allclose(pvi.log_evidence(result.state, *data), evidence, rtol=1e-9 if x64 else 1e-4)
 
 
 # --------------------------------------------------------------------------------------------------- several numbers
