@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ._entry import float_dtype
 from ._exponential_locals import begun, inside_of, plan_beside
+from ._exponential_matching import expectation_of, matching_info, ready_to_match
 from ._exponential_plan import components_of, plan_product, turns_of
 from ._opening import open_call
 from ._state import Plan, PVIInfo, PVIState
@@ -25,9 +26,9 @@ from .pvi import PVI
 from .runtime import LaxMap, ProductEngine, Vmap, first_memory, spread
 from .schedules import Points, Rule, Sequential, Synchronous, empty_report
 from .sites import MemberSites, SiteStack, posterior
-from .solvers import Conjugate, NaturalGradient
+from .solvers import Conjugate, NaturalGradient, PowerEP
 
-_SOLVERS, _SCHEDULES, _RUNTIMES = (NaturalGradient, Conjugate), (Synchronous, Sequential), (Vmap, LaxMap)
+_SOLVERS, _SCHEDULES, _RUNTIMES = (NaturalGradient, Conjugate, PowerEP), (Synchronous, Sequential), (Vmap, LaxMap)
 _EXPECTATIONS = ("auto", "exact", "quadrature", "monte_carlo")
 _GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
 
@@ -38,6 +39,7 @@ class ExponentialPVI(PVI):
     A group's site is a term of the product family, and its update the conjugate-computation step
     ``eta_m <- (1 - step) eta_m + step dE_q[log p(y_m | theta)]/dmu``. Where a factor is affine in a latent's statistics given the
     others, the message is exact (variational message passing); other latents are drawn. ``info`` says which are which.
+    ``PowerEP`` matches the mean statistics of tilted distributions instead.
 
     References:
         Khan and Lin, Conjugate-Computation Variational Inference, algorithm 1. Winn and Bishop, Variational Message Passing.
@@ -59,7 +61,7 @@ class ExponentialPVI(PVI):
         inside = inside_of(trace, opening.rows, self.guide)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
         base = Plan(planned.plan, components.family, opening.signature)
-        expectation = "exact" if isinstance(self.solver, Conjugate) else getattr(self.solver, "expectation", "auto")
+        expectation = expectation_of(self.solver)
         plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, inside, plan_key)
         state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
         curved = self.init_sites == "auto" and init_params is None
@@ -71,7 +73,7 @@ class ExponentialPVI(PVI):
                 "q is not normalisable at the start: give every latent a proper prior, or valid init_params."
             )
         self._labels = plan.partition.table.labels
-        return state
+        return ready_to_match(self._engine, state, args, kwargs)
 
     def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
         count, dtype = len(plan.partition.table.labels), float_dtype()
@@ -166,15 +168,20 @@ class ExponentialPVI(PVI):
         factors = ((plan.prior_factor,) if plan.prior_factor is not None else ()) + (plan.likelihood,) * count
         if plan.prior_factor is not None:
             proper = [bool(prior_proper), *proper]
-        nothing = jnp.full((len(labels),), jnp.nan)
+        found: dict[str, Any] = {
+            "ess": jnp.full((len(labels),), jnp.nan),
+            "expectation": tuple(f.expectation for f in factors),
+            "notes": (),
+        }
+        found |= matching_info(state) if plan.tilted else {}
         return PVIInfo(
             **last_round(state, report),
             labels=labels,
             cavity_proper=proper,
-            ess=nothing,
+            ess=found["ess"],
             structure=tuple(str(f) for f in factors),
-            expectation=tuple(f.expectation for f in factors),
-            notes=optim_notes(self.optim is not None, state),
+            expectation=found["expectation"],
+            notes=(*optim_notes(self.optim is not None, state), *found["notes"]),
         )
 
     # --------------------------------------------------------------------------------------------- what is refused
@@ -237,7 +244,7 @@ def _refuse_params(trace: dict) -> None:
 
 def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) -> None:
     choices = (
-        ("solver", solver, _SOLVERS, "NaturalGradient() or Conjugate()"),
+        ("solver", solver, _SOLVERS, "NaturalGradient(), Conjugate() or PowerEP()"),
         ("schedule", schedule, _SCHEDULES, "Synchronous() or Sequential()"),
         ("runtime", runtime, _RUNTIMES, "Vmap() or LaxMap()"),
     )

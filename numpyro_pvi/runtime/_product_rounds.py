@@ -15,7 +15,7 @@ from ._product_plan import ProductPlan, owners
 from ._product_problem import Objective, ProductProblem, finite_or
 
 # A step under noise is c / (c + k) of a full one after k rounds in which q turned back.
-_LATE = 10.0
+LATE = 10.0
 # Longest step of a drawn member, in its Fisher metric: posterior sds, for a shift.
 _REACH = 2.0
 # A step goes at most half way out of the domain, and inwards at most this many times as far as it is to the edge.
@@ -291,7 +291,7 @@ def one_round(
         Sites after the round with their ELBO on the same draws.
     """
     dtype = before.elbo.dtype
-    late = _LATE / (_LATE + memory.turns) if problem.plan.noisy else 1.0
+    late = LATE / (LATE + memory.turns) if problem.plan.noisy else 1.0
     # Visits in turn see what earlier ones moved: a share of where they lead is no shorter sweep. Under noise, what is too long is
     # undone, and the next sweep taken with half the step.
     once = settings.sequential and problem.plan.noisy
@@ -331,7 +331,7 @@ def one_round(
         turned = problem.family.inner(moved, problem.family.fisher_product(q, memory.last)) < 0
         turns = turns + turned
     memory = ProductMemory((again if once else jnp.where(lost, 1.0, again)).astype(dtype), turns, moved)
-    report = _report(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
+    report = report_of(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
     return Round(taken, found, memory, report)
 
 
@@ -352,7 +352,8 @@ def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> Si
     return SiteStack(back(new.groups, old.groups, 1), prior, local)
 
 
-def _report(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
+def report_of(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
+    """The report on a round between two sets of sites, and between their q's, that tested its step ``tries`` times again."""
     change = after - before
     move = problem.moves(q, change)
     if change.prior is not None:
