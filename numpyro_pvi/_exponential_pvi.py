@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 
 from ._entry import float_dtype
 from ._exponential_locals import begun, inside_of, plan_beside
+from ._exponential_partial import blocks_of, check_partial, check_partial_choices
 from ._exponential_plan import components_of, plan_product, turns_of
 from ._opening import open_call
-from ._state import Plan, PVIInfo, PVIState
+from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import factor_labels, last_round, optim_notes
 from .errors import ImproperError, PVIError
 from .factors import (
@@ -22,12 +24,13 @@ from .factors import (
 )
 from .families import ProductNatural
 from .pvi import PVI
-from .runtime import LaxMap, ProductEngine, Vmap, first_memory, spread
-from .schedules import Points, Rule, Sequential, Synchronous, empty_report
+from .runtime import LaxMap, ProductEngine, Vmap, spread
+from .schedules import Points, Rule, Sequential, StochasticSubset, Synchronous, empty_report
 from .sites import MemberSites, SiteStack, posterior
-from .solvers import Conjugate, NaturalGradient
+from .solvers import Conjugate, NaturalGradient, StochasticNaturalGradient
 
-_SOLVERS, _SCHEDULES, _RUNTIMES = (NaturalGradient, Conjugate), (Synchronous, Sequential), (Vmap, LaxMap)
+_SOLVERS, _RUNTIMES = (NaturalGradient, Conjugate, StochasticNaturalGradient), (Vmap, LaxMap)
+_SCHEDULES = (Synchronous, Sequential, StochasticSubset)
 _EXPECTATIONS = ("auto", "exact", "quadrature", "monte_carlo")
 _GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
 
@@ -54,13 +57,14 @@ class ExponentialPVI(PVI):
         _refuse_params(trace)
         opening.set_up(self.guide)
         components = components_of(self.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
-        turns = turns_of(components, getattr(self.solver, "blocks", "auto"))
-        planned = plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
         inside = inside_of(trace, opening.rows, self.guide)
+        turns = turns_of(components, blocks_of(self.solver, inside))
+        planned = plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
         base = Plan(planned.plan, components.family, opening.signature)
         expectation = "exact" if isinstance(self.solver, Conjugate) else getattr(self.solver, "expectation", "auto")
         plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, inside, plan_key)
+        check_partial(self.solver, self.schedule, plan)
         state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
         curved = self.init_sites == "auto" and init_params is None
         state = begun(self._engine, state, components.start, args, kwargs, curved)
@@ -72,6 +76,18 @@ class ExponentialPVI(PVI):
             )
         self._labels = plan.partition.table.labels
         return state
+
+    @functools.wraps(PVI.run)
+    def run(self, rng_key: Any, num_steps: int, *args: Any, loss_every: int = 1, **kwargs: Any) -> PVIRunResult:
+        """Run rounds; see :meth:`PVI.run`. Losses that are left out are not computed where rounds see some rows only."""
+        whole, start = self._engine, kwargs.get("init_state")
+        if isinstance(loss_every, int) and loss_every > 1:
+            first = 0 if start is None else int(start.step) % loss_every
+            self._engine = dataclasses.replace(whole, loss_every=loss_every, loss_from=first)
+        try:
+            return super().run(rng_key, num_steps, *args, loss_every=loss_every, **kwargs)
+        finally:
+            self._engine = whole
 
     def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
         count, dtype = len(plan.partition.table.labels), float_dtype()
@@ -89,7 +105,7 @@ class ExponentialPVI(PVI):
             optim_state=None,
             solver_state=(),
             prior_solver_state=None,
-            schedule_state=first_memory(plan, q, dtype),
+            schedule_state=self._engine.first_memory(plan, q, dtype),
             packing=packing,
             report=empty_report(count + (base_site is not None), dtype),
             rule=Rule(jnp.int32(0), zero, zero, zero, idle),
@@ -237,8 +253,8 @@ def _refuse_params(trace: dict) -> None:
 
 def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) -> None:
     choices = (
-        ("solver", solver, _SOLVERS, "NaturalGradient() or Conjugate()"),
-        ("schedule", schedule, _SCHEDULES, "Synchronous() or Sequential()"),
+        ("solver", solver, _SOLVERS, "NaturalGradient(), Conjugate() or StochasticNaturalGradient()"),
+        ("schedule", schedule, _SCHEDULES, "Synchronous(), Sequential() or StochasticSubset()"),
         ("runtime", runtime, _RUNTIMES, "Vmap() or LaxMap()"),
     )
     for word, value, kinds, wanted in choices:
@@ -247,6 +263,7 @@ def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) ->
                 f"{word}={type(value).__name__}(...) does not go with AutoExponentialFamily: pass {word}={wanted}, or use "
                 f"{_GAUSSIAN_GUIDES}."
             )
+    check_partial_choices(solver, schedule)
     if init_sites == "curvature":
         raise PVIError(
             "init_sites='curvature' is for Gaussian guides; under AutoExponentialFamily q starts at the prior. Leave it out, or "

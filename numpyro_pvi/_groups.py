@@ -39,7 +39,7 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
     Args:
         state: the state.
         engine: the fit's choices: programs of a stochastic solver, of chains, or of a schedule
-            that takes rows as they come, read the groups' sizes, and those of a schedule with
+            that takes rows as they come, read the groups' sizes (and so do ``engine.reads_sizes``), and those of a schedule with
             settings by label read the labels.
 
     Returns:
@@ -48,6 +48,7 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
     plan = state.plan
     by_label = any(getattr(x, "by_label", False) for x in (engine.schedule, engine.solver))
     reads_sizes = engine.solver.stochastic or getattr(engine.schedule, "streams", False) or by_chains(engine.solver)
+    reads_sizes = reads_sizes or getattr(engine, "reads_sizes", False)
     part = without_labels(plan.partition, plan.padded_rows, reads_sizes, by_label)
     plan = dataclasses.replace(plan, partition=part, signature=None, absent=())
     others = state.sites.others

@@ -25,8 +25,8 @@ from numpyro_pvi.families import (
 )
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.runtime._product_engine import proper_members
-from numpyro_pvi.schedules import Sequential, Streaming, Synchronous
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
+from numpyro_pvi.schedules import Sequential, StochasticSubset, Streaming, Synchronous
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 KEY = jax.random.key(0)
 TIGHT = {"float32": 2e-3, "float64": 1e-8}[jnp.result_type(float).name]
@@ -273,13 +273,16 @@ def test_choices_that_do_not_go_together_name_what_does():
     guide = AutoExponentialFamily(regression)
     model = Partition(regression, "data", 2)
     for options, words in [
-        ({"solver": PowerEP()}, r"solver=PowerEP\(...\).*NaturalGradient\(\) or Conjugate\(\)"),
+        ({"solver": PowerEP()}, r"solver=PowerEP\(...\).*Conjugate\(\) or StochasticNaturalGradient\(\)"),
         ({"solver": LocalELBO(numpyro.optim.Adam(0.1))}, "solver=LocalELBO"),
-        ({"schedule": Streaming()}, r"schedule=Streaming\(...\).*Synchronous\(\) or Sequential\(\)"),
+        ({"schedule": Streaming()}, r"schedule=Streaming\(...\).*Sequential\(\) or StochasticSubset\(\)"),
         ({"init_sites": "curvature"}, "init_params"),
         ({"solver": NaturalGradient(expectation="stein")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),
         ({"solver": NaturalGradient(backtracking=True)}, "global ELBO"),
         ({"solver": NaturalGradient(sites="rows")}, "sites are terms"),
+        ({"solver": StochasticNaturalGradient(curvature="stein")}, "in the latents' own families. Leave it out"),
+        ({"solver": StochasticNaturalGradient(), "schedule": Sequential()}, r"write schedule=StochasticSubset\(1\)"),
+        ({"schedule": StochasticSubset(1, damping={0: 0.5})}, "write one number, or 'auto'"),
     ]:
         with pytest.raises(PVIError, match=words):
             PVI(model, guide, **options)
@@ -304,6 +307,22 @@ def test_a_fitted_state_says_what_is_not_there():
     ):
         with pytest.raises(PVIError, match="AutoExponentialFamily it is not there yet"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": StochasticSubset(5)}, "there are only 2 groups"),
+        ({"schedule": StochasticSubset(1, rates={"east": 0.5})}, "names group 'east'"),
+        ({"solver": StochasticNaturalGradient(batch_size=6)}, "group 'north' has only 5 row"),
+    ],
+    ids=["count", "rates", "batch"],
+)
+def test_random_groups_and_rows_that_do_not_fit_are_refused_by_name(options, words):
+    model = Partition(regression, "data", ["north"] * 5 + ["south"] * 7)
+    pvi = PVI(model, AutoExponentialFamily(regression), **options)
+    with pytest.raises(PVIError, match=words):
+        pvi.init(KEY, jnp.asarray(X), jnp.asarray(Y))
 
 
 def with_param(y):

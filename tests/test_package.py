@@ -39,6 +39,7 @@ _SHELL = (
     "_driver",
     "_entry",
     "_exponential_locals",
+    "_exponential_partial",
     "_exponential_plan",
     "_exponential_pvi",
     "_groups",

@@ -10,7 +10,7 @@ from ._moments import noise_floor
 from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
 from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
-from ._product_rounds import first_memory
+from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "RoundsDone",
     "FactorData",
     "JointBlock",
+    "Labels",
     "LaxMap",
     "LocalProblem",
     "ProductEngine",
@@ -30,10 +31,11 @@ __all__ = [
     "by_chains",
     "chains_wanted",
     "curvature_start",
-    "first_memory",
     "first_weights",
     "gradient_jumps",
+    "is_partial",
     "latent_values",
+    "most_groups",
     "noise_floor",
     "site_with_rows",
     "spread",

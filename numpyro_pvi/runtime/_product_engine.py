@@ -21,7 +21,8 @@ from ._engine import RoundsDone
 from ._mapping import Vmap
 from ._product_plan import owners
 from ._product_problem import Objective, ProductProblem
-from ._product_rounds import Settings, one_round
+from ._product_rounds import ProductMemory, Settings, first_memory, one_round
+from ._product_some import first_partial_memory, is_partial, partial_rounds
 
 # What is folded into a state's key for the draws of its loss and of its next round.
 _DRAWS = 0x9E37
@@ -44,6 +45,9 @@ class ProductEngine:
     schedule: Schedule
     runtime: Runtime
     num_particles: int
+    # Where rounds see some rows only, the ELBO of all is taken after every so many rounds from that one on.
+    loss_every: int = 1
+    loss_from: int = 0
 
     @property
     def settings(self) -> Settings:
@@ -75,6 +79,15 @@ class ProductEngine:
         together = isinstance(self.runtime, Vmap)
         return ProductProblem(plan, ValueCall(model, args, kwargs), state.packing, state.prior, draws, together)
 
+    @property
+    def reads_sizes(self) -> bool:
+        """Whether compiled rounds depend on the groups' sizes: room is made for the largest ones."""
+        return is_partial(self.solver, self.schedule)
+
+    def first_memory(self, plan: Any, q: Any, dtype: Any) -> ProductMemory:
+        """The schedule's memory before the first round."""
+        return first_partial_memory(self.solver, q, plan.shared, first_memory(plan, q, dtype))
+
     def noise(self, rng_key: Any) -> Any:
         """Key of the draws that belong to a state: its loss and its next round share them."""
         return jax.random.fold_in(rng_key, _DRAWS)
@@ -91,7 +104,10 @@ class ProductEngine:
     ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`."""
         del fine
-        problem, settings = self.problem(state, args, kwargs), self.settings
+        problem = self.problem(state, args, kwargs)
+        if is_partial(self.solver, self.schedule):
+            return partial_rounds(self, state, problem, count, tol, length)
+        settings = self.settings
         noisy = problem.plan.noisy
 
         def unfinished(loop):

@@ -88,9 +88,11 @@ class ProductPlan(Plan):
         axis = self.row_axes[name]
         return jax.tree.map(lambda x: jnp.where(_along(rows, axis, x.ndim), x, 0.0), own)
 
-    def largest_by_group(self, name: str, found: Any, owner: Int[Array, "N"]) -> Float[Array, "M"]:
-        """The largest number of every group's rows, of arrays by member of a latent inside the plate."""
-        count, axis = len(self.partition.table.labels), self.row_axes[name]
+    def largest_by_group(
+        self, name: str, found: Any, owner: Int[Array, "N"], groups: int | None = None
+    ) -> Float[Array, "M"]:
+        """The largest number of every group's rows, of arrays by member of a latent inside the plate (M is ``groups`` if given)."""
+        count, axis = groups or len(self.partition.table.labels), self.row_axes[name]
         total = jnp.zeros((count,))
         for x in jax.tree.leaves(found):
             rows = jnp.max(jnp.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) * 1.0, axis=1)
