@@ -17,12 +17,13 @@ from ._exponential_plan import components_of, plan_product, turns_of
 from ._opening import open_call
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import factor_labels, last_round, optim_notes
-from .errors import ImproperError, PVIError
+from .errors import ImproperError, PVIError, StateError
 from .factors import (
     ValueCall,
     is_latent,
 )
 from .families import ProductNatural
+from .guides import NOT_SET_UP
 from .pvi import PVI
 from .runtime import LaxMap, ProductEngine, Vmap, spread
 from .schedules import Points, Rule, Sequential, StochasticSubset, Synchronous, empty_report
@@ -156,6 +157,8 @@ class ExponentialPVI(PVI):
         return self._distributions(state, natural, "prior", joint)
 
     def _params(self, state: PVIState, natural: Any) -> dict[str, Any]:
+        if self.guide.prototype_trace is None:
+            raise StateError(NOT_SET_UP)
         members, found = state.plan.family.to_distribution(natural), {}
         for block in _product_plan(state).blocks:
             whole = members[block.name]
@@ -207,14 +210,6 @@ class ExponentialPVI(PVI):
         return PVIError(
             f"{what} is for Gaussian guides: with AutoExponentialFamily it is not there yet. Use {_GAUSSIAN_GUIDES}."
         )
-
-    def save(self, path: Any, state: PVIState) -> None:
-        """Refused; keep ``get_params(state)``, from which ``init(init_params=...)`` starts."""
-        raise self.refused("save")
-
-    def load(self, path: Any, *args: Any, **kwargs: Any) -> PVIState:
-        """Refused, as :meth:`save` is."""
-        raise self.refused("load")
 
     def add_group(self, state: PVIState, label: Hashable, /, *args: Any, **kwargs: Any) -> PVIState:
         """Refused: run all groups together."""

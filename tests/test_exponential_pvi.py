@@ -296,14 +296,11 @@ def test_a_fitted_state_says_what_is_not_there():
     pvi, result = fitted()
     state, arguments = result.state, (jnp.asarray(X), jnp.asarray(Y))
     for call in (
-        lambda: pvi.save("fit.pvi", state),
-        lambda: pvi.load("fit.pvi"),
         lambda: pvi.add_group(state, "east", *arguments),
         lambda: pvi.revisit(state, "north", *arguments),
         lambda: pvi.forget_group(state, "north"),
         lambda: pvi.prequential(state, *arguments, rng_key=KEY),
         lambda: pvi.khat(state, *arguments, rng_key=KEY),
-        lambda: pvi.run(KEY, 2, *arguments, checkpoint="fit.pvi"),
     ):
         with pytest.raises(PVIError, match="AutoExponentialFamily it is not there yet"):
             call()

@@ -38,6 +38,7 @@ _SHELL = (
     "_codec",
     "_driver",
     "_entry",
+    "_exponential_files",
     "_exponential_locals",
     "_exponential_partial",
     "_exponential_plan",

@@ -10,6 +10,7 @@ from ._moments import noise_floor
 from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
 from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
+from ._product_rounds import ProductMemory
 from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 
@@ -22,6 +23,7 @@ __all__ = [
     "LaxMap",
     "LocalProblem",
     "ProductEngine",
+    "ProductMemory",
     "ProductPlan",
     "RowLatent",
     "Runtime",

@@ -114,7 +114,7 @@ FULL = StochasticNaturalGradient(1.0, num_steps=1, average=0.0)
     [
         ("line", NaturalGradient()),
         ("line", FULL),
-        ("grouped", FULL),
+        pytest.param("grouped", FULL, marks=pytest.mark.slow),
         pytest.param("mixture", FULL, marks=pytest.mark.slow),
         pytest.param("shaped", NaturalGradient(), marks=pytest.mark.slow),
         pytest.param("grouped", NaturalGradient(), marks=pytest.mark.slow),
@@ -293,7 +293,7 @@ def test_losses_are_taken_where_they_are_asked_for():
     np.testing.assert_allclose(some_rounds.losses[5], pvi.evaluate(some_rounds.state, jnp.asarray(STEEP)), rtol=TIGHT)
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_a_few_groups_a_round_reach_the_optimum_of_all():
     """At most two of three groups a round, one of them there half of the time: messages are exact, so that no noise remains."""
     first, start, data = begun("line")
