@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import diagnostics
 from ._entry import float_dtype
 from ._exponential_locals import begun, inside_of, plan_beside
 from ._exponential_partial import blocks_of, check_partial, check_partial_choices
@@ -196,6 +197,12 @@ class ExponentialPVI(PVI):
             notes=optim_notes(self.optim is not None, state),
         )
 
+    def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
+        """Pareto k-hat of importance weights from q to the exact posterior, in the latents' own supports; see :meth:`PVI.khat`."""
+        args, kwargs = self._checked_arguments(state, args, kwargs)
+        model = state.plan.partition.model(self.model)
+        return diagnostics.khat_of_product(rng_key, model, state, args, kwargs, num_samples=num_samples)
+
     # --------------------------------------------------------------------------------------------- what is refused
 
     def refused(self, what: str) -> PVIError:
@@ -226,10 +233,6 @@ class ExponentialPVI(PVI):
     def prequential(self, state: PVIState, *args: Any, **kwargs: Any) -> Any:
         """Refused."""
         raise self.refused("prequential")
-
-    def khat(self, state: PVIState, *args: Any, **kwargs: Any) -> float:
-        """Refused."""
-        raise self.refused("khat")
 
 
 def _product_plan(state: PVIState) -> Any:

@@ -300,7 +300,6 @@ def test_a_fitted_state_says_what_is_not_there():
         lambda: pvi.revisit(state, "north", *arguments),
         lambda: pvi.forget_group(state, "north"),
         lambda: pvi.prequential(state, *arguments, rng_key=KEY),
-        lambda: pvi.khat(state, *arguments, rng_key=KEY),
     ):
         with pytest.raises(PVIError, match="AutoExponentialFamily it is not there yet"):
             call()
