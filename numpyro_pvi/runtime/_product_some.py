@@ -39,6 +39,9 @@ from ._product_view import (
     with_local,
 )
 
+# Rows are drawn one by one, not by shuffling a group's, where there are at least so many for each that is drawn.
+_SPARSE = 8
+
 
 class _Round(NamedTuple):
     sites: SiteStack
@@ -307,14 +310,45 @@ def _deal(
     sizes = problem.plan.partition.table.sizes
     most, (size, num_steps, epochs) = max(sizes), (solver.batch_size, solver.num_steps, solver.epochs)
     longest = plan_batches(_Rows(most, most), key, size, num_steps, epochs).num_steps
+    total = (size or 0) * (num_steps or 0)
 
     def own(group: Int[Array, ""]) -> tuple:
-        rows = _Rows(jnp.asarray(sizes)[group], most)
-        found = plan_batches(rows, jax.random.fold_in(key, group), size, num_steps, epochs)
+        count, own_key = jnp.asarray(sizes)[group], jax.random.fold_in(key, group)
+        if 0 < _SPARSE * total <= min(sizes):
+            return some_of(own_key, count, total).reshape(num_steps, size), jnp.int32(num_steps)
+        found = plan_batches(_Rows(count, most), own_key, size, num_steps, epochs)
         dealt = None if found.rows is None else jax.vmap(found.rows)(jnp.arange(longest))
         return dealt, jnp.asarray(found.num_steps, jnp.int32)
 
     return jax.vmap(own)(groups)
+
+
+def some_of(key: Any, count: Any, size: int) -> Int[Array, "size"]:
+    """Some different numbers below a count, each of which is as likely in every place; what it costs depends on their number alone.
+
+    The first different ones of twice as many draws. They are drawn anew where there are too few, which depends on which draws
+    are equal and not on their numbers, so that all orders of all numbers stay equally likely.
+
+    Args:
+        key: a random key.
+        count: the numbers are 0 to count - 1; several times ``size``.
+        size: how many are drawn.
+
+    Returns:
+        The numbers.
+    """
+
+    def draw(tried: tuple) -> tuple:
+        key, _, _ = tried
+        key, own = jax.random.split(key)
+        drawn = jax.random.randint(own, (2 * size,), 0, count, jnp.int32)
+        order = jnp.argsort(drawn, stable=True)
+        again = jnp.concatenate([jnp.zeros((1,), bool), jnp.diff(drawn[order]) == 0])
+        later = jnp.zeros((2 * size,), bool).at[order].set(again)
+        return key, drawn[jnp.argsort(later, stable=True)[:size]], jnp.sum(~later) >= size
+
+    first = key, jnp.zeros((size,), jnp.int32), jnp.array(False)
+    return jax.lax.while_loop(lambda tried: ~tried[2], draw, first)[1]
 
 
 def _absorbed(

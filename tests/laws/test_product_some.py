@@ -303,3 +303,27 @@ def test_a_few_groups_a_round_reach_the_optimum_of_all():
     assert result.converged
     for field, value in wanted.items():
         np.testing.assert_allclose(result.params[field], value, rtol=1e-4, err_msg=field)
+
+
+@pytest.mark.once
+def test_rows_drawn_one_by_one_are_different_and_equally_likely():
+    """All 240 ordered pairs of 16 rows: a chi-square with 239 degrees, above 350 once in 2e6 by chance."""
+    pairs = jax.vmap(lambda key: some.some_of(key, jnp.int32(16), 2))(jax.random.split(KEY, 24_000))
+    counts = np.bincount(np.asarray(pairs) @ [16, 1], minlength=256).reshape(16, 16)
+    assert np.all(np.diag(counts) == 0)
+    off = counts[~np.eye(16, dtype=bool)]
+    assert ((off - 100.0) ** 2 / 100.0).sum() < 350
+
+
+@pytest.mark.once
+def test_large_groups_rows_are_drawn_one_by_one():
+    """Three of 24 rows or more are dealt without a shuffle of their group, all different and all of the group."""
+    pvi, state = poisson_fit()
+    problem = pvi._engine.problem(state, (jnp.asarray(STEEP),), {})
+    table = dataclasses.replace(problem.plan.partition.table, sizes=(24, 25, 90))
+    plan = dataclasses.replace(problem.plan, partition=dataclasses.replace(problem.plan.partition, table=table))
+    solver = StochasticNaturalGradient(batch_size=3, num_steps=1)
+    rows, steps = some._deal(dataclasses.replace(problem, plan=plan), solver, jnp.arange(3, dtype=jnp.int32), KEY)
+    assert rows.shape == (3, 1, 3)
+    np.testing.assert_array_equal(steps, 1)
+    assert all(len(set(own[0].tolist())) == 3 and own.max() < n for own, n in zip(rows, table.sizes, strict=True))
