@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from . import diagnostics
-from ._entry import float_dtype
+from ._entry import check_state, float_dtype, positional_names
 from ._exponential_locals import begun, inside_of, plan_beside
 from ._exponential_partial import blocks_of, check_partial, check_partial_choices
 from ._exponential_plan import components_of, plan_product, turns_of
+from ._exponential_stream import ProductNewcomers, refuse_own_rows, start_of
+from ._groups import refuse_absent
+from ._newcomers import Newcomers
 from ._opening import open_call
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import factor_labels, last_round, optim_notes
@@ -197,9 +200,43 @@ class ExponentialPVI(PVI):
             notes=optim_notes(self.optim is not None, state),
         )
 
+    # ------------------------------------------------------------------------------------------ groups that come and go
+
+    @property
+    def _newcomers(self) -> Newcomers:
+        def start(state: PVIState, dynamic: list, static: tuple, known: Any) -> Any:
+            del dynamic, static
+            return start_of(self._engine, state, known), None
+
+        # What init found is not looked for again.
+        return ProductNewcomers(self.model, positional_names(self.model), start, self._drive, self.solver, False)
+
+    def add_group(self, state: PVIState, label: Hashable, /, *args: Any, **kwargs: Any) -> PVIState:
+        """Add a group of rows beside the sites of all others; see :meth:`PVI.add_group`. Not with latents of the rows' own."""
+        check_state(state)
+        refuse_own_rows(state, "add_group")
+        return super().add_group(state, label, *args, **kwargs)
+
+    def revisit(self, state: PVIState, labels: Any, /, *args: Any, **kwargs: Any) -> PVIState:
+        """Bring rows of known groups back; see :meth:`PVI.revisit`. Not with latents of the rows' own."""
+        check_state(state)
+        refuse_own_rows(state, "revisit")
+        return super().revisit(state, labels, *args, **kwargs)
+
+    def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
+        """Take a group's site out; see :meth:`PVI.forget_group`. Not with latents of the rows' own.
+
+        This equals never having seen the group where factors see one latent alone that they are conjugate in; elsewhere a warning
+        says that it is approximate.
+        """
+        check_state(state)
+        refuse_own_rows(state, "forget_group")
+        return super().forget_group(state, label)
+
     def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
         """Pareto k-hat of importance weights from q to the exact posterior, in the latents' own supports; see :meth:`PVI.khat`."""
         args, kwargs = self._checked_arguments(state, args, kwargs)
+        refuse_absent(state, "khat compares q with the posterior given all rows")
         model = state.plan.partition.model(self.model)
         return diagnostics.khat_of_product(rng_key, model, state, args, kwargs, num_samples=num_samples)
 
@@ -217,18 +254,6 @@ class ExponentialPVI(PVI):
         return PVIError(
             f"{what} is for Gaussian guides: with AutoExponentialFamily it is not there yet. Use {_GAUSSIAN_GUIDES}."
         )
-
-    def add_group(self, state: PVIState, label: Hashable, /, *args: Any, **kwargs: Any) -> PVIState:
-        """Refused: run all groups together."""
-        raise self.refused("add_group")
-
-    def revisit(self, state: PVIState, labels: Any, /, *args: Any, **kwargs: Any) -> PVIState:
-        """Refused: run all groups together."""
-        raise self.refused("revisit")
-
-    def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
-        """Refused: leave the group's rows out."""
-        raise self.refused("forget_group")
 
     def prequential(self, state: PVIState, *args: Any, **kwargs: Any) -> Any:
         """Refused."""

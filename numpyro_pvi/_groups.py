@@ -24,7 +24,7 @@ from .factors import (
     without_labels,
 )
 from .handlers import PRIOR, known_labels, plain
-from .runtime import by_chains, chains_wanted, site_with_rows, with_chains
+from .runtime import ProductPlan, by_chains, chains_wanted, site_with_rows, with_chains
 from .schedules import BY_FACTOR
 from .sites import MemberSites, SiteStack, add_slots, keep_slots, posterior, take, tied_site
 
@@ -290,6 +290,8 @@ def forgotten(state: PVIState, label: Hashable) -> PVIState:
 
 def approximate_because(plan: Plan) -> str | None:
     """Why taking a site out is not the same as never having seen the group; None where it is (law 10)."""
+    if isinstance(plan, ProductPlan):
+        return None if plan.separate else "the other groups' sites were fitted at a q that had it in"
     part = plan.partition
     if part.params:
         return f"the model's numpyro.param site(s) {', '.join(part.params)} were fitted with it"

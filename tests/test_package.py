@@ -43,6 +43,7 @@ _SHELL = (
     "_exponential_partial",
     "_exponential_plan",
     "_exponential_pvi",
+    "_exponential_stream",
     "_groups",
     "_initial",
     "_locals",

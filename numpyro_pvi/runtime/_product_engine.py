@@ -14,7 +14,7 @@ from .._state import SKIP_LIMIT, PVIState
 from ..factors import ValueCall
 from ..families import Family, NormalFamily, base_family
 from ..schedules import Schedule, Sequential
-from ..sites import posterior
+from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
@@ -23,6 +23,7 @@ from ._product_plan import owners
 from ._product_problem import Objective, ProductProblem
 from ._product_rounds import ProductMemory, Settings, first_memory, one_round
 from ._product_some import first_partial_memory, is_partial, partial_rounds
+from ._product_view import Beside
 
 # What is folded into a state's key for the draws of its loss and of its next round.
 _DRAWS = 0x9E37
@@ -71,13 +72,14 @@ class ProductEngine:
             kwargs: keyword arguments.
 
         Returns:
-            The factors.
+            The factors; the sites of groups whose rows are not at hand count as a prior.
         """
         plan: Any = state.plan
         model = plan.partition.model(self.model)
         draws = max(int(getattr(self.solver, "num_draws", 1)), self.num_particles)
-        together = isinstance(self.runtime, Vmap)
-        return ProductProblem(plan, ValueCall(model, args, kwargs), state.packing, state.prior, draws, together)
+        together, others = isinstance(self.runtime, Vmap), state.sites.others
+        kind, prior = (ProductProblem, state.prior) if others is None else (Beside, state.prior + sum_slots(others))
+        return kind(plan, ValueCall(model, args, kwargs), state.packing, prior, draws, together)
 
     @property
     def reads_sizes(self) -> bool:
@@ -104,7 +106,7 @@ class ProductEngine:
     ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`."""
         del fine
-        problem = self.problem(state, args, kwargs)
+        problem, state = self.problem(state, args, kwargs), present_alone(state)
         if is_partial(self.solver, self.schedule):
             return partial_rounds(self, state, problem, count, tol, length)
         settings = self.settings
@@ -148,7 +150,8 @@ class ProductEngine:
 
     def objective(self, state: PVIState, args: tuple, kwargs: dict) -> Objective:
         """The global ELBO at a state, on the draws that belong to it."""
-        return self.problem(state, args, kwargs).objective(state.sites, self.noise(state.rng_key))
+        problem = self.problem(state, args, kwargs)
+        return problem.objective(present_alone(state).sites, self.noise(state.rng_key))
 
     def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
         """Whether q without each group's site, and without the prior factor's, is normalisable."""
@@ -170,6 +173,13 @@ class ProductEngine:
             owner = owners(state.packing, improper.shape[plan.row_axes[name]], plan.row_key)
             found = found & whole & (plan.largest_by_group(name, improper, owner) == 0)
         return found
+
+
+def present_alone(state: PVIState) -> PVIState:
+    """A state without the sites of groups whose rows are not at hand, which the problem has for a prior."""
+    if state.sites.others is None:
+        return state
+    return dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=None))
 
 
 def proper_members(family: Family, natural: Any) -> Bool[Array, "*members"]:

@@ -117,6 +117,13 @@ class ProductPlan(Plan):
         return tuple(dict.fromkeys(name for factor in factors for name, _ in factor.cells))
 
     @property
+    def separate(self) -> bool:
+        """Whether it is known that no message depends on q: every factor sees one latent alone, member by member, exactly."""
+        seen = [role for role in self.likelihood.roles if role.kind != "absent"]
+        alone = len(seen) == 1 and seen[0].kind == "exact" and seen[0].single
+        return alone and self.prior_factor is None and not self.inside
+
+    @property
     def noisy(self) -> bool:
         """Whether any expectation is by draws."""
         factors = (self.likelihood, self.prior_factor)

@@ -45,7 +45,21 @@ class _Gathered(ValueCall):
 
 
 @dataclasses.dataclass(frozen=True)
-class SomeRows(ProductProblem):
+class Beside(ProductProblem):
+    """A problem whose prior holds the sites of other groups, and need not be normalisable."""
+
+    def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
+        """Of every component ``A(q) - <q - prior, mu>``, nats: minus a divergence to a prior that need not be normalisable."""
+        found = []
+        for name, family in self.family.components:
+            own = q.parts[name]
+            gap = own - self.prior.parts[name]
+            found.append(family.log_partition(own) - family.inner(gap, family.natural_to_mean(own)))
+        return jnp.stack([jnp.asarray(x) for x in found])
+
+
+@dataclasses.dataclass(frozen=True)
+class SomeRows(Beside):
     """A problem of K groups, or of a batch of the rows of each.
 
     Its ELBO is the local free energy of these groups and the prior factor, ``sum_S E_q[log f_m] - KL(q || q without the sites of
@@ -70,15 +84,6 @@ class SomeRows(ProductProblem):
         rows = jax.tree.leaves(found)[0].shape[self.plan.row_axes[name]]
         owner = owners(self.packing, rows, self.plan.row_key)
         return self.plan.largest_by_group(name, found, owner, self.num_groups)
-
-    def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
-        """Of every component ``A(q) - <q - prior, mu>``, nats: minus a divergence to a prior that need not be normalisable."""
-        found = []
-        for name, family in self.family.components:
-            own = q.parts[name]
-            gap = own - self.prior.parts[name]
-            found.append(family.log_partition(own) - family.inner(gap, family.natural_to_mean(own)))
-        return jnp.stack([jnp.asarray(x) for x in found])
 
     def _by_group(self, results: Any) -> Any:
         found, weights = super()._by_group(results), self.chosen.weights
@@ -298,6 +303,7 @@ def _resized(plan: ProductPlan, count: int) -> ProductPlan:
 
 
 __all__ = [
+    "Beside",
     "Chosen",
     "SomeRows",
     "batch_rows",
