@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._entry import float_dtype
+from . import diagnostics
+from ._entry import check_state, float_dtype, positional_names
 from ._exponential_locals import begun, inside_of, plan_beside
 from ._exponential_matching import expectation_of, matching_info, ready_to_match
+from ._exponential_partial import blocks_of, check_partial, check_partial_choices
 from ._exponential_plan import components_of, plan_product, turns_of
+from ._exponential_stream import ProductNewcomers, refuse_own_rows, start_of
+from ._groups import refuse_absent
+from ._newcomers import Newcomers
 from ._opening import open_call
-from ._state import Plan, PVIInfo, PVIState
+from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._views import factor_labels, last_round, optim_notes
-from .errors import ImproperError, PVIError
+from .errors import ImproperError, PVIError, StateError
 from .factors import (
     ValueCall,
     is_latent,
 )
 from .families import ProductNatural
+from .guides import NOT_SET_UP
 from .pvi import PVI
-from .runtime import LaxMap, ProductEngine, Vmap, first_memory, spread
-from .schedules import Points, Rule, Sequential, Synchronous, empty_report
+from .runtime import LaxMap, ProductEngine, Vmap, spread
+from .schedules import Points, Rule, Sequential, StochasticSubset, Synchronous, empty_report
 from .sites import MemberSites, SiteStack, posterior
-from .solvers import Conjugate, NaturalGradient, PowerEP
+from .solvers import Conjugate, NaturalGradient, PowerEP, StochasticNaturalGradient
 
-_SOLVERS, _SCHEDULES, _RUNTIMES = (NaturalGradient, Conjugate, PowerEP), (Synchronous, Sequential), (Vmap, LaxMap)
+_SOLVERS = (NaturalGradient, Conjugate, StochasticNaturalGradient, PowerEP)
+_SCHEDULES, _RUNTIMES = (Synchronous, Sequential, StochasticSubset), (Vmap, LaxMap)
 _EXPECTATIONS = ("auto", "exact", "quadrature", "monte_carlo")
 _GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
 
@@ -56,13 +64,14 @@ class ExponentialPVI(PVI):
         _refuse_params(trace)
         opening.set_up(self.guide)
         components = components_of(self.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
-        turns = turns_of(components, getattr(self.solver, "blocks", "auto"))
-        planned = plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
         inside = inside_of(trace, opening.rows, self.guide)
+        turns = turns_of(components, blocks_of(self.solver, inside))
+        planned = plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
         base = Plan(planned.plan, components.family, opening.signature)
         expectation = expectation_of(self.solver)
         plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, inside, plan_key)
+        check_partial(self.solver, self.schedule, plan)
         state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
         curved = self.init_sites == "auto" and init_params is None
         state = begun(self._engine, state, components.start, args, kwargs, curved)
@@ -74,6 +83,18 @@ class ExponentialPVI(PVI):
             )
         self._labels = plan.partition.table.labels
         return ready_to_match(self._engine, state, args, kwargs)
+
+    @functools.wraps(PVI.run)
+    def run(self, rng_key: Any, num_steps: int, *args: Any, loss_every: int = 1, **kwargs: Any) -> PVIRunResult:
+        """Run rounds; see :meth:`PVI.run`. Losses that are left out are not computed where rounds see some rows only."""
+        whole, start = self._engine, kwargs.get("init_state")
+        if isinstance(loss_every, int) and loss_every > 1:
+            first = 0 if start is None else int(start.step) % loss_every
+            self._engine = dataclasses.replace(whole, loss_every=loss_every, loss_from=first)
+        try:
+            return super().run(rng_key, num_steps, *args, loss_every=loss_every, **kwargs)
+        finally:
+            self._engine = whole
 
     def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
         count, dtype = len(plan.partition.table.labels), float_dtype()
@@ -91,7 +112,7 @@ class ExponentialPVI(PVI):
             optim_state=None,
             solver_state=(),
             prior_solver_state=None,
-            schedule_state=first_memory(plan, q, dtype),
+            schedule_state=self._engine.first_memory(plan, q, dtype),
             packing=packing,
             report=empty_report(count + (base_site is not None), dtype),
             rule=Rule(jnp.int32(0), zero, zero, zero, idle),
@@ -142,6 +163,8 @@ class ExponentialPVI(PVI):
         return self._distributions(state, natural, "prior", joint)
 
     def _params(self, state: PVIState, natural: Any) -> dict[str, Any]:
+        if self.guide.prototype_trace is None:
+            raise StateError(NOT_SET_UP)
         members, found = state.plan.family.to_distribution(natural), {}
         for block in _product_plan(state).blocks:
             whole = members[block.name]
@@ -184,6 +207,46 @@ class ExponentialPVI(PVI):
             notes=(*optim_notes(self.optim is not None, state), *found["notes"]),
         )
 
+    # ------------------------------------------------------------------------------------------ groups that come and go
+
+    @property
+    def _newcomers(self) -> Newcomers:
+        def start(state: PVIState, dynamic: list, static: tuple, known: Any) -> Any:
+            del dynamic, static
+            return start_of(self._engine, state, known), None
+
+        # What init found is not looked for again.
+        return ProductNewcomers(self.model, positional_names(self.model), start, self._drive, self.solver, False)
+
+    def add_group(self, state: PVIState, label: Hashable, /, *args: Any, **kwargs: Any) -> PVIState:
+        """Add a group of rows beside the sites of all others; see :meth:`PVI.add_group`. Not with latents of the rows' own."""
+        check_state(state)
+        refuse_own_rows(state, "add_group")
+        return super().add_group(state, label, *args, **kwargs)
+
+    def revisit(self, state: PVIState, labels: Any, /, *args: Any, **kwargs: Any) -> PVIState:
+        """Bring rows of known groups back; see :meth:`PVI.revisit`. Not with latents of the rows' own."""
+        check_state(state)
+        refuse_own_rows(state, "revisit")
+        return super().revisit(state, labels, *args, **kwargs)
+
+    def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
+        """Take a group's site out; see :meth:`PVI.forget_group`. Not with latents of the rows' own.
+
+        This equals never having seen the group where factors see one latent alone that they are conjugate in; elsewhere a warning
+        says that it is approximate.
+        """
+        check_state(state)
+        refuse_own_rows(state, "forget_group")
+        return super().forget_group(state, label)
+
+    def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
+        """Pareto k-hat of importance weights from q to the exact posterior, in the latents' own supports; see :meth:`PVI.khat`."""
+        args, kwargs = self._checked_arguments(state, args, kwargs)
+        refuse_absent(state, "khat compares q with the posterior given all rows")
+        model = state.plan.partition.model(self.model)
+        return diagnostics.khat_of_product(rng_key, model, state, args, kwargs, num_samples=num_samples)
+
     # --------------------------------------------------------------------------------------------- what is refused
 
     def refused(self, what: str) -> PVIError:
@@ -199,33 +262,9 @@ class ExponentialPVI(PVI):
             f"{what} is for Gaussian guides: with AutoExponentialFamily it is not there yet. Use {_GAUSSIAN_GUIDES}."
         )
 
-    def save(self, path: Any, state: PVIState) -> None:
-        """Refused; keep ``get_params(state)``, from which ``init(init_params=...)`` starts."""
-        raise self.refused("save")
-
-    def load(self, path: Any, *args: Any, **kwargs: Any) -> PVIState:
-        """Refused, as :meth:`save` is."""
-        raise self.refused("load")
-
-    def add_group(self, state: PVIState, label: Hashable, /, *args: Any, **kwargs: Any) -> PVIState:
-        """Refused: run all groups together."""
-        raise self.refused("add_group")
-
-    def revisit(self, state: PVIState, labels: Any, /, *args: Any, **kwargs: Any) -> PVIState:
-        """Refused: run all groups together."""
-        raise self.refused("revisit")
-
-    def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
-        """Refused: leave the group's rows out."""
-        raise self.refused("forget_group")
-
     def prequential(self, state: PVIState, *args: Any, **kwargs: Any) -> Any:
         """Refused."""
         raise self.refused("prequential")
-
-    def khat(self, state: PVIState, *args: Any, **kwargs: Any) -> float:
-        """Refused."""
-        raise self.refused("khat")
 
 
 def _product_plan(state: PVIState) -> Any:
@@ -244,8 +283,8 @@ def _refuse_params(trace: dict) -> None:
 
 def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) -> None:
     choices = (
-        ("solver", solver, _SOLVERS, "NaturalGradient(), Conjugate() or PowerEP()"),
-        ("schedule", schedule, _SCHEDULES, "Synchronous() or Sequential()"),
+        ("solver", solver, _SOLVERS, "NaturalGradient(), Conjugate(), StochasticNaturalGradient() or PowerEP()"),
+        ("schedule", schedule, _SCHEDULES, "Synchronous(), Sequential() or StochasticSubset()"),
         ("runtime", runtime, _RUNTIMES, "Vmap() or LaxMap()"),
     )
     for word, value, kinds, wanted in choices:
@@ -254,6 +293,7 @@ def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) ->
                 f"{word}={type(value).__name__}(...) does not go with AutoExponentialFamily: pass {word}={wanted}, or use "
                 f"{_GAUSSIAN_GUIDES}."
             )
+    check_partial_choices(solver, schedule)
     if init_sites == "curvature":
         raise PVIError(
             "init_sites='curvature' is for Gaussian guides; under AutoExponentialFamily q starts at the prior. Leave it out, or "

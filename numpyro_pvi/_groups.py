@@ -24,7 +24,7 @@ from .factors import (
     without_labels,
 )
 from .handlers import PRIOR, known_labels, plain
-from .runtime import by_chains, chains_wanted, site_with_rows, with_chains
+from .runtime import ProductPlan, by_chains, chains_wanted, site_with_rows, with_chains
 from .schedules import BY_FACTOR
 from .sites import MemberSites, SiteStack, add_slots, keep_slots, posterior, take, tied_site
 
@@ -39,7 +39,7 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
     Args:
         state: the state.
         engine: the fit's choices: programs of a stochastic solver, of chains, or of a schedule
-            that takes rows as they come, read the groups' sizes, and those of a schedule with
+            that takes rows as they come, read the groups' sizes (and so do ``engine.reads_sizes``), and those of a schedule with
             settings by label read the labels.
 
     Returns:
@@ -48,6 +48,7 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
     plan = state.plan
     by_label = any(getattr(x, "by_label", False) for x in (engine.schedule, engine.solver))
     reads_sizes = engine.solver.stochastic or getattr(engine.schedule, "streams", False) or by_chains(engine.solver)
+    reads_sizes = reads_sizes or getattr(engine, "reads_sizes", False)
     part = without_labels(plan.partition, plan.padded_rows, reads_sizes, by_label)
     plan = dataclasses.replace(plan, partition=part, signature=None, absent=())
     others = state.sites.others
@@ -289,6 +290,8 @@ def forgotten(state: PVIState, label: Hashable) -> PVIState:
 
 def approximate_because(plan: Plan) -> str | None:
     """Why taking a site out is not the same as never having seen the group; None where it is (law 10)."""
+    if isinstance(plan, ProductPlan):
+        return None if plan.separate else "the other groups' sites were fitted at a q that had it in"
     part = plan.partition
     if part.params:
         return f"the model's numpyro.param site(s) {', '.join(part.params)} were fitted with it"

@@ -108,6 +108,10 @@ class Newcomers:
         got = signature_of(args, kwargs, self.names)
         return count_rows(state.plan.partition, self.model, state.plan.signature, got, args, kwargs, who)
 
+    def arrival(self, plan: Plan, table: GroupTable, rows: dict[str, int]) -> Arrival:
+        """Where the rows of these groups stand: see :func:`numpyro_pvi.factors.arrive`."""
+        return arrive(plan.partition, table, rows, plan.family.full)
+
     def _fit(
         self, state: PVIState, table: GroupTable, rows: dict, args: tuple, kwargs: dict, num_steps: int, tol: Any
     ) -> PVIState:
@@ -130,8 +134,7 @@ class Newcomers:
                 "are still where they started: run a round (update or run) before their rows are put away.",
                 stacklevel=6,
             )
-        family = plan.family
-        arrival = arrive(plan.partition, table, rows, family.full)
+        arrival = self.arrival(plan, table, rows)
         self.solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), plan.partition.mechanism)
         slots = [position(plan, label) if label in plan.groups else -1 for label in table.labels]
         signature = signature_of(args, kwargs, self.names)

@@ -8,10 +8,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from ._exponential_files import check_families, guide_shapes, product_latents
 from ._state import Plan, PVIState
 from .errors import CheckpointError, StateError
-from .factors import abstract_trace, join_arguments, model_layout
+from .factors import abstract_trace, is_latent, join_arguments, model_layout
 from .guides import NOT_SET_UP, setup_guide
+from .runtime import ProductPlan
 
 Latents = dict[str, tuple[int, ...]]
 
@@ -23,7 +25,9 @@ class _Stored(NamedTuple):
 
 
 def latents_of(plan: Plan) -> Latents:
-    """Unconstrained shapes of a plan's latents, shared and local."""
+    """Unconstrained shapes of a plan's latents, shared and local; those of values where q is a product of families."""
+    if isinstance(plan, ProductPlan):
+        return product_latents(plan)
     part = plan.partition
     found = dict(zip(part.layout.names, part.layout.shapes, strict=True))
     if part.local is not None:
@@ -33,7 +37,9 @@ def latents_of(plan: Plan) -> Latents:
 
 
 def guide_latents(guide: Any) -> Latents:
-    """Unconstrained shapes of the latents of a guide that is set up."""
+    """Unconstrained shapes of the latents of a guide that is set up; those of values where latents keep their supports."""
+    if getattr(guide, "keeps_supports", False):
+        return guide_shapes(guide)
     return {name: tuple(jnp.shape(value)) for name, value in guide._init_locs.items()}
 
 
@@ -58,7 +64,11 @@ def model_latents(name: str, model: Any, plan: Plan) -> Latents:
 
     def run(key, arrays):
         args, kwargs = join_arguments(arrays, static)
-        layout = model_layout(abstract_trace(plan.partition.model(model), key, args, kwargs))
+        trace = abstract_trace(plan.partition.model(model), key, args, kwargs)
+        if isinstance(plan, ProductPlan):
+            found.update({n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
+            return key
+        layout = model_layout(trace)
         found.update(zip(layout.names, layout.shapes, strict=True))
         return key
 
@@ -94,6 +104,8 @@ def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
             f"the state has the latents {_listed(wanted)}, but the guide {_listed(found)} (unconstrained shapes): it belongs to "
             "another model. Make the PVI from the model that the state was fitted with."
         )
+    if isinstance(state.plan, ProductPlan):
+        check_families(pvi.guide, state.plan)
 
 
 def prototype(pvi: Any, state: PVIState) -> dict:

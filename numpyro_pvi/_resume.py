@@ -101,18 +101,6 @@ class Checkpoint:
         return None if self.every is None else self.every - done % self.every
 
 
-def refuse_files(pvi: Any, what: str) -> None:
-    """Raise where a PVI's states cannot be written to files.
-
-    Args:
-        pvi: what is asked.
-        what: for what, as the user writes it.
-    """
-    refused = getattr(pvi, "refused", None)
-    if refused is not None:
-        raise refused(what)
-
-
 def begin(
     pvi: Any, path: Any, every: int | None, rng_key: Any, given: tuple, init_params: Any, init_state: Any
 ) -> tuple[Checkpoint | None, Progress]:
@@ -141,7 +129,6 @@ def begin(
     args, kwargs = given
     checkpoint = before = None
     if path is not None:
-        refuse_files(pvi, "run(checkpoint=...)")
         start = fingerprint((rng_key, init_params) if init_state is None else jax.tree.leaves(init_state))
         checkpoint = Checkpoint(pvi, path, None if every is None else int(every), start, fingerprint(given))
         before = checkpoint.resume()

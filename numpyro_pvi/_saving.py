@@ -14,6 +14,7 @@ import numpy as np
 
 from ._checkpoint import read_checkpoint, write_checkpoint
 from ._codec import Decoder, Encoder, is_record, storable
+from ._exponential_files import product_types
 from ._prototype import guide_latents, latents_of, model_latents
 from ._state import Plan, PVIState
 from .errors import CheckpointError, StateError
@@ -23,7 +24,7 @@ from .factors._terms import DerivedLeaf, Predictor
 from .factors._validate import ArgumentSignature, LeafSignature
 from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily, RowPrior
 from .handlers import GroupTable, RowAxes
-from .runtime import with_chains
+from .runtime import ProductPlan, with_chains
 from .runtime._moments import solver_of_prior
 from .schedules import Points, RoundReport, Rule
 from .sites import LocalSites, OwnConditionals, RowSites, SiteStack
@@ -68,7 +69,7 @@ def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = Non
     encoder = Encoder(_types(pvi))
     fields = {}
     for field in dataclasses.fields(state):
-        encode = encoder.leaves if field.name in _OWN else encoder.node
+        encode = encoder.leaves if field.name in _own(state.plan) else encoder.node
         fields[field.name] = encode(getattr(state, field.name), field.name)
     supports = _supports(pvi)
     header = {
@@ -77,7 +78,7 @@ def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = Non
         "x64": jnp.result_type(float) == jnp.float64,
         "settings": settings_of(pvi),
         "supports": {name: encoder.support(x, name) for name, x in supports.items()},
-        "params": None if pvi.optim is None else _specs(pvi.optim.get_params(state.optim_state), encoder),
+        "params": None if state.optim_state is None else _specs(pvi.optim.get_params(state.optim_state), encoder),
         "state": fields,
         "run": encoder.node(run, "run"),
     }
@@ -128,6 +129,9 @@ def settings_of(pvi: Any) -> dict[str, Any]:
         By part, its class and its fields. Objects that are neither numbers nor text are known by their class only.
     """
     guide = {"type": type(pvi.guide).__name__, "fields": {"prefix": repr(pvi.guide.prefix)}}
+    if getattr(pvi.guide, "keeps_supports", False):
+        given = {name: pvi.guide.families[name] for name in sorted(pvi.guide.families)}
+        guide["fields"] |= {"families": _in_words(given), "joint": repr(pvi.guide.joint)}
     optim = {"type": "None" if pvi.optim is None else type(pvi.optim).__name__, "fields": {}}
     return {"guide": guide, "solver": _describe(pvi.solver), "schedule": _describe(pvi.schedule), "optim": optim}
 
@@ -160,14 +164,24 @@ def fingerprint(tree: Any) -> str:
 
 
 def _types(pvi: Any) -> dict[str, type]:
-    """Types by name: the package's own, and the records that are loaded where the schedule comes from, which make up its state."""
-    found = {}
-    for kind in reversed(type(pvi.schedule).__mro__):
+    """Types by name: the package's own, and the records that are loaded where the schedule comes from, which make up its state.
+
+    Where q is a product of families, the solver's and the families' as well.
+    """
+    found, kinds, product = {}, type(pvi.schedule).__mro__, getattr(pvi.guide, "keeps_supports", False)
+    for kind in reversed((*kinds, *type(pvi.solver).__mro__) if product else kinds):
         package = kind.__module__.rpartition(".")[0]
         for name, module in list(sys.modules.items()):
             if name == kind.__module__ or (package and name.startswith(package + ".")):
                 found |= {n: x for n, x in vars(module).items() if is_record(x) and x.__name__ == n}
+    if product:
+        found |= product_types(pvi.guide)
     return found | {kind.__name__: kind for kind in _TYPES}
+
+
+def _own(plan: Plan) -> tuple[str, ...]:
+    """Fields whose structure is not in the file; a product of families has all of its state in it."""
+    return () if isinstance(plan, ProductPlan) else _OWN
 
 
 def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
@@ -181,10 +195,13 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
             f"the file was written by another version of numpyro_pvi: its state {', '.join(more)}. Install "
             f"{header['versions']['numpyro_pvi']}, or start anew."
         )
-    values = {name: decoder.value(fields[name], name != "plan") for name in names if name not in _OWN}
-    plan = values["plan"]
+    plan = decoder.value(fields["plan"])
     if not isinstance(plan, Plan):
         raise TypeError("plan")
+    values = {name: decoder.value(fields[name], True) for name in names if name not in (*_own(plan), "plan")}
+    values["plan"] = plan
+    if not _own(plan):
+        return PVIState(**values)
     for name, like in _structures(header, decoder, pvi, plan, values["sites"].groups.precision_mean.dtype).items():
         values[name] = decoder.leaves(fields[name], like, f"{name} ({type(pvi.solver).__name__})")
     return PVIState(**values)
@@ -283,9 +300,10 @@ def _check_latents(name: str, pvi: Any, plan: Plan) -> None:
         return
     parts = [f"it lacks {n}" for n in wanted if n not in found] + [f"it has {n} more" for n in found if n not in wanted]
     parts += [f"{n} has shape {found[n]}, not {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
+    kind = "shapes" if isinstance(plan, ProductPlan) else "unconstrained shapes"
     raise CheckpointError(
         f"the checkpoint {name!r} was written for another model than this PVI's: of the file's latents "
-        f"{', '.join(wanted)}, {'; '.join(parts)} (unconstrained shapes)."
+        f"{', '.join(wanted)}, {'; '.join(parts)} ({kind})."
     )
 
 

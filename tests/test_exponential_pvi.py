@@ -25,8 +25,8 @@ from numpyro_pvi.families import (
 )
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.runtime._product_engine import proper_members
-from numpyro_pvi.schedules import Sequential, Streaming, Synchronous
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient
+from numpyro_pvi.schedules import Sequential, StochasticSubset, Streaming, Synchronous
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
 
 KEY = jax.random.key(0)
 TIGHT = {"float32": 2e-3, "float64": 1e-8}[jnp.result_type(float).name]
@@ -275,13 +275,16 @@ def test_choices_that_do_not_go_together_name_what_does():
     for options, words in [
         (
             {"solver": LocalELBO(numpyro.optim.Adam(0.1))},
-            r"solver=LocalELBO\(...\).*NaturalGradient\(\), Conjugate\(\) or PowerEP\(\)",
+            r"solver=LocalELBO\(...\).*NaturalGradient\(\), Conjugate\(\), StochasticNaturalGradient\(\) or PowerEP\(\)",
         ),
-        ({"schedule": Streaming()}, r"schedule=Streaming\(...\).*Synchronous\(\) or Sequential\(\)"),
+        ({"schedule": Streaming()}, r"schedule=Streaming\(...\).*Sequential\(\) or StochasticSubset\(\)"),
         ({"init_sites": "curvature"}, "init_params"),
         ({"solver": NaturalGradient(expectation="stein")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),
         ({"solver": NaturalGradient(backtracking=True)}, "global ELBO"),
         ({"solver": NaturalGradient(sites="rows")}, "sites are terms"),
+        ({"solver": StochasticNaturalGradient(curvature="stein")}, "in the latents' own families. Leave it out"),
+        ({"solver": StochasticNaturalGradient(), "schedule": Sequential()}, r"write schedule=StochasticSubset\(1\)"),
+        ({"schedule": StochasticSubset(1, damping={0: 0.5})}, "write one number, or 'auto'"),
     ]:
         with pytest.raises(PVIError, match=words):
             PVI(model, guide, **options)
@@ -293,19 +296,26 @@ def test_choices_that_do_not_go_together_name_what_does():
 
 def test_a_fitted_state_says_what_is_not_there():
     pvi, result = fitted()
-    state, arguments = result.state, (jnp.asarray(X), jnp.asarray(Y))
-    for call in (
-        lambda: pvi.save("fit.pvi", state),
-        lambda: pvi.load("fit.pvi"),
-        lambda: pvi.add_group(state, "east", *arguments),
-        lambda: pvi.revisit(state, "north", *arguments),
-        lambda: pvi.forget_group(state, "north"),
-        lambda: pvi.prequential(state, *arguments, rng_key=KEY),
-        lambda: pvi.khat(state, *arguments, rng_key=KEY),
-        lambda: pvi.run(KEY, 2, *arguments, checkpoint="fit.pvi"),
+    with pytest.raises(
+        PVIError, match="prequential is for Gaussian guides: with AutoExponentialFamily it is not there yet"
     ):
-        with pytest.raises(PVIError, match="AutoExponentialFamily it is not there yet"):
-            call()
+        pvi.prequential(result.state, jnp.asarray(X), jnp.asarray(Y), rng_key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": StochasticSubset(5)}, "there are only 2 groups"),
+        ({"schedule": StochasticSubset(1, rates={"east": 0.5})}, "names group 'east'"),
+        ({"solver": StochasticNaturalGradient(batch_size=6)}, "group 'north' has only 5 row"),
+    ],
+    ids=["count", "rates", "batch"],
+)
+def test_random_groups_and_rows_that_do_not_fit_are_refused_by_name(options, words):
+    model = Partition(regression, "data", ["north"] * 5 + ["south"] * 7)
+    pvi = PVI(model, AutoExponentialFamily(regression), **options)
+    with pytest.raises(PVIError, match=words):
+        pvi.init(KEY, jnp.asarray(X), jnp.asarray(Y))
 
 
 def with_param(y):

@@ -64,12 +64,9 @@ def khat(
         Yao et al., Yes, but Did It Work?: Evaluating Variational Inference, section 3. Vehtari et al., Pareto Smoothed
         Importance Sampling.
     """
-    if num_samples < MIN_SAMPLES:
-        raise PVIError(f"khat(num_samples={num_samples!r}): the fit of the tail needs at least {MIN_SAMPLES} draws.")
     plan = state.plan
     q = posterior(state.prior, state.sites)
-    if not bool(plan.family.in_domain(q)):
-        raise ImproperError("q is not normalisable, so it cannot be drawn from: run more rounds before calling khat.")
+    check_draws(num_samples, plan, q)
     log_weights = log_importance_weights(
         rng_key,
         model,
@@ -82,13 +79,44 @@ def khat(
         num_samples=num_samples,
         local=None if local is None else (plan.partition.local, local),
     )
+    return judged(log_weights, num_samples)
+
+
+def check_draws(num_samples: int, plan: Any, q: Any) -> None:
+    """Refuse too few draws, and a q that cannot be drawn from.
+
+    Args:
+        num_samples: draws S.
+        plan: of the state.
+        q: natural parameters.
+
+    Raises:
+        PVIError: for fewer than 100 draws.
+        ImproperError: when q is not normalisable.
+    """
+    if num_samples < MIN_SAMPLES:
+        raise PVIError(f"khat(num_samples={num_samples!r}): the fit of the tail needs at least {MIN_SAMPLES} draws.")
+    if not bool(plan.family.in_domain(q)):
+        raise ImproperError("q is not normalisable, so it cannot be drawn from: run more rounds before calling khat.")
+
+
+def judged(log_weights: Float[Array, "S"], num_samples: int) -> float:
+    """k-hat of some log weights; NaN, with a warning, where some are NaN or +inf.
+
+    Args:
+        log_weights: in nats, up to a constant.
+        num_samples: their number.
+
+    Returns:
+        k-hat.
+    """
     values = np.asarray(log_weights)
     bad = int(np.sum(np.isnan(values) | (values == np.inf)))
     if bad:
         warnings.warn(
             f"khat is NaN: the model's log density is NaN or +inf at {bad} of {num_samples} draws from q; look for "
             "a latent that overflows there (an exp link, a scale near zero).",
-            stacklevel=2,
+            stacklevel=3,
         )
     return pareto_khat(values, rounding=float(np.sqrt(np.finfo(values.dtype).eps)))
 

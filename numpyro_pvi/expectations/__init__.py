@@ -9,7 +9,7 @@ from ._chains import Chains, no_chains
 from ._clouds import GRID_DIM, grid_cloud, normal_cloud, shifted_normals
 from ._draws import DrawsProgram
 from ._expected import Expected, add_expected, sum_by_group, zero_expected
-from ._factor_structure import FactorStructure
+from ._factor_structure import FactorStructure, LatentRole
 from ._integrated_program import IntegratedProgram, MaskedIntegratedProgram, owners
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
 from ._mean_space import MeanSpace
@@ -45,6 +45,7 @@ __all__ = [
     "ImportanceMoments",
     "IntegratedProgram",
     "LaplaceMoments",
+    "LatentRole",
     "LocalChunk",
     "LocalLatentProgram",
     "LocalNoise",

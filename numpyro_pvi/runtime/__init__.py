@@ -11,7 +11,8 @@ from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
 from ._product_matching import first_match_states
 from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
-from ._product_rounds import first_memory
+from ._product_rounds import ProductMemory
+from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 from ._product_tilted import check_tilted, jointly_affine, with_tilted
 
@@ -20,9 +21,11 @@ __all__ = [
     "RoundsDone",
     "FactorData",
     "JointBlock",
+    "Labels",
     "LaxMap",
     "LocalProblem",
     "ProductEngine",
+    "ProductMemory",
     "ProductPlan",
     "RowLatent",
     "Runtime",
@@ -37,8 +40,10 @@ __all__ = [
     "first_memory",
     "first_weights",
     "gradient_jumps",
+    "is_partial",
     "jointly_affine",
     "latent_values",
+    "most_groups",
     "noise_floor",
     "site_with_rows",
     "spread",

@@ -14,7 +14,7 @@ from .._state import SKIP_LIMIT, PVIState
 from ..factors import ValueCall
 from ..families import Family, NormalFamily, base_family
 from ..schedules import Schedule, Sequential
-from ..sites import posterior
+from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
@@ -22,7 +22,9 @@ from ._mapping import Vmap
 from ._product_matching import MatchStates, matching_round, product_evidence
 from ._product_plan import owners
 from ._product_problem import Objective, ProductProblem
-from ._product_rounds import Settings, one_round
+from ._product_rounds import ProductMemory, Settings, first_memory, one_round
+from ._product_some import first_partial_memory, is_partial, partial_rounds
+from ._product_view import Beside
 
 # What is folded into a state's key for the draws of its loss and of its next round.
 _DRAWS = 0x9E37
@@ -45,6 +47,9 @@ class ProductEngine:
     schedule: Schedule
     runtime: Runtime
     num_particles: int
+    # Where rounds see some rows only, the ELBO of all is taken after every so many rounds from that one on.
+    loss_every: int = 1
+    loss_from: int = 0
 
     @property
     def settings(self) -> Settings:
@@ -68,13 +73,23 @@ class ProductEngine:
             kwargs: keyword arguments.
 
         Returns:
-            The factors.
+            The factors; the sites of groups whose rows are not at hand count as a prior.
         """
         plan: Any = state.plan
         model = plan.partition.model(self.model)
         draws = max(int(getattr(self.solver, "num_draws", 1)), self.num_particles)
-        together = isinstance(self.runtime, Vmap)
-        return ProductProblem(plan, ValueCall(model, args, kwargs), state.packing, state.prior, draws, together)
+        together, others = isinstance(self.runtime, Vmap), state.sites.others
+        kind, prior = (ProductProblem, state.prior) if others is None else (Beside, state.prior + sum_slots(others))
+        return kind(plan, ValueCall(model, args, kwargs), state.packing, prior, draws, together)
+
+    @property
+    def reads_sizes(self) -> bool:
+        """Whether compiled rounds depend on the groups' sizes: room is made for the largest ones."""
+        return is_partial(self.solver, self.schedule)
+
+    def first_memory(self, plan: Any, q: Any, dtype: Any) -> ProductMemory:
+        """The schedule's memory before the first round."""
+        return first_partial_memory(self.solver, q, plan.shared, first_memory(plan, q, dtype))
 
     def noise(self, rng_key: Any) -> Any:
         """Key of the draws that belong to a state: its loss and its next round share them."""
@@ -92,7 +107,10 @@ class ProductEngine:
     ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`."""
         del fine
-        problem, settings = self.problem(state, args, kwargs), self.settings
+        problem, state = self.problem(state, args, kwargs), present_alone(state)
+        if is_partial(self.solver, self.schedule):
+            return partial_rounds(self, state, problem, count, tol, length)
+        settings = self.settings
         noisy, matches = problem.plan.noisy, bool(problem.plan.tilted)
 
         def unfinished(loop):
@@ -140,7 +158,8 @@ class ProductEngine:
 
     def objective(self, state: PVIState, args: tuple, kwargs: dict) -> Objective:
         """The global ELBO at a state, on the draws that belong to it."""
-        return self.problem(state, args, kwargs).objective(state.sites, self.noise(state.rng_key))
+        problem = self.problem(state, args, kwargs)
+        return problem.objective(present_alone(state).sites, self.noise(state.rng_key))
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Any, Any, Any]:
         """Power EP's log evidence at a state and its Monte Carlo standard error (nats); no finer rule is ever needed."""
@@ -168,6 +187,13 @@ class ProductEngine:
             owner = owners(state.packing, improper.shape[plan.row_axes[name]], plan.row_key)
             found = found & whole & (plan.largest_by_group(name, improper, owner) == 0)
         return found
+
+
+def present_alone(state: PVIState) -> PVIState:
+    """A state without the sites of groups whose rows are not at hand, which the problem has for a prior."""
+    if state.sites.others is None:
+        return state
+    return dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=None))
 
 
 def proper_members(family: Family, natural: Any) -> Bool[Array, "*members"]:

@@ -91,9 +91,11 @@ class ProductPlan(Plan):
         axis = self.row_axes[name]
         return jax.tree.map(lambda x: jnp.where(_along(rows, axis, x.ndim), x, 0.0), own)
 
-    def largest_by_group(self, name: str, found: Any, owner: Int[Array, "N"]) -> Float[Array, "M"]:
-        """The largest number of every group's rows, of arrays by member of a latent inside the plate."""
-        count, axis = len(self.partition.table.labels), self.row_axes[name]
+    def largest_by_group(
+        self, name: str, found: Any, owner: Int[Array, "N"], groups: int | None = None
+    ) -> Float[Array, "M"]:
+        """The largest number of every group's rows, of arrays by member of a latent inside the plate (M is ``groups`` if given)."""
+        count, axis = groups or len(self.partition.table.labels), self.row_axes[name]
         total = jnp.zeros((count,))
         for x in jax.tree.leaves(found):
             rows = jnp.max(jnp.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) * 1.0, axis=1)
@@ -116,6 +118,13 @@ class ProductPlan(Plan):
         """Components whose values are summed over."""
         factors = [f for f in (self.likelihood, self.prior_factor) if f is not None]
         return tuple(dict.fromkeys(name for factor in factors for name, _ in factor.cells))
+
+    @property
+    def separate(self) -> bool:
+        """Whether it is known that no message depends on q: every factor sees one latent alone, member by member, exactly."""
+        seen = [role for role in self.likelihood.roles if role.kind != "absent"]
+        alone = len(seen) == 1 and seen[0].kind == "exact" and seen[0].single
+        return alone and self.prior_factor is None and not self.inside
 
     @property
     def noisy(self) -> bool:

@@ -90,27 +90,54 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
 
     def turn(i, carry):
         sites, backoffs, skipped = carry
-        q = posterior(problem.prior, sites)
-        target = problem.group_messages(q, noise, control)
-        good = problem.finite(target)
-        prior = None
-        if sites.prior is not None:
-            new, fine = finite_or(problem.prior_message(q, noise, control.prior), sites.prior)
-            prior = _change(problem, new, sites.prior, fine, i)
-        change = SiteStack(prior=prior, **_changes(problem, target, sites, good, i))
-        change = _shortened(change, member_shares(problem, q, posterior(jax.tree.map(jnp.zeros_like, q), change)))
-        if prior is not None:
-            good = jnp.concatenate([fine[None], good])
-
-        def valid(step):
-            return problem.family.in_domain(posterior(problem.prior, sites + change * step))
-
-        step, halvings = back_off(valid, share)
-        step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)
-        return sites + change * step, backoffs + halvings, skipped | ~good
+        sites, halvings, good = move_together(problem, sites, control, i, share, noise)
+        return sites, backoffs + halvings, skipped | ~good
 
     first = sites, jnp.zeros((count,), jnp.int32), jnp.zeros((count,), bool)
     return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first))
+
+
+def move_together(
+    problem: ProductProblem,
+    sites: SiteStack,
+    control: SiteStack,
+    i: Int[Array, ""],
+    share: Any,
+    noise: Any,
+    active: Bool[Array, "M"] | bool = True,
+) -> tuple[SiteStack, Int[Array, ""], Bool[Array, "F"]]:
+    """One turn of all sites from one q.
+
+    Args:
+        problem: the factors.
+        sites: where they are.
+        control: sites that stand beside their factors on the draws.
+        i: number of the turn, whose components move.
+        share: of each change that is taken.
+        noise: key of the draws.
+        active: which groups move.
+
+    Returns:
+        The sites, halvings by validity, and which factors moved, the prior factor (if any) first.
+    """
+    q = posterior(problem.prior, sites)
+    target = problem.group_messages(q, noise, control)
+    good = problem.finite(target) & active
+    prior, fine = None, None
+    if sites.prior is not None:
+        new, fine = finite_or(problem.prior_message(q, noise, control.prior), sites.prior)
+        prior = _change(problem, new, sites.prior, fine, i)
+    change = SiteStack(prior=prior, **_changes(problem, target, sites, good, i))
+    change = _shortened(change, member_shares(problem, q, posterior(jax.tree.map(jnp.zeros_like, q), change)))
+    if fine is not None:
+        good = jnp.concatenate([fine[None], good])
+
+    def valid(step):
+        return problem.family.in_domain(posterior(problem.prior, sites + change * step))
+
+    step, halvings = back_off(valid, share)
+    step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)
+    return sites + change * step, halvings, good
 
 
 def drawn_of(plan: ProductPlan) -> set[str]:

@@ -47,6 +47,9 @@ class StochasticSubset:
 
     ``tol`` waits for every group: one that took no part counts with its last move.
 
+    Under ``AutoExponentialFamily`` the joint step alone is halved, one number is the damping of all, and under
+    :class:`numpyro_pvi.solvers.StochasticNaturalGradient` "auto" is what is said there.
+
     Args:
         k: how many groups take part in a round, chosen at random: an int, or a share of all groups in (0, 1); None is all
             that are there (``rates``).

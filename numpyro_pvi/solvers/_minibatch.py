@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,25 @@ from jaxtyping import Array, Float, Int
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ..sites import MAX_HALVINGS, back_off
-from ._base import LocalFactor
 
 # A visit leaves at least this share of a precision of the local q: noise in the curvature may exceed the precision
 # itself, and a mean of normalisable q's (a joint step of 1/M) is normalisable.
 SMALLEST_SHARE = 0.1
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """What dealing out rows reads of a group's factor."""
+
+    @property
+    def num_rows(self) -> Any:
+        """N_m."""
+        ...
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest group."""
+        ...
 
 
 class Batches(NamedTuple):
@@ -31,7 +45,7 @@ class Batches(NamedTuple):
 
 
 def plan_batches(
-    factor: LocalFactor, key: Any, batch_size: int | None, num_steps: int | None, epochs: int | float | None
+    factor: Counted, key: Any, batch_size: int | None, num_steps: int | None, epochs: int | float | None
 ) -> Batches:
     """Shuffle a group's rows and deal them out; after the last row the first come again.
 

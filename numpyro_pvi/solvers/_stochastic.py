@@ -40,13 +40,19 @@ class StochasticNaturalGradient(BatchSolver):
     which is ``eta_m <- (1 - step_size) eta_m + step_size * grad_mu E_q[f_m]`` wherever q stays normalisable; a precision of
     the local q falls by at most nine tenths in a step.
 
+    Under ``AutoExponentialFamily`` a batch's message is ``N_m / B`` times that of its rows, and all groups that take part step
+    together, each turn of latents from the q that the last one left: with one group, B rows and damping 1 that is stochastic
+    variational inference. Latents of the rows' own move first, those of the batch alone and all the way. No round is tested by
+    the ELBO, which would take all rows; losses are computed where ``run(loss_every=...)`` asks for them. Damping "auto" is
+    10 / (10 + k) after k rounds in which q turned back, so that noise averages out.
+
     Args:
         step_size: the step in (0, 1], in natural space; 1 is the full step. Small steps average the noise of batches.
         num_steps: steps per visit; or give ``epochs``.
         epochs: passes over the group's rows per visit; 1 by default.
         batch_size: rows per step, without replacement within an epoch; None takes all rows at every step.
         num_particles: draws per step: 1 (its sign is turned over at the next step), or an even number (pairs of both
-            signs).
+            signs). Independent draws of each latent that is drawn under ``AutoExponentialFamily``.
         average: share of the visit's steps, counted from the end, whose naturals are averaged, in [0, 1); 0 keeps the last.
         curvature: "hessian" (second derivatives of the batch), "stein" (from gradients alone), or "auto": Hessians up to
             64 latents.
@@ -55,7 +61,8 @@ class StochasticNaturalGradient(BatchSolver):
         PVIError: on construction, for values outside these ranges, or both ``num_steps`` and ``epochs``.
 
     References:
-        Ashman et al., Partitioned Variational Inference, eq. 13 and appendix E.6.
+        Ashman et al., Partitioned Variational Inference, eq. 13 and appendix E.6. Hoffman et al., Stochastic Variational
+        Inference, figure 4. Kesten, Accelerated Stochastic Approximation (a step that falls with the changes of sign).
     """
 
     step_size: float = 0.1

@@ -1,0 +1,83 @@
+"""Random groups and random rows under AutoExponentialFamily: what goes together, and in which order latents then move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import PVIError
+from .runtime import Labels, ProductPlan, RowLatent, is_partial, most_groups
+from .schedules import Sequential, StochasticSubset
+from .solvers import StochasticNaturalGradient
+from .solvers._settings import resolve
+
+
+def check_partial_choices(solver: Any, schedule: Any) -> None:
+    """Refuse settings of random groups and rows that are for Gaussian guides.
+
+    Args:
+        solver: of the fit.
+        schedule: of the fit.
+
+    Raises:
+        PVIError: naming the argument and what to write.
+    """
+    if isinstance(solver, StochasticNaturalGradient):
+        if solver.curvature != "auto":
+            raise PVIError(
+                f"StochasticNaturalGradient(curvature={solver.curvature!r}) is for Gaussian guides; under AutoExponentialFamily "
+                "messages are natural gradients in the latents' own families. Leave it out."
+            )
+        if isinstance(schedule, Sequential):
+            raise PVIError(
+                "StochasticNaturalGradient does not go with Sequential() under AutoExponentialFamily: write "
+                "schedule=StochasticSubset(1), one random group a round, or Synchronous()."
+            )
+    if isinstance(schedule, StochasticSubset) and getattr(solver, "matches_moments", False):
+        raise PVIError(
+            f"StochasticSubset does not go with {type(solver).__name__} under AutoExponentialFamily: write "
+            "schedule=Synchronous() or Sequential()."
+        )
+    if isinstance(schedule, StochasticSubset) and not isinstance(schedule.damping, (str, float)):
+        raise PVIError(
+            f"StochasticSubset(damping={schedule.damping!r}) by group is for Gaussian guides; under AutoExponentialFamily all "
+            "groups of a round move by one common step: write one number, or 'auto'."
+        )
+
+
+def blocks_of(solver: Any, inside: tuple[RowLatent, ...]) -> Any:
+    """The order in which latents move: under mini-batches the rows' own first, since shared ones look at them.
+
+    Args:
+        solver: of the fit.
+        inside: latents inside the partitioned plate.
+
+    Returns:
+        What :func:`turns_of` takes.
+    """
+    if isinstance(solver, StochasticNaturalGradient):
+        return tuple(latent.name for latent in inside) or "auto"
+    return getattr(solver, "blocks", "auto")
+
+
+def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
+    """Refuse random groups and rows that do not fit the groups or the model.
+
+    Args:
+        solver: of the fit.
+        schedule: of the fit.
+        plan: of the fit.
+
+    Raises:
+        PVIError: naming the group, the latent or the argument.
+    """
+    if not is_partial(solver, schedule):
+        return
+    table = plan.partition.table
+    if isinstance(solver, StochasticNaturalGradient):
+        sizes = dict(zip(table.labels, table.sizes, strict=True))
+        solver.check_groups(sizes, plan.partition.reading.mechanism)
+    if isinstance(schedule, StochasticSubset):
+        if most_groups(schedule, table.num_groups) > table.num_groups:
+            raise PVIError(f"StochasticSubset(k={schedule.k}): there are only {table.num_groups} groups.")
+        if schedule.rates is not None:
+            resolve(schedule.rates, "StochasticSubset(rates)", Labels(table.num_groups, table.labels), 1.0)

@@ -1,0 +1,155 @@
+"""Groups that come and go under AutoExponentialFamily: law 10, and streams that end where a fit of all rows does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
+from numpyro_pvi.schedules import StochasticSubset
+from numpyro_pvi.solvers import NaturalGradient, StochasticNaturalGradient
+
+KEY = jax.random.key(0)
+TIGHT = {"float32": 1e-4, "float64": 1e-10}[jnp.result_type(float).name]
+RNG = np.random.default_rng(0)
+COUNTS = RNG.poisson(3.0, 12)
+LABELS = np.array(["a"] * 3 + ["b"] * 4 + ["c"] * 5)
+
+
+def poisson(counts):
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 0.5))
+    with numpyro.plate("data", counts.shape[0]):
+        numpyro.sample("count", dist.Poisson(rate), obs=counts)
+
+
+def rows(*labels):
+    return jnp.asarray(COUNTS[np.isin(LABELS, labels)])
+
+
+def gamma_is(pvi, state, counts):
+    """The posterior by hand."""
+    params = pvi.get_params(state)
+    np.testing.assert_allclose(params["rate_auto_concentration"], 2.0 + counts.sum(), rtol=TIGHT)
+    np.testing.assert_allclose(params["rate_auto_rate"], 0.5 + len(counts), rtol=TIGHT)
+
+
+@functools.cache
+def fitted():
+    pvi = PVI(Partition(poisson, "data", LABELS), AutoExponentialFamily(poisson))
+    return pvi, pvi.run(KEY, 2, jnp.asarray(COUNTS), progress_bar=False).state
+
+
+def law_10(state):
+    pvi, _ = fitted()
+    gamma_is(pvi, state, rows("a", "c"))
+    assert state.groups == ("a", "c")
+
+
+def test_forgetting_a_group_is_never_having_seen_it():
+    pvi, state = fitted()
+    law_10(pvi.forget_group(state, "b"))
+
+
+def test_a_group_that_was_not_forgotten_is_noticed():
+    pvi, state = fitted()
+    with pytest.raises(AssertionError):
+        law_10(pvi.forget_group(state, "c"))
+
+
+def test_groups_that_leave_and_come_back_are_fitted_again():
+    pvi, state = fitted()
+    state = pvi.forget_group(state, "b")
+    with pytest.raises(StateError, match="no group's rows are at hand"):
+        pvi.update(state, rows("a", "c"))
+    state = pvi.revisit(state, LABELS[np.isin(LABELS, ["a", "c"])], rows("a", "c"))
+    gamma_is(pvi, state, rows("a", "c"))
+    state = pvi.add_group(state, "b", rows("b"))
+    gamma_is(pvi, state, COUNTS)
+    assert state.present == ("b",)
+    np.testing.assert_allclose(pvi.site(state, "c").natural.parts["rate"].log, rows("c").sum(), rtol=TIGHT)
+    assert pvi.info(state).labels == ("b",)
+    with pytest.raises(StateError, match="khat compares q with the posterior given all rows"):
+        pvi.khat(state, rows("b"), rng_key=KEY)
+
+
+def line(x, y):
+    """Linear regression with unknown noise: messages look at each other."""
+    a = numpyro.sample("a", dist.Normal(0.0, 3.0))
+    tau = numpyro.sample("tau", dist.Gamma(1.0, 1.0))
+    with numpyro.plate("data", y.shape[0]):
+        numpyro.sample("y", dist.Normal(a * x, 1 / jnp.sqrt(tau)), obs=y)
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_revisited_ends_where_all_rows_do(tmp_path):
+    x, y = jnp.asarray(RNG.normal(size=12)), jnp.asarray(RNG.normal(size=12))
+    make = lambda labels: PVI(Partition(line, "data", labels), AutoExponentialFamily(line))  # noqa: E731
+    whole = make(LABELS)
+    wanted = whole.run(KEY, 100, x, y, progress_bar=False, tol=1e-7)
+    first = LABELS == "a"
+    pvi = make(LABELS[first])
+    state = pvi.run(KEY, 5, x[first], y[first], progress_bar=False).state
+    for label in "bc":
+        state = pvi.add_group(state, label, x[label == LABELS], y[label == LABELS])
+    # Each message was taken beside what came before it.
+    early = pvi.get_params(state)["tau_auto_rate"]
+    assert abs(float(early - wanted.params["tau_auto_rate"])) > 1e-3
+    pvi.save(tmp_path / "fit.pvi", state)
+    state = make(LABELS[first]).load(tmp_path / "fit.pvi")
+    state = pvi.revisit(state, LABELS, x, y, num_steps=100, tol=1e-7)
+    found = pvi.get_params(state)
+    for name, value in wanted.params.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
+    np.testing.assert_allclose(pvi.log_evidence(state, x, y), -wanted.losses[-1], rtol=1e-5)
+    with pytest.warns(UserWarning, match="fitted at a q that had it in"):
+        pvi.forget_group(state, "a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": StochasticSubset(1)},
+        {"solver": StochasticNaturalGradient(1.0, num_steps=3, batch_size=3, average=0.0)},
+    ],
+    ids=["subset", "batches"],
+)
+def test_random_groups_and_rows_stand_beside_absent_groups(options):
+    first = np.isin(LABELS, ["a", "b"])
+    pvi = PVI(Partition(poisson, "data", LABELS[first]), AutoExponentialFamily(poisson), **options)
+    solver = NaturalGradient()
+    exact = PVI(pvi.partition, pvi.guide, solver=solver)
+    state = exact.run(KEY, 1, jnp.asarray(COUNTS[first]), progress_bar=False).state
+    memory = pvi._engine.first_memory(state.plan, state.prior, state.report.move.dtype)
+    state = pvi.add_group(state.__class__(**{**state.__dict__, "schedule_state": memory}), "c", rows("c"), tol=None)
+    found = pvi.get_params(state)
+    np.testing.assert_allclose(found["rate_auto_rate"], 12.5, rtol=TIGHT)
+    total = 2.0 + COUNTS.sum()
+    if "schedule" in options:
+        np.testing.assert_allclose(found["rate_auto_concentration"], total, rtol=TIGHT)
+    else:
+        assert abs(float(found["rate_auto_concentration"]) - total) < 0.5 * COUNTS[7:].sum()
+
+
+def rates(counts):
+    b = numpyro.sample("b", dist.Gamma(1.5, 0.7))
+    with numpyro.plate("data", counts.shape[0]):
+        rate = numpyro.sample("rate", dist.Gamma(2.0, b))
+        numpyro.sample("count", dist.Poisson(rate), obs=counts)
+
+
+@pytest.mark.once
+def test_rows_own_latents_neither_come_nor_go():
+    pvi = PVI(Partition(rates, "data", LABELS), AutoExponentialFamily(rates))
+    state = pvi.init(KEY, jnp.asarray(COUNTS))
+    for call in (
+        lambda: pvi.add_group(state, "d", rows("a")),
+        lambda: pvi.revisit(state, "a", rows("a")),
+        lambda: pvi.forget_group(state, "a"),
+    ):
+        with pytest.raises(PVIError, match="latents are inside the partitioned plate .*'rate'.*init_params"):
+            call()
