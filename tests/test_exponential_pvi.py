@@ -26,7 +26,7 @@ from numpyro_pvi.families import (
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.runtime._product_engine import proper_members
 from numpyro_pvi.schedules import Sequential, StochasticSubset, Streaming, Synchronous
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, StochasticNaturalGradient
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 KEY = jax.random.key(0)
 TIGHT = {"float32": 2e-3, "float64": 1e-8}[jnp.result_type(float).name]
@@ -285,6 +285,7 @@ def test_choices_that_do_not_go_together_name_what_does():
         ({"solver": StochasticNaturalGradient(curvature="stein")}, "in the latents' own families. Leave it out"),
         ({"solver": StochasticNaturalGradient(), "schedule": Sequential()}, r"write schedule=StochasticSubset\(1\)"),
         ({"schedule": StochasticSubset(1, damping={0: 0.5})}, "write one number, or 'auto'"),
+        ({"schedule": StochasticSubset(1), "solver": PowerEP()}, r"schedule=Synchronous\(\) or Sequential\(\)"),
     ]:
         with pytest.raises(PVIError, match=words):
             PVI(model, guide, **options)

@@ -37,7 +37,6 @@ __all__ = [
     "curvature_start",
     "check_tilted",
     "first_match_states",
-    "first_memory",
     "first_weights",
     "gradient_jumps",
     "is_partial",
