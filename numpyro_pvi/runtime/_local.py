@@ -349,8 +349,11 @@ class LocalProblem:
         operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, start)
         if only is not None:
             operands = jax.tree.map(lambda x: x[only], operands)
-        results = self.runtime.map_groups(solve, operands, reads_rows=self._solver_reads_rows)
-        return results if self.wide is None or only is not None else refine(self, evaluation, results)
+        return self.runtime.map_groups(solve, operands, reads_rows=self._solver_reads_rows)
+
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """What all groups propose together, gone on with by the rows set apart: see :func:`refine`."""
+        return results if self.wide is None else refine(self, evaluation, results)
 
     def visit_group(
         self,

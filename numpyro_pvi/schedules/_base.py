@@ -164,6 +164,10 @@ class Problem(Protocol):
         """Every group's local solve from the same q, or those of the groups named only; leading axis M, or k."""
         ...
 
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """What all groups propose from one q, with steps that a few rows may have taken on their own since."""
+        ...
+
     def visit_group(
         self,
         index: Any,

@@ -110,7 +110,7 @@ class Synchronous:
         solve_key, prior_key = jax.random.split(key)
         probe, scale = (None, None) if problem.stochastic else self._probe(problem, carry)
         old = carry.evaluation
-        results = problem.visit_all(carry, solve_key, noise)
+        results = problem.refined(old, problem.visit_all(carry, solve_key, noise))
         prior = None
         if problem.has_prior_factor:
             prior = problem.visit_prior(
