@@ -123,7 +123,7 @@ class ProductGrid:
         values, statistics, begin = {}, {}, 0
         for name, family in self.family.components:
             own = range(begin, begin := begin + sum(axis.name == name for axis in self.axes))
-            rule, shape = grid_rule(family), tuple(family.event_shape)
+            rule, shape = grid_rule(family), _coordinates(family)
             if rule is None:
                 picked = [jnp.asarray(index[i]) for i in own]
             else:
@@ -174,12 +174,14 @@ class ProductGrid:
                 parts[name] = family.mean_to_natural(average)
                 continue
             rows = [jax.nn.logsumexp(whole, axis=tuple(j for j in range(whole.ndim) if j != i)) for i in own]
-            parts[name] = support.message(jnp.stack(rows).reshape(*_members(family), support.size))
+            parts[name] = support.message(jnp.stack(rows).reshape(*family.event_shape, support.size))
         return ProductNatural(parts)
 
 
-def _members(family: Family) -> tuple[int, ...]:
-    return tuple(family.event_shape)
+def _coordinates(family: Family) -> tuple[int, ...]:
+    """Shape of one theta's coordinates."""
+    rule, shape = grid_rule(family), tuple(family.event_shape)
+    return (*shape[:-1], shape[-1] - rule.lacks) if rule is not None and rule.lacks else shape
 
 
 def _spacing(u: Array, best: Array) -> Array:
@@ -221,7 +223,7 @@ def grid_of(family: ProductFamily) -> ProductGrid | None:
     """
     axes, lines, cells = [], 0, 1
     for name, own in family.components:
-        rule, support, count = grid_rule(own), support_of(own), math.prod(own.event_shape)
+        rule, support, count = grid_rule(own), support_of(own), math.prod(_coordinates(own))
         if rule is None and support is None:
             return None
         lines += count if rule is not None else 0

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._base import Family
-from ._dirichlet import BetaFamily, BetaMean
+from ._dirichlet import BetaFamily, BetaMean, DirichletFamily, DirichletMean
 from ._gamma import (
     ExponentialLawFamily,
     ExponentialMean,
@@ -43,6 +43,11 @@ class GridRule(Protocol):
         """Whether u is periodic, with period 2 pi."""
         ...
 
+    @property
+    def lacks(self) -> int:
+        """How many fewer coordinates an event has than entries: 1 where these add up to 1."""
+        ...
+
     def around(self, natural: Any) -> tuple[Array, Array]:
         """Where a member's mass lies in u, and how wide it is there, roughly."""
         ...
@@ -64,6 +69,7 @@ class GridRule(Protocol):
 class _Real:
     family: Any
     circle: bool = False
+    lacks: int = 0
 
     def around(self, natural):
         first, precision = jax.tree.leaves(natural)
@@ -112,7 +118,7 @@ class _Vector(_Real):
 class _Log:
     """u = log x of positive values."""
 
-    circle = False
+    circle, lacks = False, 0
 
     def value(self, natural, u):
         # Products of two extreme values are numbers still.
@@ -164,7 +170,7 @@ class _Exponential(_Log):
 class _Beta:
     """u = logit x."""
 
-    circle = False
+    circle, lacks = False, 0
 
     def around(self, natural):
         a, b = natural.log + 1, natural.log_complement + 1
@@ -181,6 +187,30 @@ class _Beta:
         return jax.nn.log_sigmoid(u) + jax.nn.log_sigmoid(-u)
 
 
+class _Dirichlet:
+    """u = log of the shares over the last one."""
+
+    circle, lacks = False, 1
+
+    def around(self, natural):
+        a, last = natural.log[..., :-1] + 1, natural.log[..., -1:] + 1
+        return jnp.log(a / last), jnp.sqrt(1 / a + 1 / last)
+
+    def _logs(self, u):
+        return jax.nn.log_softmax(jnp.concatenate([u, jnp.zeros_like(u[..., :1])], axis=-1), axis=-1)
+
+    def value(self, natural, u):
+        return jnp.exp(jnp.maximum(self._logs(u), 0.49 * math.log(float(jnp.finfo(u.dtype).tiny))))
+
+    def statistics(self, natural, u):
+        return DirichletMean(self._logs(u))
+
+    def log_slope(self, natural, u):
+        # The determinant is the product of all shares; the last one's part goes to the coordinates in equal parts.
+        logs = self._logs(u)
+        return logs[..., :-1] + logs[..., -1:] / u.shape[-1]
+
+
 def grid_rule(family: Family) -> GridRule | None:
     """The coordinates of a family.
 
@@ -188,7 +218,7 @@ def grid_rule(family: Family) -> GridRule | None:
         family: a family; repetitions are looked through, since every member has coordinates of its own.
 
     Returns:
-        The rule; None where the family has none (those over finitely many values, chains, simplices and matrices). A family
+        The rule; None where the family has none (those over finitely many values, chains and matrices). A family
         from outside may have one, as an attribute ``grid_rule``.
     """
     family = base_family(family)
@@ -202,6 +232,7 @@ def grid_rule(family: Family) -> GridRule | None:
         InverseGammaFamily: _InverseGamma(),
         ExponentialLawFamily: _Exponential(),
         BetaFamily: _Beta(),
+        DirichletFamily: _Dirichlet(),
         VonMisesFamily: _Circle(family),
     }
     return rules.get(type(family)) or getattr(family, "grid_rule", None)

@@ -81,7 +81,8 @@ def method_of_factor(family: ProductFamily, affine: bool, moments: Any, where: s
     if wanted == "quadrature":
         raise PVIError(
             f"PowerEP(moments='quadrature'): the {where} sees {names}, and quadrature takes at most {GRID_DIM} numbers of "
-            "scalar or normal latents together, with a few values of discrete ones; use moments='importance'."
+            "scalar or normal latents (or a Dirichlet's three shares) together, with a few values of discrete ones; use "
+            "moments='importance'."
         )
     return "importance"
 

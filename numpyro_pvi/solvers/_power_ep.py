@@ -110,8 +110,9 @@ class PowerEP(MatchesMoments):
 
     Under :class:`numpyro_pvi.AutoExponentialFamily` T are the statistics of the latents' own families, and moments are of all
     latents that a factor sees together: in closed form where the factor is affine in T jointly (one round is then exact at every
-    power), by quadrature where it sees at most two numbers of scalar or normal latents and a few values of discrete ones, else by
-    weighted draws of q. Latents inside the partitioned plate, one factor per row, "laplace" and "mcmc" are refused.
+    power), by quadrature where it sees at most two numbers of scalar or normal latents (or a Dirichlet's three shares) and a few
+    values of discrete ones, else by weighted draws of q. Latents inside the partitioned plate, one factor per row, "laplace" and
+    "mcmc" are refused.
 
     Args:
         power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational

@@ -119,6 +119,25 @@ class _Plane:
         return np.concatenate([f.member(m) for f, m in zip(self.families, parts, strict=True)])
 
 
+class _Simplex(_Plane):
+    """Three shares, by the logarithms of two of them over the third."""
+
+    def __init__(self):
+        u, weights = OneDimension(_same, _zero, None, None, (-45.0, 45.0)).points(80, 16)
+        grids = np.stack(np.meshgrid(u, u, [0.0], indexing="ij"), -1).reshape(-1, 3)
+        logs = grids - special.logsumexp(grids, axis=-1, keepdims=True)
+        self.base = (weights[:, None] + weights).ravel() + logs.sum(axis=-1)
+        self.values, self.statistics = [np.exp(logs)], logs.T
+
+    def matched(self, logs):
+        return dirichlet(self.statistics @ np.exp(logs - special.logsumexp(logs)))
+
+
+def dirichlet_ep(prior, factors, power):
+    """:func:`power_ep` of one Dirichlet latent with three shares, whose factors take Float[S, 3]."""
+    return _iterated(_Simplex(), prior, factors, power, 60)
+
+
 def power_ep(families, prior, factors, power, sweeps=60):
     """Sequential power EP.
 
@@ -132,7 +151,10 @@ def power_ep(families, prior, factors, power, sweeps=60):
     Returns:
         ``(natural parameters of q, log evidence)``.
     """
-    plane, prior = _Plane(families), np.asarray(prior, float)
+    return _iterated(_Plane(families), np.asarray(prior, float), factors, power, sweeps)
+
+
+def _iterated(plane, prior, factors, power, sweeps):
     logs = [factor(*plane.values) for factor in factors]
     sites = [np.zeros_like(prior) for _ in factors]
     for _ in range(sweeps):

@@ -354,6 +354,17 @@ def urn(y):
         numpyro.sample("y", dist.Bernoulli(0.9 * w[0] + 0.5 * w[1]), obs=1 * (y > 0.5))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [1.0, 0.5])
+def test_three_shares_are_an_independent_eps(power, x64):
+    pvi, result = run(urn, [jnp.asarray(DAYS)], PowerEP(power), 80)
+    factors = [lambda w, m=m: _urn(None, w, m == GROUPS)[1] for m in range(3)]
+    wanted, evidence = family_ep.dirichlet_ep(np.array([0.0, 1.0, 0.5]), factors, power)
+    np.testing.assert_allclose(naturals(result, "w")[0], wanted, rtol=1e-8 if x64 else 2e-3)
+    np.testing.assert_allclose(pvi.log_evidence(result.state, jnp.asarray(DAYS)), evidence, atol=1e-8 if x64 else 1e-3)
+    assert result.info.expectation == ("quadrature over the latents",) * 3
+
+
 def spread(y):
     """Precision matrices of which one direction is seen, with heavy tails."""
     w = numpyro.sample("w", dist.Wishart(5.0, scale_matrix=jnp.eye(2) / 3))
@@ -459,7 +470,7 @@ def test_choices_that_do_not_fit_are_refused_by_name():
         (weibull, PowerEP(moments=MCMCMoments()), "MCMCMoments.*'importance'"),
         (weibull, PowerEP(moments="exact"), "groups' likelihood is not affine in the statistics of x"),
         (weibull, PowerEP(factors="row"), "one group per row"),
-        (urn, PowerEP(moments="quadrature"), "sees w, and quadrature takes at most 2"),
+        (spread, PowerEP(moments="quadrature"), "sees w, and quadrature takes at most 2"),
     ]:
         with pytest.raises(PVIError, match=words):
             run(model, data, solver, 1)
