@@ -82,18 +82,18 @@ MODELS = {
 
 
 @functools.cache
-def begun(name, labels=tuple(UNEVEN)):
+def begun(name, labels=tuple(UNEVEN), mode="auto"):
     model, data, families, own = MODELS[name]
     guide = AutoExponentialFamily(model, families=families)
     solver = NaturalGradient(blocks=own) if own else NaturalGradient()
-    pvi = PVI(Partition(model, "data", list(labels)), guide, solver=solver)
+    pvi = PVI(Partition(model, "data", list(labels), mode=mode), guide, solver=solver)
     data = tuple(map(jnp.asarray, data))
     return pvi, pvi.init(KEY, *data), data
 
 
-def fresh(name, solver, schedule, labels=tuple(UNEVEN)):
+def fresh(name, solver, schedule, labels=tuple(UNEVEN), mode="auto"):
     """Another PVI on the same start, whose memory it makes its own."""
-    first, start, data = begun(name, labels)
+    first, start, data = begun(name, labels, mode)
     pvi = PVI(first.partition, first.guide, solver=solver, schedule=schedule)
     q = posterior(start.prior, start.sites)
     memory = pvi._engine.first_memory(start.plan, q, start.report.move.dtype)
@@ -129,6 +129,20 @@ def test_all_groups_and_all_rows_are_the_parallel_round(name, solver):
     np.testing.assert_allclose(own, loss, rtol=TIGHT)
     for field, value in wanted.items():
         np.testing.assert_allclose(found[field], value, rtol=TIGHT, atol=TIGHT, err_msg=field)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["line", "mixture"])
+def test_random_groups_may_be_masks(name):
+    """Groups that are no rows but masks: rounds of one at a time end where rounds of all do."""
+    whole, start, data = begun(name, mode="mask")
+    wanted, loss, _ = params_after(whole, start, data, 60)
+    pvi, state, _ = fresh(name, whole.solver, StochasticSubset(1), mode="mask")
+    assert state.plan.partition.mechanism == "mask"
+    found, own, _ = params_after(pvi, state, data, 300)
+    np.testing.assert_allclose(own, loss, rtol=1e-5)
+    for field, value in wanted.items():
+        np.testing.assert_allclose(found[field], value, rtol=1e-3, atol=1e-3, err_msg=field)
 
 
 def messages(name, positions, group):
@@ -353,6 +367,29 @@ def test_a_round_costs_what_its_rows_cost():
     assert many < 1.2 * few
     # All rows, of which there are ten times as many, show in the same count.
     assert larger > 5 * whole
+
+
+EPOCHS = StochasticNaturalGradient(0.5, batch_size=2)
+SEVERAL = StochasticNaturalGradient(0.1, batch_size=2, num_steps=4, num_particles=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "solver"), [("grouped", EPOCHS), ("shaped", SEVERAL)])
+def test_rounds_of_several_steps_lead_to_the_optimum(name, solver):
+    """A prior factor, under groups that make one, two and four steps a round; and a latent that is drawn.
+
+    Over six keys the error of the latter's means was 0.045 sds rms. It was 0.17 on one side where whole changes of drawn latents
+    were held to two sds, and where small shares were taken of visits by large steps.
+    """
+    first, start, data = begun(name)
+    settled = first.run(KEY, 300, *data, init_state=start, progress_bar=False).state
+    pvi, state, _ = fresh(name, solver, Synchronous())
+    state = pvi.run(KEY, 300, *data, init_state=state, progress_bar=False, loss_every=300).state
+    wanted, found = first.posterior(settled), pvi.posterior(state)
+    for latent, q in wanted.items():
+        sds = np.abs(np.asarray(found[latent].mean - q.mean)) / np.sqrt(np.asarray(q.variance))
+        assert np.all(sds < 0.14), (latent, sds)
+        np.testing.assert_allclose(found[latent].variance, q.variance, rtol=0.14)
 
 
 def lda(documents):
