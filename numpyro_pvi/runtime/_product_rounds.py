@@ -105,6 +105,7 @@ def move_together(
     share: Any,
     noise: Any,
     active: Bool[Array, "M"] | bool = True,
+    taken: bool = False,
 ) -> tuple[SiteStack, Int[Array, ""], Bool[Array, "F"]]:
     """One turn of all sites from one q.
 
@@ -116,6 +117,8 @@ def move_together(
         share: of each change that is taken.
         noise: key of the draws.
         active: which groups move.
+        taken: whether :func:`member_shares` limits what is taken of a change, not the change: noise that small steps average
+            out would be cut off on one side only.
 
     Returns:
         The sites, halvings by validity, and which factors moved, the prior factor (if any) first.
@@ -128,7 +131,8 @@ def move_together(
         new, fine = finite_or(problem.prior_message(q, noise, control.prior), sites.prior)
         prior = _change(problem, new, sites.prior, fine, i)
     change = SiteStack(prior=prior, **_changes(problem, target, sites, good, i))
-    change = _shortened(change, member_shares(problem, q, posterior(jax.tree.map(jnp.zeros_like, q), change)))
+    total = posterior(jax.tree.map(jnp.zeros_like, q), change)
+    change = _shortened(change, member_shares(problem, q, total * share if taken else total))
     if fine is not None:
         good = jnp.concatenate([fine[None], good])
 

@@ -250,6 +250,8 @@ def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key
     """Steps of all groups that take part, together, each by a batch of its rows."""
     del noise
     solver, sites = engine.solver, state.sites
+    # Small steps, not small shares of large ones: q would go astray in every visit, and messages there are of another q.
+    step_size = solver.step_size * _late(engine, state.schedule_state)
     who_key, rows_key, draws_key = jax.random.split(key, 3)
     groups, there, heard = _taking_part(engine.schedule, problem, who_key)
     chosen = Chosen(groups, there, problem.packing, None)
@@ -263,7 +265,7 @@ def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key
         here = whole_groups(few, groups, there) if rows is None else batch_rows(few, groups, there, rows[:, k])
         view, active = view_of(few, here, base), there & (k < steps)
         stack = SiteStack(walk.groups, _own_prior(few, here, walk.prior), local_of(few, here, walk.local))
-        stack, halvings, good = _one_step(view, stack, active, solver.step_size, jax.random.fold_in(draws_key, k))
+        stack, halvings, good = _one_step(view, stack, active, step_size, jax.random.fold_in(draws_key, k))
         late = jnp.maximum(k - first + 1, 0)
         weight = jnp.where((late > 0) & (k < windows), 1.0 / jnp.maximum(late, 1), 0.0)
         prior = _whole_prior(few, walk.prior, stack.prior)
@@ -282,8 +284,13 @@ def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key
     )
 
 
+def _late(engine: Any, memory: ProductMemory) -> Any:
+    """What late steps are shortened by, so that noise averages out; 1 under a damping that was given."""
+    return LATE / (LATE + memory.turns) if engine.schedule.damping == "auto" else 1.0
+
+
 def _one_step(
-    view: Any, sites: SiteStack, active: Bool[Array, "K"], step_size: float, noise: Any
+    view: Any, sites: SiteStack, active: Bool[Array, "K"], step_size: Any, noise: Any
 ) -> tuple[SiteStack, Int[Array, ""], Bool[Array, "F"]]:
     """One step of every component in its turn: rows' own latents all the way, shared ones by the step size.
 
@@ -292,11 +299,12 @@ def _one_step(
     """
     plan, control = view.plan, sites
     own = {turn for (name, _), turn in zip(plan.family.components, plan.turns, strict=True) if name in plan.row_axes}
-    shares = jnp.asarray([1.0 if turn in own else step_size for turn in range(plan.num_turns)])
+    dtype = jax.tree.leaves(sites.groups)[0].dtype
+    shares = jnp.stack([jnp.asarray(1.0 if turn in own else step_size, dtype) for turn in range(plan.num_turns)])
 
     def turn(i: Int[Array, ""], carry: tuple) -> tuple:
         sites, backoffs, moved = carry
-        sites, halvings, good = move_together(view, sites, control, i, shares[i], noise, active)
+        sites, halvings, good = move_together(view, sites, control, i, shares[i], noise, active, taken=True)
         return sites, backoffs + halvings, moved & good
 
     everyone = jnp.ones((view.num_groups + (sites.prior is not None),), bool)
@@ -365,8 +373,7 @@ def _absorbed(
     sites, memory, last = state.sites, state.schedule_state, state.report
     shared = ProductFamily([(n, f) for n, f in problem.family.components if n in base.parts])
     own, dtype = own_groups(sites, chosen), last.move.dtype
-    late = LATE / (LATE + memory.turns)
-    share = jnp.asarray(late if engine.schedule.damping == "auto" else engine.schedule.damping, dtype)
+    share = jnp.asarray(1.0 if engine.schedule.damping == "auto" else engine.schedule.damping, dtype)
 
     def q_of(groups: Any, prior: Any) -> ProductNatural:
         total = base + jax.tree.map(lambda x: jnp.sum(x, axis=0), groups)
@@ -394,7 +401,7 @@ def _absorbed(
     before = _of_some(last, chosen, int(sites.prior is not None))
     report = before._replace(
         move=move,
-        step=jnp.where(skipped, 0.0, share).astype(move.dtype),
+        step=jnp.where(skipped, 0.0, share * _late(engine, memory)).astype(move.dtype),
         backoffs=jnp.full(skipped.shape, walk.backoffs + halvings, jnp.int32),
         skipped=skipped,
         skip_run=jnp.where(skipped, before.skip_run + 1, 0),

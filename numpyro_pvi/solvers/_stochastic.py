@@ -43,8 +43,8 @@ class StochasticNaturalGradient(BatchSolver):
     Under ``AutoExponentialFamily`` a batch's message is ``N_m / B`` times that of its rows, and all groups that take part step
     together, each turn of latents from the q that the last one left: with one group, B rows and damping 1 that is stochastic
     variational inference. Latents of the rows' own move first, those of the batch alone and all the way. No round is tested by
-    the ELBO, which would take all rows; losses are computed where ``run(loss_every=...)`` asks for them. Damping "auto" is
-    10 / (10 + k) after k rounds in which q turned back, so that noise averages out.
+    the ELBO, which would take all rows; losses are computed where ``run(loss_every=...)`` asks for them. Under damping "auto"
+    steps are 10 / (10 + k) of ``step_size`` after k rounds in which q turned back, so that noise averages out.
 
     Args:
         step_size: the step in (0, 1], in natural space; 1 is the full step. Small steps average the noise of batches.

@@ -82,18 +82,18 @@ MODELS = {
 
 
 @functools.cache
-def begun(name, labels=tuple(UNEVEN)):
+def begun(name, labels=tuple(UNEVEN), mode="auto"):
     model, data, families, own = MODELS[name]
     guide = AutoExponentialFamily(model, families=families)
     solver = NaturalGradient(blocks=own) if own else NaturalGradient()
-    pvi = PVI(Partition(model, "data", list(labels)), guide, solver=solver)
+    pvi = PVI(Partition(model, "data", list(labels), mode=mode), guide, solver=solver)
     data = tuple(map(jnp.asarray, data))
     return pvi, pvi.init(KEY, *data), data
 
 
-def fresh(name, solver, schedule, labels=tuple(UNEVEN)):
+def fresh(name, solver, schedule, labels=tuple(UNEVEN), mode="auto"):
     """Another PVI on the same start, whose memory it makes its own."""
-    first, start, data = begun(name, labels)
+    first, start, data = begun(name, labels, mode)
     pvi = PVI(first.partition, first.guide, solver=solver, schedule=schedule)
     q = posterior(start.prior, start.sites)
     memory = pvi._engine.first_memory(start.plan, q, start.report.move.dtype)
@@ -129,6 +129,20 @@ def test_all_groups_and_all_rows_are_the_parallel_round(name, solver):
     np.testing.assert_allclose(own, loss, rtol=TIGHT)
     for field, value in wanted.items():
         np.testing.assert_allclose(found[field], value, rtol=TIGHT, atol=TIGHT, err_msg=field)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["line", "mixture"])
+def test_random_groups_may_be_masks(name):
+    """Groups that are no rows but masks: rounds of one at a time end where rounds of all do."""
+    whole, start, data = begun(name, mode="mask")
+    wanted, loss, _ = params_after(whole, start, data, 60)
+    pvi, state, _ = fresh(name, whole.solver, StochasticSubset(1), mode="mask")
+    assert state.plan.partition.mechanism == "mask"
+    found, own, _ = params_after(pvi, state, data, 300)
+    np.testing.assert_allclose(own, loss, rtol=1e-5)
+    for field, value in wanted.items():
+        np.testing.assert_allclose(found[field], value, rtol=1e-3, atol=1e-3, err_msg=field)
 
 
 def messages(name, positions, group):
@@ -327,3 +341,81 @@ def test_large_groups_rows_are_drawn_one_by_one():
     assert rows.shape == (3, 1, 3)
     np.testing.assert_array_equal(steps, 1)
     assert all(len(set(own[0].tolist())) == 3 and own.max() < n for own, n in zip(rows, table.sizes, strict=True))
+
+
+def work_of_a_round(num_rows):
+    """Floating-point operations of one round by three rows of one of two groups, and of one global ELBO."""
+    counts = jnp.asarray(RNG.poisson(3.0, num_rows))
+    solver, schedule = StochasticNaturalGradient(batch_size=3, num_steps=1), StochasticSubset(1)
+    pvi = PVI(Partition(rates, "data", 2), AutoExponentialFamily(rates), solver=solver, schedule=schedule)
+    state = pvi.init(KEY, counts)
+
+    def one(state, key, counts):
+        problem = pvi._engine.problem(state, (counts,), {})
+        return some._stochastic_round(pvi._engine, problem, state, key, key)
+
+    def loss(state, counts):
+        return pvi._engine.objective(state, (counts,), {})
+
+    programs = jax.jit(one).lower(state, KEY, counts), jax.jit(loss).lower(state, counts)
+    return [program.compile().cost_analysis()["flops"] for program in programs]
+
+
+@pytest.mark.slow
+def test_a_round_costs_what_its_rows_cost():
+    (few, whole), (many, larger) = work_of_a_round(60), work_of_a_round(600)
+    assert many < 1.2 * few
+    # All rows, of which there are ten times as many, show in the same count.
+    assert larger > 5 * whole
+
+
+EPOCHS = StochasticNaturalGradient(0.5, batch_size=2)
+SEVERAL = StochasticNaturalGradient(0.1, batch_size=2, num_steps=4, num_particles=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "solver"), [("grouped", EPOCHS), ("shaped", SEVERAL)])
+def test_rounds_of_several_steps_lead_to_the_optimum(name, solver):
+    """A prior factor, under groups that make one, two and four steps a round; and a latent that is drawn.
+
+    Over six keys the error of the latter's means was 0.045 sds rms. It was 0.17 on one side where whole changes of drawn latents
+    were held to two sds, and where small shares were taken of visits by large steps.
+    """
+    first, start, data = begun(name)
+    settled = first.run(KEY, 300, *data, init_state=start, progress_bar=False).state
+    pvi, state, _ = fresh(name, solver, Synchronous())
+    state = pvi.run(KEY, 300, *data, init_state=state, progress_bar=False, loss_every=300).state
+    wanted, found = first.posterior(settled), pvi.posterior(state)
+    for latent, q in wanted.items():
+        sds = np.abs(np.asarray(found[latent].mean - q.mean)) / np.sqrt(np.asarray(q.variance))
+        assert np.all(sds < 0.14), (latent, sds)
+        np.testing.assert_allclose(found[latent].variance, q.variance, rtol=0.14)
+
+
+def lda(documents):
+    with numpyro.plate("topics", 2):
+        beta = numpyro.sample("beta", dist.Dirichlet(0.5 * jnp.ones(6)))
+    with numpyro.plate("documents", documents.shape[0], dim=-2):
+        theta = numpyro.sample("theta", dist.Dirichlet(0.8 * jnp.ones(2)))
+        with numpyro.plate("words", documents.shape[1], dim=-1):
+            z = numpyro.sample("z", dist.Categorical(theta))
+            numpyro.sample("word", dist.Categorical(beta[z]), obs=documents)
+
+
+@pytest.mark.slow
+def test_topics_from_a_few_documents_at_a_time():
+    """Latent Dirichlet allocation by two of twelve documents a round: within 0.1 nats of coordinate ascent from the same start."""
+    rng = np.random.default_rng(1)
+    topics = np.array([[0.4, 0.3, 0.3, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.3, 0.3, 0.4]])
+    shares = rng.dirichlet([0.5, 0.5], 12)
+    documents = jnp.asarray(np.array([[rng.choice(6, p=s @ topics) for _ in range(8)] for s in shares]))
+    guide = AutoExponentialFamily(lda, families={"z": CategoricalFamily(2)})
+    partition = Partition(lda, "documents", UNEVEN)
+    whole = PVI(partition, guide)
+    start = whole.init(KEY, documents)
+    best = whole.run(KEY, 200, documents, init_state=start, progress_bar=False, tol=1e-4).losses[-1]
+    solver, schedule = StochasticNaturalGradient(0.5, batch_size=2, num_steps=1), StochasticSubset(1)
+    pvi = PVI(partition, guide, solver=solver, schedule=schedule)
+    result = pvi.run(KEY, 800, documents, progress_bar=False, loss_every=800)
+    assert whole.evaluate(start, documents) > best + 0.5
+    assert result.losses[-1] < best + 0.1
