@@ -276,8 +276,11 @@ def dense_form(state: PVIState) -> PVIState:
     if not isinstance(state, PVIState) or state.plan.rows is None:
         return state
     groups, prior = _dense_sites(state.prior, state.sites.groups, jnp.zeros(len(state.plan.partition.table.labels)))
-    plan = dataclasses.replace(state.plan, rows=None)
-    return dataclasses.replace(state, plan=plan, prior=prior, sites=SiteStack(groups, None))
+    plan, schedule = dataclasses.replace(state.plan, rows=None), state.schedule_state
+    if getattr(schedule, "mixing", None) is not None:
+        # Rounds are extrapolated by rows only.
+        schedule = schedule._replace(mixing=None)
+    return dataclasses.replace(state, plan=plan, prior=prior, sites=SiteStack(groups, None), schedule_state=schedule)
 
 
 @jax.jit

@@ -90,6 +90,27 @@ def test_a_mixture_that_looks_back_is_seen(plain, extrapolated, monkeypatch):
         _pays(plain, _fit(1, 30))
 
 
+def test_an_extrapolated_state_is_saved_and_goes_over_to_dense_sites(extrapolated, tmp_path):
+    pvi = _pvi(3)
+    start = pvi.init(jax.random.key(0), *_data())
+
+    def after(pvi, state, rounds):
+        return pvi.run(jax.random.key(1), rounds, *_data(), init_state=state, progress_bar=False)
+
+    whole = after(pvi, start, 5)
+    pvi.save(tmp_path / "fit.pvi", after(pvi, start, 3).state)
+    rest = _pvi(3)
+    again = after(rest, rest.load(tmp_path / "fit.pvi"), 2)
+    for a, b in zip(jax.tree.leaves(whole.state.sites), jax.tree.leaves(again.state.sites), strict=True):
+        assert np.array_equal(np.asarray(a), np.asarray(b))
+    # A group that is forgotten leaves dense sites, and rounds that are not extrapolated.
+    label = pvi.groups[0]
+    with pytest.warns(UserWarning, match="approximate"):
+        left = pvi.forget_group(whole.state, label)
+    assert left.schedule_state.mixing is None
+    assert pvi.khat(whole.state, *_data(), rng_key=jax.random.key(2)) < 1.0
+
+
 def test_inner_products_are_those_of_divergences():
     """Half the inner product of a small change with itself is KL to second order, between dense Gaussians by NumPy."""
     pvi = _pvi()
