@@ -33,6 +33,7 @@ NAMES = {
     "kalman": "counts along a random walk: linear in T, and equal to dense covariances at T = 500",
     "vmp": "a mixture and LDA beside textbook coordinate ascent, iterate by iterate; a message beside NC-VMP's",
     "cvi-gamma": "gamma factors of CyTOF counts and Poisson-gamma factors of MNIST beside Adam on the same gammas",
+    "conjugacy": "three models with the messages that are found conjugate in closed form, against drawing every latent",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 

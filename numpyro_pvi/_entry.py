@@ -44,7 +44,7 @@ def evaluate_loss(engine: Any, state: PVIState, dynamic: list, static: tuple, fi
     return engine.loss(state, args, kwargs, fine)
 
 
-def evaluate_evidence(engine: Engine, state: PVIState, dynamic: list, static: tuple, fine: bool):
+def evaluate_evidence(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool):
     """Engine.evidence on split arguments, for ``jit``."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.evidence(state, args, kwargs, fine)

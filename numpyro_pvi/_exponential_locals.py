@@ -84,7 +84,8 @@ def begun(
     """Put q where its rounds begin: at the prior, but for what would stay there for ever, or for very long.
 
     A latent that is taken by quadrature begins at the curvature of the groups' factors. Where values are summed over, q
-    begins where the best of a few short runs ends; else latents inside the partitioned plate begin half way to a draw each.
+    begins where the best of a few short runs ends (not where moments are matched); else latents inside the partitioned plate
+    begin half way to a draw each.
 
     Args:
         engine: of the fit.
@@ -106,7 +107,7 @@ def begun(
             return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
 
         return dataclasses.replace(state, sites=jax.jit(curvature)(state, arrays))
-    if not plan.inside and not plan.summed:
+    if getattr(engine.solver, "matches_moments", False) or (not plan.inside and not plan.summed):
         return state
     key, old = jax.random.fold_in(state.rng_key, 0), posterior(state.prior, state.sites)
     q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})

@@ -32,6 +32,11 @@ def check_partial_choices(solver: Any, schedule: Any) -> None:
                 "StochasticNaturalGradient does not go with Sequential() under AutoExponentialFamily: write "
                 "schedule=StochasticSubset(1), one random group a round, or Synchronous()."
             )
+    if isinstance(schedule, StochasticSubset) and getattr(solver, "matches_moments", False):
+        raise PVIError(
+            f"StochasticSubset does not go with {type(solver).__name__} under AutoExponentialFamily: write "
+            "schedule=Synchronous() or Sequential()."
+        )
     if isinstance(schedule, StochasticSubset) and not isinstance(schedule.damping, (str, float)):
         raise PVIError(
             f"StochasticSubset(damping={schedule.damping!r}) by group is for Gaussian guides; under AutoExponentialFamily all "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from . import diagnostics
 from ._entry import check_state, float_dtype, positional_names
 from ._exponential_locals import begun, inside_of, plan_beside
+from ._exponential_matching import expectation_of, matching_info, ready_to_match
 from ._exponential_partial import blocks_of, check_partial, check_partial_choices
 from ._exponential_plan import components_of, plan_product, turns_of
 from ._exponential_stream import ProductNewcomers, refuse_own_rows, start_of
@@ -32,10 +33,10 @@ from .pvi import PVI
 from .runtime import LaxMap, ProductEngine, Vmap, spread
 from .schedules import Points, Rule, Sequential, StochasticSubset, Synchronous, empty_report
 from .sites import MemberSites, SiteStack, posterior
-from .solvers import Conjugate, NaturalGradient, StochasticNaturalGradient
+from .solvers import Conjugate, NaturalGradient, PowerEP, StochasticNaturalGradient
 
-_SOLVERS, _RUNTIMES = (NaturalGradient, Conjugate, StochasticNaturalGradient), (Vmap, LaxMap)
-_SCHEDULES = (Synchronous, Sequential, StochasticSubset)
+_SOLVERS = (NaturalGradient, Conjugate, StochasticNaturalGradient, PowerEP)
+_SCHEDULES, _RUNTIMES = (Synchronous, Sequential, StochasticSubset), (Vmap, LaxMap)
 _EXPECTATIONS = ("auto", "exact", "quadrature", "monte_carlo")
 _GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
 
@@ -46,6 +47,7 @@ class ExponentialPVI(PVI):
     A group's site is a term of the product family, and its update the conjugate-computation step
     ``eta_m <- (1 - step) eta_m + step dE_q[log p(y_m | theta)]/dmu``. Where a factor is affine in a latent's statistics given the
     others, the message is exact (variational message passing); other latents are drawn. ``info`` says which are which.
+    ``PowerEP`` matches the mean statistics of tilted distributions instead.
 
     References:
         Khan and Lin, Conjugate-Computation Variational Inference, algorithm 1. Winn and Bishop, Variational Message Passing.
@@ -67,7 +69,7 @@ class ExponentialPVI(PVI):
         planned = plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
         base = Plan(planned.plan, components.family, opening.signature)
-        expectation = "exact" if isinstance(self.solver, Conjugate) else getattr(self.solver, "expectation", "auto")
+        expectation = expectation_of(self.solver)
         plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, inside, plan_key)
         check_partial(self.solver, self.schedule, plan)
         state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
@@ -80,7 +82,7 @@ class ExponentialPVI(PVI):
                 "q is not normalisable at the start: give every latent a proper prior, or valid init_params."
             )
         self._labels = plan.partition.table.labels
-        return state
+        return ready_to_match(self._engine, state, args, kwargs)
 
     @functools.wraps(PVI.run)
     def run(self, rng_key: Any, num_steps: int, *args: Any, loss_every: int = 1, **kwargs: Any) -> PVIRunResult:
@@ -189,15 +191,20 @@ class ExponentialPVI(PVI):
         factors = ((plan.prior_factor,) if plan.prior_factor is not None else ()) + (plan.likelihood,) * count
         if plan.prior_factor is not None:
             proper = [bool(prior_proper), *proper]
-        nothing = jnp.full((len(labels),), jnp.nan)
+        found: dict[str, Any] = {
+            "ess": jnp.full((len(labels),), jnp.nan),
+            "expectation": tuple(f.expectation for f in factors),
+            "notes": (),
+        }
+        found |= matching_info(state) if plan.tilted else {}
         return PVIInfo(
             **last_round(state, report),
             labels=labels,
             cavity_proper=proper,
-            ess=nothing,
+            ess=found["ess"],
             structure=tuple(str(f) for f in factors),
-            expectation=tuple(f.expectation for f in factors),
-            notes=optim_notes(self.optim is not None, state),
+            expectation=found["expectation"],
+            notes=(*optim_notes(self.optim is not None, state), *found["notes"]),
         )
 
     # ------------------------------------------------------------------------------------------ groups that come and go
@@ -276,7 +283,7 @@ def _refuse_params(trace: dict) -> None:
 
 def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) -> None:
     choices = (
-        ("solver", solver, _SOLVERS, "NaturalGradient(), Conjugate() or StochasticNaturalGradient()"),
+        ("solver", solver, _SOLVERS, "NaturalGradient(), Conjugate(), StochasticNaturalGradient() or PowerEP()"),
         ("schedule", schedule, _SCHEDULES, "Synchronous(), Sequential() or StochasticSubset()"),
         ("runtime", runtime, _RUNTIMES, "Vmap() or LaxMap()"),
     )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 # Triangular matrices up to this size are inverted by substitution in one compiled loop.
 _SMALL = 128
@@ -337,3 +337,23 @@ def polar_parts(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*batc
     left, values, right = jnp.linalg.svd(matrix)
     outer = jnp.einsum("...ik,...k,...jk->...ij", left, values, left)
     return outer, jnp.einsum("...ki,...k,...kj->...ij", right, values, right)
+
+
+def mixing_shares(gram: Float[Array, "W W"], filled: Int[Array, ""]) -> Float[Array, "W"]:
+    """Shares of the last steps' targets, summing to one, that make the mixture of their residuals least (Anderson 1965).
+
+    Args:
+        gram: inner products of ``r_W - r_i`` for the older residuals i, oldest first, and of the newest, ``r_W``, last.
+        filled: how many residuals there are; the others' shares are zero.
+
+    Returns:
+        One share per step; the newest's alone where the equations cannot be solved.
+    """
+    count = gram.shape[0]
+    there = jnp.arange(count - 1) >= count - filled
+    square = jnp.where(there[:, None] & there, gram[:-1, :-1], 0.0)
+    info = jnp.finfo(gram.dtype)
+    ridge = 10 * info.eps * jnp.trace(square) + info.tiny
+    shares = jnp.linalg.solve(square + jnp.diag(jnp.where(there, ridge, 1.0)), jnp.where(there, gram[:-1, -1], 0.0))
+    shares = jnp.where(there & jnp.all(jnp.isfinite(shares)), shares, 0.0)
+    return jnp.append(shares, 1.0 - jnp.sum(shares))

@@ -273,8 +273,10 @@ def test_choices_that_do_not_go_together_name_what_does():
     guide = AutoExponentialFamily(regression)
     model = Partition(regression, "data", 2)
     for options, words in [
-        ({"solver": PowerEP()}, r"solver=PowerEP\(...\).*Conjugate\(\) or StochasticNaturalGradient\(\)"),
-        ({"solver": LocalELBO(numpyro.optim.Adam(0.1))}, "solver=LocalELBO"),
+        (
+            {"solver": LocalELBO(numpyro.optim.Adam(0.1))},
+            r"solver=LocalELBO\(...\).*NaturalGradient\(\), Conjugate\(\), StochasticNaturalGradient\(\) or PowerEP\(\)",
+        ),
         ({"schedule": Streaming()}, r"schedule=Streaming\(...\).*Sequential\(\) or StochasticSubset\(\)"),
         ({"init_sites": "curvature"}, "init_params"),
         ({"solver": NaturalGradient(expectation="stein")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),
@@ -283,6 +285,7 @@ def test_choices_that_do_not_go_together_name_what_does():
         ({"solver": StochasticNaturalGradient(curvature="stein")}, "in the latents' own families. Leave it out"),
         ({"solver": StochasticNaturalGradient(), "schedule": Sequential()}, r"write schedule=StochasticSubset\(1\)"),
         ({"schedule": StochasticSubset(1, damping={0: 0.5})}, "write one number, or 'auto'"),
+        ({"schedule": StochasticSubset(1), "solver": PowerEP()}, r"schedule=Synchronous\(\) or Sequential\(\)"),
     ]:
         with pytest.raises(PVIError, match=words):
             PVI(model, guide, **options)

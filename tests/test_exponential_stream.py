@@ -11,7 +11,7 @@ import pytest
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
 from numpyro_pvi.schedules import StochasticSubset
-from numpyro_pvi.solvers import NaturalGradient, StochasticNaturalGradient
+from numpyro_pvi.solvers import NaturalGradient, PowerEP, StochasticNaturalGradient
 
 KEY = jax.random.key(0)
 TIGHT = {"float32": 1e-4, "float64": 1e-10}[jnp.result_type(float).name]
@@ -153,3 +153,16 @@ def test_rows_own_latents_neither_come_nor_go():
     ):
         with pytest.raises(PVIError, match="latents are inside the partitioned plate .*'rate'.*init_params"):
             call()
+
+
+@pytest.mark.once
+def test_groups_whose_moments_are_matched_neither_come_nor_go():
+    def common(counts):
+        rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with numpyro.plate("data", counts.shape[0]):
+            numpyro.sample("count", dist.Poisson(rate), obs=counts)
+
+    pvi = PVI(Partition(common, "data", LABELS), AutoExponentialFamily(common), solver=PowerEP())
+    state = pvi.init(KEY, jnp.asarray(COUNTS))
+    with pytest.raises(PVIError, match=r"forget_group is not possible where moments are matched.*NaturalGradient\(\)"):
+        pvi.forget_group(state, "a")

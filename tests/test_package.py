@@ -40,6 +40,7 @@ _SHELL = (
     "_entry",
     "_exponential_files",
     "_exponential_locals",
+    "_exponential_matching",
     "_exponential_partial",
     "_exponential_plan",
     "_exponential_pvi",

@@ -1,6 +1,6 @@
 """Expectations of a factor and its gradients under q: closed form, quadrature over affine predictors, points, draws."""
 
-from ._affine import AffineProgram, SharedAffineProgram
+from ._affine import AffineProgram, SharedAffineProgram, TermNumbers
 from ._affinity import MAX_TERMS, find_structure, probe_values
 from ._agreement import disagreement
 from ._at_points import log_densities_at, log_density_at
@@ -15,12 +15,14 @@ from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLo
 from ._mean_space import MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points
+from ._product_draws import WeightedDraws, draw, tilted_by_draws
+from ._product_grid import ProductGrid, grid_of, tilted_on_grid
 from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
 from ._row_laws import ROW_RULES, RowExpected, RowProgram
 from ._row_numbers import RowNumbers, RowNumbersProgram
 from ._rules import FIXED_RULES, RULES
-from ._tilted import LEAST_PER_LATENT, LEAST_SHARE, Proposal, Tilted, exact_tilted, from_points
+from ._tilted import LEAST_PER_LATENT, LEAST_SHARE, Proposal, Tilted, exact_tilted, from_points, linear_tilted
 from ._tilted_chains import from_chains
 from ._tilted_rows import RowReport, row_sites_zero, row_targets, tilted_rows
 from .quadrature import rule_index
@@ -54,6 +56,7 @@ __all__ = [
     "Moments",
     "PointSet",
     "PointsProgram",
+    "ProductGrid",
     "Proposal",
     "QuadraticProgram",
     "ReparameterisedProgram",
@@ -63,14 +66,19 @@ __all__ = [
     "RowProgram",
     "RowReport",
     "SharedAffineProgram",
+    "TermNumbers",
     "Tilted",
+    "WeightedDraws",
     "add_expected",
     "disagreement",
+    "draw",
     "exact_tilted",
     "find_structure",
     "from_chains",
     "from_points",
     "grid_cloud",
+    "grid_of",
+    "linear_tilted",
     "log_densities_at",
     "log_density_at",
     "no_chains",
@@ -86,6 +94,8 @@ __all__ = [
     "sigma_points",
     "sum_by_group",
     "sums_of",
+    "tilted_by_draws",
+    "tilted_on_grid",
     "tilted_rows",
     "with_settings",
     "zero_expected",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,20 @@ _WORKING = (160, 600)
 
 # Units of rounding that a row's error estimate may hold, about 8 times the root of the number of nodes.
 _ROUNDING = 64
+
+
+class TermNumbers(NamedTuple):
+    """What quadrature says of every element of one term, before it meets the design; elements that do not count hold zeros."""
+
+    # E[f], nats.
+    value: Float[Array, "E"]
+    # Per predictor what its design pulls on (for a full-covariance q ``E f' - E f'' E u``), and -E[f''] by pair.
+    rows: tuple[Float[Array, "E"], ...]
+    weight: dict[tuple[int, int], Float[Array, "E"]]
+    # Estimated error of f'' times the predictors' variances, the size of the same, and the largest predictor sd.
+    error: Float[Array, "E"]
+    size: Float[Array, "E"]
+    spread: Float[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,48 +117,94 @@ class AffineProgram:
             The chunk's expectations.
         """
         del noise
-        parts = [
-            self._term(spec, *data, moments, probe, level, clip) for spec, data in zip(self.terms, chunk, strict=True)
-        ]
-        value, vector, precision, product, wrong, weight, spread = (list(column) for column in zip(*parts, strict=True))
-        loc = moments.loc
-        precision = sum(precision)
-        # In a full-covariance family the row formula already includes H loc; the diagonal needs its own part of it.
-        vector = sum(vector) if self.family.full else sum(vector) + precision * loc
-        target = self.family.natural(vector, precision)
-        return Expected(sum(value), target, sum(product), sum(wrong), sum(weight), jnp.stack(spread).max())
+        return self.contract(chunk, self.numbers(chunk, moments, level, clip), moments, probe)
 
-    def _term(self, spec: TermSpec, data: TermData, mask, moments: GaussianMoments, probe, level, clip):
+    def numbers(self, chunk: tuple, moments: GaussianMoments, level: Any, clip: Any = False) -> tuple[TermNumbers, ...]:
+        """Quadrature of one chunk's terms, element by element.
+
+        Args:
+            chunk: what :meth:`prepare` returned.
+            moments: q.
+            level: Int[] quadrature rule.
+            clip: as of :meth:`expected`.
+
+        Returns:
+            Per term, its numbers.
+        """
+        return tuple(
+            self._numbers(spec, *data, moments, level, clip) for spec, data in zip(self.terms, chunk, strict=True)
+        )
+
+    def contract(
+        self, chunk: tuple, numbers: tuple[TermNumbers, ...], moments: GaussianMoments, probe: Any = None
+    ) -> Expected:
+        """Sum elements' numbers over their design.
+
+        Args:
+            chunk: what :meth:`prepare` returned.
+            numbers: per term, as :meth:`numbers` gives them.
+            moments: q.
+            probe: Float[D] vector for the curvature product, or None.
+
+        Returns:
+            The chunk's expectations.
+        """
+        loc = moments.loc
+        vector, precision, product = 0.0, 0.0, jnp.zeros_like(loc)
+        for (data, _), found in zip(chunk, numbers, strict=True):
+            pulled, curved, turned = self._contract(data.design, found, probe)
+            vector, precision = vector + pulled, precision + curved
+            product = product if probe is None else product + turned
+        # In a full-covariance family the row formula already includes H loc; the diagonal needs its own part of it.
+        target = self.family.natural(vector if self.family.full else vector + precision * loc, precision)
+        value, error, size = (sum(jnp.sum(getattr(n, of)) for n in numbers) for of in ("value", "error", "size"))
+        return Expected(value, target, product, error, size, jnp.stack([n.spread for n in numbers]).max())
+
+    def widths(self, chunk: tuple, moments: GaussianMoments) -> Float[Array, "E"]:
+        """Largest sd under q of any element's predictors, over terms with the same elements; zero for those not counted."""
+        found = []
+        for data, mask in chunk:
+            covariance = self._covariances(data, moments)
+            for i in range(len(data.design)):
+                found.append(jnp.where(mask, jnp.sqrt(jnp.clip(covariance[i, i], 0.0, None)), 0.0))
+        return jnp.stack(found).max(axis=0)
+
+    def _numbers(self, spec: TermSpec, data: TermData, mask, moments: GaussianMoments, level, clip) -> TermNumbers:
         center = tuple(_project(a, moments.loc) for a in data.design)
         mean = tuple(m + c for m, c in zip(center, data.offset, strict=True))
         covariance = self._covariances(data, moments)
         value, grad, hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
         # Rows whose second derivative is negligible (a saturated logit) need no relative accuracy of their own.
         size = jnp.where(mask, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in hess.items()), 0.0)
-        wrong = jnp.sum(jnp.where(mask, _error_beyond_rounding(error, size, mean), 0.0))
-        spread = jnp.sqrt(jnp.stack([jnp.max(covariance[i, i]) for i in range(len(data.design))]).max())
-        value = jnp.sum(jnp.where(mask, value, 0.0))
-        grad = tuple(jnp.where(mask, g, 0.0) for g in grad)
+        wrong = jnp.where(mask, _error_beyond_rounding(error, size, mean), 0.0)
+        variances = [jnp.max(jnp.where(mask, covariance[i, i], 0.0)) for i in range(len(data.design))]
+        spread = jnp.sqrt(jnp.stack(variances).max())
         weight = {pair: jnp.where(mask, -h, 0.0) for pair, h in hess.items()}
         if clip is not False:
             weight = {pair: jnp.where(clip, w, weight[pair]) for pair, w in _clip_weights(weight).items()}
-        vector, precision, product = 0.0, 0.0, jnp.zeros_like(moments.loc)
-        for i, design in enumerate(data.design):
-            row = grad[i]
-            if self.family.full:
-                row = row + sum(weight[min(i, j), max(i, j)] * center[j] for j in range(len(data.design)))
-            vector = vector + _pull(design, row)
-            for j, other in enumerate(data.design):
-                w = weight[min(i, j), max(i, j)]
+        rows = tuple(jnp.where(mask, g, 0.0) for g in grad)
+        if self.family.full:
+            turned = (
+                sum(weight[min(i, j), max(i, j)] * center[j] for j in range(len(center))) for i in range(len(center))
+            )
+            rows = tuple(row + turn for row, turn in zip(rows, turned, strict=True))
+        return TermNumbers(jnp.where(mask, value, 0.0), rows, weight, wrong, size, spread)
+
+    def _contract(self, design: tuple, numbers: TermNumbers, probe: Any) -> tuple:
+        vector, precision, product = 0.0, 0.0, 0.0
+        for i, own in enumerate(design):
+            vector = vector + _pull(own, numbers.rows[i])
+            for j, other in enumerate(design):
+                w = numbers.weight[min(i, j), max(i, j)]
                 if probe is not None:
-                    product = product + _pull(design, w * _project(other, probe))
+                    product = product + _pull(own, w * _project(other, probe))
                 if j < i:
                     continue
-                block = _gram(design, w, other) if self.family.full else _gram_diagonal(design, w, other)
+                block = _gram(own, w, other) if self.family.full else _gram_diagonal(own, w, other)
                 if self.family.full and j > i:
                     block = block + block.T
                 precision = precision + (block if i == j or self.family.full else 2 * block)
-        return value, vector, precision, product, wrong, jnp.sum(size), spread
+        return vector, precision, product
 
     def _covariances(self, data: TermData, moments: GaussianMoments) -> dict[tuple[int, int], Array]:
         if not self.family.full:

@@ -96,7 +96,8 @@ def find_structure(
         natural: a member of it, around whose location values are looked at.
         terms: the factor's terms Float[E] at a dict of values by component.
         key: a random key.
-        expectation: "auto", "exact" (refuse what is not conjugate), "quadrature" (refuse draws) or "monte_carlo" (draw everything).
+        expectation: "auto", "exact" (refuse what is not conjugate), "quadrature" (refuse draws), "monte_carlo" (draw everything),
+            or "values" ("auto", of which no derivative will be taken).
         where: the factor's name, for messages.
         rows: by component whose members belong to rows, the axis of members that runs over them.
 
@@ -330,7 +331,7 @@ def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str,
             "what is not conjugate and takes the rest in closed form."
         )
     families = dict(family.components)
-    for name in structure.drawn:
+    for name in structure.drawn if expectation != "values" else ():
         if isinstance(base_family(families[name]), VonMisesFamily):
             raise PVIError(
                 f"latent {name!r} has a von Mises family, and the {where} depends on it in more than its cosine and sine, "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import inverse_root, scaled_cholesky, symmetrise
+from .._numerics import all_finite, inverse_root, scaled_cholesky, symmetrise
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 
 # Powers are halved so often before a group's moments are given up: 2^-12 of its power.
@@ -227,3 +227,29 @@ def exact_tilted(
     usable = finite & (proper | family.full)
     zero, value = jnp.zeros_like(own), jnp.where(proper, (tilted - own) / power + constant, jnp.nan)
     return Tilted(change, value, zero, zero + jnp.nan, zero, zero + 1.0, jnp.int32(0), jnp.array(False), finite, usable)
+
+
+def linear_tilted(family: Any, factor: Any, constant: Float[Array, ""], q: Any, site: Any, power: Any) -> Tilted:
+    """The closed form for a factor ``f = c + <eta_f, T(theta)>``, affine in the statistics of any family jointly.
+
+    The tilted distribution is a member of the family, and ``(eta_qhat - eta_q) / alpha = eta_f - eta_m`` whatever alpha: no
+    tilted distribution is needed for the step.
+
+    Args:
+        family: of q.
+        factor: natural parameters eta_f.
+        constant: c, nats.
+        q: natural parameters of q.
+        site: the factor's site.
+        power: alpha.
+
+    Returns:
+        What moment matching asks for; the value is NaN where there is no tilted distribution.
+    """
+    change = factor - site
+    tilted = q + change * power
+    gap = family.log_partition(tilted) - family.log_partition(q)
+    value = jnp.where(family.in_domain(tilted), gap / power + constant, jnp.nan)
+    zero, one = jnp.zeros_like(value), jnp.ones_like(value)
+    finite = jnp.isfinite(constant) & all_finite(change)
+    return Tilted(change, value, zero, zero + jnp.nan, zero, one, jnp.int32(0), jnp.array(False), finite, finite)

@@ -32,6 +32,7 @@ from ._gamma import (
 )
 from ._gaussian import GaussianFamily, MultivariateNormalFamily, NormalFamily
 from ._gaussian_base import GaussianMean, GaussianMoments, GaussianNatural
+from ._grids import GridRule, grid_rule
 from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
 from ._normal import (
     LogNormalFamily,
@@ -88,6 +89,7 @@ __all__ = [
     "GaussianMean",
     "GaussianMoments",
     "GaussianNatural",
+    "GridRule",
     "IndependentFamily",
     "InverseGammaFamily",
     "InverseGammaMean",
@@ -127,6 +129,7 @@ __all__ = [
     "conditional_moments",
     "dense_natural",
     "family_for",
+    "grid_rule",
     "implicit_inverse",
     "inner",
     "marginal_distance",

@@ -92,6 +92,15 @@ class RowFamily:
         trace = jnp.sum(moments.white_root**2) - size
         return 0.5 * (trace + jnp.sum(moments.white**2) + moments.log_det_precision)
 
+    def inner_products(self, moments: RowMoments, change: GaussianNatural) -> Float[Array, "W W"]:
+        """Of changes of the naturals, Float[W P] each, in q's Fisher metric: ``g_i^T C g_j + 1/2 l_i^T (C * C) l_j``.
+
+        C is the covariance of z and ``g = h - l E z``; half the inner product of a small change with itself is its divergence.
+        """
+        covariance = moments.scale @ moments.scale.T
+        force = change.precision_mean - change.precision * moments.loc
+        return force @ covariance @ force.T + 0.5 * change.precision @ covariance**2 @ change.precision.T
+
     def latent_sd(self, moments: RowMoments) -> Float[Array, "D"]:
         """Marginal standard deviations of the latents, in O(P^2 D)."""
         return jnp.sqrt(self.prior.rest + jnp.sum((self.prior.link @ moments.white_root) ** 2, axis=-1))

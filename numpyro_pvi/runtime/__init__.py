@@ -9,10 +9,12 @@ from ._mapping import LaxMap, Vmap
 from ._moments import noise_floor
 from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
+from ._product_matching import first_match_states
 from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
 from ._product_rounds import ProductMemory
 from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
+from ._product_tilted import check_tilted, jointly_affine, with_tilted
 
 __all__ = [
     "Engine",
@@ -33,13 +35,17 @@ __all__ = [
     "by_chains",
     "chains_wanted",
     "curvature_start",
+    "check_tilted",
+    "first_match_states",
     "first_weights",
     "gradient_jumps",
     "is_partial",
+    "jointly_affine",
     "latent_values",
     "most_groups",
     "noise_floor",
     "site_with_rows",
     "spread",
     "with_chains",
+    "with_tilted",
 ]

@@ -43,6 +43,7 @@ from ._settle import settle
 from ._starts import first_local_sites, first_sites
 from ._stream import RowStream
 from ._tilted import keeps_rows, refuse_rows
+from ._wide import wide_rows
 
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
@@ -154,6 +155,7 @@ class Engine:
             most_chunks=most_chunks(part.table.sizes, packing),
             longest=max(part.table.sizes),
             chained=plan.chained,
+            wide=wide_rows(plan, program, self.solver, packing, reader.chunk_of_rows),
         )
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:

@@ -37,6 +37,8 @@ from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, v
 from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
 from ._tilted import is_sampled
+from ._values import values_at
+from ._wide import WideRows, expect_wide, joined, refine
 
 # Antithetic pairs that sigma points are compared with.
 COMPARED_PAIRS = 16
@@ -68,6 +70,7 @@ class LocalProblem:
         most_chunks: chunks of the largest group where sizes are known beforehand, else 0.
         longest: its rows, likewise.
         chained: whether chains are compiled in beside weighted draws.
+        wide: how the rows that see q most widely are set apart; None where rows are few.
     """
 
     family: GaussianFamily
@@ -86,6 +89,7 @@ class LocalProblem:
     most_chunks: int = 0
     longest: int = 0
     chained: bool = False
+    wide: WideRows | None = None
 
     # Every group's site stands by itself.
     flat = False
@@ -207,7 +211,7 @@ class LocalProblem:
         q = posterior(self.prior_natural, sites)
         rule = rule if again else cheaper_rule(rule)
         if self.stochastic:
-            return self._values_at(q, self.family.moments(q), rule, noise)
+            return values_at(self, q, rule, noise)
         local = None if isinstance(sites.local, RowSites) else sites.local
         found = self.evaluate_at(
             q, self.family.moments(q), rule, noise, probe, trial=trial, local=local, hopeless=hopeless
@@ -245,13 +249,14 @@ class LocalProblem:
             The evaluation; ``elbo`` is minus infinity or NaN where a factor is not finite.
         """
         draws, prior_draws = (self.draws_of(p, noise, rule, trial) for p in (self.program, self.prior_program))
+        apart = None if self.wide is None else expect_wide(self, moments, rule)
 
         def both(level):
             expect = partial(
                 self.expect, self.program, moments=moments, probe=probe, level=level, noise=draws, clip=clip
             )
-            groups = self.sum_groups(expect, local)
-            prior = self._prior_expected(moments, probe, level, prior_draws, clip)
+            groups = self.sum_groups(expect, local, apart)
+            prior = self.prior_expected(moments, probe, level, prior_draws, clip)
             error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
                 error, spread = jnp.maximum(error, relative_error(prior)), jnp.maximum(spread, prior.spread)
@@ -262,6 +267,8 @@ class LocalProblem:
 
         rest = self.rest(moments)
         (groups, prior, values, spread), used, error = escalate(both, rule, self.num_rules)
+        if apart is not None:
+            groups, values, error = joined(groups, values, error, apart)
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest) + (0.0 if prior is None else jnp.abs(prior.value))
         own = None
         if local is not None:
@@ -269,32 +276,9 @@ class LocalProblem:
             own = found.mean(moments.loc), found.marginal_sd(moments)
             moments = moments._replace(valid=moments.valid & jnp.all(found.valid))
         missed = error > rule.tolerance
-        return Evaluation(
-            q, moments, groups, prior, rest, values + rest, size, next_rule(rule, used, spread), missed, own
-        )
-
-    def _values_at(self, q, moments: GaussianMoments, rule: Rule, noise) -> Evaluation:
-        """The ELBO at a Gaussian and nothing that only a natural gradient would read."""
-        if not self.program.noisy:
-            found = self.evaluate_at(q, moments, rule, noise)
-            return found._replace(groups=_values_only(found.groups), prior=_values_only(found.prior))
-        values = self.rows.values(self.family.draw(moments, noise.pairs))
-        zero = jnp.zeros_like(values)
-        groups = Expected(values, None, None, zero, zero, zero)
-        draws = self.draws_of(self.prior_program, noise, rule)
-
-        def prior_at(level):
-            prior = self._prior_expected(moments, None, level, draws, False)
-            return prior, relative_error(prior)
-
-        prior, error = None, jnp.zeros((), values.dtype)
-        if self.has_prior_factor:
-            prior, used, error = escalate(prior_at, rule, self.num_rules)
-            rule = next_rule(rule, used, prior.spread)
-        rest = self.rest(moments)
-        own = jnp.zeros((), values.dtype) if prior is None else prior.value
-        elbo, size = jnp.sum(values) + rest + own, jnp.sum(jnp.abs(values)) + jnp.abs(rest) + jnp.abs(own)
-        return Evaluation(q, moments, groups, _values_only(prior), rest, elbo, size, rule, error > rule.tolerance)
+        rule = next_rule(rule, used, spread)
+        slots = None if apart is None else apart.slots
+        return Evaluation(q, moments, groups, prior, rest, values + rest, size, rule, missed, own, slots)
 
     def elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
         """The global ELBO at a fixed q under a fixed quadrature rule: reverse-mode differentiable in the factors' arrays.
@@ -315,7 +299,7 @@ class LocalProblem:
             lambda chunk: self.program.expected(chunk, moments, None, level, draws, False).value,
             chunks_with(self.data.chunks, local),
         )
-        prior = self._prior_expected(moments, None, level, prior_draws, False)
+        prior = self.prior_expected(moments, None, level, prior_draws, False)
         return jnp.sum(values) + self.rest(moments) + (0.0 if prior is None else prior.value)
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
@@ -367,6 +351,10 @@ class LocalProblem:
             operands = jax.tree.map(lambda x: x[only], operands)
         return self.runtime.map_groups(solve, operands, reads_rows=self._solver_reads_rows)
 
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """What all groups propose together, gone on with by the rows set apart: see :func:`refine`."""
+        return results if self.wide is None else refine(self, evaluation, results)
+
     def visit_group(
         self,
         index: Any,
@@ -392,7 +380,7 @@ class LocalProblem:
         if self.matches_moments:
             return visit_prior_moments(self, q, site, state, key, rule)
         draws = self.draws_of(self.prior_program, self._visit_noise(key, noise), rule)
-        expect = partial(self._prior_expected, probe=None, noise=draws, clip=False)
+        expect = partial(self.prior_expected, probe=None, noise=draws, clip=False)
         start_rule = cheaper_rule(rule)
         factor = GroupFactor(
             self.family,
@@ -427,9 +415,11 @@ class LocalProblem:
         steps = getattr(self.solver, "num_steps", 1)
         return steps > 1 or getattr(self.solver, "backtracking", False) is True
 
-    def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None) -> Expected:
-        """A pass over all chunks, summed by group; with local latents, integrated out of the targets."""
+    def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
+        """A pass over all chunks but rows set apart, summed by group; with local latents, integrated out of the targets."""
         data, chunks = self.data, chunks_with(self.data.chunks, local)
+        if apart is not None:
+            chunks = self.wide.without(chunks, apart.slots)
         if isinstance(self.program, MaskedLocalProgram | MaskedIntegratedProgram):
             found = expect(chunks)
         else:
@@ -446,7 +436,8 @@ class LocalProblem:
             return program.expected_all(chunk, moments, probe, noise)
         return program.expected(chunk, moments, probe, level, noise, clip)
 
-    def _prior_expected(self, moments, probe, level, noise, clip) -> Expected | None:
+    def prior_expected(self, moments, probe, level, noise, clip) -> Expected | None:
+        """Expectations of the prior factor, or None without one."""
         if self.prior_program is None:
             return None
         return self.prior_program.expected(self.data.prior, moments, probe, level, noise, clip)
@@ -479,7 +470,3 @@ class LocalProblem:
         if self.data.others is None:
             return rest
         return rest + self.family.expect_quadratic(self.data.others, moments)
-
-
-def _values_only(expected: Expected | None) -> Expected | None:
-    return None if expected is None else dataclasses.replace(expected, target=None, product=None)

@@ -59,6 +59,8 @@ class ProductPlan(Plan):
         blocks: joint blocks.
         turns: for every component, in the family's order, the number of the step of a round that moves it.
         inside: latents inside the partitioned plate. A group's site has terms in its own rows' members alone.
+        tilted: how tilted moments are taken ("exact", "quadrature" or "importance"), of the groups and of the prior factor;
+            empty where nobody matches moments.
     """
 
     likelihood: FactorStructure = dataclasses.field(default_factory=lambda: FactorStructure(()))
@@ -67,6 +69,7 @@ class ProductPlan(Plan):
     blocks: tuple[JointBlock, ...] = ()
     turns: tuple[int, ...] = ()
     inside: tuple[RowLatent, ...] = ()
+    tilted: tuple[str, ...] = ()
 
     @property
     def row_axes(self) -> dict[str, int]:

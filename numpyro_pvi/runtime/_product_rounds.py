@@ -362,7 +362,7 @@ def one_round(
         turned = problem.family.inner(moved, problem.family.fisher_product(q, memory.last)) < 0
         turns = turns + turned
     memory = ProductMemory((again if once else jnp.where(lost, 1.0, again)).astype(dtype), turns, moved)
-    report = _report(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
+    report = report_of(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
     return Round(taken, found, memory, report)
 
 
@@ -383,7 +383,8 @@ def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> Si
     return SiteStack(back(new.groups, old.groups, 1), prior, local)
 
 
-def _report(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
+def report_of(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
+    """The report on a round between two sets of sites, and between their q's, that tested its step ``tries`` times again."""
     change = after - before
     move = problem.moves(q, change)
     if change.prior is not None:

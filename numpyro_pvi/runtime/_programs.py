@@ -110,6 +110,11 @@ class FactorReader:
             found = self.runtime.sum_chunks(read, packing.chunks, groups, offsets, 0)
         return QuadraticProgram(reader, family), found, jnp.arange(count - 1), jnp.arange(count)
 
+    def chunk_of_rows(self, program: AffineProgram, rows: Int[Array, "K"], mask: Bool[Array, "K"]) -> tuple:
+        """What quadrature reads of any rows: see :meth:`AffineProgram.prepare`."""
+        reading = self.plan.partition.reading
+        return program.prepare(reading.call(self.call, (rows, mask)), reading.masks(self.packing, (rows, mask)))
+
     def _draws(self):
         plan, call, packing = self.plan, self.call, self.packing
         part = plan.partition

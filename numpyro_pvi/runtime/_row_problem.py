@@ -201,6 +201,11 @@ class RowProblem:
         whole, results = jax.lax.scan(visit, take(old, 0), operands)
         return results._replace(site=jax.tree.map(lambda x: x[None], whole))
 
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """As they are."""
+        del evaluation
+        return results
+
     def visit_group(
         self,
         index: Any,

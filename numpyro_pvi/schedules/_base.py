@@ -66,6 +66,8 @@ class Evaluation(NamedTuple):
     missed: Bool[Array, ""]
     # Means and sds of the local latents under q, per chunk and row; None when there are none.
     local: tuple[Float[Array, "C R K"], Float[Array, "C R K"]] | None = None
+    # Slots of the rows that see q most widely, where rows are many; else None.
+    wide: Int[Array, "K"] | None = None
 
 
 class RoundCarry(NamedTuple):
@@ -160,6 +162,10 @@ class Problem(Protocol):
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Every group's local solve from the same q, or those of the groups named only; leading axis M, or k."""
+        ...
+
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """What all groups propose from one q, with steps that a few rows may have taken on their own since."""
         ...
 
     def visit_group(
@@ -283,6 +289,7 @@ def accept_jointly(
     probe: Any = None,
     fallback: SiteStack | None = None,
     test: Callable[[Evaluation, SiteStack], Any] | None = None,
+    restart: Any = None,
 ) -> Accepted:
     """Move all sites together towards their proposals, halving the joint step until q is valid and the ELBO has not fallen.
 
@@ -298,13 +305,14 @@ def accept_jointly(
         probe: vector for the curvature product of a mean-field q, or None.
         fallback: proposals that take over, from a full step again, when a few halvings have not helped.
         test: whether a candidate may be taken, from its evaluation and sites, in place of the test of the global ELBO.
+        restart: the step below which they do; None for ``2^-SWEEP_HALVINGS`` of the first.
 
     Returns:
         The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
     """
     if problem.matches_moments:
         return accept_valid(problem, old_sites, proposal, old, step, noise, probe)
-    restart = step * 2.0**-SWEEP_HALVINGS
+    restart = step * 2.0**-SWEEP_HALVINGS if restart is None else restart
 
     def share(step):
         """The share of the proposal's change: the fallback begins again with a full step."""

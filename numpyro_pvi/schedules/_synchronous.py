@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from .._numerics import power_iteration_step
 from ..errors import PVIError
-from ..sites import MAX_HALVINGS, SiteStack
+from ..sites import MAX_HALVINGS, SiteStack, select
 from ._base import (
     Problem,
     RoundCarry,
@@ -19,6 +19,7 @@ from ._base import (
     accept_once,
     elbo_gain,
 )
+from ._mixing import Mixing, mixture, no_mixing
 from ._narrow import hold_width, may_hold
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
@@ -36,6 +37,8 @@ class SynchronousState(NamedTuple):
     last_move: Float[Array, ""]
     # Rounds in which q was kept from widening.
     held: Int[Array, ""]
+    # The last rounds, where they are extrapolated; else None.
+    mixing: Mixing | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Synchronous:
     location turned back, and a fall of the ELBO that the draws' own contradictions explain is no reason to halve. Where
     they may be by draws (there is no structure), a full-covariance q may narrow but not widen in the first 30 rounds whose
     sites together ask for no normalisable q.
+
+    Where sites are two numbers per row (``NaturalGradient(sites=)``), from 128 rows on, the joint step aims at the mixture of the
+    last six rounds' targets whose residuals are least in the Fisher metric of q (Anderson mixing), once these are below five
+    posterior sds; where the ELBO has fallen there, at the round's own target.
 
     Under a stochastic solver each site has been moved as if alone, so that M of them together go M times too far: "auto"
     is then 1/M (a mean of M normalisable q's is normalisable). The ELBO is looked at once, and a round is undone, and the
@@ -94,14 +101,16 @@ class Synchronous:
         probe = jnp.ones((dim,), dtype) / jnp.sqrt(jnp.asarray(max(dim, 1), dtype))
         one = jnp.ones((), dtype)
         averaging = no_averaging(problem.family.dim if problem.noisy and not problem.stochastic else 0, dtype)
-        return SynchronousState(one * self._largest(problem), probe, one, averaging, one * jnp.inf, jnp.int32(0))
+        largest = self._largest(problem)
+        mixing = no_mixing(problem, largest == 1.0, dtype)
+        return SynchronousState(one * largest, probe, one, averaging, one * jnp.inf, jnp.int32(0), mixing)
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of every site: see :class:`numpyro_pvi.schedules.Schedule`."""
         solve_key, prior_key = jax.random.split(key)
         probe, scale = (None, None) if problem.stochastic else self._probe(problem, carry)
         old = carry.evaluation
-        results = problem.visit_all(carry, solve_key, noise)
+        results = problem.refined(old, problem.visit_all(carry, solve_key, noise))
         prior = None
         if problem.has_prior_factor:
             prior = problem.visit_prior(
@@ -118,7 +127,17 @@ class Synchronous:
                 # Such a step narrows q and is short already: what earlier rounds had to halve says nothing of it.
                 first = jnp.where(held > carry.schedule.held, self._largest(problem), first).astype(first.dtype)
                 carry = carry._replace(schedule=carry.schedule._replace(held=held))
-            done = accept_jointly(problem, carry.sites, proposal, old, first, noise, probe)
+            mixing, aim, fallback, restart = carry.schedule.mixing, proposal, None, None
+            if mixing is not None:
+                mixing, mixed, attempt = mixture(problem, mixing, carry, proposal)
+                aim, fallback = select(attempt, mixed, proposal), proposal
+                # A mixture is taken whole or not at all; without one there is nothing to fall back on.
+                first = jnp.where(attempt, self._largest(problem), first).astype(first.dtype)
+                restart = jnp.where(attempt, first, 0.0)
+            done = accept_jointly(problem, carry.sites, aim, old, first, noise, probe, fallback, restart=restart)
+            if mixing is not None:
+                refused = attempt & ((done.halvings > 0) | ~done.accepted)
+                carry = carry._replace(schedule=carry.schedule._replace(mixing=mixing._replace(refused=refused)))
         return self._finish(problem, carry, results, prior, done, scale)
 
     def _probe(self, problem: Problem, carry: RoundCarry):
@@ -172,7 +191,13 @@ class Synchronous:
             done.evaluation,
             results.state,
             None if prior is None else prior.state,
-            SynchronousState(step.astype(state.step.dtype), probe, eigenvalue, averaging, moved, state.held),
+            state._replace(
+                step=step.astype(state.step.dtype),
+                probe=probe,
+                eigenvalue=eigenvalue,
+                averaging=averaging,
+                last_move=moved,
+            ),
             report,
         )
 

@@ -7,6 +7,7 @@ from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
 from ._natural_gradient import NaturalGradient
 from ._power_ep import PowerEP, trouble_of
+from ._product_visits import MatchState, first_match_state, match_visit
 from ._snep import SNEP
 from ._stochastic import StochasticNaturalGradient
 from ._stochastic_ep import StochasticEP
@@ -22,12 +23,15 @@ __all__ = [
     "LocalResult",
     "LocalSolver",
     "MCMCMoments",
+    "MatchState",
     "NaturalGradient",
     "PowerEP",
     "SNEP",
     "StochasticEP",
     "StochasticNaturalGradient",
     "TiltedFactor",
+    "first_match_state",
     "local_free_energy",
+    "match_visit",
     "trouble_of",
 ]

@@ -108,6 +108,12 @@ class PowerEP(MatchesMoments):
     Neither the ELBO nor the evidence need rise from round to round, so rounds are accepted when q is valid. ``update``'s
     loss is still the negative ELBO of q after the round; :meth:`numpyro_pvi.PVI.log_evidence` gives EP's own estimate.
 
+    Under :class:`numpyro_pvi.AutoExponentialFamily` T are the statistics of the latents' own families, and moments are of all
+    latents that a factor sees together: in closed form where the factor is affine in T jointly (one round is then exact at every
+    power), by quadrature where it sees at most two numbers of scalar or normal latents (or a Dirichlet's three shares) and a few
+    values of discrete ones, else by weighted draws of q. Latents inside the partitioned plate, one factor per row, "laplace" and
+    "mcmc" are refused.
+
     Args:
         power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational
             inference, which seeks a mode.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from ..families import GaussianFamily
 
 # Cosine between successive moves below which a site counts as swinging, and the least step that swinging leads to.
-_SWING, _LEAST_STEP = -0.5, 2.0**-6
+SWING, LEAST_STEP = -0.5, 2.0**-6
 
 
 def own_step(
@@ -45,7 +45,7 @@ def own_step(
     size = jnp.linalg.norm(move) * jnp.linalg.norm(last)
     cosine = jnp.dot(move, last) / jnp.where(size > 0, size, 1.0)
     # A swing that dies out by itself needs no help.
-    swings = (cosine < _SWING) & (jnp.linalg.norm(move) > 0.5 * jnp.linalg.norm(last))
-    new = jnp.where(swings, jnp.maximum(0.5 * step, min(_LEAST_STEP, largest)), step)
+    swings = (cosine < SWING) & (jnp.linalg.norm(move) > 0.5 * jnp.linalg.norm(last))
+    new = jnp.where(swings, jnp.maximum(0.5 * step, min(LEAST_STEP, largest)), step)
     new = jnp.where(cosine > 0, jnp.minimum(1.25 * new, largest), new)
     return new.astype(step.dtype), jnp.where(usable, move, last)

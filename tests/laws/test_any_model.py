@@ -326,12 +326,12 @@ def test_a_prior_factor_left_out_of_the_guides_params(monkeypatch):
 @pytest.mark.slow
 def test_a_prior_factor_left_out_of_the_elbo(monkeypatch):
     """Law 6's fault."""
-    right = local_problem.LocalProblem._prior_expected
+    right = local_problem.LocalProblem.prior_expected
 
     def wrong(self, *args, **kwargs):
         found = right(self, *args, **kwargs)
         return None if found is None else dataclasses.replace(found, value=0.0 * found.value)
 
-    monkeypatch.setattr(local_problem.LocalProblem, "_prior_expected", wrong)
+    monkeypatch.setattr(local_problem.LocalProblem, "prior_expected", wrong)
     case = CASES["discrete latents"]
     assert accounting(fit(case, COARSE, "index"), case.whole) > 0.3

@@ -12,7 +12,7 @@ import pytest
 from numpyro_pvi import PVI, AutoExponentialFamily, CheckpointError, Partition, StateError
 from numpyro_pvi.families import CategoricalFamily, LogNormalFamily
 from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous
-from numpyro_pvi.solvers import NaturalGradient, StochasticNaturalGradient
+from numpyro_pvi.solvers import NaturalGradient, PowerEP, StochasticNaturalGradient
 
 from .test_resume import numbers
 
@@ -62,6 +62,7 @@ CASES = {
     "drawn": (shaped, Y, {}, NaturalGradient(), Synchronous()),
     "joint-random": (line, Y, {"joint": [("a", "b")]}, NaturalGradient(), Sequential("random")),
     "rows-stochastic": (rates, COUNTS, {}, BATCHES, StochasticSubset(2)),
+    "matched": (shaped, Y, {}, PowerEP(0.5, moments="importance"), Synchronous()),
     "mixture": (mixture, Y, {"families": {"z": CategoricalFamily(2)}}, NaturalGradient(), Synchronous()),
 }
 SLOW = ("mixture", "drawn", "joint-random")

@@ -1,0 +1,238 @@
+"""Coordinates of families with one or two numbers, in which their densities are smooth and fall off on both sides.
+
+The integral of a density over such a coordinate u is a plain sum over evenly spaced points to about rounding, because the
+integrand is analytic and vanishes at both ends (or is periodic). Logarithms and logits do that for gammas and betas, however
+small their concentrations, and keep the statistics of values that round to an end of the support.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ._base import Family
+from ._dirichlet import BetaFamily, BetaMean, DirichletFamily, DirichletMean
+from ._gamma import (
+    ExponentialLawFamily,
+    ExponentialMean,
+    GammaFamily,
+    GammaMean,
+    InverseGammaFamily,
+    InverseGammaMean,
+)
+from ._gaussian import MultivariateNormalFamily, NormalFamily
+from ._normal import LogNormalFamily, LogNormalMean, ScalarNormalFamily
+from ._product import base_family
+from ._von_mises import VonMisesFamily
+
+
+@runtime_checkable
+class GridRule(Protocol):
+    """How a family's values are reached from coordinates u; what every implementor owes.
+
+    Values, statistics and coordinates have the members' axes behind those of the points. ``circle`` says that u is an angle.
+    """
+
+    @property
+    def circle(self) -> bool:
+        """Whether u is periodic, with period 2 pi."""
+        ...
+
+    @property
+    def lacks(self) -> int:
+        """How many fewer coordinates an event has than entries: 1 where these add up to 1."""
+        ...
+
+    def around(self, natural: Any) -> tuple[Array, Array]:
+        """Where a member's mass lies in u, and how wide it is there, roughly."""
+        ...
+
+    def value(self, natural: Any, u: Array) -> Array:
+        """The value, inside the support as rounded."""
+        ...
+
+    def statistics(self, natural: Any, u: Array) -> Any:
+        """T of the value, finite."""
+        ...
+
+    def log_slope(self, natural: Any, u: Array) -> Array:
+        """log of du's image, ``log |d theta / du|``, one number per coordinate."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Real:
+    family: Any
+    circle: bool = False
+    lacks: int = 0
+
+    def around(self, natural):
+        first, precision = jax.tree.leaves(natural)
+        return first / precision, 1 / jnp.sqrt(precision)
+
+    def value(self, natural, u):
+        return u
+
+    def statistics(self, natural, u):
+        return self.family.sufficient_statistics(u)
+
+    def log_slope(self, natural, u):
+        return jnp.zeros_like(u)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Circle(_Real):
+    circle: bool = True
+
+    def around(self, natural):
+        return jnp.arctan2(natural.sin, natural.cos), jnp.ones_like(natural.cos)
+
+    def value(self, natural, u):
+        return jnp.mod(u + jnp.pi, 2 * jnp.pi) - jnp.pi
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vector(_Real):
+    """Coordinates in which q is a standard normal."""
+
+    def around(self, natural):
+        return jnp.zeros_like(natural.precision_mean), jnp.ones_like(natural.precision_mean)
+
+    def value(self, natural, u):
+        moments = self.family.moments(natural)
+        return moments.loc + jnp.einsum("ij,...j->...i", moments.scale, u)
+
+    def statistics(self, natural, u):
+        return self.family.sufficient_statistics(self.value(natural, u))
+
+    def log_slope(self, natural, u):
+        share = -0.5 * self.family.moments(natural).log_det_precision / self.family.dim
+        return jnp.full_like(u, share)
+
+
+class _Log:
+    """u = log x of positive values."""
+
+    circle, lacks = False, 0
+
+    def value(self, natural, u):
+        # Products of two extreme values are numbers still.
+        most = 0.49 * math.log(float(jnp.finfo(u.dtype).max))
+        return jnp.exp(jnp.clip(u, -most, most))
+
+    def log_slope(self, natural, u):
+        return u
+
+
+def _exp(u):
+    return jnp.exp(jnp.minimum(u, 0.98 * math.log(float(jnp.finfo(u.dtype).max))))
+
+
+class _LogNormal(_Log):
+    def around(self, natural):
+        return (natural.log + 1) / natural.precision, 1 / jnp.sqrt(natural.precision)
+
+    def statistics(self, natural, u):
+        return LogNormalMean(u, -0.5 * u**2)
+
+
+class _Gamma(_Log):
+    def around(self, natural):
+        a = natural.log + 1
+        return jnp.log(a / natural.rate), 1 / jnp.sqrt(a)
+
+    def statistics(self, natural, u):
+        return GammaMean(u, -_exp(u))
+
+
+class _InverseGamma(_Log):
+    def around(self, natural):
+        a = natural.log - 1
+        return jnp.log(natural.rate / a), 1 / jnp.sqrt(a)
+
+    def statistics(self, natural, u):
+        return InverseGammaMean(-u, -_exp(-u))
+
+
+class _Exponential(_Log):
+    def around(self, natural):
+        return -jnp.log(natural.rate), jnp.ones_like(natural.rate)
+
+    def statistics(self, natural, u):
+        return ExponentialMean(-_exp(u))
+
+
+class _Beta:
+    """u = logit x."""
+
+    circle, lacks = False, 0
+
+    def around(self, natural):
+        a, b = natural.log + 1, natural.log_complement + 1
+        return jnp.log(a / b), jnp.sqrt(1 / a + 1 / b)
+
+    def value(self, natural, u):
+        info = jnp.finfo(u.dtype)
+        return jnp.clip(jax.nn.sigmoid(u), float(info.tiny) ** 0.5, 1 - 0.5 * float(info.eps))
+
+    def statistics(self, natural, u):
+        return BetaMean(jax.nn.log_sigmoid(u), jax.nn.log_sigmoid(-u))
+
+    def log_slope(self, natural, u):
+        return jax.nn.log_sigmoid(u) + jax.nn.log_sigmoid(-u)
+
+
+class _Dirichlet:
+    """u = log of the shares over the last one."""
+
+    circle, lacks = False, 1
+
+    def around(self, natural):
+        a, last = natural.log[..., :-1] + 1, natural.log[..., -1:] + 1
+        return jnp.log(a / last), jnp.sqrt(1 / a + 1 / last)
+
+    def _logs(self, u):
+        return jax.nn.log_softmax(jnp.concatenate([u, jnp.zeros_like(u[..., :1])], axis=-1), axis=-1)
+
+    def value(self, natural, u):
+        return jnp.exp(jnp.maximum(self._logs(u), 0.49 * math.log(float(jnp.finfo(u.dtype).tiny))))
+
+    def statistics(self, natural, u):
+        return DirichletMean(self._logs(u))
+
+    def log_slope(self, natural, u):
+        # The determinant is the product of all shares; the last one's part goes to the coordinates in equal parts.
+        logs = self._logs(u)
+        return logs[..., :-1] + logs[..., -1:] / u.shape[-1]
+
+
+def grid_rule(family: Family) -> GridRule | None:
+    """The coordinates of a family.
+
+    Args:
+        family: a family; repetitions are looked through, since every member has coordinates of its own.
+
+    Returns:
+        The rule; None where the family has none (those over finitely many values, chains and matrices). A family
+        from outside may have one, as an attribute ``grid_rule``.
+    """
+    family = base_family(family)
+    if isinstance(family, MultivariateNormalFamily):
+        return _Vector(family)
+    rules: dict[type, Any] = {
+        ScalarNormalFamily: _Real(family),
+        NormalFamily: _Real(family),
+        LogNormalFamily: _LogNormal(),
+        GammaFamily: _Gamma(),
+        InverseGammaFamily: _InverseGamma(),
+        ExponentialLawFamily: _Exponential(),
+        BetaFamily: _Beta(),
+        DirichletFamily: _Dirichlet(),
+        VonMisesFamily: _Circle(family),
+    }
+    return rules.get(type(family)) or getattr(family, "grid_rule", None)

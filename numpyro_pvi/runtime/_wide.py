@@ -1,0 +1,220 @@
+"""Rows that see q widely, a few of many: a quadrature rule of their own, and steps of their own within a round."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..expectations import FIXED_RULES, AffineProgram, Expected, TermNumbers, add_expected, rule_index
+from ..factors import Packing
+from ..families import GaussianMoments, GaussianNatural
+from ..schedules import Rule
+from ..sites import SiteStack, posterior, select
+from ..solvers import LocalResult, NaturalGradient
+from ._extrapolate import climb
+from ._rules import escalate, relative_error
+
+# Rows from which a share of them is set apart, that share, and the most latents whose steps are extrapolated.
+LEAST_ROWS, SHARE, MOST_LATENTS = 1 << 15, 24, 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WideRows:
+    """Picks the rows that see q most widely, whatever their groups, so that a pass does not depend on the partition.
+
+    Args:
+        program: quadrature over affine predictors, for a full-covariance q.
+        prepare: the rows and which of them count, both of length K, to what ``program`` reads.
+        rows: which row stands in every slot of every chunk.
+        mask: which slots count.
+        count: K.
+    """
+
+    program: AffineProgram
+    prepare: Callable[[Int[Array, "K"], Bool[Array, "K"]], Any]
+    rows: Int[Array, "C R"]
+    mask: Bool[Array, "C R"]
+    count: int
+
+    def select(self, chunks: Any, moments: GaussianMoments) -> Int[Array, "K"]:
+        """The slots, counted through all chunks, of the rows with the largest predictor sds under q."""
+        found = jax.lax.map(lambda c: self.program.widths(c, moments), chunks, batch_size=_AT_ONCE)
+        # Single precision will do, and is sorted ten times as fast; NaNs are no rows to single out.
+        widths = jnp.nan_to_num(jnp.where(self.mask, found, -1.0).astype(jnp.float32).reshape(-1))
+        return jnp.sort(jax.lax.top_k(widths, self.count)[1]).astype(jnp.int32)
+
+    def read(self, slots: Int[Array, "K"]) -> Any:
+        """What the program reads of these slots."""
+        return self.prepare(self.rows.reshape(-1)[slots], self.mask.reshape(-1)[slots])
+
+    def without(self, chunks: Any, slots: Int[Array, "K"]) -> Any:
+        """All chunks, in which these slots do not count."""
+        kept = jnp.ones((self.mask.size,), bool).at[slots].set(False).reshape(self.mask.shape)
+        return tuple((data, mask & kept) for data, mask in chunks)
+
+    def spread(
+        self, slots: Int[Array, "K"], numbers: tuple[TermNumbers, ...], spread: Float[Array, ""]
+    ) -> tuple[TermNumbers, ...]:
+        """Numbers of the picked rows at their slots in all chunks, and zeros elsewhere."""
+
+        def placed(x):
+            return jnp.zeros((self.mask.size,), x.dtype).at[slots].set(x).reshape(self.mask.shape)
+
+        everywhere = jnp.broadcast_to(spread, self.mask.shape[:1])
+        return tuple(jax.tree.map(placed, n._replace(spread=None))._replace(spread=everywhere) for n in numbers)
+
+
+# Chunks whose widths are found at once.
+_AT_ONCE = 16
+
+
+def wide_rows(plan: Any, program: Any, solver: Any, packing: Any, read: Callable) -> WideRows | None:
+    """How the widest rows of a likelihood are set apart, or None where its rows are few or not of that kind.
+
+    Args:
+        plan: the static plan.
+        program: of the likelihood.
+        solver: the local solver.
+        packing: rows of each chunk.
+        read: the program and any rows to what the program reads of them.
+
+    Returns:
+        How to pick and read them.
+    """
+    if not isinstance(program, AffineProgram) or not isinstance(packing, Packing) or plan.partition.local is not None:
+        return None
+    family, size = plan.family, packing.rows.size
+    natural = isinstance(solver, NaturalGradient) and solver.num_steps == 1 and solver.backtracking is not True
+    if not (family.full and natural and size >= LEAST_ROWS and family.dim <= MOST_LATENTS):
+        return None
+    if any(spec.row_dim != -1 for spec in program.terms):
+        return None
+    # A power of two: the number of slots, padding with them, depends a little on how rows are grouped.
+    count = 1 << ((size // SHARE).bit_length() - 1)
+    probe = jax.eval_shape(partial(read, program), *(jax.ShapeDtypeStruct((count,), t) for t in (jnp.int32, bool)))
+    if any(mask.shape != (count,) for _, mask in probe):
+        return None
+    return WideRows(program, partial(read, program), packing.rows, packing.mask, count)
+
+
+class WideFound(NamedTuple):
+    """Of the picked rows: their slots, what quadrature says of them by group, and how well."""
+
+    slots: Int[Array, "K"]
+    groups: Expected
+    error: Float[Array, ""]
+
+
+def expect_wide(problem: Any, moments: GaussianMoments, rule: Rule) -> WideFound:
+    """Expectations of the widest rows under the cheapest rule that serves them.
+
+    Args:
+        problem: the factors.
+        moments: q.
+        rule: the tolerance; where to start is read off the rows.
+
+    Returns:
+        The rows' part of every group's expectations, and its relative error.
+    """
+    wide: WideRows = problem.wide
+    slots = wide.select(problem.data.chunks, moments)
+    chunk = wide.read(slots)
+    widest = jnp.max(wide.program.widths(chunk, moments))
+
+    def at(level):
+        numbers = wide.program.numbers(chunk, moments, level)
+        return numbers, relative_error(wide.program.contract(chunk, numbers, moments))
+
+    first = jnp.clip(rule_index(widest), 0, len(FIXED_RULES) - 1).astype(jnp.int32)
+    numbers, _, error = escalate(at, rule._replace(level=first), problem.num_rules)
+    return WideFound(slots, by_group(problem, slots, chunk, numbers, moments), error)
+
+
+def joined(groups: Expected, values: Any, error: Any, apart: WideFound) -> tuple[Expected, Any, Any]:
+    """All rows' expectations, values and error, from those of the rows set apart and of the others."""
+    found = add_expected(groups, apart.groups)
+    return found, values + jnp.sum(apart.groups.value), jnp.maximum(error, apart.error)
+
+
+def by_group(problem: Any, slots: Any, chunk: Any, numbers: tuple[TermNumbers, ...], moments: Any) -> Expected:
+    """Sum the picked rows' numbers over their design, group by group."""
+    wide: WideRows = problem.wide
+    if problem.num_groups == 1:
+        whole = wide.program.contract(chunk, numbers, moments)
+        return jax.tree.map(lambda x: x[None], whole)
+    spread = jnp.stack([n.spread for n in numbers]).max()
+    placed = wide.spread(slots, numbers, spread)
+    chunks = (problem.data.chunks, placed)
+    data, working = problem.data, wide.program.working_bytes(problem.data.chunks)
+
+    def contract(both):
+        return wide.program.contract(*both, moments)
+
+    return problem.runtime.sum_chunks(contract, chunks, data.chunk_group, data.offsets, working)
+
+
+class _Rows(NamedTuple):
+    """One q of the search: natural parameters, and the numbers of the picked rows that it stands for."""
+
+    natural: GaussianNatural
+    numbers: Any
+
+
+def refine(problem: Any, evaluation: Any, results: LocalResult) -> LocalResult:
+    """Go on with the widest rows alone, the other rows' proposals held, before all rows are looked at again.
+
+    Where labels separate the rows that see a direction (rare categories), each step takes q a fixed way along it, as
+    Newton's method does on an exponential, for dozens of rounds; the rows that say so are few. With the others' sites
+    held, theirs are iterated on the local free energy of all of them together. Where the first proposal is a fixed point of
+    all rows the search ends at once, whatever the quadrature: its target at the old q is the exact one.
+
+    Args:
+        problem: the factors; ``evaluation.wide`` are the picked slots.
+        evaluation: of the q that the proposals were made at.
+        results: what the groups propose; where one proposes nothing, nothing is refined.
+
+    Returns:
+        The proposals, refined.
+    """
+    proposed, moved = results.site, results.moved
+    wide: WideRows = problem.wide
+    family, program = problem.family, dataclasses.replace(wide.program, num_rules=len(FIXED_RULES))
+    chunk = wide.read(evaluation.wide)
+
+    def numbers_at(moments):
+        level = jnp.clip(rule_index(jnp.max(program.widths(chunk, moments))), 0, len(FIXED_RULES) - 1)
+        found = program.numbers(chunk, moments, level)
+        kept = tuple((n.rows, n.weight) for n in found)
+        return kept, program.contract(chunk, found, moments)
+
+    prior = None if evaluation.prior is None else evaluation.prior.target
+    start = posterior(problem.prior_natural, SiteStack(proposed, prior))
+    first = family.moments(start)
+    # Both looks from one compiled program.
+    ends = jax.lax.map(numbers_at, jax.tree.map(lambda *xs: jnp.stack(xs), evaluation.moments, first))
+    (before, own), at_start = (jax.tree.map(lambda x, i=i: x[i], ends) for i in (0, 1))
+    rest = start - own.target
+
+    def energy_of(moments, looked):
+        numbers, found = looked
+        energy = found.value + family.expect_quadratic(rest, moments) - 0.5 * moments.log_det_precision
+        size = jnp.abs(found.value) + jnp.abs(energy - found.value)
+        return energy, size, moments, _Rows(family.symmetrise(rest + found.target), numbers)
+
+    def value(point: _Rows):
+        moments = family.moments(point.natural)
+        return energy_of(moments, numbers_at(moments))
+
+    best, usable = climb(_Rows(start, before), energy_of(first, at_start), value)
+    change = jax.tree.map(lambda new, old: new - old, best.numbers, before)
+    zero = jnp.zeros((wide.count,), start.precision_mean.dtype)
+    parts = tuple(TermNumbers(zero, rows, weight, zero, zero, zero[0]) for rows, weight in change)
+    by = by_group(problem, evaluation.wide, chunk, parts, evaluation.moments).target
+    usable = usable & jnp.all(moved)
+    return results._replace(site=select(jnp.broadcast_to(usable, moved.shape), proposed + by, proposed))

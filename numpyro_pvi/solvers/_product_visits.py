@@ -1,0 +1,128 @@
+"""Visits of solvers that match moments of products of families: steps, and what a group remembers of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._numerics import all_finite
+from ..expectations import Tilted
+from ..families import ProductFamily
+from ..sites import MAX_HALVINGS, back_off, select
+from ._base import LocalResult
+from ._swing import LEAST_STEP, SWING
+
+# Standard errors that a change must exceed to count as a swing.
+_NOISES = 3.0
+
+# Why a group's moments were not what was asked for.
+FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER = range(6)
+_SENTENCES = {
+    NOT_FINITE: "its log density is not finite anywhere under q: narrow the prior, scale the columns, or check that "
+    "the observations lie in the likelihood's support",
+    NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity (q without its site) is "
+    "improper or its weights have collapsed: use a smaller power (PowerEP(power=0.5)) or a smaller damping, more draws "
+    "(ImportanceMoments(num_draws=...)), or solver=NaturalGradient(), which needs no proper cavity",
+    NO_STEP: "no step towards its tilted moments left q normalisable: use a smaller power (PowerEP(power=0.5)) or a smaller "
+    "damping",
+    COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
+    "pass more draws (ImportanceMoments(num_draws=...)), a smaller power, or split the group",
+    IMPROPER: "its tilted distribution is improper at the full power, so its moments were taken at {temper:.2g} of it: where "
+    "this lasts the limit is not that of the power asked for; use a smaller power or a smaller damping",
+}
+
+
+class MatchState(NamedTuple):
+    """One group's memory, and what its last visit found."""
+
+    # The step that it takes: halved while its moves turn back, grown again while they do not.
+    step: Float[Array, ""]
+    # The last change that was asked for, natural parameters.
+    last: Any
+    # Effective sample size (NaN where nothing is sampled), and the standard error of a full step's move, in sds of q.
+    ess: Float[Array, ""]
+    noise: Float[Array, ""]
+    # Share of the power that was used, and what went wrong (0: nothing).
+    temper: Float[Array, ""]
+    trouble: Int[Array, ""]
+
+    def sentence(self) -> str | None:
+        """What went wrong in the last visit, and the remedy, without the group's name; None where nothing did."""
+        found = _SENTENCES.get(int(self.trouble))
+        return None if found is None else found.format(ess=float(self.ess), temper=float(self.temper))
+
+
+def first_match_state(zeros: Any, damping: float, dtype: Any) -> MatchState:
+    """The memory of a group that nobody has visited.
+
+    Args:
+        zeros: natural parameters of a unit site.
+        damping: largest step in (0, 1]; 1 is the full step.
+        dtype: floating dtype.
+
+    Returns:
+        The memory.
+    """
+    zero = jnp.zeros((), dtype)
+    return MatchState(zero + damping, zeros, zero + jnp.nan, zero, zero + 1.0, jnp.int32(FINE))
+
+
+def match_visit(
+    family: ProductFamily, q: Any, site: Any, found: Tilted, state: MatchState, damping: float
+) -> LocalResult:
+    """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, as much of it as leaves q normalisable.
+
+    Args:
+        family: of q.
+        q: natural parameters of q.
+        site: the group's site.
+        found: what matching moments asks for.
+        state: the group's memory.
+        damping: largest step in (0, 1]; 1 is the full step.
+
+    Returns:
+        The site, the new memory, and how it went.
+    """
+    usable = found.valid & all_finite(found.change)
+    change = select(usable, found.change, jax.tree.map(jnp.zeros_like, site))
+    own = _own_step(family, q, change, found.noise, state, damping)
+    taken, tries = back_off(lambda step: family.in_domain(q + change * step), own)
+    good = usable & family.in_domain(q + change * taken)
+    sampled = ~jnp.isnan(found.ess)
+    reasons = [
+        (~found.finite, NOT_FINITE),
+        (~found.valid, NO_TILTED),
+        (usable & ~good, NO_STEP),
+        ((found.temper < 1) & sampled, COLLAPSED),
+        (found.temper < 1, IMPROPER),
+    ]
+    trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
+    new = MatchState(
+        jnp.where(good, own, state.step),
+        select(good, change, state.last),
+        found.ess,
+        found.noise,
+        found.temper,
+        trouble.astype(jnp.int32),
+    )
+    halvings = jnp.round(-jnp.log2(found.temper)).astype(jnp.int32)
+    tries = jnp.minimum(tries, MAX_HALVINGS) + jnp.where(usable, halvings, 0)
+    return LocalResult(select(good, site + change * taken, site), new, tries, good, jnp.where(good, taken, 0.0))
+
+
+def _own_step(
+    family: ProductFamily, q: Any, change: Any, noise: Any, state: MatchState, damping: float
+) -> Float[Array, ""]:
+    """The step of a visit: halved where the change asked for turns back on the last one, and grown again where it goes on."""
+    image = family.fisher_product(q, change)
+    size, last = family.inner(change, image), family.inner(state.last, family.fisher_product(q, state.last))
+    both = jnp.sqrt(jnp.maximum(size, 0.0)) * jnp.sqrt(jnp.maximum(last, 0.0))
+    cosine = family.inner(state.last, image) / jnp.where(both > 0, both, 1.0)
+    # A swing that dies out by itself needs no help; of draws' noise late rounds are averaged.
+    swings = (cosine < SWING) & (size > 0.25 * last) & (size > (_NOISES * noise) ** 2)
+    step = jnp.where(swings, jnp.maximum(0.5 * state.step, min(LEAST_STEP, damping)), state.step)
+    step = jnp.where(cosine > 0, jnp.minimum(1.25 * step, damping), step)
+    return step.astype(state.step.dtype)

@@ -1,0 +1,116 @@
+"""Rounds extrapolated from the last ones, where sites are two numbers per row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PVI, Partition
+from numpyro_pvi.families import GaussianNatural
+from numpyro_pvi.schedules import _mixing
+from numpyro_pvi.solvers import NaturalGradient
+
+NUM_ROWS = 24
+SIZES = {1: (24,), 3: (5, 12, 7)}
+
+
+def _data() -> tuple[jax.Array, jax.Array]:
+    """A smooth function under a prior so wide that labels all but separate it."""
+    x = np.linspace(0.0, 3.0, NUM_ROWS)
+    gram = 25.0 * (np.exp(-2.0 * (x[:, None] - x) ** 2) + 1e-6 * np.eye(NUM_ROWS))
+    return jnp.asarray(gram), jnp.asarray((np.sin(3.0 * x) + 0.3 * np.cos(11.0 * x) > 0).astype(float))
+
+
+def _model(gram, y=None):
+    f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(gram.shape[0]), gram))
+    with numpyro.plate("rows", gram.shape[0]) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=f[i]), obs=None if y is None else y[i])
+
+
+def _pvi(num_groups: int = 1) -> PVI:
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(num_groups), SIZES[num_groups]))
+    split = Partition(_model, "rows", labels)
+    return PVI(split, AutoMultivariateNormal(_model), solver=NaturalGradient(sites="rows"))
+
+
+def _fit(num_groups: int, rounds: int) -> np.ndarray:
+    """Losses by round."""
+    fit = _pvi(num_groups).run(jax.random.key(0), rounds, *_data(), progress_bar=False)
+    assert (fit.state.schedule_state.mixing is not None) == (NUM_ROWS >= _mixing.LEAST_ROWS)
+    return np.asarray(fit.losses)
+
+
+@pytest.fixture
+def extrapolated(monkeypatch):
+    """The rule for many rows on few, and no program compiled under another."""
+    jax.clear_caches()
+    monkeypatch.setattr(_mixing, "LEAST_ROWS", 16)
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    if not jax.config.jax_enable_x64:
+        pytest.skip("gaps of 1e-6 nats are below the rounding of float32")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return _fit(1, 60)
+
+
+def _pays(plain: np.ndarray, losses: np.ndarray) -> None:
+    lowest = plain.min()
+    assert losses[-1] == pytest.approx(lowest, abs=1e-5)
+    assert np.all(np.diff(losses) < 1e-8)
+    assert np.sum(losses > lowest + 1e-5) <= 7 < np.sum(plain > lowest + 1e-5) / 3
+
+
+def test_fewer_rounds_reach_the_same_optimum_whatever_the_partition(plain, extrapolated):
+    fits = {m: _fit(m, 30) for m in SIZES}
+    _pays(plain, fits[1])
+    assert fits[3] == pytest.approx(fits[1], abs=1e-6)
+
+
+def test_a_mixture_that_looks_back_is_seen(plain, extrapolated, monkeypatch):
+    right = _mixing.mixing_shares
+
+    def back(gram, filled):
+        shares = -right(gram, filled)[:-1]
+        return jnp.append(shares, 1.0 - jnp.sum(shares))
+
+    monkeypatch.setattr(_mixing, "mixing_shares", back)
+    with pytest.raises(AssertionError):
+        _pays(plain, _fit(1, 30))
+
+
+def test_inner_products_are_those_of_divergences():
+    """Half the inner product of a small change with itself is KL to second order, between dense Gaussians by NumPy."""
+    pvi = _pvi()
+    state = pvi.init(jax.random.key(0), *_data())
+    problem = pvi._engine._state_problem(state, None, _data(), {}, False)
+    rng, scale = np.random.default_rng(3), 1e-4
+    natural = GaussianNatural(jnp.asarray(rng.normal(size=NUM_ROWS)), jnp.asarray(rng.uniform(0.1, 1.0, NUM_ROWS)))
+    change = scale * rng.normal(size=(2, NUM_ROWS))
+    moments = problem.family.moments(natural)
+    found = problem.family.inner_products(moments, GaussianNatural(*(jnp.asarray(c)[None] for c in change)))
+    prior = np.linalg.inv(np.asarray(_data()[0]))
+
+    def dense(h, ell):
+        precision = prior + np.diag(ell)
+        return np.linalg.solve(precision, h), precision
+
+    (m, left), (n, right) = (
+        dense(*map(np.asarray, (natural.precision_mean, natural.precision))),
+        dense(np.asarray(natural.precision_mean) + change[0], np.asarray(natural.precision) + change[1]),
+    )
+    trace = np.trace(np.linalg.solve(left, right)) - NUM_ROWS
+    log_dets = np.linalg.slogdet(left)[1] - np.linalg.slogdet(right)[1]
+    divergence = 0.5 * (trace + log_dets + (n - m) @ right @ (n - m))
+    assert 0.5 * float(found[0, 0]) == pytest.approx(divergence, rel=1e-2)
