@@ -89,8 +89,11 @@ class ExponentialPVI(PVI):
         """Run rounds; see :meth:`PVI.run`. Losses that are left out are not computed where rounds see some rows only."""
         whole, start = self._engine, kwargs.get("init_state")
         if isinstance(loss_every, int) and loss_every > 1:
-            first = 0 if start is None else int(start.step) % loss_every
-            self._engine = dataclasses.replace(whole, loss_every=loss_every, loss_from=first)
+            self._engine = dataclasses.replace(whole, loss_every=loss_every)
+            if isinstance(start, PVIState) and getattr(start.schedule_state, "loss_from", None) is not None:
+                # In the state, so that no run from another state compiles anew.
+                memory = start.schedule_state._replace(loss_from=jnp.int32(start.step % loss_every))
+                kwargs["init_state"] = dataclasses.replace(start, schedule_state=memory)
         try:
             return super().run(rng_key, num_steps, *args, loss_every=loss_every, **kwargs)
         finally:

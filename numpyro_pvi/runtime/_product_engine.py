@@ -49,7 +49,6 @@ class ProductEngine:
     num_particles: int
     # Where rounds see some rows only, the ELBO of all is taken after every so many rounds from that one on.
     loss_every: int = 1
-    loss_from: int = 0
 
     @property
     def settings(self) -> Settings:
@@ -89,7 +88,7 @@ class ProductEngine:
 
     def first_memory(self, plan: Any, q: Any, dtype: Any) -> ProductMemory:
         """The schedule's memory before the first round."""
-        return first_partial_memory(self.solver, q, plan.shared, first_memory(plan, q, dtype))
+        return first_partial_memory(self.solver, self.schedule, q, plan.shared, first_memory(plan, q, dtype))
 
     def noise(self, rng_key: Any) -> Any:
         """Key of the draws that belong to a state: its loss and its next round share them."""

@@ -32,6 +32,8 @@ class ProductMemory(NamedTuple):
     # Rounds in which q turned back, and the last change of q; None where nothing is drawn.
     turns: Int[Array, ""]
     last: Any
+    # Where rounds see some groups or rows only: the remainder of the steps after which losses are due; else None.
+    loss_from: Int[Array, ""] | None = None
 
 
 class Settings(NamedTuple):
@@ -361,7 +363,8 @@ def one_round(
         moved = q - old
         turned = problem.family.inner(moved, problem.family.fisher_product(q, memory.last)) < 0
         turns = turns + turned
-    memory = ProductMemory((again if once else jnp.where(lost, 1.0, again)).astype(dtype), turns, moved)
+    again = (again if once else jnp.where(lost, 1.0, again)).astype(dtype)
+    memory = memory._replace(step=again, turns=turns, last=moved)
     report = report_of(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
     return Round(taken, found, memory, report)
 

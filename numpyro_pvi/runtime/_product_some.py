@@ -96,7 +96,7 @@ def partial_rounds(
         return (i < count) & ~((i > 0) & ((state.report.total_move <= tol) | stuck))
 
     def loss_of(state: PVIState) -> Array:
-        due = (state.step - engine.loss_from) % engine.loss_every == 0
+        due = (state.step - state.schedule_state.loss_from) % engine.loss_every == 0
 
         def found() -> Array:
             return -problem.objective(state.sites, engine.noise(state.rng_key)).elbo
@@ -392,7 +392,7 @@ def _absorbed(
     q, old = q_of(groups, prior), q_of(own, sites.prior)
     moved = q - old
     turned = shared.inner(moved, shared.fisher_product(q, memory.last)) < 0
-    memory = ProductMemory(memory.step, memory.turns + turned, moved)
+    memory = memory._replace(turns=memory.turns + turned, last=moved)
     move = jax.vmap(lambda x: problem.size(q, x))(groups - own)
     if prior is not None:
         change = ProductNatural({n: x for n, x in (prior - sites.prior).parts.items() if n in base.parts})
@@ -415,12 +415,13 @@ def _absorbed(
 
 
 def first_partial_memory(
-    solver: Any, q: ProductNatural, shared: tuple[str, ...], memory: ProductMemory
+    solver: Any, schedule: Any, q: ProductNatural, shared: tuple[str, ...], memory: ProductMemory
 ) -> ProductMemory:
     """A schedule's memory before the first round: steps by batches are noisy whatever the factors.
 
     Args:
         solver: of the fit.
+        schedule: of the fit.
         q: natural parameters.
         shared: components outside the partitioned plate.
         memory: that of rounds of all groups and rows.
@@ -428,6 +429,8 @@ def first_partial_memory(
     Returns:
         The memory.
     """
+    if is_partial(solver, schedule):
+        memory = memory._replace(loss_from=jnp.int32(0))
     if not isinstance(solver, StochasticNaturalGradient):
         return memory
     return memory._replace(last=ProductNatural({n: jax.tree.map(jnp.zeros_like, q.parts[n]) for n in shared}))

@@ -307,6 +307,27 @@ def test_losses_are_taken_where_they_are_asked_for():
     np.testing.assert_allclose(some_rounds.losses[5], pvi.evaluate(some_rounds.state, jnp.asarray(STEEP)), rtol=TIGHT)
 
 
+@pytest.mark.once
+def test_runs_from_any_state_share_one_program():
+    """What remains of the steps when losses are due is no setting of a program: streams of short runs would compile for each."""
+    looked = []
+
+    def counted(y):
+        looked.append(None)
+        rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with numpyro.plate("data", y.shape[0]):
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    solver = StochasticNaturalGradient(batch_size=1, num_steps=1)
+    pvi = PVI(Partition(counted, "data", 2), AutoExponentialFamily(counted), solver=solver)
+    y = jnp.arange(6.0)
+    state = pvi.run(KEY, 2, y, progress_bar=False, loss_every=7).state
+    state = pvi.run(KEY, 2, y, init_state=state, progress_bar=False, loss_every=7).state
+    seen = len(looked)
+    pvi.run(KEY, 2, y, init_state=state, progress_bar=False, loss_every=7)
+    assert len(looked) == seen
+
+
 @pytest.mark.slow
 def test_a_few_groups_a_round_reach_the_optimum_of_all():
     """At most two of three groups a round, one of them there half of the time: messages are exact, so that no noise remains."""
