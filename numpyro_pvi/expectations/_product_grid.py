@@ -26,7 +26,7 @@ from ._tilted import TEMPERINGS, Tilted
 
 # Points per coordinate where there is one, or two; most passes, of which the last one counts, and the share of a window that the
 # next one would have to fill for there to be none.
-_POINTS, _PASSES, _ALIKE = {0: 1, 1: 256, 2: 72}, 6, 0.8
+_POINTS, _PASSES, _ALIKE = {0: 1, 1: 256, 2: 96}, 6, 0.8
 # Cells of all values of the components that have finitely many.
 _MOST_CELLS = 1024
 # Widths of q that the first pass looks to either side, and nats below the peak that still matter beside rounding.
@@ -214,7 +214,7 @@ def _along_line(window: Window, v: Array, u: Array, mass: Array, density: Array,
     step = (window.high - window.low) / number
     ends = v[jnp.argmax(matters)] - step, v[number - 1 - jnp.argmax(matters[::-1])] + step
     # The narrowest scale on either side: the steeper flank has to be resolved, too.
-    away = jnp.where(density < density[best] - 0.5, jnp.abs(u - u[best]), jnp.inf)
+    away = jnp.where(density < density[best] - 1.5, jnp.abs(u - u[best]), jnp.inf)
     width = jnp.maximum(jnp.min(away), _spacing(u, best))
     width = jnp.where(jnp.isfinite(width), width, window.width)
     reach = [jnp.arcsinh((window.centre + window.width * jnp.sinh(end) - u[best]) / width) for end in ends]
