@@ -274,16 +274,8 @@ def tilted_on_grid(
     """
     family = grid.family
 
-    def base_of(window: Window) -> tuple[_Points, Array]:
-        at = grid.points(q, window)
-        terms = [
-            own.inner(q.parts[n], at.statistics[n]) + own.log_base_measure(at.values[n]) - own.log_partition(q.parts[n])
-            for n, own in family.components
-        ]
-        return at, at.mass + sum(terms)
-
     def ratio_at(window: Window) -> tuple[Array, Array]:
-        at, base = base_of(window)
+        at, base = _based(grid, q, window)
         # Of values at the end of the floats the factor knows no more than the site is asked for.
         known: Any = sum(own.inner(site.parts[n], at.held[n]) for n, own in family.components)
         return base, factor(at.values) - known
@@ -319,8 +311,23 @@ def tilted_on_grid(
     one = jnp.ones((), first.centre.dtype)
     nothing = jnp.zeros((math.prod(grid.counts),), one.dtype)
     found = jax.lax.while_loop(unfinished, attempt, _Look(first, nothing, one, jnp.int32(-1), jnp.array(False)))
+    return _asked_for(grid, q, found, power)
+
+
+def _based(grid: ProductGrid, q: ProductNatural, window: Window) -> tuple[_Points, Array]:
+    """Points, and the logarithms of the shares of q's mass that they stand for."""
+    at = grid.points(q, window)
+    terms = [
+        own.inner(q.parts[n], at.statistics[n]) + own.log_base_measure(at.values[n]) - own.log_partition(q.parts[n])
+        for n, own in grid.family.components
+    ]
+    return at, at.mass + sum(terms)
+
+
+def _asked_for(grid: ProductGrid, q: ProductNatural, found: _Look, power: Any) -> Tilted:
+    """What matching the moments of a tilted distribution as it was seen last asks for."""
     used = power * found.share
-    at, base = base_of(found.window)
+    at, base = _based(grid, q, found.window)
     target = grid.matched(q, at.statistics, _or_nothing(base + used * found.ratio))
     change = (target - q) * (1.0 / used)
     value = jax.nn.logsumexp(_or_nothing(base + power * found.ratio)) / power
