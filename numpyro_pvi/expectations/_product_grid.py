@@ -26,7 +26,7 @@ from ._tilted import TEMPERINGS, Tilted
 
 # Points per coordinate where there is one, or two; most passes, of which the last one counts, and the share of a window that the
 # next one would have to fill for there to be none.
-_POINTS, _PASSES, _ALIKE = {0: 1, 1: 256, 2: 72}, 6, 0.8
+_POINTS, _PASSES, _ALIKE = {0: 1, 1: 256, 2: 96}, 6, 0.8
 # Cells of all values of the components that have finitely many.
 _MOST_CELLS = 1024
 # Widths of q that the first pass looks to either side, and nats below the peak that still matter beside rounding.
@@ -65,6 +65,17 @@ class _Look(NamedTuple):
     share: Float[Array, ""]
     tries: Array
     proper: Bool[Array, ""]
+
+
+class _Points(NamedTuple):
+    """Points of a grid, by component."""
+
+    values: dict[str, Any]
+    statistics: dict[str, Any]
+    # Statistics of the values as they are rounded, and whether some differ from those of the point.
+    held: dict[str, Any]
+    mass: Float[Array, "S"]
+    far: Bool[Array, "S"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +125,14 @@ class ProductGrid:
         slope = jnp.where(circle, 0.0, jnp.log(width) + jnp.logaddexp(v, -v) - math.log(2))
         return v, u, slope + jnp.log(step)[:, None]
 
-    def points(self, q: ProductNatural, window: Window) -> tuple[dict, dict, Float[Array, "S"]]:
-        """All points: values and statistics by component, and the log mass that a density of 1 in theta gives each."""
+    def points(self, q: ProductNatural, window: Window) -> _Points:
+        """All points."""
         place = dict(zip(self.continuous, range(len(self.continuous)), strict=True))
         _, u, log_cell = self.coordinates(window)
         index = [x.reshape(-1) for x in np.indices(self.counts)]
         mass: Any = sum((log_cell[place[i]][index[i]] for i in place), start=jnp.zeros((len(index[0]),), u.dtype))
-        values, statistics, begin = {}, {}, 0
+        values, statistics, held, begin = {}, {}, {}, 0
+        far = jnp.zeros(mass.shape, bool)
         for name, family in self.family.components:
             own = range(begin, begin := begin + sum(axis.name == name for axis in self.axes))
             rule, shape = grid_rule(family), _coordinates(family)
@@ -131,22 +143,27 @@ class ProductGrid:
             at = jnp.stack(picked, axis=-1).reshape(-1, *shape)
             values[name] = at if rule is None else rule.value(q.parts[name], at)
             if rule is None:
-                statistics[name] = family.sufficient_statistics(at)
+                statistics[name] = held[name] = family.sufficient_statistics(at)
                 continue
-            statistics[name] = rule.statistics(q.parts[name], at)
+            near = rule.held(at)
+            statistics[name], held[name] = (rule.statistics(q.parts[name], x) for x in (at, near))
+            far = far | jnp.any((near != at).reshape(len(index[0]), -1), axis=-1)
             mass = mass + jnp.sum(rule.log_slope(q.parts[name], at).reshape(len(index[0]), -1), axis=-1)
-        return values, statistics, mass
+        return _Points(values, statistics, held, mass, far)
 
     def zoomed(self, window: Window, logs: Float[Array, "S"]) -> Window:
         """The window that covers what matters of a density seen on another's points, a point beyond it on either side."""
         drop = _SPARE - math.log(float(jnp.finfo(logs.dtype).eps))
-        v, u, _ = self.coordinates(window)
-        whole, found = logs.reshape(self.counts), []
+        v, u, cells = self.coordinates(window)
+        mass, found = logs.reshape(self.counts), []
+        density = mass
         for k, i in enumerate(self.continuous):
-            profile = jnp.max(whole, axis=tuple(j for j in range(whole.ndim) if j != i))
+            density = density - jnp.expand_dims(cells[k], tuple(j for j in range(mass.ndim) if j != i))
+        for k, i in enumerate(self.continuous):
+            profiles = [jnp.max(x, axis=tuple(j for j in range(x.ndim) if j != i)) for x in (mass, density)]
             one = jax.tree.map(lambda x, k=k: x[k], window)
             closer = _around_circle if self.axes[i].kind == "circle" else _along_line
-            found.append(closer(one, v[k], u[k], profile, drop))
+            found.append(closer(one, v[k], u[k], *profiles, drop))
         if not found:
             return window
         # Where nothing at all is finite the window stays where it was.
@@ -189,24 +206,25 @@ def _spacing(u: Array, best: Array) -> Array:
     return jnp.maximum(u[jnp.minimum(best + 1, last)] - u[best], u[best] - u[jnp.maximum(best - 1, 0)])
 
 
-def _along_line(window: Window, v: Array, u: Array, profile: Array, drop: float) -> Window:
-    number, best = u.shape[0], jnp.argmax(profile)
-    matters = profile > profile[best] - drop
+def _along_line(window: Window, v: Array, u: Array, mass: Array, density: Array, drop: float) -> Window:
+    # Centred where the density in u is highest: far points stand for long stretches.
+    number, best = u.shape[0], jnp.argmax(density)
+    matters = mass > jnp.max(mass) - drop
     # A step beyond the outermost points that matter, of the window itself where they are its first or last.
     step = (window.high - window.low) / number
     ends = v[jnp.argmax(matters)] - step, v[number - 1 - jnp.argmax(matters[::-1])] + step
     # The narrowest scale on either side: the steeper flank has to be resolved, too.
-    away = jnp.where(profile < profile[best] - 0.5, jnp.abs(u - u[best]), jnp.inf)
+    away = jnp.where(density < density[best] - 1.5, jnp.abs(u - u[best]), jnp.inf)
     width = jnp.maximum(jnp.min(away), _spacing(u, best))
     width = jnp.where(jnp.isfinite(width), width, window.width)
     reach = [jnp.arcsinh((window.centre + window.width * jnp.sinh(end) - u[best]) / width) for end in ends]
     return Window(u[best], width, *reach)
 
 
-def _around_circle(window: Window, v: Array, u: Array, profile: Array, drop: float) -> Window:
-    best, step = jnp.argmax(profile), (window.high - window.low) / v.shape[0]
+def _around_circle(window: Window, v: Array, u: Array, mass: Array, density: Array, drop: float) -> Window:
+    best, step = jnp.argmax(density), (window.high - window.low) / v.shape[0]
     away = jnp.mod(v - v[best] + jnp.pi, 2 * jnp.pi) - jnp.pi
-    matters = profile > profile[best] - drop
+    matters = mass > jnp.max(mass) - drop
     low, high = jnp.min(jnp.where(matters, away, 0.0)) - step, jnp.max(jnp.where(matters, away, 0.0)) + step
     all_ = high - low >= 2 * jnp.pi - step
     return Window(u[best], window.width, jnp.where(all_, -jnp.pi, low), jnp.where(all_, jnp.pi, high))
@@ -256,23 +274,17 @@ def tilted_on_grid(
     """
     family = grid.family
 
-    def base_of(window: Window) -> tuple:
-        values, statistics, mass = grid.points(q, window)
-        terms = [
-            own.inner(q.parts[n], statistics[n]) + own.log_base_measure(values[n]) - own.log_partition(q.parts[n])
-            for n, own in family.components
-        ]
-        return values, statistics, mass + sum(terms)
-
-    def ratio_at(window: Window) -> tuple:
-        values, statistics, base = base_of(window)
-        known: Any = sum(own.inner(site.parts[n], statistics[n]) for n, own in family.components)
-        return base, factor(values) - known
+    def ratio_at(window: Window) -> tuple[Array, Array]:
+        at, base = _based(grid, q, window)
+        # Of values at the end of the floats the factor knows no more than the site is asked for.
+        known: Any = sum(own.inner(site.parts[n], at.held[n]) for n, own in family.components)
+        return base, factor(at.values) - known
 
     def look(share: Array, tries: Array) -> _Look:
         def unsettled(carry: tuple) -> Array:
-            window, used, *_, count = carry
-            return (count < 2) | ((count < _PASSES) & ~jnp.all(window.length > _ALIKE * used.length))
+            window, used, _, logs, count = carry
+            stays = jnp.all(window.length > _ALIKE * used.length) & grid.inside(logs)
+            return (count < 2) | ((count < _PASSES) & ~stays)
 
         def one_pass(carry: tuple) -> tuple:
             window, *_, count = carry
@@ -284,7 +296,10 @@ def tilted_on_grid(
         nothing = jnp.zeros((math.prod(grid.counts),), first.centre.dtype)
         start = first, first, nothing, nothing, jnp.int32(0)
         _, window, ratio, logs, _ = jax.lax.while_loop(unsettled, one_pass, start)
-        return _Look(window, ratio, share, tries, grid.inside(logs) & jnp.isfinite(jnp.max(logs)))
+        # Mass at the end of the floats may be q's own; where the cavity is improper it has no end.
+        far = jnp.max(jnp.where(grid.points(q, window).far, logs, -jnp.inf)) >= jnp.max(logs) - _BORDER
+        ends = ~far | family.in_domain(q - site * (power * share))
+        return _Look(window, ratio, share, tries, grid.inside(logs) & jnp.isfinite(jnp.max(logs)) & ends)
 
     def unfinished(last: _Look) -> Array:
         return (last.tries < 0) | (~last.proper & (last.tries < TEMPERINGS))
@@ -296,9 +311,24 @@ def tilted_on_grid(
     one = jnp.ones((), first.centre.dtype)
     nothing = jnp.zeros((math.prod(grid.counts),), one.dtype)
     found = jax.lax.while_loop(unfinished, attempt, _Look(first, nothing, one, jnp.int32(-1), jnp.array(False)))
+    return _asked_for(grid, q, found, power)
+
+
+def _based(grid: ProductGrid, q: ProductNatural, window: Window) -> tuple[_Points, Array]:
+    """Points, and the logarithms of the shares of q's mass that they stand for."""
+    at = grid.points(q, window)
+    terms = [
+        own.inner(q.parts[n], at.statistics[n]) + own.log_base_measure(at.values[n]) - own.log_partition(q.parts[n])
+        for n, own in grid.family.components
+    ]
+    return at, at.mass + sum(terms)
+
+
+def _asked_for(grid: ProductGrid, q: ProductNatural, found: _Look, power: Any) -> Tilted:
+    """What matching the moments of a tilted distribution as it was seen last asks for."""
     used = power * found.share
-    _, statistics, base = base_of(found.window)
-    target = grid.matched(q, statistics, _or_nothing(base + used * found.ratio))
+    at, base = _based(grid, q, found.window)
+    target = grid.matched(q, at.statistics, _or_nothing(base + used * found.ratio))
     change = (target - q) * (1.0 / used)
     value = jax.nn.logsumexp(_or_nothing(base + power * found.ratio)) / power
     finite = jnp.any(jnp.isfinite(found.ratio))

@@ -52,8 +52,12 @@ class GridRule(Protocol):
         """Where a member's mass lies in u, and how wide it is there, roughly."""
         ...
 
+    def held(self, u: Array) -> Array:
+        """The nearest coordinates whose values are numbers inside the support, and can be told from their neighbours."""
+        ...
+
     def value(self, natural: Any, u: Array) -> Array:
-        """The value, inside the support as rounded."""
+        """The value of the coordinates that are held."""
         ...
 
     def statistics(self, natural: Any, u: Array) -> Any:
@@ -74,6 +78,9 @@ class _Real:
     def around(self, natural):
         first, precision = jax.tree.leaves(natural)
         return first / precision, 1 / jnp.sqrt(precision)
+
+    def held(self, u):
+        return u
 
     def value(self, natural, u):
         return u
@@ -120,10 +127,13 @@ class _Log:
 
     circle, lacks = False, 0
 
+    def held(self, u):
+        # The square of the largest is a number still.
+        most = math.log(float(jnp.finfo(u.dtype).max))
+        return jnp.clip(u, -0.98 * most, 0.49 * most)
+
     def value(self, natural, u):
-        # Products of two extreme values are numbers still.
-        most = 0.49 * math.log(float(jnp.finfo(u.dtype).max))
-        return jnp.exp(jnp.clip(u, -most, most))
+        return jnp.exp(self.held(u))
 
     def log_slope(self, natural, u):
         return u
@@ -176,9 +186,12 @@ class _Beta:
         a, b = natural.log + 1, natural.log_complement + 1
         return jnp.log(a / b), jnp.sqrt(1 / a + 1 / b)
 
-    def value(self, natural, u):
+    def held(self, u):
         info = jnp.finfo(u.dtype)
-        return jnp.clip(jax.nn.sigmoid(u), float(info.tiny) ** 0.5, 1 - 0.5 * float(info.eps))
+        return jnp.clip(u, 0.98 * math.log(float(info.tiny)), -math.log(float(info.eps)))
+
+    def value(self, natural, u):
+        return jax.nn.sigmoid(self.held(u))
 
     def statistics(self, natural, u):
         return BetaMean(jax.nn.log_sigmoid(u), jax.nn.log_sigmoid(-u))
@@ -195,6 +208,9 @@ class _Dirichlet:
     def around(self, natural):
         a, last = natural.log[..., :-1] + 1, natural.log[..., -1:] + 1
         return jnp.log(a / last), jnp.sqrt(1 / a + 1 / last)
+
+    def held(self, u):
+        return u
 
     def _logs(self, u):
         return jax.nn.log_softmax(jnp.concatenate([u, jnp.zeros_like(u[..., :1])], axis=-1), axis=-1)
