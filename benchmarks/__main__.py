@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="MODEL",
-        help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm or cvi-gp: only these",
+        help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm, cvi-gp or cvi-gamma: only these",
     )
     parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")

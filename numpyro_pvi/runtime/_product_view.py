@@ -298,7 +298,9 @@ def _resized(plan: ProductPlan, count: int) -> ProductPlan:
     for latent in plan.inside:
         members = list(members_of(families[latent.name]))
         members[latent.axis] = count
-        families[latent.name] = repeated(latent.family, tuple(members))
+        # The last axes are those of one event, which its family has already.
+        batch = members[: len(members) - len(members_of(latent.family))]
+        families[latent.name] = repeated(latent.family, tuple(batch))
     return dataclasses.replace(plan, family=ProductFamily(families))
 
 

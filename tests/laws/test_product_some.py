@@ -307,6 +307,31 @@ def test_losses_are_taken_where_they_are_asked_for():
     np.testing.assert_allclose(some_rounds.losses[5], pvi.evaluate(some_rounds.state, jnp.asarray(STEEP)), rtol=TIGHT)
 
 
+def factors(x):
+    """Several weights of every row's own, in one event."""
+    with numpyro.plate("columns", x.shape[1]):
+        w = numpyro.sample("w", dist.Gamma(jnp.full(2, 2.0), 1.0).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        z = numpyro.sample("z", dist.Gamma(jnp.full(2, 2.0), 1.0).to_event(1))
+        numpyro.sample("x", dist.Poisson(z @ w.T).to_event(1), obs=x)
+
+
+def test_rows_whose_latents_have_events_of_their_own_are_drawn():
+    """Only the rows of the batch move, and all steps together raise the bound."""
+    x = jnp.asarray(np.random.default_rng(0).poisson(4.0, (12, 3)).astype(float))
+    pvi = PVI(
+        Partition(factors, "rows", 1),
+        AutoExponentialFamily(factors),
+        solver=StochasticNaturalGradient(batch_size=3, num_steps=1, num_particles=8),
+    )
+    start = pvi.init(KEY, x)
+    once, _ = pvi.update(start, x)
+    before, after = (pvi.posterior(s)["z"].mean for s in (start, once))
+    assert int(jnp.sum(jnp.any(before != after, axis=-1))) == 3
+    long = pvi.run(KEY, 150, x, init_state=start, progress_bar=False, loss_every=150)
+    assert float(long.losses[-1]) < float(pvi.evaluate(start, x)) - 5.0
+
+
 @pytest.mark.once
 def test_runs_from_any_state_share_one_program():
     """What remains of the steps when losses are due is no setting of a program: streams of short runs would compile for each."""
