@@ -167,7 +167,7 @@ class _Attempt:
         # Two chunk lengths: one could meet a constant plate size by chance.
         for rows in {length, max(1, length // 2)} - {self.table.num_rows} or {length}:
             try:
-                chunk = self._abstract_chunk(reading, rows)
+                chunk, shapes = self._abstract_chunk(reading, rows)
             except _CHUNK_ERRORS as error:
                 raise PartitionError(self._misfit_message(reading, sliced, rows, error)) from error
             for name, site in self.trace.items():
@@ -178,8 +178,15 @@ class _Attempt:
                     got = "is missing" if axis is None else f"has batch shape {tuple(chunk[name]['fn'].batch_shape)}"
                     detail = ValueError(f"observed site {name!r}, which should have {rows} rows, {got}")
                     raise PartitionError(self._misfit_message(reading, sliced, rows, detail))
+                if len(shapes[name]) >= -axis.dim and shapes[name][axis.dim] != rows:
+                    # One row meets any number of observations without an error.
+                    detail = ValueError(
+                        f"the values of observed site {name!r} have {shapes[name][axis.dim]} rows, not {rows}"
+                    )
+                    raise PartitionError(self._misfit_message(reading, sliced, rows, detail))
 
-    def _abstract_chunk(self, reading: Reading, length: int) -> dict:
+    def _abstract_chunk(self, reading: Reading, length: int) -> tuple[dict, dict]:
+        """A trace of the model on some rows, and the shapes of its observed sites' log densities."""
         found: dict = {}
 
         def run(arrays):
@@ -191,11 +198,11 @@ class _Attempt:
             # At a point, and not with latents drawn: a substituted series may be too long for a chunk's scan.
             found.update(chunk.trace(jnp.zeros((self.call.layout.dim,)))[0])
             # Rows of an argument that was not taken along show here, and not in the trace.
-            return [site_log_prob(s) for s in found.values() if is_observed(s)]
+            return {n: site_log_prob(s) for n, s in found.items() if is_observed(s)}
 
         arrays, static = _split_static((self.call.args, self.call.kwargs))
-        jax.eval_shape(run, arrays)
-        return found
+        shapes = jax.eval_shape(run, arrays)
+        return found, {n: jnp.shape(x) for n, x in shapes.items()}
 
     def _no_argument_message(self) -> str:
         size, (first, *_) = self.table.num_rows, self.sizes

@@ -17,9 +17,10 @@ from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.contrib.module import flax_module, random_flax_module
 from numpyro.distributions.transforms import biject_to
+from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_pvi import Partition, PartitionError
+from numpyro_pvi import PVI, Partition, PartitionError
 from numpyro_pvi.factors import ModelCall, row_log_likelihood
 from numpyro_pvi.factors._planner import plan_factors
 from numpyro_pvi.factors._validate import as_arrays
@@ -568,3 +569,19 @@ def test_labelled_site_that_is_not_there():
         PartitionError, match=r"sample site 'nope', which is not there; the observed sample sites are: 'obs'"
     ):
         partition_of(Row(without_plate, (X, Y), "error", None, options={"sites": {"nope": -1}})).plan(X, Y)
+
+
+def test_chunks_of_one_row_do_not_meet_all_observations():
+    """A table that the model closes over, indexed by the plate, beside observations that it does not index."""
+    table = jnp.asarray(np.random.default_rng(5).normal(size=(6, 3)))
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        with numpyro.plate("data", len(y)) as rows:
+            numpyro.sample("y", dist.Normal(table[rows] @ w, 1.0), obs=y)
+
+    guide = AutoMultivariateNormal(model)
+    pvi = PVI(Partition(model, "data", [0, 0, 1, 1, 1, 2]), guide)
+    with pytest.warns(UserWarning, match="index: the model cannot be evaluated on 1 indices.*have 6 rows, not 1"):
+        state = pvi.init(jax.random.key(0), jnp.arange(6.0))
+    assert state.plan.partition.mechanism == "mask"
