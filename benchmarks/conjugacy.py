@@ -2,7 +2,7 @@
 
 Three models under ``AutoExponentialFamily``, float64. *As found* is ``NaturalGradient()``; *all drawn* is
 ``NaturalGradient(expectation="monte_carlo")`` with as many draws (16). Errors are those of all latents' means, in the sds of the
-limit of the first, at its fixed point; where a latent is drawn in both, of 4,096 draws.
+limit of the first, at its fixed point; where a latent is drawn in both, of 1,024 draws.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks import _report
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.solvers import NaturalGradient
 
-ROUNDS, LONG = (3, 30), 150
+ROUNDS, LONG = (3, 30), 100
 SEEDS = 5
 
 
@@ -76,7 +76,7 @@ def _compare(name: str, model: Any, arrays: tuple, plate: str, quick: bool) -> l
     def fit(pvi: PVI, seed: int, rounds: int) -> Any:
         return pvi.run(jax.random.key(seed), rounds, *arrays, progress_bar=False)
 
-    long = build(NaturalGradient(num_draws=64 if quick else 4096))
+    long = build(NaturalGradient(num_draws=64 if quick else 1024))
     goal, sd = _means(long, fit(long, 0, 20 if quick else LONG).state)
     fits = {"as found": build(NaturalGradient()), "all drawn": build(NaturalGradient(expectation="monte_carlo"))}
     seeds, states = range(2 if quick else SEEDS), {w: p.init(jax.random.key(0), *arrays) for w, p in fits.items()}
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> _report.Report:
     """All three models."""
     report, rows = _report.Report("conjugacy"), []
     with jax.enable_x64(True):
-        for name, problem in problems(60 if options.quick else 2_000).items():
+        for name, problem in problems(60 if options.quick else 500).items():
             if options.only is None or name in options.only:
                 rows += _compare(name, *problem, options.quick)
     header = ("model", "expectations", "ms / round", *(f"error after {r}, sd" for r in ROUNDS), "loss's sd, nats")
