@@ -31,7 +31,7 @@ def regression(X: Any, y: Any) -> None:
 
 
 def counties(years: Any, cases: Any) -> None:
-    """Rates of 20 counties, every fifth of whose reports is a group, and their common scale."""
+    """Rates of 20 counties, and their common scale."""
     scale = numpyro.sample("scale", dist.Gamma(2.0, 1.0))
     with numpyro.plate("counties", 20):
         rate = numpyro.sample("rate", dist.Gamma(2.0, scale))

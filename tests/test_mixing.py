@@ -12,7 +12,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.families import GaussianNatural
-from numpyro_pvi.schedules import _mixing
+from numpyro_pvi.schedules import Synchronous, _mixing
 from numpyro_pvi.solvers import NaturalGradient
 
 NUM_ROWS = 24
@@ -32,10 +32,10 @@ def _model(gram, y=None):
         numpyro.sample("y", dist.Bernoulli(logits=f[i]), obs=None if y is None else y[i])
 
 
-def _pvi(num_groups: int = 1) -> PVI:
+def _pvi(num_groups: int = 1, schedule: Synchronous | None = None) -> PVI:
     labels = np.random.default_rng(1).permutation(np.repeat(np.arange(num_groups), SIZES[num_groups]))
     split = Partition(_model, "rows", labels)
-    return PVI(split, AutoMultivariateNormal(_model), solver=NaturalGradient(sites="rows"))
+    return PVI(split, AutoMultivariateNormal(_model), solver=NaturalGradient(sites="rows"), schedule=schedule)
 
 
 def _fit(num_groups: int, rounds: int) -> np.ndarray:
@@ -109,6 +109,13 @@ def test_an_extrapolated_state_is_saved_and_goes_over_to_dense_sites(extrapolate
         left = pvi.forget_group(whole.state, label)
     assert left.schedule_state.mixing is None
     assert pvi.khat(whole.state, *_data(), rng_key=jax.random.key(2)) < 1.0
+
+
+def test_a_damping_that_was_given_takes_plain_steps(extrapolated):
+    for damping in (1.0, 0.5):
+        state = _pvi(schedule=Synchronous(damping=damping)).init(jax.random.key(0), *_data())
+        assert state.schedule_state.mixing is None
+    assert _pvi(schedule=Synchronous()).init(jax.random.key(0), *_data()).schedule_state.mixing is not None
 
 
 def test_inner_products_are_those_of_divergences():

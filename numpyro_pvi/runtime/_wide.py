@@ -22,11 +22,13 @@ from ._rules import escalate, relative_error
 
 # Rows from which a share of them is set apart, that share, and the most latents whose steps are extrapolated.
 LEAST_ROWS, SHARE, MOST_LATENTS = 1 << 15, 24, 256
+# Chunks whose widths are found at once.
+_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WideRows:
-    """Picks the rows that see q most widely, whatever their groups, so that a pass does not depend on the partition.
+    """Picks the rows that see q most widely, whatever their groups; padding of groups can change how many, by a factor of two.
 
     Args:
         program: quadrature over affine predictors, for a full-covariance q.
@@ -68,10 +70,6 @@ class WideRows:
 
         everywhere = jnp.broadcast_to(spread, self.mask.shape[:1])
         return tuple(jax.tree.map(placed, n._replace(spread=None))._replace(spread=everywhere) for n in numbers)
-
-
-# Chunks whose widths are found at once.
-_AT_ONCE = 16
 
 
 def wide_rows(plan: Any, program: Any, solver: Any, packing: Any, read: Callable) -> WideRows | None:

@@ -32,7 +32,7 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
 
     Args:
         problem: the factors.
-        whole: whether the schedule takes full steps.
+        whole: whether the schedule takes full steps of its own accord.
         dtype: of q.
 
     Returns:

@@ -55,9 +55,9 @@ class Synchronous:
     they may be by draws (there is no structure), a full-covariance q may narrow but not widen in the first 30 rounds whose
     sites together ask for no normalisable q.
 
-    Where sites are two numbers per row (``NaturalGradient(sites=)``), from 128 rows on, the joint step aims at the mixture of the
-    last six rounds' targets whose residuals are least in the Fisher metric of q (Anderson mixing), once these are below five
-    posterior sds; where the ELBO has fallen there, at the round's own target.
+    Under "auto", where sites are two numbers per row (``NaturalGradient(sites=)``), from 128 rows on, the joint step aims at
+    the mixture of the last six rounds' targets whose residuals are least in the Fisher metric of q (Anderson mixing), once
+    these are below five posterior sds; where the ELBO has fallen there, at the round's own target. A number takes plain steps.
 
     Under a stochastic solver each site has been moved as if alone, so that M of them together go M times too far: "auto"
     is then 1/M (a mean of M normalisable q's is normalisable). The ELBO is looked at once, and a round is undone, and the
@@ -102,7 +102,7 @@ class Synchronous:
         one = jnp.ones((), dtype)
         averaging = no_averaging(problem.family.dim if problem.noisy and not problem.stochastic else 0, dtype)
         largest = self._largest(problem)
-        mixing = no_mixing(problem, largest == 1.0, dtype)
+        mixing = no_mixing(problem, self.damping == "auto" and largest == 1.0, dtype)
         return SynchronousState(one * largest, probe, one, averaging, one * jnp.inf, jnp.int32(0), mixing)
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
@@ -110,7 +110,9 @@ class Synchronous:
         solve_key, prior_key = jax.random.split(key)
         probe, scale = (None, None) if problem.stochastic else self._probe(problem, carry)
         old = carry.evaluation
-        results = problem.refined(old, problem.visit_all(carry, solve_key, noise))
+        results = problem.visit_all(carry, solve_key, noise)
+        if self.damping == "auto":
+            results = problem.refined(old, results)
         prior = None
         if problem.has_prior_factor:
             prior = problem.visit_prior(
