@@ -8,10 +8,12 @@ from . import families
 from .errors import StateError
 from .expectations import FactorStructure, LatentRole
 from .families import base_family, registered_families, repeated
-from .runtime import JointBlock, ProductMemory, ProductPlan, RowLatent
+from .runtime import JointBlock, ProductMemory, ProductPlan, RowLatent, RowMatches
 from .sites import MemberSites
+from .solvers import MatchState
 
-_PLAN = (ProductPlan, JointBlock, RowLatent, FactorStructure, LatentRole, MemberSites, ProductMemory)
+_PLAN = (ProductPlan, JointBlock, RowLatent, FactorStructure, LatentRole)
+_STATE = (MemberSites, ProductMemory, MatchState, RowMatches)
 
 
 def product_types(guide: Any) -> dict[str, type]:
@@ -34,7 +36,7 @@ def product_types(guide: Any) -> dict[str, type]:
         if hasattr(family, "zeros"):
             base = base_family(family)
             found |= {kind.__name__: kind for kind in (type(family), type(base), type(base.zeros()))}
-    return found | {kind.__name__: kind for kind in (*known, *_PLAN)}
+    return found | {kind.__name__: kind for kind in (*known, *_PLAN, *_STATE)}
 
 
 def product_latents(plan: ProductPlan) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from ._entry import float_dtype
 from ._state import PVIState
 from ._views import moment_notes
 from .factors import join_arguments, split_arguments
-from .runtime import ProductEngine, check_tilted, first_match_states, jointly_affine, with_tilted
+from .runtime import ProductEngine, check_tilted, factors_of, first_match_states, jointly_affine, with_tilted
 from .solvers import Conjugate
 
 # How tilted moments are taken, in words.
@@ -46,16 +46,17 @@ def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: 
         return state
     plan: Any = state.plan
     solver: Any = engine.solver
-    check_tilted(plan, solver)
+    check_tilted(plan)
     arrays, static = split_arguments(args, kwargs)
 
-    def affine(state: PVIState, arrays: list) -> Any:
+    def look(state: PVIState, arrays: list) -> Any:
         args, kwargs = join_arguments(arrays, static)
-        return jointly_affine(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
+        problem = engine.problem(state, args, kwargs)
+        affine = jointly_affine(factors_of(problem, solver), state.sites, engine.noise(state.rng_key))
+        return affine, first_match_states(problem, solver, float_dtype())
 
-    likelihood, prior = jax.jit(affine)(state, arrays)
+    (likelihood, prior), states = jax.jit(look)(state, arrays)
     plan = with_tilted(plan, solver, (bool(likelihood), bool(prior)))
-    states = first_match_states(plan, state.prior, solver, float_dtype())
     # Moments may be drawn where expectations are not, and the other way round.
     last = jax.tree.map(jnp.zeros_like, state.prior) if "importance" in plan.tilted else None
     memory = state.schedule_state._replace(last=last)

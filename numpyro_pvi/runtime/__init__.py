@@ -12,6 +12,7 @@ from ._product_engine import ProductEngine
 from ._product_matching import first_match_states
 from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
 from ._product_rounds import ProductMemory
+from ._product_row_factors import RowMatches, factors_of
 from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 from ._product_tilted import check_tilted, jointly_affine, with_tilted
@@ -28,6 +29,7 @@ __all__ = [
     "ProductMemory",
     "ProductPlan",
     "RowLatent",
+    "RowMatches",
     "Runtime",
     "Vmap",
     "apart",
@@ -36,6 +38,7 @@ __all__ = [
     "chains_wanted",
     "curvature_start",
     "check_tilted",
+    "factors_of",
     "first_match_states",
     "first_weights",
     "gradient_jumps",

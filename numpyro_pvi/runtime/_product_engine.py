@@ -19,11 +19,12 @@ from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
 from ._mapping import Vmap
-from ._product_matching import MatchStates, matching_round, product_evidence
+from ._product_matching import matching_round, product_evidence
 from ._product_plan import owners
 from ._product_problem import Objective, ProductProblem
 from ._product_rounds import ProductMemory, Settings, first_memory, one_round
 from ._product_some import first_partial_memory, is_partial, partial_rounds
+from ._product_sweeps import MatchStates
 from ._product_view import Beside
 
 # What is folded into a state's key for the draws of its loss and of its next round.
@@ -164,7 +165,8 @@ class ProductEngine:
         """Power EP's log evidence at a state and its Monte Carlo standard error (nats); no finer rule is ever needed."""
         del fine
         key = self.noise(jax.random.fold_in(state.rng_key, 1))
-        return product_evidence(self.problem(state, args, kwargs), state.sites, self.solver, key)
+        states = MatchStates(state.solver_state, state.prior_solver_state)
+        return product_evidence(self.problem(state, args, kwargs), state.sites, states, self.solver, key)
 
     def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
         """Whether q without each group's site, and without the prior factor's, is normalisable."""

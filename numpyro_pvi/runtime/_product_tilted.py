@@ -33,7 +33,7 @@ from ._product_plan import ProductPlan
 from ._product_problem import ProductProblem
 
 # Rows that are evaluated together, times points.
-_TOGETHER = 1 << 16
+TOGETHER = 1 << 16
 # Points at which a factor is compared with what its message says, and how far off it may be, relative to what is compared.
 _PROBES, _AFFINE = 24, {"float64": 1e-8, "float32": 3e-4}
 # What is folded into a round's key for the draws of its moments.
@@ -274,19 +274,18 @@ def _some(natural: ProductNatural, family: ProductFamily) -> ProductNatural:
 
 
 def _over_points(one: Callable, values: dict, rows: int) -> Array:
-    count, batch = jax.tree.leaves(values)[0].shape[0], max(1, _TOGETHER // rows)
+    count, batch = jax.tree.leaves(values)[0].shape[0], max(1, TOGETHER // rows)
     return jax.vmap(one)(values) if batch >= count else jax.lax.map(one, values, batch_size=batch)
 
 
-def check_tilted(plan: ProductPlan, solver: Any) -> None:
+def check_tilted(plan: ProductPlan) -> None:
     """Refuse what moments are not matched of.
 
     Args:
         plan: the plan.
-        solver: the solver.
 
     Raises:
-        PVIError: naming the latents inside the plate, or the setting.
+        PVIError: naming the latents inside the plate.
     """
     if plan.inside:
         names = ", ".join(latent.name for latent in plan.inside)
@@ -294,11 +293,6 @@ def check_tilted(plan: ProductPlan, solver: Any) -> None:
             f"PowerEP under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate, where moments are not "
             "matched: use solver=NaturalGradient(), leave discrete ones without a family so that they are summed out, or use "
             "PowerEP with AutoMultivariateNormal, which integrates out continuous ones."
-        )
-    if solver.factors != "group":
-        raise PVIError(
-            f"PowerEP(factors={solver.factors!r}) is for Gaussian guides; under AutoExponentialFamily every group has one factor. "
-            "For a factor per row pass one group per row."
         )
 
 

@@ -7,7 +7,7 @@ from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
 from ._natural_gradient import NaturalGradient
 from ._power_ep import PowerEP, trouble_of
-from ._product_visits import MatchState, first_match_state, match_visit
+from ._product_visits import MatchState, first_match_state, match_visit, trouble_sentence
 from ._snep import SNEP
 from ._stochastic import StochasticNaturalGradient
 from ._stochastic_ep import StochasticEP
@@ -34,4 +34,5 @@ __all__ = [
     "local_free_energy",
     "match_visit",
     "trouble_of",
+    "trouble_sentence",
 ]

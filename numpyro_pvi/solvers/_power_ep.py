@@ -111,19 +111,21 @@ class PowerEP(MatchesMoments):
     Under :class:`numpyro_pvi.AutoExponentialFamily` T are the statistics of the latents' own families, and moments are of all
     latents that a factor sees together: in closed form where the factor is affine in T jointly (one round is then exact at every
     power), by quadrature where it sees at most two numbers of scalar or normal latents (or a Dirichlet's three shares) and a few
-    values of discrete ones, else by weighted draws of q. Latents inside the partitioned plate, one factor per row, "laplace" and
-    "mcmc" are refused.
+    values of discrete ones, else by weighted draws of q; of every row in the same way under ``factors="row"``. Latents inside the
+    partitioned plate, "laplace" and "mcmc" are refused.
 
     Args:
         power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational
             inference, which seeks a mode.
-        moments: how the tilted moments are taken. "auto": closed form for factors quadratic in the latents; quadrature for
-            one factor per row, and over theta with one or two latents; else "importance", weighted draws of q, and, for a
-            group whose weights have collapsed in three visits running, "mcmc", NumPyro's chains. "exact", "quadrature",
+        moments: how the tilted moments are taken. "auto", with a Gaussian guide: closed form for factors quadratic in the
+            latents; quadrature for one factor per row, and over theta with one or two latents; else "importance", weighted
+            draws of q, and, for a group whose weights have collapsed in three visits running, "mcmc", NumPyro's chains;
+            under AutoExponentialFamily see above. "exact", "quadrature",
             "importance", "laplace" (weighted draws of a Laplace approximation) and "mcmc" insist on one;
             ``ImportanceMoments(num_draws=4096)``, ``LaplaceMoments(...)`` and ``MCMCMoments(...)`` set its size.
-        factors: "group" (one site, one tilted distribution per group) or "row" (one per row: every row needs at most two
-            affine predictors; the group's site is the sum of its rows', updated in parallel within a visit). The two have
+        factors: "group" (one site, one tilted distribution per group) or "row" (one per row: with a Gaussian guide every
+            row needs at most two affine predictors; the group's site is the sum of its rows', updated in parallel within a
+            visit; under AutoExponentialFamily every row keeps as many numbers as a site has, twice). The two have
             different fixed points; a row's factor is nearer to Gaussian and its moments are quadrature.
         damping: largest step in (0, 1]; 1 is the full step, as in earlier PVI code.
 
@@ -150,12 +152,6 @@ class PowerEP(MatchesMoments):
         if self.factors not in ("group", "row"):
             raise PVIError(f"PowerEP(factors={self.factors!r}): expected 'group' or 'row'.")
         check_moments("PowerEP", self.moments, chains=True)
-        sampled = isinstance(with_settings(self.moments), SAMPLED)
-        if self.factors == "row" and sampled:
-            raise PVIError(
-                f"PowerEP(factors='row', moments={self.moments!r}): one factor per row takes its moments by quadrature; leave "
-                "moments='auto', or use factors='group'."
-            )
 
     def init(self, family: GaussianFamily, dtype: Any) -> PowerEPState:
         """Start every group at the largest step."""
@@ -177,6 +173,11 @@ class PowerEP(MatchesMoments):
         """
         super().check(structure, full, where)
         of_rows = self.factors == "row" and not where.startswith("prior of")
+        if of_rows and isinstance(with_settings(self.moments), SAMPLED):
+            raise PVIError(
+                f"PowerEP(factors='row', moments={self.moments!r}): with a Gaussian guide one factor per row takes its moments by "
+                "quadrature; leave moments='auto', or use factors='group'."
+            )
         if of_rows and not (structure == "affine" or (structure == "quadratic" and full)):
             reason = (
                 "is quadratic with a mean-field guide, whose rows are coupled"

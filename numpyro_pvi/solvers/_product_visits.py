@@ -35,6 +35,21 @@ _SENTENCES = {
 }
 
 
+def trouble_sentence(trouble: int, ess: float, temper: float) -> str | None:
+    """What went wrong in a visit, and the remedy, without the group's name.
+
+    Args:
+        trouble: code of :class:`MatchState`.
+        ess: effective sample size.
+        temper: share of the power that was used.
+
+    Returns:
+        A sentence; None where nothing did.
+    """
+    found = _SENTENCES.get(trouble)
+    return None if found is None else found.format(ess=ess, temper=temper)
+
+
 class MatchState(NamedTuple):
     """One group's memory, and what its last visit found."""
 
@@ -51,8 +66,7 @@ class MatchState(NamedTuple):
 
     def sentence(self) -> str | None:
         """What went wrong in the last visit, and the remedy, without the group's name; None where nothing did."""
-        found = _SENTENCES.get(int(self.trouble))
-        return None if found is None else found.format(ess=float(self.ess), temper=float(self.temper))
+        return trouble_sentence(int(self.trouble), float(self.ess), float(self.temper))
 
 
 def first_match_state(zeros: Any, damping: float, dtype: Any) -> MatchState:

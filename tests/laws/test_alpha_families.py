@@ -469,7 +469,6 @@ def test_choices_that_do_not_fit_are_refused_by_name():
         (weibull, PowerEP(moments=LaplaceMoments()), "LaplaceMoments.*'importance'"),
         (weibull, PowerEP(moments=MCMCMoments()), "MCMCMoments.*'importance'"),
         (weibull, PowerEP(moments="exact"), "groups' likelihood is not affine in the statistics of x"),
-        (weibull, PowerEP(factors="row"), "one group per row"),
         (spread, PowerEP(moments="quadrature"), "sees w, and quadrature takes at most 2"),
     ]:
         with pytest.raises(PVIError, match=words):

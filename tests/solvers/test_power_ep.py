@@ -58,7 +58,6 @@ def pvi_of(model, labels, solver, schedule=None, guide=AutoMultivariateNormal):
         ({"damping": 0.0}, "full step"),
         ({"factors": "rows"}, "'group' or 'row'"),
         ({"moments": "gibbs"}, "importance"),
-        ({"factors": "row", "moments": "laplace"}, "quadrature"),
     ],
 )
 def test_settings_are_checked(options, words):
@@ -130,6 +129,7 @@ def test_sizes_of_samples_are_checked():
         ("quadratic", False, PowerEP(factors="row"), "mean-field"),
         ("affine", True, PowerEP(moments="exact"), "'affine'"),
         ("local", True, PowerEP(factors="row"), "affine predictors"),
+        ("affine", True, PowerEP(factors="row", moments="laplace"), "quadrature"),
     ],
 )
 def test_structures_that_do_not_fit_are_named(structure, full, solver, words):

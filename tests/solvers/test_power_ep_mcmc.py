@@ -134,7 +134,7 @@ def test_too_few_draws_are_refused():
 
 def test_rows_take_no_chains():
     with pytest.raises(PVIError, match="by quadrature"):
-        PowerEP(factors="row", moments="mcmc")
+        PowerEP(factors="row", moments="mcmc").check("affine", True, "likelihood in plate 'data'")
 
 
 def test_chains_take_over_once_weights_have_collapsed_in_three_visits(fitted):
