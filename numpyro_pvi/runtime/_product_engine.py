@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._state import SKIP_LIMIT, PVIState
+from .._state import PVIState
 from ..factors import ValueCall
 from ..families import Family, NormalFamily, base_family
 from ..schedules import Schedule, Sequential
@@ -19,6 +19,7 @@ from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
 from ._mapping import Vmap
+from ._product_loop import run_rounds, stepped
 from ._product_matching import matching_round, product_evidence
 from ._product_plan import owners
 from ._product_problem import Objective, ProductProblem
@@ -113,13 +114,7 @@ class ProductEngine:
         settings = self.settings
         noisy, matches = problem.plan.noisy, bool(problem.plan.tilted)
 
-        def unfinished(loop):
-            i, state, _, *_ = loop
-            stuck = jnp.any(state.report.skip_run >= SKIP_LIMIT)
-            return (i < count) & ~((i > 0) & ((state.report.total_move <= tol) | stuck))
-
-        def one(loop):
-            i, state, before, losses, reports = loop
+        def one(state: PVIState, before: Objective) -> tuple[PVIState, Objective, Float[Array, ""]]:
             next_key, round_key = jax.random.split(state.rng_key)
             memory, noise = state.schedule_state, self.noise(state.rng_key)
             choices = memory, state.report, settings
@@ -130,26 +125,12 @@ class ProductEngine:
                 state = dataclasses.replace(state, solver_state=states.groups, prior_solver_state=states.prior)
             else:
                 done = one_round(problem, state.sites, before, *choices, round_key, noise)
-            state = dataclasses.replace(
-                state,
-                rng_key=next_key,
-                sites=done.sites,
-                schedule_state=done.memory,
-                report=done.report,
-                step=state.step + 1,
-            )
+            state = stepped(state, next_key, done)
             # Fresh draws for the next round need a new evaluation.
             found = problem.objective(state.sites, self.noise(next_key)) if noisy else done.objective
-            losses = losses.at[i].set(-found.elbo)
-            reports = jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, done.report)
-            return i + 1, state, found, losses, reports
+            return state, found, -found.elbo
 
-        before = problem.objective(state.sites, self.noise(state.rng_key))
-        empty = jnp.full((length,), jnp.nan, before.elbo.dtype)
-        reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), state.report)
-        first = (jnp.int32(0), state, before, empty, reports)
-        done, state, _, losses, reports = jax.lax.while_loop(unfinished, one, first)
-        return RoundsDone(state, losses, reports, done, jnp.array(False))
+        return run_rounds(state, problem.objective(state.sites, self.noise(state.rng_key)), one, count, tol, length)
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state in nats; no quadrature is ever missed."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._state import SKIP_LIMIT, PVIState
+from .._state import PVIState
 from ..families import ProductFamily, ProductNatural
 from ..schedules import BY_FACTOR, RoundReport, StochasticSubset
 from ..schedules._report import UNHEARD_MOVE
@@ -23,6 +23,7 @@ from ..solvers import StochasticNaturalGradient
 from ..solvers._minibatch import plan_batches
 from ..solvers._settings import resolve
 from ._engine import RoundsDone
+from ._product_loop import run_rounds, stepped
 from ._product_problem import ProductProblem
 from ._product_rounds import LATE, ProductMemory, move_together, one_round
 from ._product_view import (
@@ -90,10 +91,7 @@ def partial_rounds(
     stochastic = isinstance(engine.solver, StochasticNaturalGradient)
     one = _stochastic_round if stochastic else _subset_round
 
-    def unfinished(loop):
-        i, state, *_ = loop
-        stuck = jnp.any(state.report.skip_run >= SKIP_LIMIT)
-        return (i < count) & ~((i > 0) & ((state.report.total_move <= tol) | stuck))
+    dtype = state.report.move.dtype
 
     def loss_of(state: PVIState) -> Array:
         due = (state.step - state.schedule_state.loss_from) % engine.loss_every == 0
@@ -103,26 +101,12 @@ def partial_rounds(
 
         return found() if engine.loss_every == 1 else jax.lax.cond(due, found, lambda: jnp.full((), jnp.nan, dtype))
 
-    def again(loop):
-        i, state, losses, reports = loop
+    def again(state: PVIState, carry: tuple) -> tuple[PVIState, tuple, Array]:
         next_key, key = jax.random.split(state.rng_key)
-        done = one(engine, problem, state, key, engine.noise(state.rng_key))
-        state = dataclasses.replace(
-            state,
-            rng_key=next_key,
-            sites=done.sites,
-            schedule_state=done.memory,
-            report=done.report,
-            step=state.step + 1,
-        )
-        reports = jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, done.report)
-        return i + 1, state, losses.at[i].set(loss_of(state)), reports
+        state = stepped(state, next_key, one(engine, problem, state, key, engine.noise(state.rng_key)))
+        return state, carry, loss_of(state)
 
-    dtype = state.report.move.dtype
-    reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), state.report)
-    first = jnp.int32(0), state, jnp.full((length,), jnp.nan, dtype), reports
-    done, state, losses, reports = jax.lax.while_loop(unfinished, again, first)
-    return RoundsDone(state, losses, reports, done, jnp.array(False))
+    return run_rounds(state, (), again, count, tol, length)
 
 
 # ------------------------------------------------------------------------------------------------------- who takes part
