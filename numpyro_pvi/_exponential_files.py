@@ -6,14 +6,14 @@ from typing import Any
 
 from . import families
 from .errors import StateError
-from .expectations import FactorStructure, LatentRole
+from .expectations import Chains, FactorStructure, LatentRole
 from .families import base_family, registered_families, repeated
 from .runtime import JointBlock, ProductMemory, ProductPlan, RowLatent, RowMatches
 from .sites import MemberSites
 from .solvers import MatchState
 
 _PLAN = (ProductPlan, JointBlock, RowLatent, FactorStructure, LatentRole)
-_STATE = (MemberSites, ProductMemory, MatchState, RowMatches)
+_STATE = (MemberSites, ProductMemory, MatchState, RowMatches, Chains)
 
 
 def product_types(guide: Any) -> dict[str, type]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,13 +12,27 @@ import numpy as np
 
 from ._entry import float_dtype
 from ._state import PVIState
-from ._views import moment_notes
+from ._views import chain_reading, moment_notes
 from .factors import join_arguments, split_arguments
-from .runtime import ProductEngine, check_tilted, factors_of, first_match_states, jointly_affine, with_tilted
+from .runtime import (
+    SAMPLED_WAYS,
+    ProductEngine,
+    check_tilted,
+    factors_of,
+    first_match_states,
+    jointly_affine,
+    with_tilted,
+)
 from .solvers import Conjugate
 
 # How tilted moments are taken, in words.
-_WORDS = {"exact": "closed form", "quadrature": "quadrature over the latents", "importance": "weighted draws"}
+_WORDS = {
+    "exact": "closed form",
+    "quadrature": "quadrature over the latents",
+    "importance": "weighted draws",
+    "laplace": "weighted draws of a Laplace approximation",
+    "mcmc": "mcmc",
+}
 
 
 def expectation_of(solver: Any) -> str:
@@ -49,16 +64,17 @@ def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: 
     check_tilted(plan)
     arrays, static = split_arguments(args, kwargs)
 
-    def look(state: PVIState, arrays: list) -> Any:
+    def affine(state: PVIState, arrays: list) -> Any:
         args, kwargs = join_arguments(arrays, static)
-        problem = engine.problem(state, args, kwargs)
-        affine = jointly_affine(factors_of(problem, solver), state.sites, engine.noise(state.rng_key))
-        return affine, first_match_states(problem, solver, float_dtype())
+        problem = factors_of(engine.problem(state, args, kwargs), solver)
+        return jointly_affine(problem, state.sites, engine.noise(state.rng_key))
 
-    (likelihood, prior), states = jax.jit(look)(state, arrays)
+    likelihood, prior = jax.jit(affine)(state, arrays)
     plan = with_tilted(plan, solver, (bool(likelihood), bool(prior)))
+    problem = engine.problem(dataclasses.replace(state, plan=plan), args, kwargs)
+    states = first_match_states(problem, solver, float_dtype())
     # Moments may be drawn where expectations are not, and the other way round.
-    last = jax.tree.map(jnp.zeros_like, state.prior) if "importance" in plan.tilted else None
+    last = None if SAMPLED_WAYS.isdisjoint(plan.tilted) else jax.tree.map(jnp.zeros_like, state.prior)
     memory = state.schedule_state._replace(last=last)
     found = {"schedule_state": memory, "solver_state": states.groups, "prior_solver_state": states.prior}
     return dataclasses.replace(state, plan=plan, **found)
@@ -71,11 +87,28 @@ def matching_info(state: PVIState) -> dict[str, Any]:
         state: of a fit that matches moments.
 
     Returns:
-        Fields by name: ``ess``, ``expectation`` and ``notes``.
+        Fields by name: ``ess``, ``expectation``, ``notes``, ``rhat`` and ``divergent``.
     """
     plan: Any = state.plan
-    groups, prior = state.solver_state, state.prior_solver_state
-    ess, words = np.asarray(groups.ess), (_WORDS[plan.tilted[0]],) * len(plan.partition.table.labels)
+    groups, prior = jax.device_get((state.solver_state, state.prior_solver_state))
+    count = len(plan.partition.table.labels)
+    ways = [(groups, _WORDS[plan.tilted[0]], count)]
     if prior is not None:
-        ess, words = np.concatenate([np.asarray(prior.ess)[None], ess]), (_WORDS[plan.tilted[1]], *words)
-    return {"ess": ess, "expectation": words, "notes": moment_notes(state)}
+        ways.insert(0, (prior, _WORDS[plan.tilted[1]], 1))
+
+    def read(of: Callable[[Any], Any]) -> np.ndarray:
+        return np.concatenate([np.broadcast_to(of(one), size) for one, _, size in ways])
+
+    def of_chains(name: str) -> np.ndarray:
+        readings = {id(one): chain_reading(one, name) for one, *_ in ways}
+        return read(lambda one: np.nan if readings[id(one)] is None else readings[id(one)])
+
+    rhat, divergent = of_chains("rhat"), of_chains("divergent")
+    words = [word for _, word, size in ways for _ in range(size)]
+    return {
+        "ess": read(lambda one: np.asarray(one.ess)),
+        "expectation": tuple("mcmc" if x == x else word for x, word in zip(rhat, words, strict=True)),
+        "notes": moment_notes(state),
+        "rhat": rhat,
+        "divergent": divergent,
+    }

@@ -207,6 +207,8 @@ class ExponentialPVI(PVI):
             ess=found["ess"],
             structure=tuple(str(f) for f in factors),
             expectation=found["expectation"],
+            rhat=found.get("rhat"),
+            divergent=found.get("divergent"),
             notes=(*optim_notes(self.optim is not None, state), *found["notes"]),
         )
 

@@ -84,10 +84,10 @@ def begin_chains(solver: Any, state: PVIState) -> PVIState:
         return state
     if not bool(chains_wanted(solver, state.solver_state)):
         return state
-    family, dtype = state.plan.family, state.sites.groups.precision_mean.dtype
+    dtype = jax.tree.leaves(state.sites.groups)[0].dtype
     plan = dataclasses.replace(state.plan, chained=True)
     return dataclasses.replace(
-        state, plan=plan, solver_state=with_chains(solver, state.solver_state, family.dim, dtype)
+        state, plan=plan, solver_state=with_chains(solver, state.solver_state, plan.chain_dim, dtype)
     )
 
 

@@ -45,6 +45,11 @@ class Plan:
         """Labels of all groups: absent ones, then those whose rows are at hand."""
         return (*self.absent, *self.partition.table.labels)
 
+    @property
+    def chain_dim(self) -> int:
+        """Coordinates of chains on a group's tilted distribution."""
+        return self.family.dim
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

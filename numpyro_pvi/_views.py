@@ -202,7 +202,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PV
             (part.prior_kind, *structure),
             (words_of(part.prior_kind, state, 1, solver), *expectation),
         )
-    rhat = _by_factor(state, len(labels), lambda s: _of_chains(s, "rhat"))
+    rhat = _by_factor(state, len(labels), lambda s: chain_reading(s, "rhat"))
     return PVIInfo(
         **last_round(state, report),
         labels=labels,
@@ -214,7 +214,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PV
         agents=AgentViews(schedule, state) if hasattr(schedule, "agent_natural") else {},
         delbo=tuple(float(x) for x in report.delbo),
         rhat=rhat,
-        divergent=_by_factor(state, len(labels), lambda s: _of_chains(s, "divergent")),
+        divergent=_by_factor(state, len(labels), lambda s: chain_reading(s, "divergent")),
         sites="dense" if state.plan.rows is None else "rows",
         notes=(*notes, *moment_notes(state)),
     )
@@ -243,7 +243,7 @@ def _by_factor(state: PVIState, count: int, read: Callable[[Any], Any]) -> np.nd
     return np.insert(own, [sizes[0]] * (count - len(own)), np.nan)
 
 
-def _of_chains(solver: Any, name: str) -> Any:
+def chain_reading(solver: Any, name: str) -> Any:
     """One of the numbers that chains leave; NaN for factors that have none, or whose chains have not moved yet."""
     chains = getattr(solver, "chains", None)
     if chains is None:

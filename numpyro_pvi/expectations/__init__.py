@@ -15,7 +15,8 @@ from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLo
 from ._mean_space import MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points
-from ._product_draws import WeightedDraws, draw, tilted_by_draws
+from ._product_chains import tilted_by_chains
+from ._product_draws import WeightedDraws, draw, tilted_by_draws, weighable
 from ._product_grid import ProductGrid, grid_of, tilted_on_grid
 from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
@@ -25,6 +26,7 @@ from ._rules import FIXED_RULES, RULES
 from ._tilted import LEAST_PER_LATENT, LEAST_SHARE, Proposal, Tilted, exact_tilted, from_points, linear_tilted
 from ._tilted_chains import from_chains
 from ._tilted_rows import RowReport, row_sites_zero, row_targets, tilted_rows
+from ._unconstrained import Unconstrained, discrete_of
 from .quadrature import rule_index
 
 __all__ = [
@@ -68,8 +70,10 @@ __all__ = [
     "SharedAffineProgram",
     "TermNumbers",
     "Tilted",
+    "Unconstrained",
     "WeightedDraws",
     "add_expected",
+    "discrete_of",
     "disagreement",
     "draw",
     "exact_tilted",
@@ -94,9 +98,11 @@ __all__ = [
     "sigma_points",
     "sum_by_group",
     "sums_of",
+    "tilted_by_chains",
     "tilted_by_draws",
     "tilted_on_grid",
     "tilted_rows",
+    "weighable",
     "with_settings",
     "zero_expected",
 ]

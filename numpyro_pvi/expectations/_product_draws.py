@@ -5,6 +5,9 @@ Weighted means of the statistics T are noisy even where the factor is conjugate 
 partition function is ``log sum_s exp <d, T(theta_s)>``, and d is the member with the mean statistics of the weights
 ``w_s = (p / t)^alpha``. Where ``log w`` is affine in T this is its slope to rounding, whatever the draws; elsewhere the draws'
 noise is that of what ``exp <d, T>`` leaves of w. The same holds for the normaliser.
+
+Draws need not be of q: with base weights ``b_s ~ q / g`` of draws of another density g the members are ``b_s exp <d, T(theta_s)>``.
+Draws of the tilted distribution itself have ``b_s = 1 / w_s`` and are all worth the same.
 """
 
 from __future__ import annotations
@@ -51,6 +54,21 @@ def draw(family: ProductFamily, q: ProductNatural, key: Any, count: int) -> Weig
         base: Any = base_family(own)
         found = base.sample_with_statistics(q.parts[name], jax.random.fold_in(key, i), (count,))
         values[name], statistics[name] = found
+    return weighable(family, q, values, statistics)
+
+
+def weighable(family: ProductFamily, q: ProductNatural, values: dict, statistics: dict) -> WeightedDraws:
+    """Draws of any density, ready to be weighted.
+
+    Args:
+        family: of q.
+        q: natural parameters.
+        values: by component, with a leading axis of draws.
+        statistics: of the values.
+
+    Returns:
+        The draws.
+    """
     point = family.to_minimal(q)
     like = jax.tree.structure(q)
 
@@ -59,9 +77,22 @@ def draw(family: ProductFamily, q: ProductNatural, key: Any, count: int) -> Weig
 
     rows = jax.vmap(coordinates)(jax.tree.leaves(ProductMean(statistics)))
     rows = rows - jnp.mean(rows, axis=0)
-    root, _ = scaled_cholesky(rows.T @ rows / count)
+    root, _ = scaled_cholesky(rows.T @ rows / rows.shape[0])
     white = jax.scipy.linalg.solve_triangular(root, rows.T, lower=True).T
     return WeightedDraws(values, statistics, white, root)
+
+
+class Matching(NamedTuple):
+    """The member with the mean statistics of weighted draws, and how each draw's noise enters."""
+
+    # eta_qhat - eta_q, and whether it was found.
+    change: Any
+    fits: Bool[Array, ""]
+    # What each draw adds to the error of the change, in sds, and to that of the value times the power.
+    influence: Float[Array, "S P"]
+    apart: Float[Array, "S"]
+    # (1 / power) log E_q[(p / t)^power], nats.
+    value: Float[Array, ""]
 
 
 def tilted_by_draws(
@@ -71,82 +102,102 @@ def tilted_by_draws(
     q: ProductNatural,
     site: ProductNatural,
     power: float | Float[Array, ""],
+    log_base: Float[Array, "S"] | None = None,
 ) -> Tilted:
-    """What matching the moments of ``q (p / t)^power`` asks for, from weighted draws of q; the power is halved as needed.
+    """What matching the moments of ``q (p / t)^power`` asks for, from weighted draws; the power is halved as needed.
 
     It is halved while the cavity is improper, or the effective sample size below a twentieth of the draws or twice the number of
     statistics.
 
     Args:
         family: of q.
-        draws: as of :func:`draw`, from this q.
+        draws: as of :func:`draw`, from this q, or of another density.
         factor: log density of the factor at them, nats.
         q: natural parameters of q.
         site: the factor's site.
         power: alpha.
+        log_base: log of q over the draws' density at them; None for draws of q.
 
     Returns:
         What moment matching asks for: ``(eta_qhat - eta_q) / power``, and ``(1 / power) log E_q[(p / t)^power]`` in nats.
     """
-    parts = [_paired(own, site.parts[n], draws.statistics[n]) for n, own in family.components]
-    ratio = factor - sum(parts, start=jnp.zeros(()))
+    ratio = factor - paired(family, site, draws.statistics)
+    base = jnp.zeros_like(ratio) if log_base is None else log_base
     count, size = draws.white.shape
     least = max(LEAST_SHARE * count, LEAST_PER_LATENT * size)
     shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=ratio.dtype)
 
     def look(share: Array) -> tuple[Array, Array]:
-        weights = jax.nn.softmax(power * share * ratio)
+        weights = jax.nn.softmax(base + power * share * ratio)
         ess = 1.0 / jnp.sum(weights**2)
         return ess, family.in_domain(q - site * (power * share)) & (ess >= least)
 
     ess, good = jax.vmap(look)(shares)
     finite = jnp.all(~jnp.isnan(ratio)) & jnp.any(jnp.isfinite(ratio)) & jnp.all(ratio < jnp.inf)
     share = shares[jnp.argmax(good)]
+    found = matched(family, draws, base, ratio, q, share, power)
     used = power * share
-    weights = jax.nn.softmax(used * ratio)
-    slope, fits = _matched_slope(draws.white, weights)
-    change = family.from_minimal(jax.scipy.linalg.solve_triangular(draws.root, slope, trans=1, lower=True))
-    own = jax.nn.softmax(draws.white @ slope)
-    about = draws.white - own @ draws.white
-    bent = about.T @ (own[:, None] * about)
-    root, _ = scaled_cholesky(bent)
-    reach = jax.scipy.linalg.cho_solve((root, True), about.T).T
-    noise = jnp.sqrt(jnp.sum((weights - own)[:, None] ** 2 * reach**2)) / used
-    valid = finite & jnp.any(good) & fits & all_finite(change)
-    value, variance = _log_mean(family, draws, ratio, q, change, share, power)
-    return Tilted(
-        change * (1.0 / used), value, variance, ess[0], noise, share, jnp.int32(0), jnp.array(False), finite, valid
-    )
+    noise, variance = jnp.sqrt(jnp.sum(found.influence**2)) / used, jnp.sum(found.apart**2) / power**2
+    valid = finite & jnp.any(good) & found.fits & all_finite(found.change)
+    change, none = found.change * (1.0 / used), jnp.int32(0)
+    return Tilted(change, found.value, variance, ess[0], noise, share, none, jnp.array(False), finite, valid)
 
 
-def _paired(family: Any, natural: Any, statistics: Any) -> Float[Array, "S"]:
-    return jax.vmap(lambda t: jnp.asarray(family.inner(natural, t)))(statistics)
+def paired(family: ProductFamily, natural: ProductNatural, statistics: dict) -> Float[Array, "S"]:
+    """``<natural, T>`` of every draw, nats."""
+    parts = [
+        jax.vmap(lambda t, n=n, own=own: jnp.asarray(own.inner(natural.parts[n], t)))(statistics[n])
+        for n, own in family.components
+    ]
+    return sum(parts, start=jnp.zeros(()))
 
 
-def _log_mean(
+def matched(
     family: ProductFamily,
     draws: WeightedDraws,
-    ratio: Array,
+    base: Float[Array, "S"],
+    ratio: Float[Array, "S"],
     q: ProductNatural,
-    change: ProductNatural,
-    share: Array,
-    power: Any,
-) -> tuple[Array, Array]:
-    """``(1 / power) log E_q[(p / t)^power]``, with ``exp <change, T>`` for control where it has a mean; and its variance."""
-    logs, count = power * ratio, ratio.shape[0]
-    parts = [_paired(own, change.parts[n], draws.statistics[n]) for n, own in family.components]
-    line: Any = sum(parts, start=jnp.zeros(()))
-    gap = family.log_partition(q + change) - family.log_partition(q)
-    known = gap - jax.nn.logsumexp(line)
+    share: Float[Array, ""],
+    power: float | Float[Array, ""],
+) -> Matching:
+    """The member with the mean statistics of draws in proportion to ``exp(base + power share ratio)``.
+
+    Args:
+        family: of q.
+        draws: the draws.
+        base: log of q over their density, up to a constant that the value needs where no member is near.
+        ratio: log of the factor over the site, nats.
+        q: natural parameters of q.
+        share: of the power that is used.
+        power: alpha; the value is at the whole of it.
+
+    Returns:
+        The member.
+    """
+    used = power * share
+    slope, fits = _matched_slope(draws.white, base, used * ratio)
+    change = family.from_minimal(jax.scipy.linalg.solve_triangular(draws.root, slope, trans=1, lower=True))
+    own = jax.nn.softmax(base + draws.white @ slope)
+    about = draws.white - own @ draws.white
+    root, _ = scaled_cholesky(about.T @ (own[:, None] * about))
+    reach = jax.scipy.linalg.cho_solve((root, True), about.T).T
+    influence = (jax.nn.softmax(base + used * ratio) - own)[:, None] * reach
+    # The normaliser, with exp <change, T> for control where it has a mean.
+    logs, line = base + power * ratio, base + paired(family, change, draws.statistics)
+    known = family.log_partition(q + change) - family.log_partition(q) - jax.nn.logsumexp(line)
     good = (share == 1.0) & family.in_domain(q + change) & jnp.isfinite(known)
-    weights = jax.nn.softmax(logs)
-    apart = weights - jnp.where(good, jax.nn.softmax(line), 1.0 / count)
+    count = ratio.shape[0]
+    apart = jax.nn.softmax(logs) - jnp.where(good, jax.nn.softmax(line), 1.0 / count)
     value = jax.nn.logsumexp(logs) + jnp.where(good, known, -jnp.log(1.0 * count))
-    return value / power, jnp.sum(apart**2) / power**2
+    return Matching(change, fits, influence, apart, value / power)
 
 
-def _matched_slope(white: Float[Array, "S P"], weights: Float[Array, "S"]) -> tuple[Float[Array, "P"], Bool[Array, ""]]:
-    """d with ``sum_s w_s T_s`` the mean of the draws' own family at d: a convex problem, by Newton's method."""
+def _matched_slope(
+    white: Float[Array, "S P"], base: Float[Array, "S"], logs: Float[Array, "S"]
+) -> tuple[Float[Array, "P"], Bool[Array, ""]]:
+    """d for which ``b_s exp <d, T_s>`` has the mean statistics of ``b_s exp(logs_s)``: a convex problem, by Newton's method."""
+    weights = jax.nn.softmax(base + logs)
     target, size = weights @ white, white.shape[1]
     eps = float(jnp.finfo(white.dtype).eps)
     # The error after a step is about the square of what it moved by.
@@ -155,18 +206,21 @@ def _matched_slope(white: Float[Array, "S P"], weights: Float[Array, "S"]) -> tu
     def gap(lines: Array, slope: Array) -> Array:
         return jax.nn.logsumexp(lines, axis=-1) - slope @ target
 
+    def solved(own: Array, mean: Array, wanted: Array) -> Array:
+        about = white - mean
+        root, _ = scaled_cholesky(about.T @ (own[:, None] * about) + eps * jnp.eye(size, dtype=white.dtype))
+        return jax.scipy.linalg.cho_solve((root, True), wanted)
+
     def unfinished(carry: tuple) -> Array:
         _, size, step = carry
         return (step < _STEPS) & (size > enough)
 
     def newton(carry: tuple) -> tuple:
         slope, _, step = carry
-        line = white @ slope
+        line = base + white @ slope
         own = jax.nn.softmax(line)
         middle = own @ white
-        about = white - middle
-        root, _ = scaled_cholesky(about.T @ (own[:, None] * about) + eps * jnp.eye(size, dtype=white.dtype))
-        move = jax.scipy.linalg.cho_solve((root, True), target - middle)
+        move = solved(own, middle, target - middle)
         shares = 0.5 ** jnp.arange(_SHARES, dtype=white.dtype)
         tried = slope + shares[:, None] * move
         values = gap(line + shares[:, None] * (white @ move), tried)
@@ -174,6 +228,10 @@ def _matched_slope(white: Float[Array, "S P"], weights: Float[Array, "S"]) -> tu
         best = jnp.argmax(values <= jnp.min(values) + 4 * eps * (1 + jnp.abs(jnp.min(values))))
         return tried[best], jnp.sqrt(jnp.maximum((target - middle) @ move, 0.0)), step + 1
 
-    first = jnp.zeros((size,), white.dtype), jnp.ones((), white.dtype), jnp.int32(0)
-    slope, left, _ = jax.lax.while_loop(unfinished, newton, first)
+    # The regression of the logs is the answer where they are affine; q itself may be far from all draws.
+    seen = jnp.where(weights > 0, logs, 0.0)
+    first = solved(weights, target, (weights * (seen - weights @ seen)) @ (white - target))
+    starts = jnp.stack([jnp.zeros_like(first), jnp.where(jnp.all(jnp.isfinite(first)), first, 0.0)])
+    start = starts[jnp.argmin(gap(base + starts @ white.T, starts))]
+    slope, left, _ = jax.lax.while_loop(unfinished, newton, (start, jnp.ones((), white.dtype), jnp.int32(0)))
     return slope, left <= enough

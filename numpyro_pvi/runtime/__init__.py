@@ -15,7 +15,8 @@ from ._product_rounds import ProductMemory
 from ._product_row_factors import RowMatches, factors_of
 from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
-from ._product_tilted import check_tilted, jointly_affine, with_tilted
+from ._product_tilted import jointly_affine
+from ._product_ways import SAMPLED_WAYS, check_tilted, with_tilted
 
 __all__ = [
     "Engine",
@@ -31,6 +32,7 @@ __all__ = [
     "RowLatent",
     "RowMatches",
     "Runtime",
+    "SAMPLED_WAYS",
     "Vmap",
     "apart",
     "best_of_short_runs",

@@ -130,7 +130,8 @@ class ProductEngine:
             found = problem.objective(state.sites, self.noise(next_key)) if noisy else done.objective
             return state, found, -found.elbo
 
-        return run_rounds(state, problem.objective(state.sites, self.noise(state.rng_key)), one, count, tol, length)
+        first = problem.objective(state.sites, self.noise(state.rng_key))
+        return run_rounds(state, first, one, count, tol, length, self.solver)
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state in nats; no quadrature is ever missed."""

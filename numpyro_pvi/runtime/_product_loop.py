@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._state import SKIP_LIMIT, PVIState
+from ._chains import chains_wanted
 from ._engine import RoundsDone
 from ._moments import noise_floor
 
@@ -22,6 +23,7 @@ def run_rounds(
     count: Int[Array, ""],
     tol: Float[Array, ""],
     length: int,
+    solver: Any,
 ) -> RoundsDone:
     """Run up to ``count`` rounds: see :meth:`numpyro_pvi.runtime.Engine.rounds`.
 
@@ -33,6 +35,7 @@ def run_rounds(
         tol: largest move of a round, in posterior sds, that ends them; no lower than what the noise of sampled moments explains.
             Negative never ends them.
         length: rounds that there is room for.
+        solver: where its weights keep collapsing rounds end early, so that chains can be compiled in.
 
     Returns:
         The rounds; no quadrature is ever missed.
@@ -43,6 +46,7 @@ def run_rounds(
         floor = noise_floor(state.solver_state, state.report)
         limit = jnp.where(tol >= 0, jnp.maximum(tol, floor), tol)
         halted = (state.report.total_move <= limit) | jnp.any(state.report.skip_run >= SKIP_LIMIT)
+        halted = halted | chains_wanted(solver, state.solver_state)
         return (i < count) & ~((i > 0) & halted)
 
     def again(loop: tuple) -> tuple:

@@ -8,33 +8,46 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ..expectations import MCMCMoments, Unconstrained, no_chains, with_settings
 from ..schedules import RoundReport
 from ..sites import SiteStack, posterior
-from ..solvers import first_match_state
+from ..solvers import MatchState, first_match_state
+from ._chains import lanes_pay
+from ._product_plan import touched
 from ._product_problem import Objective, ProductProblem
 from ._product_rounds import LATE, ProductMemory, Round, Settings, report_of
 from ._product_row_factors import RowFactors, first_row_matches, rows_in_turn, rows_together, tilted_of
 from ._product_sweeps import MatchStates, Outcome, in_turn, together
 from ._product_tilted import ProductTilted
+from ._product_ways import SAMPLED_WAYS
 
 
 def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> MatchStates:
     """The memory of factors that nobody has visited.
 
     Args:
-        problem: of the groups.
+        problem: of the groups; its plan says how moments are taken.
         solver: the solver.
         dtype: floating dtype.
 
     Returns:
         The memory.
     """
-    one = first_match_state(jax.tree.map(jnp.zeros_like, problem.prior), float(solver.damping), dtype)
+    plan, damping = problem.plan, float(solver.damping)
+
+    def first(factor: Any, method: str) -> MatchState:
+        chains, settings = None, with_settings(solver.moments)
+        if method == "mcmc":
+            assert isinstance(settings, MCMCMoments)  # the plan says so
+            chains = no_chains(settings, Unconstrained(touched(plan.family, factor)).dim, dtype, True)
+        return first_match_state(jax.tree.map(jnp.zeros_like, problem.prior), damping, dtype, chains)
+
     if solver.factors == "row":
         groups: Any = first_row_matches(problem, solver, dtype)
     else:
+        one = first(plan.likelihood, plan.tilted[0])
         groups = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *jnp.shape(x))), one)
-    return MatchStates(groups, None if problem.plan.prior_factor is None else one)
+    return MatchStates(groups, None if plan.prior_factor is None else first(plan.prior_factor, plan.tilted[1]))
 
 
 class Matched(NamedTuple):
@@ -76,7 +89,7 @@ def matching_round(
     Returns:
         Sites after the round, and the memories.
     """
-    sampled = "importance" in problem.plan.tilted
+    sampled = not SAMPLED_WAYS.isdisjoint(problem.plan.tilted)
     late = LATE / (LATE + memory.turns) if sampled else 1.0
     share = jnp.asarray(settings.damping * late, before.elbo.dtype)
     visits, swept, step = _sweep(tilted_of(problem, solver, noise), sites, states, settings, share, key)
@@ -107,7 +120,15 @@ def _sweep(
         return rows_together(tilted, sites, states, share)
     if settings.sequential:
         return in_turn(tilted, sites, states, settings, share, key)
-    return together(tilted, sites, states, share)
+    return together(tilted, sites, states, share, _lanes(tilted))
+
+
+def _lanes(tilted: ProductTilted) -> int | None:
+    """Groups whose chains run side by side: all of them where that pays."""
+    problem = tilted.problem
+    alike = problem.packing.chunk_group.shape[0] == problem.num_groups
+    pays = problem.together and alike and lanes_pay(problem.plan.partition.chunk_rows)
+    return problem.num_groups if tilted.methods[0] == "mcmc" and pays else None
 
 
 def product_evidence(
@@ -134,13 +155,15 @@ def product_evidence(
         own = factors.site_of_rows(own, states.groups.sites)
 
     def look(operands: tuple) -> tuple[Array, Array]:
-        found = tilted.group(operands[0], q, operands[1], shared)
+        index, site, chains = operands
+        found = tilted.group(index, q, site, shared, chains)
         return found.value, found.variance
 
-    values, variances = jax.lax.map(look, (jnp.arange(factors.num_groups), own))
+    chains = getattr(states.groups, "chains", None)
+    values, variances = jax.lax.map(look, (jnp.arange(factors.num_groups), own, chains))
     value, variance = jnp.sum(values), jnp.sum(variances)
     if sites.prior is not None:
-        own = tilted.prior(q, sites.prior)
+        own = tilted.prior(q, sites.prior, getattr(states.prior, "chains", None))
         value, variance = value + own.value, variance + own.variance
     exact = [f.log_partition(problem.prior.parts[n]) for n, f in family.components if n in problem.plan.exact]
     base = sum((jnp.asarray(x) for x in exact), start=jnp.zeros(()))

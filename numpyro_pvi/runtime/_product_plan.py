@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from .._state import Plan
-from ..expectations import FactorStructure
+from ..expectations import FactorStructure, Unconstrained
 from ..factors import GroupMasks, Packing
+from ..families import ProductFamily
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,11 @@ class ProductPlan(Plan):
     turns: tuple[int, ...] = ()
     inside: tuple[RowLatent, ...] = ()
     tilted: tuple[str, ...] = ()
+
+    @property
+    def chain_dim(self) -> int:
+        """Unconstrained coordinates of the components that the groups' factors see."""
+        return Unconstrained(touched(self.family, self.likelihood)).dim
 
     @property
     def row_axes(self) -> dict[str, int]:
@@ -145,6 +151,12 @@ class ProductPlan(Plan):
     def latent_values(self, values: Mapping[str, Array]) -> dict[str, Any]:
         """Latent -> value, of component -> value."""
         return latent_values(self.blocks, values)
+
+
+def touched(family: ProductFamily, factor: FactorStructure) -> ProductFamily:
+    """The components that a factor depends on."""
+    absent = {role.name for role in factor.roles if role.kind == "absent"}
+    return ProductFamily([(n, f) for n, f in family.components if n not in absent])
 
 
 def owners(packing: Packing | GroupMasks, count: int, key: str) -> Int[Array, "N"]:

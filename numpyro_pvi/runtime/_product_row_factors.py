@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..expectations import ImportanceMoments, Tilted, grid_of, with_settings
+from ..expectations import Chains, ImportanceMoments, Tilted, grid_of, with_settings
 from ..factors import GroupMasks, Packing
 from ..families import ProductNatural
 from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, select, take
-from ..solvers import LocalResult, MatchState, first_match_state, match_visit, trouble_sentence
+from ..solvers import LocalResult, MatchState, first_match_state, trouble_sentence
+from ._product_plan import touched
 from ._product_problem import ProductProblem
 from ._product_rounds import Settings
 from ._product_sweeps import MatchStates, Outcome, Visits, order_of, outcome_of, together, visit_prior
-from ._product_tilted import TOGETHER, ProductTilted, touched
+from ._product_tilted import TOGETHER, ProductTilted
 
 _NO_TROUBLE = jnp.iinfo(jnp.int32).max
 
@@ -139,9 +140,11 @@ class _RowTilted(ProductTilted):
 
     problem: RowFactors
 
-    def group(self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, shared: Any) -> Tilted:
+    def group(
+        self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, shared: Any, chains: Chains | None = None
+    ) -> Tilted:
         """One row's tilted moments: see :meth:`ProductTilted.group`."""
-        found, there = super().group(index, q, site, shared), self.problem.counted[index]
+        found, there = super().group(index, q, site, shared, chains), self.problem.counted[index]
         change = jax.tree.map(lambda x: jnp.where(there, x, 0.0), found.change)
         quiet = {name: jnp.where(there, getattr(found, name), 0.0) for name in ("value", "variance", "noise")}
         temper = jnp.where(there, found.temper, 1.0)
@@ -245,8 +248,7 @@ def rows_in_turn(
 
             def one(operands: tuple) -> LocalResult:
                 index, site, state = operands
-                found = tilted.group(index, turn.q, site, shared)
-                return match_visit(family, turn.q, site, found, state, float(tilted.solver.damping))
+                return tilted.visit(index, turn.q, site, state, shared)
 
             done = jax.lax.map(one, (at, before, take(states.groups.rows, at)), batch_size=batch)
             total = total + jax.tree.map(lambda x: jnp.sum(x, axis=0), done.site - before)
@@ -283,7 +285,7 @@ def _batch(tilted: Any, most: int) -> int | None:
     if not problem.together:
         return None
     points = 1
-    if method == "importance":
+    if method in ("importance", "laplace"):
         points = getattr(with_settings(tilted.solver.moments), "num_draws", ImportanceMoments().num_draws)
     elif method == "quadrature":
         grid = grid_of(touched(problem.family, problem.plan.likelihood))

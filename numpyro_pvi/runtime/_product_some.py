@@ -106,7 +106,7 @@ def partial_rounds(
         state = stepped(state, next_key, one(engine, problem, state, key, engine.noise(state.rng_key)))
         return state, carry, loss_of(state)
 
-    return run_rounds(state, (), again, count, tol, length)
+    return run_rounds(state, (), again, count, tol, length, engine.solver)
 
 
 # ------------------------------------------------------------------------------------------------------- who takes part

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from ..families import ProductNatural
 from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, select, take
-from ..solvers import LocalResult, MatchState, match_visit
+from ..solvers import LocalResult, MatchState
 from ._product_rounds import Settings, Swept
 from ._product_tilted import ProductTilted
 
@@ -74,20 +74,20 @@ def together(
     Returns:
         The outcome.
     """
-    problem, damping = tilted.problem, float(tilted.solver.damping)
+    problem = tilted.problem
     family, q = problem.family, posterior(problem.prior, sites)
     shared = tilted.shared(q)
 
     def visit(operands: tuple) -> LocalResult:
         index, site, state = operands
-        return match_visit(family, q, site, tilted.group(index, q, site, shared), state, damping)
+        return tilted.visit(index, q, site, state, shared)
 
     operands = jnp.arange(problem.num_groups), sites.groups, states.groups
     visits = Visits(jax.lax.map(visit, operands, batch_size=batch), None)
     proposal = SiteStack(visits.groups.site, sites.prior)
     if sites.prior is not None:
-        found = tilted.prior(q, sites.prior)
-        own = match_visit(family, q, sites.prior, found, states.prior, damping)
+        assert states.prior is not None  # there is a prior factor
+        own = tilted.visit_prior(q, sites.prior, states.prior)
         visits, proposal = visits._replace(prior=own), SiteStack(visits.groups.site, own.site)
 
     def at(step: Any) -> SiteStack:
@@ -124,9 +124,7 @@ def visit_prior(
     """
     if site is None:
         return q, None
-    damping = float(tilted.solver.damping)
-    done = match_visit(tilted.problem.family, q, site, tilted.prior(q, site), state, damping)
-    return _taken(q, site, done, share)
+    return _taken(q, site, tilted.visit_prior(q, site, state), share)
 
 
 def _taken(q: ProductNatural, site: Any, done: LocalResult, share: Any) -> tuple[ProductNatural, LocalResult]:
@@ -150,7 +148,7 @@ def in_turn(
     Returns:
         The outcome.
     """
-    problem, damping = tilted.problem, float(tilted.solver.damping)
+    problem = tilted.problem
     family, q = problem.family, posterior(problem.prior, sites)
     order = order_of(settings, problem.num_groups, key)
     first = tilted.shared(q) if problem.plan.tilted[0] == "exact" else None
@@ -159,8 +157,7 @@ def in_turn(
     def scanned(q: Any, operands: tuple) -> tuple[Any, LocalResult]:
         index, site, state = operands
         shared = first if first is not None else tilted.shared(q)
-        done = match_visit(family, q, site, tilted.group(index, q, site, shared), state, damping)
-        return _taken(q, site, done, share)
+        return _taken(q, site, tilted.visit(index, q, site, state, shared), share)
 
     q, groups = jax.lax.scan(scanned, q, (order, *take((sites.groups, states.groups), order)))
     groups = take(groups, jnp.argsort(order))

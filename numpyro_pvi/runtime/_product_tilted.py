@@ -1,4 +1,4 @@
-"""Tilted moments of the factors of a product of families: which way fits a factor, and how it is taken."""
+"""Tilted moments of the factors of a product of families."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..errors import PVIError
 from ..expectations import (
-    GRID_DIM,
+    Chains,
     FactorStructure,
     ImportanceMoments,
     LaplaceMoments,
     MCMCMoments,
     Tilted,
+    Unconstrained,
+    discrete_of,
     draw,
     grid_of,
     linear_tilted,
     probe_values,
+    tilted_by_chains,
     tilted_by_draws,
     tilted_on_grid,
     with_settings,
@@ -29,62 +31,17 @@ from ..expectations import (
 from ..factors import chunk_log_likelihood
 from ..families import ProductFamily, ProductNatural
 from ..sites import SiteStack, posterior, take
-from ._product_plan import ProductPlan
+from ..solvers import LocalResult, MatchState, match_visit
+from ._product_laplace import tilted_by_laplace
+from ._product_plan import touched
 from ._product_problem import ProductProblem
 
 # Rows that are evaluated together, times points.
 TOGETHER = 1 << 16
 # Points at which a factor is compared with what its message says, and how far off it may be, relative to what is compared.
 _PROBES, _AFFINE = 24, {"float64": 1e-8, "float32": 3e-4}
-# What is folded into a round's key for the draws of its moments.
-_MOMENTS = 0x51
-
-
-def touched(family: ProductFamily, factor: FactorStructure) -> ProductFamily:
-    """The components that a factor depends on."""
-    absent = {role.name for role in factor.roles if role.kind == "absent"}
-    return ProductFamily([(n, f) for n, f in family.components if n not in absent])
-
-
-def method_of_factor(family: ProductFamily, affine: bool, moments: Any, where: str) -> str:
-    """How a factor's tilted moments are taken.
-
-    Args:
-        family: the components that the factor depends on.
-        affine: whether it is affine in their statistics jointly.
-        moments: what was asked for.
-        where: the factor's name.
-
-    Returns:
-        "exact", "quadrature" or "importance".
-
-    Raises:
-        PVIError: where what was asked for does not fit.
-    """
-    wanted, fits = with_settings(moments), affine or not family.components
-    if isinstance(wanted, LaplaceMoments | MCMCMoments):
-        raise PVIError(
-            f"PowerEP(moments={moments!r}) is for Gaussian guides; under AutoExponentialFamily write moments='auto', 'exact', "
-            "'quadrature', 'importance' or ImportanceMoments(...)."
-        )
-    if isinstance(wanted, ImportanceMoments):
-        return "importance" if family.components else "exact"
-    if fits and wanted in ("auto", "exact"):
-        return "exact"
-    names = ", ".join(n for n, _ in family.components)
-    if wanted == "exact":
-        raise PVIError(
-            f"PowerEP(moments='exact'): the {where} is not affine in the statistics of {names} jointly; leave moments='auto'."
-        )
-    if not family.components or grid_of(family) is not None:
-        return "quadrature" if family.components else "exact"
-    if wanted == "quadrature":
-        raise PVIError(
-            f"PowerEP(moments='quadrature'): the {where} sees {names}, and quadrature takes at most {GRID_DIM} numbers of "
-            "scalar or normal latents (or a Dirichlet's three shares) together, with a few values of discrete ones; use "
-            "moments='importance'."
-        )
-    return "importance"
+# What is folded into a round's key for the draws of its moments, for chains of groups, and for points of the prior factor.
+_MOMENTS, _CHAINS, _PRIOR = 0x51, 0x52, 0x53
 
 
 def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple[Array, Array]:
@@ -145,8 +102,28 @@ class ProductTilted:
     key: Any
 
     @property
-    def _methods(self) -> tuple[str, ...]:
+    def methods(self) -> tuple[str, ...]:
+        """How moments are taken, of groups and of the prior factor."""
         return self.problem.plan.tilted
+
+    def _chunk_value(self, chunk: Any, values: dict) -> Array:
+        """A chunk's log-likelihood, in nats, at one value of every component."""
+        plan = self.problem.plan
+        arguments = plan.partition.rows, plan.partition.reading, self.problem.packing, chunk, plan.exact_latents
+        return chunk_log_likelihood(self.problem.call, plan.latent_values(values), *arguments)
+
+    def _over_chunks(self, index: Any, of_chunk: Callable) -> Any:
+        """The sum of a function of a chunk over one group's chunks."""
+        packing = self.problem.packing
+        if packing.chunk_group.shape[0] == self.problem.num_groups:
+            return of_chunk(take(packing.chunks, index))
+        shapes = jax.eval_shape(lambda: of_chunk(take(packing.chunks, 0)))
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        def add(c: Any, total: Any) -> Any:
+            return jax.tree.map(jnp.add, total, of_chunk(take(packing.chunks, c)))
+
+        return jax.lax.fori_loop(packing.offsets[index], packing.offsets[index + 1], add, zero)
 
     def group_values(self, index: Any) -> Callable[[dict], Float[Array, "S"]]:
         """One group's log-likelihood, in nats, at values of all components with a leading axis of points.
@@ -157,25 +134,28 @@ class ProductTilted:
         Returns:
             A function of the values.
         """
-        problem, plan = self.problem, self.problem.plan
-        part, packing = plan.partition, self.problem.packing
-
-        def of_chunk(chunk: Any, values: dict) -> Array:
-            def one(own: dict) -> Array:
-                arguments = part.rows, part.reading, packing, chunk, plan.exact_latents
-                return chunk_log_likelihood(problem.call, plan.latent_values(own), *arguments)
-
-            return _over_points(one, values, max(part.chunk_rows, 1))
+        rows = max(self.problem.plan.partition.chunk_rows, 1)
 
         def of(values: dict) -> Array:
-            if packing.chunk_group.shape[0] == problem.num_groups:
-                return of_chunk(take(packing.chunks, index), values)
-            count = jax.tree.leaves(values)[0].shape[0]
-            zero = jnp.zeros((count,), jax.eval_shape(lambda: of_chunk(take(packing.chunks, 0), values)).dtype)
-            span = packing.offsets[index], packing.offsets[index + 1]
-            return jax.lax.fori_loop(*span, lambda c, total: total + of_chunk(take(packing.chunks, c), values), zero)
+            return self._over_chunks(
+                index, lambda chunk: _over_points(lambda own: self._chunk_value(chunk, own), values, rows)
+            )
 
         return of
+
+    def _group_slopes(self, index: Any) -> Callable:
+        """One group's log-likelihood at coordinates u with derivatives: ``(values of u, order) -> (u -> value, gradient, ...)``."""
+
+        def of(values: Callable, order: int) -> Callable:
+            # Chunk by chunk, because a loop of unknown length has no reverse mode.
+            return lambda u: self._over_chunks(
+                index, lambda chunk: _derivatives(lambda at: self._chunk_value(chunk, values(at)), u, order)
+            )
+
+        return of
+
+    def _prior_slopes(self, values: Callable, order: int) -> Callable:
+        return lambda u: _derivatives(lambda at: self.problem._prior_density(values(at)), u, order)
 
     def shared(self, q: ProductNatural) -> Any:
         """What the groups' visits at one q have in common: exact factors, or draws.
@@ -186,11 +166,11 @@ class ProductTilted:
         Returns:
             Constants and natural parameters of all groups' factors, weighable draws, or None.
         """
-        if self._methods[0] == "exact":
+        if self.methods[0] == "exact":
             values, messages = self.problem.values_and_messages(q, self.key)
             constants = self.problem._by_group(values) - jax.vmap(lambda own: self._paired(own, q))(messages.groups)
             return constants, messages.groups
-        return self._draws(q, self.problem.plan.likelihood) if self._methods[0] == "importance" else None
+        return self._draws(q, self.problem.plan.likelihood) if self.methods[0] == "importance" else None
 
     def _paired(self, message: ProductNatural, q: ProductNatural) -> Array:
         return jnp.asarray(self.problem.family.inner(message, self.problem.family.natural_to_mean(q)))
@@ -200,7 +180,9 @@ class ProductTilted:
         count = getattr(with_settings(self.solver.moments), "num_draws", ImportanceMoments().num_draws)
         return draw(family, _some(q, family), jax.random.fold_in(self.key, _MOMENTS), count)
 
-    def group(self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, shared: Any) -> Tilted:
+    def group(
+        self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, shared: Any, chains: Chains | None = None
+    ) -> Tilted:
         """One group's tilted moments.
 
         Args:
@@ -208,65 +190,132 @@ class ProductTilted:
             q: natural parameters of q.
             site: the group's site.
             shared: as of :meth:`shared` at this q.
+            chains: where its chains stand, if it has any.
 
         Returns:
             What moment matching asks for.
         """
-        if self._methods[0] == "exact":
+        if self.methods[0] == "exact":
             constants, messages = shared
             own = take(messages, index)
             return linear_tilted(self.problem.family, own, constants[index], q, site, self.solver.power)
-        return self._pointed(self.problem.plan.likelihood, self._methods[0], self.group_values(index), q, site, shared)
+        looks = _Looks(
+            self.problem.plan.likelihood,
+            self.methods[0],
+            self.group_values(index),
+            self._group_slopes(index),
+            jax.random.fold_in(jax.random.fold_in(self.key, _CHAINS), index),
+        )
+        return self._pointed(looks, q, site, shared, chains)
 
-    def prior(self, q: ProductNatural, site: ProductNatural) -> Tilted:
+    def prior(self, q: ProductNatural, site: ProductNatural, chains: Chains | None = None) -> Tilted:
         """The prior factor's tilted moments: see :meth:`group`."""
         factor = self.problem.plan.prior_factor
         assert factor is not None  # asked for where there is one
-        if self._methods[1] == "exact":
+        if self.methods[1] == "exact":
             found = self.problem.prior_value_and_message(q, self.key)
             assert found is not None
             value, message = found
             constant = value - self._paired(message, q)
             return linear_tilted(self.problem.family, message, constant, q, site, self.solver.power)
-        draws = self._draws(q, factor) if self._methods[1] == "importance" else None
-        return self._pointed(factor, self._methods[1], self._prior_values, q, site, draws)
+        draws = self._draws(q, factor) if self.methods[1] == "importance" else None
+        key = jax.random.fold_in(self.key, _PRIOR)
+        looks = _Looks(factor, self.methods[1], self._prior_values, self._prior_slopes, key)
+        return self._pointed(looks, q, site, draws, chains)
+
+    def visit(
+        self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, state: MatchState, shared: Any
+    ) -> LocalResult:
+        """One group's visit: see :func:`numpyro_pvi.solvers.match_visit`.
+
+        Args:
+            index: its position.
+            q: natural parameters of q.
+            site: the group's site.
+            state: what it remembers.
+            shared: as of :meth:`shared` at this q.
+
+        Returns:
+            The site and the new memory.
+        """
+        found = self.group(index, q, site, shared, state.chains)
+        return match_visit(self.problem.family, q, site, found, state, self.solver, self.may_chain)
+
+    def visit_prior(self, q: ProductNatural, site: ProductNatural, state: MatchState) -> LocalResult:
+        """The prior factor's: see :meth:`visit`."""
+        return match_visit(self.problem.family, q, site, self.prior(q, site, state.chains), state, self.solver)
+
+    @property
+    def may_chain(self) -> bool:
+        """Whether chains may take over from groups' weights that keep collapsing."""
+        plain = self.solver.moments == "auto" and self.solver.factors == "group" and self.methods[0] == "importance"
+        return plain and not discrete_of(touched(self.problem.family, self.problem.plan.likelihood))
 
     def _prior_values(self, values: dict) -> Array:
         return _over_points(self.problem._prior_density, values, 1)
 
     def _pointed(
-        self,
-        factor: FactorStructure,
-        method: str,
-        values: Callable,
-        q: ProductNatural,
-        site: ProductNatural,
-        draws: Any,
+        self, looks: _Looks, q: ProductNatural, site: ProductNatural, draws: Any, chains: Chains | None
     ) -> Tilted:
         """Moments from points of the components that the factor sees; of the others its site is taken out in closed form."""
         family, power = self.problem.family, self.solver.power
-        seen = touched(family, factor)
+        seen = touched(family, looks.factor)
         others = ProductFamily([(n, f) for n, f in family.components if n not in dict(seen.components)])
+        fixed = others.sample(_some(q, others), jax.random.key(0))
 
         def everywhere(own: dict) -> Array:
             count = jax.tree.leaves(own)[0].shape[0]
-            fixed = others.sample(_some(q, others), jax.random.key(0))
-            fixed = {n: jnp.broadcast_to(x, (count, *x.shape)) for n, x in fixed.items()}
-            return values(fixed | own)
+            return looks.values({n: jnp.broadcast_to(x, (count, *x.shape)) for n, x in fixed.items()} | own)
 
-        arguments = _some(q, seen), _some(site, seen), power
-        if method == "quadrature":
+        arguments, space = (_some(q, seen), _some(site, seen), power), Unconstrained(seen)
+
+        def slopes(order: int) -> Callable:
+            return looks.slopes(lambda u: fixed | space.values(u)[0], order)
+
+        def by_chains() -> Tilted:
+            wanted = with_settings(self.solver.moments)
+            settings = wanted if isinstance(wanted, MCMCMoments) else MCMCMoments()
+            return tilted_by_chains(space, slopes(1), *arguments, looks.key, settings, chains)
+
+        def weighed() -> Tilted:
+            found = tilted_by_draws(seen, draws, everywhere(draws.values), *arguments)
+            return found if chains is None else found._replace(memory=chains)
+
+        if looks.method == "quadrature":
             grid = grid_of(seen)
             assert grid is not None  # the plan says so
             found = tilted_on_grid(grid, everywhere, *arguments)
+        elif looks.method == "laplace":
+            wanted = with_settings(self.solver.moments)
+            assert isinstance(wanted, LaplaceMoments)  # the plan says so
+            found = tilted_by_laplace(space, slopes(2), everywhere, *arguments, looks.key, wanted)
+        elif looks.method == "mcmc":
+            found = by_chains()
         else:
-            found = tilted_by_draws(seen, draws, everywhere(draws.values), *arguments)
+            found = weighed() if chains is None else jax.lax.cond(chains.used, by_chains, weighed)
         if not others.components:
             return found
         own, known = _some(q, others), _some(site, others)
         gap = (others.log_partition(own - known * power) - others.log_partition(own)) / power
         change = ProductNatural((known * -1.0).parts | found.change.parts)
         return found._replace(change=change, value=found.value + gap)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Looks:
+    """How a factor is looked at: at points, and with derivatives in coordinates of the latents that it sees."""
+
+    factor: FactorStructure
+    method: str
+    values: Callable
+    slopes: Callable
+    key: Any
+
+
+def _derivatives(f: Callable, u: Float[Array, "D"], order: int) -> tuple:
+    """Value and gradient, and the Hessian for order 2."""
+    found = jax.value_and_grad(f)(u)
+    return found if order == 1 else (*found, jax.hessian(f)(u))
 
 
 def _some(natural: ProductNatural, family: ProductFamily) -> ProductNatural:
@@ -276,43 +325,3 @@ def _some(natural: ProductNatural, family: ProductFamily) -> ProductNatural:
 def _over_points(one: Callable, values: dict, rows: int) -> Array:
     count, batch = jax.tree.leaves(values)[0].shape[0], max(1, TOGETHER // rows)
     return jax.vmap(one)(values) if batch >= count else jax.lax.map(one, values, batch_size=batch)
-
-
-def check_tilted(plan: ProductPlan) -> None:
-    """Refuse what moments are not matched of.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PVIError: naming the latents inside the plate.
-    """
-    if plan.inside:
-        names = ", ".join(latent.name for latent in plan.inside)
-        raise PVIError(
-            f"PowerEP under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate, where moments are not "
-            "matched: use solver=NaturalGradient(), leave discrete ones without a family so that they are summed out, or use "
-            "PowerEP with AutoMultivariateNormal, which integrates out continuous ones."
-        )
-
-
-def with_tilted(plan: ProductPlan, solver: Any, affine: tuple[bool, bool]) -> ProductPlan:
-    """The plan with the ways in which tilted moments are taken.
-
-    Args:
-        plan: the plan.
-        solver: whose ``moments`` count.
-        affine: as of :func:`jointly_affine`.
-
-    Returns:
-        The plan.
-
-    Raises:
-        PVIError: where what was asked for does not fit.
-    """
-    factors = ((plan.likelihood, "groups' likelihood"), (plan.prior_factor, "prior factor"))
-    found = []
-    for (factor, where), flag in zip(factors, affine, strict=True):
-        if factor is not None:
-            found.append(method_of_factor(touched(plan.family, factor), flag, solver.moments, where))
-    return dataclasses.replace(plan, tilted=tuple(found))

@@ -73,12 +73,27 @@ def after_visit(
     chains = found.memory
     if chains is None:
         return collapses, state.chains, []
-    settings = with_settings(moments)
-    draws = (settings if isinstance(settings, MCMCMoments) else MCMCMoments()).num_draws
-    said = [
-        (chains.used & (chains.divergent > _DIVERGENT), DIVERGENT),
-        (chains.used & ~(chains.rhat <= _RHAT), NOT_MIXED),
-        (chains.used & (found.ess < max(_EFFICIENCY * draws, least)), SLOW),
-    ]
+    said = chain_troubles(moments, chains, found.ess, least)
     collapses = jnp.where(chains.used, 0, collapses)
     return collapses, chains._replace(used=chains.used | (collapses >= COLLAPSES)), said
+
+
+def chain_troubles(moments: Moments, chains: Chains, ess: Array, least: float) -> list:
+    """What there is to say of a visit by chains.
+
+    Args:
+        moments: the solver's setting.
+        chains: after the visit.
+        ess: effective sample size.
+        least: the smallest one that is not worth a word.
+
+    Returns:
+        Pairs of a flag and the kind of trouble it stands for.
+    """
+    settings = with_settings(moments)
+    draws = (settings if isinstance(settings, MCMCMoments) else MCMCMoments()).num_draws
+    return [
+        (chains.used & (chains.divergent > _DIVERGENT), DIVERGENT),
+        (chains.used & ~(chains.rhat <= _RHAT), NOT_MIXED),
+        (chains.used & (ess < max(_EFFICIENCY * draws, least)), SLOW),
+    ]

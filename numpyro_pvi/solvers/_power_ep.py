@@ -111,8 +111,8 @@ class PowerEP(MatchesMoments):
     Under :class:`numpyro_pvi.AutoExponentialFamily` T are the statistics of the latents' own families, and moments are of all
     latents that a factor sees together: in closed form where the factor is affine in T jointly (one round is then exact at every
     power), by quadrature where it sees at most two numbers of scalar or normal latents (or a Dirichlet's three shares) and a few
-    values of discrete ones, else by weighted draws of q; of every row in the same way under ``factors="row"``. Latents inside the
-    partitioned plate, "laplace" and "mcmc" are refused.
+    values of discrete ones, else by weighted draws of q, and by chains where these keep collapsing; of every row in the same way
+    (but for chains) under ``factors="row"``. Latents inside the partitioned plate are refused.
 
     Args:
         power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational

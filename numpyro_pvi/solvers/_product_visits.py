@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._numerics import all_finite
-from ..expectations import Tilted
+from ..expectations import LEAST_PER_LATENT, Chains, Tilted
 from ..families import ProductFamily
 from ..sites import MAX_HALVINGS, back_off, select
 from ._base import LocalResult
+from ._chained import CHAIN_SENTENCES, COLLAPSES, chain_troubles
 from ._swing import LEAST_STEP, SWING
 
 # Standard errors that a change must exceed to count as a swing.
@@ -25,29 +26,33 @@ _SENTENCES = {
     "the observations lie in the likelihood's support",
     NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity (q without its site) is "
     "improper or its weights have collapsed: use a smaller power (PowerEP(power=0.5)) or a smaller damping, more draws "
-    "(ImportanceMoments(num_draws=...)), or solver=NaturalGradient(), which needs no proper cavity",
+    "(ImportanceMoments(num_draws=...)), moments='laplace', or solver=NaturalGradient(), which needs no proper cavity",
     NO_STEP: "no step towards its tilted moments left q normalisable: use a smaller power (PowerEP(power=0.5)) or a smaller "
     "damping",
     COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
-    "pass more draws (ImportanceMoments(num_draws=...)), a smaller power, or split the group",
+    "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace' or 'mcmc', a smaller power, or split the group",
     IMPROPER: "its tilted distribution is improper at the full power, so its moments were taken at {temper:.2g} of it: where "
     "this lasts the limit is not that of the power asked for; use a smaller power or a smaller damping",
 }
 
 
-def trouble_sentence(trouble: int, ess: float, temper: float) -> str | None:
+def trouble_sentence(trouble: int, ess: float, temper: float, chains: Chains | None = None) -> str | None:
     """What went wrong in a visit, and the remedy, without the group's name.
 
     Args:
         trouble: code of :class:`MatchState`.
         ess: effective sample size.
         temper: share of the power that was used.
+        chains: the factor's, if it has any.
 
     Returns:
         A sentence; None where nothing did.
     """
-    found = _SENTENCES.get(trouble)
-    return None if found is None else found.format(ess=ess, temper=temper)
+    found = (_SENTENCES | CHAIN_SENTENCES).get(trouble)
+    if found is None:
+        return None
+    said = {} if chains is None else {"rhat": float(chains.rhat), "divergent": float(chains.divergent)}
+    return found.format(ess=ess, temper=temper, **said)
 
 
 class MatchState(NamedTuple):
@@ -63,29 +68,33 @@ class MatchState(NamedTuple):
     # Share of the power that was used, and what went wrong (0: nothing).
     temper: Float[Array, ""]
     trouble: Int[Array, ""]
+    # Visits running in which weights have collapsed where chains may take over, and the chains; None where there are none.
+    collapses: Int[Array, ""]
+    chains: Chains | None = None
 
     def sentence(self) -> str | None:
         """What went wrong in the last visit, and the remedy, without the group's name; None where nothing did."""
-        return trouble_sentence(int(self.trouble), float(self.ess), float(self.temper))
+        return trouble_sentence(int(self.trouble), float(self.ess), float(self.temper), self.chains)
 
 
-def first_match_state(zeros: Any, damping: float, dtype: Any) -> MatchState:
+def first_match_state(zeros: Any, damping: float, dtype: Any, chains: Chains | None = None) -> MatchState:
     """The memory of a group that nobody has visited.
 
     Args:
         zeros: natural parameters of a unit site.
         damping: largest step in (0, 1]; 1 is the full step.
         dtype: floating dtype.
+        chains: those that take its moments from the first visit on.
 
     Returns:
         The memory.
     """
-    zero = jnp.zeros((), dtype)
-    return MatchState(zero + damping, zeros, zero + jnp.nan, zero, zero + 1.0, jnp.int32(FINE))
+    zero, none = jnp.zeros((), dtype), jnp.int32(0)
+    return MatchState(zero + damping, zeros, zero + jnp.nan, zero, zero + 1.0, jnp.int32(FINE), none, chains)
 
 
 def match_visit(
-    family: ProductFamily, q: Any, site: Any, found: Tilted, state: MatchState, damping: float
+    family: ProductFamily, q: Any, site: Any, found: Tilted, state: MatchState, solver: Any, may_chain: bool = False
 ) -> LocalResult:
     """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, as much of it as leaves q normalisable.
 
@@ -95,22 +104,27 @@ def match_visit(
         site: the group's site.
         found: what matching moments asks for.
         state: the group's memory.
-        damping: largest step in (0, 1]; 1 is the full step.
+        solver: whose ``damping``, the largest step, and ``moments`` count.
+        may_chain: whether chains may take over from weights that keep collapsing.
 
     Returns:
         The site, the new memory, and how it went.
     """
+    damping = float(solver.damping)
     usable = found.valid & all_finite(found.change)
     change = select(usable, found.change, jax.tree.map(jnp.zeros_like, site))
     own = _own_step(family, q, change, found.noise, state, damping)
     taken, tries = back_off(lambda step: family.in_domain(q + change * step), own)
     good = usable & family.in_domain(q + change * taken)
     sampled = ~jnp.isnan(found.ess)
+    collapses, chains, said = _after(solver.moments, family, found, state, may_chain)
+    by_weights = sampled & ~(False if chains is None else chains.used)
     reasons = [
         (~found.finite, NOT_FINITE),
         (~found.valid, NO_TILTED),
         (usable & ~good, NO_STEP),
-        ((found.temper < 1) & sampled, COLLAPSED),
+        *said,
+        ((found.temper < 1) & by_weights, COLLAPSED),
         (found.temper < 1, IMPROPER),
     ]
     trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
@@ -121,10 +135,27 @@ def match_visit(
         found.noise,
         found.temper,
         trouble.astype(jnp.int32),
+        collapses,
+        chains,
     )
     halvings = jnp.round(-jnp.log2(found.temper)).astype(jnp.int32)
     tries = jnp.minimum(tries, MAX_HALVINGS) + jnp.where(usable, halvings, 0)
     return LocalResult(select(good, site + change * taken, site), new, tries, good, jnp.where(good, taken, 0.0))
+
+
+def _after(
+    moments: Any, family: ProductFamily, found: Tilted, state: MatchState, may_chain: bool
+) -> tuple[Int[Array, ""], Chains | None, list]:
+    """Visits running in which weights collapsed, the chains, and pairs of a flag and the trouble that it stands for."""
+    collapses = jnp.zeros_like(state.collapses)
+    if may_chain:
+        collapses = jnp.where((found.temper < 1) & ~jnp.isnan(found.ess), state.collapses + 1, 0)
+    chains = found.memory
+    if chains is None:
+        return collapses, state.chains, []
+    said = chain_troubles(moments, chains, found.ess, LEAST_PER_LATENT * family.to_minimal(family.zeros()).shape[-1])
+    collapses = jnp.where(chains.used, 0, collapses)
+    return collapses, chains._replace(used=chains.used | (collapses >= COLLAPSES)), said
 
 
 def _own_step(
