@@ -151,6 +151,29 @@ def run_noisy_chains(
     return ChainDraws(drawn.eps, score, nothing, drawn.last, sizes, share, one, jnp.isfinite(step), drawn.halves)
 
 
+def kept_chains(memory: Chains, positions: Float[Array, "C D"], draws: ChainDraws, kept: Bool[Array, ""]) -> Chains:
+    """The chains after a visit.
+
+    Args:
+        memory: before it.
+        positions: where they stand now, in coordinates that do not change with q.
+        draws: the visit's.
+        kept: whether the visit counts; where it does not they stand where they stood, to start anew.
+
+    Returns:
+        The memory.
+    """
+    return Chains(
+        jnp.where(kept, positions, memory.positions),
+        jnp.where(kept, draws.step_size, memory.step_size),
+        jnp.where(kept, memory.visits + 1, 0),
+        memory.used,
+        split_rhat(draws.eps),
+        draws.divergent,
+        draws.acceptance,
+    )
+
+
 def _finite_place(energy: Callable, place: Float[Array, "D"]) -> tuple[Float[Array, "D"], Bool[Array, ""]]:
     """The point nearest to a place, on the way to q's location, at which the density and its gradient are finite."""
     candidates = jnp.asarray(_SHARES, place.dtype)[:, None] * place

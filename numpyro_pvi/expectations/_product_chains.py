@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from .._numerics import all_finite
 from ..families import ProductNatural
-from ._chains import ChainDraws, Chains, batch_variance, effective_size, no_chains, run_chains, split_rhat
+from ._chains import ChainDraws, Chains, batch_variance, effective_size, kept_chains, no_chains, run_chains
 from ._moments import MCMCMoments
 from ._product_draws import Matching, matched, paired, weighable
-from ._tilted import TEMPERINGS, Tilted
+from ._tilted import Tilted, proper_share
 from ._unconstrained import Unconstrained, Whitening
 
 
@@ -52,9 +52,7 @@ def tilted_by_chains(
     """
     family, dtype = space.family, jax.tree.leaves(q)[0].dtype
     memory = no_chains(settings, space.dim, dtype, True) if memory is None else memory
-    shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=dtype)
-    proper = jax.vmap(lambda share: family.in_domain(q - site * (power * share)))(shares)
-    share = shares[jnp.argmax(proper)]
+    share, proper = proper_share(family, q, site, power, dtype)
     used = power * share
     cavity = q - site * used
     white_key, chain_key = jax.random.split(key)
@@ -74,7 +72,7 @@ def tilted_by_chains(
     shape = draws.log_density.shape
     error = batch_variance((found.influence * found.influence.shape[0]).reshape(*shape, -1))
     spread = batch_variance((found.apart * found.apart.shape[0]).reshape(*shape, 1))[0]
-    after = _kept(memory, white, draws, kept)
+    after = kept_chains(memory, jax.vmap(white.at)(draws.last), draws, kept)
     return Tilted(
         found.change * (1.0 / used),
         found.value,
@@ -85,7 +83,7 @@ def tilted_by_chains(
         jnp.int32(0),
         jnp.array(False),
         draws.finite,
-        kept & jnp.any(proper) & found.fits & all_finite(found.change),
+        kept & proper & found.fits & all_finite(found.change),
         after,
     )
 
@@ -103,16 +101,3 @@ def _matched_chains(
     ready = weighable(family, q, values, statistics)
     ratio = factor - paired(family, site, statistics)
     return matched(family, ready, -used * ratio, ratio, q, share, power), ready.white
-
-
-def _kept(memory: Chains, white: Whitening, draws: ChainDraws, kept: Bool[Array, ""]) -> Chains:
-    """Where the chains stand after a visit, in coordinates u; where they stood, to start anew, when it is not kept."""
-    return Chains(
-        jnp.where(kept, jax.vmap(white.at)(draws.last), memory.positions),
-        jnp.where(kept, draws.step_size, memory.step_size),
-        jnp.where(kept, memory.visits + 1, 0),
-        memory.used,
-        split_rhat(draws.eps),
-        draws.divergent,
-        draws.acceptance,
-    )

@@ -45,6 +45,13 @@ class Tilted(NamedTuple):
     memory: Any = None
 
 
+def proper_share(family: Any, q: Any, site: Any, power: Any, dtype: Any) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """The largest share 1, 1/2, 1/4, ... of the power at which the cavity can be normalised, and whether there is any."""
+    shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=dtype)
+    good = jax.vmap(lambda share: family.in_domain(q - site * (power * share)))(shares)
+    return shares[jnp.argmax(good)], jnp.any(good)
+
+
 class PointCloud(NamedTuple):
     """Points in the whitened coordinates of a proposal, with their log weights under it."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from .._numerics import inverse_root, scaled_cholesky, symmetrise
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
@@ -16,14 +16,14 @@ from ._chains import (
     Chains,
     batch_variance,
     effective_size,
+    kept_chains,
     no_chains,
     run_chains,
     run_noisy_chains,
-    split_rhat,
 )
 from ._clouds import normal_cloud, shifted_normals
 from ._moments import MCMCMoments
-from ._tilted import TEMPERINGS, Proposal, Tilted, matched_change
+from ._tilted import Proposal, Tilted, matched_change, proper_share
 
 # Draws per latent from which on the control variates' coefficients are fitted jointly, else coordinate by coordinate.
 _DRAWS_PER_LATENT = 8
@@ -93,7 +93,7 @@ def from_chains(
     """
     dtype, moments = q.precision_mean.dtype, family.moments(q)
     memory = no_chains(settings, family.dim, dtype, True) if memory is None else memory
-    share, proper = _proper_share(family, q, site, power, dtype)
+    share, proper = proper_share(family, q, site, power, dtype)
     used = power * share
 
     def site_image(theta):
@@ -123,7 +123,7 @@ def from_chains(
     value, variance = normaliser(energy, bridge_key, draws, mean, root)
     ess = effective_size(jnp.concatenate([draws.eps, (draws.eps - mean) ** 2], axis=-1))
     kept = draws.finite & jnp.all(jnp.isfinite(draws.score)) & jnp.all(jnp.isfinite(draws.eps))
-    after = _kept_chains(family, moments, memory, draws, kept)
+    after = kept_chains(memory, family.draw(moments, draws.last), draws, kept)
     return Tilted(
         change,
         value / used,
@@ -136,21 +136,6 @@ def from_chains(
         draws.finite,
         kept & proper & fits,
         after,
-    )
-
-
-def _kept_chains(
-    family: GaussianFamily, moments: GaussianMoments, memory: Chains, draws: ChainDraws, kept: Bool[Array, ""]
-) -> Chains:
-    """Where the chains stand after a visit; where they stood, to start anew, when it is not kept."""
-    return Chains(
-        jnp.where(kept, family.draw(moments, draws.last), memory.positions),
-        jnp.where(kept, draws.step_size, memory.step_size),
-        jnp.where(kept, memory.visits + 1, 0),
-        memory.used,
-        split_rhat(draws.eps),
-        draws.divergent,
-        draws.acceptance,
     )
 
 
@@ -174,13 +159,6 @@ def _noisy_slopes(
         return eps - used * jax.vmap(lambda g: _pull(family, moments, g))(slope - own(theta))
 
     return slopes
-
-
-def _proper_share(family, q, site, power, dtype) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """The largest share 1, 1/2, 1/4, ... of the power at which the cavity can be normalised, and whether there is any."""
-    shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=dtype)
-    good = jax.vmap(lambda share: family.in_domain(q - site * (power * share)))(shares)
-    return shares[jnp.argmax(good)], jnp.any(good)
 
 
 def _pull(family, moments: GaussianMoments, slope: Float[Array, "D"]) -> Float[Array, "D"]:
