@@ -16,14 +16,23 @@ from ._mean_space import MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points
 from ._product_chains import tilted_by_chains
-from ._product_draws import WeightedDraws, draw, tilted_by_draws, weighable
+from ._product_draws import WeightedDraws, draw, paired, tilted_by_draws, weighable
 from ._product_grid import ProductGrid, grid_of, tilted_on_grid
 from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
 from ._row_laws import ROW_RULES, RowExpected, RowProgram
 from ._row_numbers import RowNumbers, RowNumbersProgram
 from ._rules import FIXED_RULES, RULES
-from ._tilted import LEAST_PER_LATENT, LEAST_SHARE, Proposal, Tilted, exact_tilted, from_points, linear_tilted
+from ._tilted import (
+    LEAST_PER_LATENT,
+    LEAST_SHARE,
+    Proposal,
+    Tilted,
+    exact_tilted,
+    from_points,
+    least_ess,
+    linear_tilted,
+)
 from ._tilted_chains import from_chains
 from ._tilted_rows import RowReport, row_sites_zero, row_targets, tilted_rows
 from ._unconstrained import Unconstrained, discrete_of
@@ -82,6 +91,7 @@ __all__ = [
     "from_points",
     "grid_cloud",
     "grid_of",
+    "least_ess",
     "linear_tilted",
     "log_densities_at",
     "log_density_at",
@@ -89,6 +99,7 @@ __all__ = [
     "normal_cloud",
     "over_values",
     "owners",
+    "paired",
     "probe_values",
     "random_points",
     "row_sites_zero",

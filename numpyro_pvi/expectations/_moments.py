@@ -29,7 +29,9 @@ class LaplaceMoments:
     """Moments from weighted draws of a Laplace approximation of the tilted distribution.
 
     A damped Newton search from q's location finds the tilted distribution's mode; its curvature there gives the Gaussian
-    that is drawn from. For groups that say much more than q knows yet, whose draws from q would hardly ever hit.
+    that is drawn from. For groups that say much more than q knows yet, whose draws from q would hardly ever hit. Under
+    :class:`numpyro_pvi.AutoExponentialFamily` the search is in unconstrained coordinates, and draws are of the Student's t of 5
+    degrees of freedom there, because logarithms of gammas have longer tails than a Gaussian's.
 
     Args:
         num_draws: draws per factor and round, at least 16; quasi-random up to 32 latents.
@@ -58,6 +60,10 @@ class MCMCMoments:
     distribution and makes its mean and covariance exact where it is Gaussian, so that their noise is far below that of plain
     draws. The evidence needs a normaliser, which chains do not have: it is a bridge from the Gaussian with these moments,
     with a Monte Carlo error.
+
+    Under :class:`numpyro_pvi.AutoExponentialFamily` chains move in unconstrained coordinates. Their draws are matched as a
+    family of their own, with one over the weights that draws of q would have: exact, with the evidence, where the factor is
+    conjugate.
 
     For factors whose weights collapse however many draws of q are weighted. Unlike weighted draws, chains need gradients.
 

@@ -67,7 +67,7 @@ def tilted_by_chains(
     warm = jax.vmap(white.back)(memory.positions)
     fresh = (memory.visits == 0) | ~jnp.all(jnp.isfinite(warm))
     draws = run_chains(settings, energy, chain_key, warm, memory.step_size, fresh)
-    kept = draws.finite & jnp.all(jnp.isfinite(draws.score)) & jnp.all(jnp.isfinite(draws.eps))
+    kept = proper & draws.finite & jnp.all(jnp.isfinite(draws.score)) & jnp.all(jnp.isfinite(draws.eps))
     found, moving = _matched_chains(space, white, draws, q, site, share, power)
     shape = draws.log_density.shape
     error = batch_variance((found.influence * found.influence.shape[0]).reshape(*shape, -1))
@@ -83,7 +83,7 @@ def tilted_by_chains(
         jnp.int32(0),
         jnp.array(False),
         draws.finite,
-        kept & proper & found.fits & all_finite(found.change),
+        kept & found.fits & all_finite(found.change),
         after,
     )
 
@@ -100,4 +100,4 @@ def _matched_chains(
     factor = (draws.log_density.reshape(-1) - rest) / used
     ready = weighable(family, q, values, statistics)
     ratio = factor - paired(family, site, statistics)
-    return matched(family, ready, -used * ratio, ratio, q, share, power), ready.white
+    return matched(family, ready, -used * ratio, ratio, q, share, power, normalised=False), ready.white

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._numerics import all_finite, scaled_cholesky
 from ..families import ProductFamily, ProductMean, ProductNatural, base_family
-from ._tilted import LEAST_PER_LATENT, LEAST_SHARE, TEMPERINGS, Tilted
+from ._tilted import TEMPERINGS, Tilted, least_ess
 
 # Newton steps, and shares of one that are compared.
 _STEPS, _SHARES = 40, 8
@@ -57,29 +57,53 @@ def draw(family: ProductFamily, q: ProductNatural, key: Any, count: int) -> Weig
     return weighable(family, q, values, statistics)
 
 
-def weighable(family: ProductFamily, q: ProductNatural, values: dict, statistics: dict) -> WeightedDraws:
+def weighable(
+    family: ProductFamily,
+    q: ProductNatural,
+    values: dict,
+    statistics: dict,
+    weights: Float[Array, "S"] | None = None,
+) -> WeightedDraws:
     """Draws of any density, ready to be weighted.
 
     Args:
         family: of q.
         q: natural parameters.
         values: by component, with a leading axis of draws.
-        statistics: of the values.
+        statistics: of the values; all finite.
+        weights: what each counts towards the mean and covariance that whiten them, adding up to 1; None is as much as any other.
 
     Returns:
         The draws.
     """
-    point = family.to_minimal(q)
-    like = jax.tree.structure(q)
-
-    def coordinates(leaves: list) -> Array:
-        return jax.linear_transpose(family.from_minimal, point)(jax.tree.unflatten(like, leaves))[0]
-
-    rows = jax.vmap(coordinates)(jax.tree.leaves(ProductMean(statistics)))
-    rows = rows - jnp.mean(rows, axis=0)
-    root, _ = scaled_cholesky(rows.T @ rows / rows.shape[0])
+    rows = jax.vmap(lambda *leaves: _minimal_mean(family, q, leaves))(*jax.tree.leaves(ProductMean(statistics)))
+    if weights is None:
+        rows = rows - jnp.mean(rows, axis=0)
+        root, _ = scaled_cholesky(rows.T @ rows / rows.shape[0])
+    else:
+        rows = jnp.where(weights[:, None] > 0, rows - weights @ rows, 0.0)
+        root, _ = scaled_cholesky(rows.T @ (weights[:, None] * rows))
     white = jax.scipy.linalg.solve_triangular(root, rows.T, lower=True).T
     return WeightedDraws(values, statistics, white, root)
+
+
+def _minimal_mean(family: ProductFamily, q: ProductNatural, leaves: Any) -> Float[Array, "P"]:
+    """Mean statistics (their leaves) in minimal coordinates: paired with those of natural parameters they give ``<natural, T>``."""
+    like = jax.tree.unflatten(jax.tree.structure(q), leaves)
+    return jax.linear_transpose(family.from_minimal, family.to_minimal(q))(like)[0]
+
+
+def _metric(family: ProductFamily, q: ProductNatural, root: Float[Array, "P P"]) -> Float[Array, "P P"]:
+    """L with ``|L^T d|`` the Fisher norm at q, its sds, of a change that is d in whitened coordinates."""
+    eye = jnp.eye(root.shape[0], dtype=root.dtype)
+
+    def image(column: Array) -> Array:
+        found = family.fisher_product(q, family.from_minimal(column))
+        return _minimal_mean(family, q, jax.tree.leaves(found))
+
+    fisher = jax.vmap(image)(eye)
+    half = jax.scipy.linalg.solve_triangular(root, 0.5 * (fisher + fisher.T), lower=True)
+    return scaled_cholesky(jax.scipy.linalg.solve_triangular(root, half.T, lower=True))[0]
 
 
 class Matching(NamedTuple):
@@ -88,7 +112,7 @@ class Matching(NamedTuple):
     # eta_qhat - eta_q, and whether it was found.
     change: Any
     fits: Bool[Array, ""]
-    # What each draw adds to the error of the change, in sds, and to that of the value times the power.
+    # What each draw adds to the error of the change, in sds of q, and to that of the value times the power.
     influence: Float[Array, "S P"]
     apart: Float[Array, "S"]
     # (1 / power) log E_q[(p / t)^power], nats.
@@ -124,7 +148,7 @@ def tilted_by_draws(
     ratio = factor - paired(family, site, draws.statistics)
     base = jnp.zeros_like(ratio) if log_base is None else log_base
     count, size = draws.white.shape
-    least = max(LEAST_SHARE * count, LEAST_PER_LATENT * size)
+    least = least_ess(count, size)
     shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=ratio.dtype)
 
     def look(share: Array) -> tuple[Array, Array]:
@@ -160,17 +184,20 @@ def matched(
     q: ProductNatural,
     share: Float[Array, ""],
     power: float | Float[Array, ""],
+    normalised: bool = True,
 ) -> Matching:
     """The member with the mean statistics of draws in proportion to ``exp(base + power share ratio)``.
 
     Args:
         family: of q.
         draws: the draws.
-        base: log of q over their density, up to a constant that the value needs where no member is near.
+        base: log of q over their density.
         ratio: log of the factor over the site, nats.
         q: natural parameters of q.
         share: of the power that is used.
         power: alpha; the value is at the whole of it.
+        normalised: whether ``base`` is exact, and not up to a constant. Where it is, the value uses the member for control only
+            at the full power; else it needs the member, and is NaN where that is none.
 
     Returns:
         The member.
@@ -182,14 +209,15 @@ def matched(
     about = draws.white - own @ draws.white
     root, _ = scaled_cholesky(about.T @ (own[:, None] * about))
     reach = jax.scipy.linalg.cho_solve((root, True), about.T).T
-    influence = (jax.nn.softmax(base + used * ratio) - own)[:, None] * reach
+    influence = (jax.nn.softmax(base + used * ratio) - own)[:, None] * (reach @ _metric(family, q, draws.root))
     # The normaliser, with exp <change, T> for control where it has a mean.
     logs, line = base + power * ratio, base + paired(family, change, draws.statistics)
     known = family.log_partition(q + change) - family.log_partition(q) - jax.nn.logsumexp(line)
-    good = (share == 1.0) & family.in_domain(q + change) & jnp.isfinite(known)
+    good = ((share == 1.0) | (not normalised)) & family.in_domain(q + change) & jnp.isfinite(known)
     count = ratio.shape[0]
     apart = jax.nn.softmax(logs) - jnp.where(good, jax.nn.softmax(line), 1.0 / count)
     value = jax.nn.logsumexp(logs) + jnp.where(good, known, -jnp.log(1.0 * count))
+    value = value if normalised else jnp.where(good, value, jnp.nan)
     return Matching(change, fits, influence, apart, value / power)
 
 

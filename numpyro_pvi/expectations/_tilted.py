@@ -45,6 +45,19 @@ class Tilted(NamedTuple):
     memory: Any = None
 
 
+def least_ess(count: int, size: int) -> float:
+    """The smallest effective sample size of weighted draws that is believed.
+
+    Args:
+        count: draws.
+        size: numbers that are matched.
+
+    Returns:
+        A twentieth of the draws, or twice as many as there are numbers.
+    """
+    return max(LEAST_SHARE * count, LEAST_PER_LATENT * size)
+
+
 def proper_share(family: Any, q: Any, site: Any, power: Any, dtype: Any) -> tuple[Float[Array, ""], Bool[Array, ""]]:
     """The largest share 1, 1/2, 1/4, ... of the power at which the cavity can be normalised, and whether there is any."""
     shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=dtype)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from numpyro.distributions.transforms import biject_to
 
 from .._numerics import scaled_cholesky
-from ..families import ProductFamily, ProductNatural, support_of
+from ..families import ProductFamily, ProductNatural, VonMisesFamily, base_family, support_of
 
 # Draws of q that its coordinates are whitened by, at least, and per coordinate.
 _DRAWS, _PER_COORDINATE = 512, 8
@@ -33,46 +33,65 @@ class Whitening(NamedTuple):
         return jax.scipy.linalg.solve_triangular(self.scale, u - self.loc, lower=True)
 
 
+class _Part(NamedTuple):
+    """One component's transform from the reals, the shape of its coordinates, and the angle that 0 stands for."""
+
+    name: str
+    transform: Any
+    shape: tuple[int, ...]
+    turn: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Unconstrained:
     """Coordinates u of every component, one after another, by NumPyro's bijections to their supports.
 
     Args:
         family: the product; none of its components may have finitely many values (:func:`discrete_of`).
+        q: natural parameters; circles are cut opposite its direction. None cuts them at pi.
     """
 
     family: ProductFamily
+    q: ProductNatural | None = None
 
     @property
-    def parts(self) -> list[tuple[str, Any, tuple[int, ...]]]:
-        """Of every component its name, the transform from the reals, and the shape of its coordinates."""
+    def parts(self) -> list[_Part]:
+        """The components."""
         found = []
         for name, family in self.family.components:
-            law = jax.eval_shape(family.to_distribution, family.zeros())
+            law, turn = jax.eval_shape(family.to_distribution, family.zeros()), None
             transform = biject_to(law.support)
-            found.append((name, transform, transform.inverse_shape(tuple(family.event_shape))))
+            if self.q is not None and isinstance(base_family(family), VonMisesFamily):
+                angles = family.to_distribution(self.q.parts[name])
+                turn = getattr(angles, "base_dist", angles).loc
+            found.append(_Part(name, transform, transform.inverse_shape(tuple(family.event_shape)), turn))
         return found
 
     @property
     def dim(self) -> int:
         """D."""
-        return sum(math.prod(shape) for *_, shape in self.parts)
+        return sum(math.prod(part.shape) for part in self.parts)
 
     def values(self, u: Float[Array, "D"]) -> tuple[dict[str, Array], Float[Array, ""]]:
         """Values by component, and the logarithm of the Jacobian of all of them in u."""
         found, total, begin = {}, jnp.zeros((), u.dtype), 0
-        for name, transform, shape in self.parts:
+        for name, transform, shape, turn in self.parts:
             own = u[begin : begin + math.prod(shape)].reshape(shape)
             begin += math.prod(shape)
-            found[name] = transform(own)
-            total = total + jnp.sum(transform.log_abs_det_jacobian(own, found[name]))
+            value = transform(own)
+            total = total + jnp.sum(transform.log_abs_det_jacobian(own, value))
+            found[name] = value if turn is None else _wrapped(value + turn)
         return found, total
 
     def coordinates(self, values: dict[str, Array]) -> Float[Array, "D"]:
         """The u of values by component, within what floating point can tell from the border."""
-        found = jnp.concatenate([jnp.ravel(transform.inv(values[name])) for name, transform, _ in self.parts])
-        most = 0.5 * math.log(float(jnp.finfo(found.dtype).max))
-        return jnp.clip(jnp.nan_to_num(found, nan=0.0), -most, most)
+        found = []
+        for name, transform, _, turn in self.parts:
+            value = values[name] if turn is None else _wrapped(values[name] - turn)
+            found.append(jnp.ravel(transform.inv(value)))
+        u = jnp.concatenate(found)
+        most = 0.5 * math.log(float(jnp.finfo(u.dtype).max))
+        return jnp.nan_to_num(u, nan=0.0, posinf=most, neginf=-most)
 
     def log_member(self, natural: ProductNatural, u: Float[Array, "D"]) -> Float[Array, ""]:
         """``<natural, T> + log h`` of the values at u with their Jacobian, nats: a density in u up to its normaliser."""
@@ -100,6 +119,11 @@ class Unconstrained:
         least = float(jnp.finfo(u.dtype).eps) ** 0.5 * (1 + jnp.abs(loc))
         scale, _ = scaled_cholesky(spread + jnp.diag(least**2))
         return Whitening(loc, scale)
+
+
+def _wrapped(angle: Array) -> Array:
+    """The same angle between -pi and pi."""
+    return jnp.mod(angle + jnp.pi, 2 * jnp.pi) - jnp.pi
 
 
 def discrete_of(family: ProductFamily) -> list[str]:

@@ -15,6 +15,7 @@ from ..expectations import (
     Tilted,
     Unconstrained,
     normal_cloud,
+    paired,
     tilted_by_draws,
     weighable,
 )
@@ -23,6 +24,8 @@ from ._laplace import laplace_proposal
 
 # Degrees of freedom of the Student's t that is drawn from; and the least curvature, that of q being 1.
 _FREEDOM, _LEAST_CURVATURE = 5.0, 1e-2
+# Nats below the heaviest draw from which on one weighs nothing.
+_NOTHING = 60.0
 
 
 def tilted_by_laplace(
@@ -85,8 +88,28 @@ def tilted_by_laplace(
     most = 0.5 * (_FREEDOM + space.dim)
     log_g = half - most * jnp.log1p(square / _FREEDOM) - 0.5 * space.dim * math.log(_FREEDOM * math.pi)
     log_g = log_g + math.lgamma(most) - math.lgamma(0.5 * _FREEDOM)
-    ready = weighable(family, q, values, statistics)
-    return tilted_by_draws(family, ready, factor(values), q, site, power, (log_q - log_g).astype(dtype))
+    base, ratio = (log_q - log_g).astype(dtype), factor(values)
+    site_says = paired(family, site, statistics)
+    logs = base + power * (ratio - site_says)
+    # Far out in the tails statistics overflow, and nothing is lost with draws that weigh nothing either way.
+    finite = [jnp.isfinite(x.reshape(x.shape[0], -1)).all(axis=-1) for x in jax.tree.leaves(statistics)]
+    seen = jnp.stack([jnp.isfinite(base), ~jnp.isnan(logs), *finite]).all(axis=0)
+    near = seen & ((_relative(base, seen) > -_NOTHING) | (_relative(logs, seen) > -_NOTHING))
+    first = jnp.argmax(near)
+    statistics = jax.tree.map(lambda x: jnp.where(_like(near, x), x, x[first]), statistics)
+    base, ratio = jnp.where(near, base, -jnp.inf), jnp.where(near, ratio, ratio[first])
+    weights = jax.nn.softmax(jnp.where(near, logs, -jnp.inf))
+    ready = weighable(family, q, values, statistics, weights)
+    return tilted_by_draws(family, ready, ratio, q, site, power, base)
+
+
+def _relative(logs: Float[Array, "S"], seen: Array) -> Float[Array, "S"]:
+    """Below the largest of those seen."""
+    return logs - jnp.max(jnp.where(seen, logs, -jnp.inf))
+
+
+def _like(mask: Array, x: Array) -> Array:
+    return mask.reshape(mask.shape + (1,) * (x.ndim - 1))
 
 
 def _bent_down(precision: Float[Array, "D D"]) -> Float[Array, "D D"]:

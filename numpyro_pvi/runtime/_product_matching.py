@@ -156,7 +156,7 @@ def product_evidence(
 
     def look(operands: tuple) -> tuple[Array, Array]:
         index, site, chains = operands
-        found = tilted.group(index, q, site, shared, chains)
+        found = tilted.group(index, q, site, tilted.fresh(index, q, shared), chains)
         return found.value, found.variance
 
     chains = getattr(states.groups, "chains", None)

@@ -213,7 +213,7 @@ def rows_together(tilted: Any, sites: SiteStack, states: MatchStates, share: Any
     swept, rows = found.swept, found.visits.groups
     extra = len(swept.backoffs) - problem.num_groups
     rows = rows._replace(site=swept.sites.groups, backoffs=swept.backoffs[extra:])
-    groups = _folded(problem, rows)
+    groups = _folded(tilted, rows)
     prior = None if found.visits.prior is None else found.visits.prior._replace(backoffs=swept.backoffs[0])
     return outcome_of(Visits(groups, prior), dataclasses.replace(swept.sites, groups=groups.site), found.step)
 
@@ -274,7 +274,7 @@ def rows_in_turn(
     (_, rows), _ = jax.lax.scan(visit, _Turn(q, unvisited), order)
     new = SiteStack(problem.sums(rows.site), None if prior is None else prior.site)
     good = family.in_domain(posterior(problem.prior, new))
-    groups = _folded(problem, rows._replace(site=select(good, rows.site, old)))
+    groups = _folded(tilted, rows._replace(site=select(good, rows.site, old)))
     new = dataclasses.replace(select(good, new, sites), groups=groups.site)
     return outcome_of(Visits(groups, prior), new, jnp.where(good, 1.0, 0.0))
 
@@ -293,8 +293,9 @@ def _batch(tilted: Any, most: int) -> int | None:
     return max(1, min(most, TOGETHER // points))
 
 
-def _folded(problem: RowFactors, rows: LocalResult) -> LocalResult:
+def _folded(tilted: Any, rows: LocalResult) -> LocalResult:
     """What visits of rows were for their groups."""
+    problem, alike = tilted.problem, tilted.methods[0] == "importance"
     num, owner, states = problem.full.num_groups, problem.owner, rows.state
 
     def least(x: Array, unseen: Any) -> Array:
@@ -307,7 +308,8 @@ def _folded(problem: RowFactors, rows: LocalResult) -> LocalResult:
         problem.kept(rows.site),
         states,
         jnp.where(jnp.isfinite(ess), ess, jnp.nan),
-        jnp.sqrt(problem.sums(states.noise**2)),
+        # Rows that are weighed by the same draws err together.
+        problem.sums(states.noise) if alike else jnp.sqrt(problem.sums(states.noise**2)),
         least(states.temper, 1.0),
         jnp.where(worst == _NO_TROUBLE, 0, worst),
         problem.sums((states.trouble == worst[owner]).astype(jnp.int32)),

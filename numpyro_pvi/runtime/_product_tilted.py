@@ -21,6 +21,7 @@ from ..expectations import (
     discrete_of,
     draw,
     grid_of,
+    least_ess,
     linear_tilted,
     probe_values,
     tilted_by_chains,
@@ -31,7 +32,7 @@ from ..expectations import (
 from ..factors import chunk_log_likelihood
 from ..families import ProductFamily, ProductNatural
 from ..sites import SiteStack, posterior, take
-from ..solvers import LocalResult, MatchState, match_visit
+from ..solvers import LocalResult, MatchRules, MatchState, match_visit
 from ._product_laplace import tilted_by_laplace
 from ._product_plan import touched
 from ._product_problem import ProductProblem
@@ -239,17 +240,38 @@ class ProductTilted:
             The site and the new memory.
         """
         found = self.group(index, q, site, shared, state.chains)
-        return match_visit(self.problem.family, q, site, found, state, self.solver, self.may_chain)
+        return match_visit(self.problem.family, q, site, found, state, self._rules(0))
 
     def visit_prior(self, q: ProductNatural, site: ProductNatural, state: MatchState) -> LocalResult:
         """The prior factor's: see :meth:`visit`."""
-        return match_visit(self.problem.family, q, site, self.prior(q, site, state.chains), state, self.solver)
+        return match_visit(self.problem.family, q, site, self.prior(q, site, state.chains), state, self._rules(1))
 
-    @property
-    def may_chain(self) -> bool:
-        """Whether chains may take over from groups' weights that keep collapsing."""
-        plain = self.solver.moments == "auto" and self.solver.factors == "group" and self.methods[0] == "importance"
-        return plain and not discrete_of(touched(self.problem.family, self.problem.plan.likelihood))
+    def _rules(self, which: int) -> MatchRules:
+        """What a visit of a group (0) or of the prior factor (1) reads beside its moments."""
+        plan, settings = self.problem.plan, with_settings(self.solver.moments)
+        factor = plan.prior_factor if which else plan.likelihood
+        assert factor is not None  # asked for where there is one
+        seen, way = touched(self.problem.family, factor), self.methods[which]
+        size = seen.to_minimal(seen.zeros()).shape[-1] if seen.components else 0
+        count = getattr(settings, "num_draws", ImportanceMoments().num_draws)
+        plain = self.solver.moments == "auto" and self.solver.factors == "group" and way == "importance"
+        may_chain = plain and not which and not discrete_of(seen)
+        return MatchRules(float(self.solver.damping), self.solver.moments, least_ess(count, size), size, may_chain)
+
+    def fresh(self, index: Int[Array, ""], q: ProductNatural, shared: Any) -> Any:
+        """What :meth:`shared` gives, with draws of a factor's own where all have the same: errors then add up as if independent.
+
+        Args:
+            index: the group's position.
+            q: natural parameters.
+            shared: as of :meth:`shared`.
+
+        Returns:
+            The same, or draws of this group's.
+        """
+        if self.methods[0] != "importance":
+            return shared
+        return dataclasses.replace(self, key=jax.random.fold_in(self.key, index)).shared(q)
 
     def _prior_values(self, values: dict) -> Array:
         return _over_points(self.problem._prior_density, values, 1)
@@ -267,7 +289,7 @@ class ProductTilted:
             count = jax.tree.leaves(own)[0].shape[0]
             return looks.values({n: jnp.broadcast_to(x, (count, *x.shape)) for n, x in fixed.items()} | own)
 
-        arguments, space = (_some(q, seen), _some(site, seen), power), Unconstrained(seen)
+        arguments, space = (_some(q, seen), _some(site, seen), power), Unconstrained(seen, _some(q, seen))
 
         def slopes(order: int) -> Callable:
             return looks.slopes(lambda u: fixed | space.values(u)[0], order)

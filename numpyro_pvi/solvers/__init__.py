@@ -7,7 +7,7 @@ from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
 from ._natural_gradient import NaturalGradient
 from ._power_ep import PowerEP, trouble_of
-from ._product_visits import MatchState, first_match_state, match_visit, trouble_sentence
+from ._product_visits import MatchRules, MatchState, first_match_state, match_visit, trouble_sentence
 from ._snep import SNEP
 from ._stochastic import StochasticNaturalGradient
 from ._stochastic_ep import StochasticEP
@@ -23,6 +23,7 @@ __all__ = [
     "LocalResult",
     "LocalSolver",
     "MCMCMoments",
+    "MatchRules",
     "MatchState",
     "NaturalGradient",
     "PowerEP",

@@ -126,7 +126,7 @@ class PowerEP(MatchesMoments):
         factors: "group" (one site, one tilted distribution per group) or "row" (one per row: with a Gaussian guide every
             row needs at most two affine predictors; the group's site is the sum of its rows', updated in parallel within a
             visit; under AutoExponentialFamily every row keeps as many numbers as a site has, twice). The two have
-            different fixed points; a row's factor is nearer to Gaussian and its moments are quadrature.
+            different fixed points; a row's factor is nearer to Gaussian, and with a Gaussian guide its moments are quadrature.
         damping: largest step in (0, 1]; 1 is the full step, as in earlier PVI code.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..expectations import LEAST_PER_LATENT, Chains, Tilted
@@ -25,8 +25,9 @@ _SENTENCES = {
     NOT_FINITE: "its log density is not finite anywhere under q: narrow the prior, scale the columns, or check that "
     "the observations lie in the likelihood's support",
     NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity (q without its site) is "
-    "improper or its weights have collapsed: use a smaller power (PowerEP(power=0.5)) or a smaller damping, more draws "
-    "(ImportanceMoments(num_draws=...)), moments='laplace', or solver=NaturalGradient(), which needs no proper cavity",
+    "improper, or the points that its moments were taken from did not reach it: use a smaller power (PowerEP(power=0.5)) or a "
+    "smaller damping, moments taken another way ('importance', 'laplace' or 'mcmc') or with more draws, or "
+    "solver=NaturalGradient(), which needs no proper cavity",
     NO_STEP: "no step towards its tilted moments left q normalisable: use a smaller power (PowerEP(power=0.5)) or a smaller "
     "damping",
     COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
@@ -53,6 +54,19 @@ def trouble_sentence(trouble: int, ess: float, temper: float, chains: Chains | N
         return None
     said = {} if chains is None else {"rhat": float(chains.rhat), "divergent": float(chains.divergent)}
     return found.format(ess=ess, temper=temper, **said)
+
+
+class MatchRules(NamedTuple):
+    """What a visit reads beside the moments."""
+
+    # The largest step, in (0, 1], and how moments were asked for.
+    damping: float
+    moments: Any
+    # Smallest effective sample size that is believed, and numbers that are matched.
+    least: float
+    size: int
+    # Whether chains may take over from weights that keep collapsing.
+    may_chain: bool = False
 
 
 class MatchState(NamedTuple):
@@ -94,7 +108,7 @@ def first_match_state(zeros: Any, damping: float, dtype: Any, chains: Chains | N
 
 
 def match_visit(
-    family: ProductFamily, q: Any, site: Any, found: Tilted, state: MatchState, solver: Any, may_chain: bool = False
+    family: ProductFamily, q: Any, site: Any, found: Tilted, state: MatchState, rules: MatchRules
 ) -> LocalResult:
     """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, as much of it as leaves q normalisable.
 
@@ -104,27 +118,27 @@ def match_visit(
         site: the group's site.
         found: what matching moments asks for.
         state: the group's memory.
-        solver: whose ``damping``, the largest step, and ``moments`` count.
-        may_chain: whether chains may take over from weights that keep collapsing.
+        rules: the largest step, and what collapsed weights are.
 
     Returns:
         The site, the new memory, and how it went.
     """
-    damping = float(solver.damping)
     usable = found.valid & all_finite(found.change)
     change = select(usable, found.change, jax.tree.map(jnp.zeros_like, site))
-    own = _own_step(family, q, change, found.noise, state, damping)
+    noise = jnp.where(usable, found.noise, state.noise)
+    own = _own_step(family, q, change, noise, state, rules.damping)
     taken, tries = back_off(lambda step: family.in_domain(q + change * step), own)
     good = usable & family.in_domain(q + change * taken)
-    sampled = ~jnp.isnan(found.ess)
-    collapses, chains, said = _after(solver.moments, family, found, state, may_chain)
-    by_weights = sampled & ~(False if chains is None else chains.used)
+    by_chains = jnp.array(False) if state.chains is None else state.chains.used
+    weighed = ~jnp.isnan(found.ess) & ~by_chains
+    collapsed = weighed & (found.ess < rules.least)
+    collapses, chains, said = _after(found, state, collapsed, rules)
     reasons = [
         (~found.finite, NOT_FINITE),
         (~found.valid, NO_TILTED),
         (usable & ~good, NO_STEP),
         *said,
-        ((found.temper < 1) & by_weights, COLLAPSED),
+        ((found.temper < 1) & collapsed, COLLAPSED),
         (found.temper < 1, IMPROPER),
     ]
     trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
@@ -132,7 +146,7 @@ def match_visit(
         jnp.where(good, own, state.step),
         select(good, change, state.last),
         found.ess,
-        found.noise,
+        noise,
         found.temper,
         trouble.astype(jnp.int32),
         collapses,
@@ -144,17 +158,16 @@ def match_visit(
 
 
 def _after(
-    moments: Any, family: ProductFamily, found: Tilted, state: MatchState, may_chain: bool
+    found: Tilted, state: MatchState, collapsed: Bool[Array, ""], rules: MatchRules
 ) -> tuple[Int[Array, ""], Chains | None, list]:
     """Visits running in which weights collapsed, the chains, and pairs of a flag and the trouble that it stands for."""
     collapses = jnp.zeros_like(state.collapses)
-    if may_chain:
-        collapses = jnp.where((found.temper < 1) & ~jnp.isnan(found.ess), state.collapses + 1, 0)
+    if rules.may_chain:
+        collapses = jnp.where(collapsed, state.collapses + 1, 0)
     chains = found.memory
     if chains is None:
         return collapses, state.chains, []
-    said = chain_troubles(moments, chains, found.ess, LEAST_PER_LATENT * family.to_minimal(family.zeros()).shape[-1])
-    collapses = jnp.where(chains.used, 0, collapses)
+    said = chain_troubles(rules.moments, chains, found.ess, LEAST_PER_LATENT * rules.size)
     return collapses, chains._replace(used=chains.used | (collapses >= COLLAPSES)), said
 
 

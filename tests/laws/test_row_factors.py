@@ -91,7 +91,7 @@ def gap(name, power=0.7):
     (pvi, rows), (_, groups) = (rounds_of(name, f, tuple(g), power) for f, g in (("row", PADDED), ("group", SINGLE)))
     a, b = total(rows), total(groups)
     data = [jnp.asarray(x) for x in ROUNDS[name][1]]
-    evidence = float(pvi.log_evidence(rows.state, *data))
+    evidence = pvi.log_evidence(rows.state, *data, with_error=True)
     return np.max(np.abs(a - b)) / np.max(np.abs(b)), rows, groups, evidence
 
 
@@ -107,13 +107,25 @@ def test_rounds_are_those_of_a_group_per_row(name, x64):
         wanted = np.stack([np.asarray(b)[m == PADDED].sum(axis=0) for m in range(2)])
         np.testing.assert_allclose(a, wanted, rtol=1e-8, atol=1e-8 if x64 else 1e-2)
     pvi, _ = rounds_of(name, "group", tuple(SINGLE))
-    alone = float(pvi.log_evidence(groups.state, *[jnp.asarray(x) for x in ROUNDS[name][1]]))
-    np.testing.assert_allclose(evidence, alone, rtol=1e-9 if x64 else 1e-3)
+    alone = pvi.log_evidence(groups.state, *[jnp.asarray(x) for x in ROUNDS[name][1]], with_error=True)
+    # Every factor has draws of its own there, others in each layout: four standard errors.
+    error = 4 * float(np.hypot(evidence[1], alone[1]))
+    assert error == 0 if name != "draws" else 0 < error < 0.5
+    np.testing.assert_allclose(evidence[0], alone[0], rtol=1e-9 if x64 else 1e-3, atol=error)
     if name == "draws":
         ess = np.asarray(groups.info.ess)
         np.testing.assert_allclose(
             rows.info.ess, [ess[m == PADDED].min() for m in range(2)], rtol=1e-6 if x64 else 1e-2
         )
+
+
+def test_the_evidences_error_is_its_spread_over_keys():
+    """Sixteen keys tell a standard deviation to 18%; what is said of it lies within a factor of 2."""
+    pvi, rows = rounds_of("draws", "row", tuple(PADDED))
+    data, keys = [jnp.asarray(x) for x in ROUNDS["draws"][1]], jax.random.split(jax.random.key(5), 16)
+    found = [pvi.log_evidence(dataclasses.replace(rows.state, rng_key=key), *data, with_error=True) for key in keys]
+    values, errors = np.array(found, float).T
+    assert 0.5 < np.median(errors) / np.std(values, ddof=1) < 2
 
 
 def test_a_row_that_counts_twice_is_noticed(monkeypatch):
