@@ -21,7 +21,7 @@ test: $(VENV)/.installed-test  ## the test suite
 
 # Resuming is bit for bit, seeds of bad links are many, faults are planted and compilations counted in either precision: once
 # is enough.
-ONCE := resume asynchronous mutants compiles applicability
+ONCE := resume product_resume asynchronous mutants compiles applicability
 test-float32: $(VENV)/.installed-test  ## the laws in float32, NumPyro's default precision
 	MPLBACKEND=Agg NUMPYRO_PVI_TEST_X64=0 $(PY) -m pytest tests/laws $(PYTEST_ARGS) \
 	  $(ONCE:%=--ignore=tests/laws/test_%.py)

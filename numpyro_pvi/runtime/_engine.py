@@ -194,20 +194,13 @@ class Engine:
     def carry(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
         """Evaluate a state's q and put the state into the form that rounds take."""
         noise = self.noise(problem, state.rng_key)
-        if self.solver.stochastic:
+        if self.solver.stochastic or noise is None or not problem.can_switch:
             evaluation = problem.evaluate(state.sites, state.rule, noise, again=True)
-            return RoundCarry(
-                state.sites,
-                evaluation,
-                state.solver_state,
-                state.prior_solver_state,
-                state.schedule_state,
-                state.report,
-            )
-        shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
-        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
-        still = jnp.zeros((), empty.elbo.dtype)
-        evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
+        else:
+            shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
+            empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
+            still = jnp.zeros((), empty.elbo.dtype)
+            evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
         return RoundCarry(
             state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
         )

@@ -76,6 +76,8 @@ def escalate(
     Returns:
         ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
     """
+    # One trace serves for the shapes and for the loop.
+    evaluate = jax.jit(evaluate, inline=True)
     result, error = jax.eval_shape(evaluate, jnp.int32(0))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), result)
     first = jnp.minimum(jnp.asarray(rule.level, jnp.int32), num_rules - 1)

@@ -159,6 +159,7 @@ def _limit(power):
     return family_ep.power_ep(["Gamma"], CASES["Gamma"][1], factors_of("Gamma"), power)[0]
 
 
+@pytest.mark.once
 def test_a_site_of_the_wrong_sign_is_noticed(monkeypatch):
     """The comparison can fail: a tilted distribution q (p t)^power has another limit."""
     own = product_tilted.ProductTilted.group

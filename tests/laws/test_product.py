@@ -282,6 +282,7 @@ def test_law_1_sees_a_site_that_is_not_counted():
         sums_are(state, params)
 
 
+@pytest.mark.once
 def test_the_identity_sees_a_prior_that_is_counted_twice():
     pvi, _, state, loss = fitted(Synchronous())
     elbo = accounting(pvi, state, expected_log_likelihood(pvi.get_params(state)))

@@ -159,6 +159,7 @@ def test_chains_go_on_where_they_stood(tmp_path):
     assert int(rest.state.solver_state.chains.visits[0]) == 4
 
 
+@pytest.mark.once
 def test_choices_that_do_not_fit_are_refused_by_name():
     weibull, data = CASES["Gamma"][0], [jnp.asarray(DAYS)]
     mixed, both = independent("bernoulli", "normal"), [jnp.asarray(COUNTS), jnp.asarray(PAIRS)]

@@ -128,6 +128,7 @@ def test_the_evidences_error_is_its_spread_over_keys():
     assert 0.5 < np.median(errors) / np.std(values, ddof=1) < 2
 
 
+@pytest.mark.once
 def test_a_row_that_counts_twice_is_noticed(monkeypatch):
     """The comparison can fail: padding that counts as a row."""
     own, padded = row_factors.by_rows, []
@@ -174,6 +175,7 @@ def test_rows_are_factors_whichever_way_they_are_read(options, x64):
     np.testing.assert_allclose(total(found), total(taken), rtol=1e-8 if x64 else 1e-3)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("factors", "schedule"),
     [
