@@ -195,6 +195,7 @@ class PointsProgram:
             found = jax.lax.map(lambda xs: block(*xs), (points.eps, points.weight))
             totals = jax.tree.map(lambda x: jnp.tensordot(used.astype(x.dtype), x, axes=1), found)
         else:
+            # One trace serves for the shapes and for the loop.
             block = jax.jit(block, inline=True)
             shapes = jax.eval_shape(block, points.eps[0], points.weight[0])
             zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -195,6 +195,7 @@ class Engine:
         """Evaluate a state's q and put the state into the form that rounds take."""
         noise = self.noise(problem, state.rng_key)
         if self.solver.stochastic or noise is None or not problem.can_switch:
+            # With no choice of points to settle, nothing has to be traced for its shapes alone.
             evaluation = problem.evaluate(state.sites, state.rule, noise, again=True)
         else:
             shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))

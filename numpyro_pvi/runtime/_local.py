@@ -424,7 +424,7 @@ class LocalProblem:
             found = expect(chunks)
         else:
             working = self.program.working_bytes(chunks)
-            # Asked for its shapes first: one trace serves both.
+            # Runtimes may ask for its shapes first: one trace serves both.
             expect = jax.jit(expect, inline=True)
             found = self.runtime.sum_chunks(expect, chunks, data.chunk_group, data.offsets, working)
         if found.local is None:

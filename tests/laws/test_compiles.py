@@ -3,9 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi.runtime._rules import escalate
+from numpyro_pvi.schedules import Rule
 from numpyro_pvi.solvers import Conjugate
 
 from .models import groups, make_linear, rows
@@ -63,3 +66,20 @@ def test_new_shapes_are_compiled_anew(counted):
     X, y, _ = rows(16)
     wider.update(wider.init(jax.random.key(0), X, y), X, y)
     assert len(calls) > first
+
+
+def test_a_factor_is_traced_once_for_its_shapes_and_its_loop():
+    levels = []
+
+    def evaluate(level):
+        levels.append(level)
+        return 10 * level, 0.1**level
+
+    def finest(tolerance):
+        nothing = jnp.asarray(0.0)
+        rule = Rule(jnp.int32(0), nothing, nothing, jnp.asarray(tolerance), nothing)
+        return escalate(evaluate, rule, 4)
+
+    result, used, _ = jax.jit(finest)(0.02)
+    assert (int(result), int(used)) == (20, 2)
+    assert len(levels) == 1
