@@ -34,6 +34,8 @@ NAMES = {
     "vmp": "a mixture and LDA beside textbook coordinate ascent, iterate by iterate; a message beside NC-VMP's",
     "cvi-gamma": "gamma factors of CyTOF counts and Poisson-gamma factors of MNIST beside Adam on the same gammas",
     "conjugacy": "three models with the messages that are found conjugate in closed form, against drawing every latent",
+    "first-fit": "the first run and the next one beside SVI's, in fresh processes: seconds and compiled programs",
+    "swap": "forty models as their authors wrote them, PVI in SVI's place: split or whole, ELBO and first-run seconds of both",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 
@@ -65,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="MODEL",
-        help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm, cvi-gp or cvi-gamma: only these",
+        help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm, cvi-gp, cvi-gamma or first-fit: only these",
     )
     parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")

@@ -1,17 +1,24 @@
-"""One cold measurement in a process of its own: imports done, data on the device, compilation cache off."""
+"""One cold measurement in a process of its own: imports done, data on the device, compilation cache off (or a folder)."""
 
+import functools
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
 from typing import Any
 
 
-def measure(**request: Any) -> dict[str, float]:
-    """Runs ``python -m benchmarks._cold`` in a fresh process and returns its seconds by phase."""
+def measure(cache: Any = None, **request: Any) -> dict[str, float]:
+    """Runs ``python -m benchmarks._cold`` in a fresh process and returns its seconds by phase.
+
+    ``cache`` is a folder for JAX's compilation cache, or None to leave it off.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
-    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false" if cache is None else "true"
+    if cache is not None:
+        request["cache"] = str(cache)
     command = [sys.executable, "-m", "benchmarks._cold", json.dumps(request)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -74,7 +81,49 @@ def _first_update(request: dict[str, Any], data: Any) -> dict[str, float]:
     return {"init": ready - start, "run": end - ready, "total": end - start}
 
 
-KINDS = {"pvi": _pvi_run, "svi": _svi_run, "first_update": _first_update}
+def _first_fit(request: dict[str, Any], data: Any) -> dict[str, float]:
+    """The first `run` and the same again, of either side, as a person would call them."""
+    import jax
+    import jax.monitoring
+
+    import numpyro_pvi
+    from benchmarks import _first_models
+
+    del data
+    if "cache" in request:
+        numpyro_pvi.use_compilation_cache(request["cache"])
+    folder = None if request["data"] is None else pathlib.Path(request["data"])
+    subject = _first_models.CASES[request["model"]][0](folder)
+    args = jax.block_until_ready(jax.tree.map(jax.numpy.asarray, subject.args))
+    compiled: list[float] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    key = jax.random.key(0)
+    compiled.clear()
+    start, cpu = time.perf_counter(), time.process_time()
+    if request["side"] == "PVI":
+        fit = subject.pvi()
+        again = functools.partial(fit.run, key, subject.rounds, *args, tol=1e-3, progress_bar=False)
+    else:
+        fit = subject.svi()
+        again = functools.partial(fit.run, key, subject.steps, *args, progress_bar=False)
+    result = again()
+    jax.block_until_ready(result.params)
+    found = {"first": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+    found |= {"programs": len(compiled), "compiling": sum(compiled)}
+    compiled.clear()
+    start = time.perf_counter()
+    jax.block_until_ready(again().params)
+    found |= {"second": time.perf_counter() - start, "again": len(compiled)}
+    discrete = request["side"] == "PVI" and subject.partitioned.fn is not subject.model
+    return found | {"elbo": _first_models.elbo(subject, fit.guide, result.params, args, discrete)}
+
+
+KINDS = {"first_fit": _first_fit, "pvi": _pvi_run, "svi": _svi_run, "first_update": _first_update}
 
 
 def main() -> None:
@@ -85,7 +134,10 @@ def main() -> None:
     from benchmarks import _models, _subjects  # noqa: F401  imports come before the clock starts
 
     jax.block_until_ready(jax.device_put(0.0))  # the backend starts before the clock does
-    if "covtype" in request:
+    data = None
+    if request["kind"] == "first_fit":
+        pass
+    elif "covtype" in request:
         from benchmarks.glm import load_covtype
 
         data = load_covtype(**request["covtype"])

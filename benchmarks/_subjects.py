@@ -16,6 +16,8 @@ from benchmarks._models import Data
 from benchmarks._opponent import gaussian_of_params
 from benchmarks._references import Optimum
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi._compiling import at_work
+from numpyro_pvi._entry import run_rounds
 from numpyro_pvi._groups import reduced
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import NaturalGradient
@@ -103,8 +105,14 @@ def program_function(pvi: PVI, state: Any, num_rounds: int, arrays: tuple[Any, .
     fine = pvi.run(jax.random.key(0), num_rounds, *arrays, progress_bar=False, init_state=state).state.plan.fine
     dynamic, static = pvi._rows(state, arrays, {})
     small, count, tol = reduced(state, pvi._engine), jnp.int32(num_rounds), jnp.asarray(-1.0)
-    loop = pvi._rounds
-    return lambda: loop(pvi._engine, small, dynamic, static, count, tol, length=num_rounds, fine=fine)
+    level, programs = pvi._level(state.plan, dynamic, static), pvi._followed.programs
+    call = pvi._engine, small, dynamic, static, count, tol
+
+    def loop() -> Any:
+        with at_work(programs):
+            return run_rounds(*call, length=num_rounds, fine=fine, level=level)
+
+    return loop
 
 
 def run_function(pvi: PVI, num_rounds: int, arrays: tuple[Any, ...]) -> Callable[[], Any]:

@@ -29,8 +29,8 @@ class Fit:
         sd: Posterior standard deviations.
         low: 5 % quantiles.
         high: 95 % quantiles.
-        cold: Seconds of the first run, compilation included.
-        warm: Seconds of the same run once compiled; None where it was not repeated.
+        first: Seconds of the first run, compilation included.
+        second: Seconds of the same run again; None where it was not repeated.
         elbo: Evidence lower bound in nats (up is better); None where there is none.
         elbo_error: Monte Carlo standard error of ``elbo`` in nats.
     """
@@ -41,8 +41,8 @@ class Fit:
     sd: Float[np.ndarray, " P"]
     low: Float[np.ndarray, " P"]
     high: Float[np.ndarray, " P"]
-    cold: float
-    warm: float | None = None
+    first: float
+    second: float | None = None
     elbo: float | None = None
     elbo_error: float | None = None
 
@@ -90,15 +90,15 @@ def fit_lines(fits: Sequence[Fit], reference: Fit) -> list[str]:
     work = max(len(fit.work) for fit in (*fits, reference))
     lines = [
         f"{'':<5} {'mean error':^13} {'sd error':^13}",
-        f"{'':<5}{' max   mean ' * 2:>28} {'ELBO (nats)':>18}  {'work':<{work}} {'cold s':>7} {'warm s':>7}",
+        f"{'':<5}{' max   mean ' * 2:>28} {'ELBO (nats)':>18}  {'work':<{work}} {'first s':>8} {'second s':>8}",
     ]
     for fit in (*fits, reference):
         errors = [abs(fit.mean - reference.mean) / reference.sd, abs(fit.sd - reference.sd) / reference.sd]
         numbers = "".join(f" {number:>6.3f}" for error in errors for number in (error.max(), error.mean()))
         elbo = "-" if fit.elbo is None else f"{fit.elbo:.3f} +- {fit.elbo_error:.3f}"
-        warm = "-" if fit.warm is None else f"{fit.warm:.2f}"
+        second = "-" if fit.second is None else f"{fit.second:.2f}"
         numbers = f"{'(the reference)':^28}" if fit is reference else numbers
-        lines.append(f"{fit.method:<5}{numbers} {elbo:>18}  {fit.work:<{work}} {fit.cold:>7.2f} {warm:>7}")
+        lines.append(f"{fit.method:<5}{numbers} {elbo:>18}  {fit.work:<{work}} {fit.first:>8.2f} {second:>8}")
     return lines
 
 

@@ -1,5 +1,6 @@
 """Partitioned variational inference for NumPyro."""
 
+from ._cache import use_compilation_cache
 from ._exponential_guide import AutoExponentialFamily
 from ._state import PVIInfo, PVIRunResult, PVIState, PVITrace
 from .errors import (
@@ -7,6 +8,7 @@ from .errors import (
     DataError,
     GuideError,
     ImproperError,
+    NonFiniteLossError,
     PartitionError,
     PVIError,
     SkippedGroupError,
@@ -32,6 +34,8 @@ __all__ = [
     "PVITrace",
     "Partition",
     "PartitionError",
+    "NonFiniteLossError",
     "SkippedGroupError",
     "StateError",
+    "use_compilation_cache",
 ]

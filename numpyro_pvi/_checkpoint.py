@@ -30,7 +30,7 @@ import numpy as np
 from .errors import CheckpointError
 
 MAGIC = b"\x89PVI\r\n\x1a\n"
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 1 << 26
 MAX_ARRAYS = 1 << 16
 MAX_DIMS = 32
@@ -73,9 +73,9 @@ def write_checkpoint(path: Any, header: dict[str, Any], arrays: list[tuple[str, 
         CheckpointError: for a dtype that cannot be stored, a path that is a link or no file, and whatever the system
             refuses.
     """
-    target = _target(path)
     parts = _encode(header, arrays)
     try:
+        target = _target(path)
         _remove_leftovers(target)
         with _temporary(target) as (file, name):
             for part in parts:
@@ -85,9 +85,7 @@ def write_checkpoint(path: Any, header: dict[str, Any], arrays: list[tuple[str, 
             os.replace(name, target)
         _flush_folder(target.parent)
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint {str(target)!r} cannot be written: {error.strerror or error}."
-        ) from error
+        raise CheckpointError(f"the checkpoint {str(path)!r} cannot be written: {error.strerror or error}.") from error
 
 
 def read_checkpoint(path: Any) -> Contents:
@@ -103,12 +101,12 @@ def read_checkpoint(path: Any) -> Contents:
         CheckpointError: says whether the file is missing, a link, empty, no checkpoint, of a newer version, cut short, or
             damaged.
     """
-    path = _as_path(path)
+    path = as_path(path)
     name = repr(str(path))
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
-        if path.is_symlink():
+        if _is_link(path):
             raise CheckpointError(_link_message(name)) from error
         raise CheckpointError(f"the checkpoint {name} cannot be read: {error.strerror or error}.") from error
     try:
@@ -165,6 +163,11 @@ def _read(file: Any, size: int, name: str) -> Contents:
             f"{name} is a checkpoint of format {version}, newer than the {VERSION} that this numpyro_pvi reads: install the "
             "version that wrote it, or a later one."
         )
+    if version == 1:
+        raise CheckpointError(
+            f"{name} is a checkpoint of format 1, which does not say what model it was made with; this numpyro_pvi reads format "
+            f"{VERSION}: install the version that wrote it, or start anew."
+        )
     wanted = _START + header_bytes + array_bytes + _DIGEST_BYTES
     if version < 1 or zero or header_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(_damaged_message(name, "its first bytes make no sense"))
@@ -219,15 +222,40 @@ def _array(dtype: np.dtype, unit: np.dtype, shape: tuple, offset: int, length: i
 # ------------------------------------------------------------------------------------------------------------- on disk
 
 
-def _as_path(path: Any) -> pathlib.Path:
+def as_path(path: Any) -> pathlib.Path:
+    """The path of a checkpoint.
+
+    Args:
+        path: the user's.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: for what the system would not take as a path: a number, or text with NUL bytes or lone surrogates.
+    """
     try:
-        return pathlib.Path(os.fsdecode(path))
-    except TypeError as error:
-        raise CheckpointError(f"the path of a checkpoint is {path!r}: write a str or a pathlib.Path.") from error
+        found = pathlib.Path(os.fsdecode(path))
+        if b"\0" not in os.fsencode(found):
+            return found
+        reason = "has a NUL byte, where the system would cut it off"
+    except TypeError:
+        reason = f"is {path!r}"
+    except UnicodeError:
+        reason = f"is {path!r}, which cannot be encoded"
+    raise CheckpointError(f"the path of a checkpoint {reason}: write a str or a pathlib.Path, such as 'fit.pvi'.")
+
+
+def _is_link(path: pathlib.Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError:
+        # A name that the system does not take (too long) is none of its links.
+        return False
 
 
 def _target(path: Any) -> pathlib.Path:
-    target = _as_path(path)
+    target = as_path(path)
     if target.is_symlink():
         raise CheckpointError(_link_message(repr(str(target))))
     if target.exists() and not target.is_file():

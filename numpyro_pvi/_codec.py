@@ -1,14 +1,17 @@
 """Values as JSON and a list of arrays, and back: numbers, text, containers, arrays, and the dataclasses that are named here.
 
-A node is null, a bool, an int, a float, a str, or an object with one kind of key: ``tuple``, ``list``, ``dict``, ``bytes``,
-``float`` (infinite ones), ``array``, ``key`` (a random key), ``structure`` (of a model's arguments), ``support``, or
+A node is null, a bool, an int, a float, a str, or an object with one kind of key: ``tuple``, ``list``, ``frozenset``,
+``dict``, ``bytes``, ``float`` (infinite ones), ``array``, ``key`` (a random key), ``structure`` (of the arguments), ``support``, or
 ``type`` with ``fields``. A type is looked up in a list by its name; nothing is imported or called because a file says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import AbstractArray
 from numpyro.distributions import constraints
 
 from .errors import CheckpointError
@@ -92,6 +96,8 @@ class Encoder:
         if type(value) in (tuple, list):
             kind = type(value).__name__
             return {kind: [self.node(part, f"{where}[{i}]") for i, part in enumerate(value)]}
+        if type(value) is frozenset:
+            return {"frozenset": [self.node(part, where) for part in sorted(value)]}
         if type(value) is dict:
             pairs = [[self.node(k, f"{where}'s key"), self.node(v, f"{where}[{k!r}]")] for k, v in value.items()]
             return {"dict": pairs}
@@ -185,6 +191,7 @@ class Decoder:
         decode: dict[str, Callable] = {
             "tuple": lambda x: tuple(self.value(part, device) for part in _list(x)),
             "list": lambda x: [self.value(part, device) for part in _list(x)],
+            "frozenset": lambda x: frozenset(self.value(part) for part in _list(x)),
             "dict": lambda x: {self.value(k): self.value(v, device) for k, v in _list(x)},
             "bytes": bytes.fromhex,
             "float": float,
@@ -239,7 +246,10 @@ class Decoder:
                 f"the file was written by another version of numpyro_pvi: its {name} {', '.join(parts)}. Install that version, "
                 "or start anew."
             )
-        return kind(**{x: self.value(fields[x], device) for x in names})
+        values, hints = {x: self.value(fields[x], device) for x in names}, _hints(kind)
+        if wrong := [x for x in names if not _fits(values[x], hints.get(x, Any))]:
+            raise TypeError(f"{name}.{wrong[0]}")
+        return kind(**values)
 
     def _structure(self, node: Any) -> Any:
         if node is None:
@@ -279,6 +289,35 @@ def is_record(kind: Any) -> bool:
     return isinstance(kind, type) and (
         dataclasses.is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
     )
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Annotations of a record's fields; none where they name what is imported for checkers only."""
+    try:
+        return typing.get_type_hints(kind)
+    except Exception:
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a field's value is of its annotation, as far as plain values, containers, records and arrays go."""
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is tuple or hint is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(parts) == 2 and parts[1] is ...:
+            return all(_fits(x, parts[0]) for x in value)
+        return not parts or (len(parts) == len(value) and all(map(_fits, value, parts)))
+    if hint in (bool, int, str, bytes, type(None)):
+        return type(value) is hint
+    if hint is float:
+        return type(value) in (int, float)
+    if isinstance(hint, type) and issubclass(hint, AbstractArray):
+        return hasattr(value, "shape")
+    return not is_record(hint) or isinstance(value, hint)
 
 
 def _list(x: Any) -> list:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from ._compiling import on_device
+from ._endings import ending, refuse_unbounded, short_of
 from ._resume import Checkpoint, Progress
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
 from ._views import factor_labels, moment_notes
 from .errors import SkippedGroupError
 from .handlers import PRIOR
-from .runtime import noise_floor
 from .schedules import RoundReport
 
 # Rounds in one compiled block: long enough that re-reading the data between blocks does not show, short enough to look
@@ -35,6 +36,19 @@ class Run(NamedTuple):
     message: str
 
 
+def waiting(num_steps: int, shown: bool) -> tqdm.tqdm:
+    """The bar of a run from its first moment: before any round it says what is waited for.
+
+    Args:
+        num_steps: number of rounds.
+        shown: whether to show it.
+
+    Returns:
+        The bar, to be given to :func:`drive`, or closed.
+    """
+    return tqdm.tqdm(total=num_steps, disable=not shown, unit="round", desc="planning")
+
+
 def drive(
     rounds: Callable,
     info: Callable[[PVIState], PVIInfo],
@@ -42,8 +56,9 @@ def drive(
     num_steps: int,
     tol: float | None,
     callback: Callable | None,
-    progress_bar: bool,
+    progress_bar: bool | tqdm.tqdm,
     checkpoint: Checkpoint | None = None,
+    verify: Any = None,
 ) -> Run:
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
@@ -54,30 +69,38 @@ def drive(
         num_steps: number of rounds, those done before included.
         tol: tolerance in posterior sds, or None.
         callback: called after every round.
-        progress_bar: whether to show progress.
+        progress_bar: whether to show progress, or the bar of :func:`waiting`; it is closed here.
         checkpoint: where to write the progress, or None.
+        verify: looks at the structure in use between blocks, and whether the run would end there; see
+            :class:`numpyro_pvi._verified.Verifier`.
 
     Returns:
         The last state, the losses of all rounds, and how it ended.
 
     Raises:
         SkippedGroupError: when a factor was skipped in :data:`SKIP_LIMIT` rounds running.
+        NonFiniteLossError: when the rounds end with a loss that is not finite.
     """
-    limit = jnp.asarray(-1.0 if tol is None else tol, jnp.result_type(float))
-    step = 1 if callback is not None else max(1, min(BLOCK, num_steps // 20)) if progress_bar else BLOCK
+    limit = np.asarray(-1.0 if tol is None else tol, jnp.result_type(float))
+    bar = progress_bar if isinstance(progress_bar, tqdm.tqdm) else waiting(num_steps, progress_bar)
+    step = 1 if callback is not None else BLOCK if bar.disable else max(1, min(BLOCK, num_steps // 20))
     now = written = before
     if checkpoint is not None and not before.done:
         # A folder that cannot be written to, or a label that cannot be stored, should show before hours of rounds.
         checkpoint.write(before)
     converged, message = None if tol is None else False, ""
-    bar = tqdm.tqdm(total=num_steps, initial=before.done, disable=not progress_bar, unit="round")
     try:
+        bar.n = bar.initial = before.done
+        bar.set_description("compiling")
         # A run that was stopped between its last write and what follows it takes that up first.
         converged, message = _ended(now, info, tol, callback if now.done < num_steps else None)
         while now.done < num_steps and not message:
-            room = None if checkpoint is None else checkpoint.room(now.done)
-            count = min(step, num_steps - now.done, step if room is None else room)
-            state, losses, reports, ran, _ = rounds(now.state, jnp.int32(count), limit, BLOCK)
+            rooms = [x.room(now.done) for x in (checkpoint, verify) if x is not None]
+            # Who watches sees the first round as soon as there is one. Of the run, and not of this call: a run that is gone on
+            # with is cut into the same blocks.
+            first = 1 if now.done == 0 and not bar.disable else step
+            count = min(first, num_steps - now.done, *(step if x is None else x for x in rooms))
+            state, losses, reports, ran, _ = rounds(now.state, np.int32(count), limit, BLOCK)
             ran = int(ran)
             if ran == 0:
                 now = dataclasses.replace(now, state=state)
@@ -85,9 +108,12 @@ def drive(
             block = np.asarray(losses)[:ran]
             now = now.after(state, block, jax.tree.map(lambda x, ran=ran: np.asarray(x)[:ran], reports))
             bar.update(ran)
+            bar.set_description(refresh=False)
             move = float(now.reports[-1].total_move[-1])
             bar.set_postfix_str(f"elbo {-block[-1]:.6g}, largest move {move:.1e} sd", refresh=False)
             _raise_if_stuck(state)
+            if verify is not None:
+                now = verify(now, now.done >= num_steps or bool(_ended(now, info, tol, None)[1]))
             if checkpoint is not None and checkpoint.due(now.done):
                 checkpoint.write(now)
                 written = now
@@ -98,25 +124,29 @@ def drive(
         bar.close()
     if checkpoint is not None and written.done != now.done:
         checkpoint.write(now)
-    if not message:
-        message = f"ran {now.done} rounds" + ("" if tol is None else f" without reaching tol={tol:g}")
+    message = _closed(now, tol, message)
     if before.done:
         message += f" ({before.done} of them before, as the checkpoint has them)"
-    losses = jnp.asarray(now.all_losses, jnp.result_type(float))
+    losses = on_device(now.all_losses, jnp.result_type(float))
     return Run(now.state, losses, now.all_reports, converged, message)
+
+
+def _closed(now: Progress, tol: float | None, message: str) -> str:
+    """The sentence on how a run ended; raises where its loss is no number."""
+    if not message.startswith("interrupted"):
+        refuse_unbounded(now.state, float(now.losses[-1][-1]) if now.losses else float("nan"), now.done)
+    if message:
+        return message
+    detail = short_of(now.state, tol)
+    reached = "" if tol is None else f" without reaching tol={tol:g}"
+    return f"ran {now.done} rounds{reached}" + (f": {detail}" if detail else "")
 
 
 def _ended(now: Progress, info: Callable, tol: float | None, callback: Callable | None) -> tuple[bool | None, str]:
     """Whether a run has converged (None when that was not asked for), and why it should stop now, if it should."""
-    if now.done and tol is not None:
-        move, floor = (
-            float(now.reports[-1].total_move[-1]),
-            float(noise_floor(now.state.solver_state, now.state.report)),
-        )
-        if move <= max(tol, floor):
-            why = "" if move <= tol else ", the noise of sampled moments (more draws would lower it)"
-            return True, f"converged after {now.done} rounds: no move above {max(tol, floor):g} posterior sd{why}"
-    converged = None if tol is None else False
+    converged, why = ending(now.state, now.done, tol)
+    if why:
+        return converged, why
     if now.done and callback is not None and callback(now.done, now.state, info(now.state)):
         return converged, f"stopped by the callback after {now.done} rounds"
     return converged, ""

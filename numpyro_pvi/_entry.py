@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import RenyiELBO
 
+from ._compiling import Programs, level_of, owned_jit
 from ._groups import reduced, rows_of
 from ._state import Plan, PVIState
 from .errors import PVIError, StateError
-from .factors import join_arguments
+from .factors import join_arguments, model_work
 from .handlers import Partition
 from .runtime import Engine, Runtime, gradient_jumps
 from .schedules import Schedule
-from .solvers import LocalSolver
+from .solvers import LocalSolver, NaturalGradient
+
+# Sets of fresh draws over which a variational fit's evidence is averaged, and what is folded into a state's key for them.
+EVIDENCE_SETS = 16
+_EVIDENCE_DRAWS = 0xE71D
 
 
 def shell_for(cls: type, guide: Any) -> type:
@@ -32,59 +39,114 @@ def shell_for(cls: type, guide: Any) -> type:
     return ExponentialPVI
 
 
+def constructor_signature(cls: type) -> inspect.Signature:
+    """What a class is called with: ``__new__``, which takes anything, hides it."""
+    own = inspect.signature(cls.__init__)
+    return own.replace(parameters=[p for name, p in own.parameters.items() if name != "self"])
+
+
+@functools.partial(owned_jit, static_argnames=("engine", "static", "length", "fine"))
 def run_rounds(engine: Any, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
-    """Engine.rounds on split arguments, for ``jit``."""
+    """Engine.rounds on split arguments, compiled."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.rounds(state, args, kwargs, count, tol, length, fine)
 
 
+@functools.partial(owned_jit, static_argnames=("engine", "static", "fine"))
 def evaluate_loss(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool):
-    """Engine.loss on split arguments, for ``jit``."""
+    """Engine.loss on split arguments, compiled."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.loss(state, args, kwargs, fine)
 
 
+@functools.partial(owned_jit, static_argnames=("engine", "static", "fine"))
 def evaluate_evidence(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool):
-    """Engine.evidence on split arguments, for ``jit``."""
+    """Engine.evidence on split arguments, compiled."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.evidence(state, args, kwargs, fine)
 
 
-_evidence = jax.jit(evaluate_evidence, static_argnames=("engine", "static", "fine"))
+# Evaluations of the model that the start of a fit makes, about.
+_START_LOOKS = 32
+
+
+def level_for(programs: Programs, engine: Any, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:
+    """How well programs over all rows are compiled: by what one evaluation of the model makes, and how many a round makes.
+
+    Args:
+        programs: of the PVI, where the count is kept.
+        engine: the fit's choices.
+        plan: the plan.
+        dynamic: the arrays of the model's arguments.
+        static: the static leaves.
+        often: whether it is a program of rounds; the start of a fit looks at the factors a few dozen times and is done.
+
+    Returns:
+        A level of :mod:`numpyro_pvi._compiling`; the same whoever asks for rounds of this model over this many rows.
+    """
+    if is_traced(dynamic):
+        return "full"
+    part = plan.partition
+
+    def count() -> int:
+        once = model_work(part.model(engine.model), *join_arguments(dynamic, static))
+        structured = part.likelihood in ("quadratic", "affine")
+        # Cavities and targets of all groups, beside the factors.
+        dim = part.layout.dim
+        square = dim**2 if getattr(plan.family, "full", False) else dim
+        return once * (1 if structured else 2 * dim + 1) + part.table.num_groups * square
+
+    shapes = tuple((tuple(x.shape), str(x.dtype)) for x in dynamic)
+    key = part.likelihood, part.table.num_groups, plan.family, static, shapes
+    work = programs.work(key, count)
+    return level_of(work, often=True) if often else level_of(_START_LOOKS * work)
 
 
 def evidence_of(engine: Any, state: PVIState, arguments: tuple, loss: Callable, with_error: bool) -> Any:
-    """Log evidence in nats, with its standard error if asked for: of a solver that matches moments, or the ELBO from ``loss``.
+    """Log evidence in nats, with its standard error if asked for: of a solver that matches moments, or the ELBO.
 
     A finer quadrature rule is compiled in where the one at hand will not do.
+
+    Args:
+        engine: the fit's choices.
+        state: a state.
+        arguments: the model's, checked.
+        loss: ``(engine, state) -> nats``, the negative ELBO on the draws that belong to a state.
+        with_error: whether the standard error is wanted.
+
+    Returns:
+        Nats, or a pair with the standard error.
     """
     if not getattr(engine.solver, "matches_moments", False):
-        value, error = -loss(state, *arguments[0], **arguments[1]), jnp.zeros((), float_dtype())
+        value, error = _elbo(engine, state, loss, is_traced((state, arguments)))
         return (value, error) if with_error else value
     dynamic, static = rows_of(state.plan, *arguments)
     fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
-    value, error, missed = _evidence(engine, state, dynamic, static, fine=fine)
+    value, error, missed = evaluate_evidence(engine, state, dynamic, static, fine=fine)
     if not fine and bool(missed):
-        value, error, _ = _evidence(engine, state, dynamic, static, fine=True)
+        value, error, _ = evaluate_evidence(engine, state, dynamic, static, fine=True)
     return (value, error) if with_error else value
 
 
+@functools.partial(owned_jit, static_argnames=("engine", "plan", "static", "mode"))
 def start_arrays(
     engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, local, mode: str
 ):
-    """Engine.start on split arguments, for ``jit``."""
+    """Engine.start on split arguments, compiled."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
 
 
+@functools.partial(owned_jit, static_argnames=("engine", "static", "mode"))
 def arrive_groups(engine: Engine, state: PVIState, dynamic: list, static: tuple, known, mode: str):
-    """Engine.arrive on split arguments, for ``jit``."""
+    """Engine.arrive on split arguments, compiled."""
     args, kwargs = join_arguments(dynamic, static)
     return engine.arrive(state, args, kwargs, known, mode)
 
 
+@functools.partial(owned_jit, static_argnames=("engine", "plan", "static"))
 def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, key):
-    """gradient_jumps on split arguments, for ``jit``."""
+    """gradient_jumps on split arguments, compiled."""
     args, kwargs = join_arguments(dynamic, static)
     params = engine.constrain(plan, args, kwargs, optim_state)
     dtype = float_dtype()
@@ -112,6 +174,12 @@ def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, sch
     """
     if init_sites not in ("auto", "prior", "curvature"):
         raise PVIError(f"init_sites={init_sites!r}: expected 'auto', 'prior' or 'curvature'.")
+    if num_groups is not None and (
+        isinstance(num_groups, bool) or not isinstance(num_groups, int | np.integer) or num_groups < 1
+    ):
+        raise PVIError(
+            f"num_groups={num_groups!r}: expected a positive int, the number of random blocks of rows, or None for the default."
+        )
     if isinstance(model, Partition) and num_groups is not None:
         raise PVIError(
             "num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups)."
@@ -139,13 +207,11 @@ def draws_form(
     engine: Engine, plan: Plan, planned: Any, dynamic: list, static: tuple, optim_state: Any, key: Any
 ) -> str:
     """How factors by draws take their curvature: "hessian" where second derivatives see all of it, "stein" where gradients jump."""
-    compare = jax.jit(compare_forms, static_argnames=("engine", "plan", "static"))
     moments = planned.prior_loc, planned.prior_sd
-    return (
-        "stein"
-        if bool(compare(engine, plan, planned.packing, dynamic, static, optim_state, *moments, key))
-        else "hessian"
+    jumps = compare_forms(
+        engine, plan, planned.packing, dynamic, static, optim_state, *moments, key, level="cheap"
     )
+    return "stein" if bool(jumps) else "hessian"
 
 
 def check_run(num_steps: Any, tol: Any, loss_every: Any = 1, least: int = 1) -> None:
@@ -176,6 +242,28 @@ def refuse_two_starts(init_state: Any, init_params: Any) -> None:
             "run(init_state=..., init_params=...): a state says where q is already, so init_params would be dropped. "
             "Leave out one: init_params starts afresh from guide params, init_state continues."
         )
+
+
+def _elbo(engine: Any, state: PVIState, loss: Callable, traced: bool) -> tuple[Any, Any]:
+    """The ELBO and its standard error in nats, over fresh sets of draws where expectations are by draws.
+
+    A stochastic solver's own losses are taken on few draws that no round changes, so that rounds compare: a constant is between
+    them and the ELBO, of either sign. The evidence is to be bounded, so its draws are those of a natural gradient.
+    """
+    if engine.solver.stochastic and isinstance(engine, Engine):
+        engine = dataclasses.replace(engine, solver=NaturalGradient())
+    values = [-loss(engine, state)]
+    if not traced:
+        keys = jax.random.split(jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS), EVIDENCE_SETS)
+        for key in keys:
+            values.append(-loss(engine, dataclasses.replace(state, rng_key=key)))
+            if values[-1] == values[0]:
+                # Nothing is by draws.
+                break
+        else:
+            found = jnp.stack(values[1:])
+            return jnp.mean(found), jnp.std(found, ddof=1) / np.sqrt(EVIDENCE_SETS)
+    return values[0], jnp.zeros((), float_dtype())
 
 
 def is_traced(tree: Any) -> bool:

@@ -98,10 +98,31 @@ class AutoExponentialFamily(AutoGuide):
     # ------------------------------------------------------------------------------------------------------- set-up
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        self.finish_setup(self.prototype(*args, **kwargs), args, kwargs)
+
+    def prototype(self, *args: Any, **kwargs: Any) -> dict:
+        """A trace of the model with latents where ``init_loc_fn`` puts them; inside a ``seed`` handler.
+
+        Args:
+            *args: the model's arguments.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            The trace.
+        """
         key = numpyro.prng_key()
         with handlers.block():
             model = handlers.substitute(handlers.seed(self.model, key), substitute_fn=self.init_loc_fn)
-            trace = handlers.trace(model).get_trace(*args, **kwargs)
+            return handlers.trace(model).get_trace(*args, **kwargs)
+
+    def finish_setup(self, trace: dict, args: tuple, kwargs: dict) -> None:
+        """Find every latent's family and start from a trace of the model.
+
+        Args:
+            trace: as :meth:`prototype` returns it.
+            args: the model's arguments.
+            kwargs: its keyword arguments.
+        """
         self._set_frames(trace)
         sites = {n: s for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
         sites = {n: s for n, s in sites.items() if n in self.families or not _is_summed_out(s)}

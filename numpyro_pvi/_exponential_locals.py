@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ._compiling import look
 from ._exponential_guide import AutoExponentialFamily
 from ._state import PVIState
 from .errors import GuideError
@@ -106,13 +107,13 @@ def begun(
             args, kwargs = join_arguments(arrays, static)
             return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
 
-        return dataclasses.replace(state, sites=jax.jit(curvature)(state, arrays))
+        return dataclasses.replace(state, sites=look(curvature, state, arrays))
     if getattr(engine.solver, "matches_moments", False) or (not plan.inside and not plan.summed):
         return state
     key, old = jax.random.fold_in(state.rng_key, 0), posterior(state.prior, state.sites)
     q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
     if not plan.summed:
-        q = jax.jit(apart, static_argnums=(0, 1))(plan.family, tuple(plan.row_axes), q, key)
+        q = look(lambda q, key: apart(plan.family, tuple(plan.row_axes), q, key), q, key)
     else:
         arrays, static = split_arguments(args, kwargs)
 
@@ -120,5 +121,5 @@ def begun(
             args, kwargs = join_arguments(arrays, static)
             return best_of_short_runs(engine.problem(state, args, kwargs), q, weights, engine.noise(state.rng_key))
 
-        q = jax.jit(run)(state, q, first_weights(plan, key), arrays)
+        q = look(run, state, q, first_weights(plan, key), arrays)
     return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._compiling import look
 from ._entry import float_dtype
 from ._state import PVIState
 from ._views import chain_reading, moment_notes
@@ -69,7 +70,7 @@ def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: 
         problem = factors_of(engine.problem(state, args, kwargs), solver)
         return jointly_affine(problem, state.sites, engine.noise(state.rng_key))
 
-    likelihood, prior = jax.jit(affine)(state, arrays)
+    likelihood, prior = look(affine, state, arrays)
     plan = with_tilted(plan, solver, (bool(likelihood), bool(prior)))
     problem = engine.problem(dataclasses.replace(state, plan=plan), args, kwargs)
     states = first_match_states(problem, solver, float_dtype())

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
+from ._compiling import Program, look
+from ._exponential_files import guide_shapes
 from ._exponential_guide import AutoExponentialFamily
+from ._prior_now import other_family
 from ._state import Plan
 from .errors import GuideError, PVIError
 from .expectations import MAX_TERMS, FactorStructure, find_structure, over_values, probe_values, sums_of
-from .factors import Planned, ValueCall
+from .factors import Form, Planned, ValueCall, forms_of, marked
 from .families import (
     MultivariateNormalFamily,
     NormalFamily,
@@ -98,6 +102,7 @@ def plan_product(
     turns: tuple[int, ...],
     inside: tuple[RowLatent, ...],
     key: Any,
+    factors: Collection[str] = (),
 ) -> tuple[ProductPlan, ProductNatural, Any]:
     """Find the exactly held prior and the structure of the factors.
 
@@ -110,6 +115,7 @@ def plan_product(
         turns: as of :func:`turns_of`.
         inside: as of :func:`inside_of`.
         key: a random key.
+        factors: components whose prior is a factor, whatever it looks like.
 
     Returns:
         The plan, natural parameters of the exactly held prior (zero elsewhere), and those where the PRIOR site starts (zero
@@ -126,7 +132,8 @@ def plan_product(
         inside=inside,
     )
     plan = dataclasses.replace(plan, family=family)
-    held = _exact_prior(components, call, key)
+    held, certain = _exact_prior(components, call, key)
+    held = {n: x for n, x in held.items() if n not in factors}
     exact = tuple(sorted(held))
     plan = dataclasses.replace(plan, exact=exact)
     prior = ProductNatural({n: held.get(n, jax.tree.map(jnp.zeros_like, x)) for n, x in components.start.parts.items()})
@@ -159,9 +166,22 @@ def plan_product(
         prior_latents=tuple(n for n in part.layout.names if n not in plan.exact_latents),
         prior_terms=(),
         prior_kind="none" if prior_factor is None else "draws",
+        proved=_proved(part.proved, likelihood, certain, prior_factor),
     )
     plan = dataclasses.replace(plan, partition=partition, likelihood=likelihood, prior_factor=prior_factor)
     return plan, prior, base_site
+
+
+_probed = Program(probe_values, static=("family",))
+
+
+def _proved(
+    before: frozenset[str], likelihood: FactorStructure, certain: bool, prior_factor: FactorStructure | None
+) -> frozenset[str]:
+    """What holds for all values of all latents: see :class:`PartitionPlan`."""
+    prior = certain and (prior_factor is None or prior_factor.evidence != "found")
+    found = {"likelihood": likelihood.evidence != "found", "prior": prior, "additivity": "additivity" in before}
+    return frozenset(n for n, proved in found.items() if proved)
 
 
 def _structure(
@@ -173,14 +193,14 @@ def _structure(
     start = ProductNatural({n: components.start.parts[n] for n, _ in continuous.components})
     places = None
     if len(continuous.components) == len(family.components):
-        places = _places(terms, [probe_values(family, start, jax.random.fold_in(key, i)) for i in (200, 201)])
+        places = _places(terms, [_probed(family, start, jax.random.fold_in(key, i)) for i in (200, 201)])
     everywhere = over_values(family, lambda values: _some(terms(values), places))
 
     def chosen(values: dict) -> Any:
         return _some({"": everywhere(values)})
 
     found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes)
-    return sums_of(family, probe_values(continuous, start, key), terms, found, where)
+    return sums_of(family, _probed(continuous, start, key), terms, found, where)
 
 
 def turns_of(components: Components, order: Any) -> tuple[int, ...]:
@@ -223,7 +243,7 @@ def _some(terms: dict, places: np.ndarray | None = None) -> Any:
 
 def _places(terms: Callable, values: list[dict]) -> np.ndarray | None:
     """Of very many terms, half a random choice, half a choice that prefers those that the latents move most."""
-    one, other = jax.device_get(jax.jit(lambda own: [_flat(terms(x)) for x in own])(values))
+    one, other = jax.device_get(look(lambda own: [_flat(terms(x)) for x in own], values))
     if len(one) <= MAX_TERMS:
         return None
     rng, moved = np.random.default_rng(0), np.abs(np.float64(one) - np.float64(other))
@@ -237,12 +257,37 @@ def _flat(terms: dict) -> Any:
     return jnp.concatenate(flat) if flat else jnp.zeros((0,))
 
 
-def _exact_prior(components: Components, call: ValueCall, key: Any) -> dict[str, Any]:
-    """Components whose prior is a member of their family, whatever the other latents, with its natural parameters."""
+def product_prior_now(guide: AutoExponentialFamily, plan: ProductPlan, call: ValueCall) -> ProductNatural:
+    """The exactly held prior as the model has it now; see :func:`numpyro_pvi._prior_now.with_prior_of_now`.
+
+    Args:
+        guide: set up.
+        plan: of a state.
+        call: the model with its arguments.
+
+    Returns:
+        Natural parameters by component, zero where the prior is a factor.
+
+    Raises:
+        StateError: where a prior that was held exactly is of another family now.
+    """
+    components = components_of(guide, guide_shapes(guide))
+    held, _ = _exact_prior(components, call, jax.random.key(0))
+    for name in plan.exact:
+        if name not in held:
+            raise other_family(name)
+    kept = {n: x for n, x in held.items() if n in plan.exact}
+    return ProductNatural({n: kept.get(n, jax.tree.map(jnp.zeros_like, x)) for n, x in components.start.parts.items()})
+
+
+def _exact_prior(components: Components, call: ValueCall, key: Any) -> tuple[dict[str, Any], bool]:
+    """Components whose prior is a member of their family, whatever the other latents, with its natural parameters.
+
+    And whether that is proved. Equal parameters at two values are believed where no kink may hide a third.
+    """
     families = dict(components.family.components)
 
-    def read(key: Any) -> dict[str, Any]:
-        values = probe_values(components.family, components.start, key)
+    def read(values: dict) -> dict[str, Any]:
         trace, found = call.trace(latent_values(components.blocks, values)), {}
         for name, family in families.items():
             block = next((b for b in components.blocks if b.name == name), None)
@@ -251,16 +296,29 @@ def _exact_prior(components: Components, call: ValueCall, key: Any) -> dict[str,
                 found[name] = natural
         return found
 
-    one, other = (jax.jit(read)(jax.random.fold_in(key, i)) for i in (100, 101))
+    family, start = components.family, components.start
+    values = [look(lambda k: probe_values(family, start, k), jax.random.fold_in(key, i)) for i in (100, 101)]
+    closed, shapes = jax.make_jaxpr(read, return_shape=True)(values[0])
+    tree, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
+    flat = forms_of(closed, [marked("latents") for _ in jax.tree.leaves(values[0])])
+    forms = {name: jax.tree.leaves(own, is_leaf=_is_form) for name, own in jax.tree.unflatten(tree, flat).items()}
+    one, other = (jax.tree.unflatten(tree, look(run, *jax.tree.leaves(x))) for x in values)
 
     def same(a: Any, b: Any) -> bool:
         return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
-    return {
+    held = {
         name: natural
         for name, natural in one.items()
-        if same(natural, other[name]) and bool(families[name].in_domain(natural))
+        if not any(form.kink for form in forms[name])
+        and same(natural, other[name])
+        and bool(families[name].in_domain(natural))
     }
+    return held, all(form.constant for name in held for form in forms[name])
+
+
+def _is_form(x: Any) -> bool:
+    return isinstance(x, Form)
 
 
 def _member(site: dict, family: Any) -> Any:

@@ -9,24 +9,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import diagnostics
+from ._closures import follows
+from ._compiling import on_device
+from ._endings import limits
 from ._entry import check_state, float_dtype, positional_names
+from ._exponential_demoted import demoted
 from ._exponential_locals import begun, inside_of, plan_beside
 from ._exponential_matching import expectation_of, matching_info, ready_to_match
 from ._exponential_partial import blocks_of, check_partial, check_partial_choices
-from ._exponential_plan import components_of, plan_product, turns_of
+from ._exponential_plan import components_of, plan_product, product_prior_now, turns_of
 from ._exponential_stream import ProductNewcomers, refuse_own_rows, start_of
 from ._groups import refuse_absent
 from ._newcomers import Newcomers
 from ._opening import open_call
+from ._prior_now import with_prior_of_now
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._views import factor_labels, last_round, optim_notes
+from ._views import factor_labels, last_round, optim_notes, split_notes
 from .errors import ImproperError, PVIError, StateError
-from .factors import (
-    ValueCall,
-    is_latent,
-)
+from .factors import ValueCall, is_latent, join_arguments, split_arguments
 from .families import ProductNatural
 from .guides import NOT_SET_UP
 from .pvi import PVI
@@ -57,16 +60,22 @@ class ExponentialPVI(PVI):
         _check_choices(self.solver, self.schedule, self.runtime, self.init_sites)
         return ProductEngine(model, self.solver, self.schedule, self.runtime, num_particles)
 
+    @follows
     def init(self, rng_key: Any, *args: Any, init_params: dict | None = None, **kwargs: Any) -> PVIState:
         """Plan the partition, find what every factor is conjugate in, and make the first state; see :meth:`PVI.init`."""
         opening = open_call(self, rng_key, args, kwargs, self.guide.families)
-        args, kwargs, trace, plan_key = opening.args, opening.kwargs, opening.trace, opening.plan_key
-        _refuse_params(trace)
+        args, kwargs, plan_key = opening.args, opening.kwargs, opening.plan_key
+        _refuse_params(opening.trace)
         opening.set_up(self.guide)
-        components = components_of(self.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
-        inside = inside_of(trace, opening.rows, self.guide)
+        shapes = {n: tuple(s["fn"].shape()) for n, s in opening.trace.items() if is_latent(s)}
+        components = components_of(self.guide, shapes)
+
+        def split(opening):
+            return plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
+
+        opening, planned = opening.plan(self, split)
+        inside = inside_of(opening.trace, opening.rows, self.guide)
         turns = turns_of(components, blocks_of(self.solver, inside))
-        planned = plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
         call = ValueCall(planned.plan.model(self.model), args, kwargs)
         base = Plan(planned.plan, components.family, opening.signature)
         expectation = expectation_of(self.solver)
@@ -82,8 +91,12 @@ class ExponentialPVI(PVI):
                 "q is not normalisable at the start: give every latent a proper prior, or valid init_params."
             )
         self._labels = plan.partition.table.labels
-        return ready_to_match(self._engine, state, args, kwargs)
+        state = ready_to_match(self._engine, state, args, kwargs)
+        self._memory.keep(state, split_arguments(args, kwargs)[0])
+        self._followed.programs.note(state)
+        return state
 
+    @follows
     @functools.wraps(PVI.run)
     def run(self, rng_key: Any, num_steps: int, *args: Any, loss_every: int = 1, **kwargs: Any) -> PVIRunResult:
         """Run rounds; see :meth:`PVI.run`. Losses that are left out are not computed where rounds see some rows only."""
@@ -98,6 +111,14 @@ class ExponentialPVI(PVI):
             return super().run(rng_key, num_steps, *args, loss_every=loss_every, **kwargs)
         finally:
             self._engine = whole
+
+    def _demoted(self, state: PVIState, found: list, dynamic: list, static: tuple) -> PVIState:
+        return demoted(self, state, found, dynamic, static)
+
+    def _read_prior(self, state: PVIState, dynamic: list, static: tuple) -> Any:
+        plan: Any = state.plan
+        call = ValueCall(plan.partition.model(self.model), *join_arguments(dynamic, static))
+        return product_prior_now(self.guide, plan, call)
 
     def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
         count, dtype = len(plan.partition.table.labels), float_dtype()
@@ -195,7 +216,7 @@ class ExponentialPVI(PVI):
         if plan.prior_factor is not None:
             proper = [bool(prior_proper), *proper]
         found: dict[str, Any] = {
-            "ess": jnp.full((len(labels),), jnp.nan),
+            "ess": on_device(np.full(len(labels), np.nan), float_dtype()),
             "expectation": tuple(f.expectation for f in factors),
             "notes": (),
         }
@@ -206,10 +227,17 @@ class ExponentialPVI(PVI):
             cavity_proper=proper,
             ess=found["ess"],
             structure=tuple(str(f) for f in factors),
+            evidence=tuple(f.evidence for f in factors),
             expectation=found["expectation"],
             rhat=found.get("rhat"),
             divergent=found.get("divergent"),
-            notes=(*optim_notes(self.optim is not None, state), *found["notes"]),
+            notes=(
+                *optim_notes(self.optim is not None, state),
+                *split_notes(state),
+                *plan.partition.remarks,
+                *found["notes"],
+                *limits(state),
+            ),
         )
 
     # ------------------------------------------------------------------------------------------ groups that come and go
@@ -245,10 +273,12 @@ class ExponentialPVI(PVI):
         refuse_own_rows(state, "forget_group")
         return super().forget_group(state, label)
 
+    @follows
     def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
         """Pareto k-hat of importance weights from q to the exact posterior, in the latents' own supports; see :meth:`PVI.khat`."""
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
+        state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
         model = state.plan.partition.model(self.model)
         return diagnostics.khat_of_product(rng_key, model, state, args, kwargs, num_samples=num_samples)
 

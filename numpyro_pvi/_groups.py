@@ -115,7 +115,7 @@ def check_rows(state: PVIState, args: tuple, kwargs: dict, names: tuple[str, ...
             "revisit(state, labels, *args), or add_group(state, label, *args)."
         )
     try:
-        check_same_signature(plan.signature, signature_of(args, kwargs, names))
+        check_same_signature(plan.signature, signature_of(args, kwargs, names, plan.signature.by_value))
     except StateError as error:
         if not plan.absent:
             raise
@@ -246,12 +246,13 @@ def _settled(state: PVIState, others: Any, absent: tuple) -> PVIState:
 # --------------------------------------------------------------------------------------------------------- rows that leave
 
 
-def forgotten(state: PVIState, label: Hashable) -> PVIState:
+def forgotten(state: PVIState, label: Hashable, solver: Any) -> PVIState:
     """The state without one group.
 
     Args:
         state: a state.
         label: the group's label.
+        solver: of the fit; says whether its sites depend on their own rows alone.
 
     Returns:
         The state. Where the group was present, no group is afterwards.
@@ -278,7 +279,7 @@ def forgotten(state: PVIState, label: Hashable) -> PVIState:
             f"without group {label!r} q is not normalisable: what is left does not determine every latent (the other groups' sites "
             "were fitted beside it). Revisit other groups first, or use a proper prior."
         )
-    reason = approximate_because(plan)
+    reason = approximate_because(plan, solver)
     if reason and left.plan.groups:
         warnings.warn(
             f"forget_group({label!r}) took its site out, but {reason}, so what is left still carries traces of its rows. It is "
@@ -288,10 +289,11 @@ def forgotten(state: PVIState, label: Hashable) -> PVIState:
     return left
 
 
-def approximate_because(plan: Plan) -> str | None:
+def approximate_because(plan: Plan, solver: Any) -> str | None:
     """Why taking a site out is not the same as never having seen the group; None where it is (law 10)."""
+    near = None if solver.exact_sites else f"{type(solver).__name__} nears the other groups' sites from a q that had it in"
     if isinstance(plan, ProductPlan):
-        return None if plan.separate else "the other groups' sites were fitted at a q that had it in"
+        return near if plan.separate else "the other groups' sites were fitted at a q that had it in"
     part = plan.partition
     if part.params:
         return f"the model's numpyro.param site(s) {', '.join(part.params)} were fitted with it"
@@ -301,4 +303,4 @@ def approximate_because(plan: Plan) -> str | None:
         return "q is mean-field, so the other groups' sites were fitted at a q that had it in"
     if part.has_prior_factor:
         return f"the PRIOR site ({', '.join(part.prior_latents)}) was fitted at a q that had it in"
-    return None
+    return near

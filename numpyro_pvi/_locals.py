@@ -11,6 +11,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Float
 
+from ._compiling import Program
 from ._marginals import event_rank, in_own_support
 from ._state import PVIState
 from .factors import GroupMasks, LocalLayout
@@ -27,13 +28,23 @@ def by_unit(state: PVIState) -> ConditionalNatural:
     Returns:
         Arrays with a leading axis U.
     """
-    rows, packing = state.sites.local.rows, state.packing
+    return _take(state.sites.local.rows, _places(state))
+
+
+def _places(state: PVIState) -> tuple:
+    """Where every unit's numbers lie: its group and itself, or its chunk and its slot there."""
+    packing = state.packing
     if isinstance(packing, GroupMasks):
         group = packing.group_of_row[state.plan.partition.local.key]
-        return jax.tree.map(lambda x: x[group, jnp.arange(group.shape[0])], rows)
+        return group, np.arange(group.shape[0])
     where = np.flatnonzero(np.asarray(packing.mask).reshape(-1))
     slot = where[np.argsort(np.asarray(packing.rows).reshape(-1)[where])]
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[slot], rows)
+    return tuple(np.divmod(slot, packing.rows.shape[1]))
+
+
+@Program
+def _take(rows: ConditionalNatural, places: tuple) -> ConditionalNatural:
+    return jax.tree.map(lambda x: x[places], rows)
 
 
 def joint_params(guide: Any, state: PVIState, natural: Any) -> dict[str, Array]:
@@ -48,19 +59,21 @@ def joint_params(guide: Any, state: PVIState, natural: Any) -> dict[str, Array]:
         Params under the guide's own names; a guide of full covariance gets a dense matrix over all of them.
     """
     part = state.plan.partition
-    loc, spread = _joint(state.plan.family, natural, by_unit(state))
     names, shapes, order = _flat_order(part.layout, part.local)
-    spread = spread[order][:, order] if state.plan.family.full else spread[order]
-    return flat_to_params(guide, names, shapes, loc[order], spread)
+    loc, spread = _joint(state.plan.family, natural, state.sites.local.rows, _places(state), order)
+    return flat_to_params(guide, names, shapes, loc, spread)
 
 
-@partial(jax.jit, static_argnames="family")
-def _joint(family: GaussianFamily, natural: Any, rows: ConditionalNatural) -> tuple[Array, Array]:
-    """Location, and covariance (full) or sds (mean-field), of (theta, z of unit 0, z of unit 1, ...)."""
+@partial(Program, static=("family",))
+def _joint(
+    family: GaussianFamily, natural: Any, rows: ConditionalNatural, places: tuple, order: Any
+) -> tuple[Array, Array]:
+    """Location, and covariance (full) or sds (mean-field), of (theta, z of unit 0, z of unit 1, ...), in another order."""
+    rows = _take(rows, places)
     shared, q = family.moments(natural), conditional_moments(rows)
     loc = jnp.concatenate([shared.loc, q.mean(shared.loc).reshape(-1)])
     if not family.full:
-        return loc, jnp.concatenate([shared.scale, q.root.reshape(-1)])
+        return loc[order], jnp.concatenate([shared.scale, q.root.reshape(-1)])[order]
     dim, (count, width) = family.dim, rows.linear.shape
     inherited = (q.slope @ shared.scale).reshape(-1, dim)
     root = jnp.concatenate([shared.scale, inherited])
@@ -68,13 +81,15 @@ def _joint(family: GaussianFamily, natural: Any, rows: ConditionalNatural) -> tu
     unit = jnp.arange(count)
     blocks = jnp.zeros((count, width, count, width), loc.dtype).at[unit, :, unit, :].set(own)
     covariance = (root @ root.T).at[dim:, dim:].add(blocks.reshape(count * width, count * width))
-    return loc, covariance
+    return loc[order], covariance[order][:, order]
 
 
 def _flat_order(layout: Any, local: LocalLayout) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], np.ndarray]:
     """All latents, and where their flattened values lie in (theta, z of unit 0, ...)."""
-    index = layout.dim + jnp.arange(local.size * local.width).reshape(local.size, local.width)
-    own = {n: np.asarray(v) for n, v in local.unflatten(index).items()}
+    index, own = layout.dim + np.arange(local.size * local.width).reshape(local.size, local.width), {}
+    for name, shape, dim in zip(local.names, local.shapes, local.dims, strict=True):
+        value = index[:, local.slice_of(name)].reshape(local.size, *shape)
+        own[name] = np.moveaxis(value, 0, value.ndim + dim)
     names = (*layout.names, *own)
     shapes = (*layout.shapes, *(v.shape for v in own.values()))
     order = np.concatenate([np.arange(layout.dim), *(v.reshape(-1) for v in own.values())])

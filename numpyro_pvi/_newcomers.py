@@ -15,8 +15,8 @@ from ._entry import check_run, check_state
 from ._groups import all_absent, position, refuse_tied, rows_of
 from ._resume import Progress
 from ._state import Plan, PVIState
-from .errors import PartitionError, SkippedGroupError
-from .factors import Arrival, arrive, check_finite_arguments, count_rows, signature_of
+from .errors import NonFiniteLossError, PartitionError, SkippedGroupError
+from .factors import Arrival, arrive, check_data, count_rows, signature_of
 from .handlers import GroupTable, known_labels, labels_table, one_group_table
 from .sites import SiteStack, keep_slots, stack_sites
 
@@ -104,8 +104,8 @@ class Newcomers:
     def count(self, state: PVIState, who: str, args: tuple, kwargs: dict) -> dict[str, int]:
         """Rows by partitioned axis, checked: see :func:`numpyro_pvi.factors.count_rows`."""
         check_state(state)
-        check_finite_arguments(args, kwargs, self.names)
-        got = signature_of(args, kwargs, self.names)
+        check_data(self.model, args, kwargs, self.names)
+        got = signature_of(args, kwargs, self.names, state.plan.signature.by_value)
         return count_rows(state.plan.partition, self.model, state.plan.signature, got, args, kwargs, who)
 
     def arrival(self, plan: Plan, table: GroupTable, rows: dict[str, int]) -> Arrival:
@@ -119,7 +119,12 @@ class Newcomers:
         state, dynamic, static = self._bring(state, table, rows, args, kwargs)
         if num_steps == 0:
             return state
-        run = self.drive(Progress(state), dynamic, static, int(num_steps), tol, None, False)
+        try:
+            run = self.drive(Progress(state), dynamic, static, int(num_steps), tol, None, False)
+        except NonFiniteLossError as error:
+            # A group that no round has absorbed is named as such.
+            refuse_skipped(error.state, int(error.state.step) - int(state.step))
+            raise
         refuse_skipped(run.state, len(run.losses))
         return run.state
 
@@ -132,12 +137,12 @@ class Newcomers:
             warnings.warn(
                 f"group(s) {known_labels(plan.partition.table.labels)} have not been updated since their rows came, so their sites "
                 "are still where they started: run a round (update or run) before their rows are put away.",
-                stacklevel=6,
+                stacklevel=7,
             )
         arrival = self.arrival(plan, table, rows)
         self.solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), plan.partition.mechanism)
         slots = [position(plan, label) if label in plan.groups else -1 for label in table.labels]
-        signature = signature_of(args, kwargs, self.names)
+        signature = signature_of(args, kwargs, self.names, plan.signature.by_value)
         state = _with_groups(all_absent(state), arrival, np.asarray(slots), signature)
         dynamic, static = rows_of(state.plan, args, kwargs)
         fields, comparison = self.start(state, dynamic, static, jnp.asarray(np.asarray(slots) >= 0))

@@ -43,6 +43,13 @@ def guide_latents(guide: Any) -> Latents:
     return {name: tuple(jnp.shape(value)) for name, value in guide._init_locs.items()}
 
 
+def abstract_arguments(plan: Plan) -> tuple[list, tuple]:
+    """Arguments like those that a plan was made with, split into shapes of arrays and static leaves."""
+    leaves = plan.signature.leaves
+    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in leaves if x.shape is not None]
+    return arrays, (plan.signature.structure, tuple(None if x.shape is not None else (x.static,) for x in leaves))
+
+
 def model_latents(name: str, model: Any, plan: Plan) -> Latents:
     """Unconstrained shapes of a model's latents, for arguments like those that a plan was made with.
 
@@ -57,9 +64,10 @@ def model_latents(name: str, model: Any, plan: Plan) -> Latents:
     Raises:
         CheckpointError: when the model does not run with such arguments.
     """
-    leaves = plan.signature.leaves
-    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in leaves if x.shape is not None]
-    static = plan.signature.structure, tuple(None if x.shape is not None else (x.static,) for x in leaves)
+    if plan.signature.by_value:
+        # A file has no data, and the model asks for values: it is compared with the state once there are arguments.
+        return latents_of(plan)
+    arrays, static = abstract_arguments(plan)
     found: Latents = {}
 
     def run(key, arrays):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from ._compiling import Program
 from ._groups import position, site_of
 from ._locals import joint_params, local_distributions
 from ._prototype import prototype
@@ -15,6 +16,8 @@ from .errors import PartitionError
 from .guides import natural_to_params
 from .handlers import PRIOR
 from .sites import cavity, posterior
+
+_posterior = Program(posterior)
 
 
 def guide_params(guide: Any, state: PVIState) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def guide_params(guide: Any, state: PVIState) -> dict[str, Any]:
     part = state.plan.partition
     if state.plan.rows is not None:
         return row_params(guide, state)
-    q = posterior(state.prior, state.sites)
+    q = _posterior(state.prior, state.sites)
     if part.local is not None:
         return joint_params(guide, state, q)
     return natural_to_params(guide, state.plan.family, part.layout.names, part.layout.shapes, q)

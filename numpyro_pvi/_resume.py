@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
 import jax
 import numpy as np
 
-from ._saving import Loaded, fingerprint, load_state, save_state
+from ._checkpoint import as_path
+from ._saving import Loaded, fingerprint, load_state, new_salt, save_state
 from ._state import PVIState
 from .errors import CheckpointError, PVIError, StateError
 from .factors import abstract_trace
@@ -40,23 +42,30 @@ class Progress:
         return jax.tree.map(lambda *blocks: np.concatenate(blocks), *self.reports) if self.reports else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Checkpoint:
-    """The file of one run.
+    """The file of one run. Its digests are salted: as the file that is there has it, or afresh.
 
     Args:
         pvi: what runs.
         path: the file.
         every: rounds between writes, or None: after every compiled block.
-        start: what the run starts from (key, init_params, init_state), as digits.
-        data: the model's arguments, as digits.
+        start: what the run starts from (key, init_params, init_state).
+        data: the model's arguments.
+        salt: text that enters every digest.
     """
 
     pvi: Any
     path: Any
     every: int | None
-    start: str
-    data: str
+    start: Any
+    data: Any
+    salt: str = dataclasses.field(default_factory=new_salt)
+
+    @functools.cached_property
+    def digits(self) -> dict[str, str]:
+        """Start and data as the file has them."""
+        return {"start": fingerprint(self.start, self.salt), "data": fingerprint(self.data, self.salt)}
 
     def resume(self) -> Progress | None:
         """Where the file says that the run is; None when there is no file.
@@ -64,21 +73,18 @@ class Checkpoint:
         Raises:
             CheckpointError: for a file that cannot be read, or that is not this run's; it is left as it is.
         """
-        if not os.path.lexists(self.path):
+        if not os.path.lexists(as_path(self.path)):
             return None
         loaded: Loaded = load_state(self.path, self.pvi)
-        run = loaded.run
+        run, self.salt = loaded.run, loaded.salt
         hint = "remove the file to start anew, or give another path"
         if run is None:
             raise CheckpointError(
                 f"the checkpoint {str(self.path)!r} was written by pvi.save and holds no run: write "
                 "run(..., init_state=pvi.load(path), checkpoint=another_path)."
             )
-        for part, own, what in (
-            ("start", self.start, "rng_key, init_params or init_state"),
-            ("data", self.data, "arguments of the model"),
-        ):
-            if run[part] != own:
+        for part, what in (("start", "rng_key, init_params or init_state"), ("data", "arguments of the model")):
+            if run[part] != self.digits[part]:
                 raise CheckpointError(
                     f"the checkpoint {str(self.path)!r} is of a run with other {what}, so this one cannot go on from it: {hint}."
                 )
@@ -89,8 +95,8 @@ class Checkpoint:
     def write(self, progress: Progress) -> None:
         """Write the file anew."""
         losses, reports = progress.all_losses, progress.all_reports
-        run = {"start": self.start, "data": self.data, "losses": losses, "reports": reports}
-        save_state(self.path, self.pvi, progress.state, run)
+        run = {**self.digits, "losses": losses, "reports": reports}
+        save_state(self.path, self.pvi, progress.state, run, self.salt)
 
     def due(self, done: int) -> bool:
         """Whether the file is written after this many rounds of a block."""
@@ -129,8 +135,8 @@ def begin(
     args, kwargs = given
     checkpoint = before = None
     if path is not None:
-        start = fingerprint((rng_key, init_params) if init_state is None else jax.tree.leaves(init_state))
-        checkpoint = Checkpoint(pvi, path, None if every is None else int(every), start, fingerprint(given))
+        start = (rng_key, init_params) if init_state is None else jax.tree.leaves(init_state)
+        checkpoint = Checkpoint(pvi, path, None if every is None else int(every), start, given)
         before = checkpoint.resume()
     if before is not None and checkpoint is not None:
         _check_fits(checkpoint, before, args, kwargs, init_state is None)
@@ -150,11 +156,11 @@ def _check_fits(checkpoint: Checkpoint, progress: Progress, args: tuple, kwargs:
     if not fresh:
         return
     trace = abstract_trace(pvi.model, jax.random.key(0), args, kwargs)
-    partition = pvi.partition or pvi._default_partition(trace)
-    table = partition.tables(partition.row_axes(trace).sizes(trace))[0]
     saved = progress.state.plan.partition.table
-    if table == saved:
+    tables = [p.tables(p.row_axes(trace).sizes(trace))[0] for p in pvi._partitions(trace)]
+    if saved in tables:
         return
+    table = tables[0]
     other = [label for label in table.labels if label not in saved][:1]
     other += [label for label in saved.labels if label not in table][:1]
     what = f"group {other[0]!r} is in one of them only" if other else "the same labels are on other rows"

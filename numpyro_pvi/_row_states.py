@@ -13,6 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import PermuteTransform
 
+from ._compiling import owned_jit
 from ._marginals import event_rank, in_own_support
 from ._state import Plan, PVIState
 from ._views import NaturalView
@@ -99,7 +100,7 @@ def _why_not(engine: Engine, guide: Any, plan: Plan, trace: dict, init_params: A
     return why_not_rows(plan.partition, trace)
 
 
-@partial(jax.jit, static_argnames=("engine", "plan", "static"))
+@partial(owned_jit, static_argnames=("engine", "plan", "static"))
 def _look(engine: Engine, plan: Plan, dynamic: list, static: tuple, points: Any, params: dict):
     args, kwargs = join_arguments(dynamic, static)
     part = plan.partition

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
+import secrets
 import sys
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +18,8 @@ import numpy as np
 from ._checkpoint import read_checkpoint, write_checkpoint
 from ._codec import Decoder, Encoder, is_record, storable
 from ._exponential_files import product_types
-from ._prototype import guide_latents, latents_of, model_latents
+from ._fingerprint import SiteDigest, first_difference, model_digest
+from ._prototype import abstract_arguments, guide_latents, latents_of, model_latents
 from ._state import Plan, PVIState
 from .errors import CheckpointError, StateError
 from .factors import Enumeration, GroupMasks, Layout, LocalLayout, Packing, PartitionPlan, TermSpec
@@ -38,19 +42,18 @@ _TYPES = (
 )
 # Fields whose structure is not in the file but comes from the PVI's own solver and optimiser.
 _OWN = ("solver_state", "prior_solver_state", "optim_state")
-# What a header may lack or damage shows as one of these while it is read.
-_NONSENSE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, StopIteration, OverflowError)
 
 
 class Loaded(NamedTuple):
-    """What was in a file: a state, the supports of its latents, and (None from ``save``) what a run keeps beside it."""
+    """What was in a file: a state, the supports of its latents, (None from ``save``) what a run keeps beside it, and its salt."""
 
     state: PVIState
     supports: dict[str, Any]
     run: dict[str, Any] | None
+    salt: str
 
 
-def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = None) -> None:
+def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = None, salt: str | None = None) -> None:
     """Write a state.
 
     Args:
@@ -58,6 +61,7 @@ def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = Non
         pvi: what it belongs to.
         state: the state.
         run: what a run keeps beside it: text, arrays, reports.
+        salt: text that enters every digest in the file; a fresh one by default.
 
     Raises:
         CheckpointError: naming the label, argument or field that cannot be stored; else as of ``write_checkpoint``.
@@ -71,12 +75,14 @@ def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = Non
     for field in dataclasses.fields(state):
         encode = encoder.leaves if field.name in _own(state.plan) else encoder.node
         fields[field.name] = encode(getattr(state, field.name), field.name)
-    supports = _supports(pvi)
+    supports, salt = _supports(pvi), new_salt() if salt is None else salt
     header = {
         "format": "numpyro_pvi",
         "versions": {name: _version(name) for name in ("numpyro_pvi", "numpyro", "jax", "jaxlib")},
         "x64": jnp.result_type(float) == jnp.float64,
-        "settings": settings_of(pvi),
+        "salt": salt,
+        "settings": settings_of(pvi, salt),
+        "model": {name: dataclasses.astuple(x) for name, x in digest_of(pvi, state.plan, salt).items()},
         "supports": {name: encoder.support(x, name) for name, x in supports.items()},
         "params": None if state.optim_state is None else _specs(pvi.optim.get_params(state.optim_state), encoder),
         "state": fields,
@@ -104,48 +110,97 @@ def load_state(path: Any, pvi: Any) -> Loaded:
         if header["format"] != "numpyro_pvi":
             raise ValueError("format")
         _check_precision(name, bool(header["x64"]))
-        _check_settings(name, header["settings"], settings_of(pvi))
+        salt = header["salt"]
+        if type(salt) is not str:
+            raise TypeError("salt")
+        _check_settings(name, header["settings"], settings_of(pvi, salt))
         decoder = Decoder(_types(pvi), arrays)
         state = _state(header, decoder, pvi)
         known = {n: decoder.value(x) for n, x in header["supports"].items() if x is not None}
-        loaded = Loaded(state, known, decoder.value(header["run"]))
+        loaded = Loaded(state, known, _run_of(decoder.value(header["run"])), salt)
+        wanted = {name: SiteDigest(*site) for name, site in header["model"].items()}
     except CheckpointError:
         raise
-    except _NONSENSE as error:
+    # Whatever a header that somebody has made up leads to: a checksum is no proof of who has written it.
+    except Exception as error:
         raise CheckpointError(
             f"the checkpoint {name!r} is corrupted: its header does not describe a state. Use an earlier copy, or start anew."
         ) from error
     _check_latents(name, pvi, state.plan)
+    try:
+        own = digest_of(pvi, state.plan, salt)
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint {name!r} is of another model, or damaged: this model does not run with arguments of its "
+            "shapes. Load it with the model it was made with, or use an earlier copy."
+        ) from error
+    _check_model(name, wanted, own, header["versions"])
     return loaded
 
 
-def settings_of(pvi: Any) -> dict[str, Any]:
-    """Guide, solver and schedule in words: what must be the same where a state goes on.
+def _run_of(run: Any) -> Any:
+    """What a run keeps beside a state, or None; raises where it is neither."""
+    if run is not None and (set(run) != {"start", "data", "losses", "reports"} or np.ndim(run["losses"]) != 1):
+        raise ValueError("run")
+    return run
+
+
+def new_salt() -> str:
+    """Digits that make a file's digests different from those of any other file of the same things."""
+    return secrets.token_hex(16)
+
+
+def digest_of(pvi: Any, plan: Plan, salt: str) -> dict[str, SiteDigest]:
+    """The PVI's model as traced with arguments like those that a plan was made with.
 
     Args:
         pvi: the PVI.
+        plan: the plan; its signature has the arguments' shapes.
+        salt: text that enters the digests.
+
+    Returns:
+        By sample site.
+    """
+    if plan.signature.by_value:
+        # The model reads values of arrays that a file does not have; their digests are part of the plan's signature.
+        return {}
+    return model_digest(pvi.model, *abstract_arguments(plan), salt)
+
+
+def settings_of(pvi: Any, salt: str = "") -> dict[str, Any]:
+    """Guide, solver, schedule and start in words: what must be the same where a state goes on.
+
+    Args:
+        pvi: the PVI.
+        salt: text that enters digests of arrays.
 
     Returns:
         By part, its class and its fields. Objects that are neither numbers nor text are known by their class only.
     """
+    words = functools.partial(_in_words, salt=salt)
     guide = {"type": type(pvi.guide).__name__, "fields": {"prefix": repr(pvi.guide.prefix)}}
+    for field in ("init_loc_fn", "_init_scale"):
+        if hasattr(pvi.guide, field):
+            guide["fields"][field.strip("_")] = words(getattr(pvi.guide, field))
     if getattr(pvi.guide, "keeps_supports", False):
         given = {name: pvi.guide.families[name] for name in sorted(pvi.guide.families)}
-        guide["fields"] |= {"families": _in_words(given), "joint": repr(pvi.guide.joint)}
+        guide["fields"] |= {"families": words(given), "joint": repr(pvi.guide.joint)}
     optim = {"type": "None" if pvi.optim is None else type(pvi.optim).__name__, "fields": {}}
-    return {"guide": guide, "solver": _describe(pvi.solver), "schedule": _describe(pvi.schedule), "optim": optim}
+    own = {"solver": _describe(pvi.solver, salt), "schedule": _describe(pvi.schedule, salt), "optim": optim}
+    return {"guide": guide, **own, "init_sites": {"type": repr(pvi.init_sites), "fields": {}}}
 
 
-def fingerprint(tree: Any) -> str:
+def fingerprint(tree: Any, salt: str = "") -> str:
     """SHA-256 of a tree: paths, types, shapes and numbers of its leaves. Objects that are no arrays count by class.
 
     Args:
         tree: arrays, random keys, numbers and text in containers.
+        salt: text that enters as well.
 
     Returns:
         Hexadecimal digits.
     """
-    found = hashlib.sha256()
+    found = hashlib.sha256(salt.encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
@@ -196,15 +251,35 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
             f"{header['versions']['numpyro_pvi']}, or start anew."
         )
     plan = decoder.value(fields["plan"])
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, Plan) or not isinstance(plan.signature, ArgumentSignature):
         raise TypeError("plan")
+    if plan.signature.structure.num_leaves != len(plan.signature.leaves):  # type: ignore[attr-defined]
+        raise ValueError("signature")
     values = {name: decoder.value(fields[name], True) for name in names if name not in (*_own(plan), "plan")}
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
+        raise TypeError("a leaf of the state")
     values["plan"] = plan
     if not _own(plan):
         return PVIState(**values)
+    _check_sizes(values, plan)
     for name, like in _structures(header, decoder, pvi, plan, values["sites"].groups.precision_mean.dtype).items():
         values[name] = decoder.leaves(fields[name], like, f"{name} ({type(pvi.solver).__name__})")
     return PVIState(**values)
+
+
+def _check_sizes(values: dict[str, Any], plan: Plan) -> None:
+    """Raise where sites or the prior are not of the plan's family, or as many as its groups."""
+    dim, sites = plan.family.dim, values["sites"]
+    if values["exact"].shape != (dim,) or not isinstance(sites, SiteStack):
+        raise ValueError("the prior")
+    if plan.rows is not None:
+        return
+    counts = {(): values["prior"], (1 if plan.tied else plan.partition.table.num_groups,): sites.groups}
+    for batch, found in counts.items():
+        wanted = jax.eval_shape(lambda batch=batch: plan.family.zeros(batch))
+        shapes = [jax.tree.map(jnp.shape, x) for x in (found, wanted)]
+        if type(found) is not type(wanted) or shapes[0] != shapes[1]:
+            raise ValueError("sites")
 
 
 def _structures(header: dict, decoder: Decoder, pvi: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
@@ -307,25 +382,39 @@ def _check_latents(name: str, pvi: Any, plan: Plan) -> None:
     )
 
 
-def _describe(thing: Any) -> dict[str, Any]:
+def _check_model(name: str, theirs: dict, own: dict, versions: dict) -> None:
+    if any(_version(package) != versions[package] for package in ("jax", "numpyro")):
+        # Another version may write the same density in other operations: what is left is what distributions it is made of.
+        theirs, own = ({n: dataclasses.replace(s, value="", density="") for n, s in x.items()} for x in (theirs, own))
+    difference = first_difference(theirs, own)
+    if difference is not None:
+        raise CheckpointError(
+            f"the checkpoint {name!r} was written for another model than this PVI's, or for other data that it closes over: "
+            f"{difference}. Make the PVI from the model that the file was written with, or start anew."
+        )
+
+
+def _describe(thing: Any, salt: str) -> dict[str, Any]:
     if not dataclasses.is_dataclass(thing):
         return {"type": type(thing).__name__, "fields": {}}
-    fields = {f.name: _in_words(getattr(thing, f.name)) for f in dataclasses.fields(thing)}
+    fields = {f.name: _in_words(getattr(thing, f.name), salt) for f in dataclasses.fields(thing)}
     return {"type": type(thing).__name__, "fields": fields}
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: Any, salt: str) -> str:
     if storable(value):
         return repr(value)
     if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return f"{value.dtype}{list(value.shape)} {fingerprint(value)[:16]}"
+        return f"{value.dtype}{list(value.shape)} {fingerprint(value, salt)[:16]}"
     if isinstance(value, dict) and all(map(storable, value)):
-        return "{" + ", ".join(f"{k!r}: {_in_words(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k!r}: {_in_words(v, salt)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple | list):
-        return f"{type(value).__name__}({', '.join(map(_in_words, value))})"
+        return f"{type(value).__name__}({', '.join(_in_words(x, salt) for x in value)})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _shown(described := _describe(value), list(described["fields"]))
-    return type(value).__name__
+        return _shown(described := _describe(value, salt), list(described["fields"]))
+    if isinstance(value, functools.partial):
+        return f"partial({', '.join(_in_words(x, salt) for x in (value.func, value.args, value.keywords))})"
+    return value.__qualname__ if isinstance(value, types.FunctionType) else type(value).__name__
 
 
 def _version(name: str) -> str:

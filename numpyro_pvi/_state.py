@@ -105,7 +105,8 @@ class PVIRunResult(SVIRunResult):
         state: the last :class:`PVIState`.
         losses: Float[rounds]; negative global ELBO in nats after each round; NaN where ``loss_every`` skipped it.
         info: the last round's :class:`PVIInfo`.
-        converged: True when ``tol`` was given and reached; None when it was not given.
+        converged: whether ``tol`` was reached: no factor was left out, the loss is finite, and what q is still asked to move is
+            within ``tol``, or within the noise of draws (the message says so); None when ``tol`` was not given.
         message: one sentence on how the run ended.
         trace: the :class:`PVITrace` of the rounds that ran; None when none did.
     """
@@ -143,6 +144,9 @@ class PVITrace:
         gaps: Float[R 2], nats, of consensus rounds, whose ``elbo`` is DELBO on the rows that the round took: its consensus gap
             (mean KL from the network's mean to the agents' q) and its modelling gap (KL of the Gaussian updates to the exact
             ones; known for updates by one number or of quadratic factors). NaN where they are not known.
+        asked: Float[R F], the move that each factor asked for, undamped, in posterior sds.
+        left: Float[R], what q was still asked to move, or would still have moved at the observed rate of contraction, in
+            posterior sds: what ``tol`` is about.
     """
 
     labels: tuple
@@ -159,6 +163,8 @@ class PVITrace:
     bytes: Any
     consensus: Any
     gaps: Any = None
+    asked: Any = None
+    left: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +177,8 @@ class PVIInfo:
     labels: tuple
     # Largest change of a posterior mean by the factor's step, in posterior sds.
     move: Any
+    # The same by the whole of what the factor asks for, undamped (under some solvers log sds as well).
+    asked: Any
     # Share of the proposed change that was taken; 0 for a skipped factor.
     step: Any
     # Halvings in the last round.
@@ -192,30 +200,47 @@ class PVIInfo:
     consensus: float = 0.0
     # Without a server: natural parameters of every agent's own q by label, read when they are asked for; else empty.
     agents: Mapping[Hashable, Any] = dataclasses.field(default_factory=dict)
+    # Posterior sds that q is still asked to move, or would still move at the observed rate: what ``tol`` is about.
+    left: float = math.nan
     # DELBO on the rows that the last consensus round took, its consensus gap and its modelling gap, nats; NaN elsewhere.
     delbo: tuple[float, float, float] = (math.nan, math.nan, math.nan)
     # Of factors whose tilted moments are by chains: largest split R-hat, and share of divergent transitions; NaN elsewhere.
     rhat: Any = None
     divergent: Any = None
+    # How the structure is known: "proved" for all values of latents and parameters, "found" at points, "" where none is used.
+    evidence: tuple[str, ...] = ()
     # How sites are held: "dense", or "rows" where they are two numbers per row.
     sites: str = "dense"
     # Remarks: an optimiser with nothing to optimise, quadrature short of its target.
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        header = ("factor", "move (sd)", "step", "back-offs", "skipped", "cavity", "ess", "structure", "expectation")
+        header = (
+            "factor",
+            "asked (sd)",
+            "taken (sd)",
+            "step",
+            "back-offs",
+            "skipped",
+            "cavity",
+            "ess",
+            "structure",
+            "expectation",
+        )
         rows = [header]
         for i, label in enumerate(self.labels):
             rows.append(
                 (
                     str(label),
+                    f"{float(self.asked[i]):.2e}",
                     f"{float(self.move[i]):.2e}",
                     f"{float(self.step[i]):.3g}",
                     str(int(self.backoffs[i])),
                     f"{int(self.skip_run[i])} rounds" if self.skipped[i] else "no",
                     "proper" if self.cavity_proper[i] else "improper",
                     "-" if self.ess[i] != self.ess[i] else f"{float(self.ess[i]):.0f}",
-                    self.structure[i],
+                    self.structure[i]
+                    + (f" ({self.evidence[i]})" if i < len(self.evidence) and self.evidence[i] else ""),
                     self.expectation[i],
                 )
             )
@@ -223,7 +248,8 @@ class PVIInfo:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         state = "normalisable" if self.valid else "NOT normalisable"
         lines.append(
-            f"after {self.rounds} rounds: q is {state}; largest move in the last round {self.total_move:.2e} sd"
+            f"after {self.rounds} rounds: q is {state}; largest move in the last round {self.total_move:.2e} sd, "
+            f"about {self.left:.2e} sd left"
         )
         if self.consensus > 0:
             lines.append(f"agents are at most {self.consensus:.2e} sd from the network's mean")

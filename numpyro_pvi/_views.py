@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
+from ._compiling import Program
+from ._endings import labels_of, limits
 from ._marginals import event_rank, in_own_support
 from ._state import Plan, PVIInfo, PVIState, PVITrace
 from ._wording import words_of
 from .errors import ImproperError, PartitionError, PVIError
 from .families import GaussianFamily, GaussianMoments, RowFamily, RowPrior
-from .handlers import PRIOR
 from .schedules import BY_FACTOR, RoundReport
 from .sites import SiteStack, posterior, tied_site
 from .solvers import trouble_of
@@ -136,8 +137,9 @@ def last_round(state: PVIState, report: RoundReport) -> dict[str, Any]:
     Returns:
         Fields by name.
     """
-    by_factor = ("move", "step", "backoffs", "skipped", "skip_run")
+    by_factor = ("move", "asked", "step", "backoffs", "skipped", "skip_run")
     whole = {"valid": bool(report.valid), "total_move": float(report.total_move), "rounds": int(state.step)}
+    whole |= {"left": float(report.left)}
     return {name: getattr(report, name) for name in by_factor} | whole
 
 
@@ -174,10 +176,21 @@ class AgentViews(Mapping[Hashable, NaturalView]):
         return len(self.state.plan.partition.table.labels)
 
 
+def split_notes(state: PVIState) -> tuple[str, ...]:
+    """A note on what rows are split by, where the user left that open and it was no matter of course."""
+    part = state.plan.partition
+    if part.rows.whole:
+        return (f"kept whole, as one group: {part.why}",)
+    notes = (f"split: {part.why}.",) if part.why else ()
+    costly = part.mechanism == "mask" and part.table.num_groups > 1
+    return (*notes, f"{part.where}: {part.reason}") if costly else notes
+
+
 def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
     notes = optim_notes(has_optim, state)
     part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
+    notes = (*notes, *split_notes(state))
     labels, absent = factor_labels(state.plan), state.plan.absent
     count, apart = len(part.table.labels), len(absent)
     tied = count if state.plan.tied else None
@@ -209,6 +222,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PV
         cavity_proper=proper,
         ess=_by_factor(state, len(labels), lambda s: getattr(s, "ess", None)),
         structure=structure,
+        evidence=_evidence(part, len(structure)),
         expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, expectation, strict=True)),
         consensus=float(report.consensus),
         agents=AgentViews(schedule, state) if hasattr(schedule, "agent_natural") else {},
@@ -216,8 +230,14 @@ def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PV
         rhat=rhat,
         divergent=_by_factor(state, len(labels), lambda s: chain_reading(s, "divergent")),
         sites="dense" if state.plan.rows is None else "rows",
-        notes=(*notes, *moment_notes(state)),
+        notes=(*notes, *part.remarks, *moment_notes(state), *limits(state)),
     )
+
+
+def _evidence(part: Any, count: int) -> tuple[str, ...]:
+    """How the structure of every factor is known, the prior factor's first."""
+    first = (part.evidence("prior") if part.prior_kind == "affine" else "",) * part.has_prior_factor
+    return first + (part.evidence("likelihood"),) * (count - len(first))
 
 
 def moment_notes(state: PVIState) -> tuple[str, ...]:
@@ -284,16 +304,17 @@ def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITr
         bytes=np.sum(reports.messages, axis=-1, dtype=np.int64) * size,
         consensus=reports.consensus,
         gaps=reports.delbo[:, 1:],
+        asked=reports.asked,
+        left=reports.left,
     )
 
 
 def factor_labels(plan: Plan) -> tuple:
     """Labels of all factors, the prior factor (if any) first."""
-    part = plan.partition
-    return ((PRIOR,) if part.has_prior_factor else ()) + part.table.labels
+    return labels_of(plan)
 
 
-@partial(jax.jit, static_argnames=("family", "tied"))
+@partial(Program, static=("family", "tied"))
 def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack, tied: int | None) -> tuple[Any, Any, Any]:
     """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable.
 
@@ -312,7 +333,7 @@ def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack, tied:
     return own, others, True if sites.prior is None else family.in_domain(q - sites.prior)
 
 
-@jax.jit
+@Program
 def rows_proper(prior: RowPrior, sites: SiteStack, count: Any) -> Any:
     """Whether q without each group's site is normalisable; ``count`` is an array of M zeros."""
     rows, family = jax.tree.map(lambda x: x[0], sites.groups), RowFamily(prior)

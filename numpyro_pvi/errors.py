@@ -11,6 +11,7 @@ __all__ = [
     "DataError",
     "GuideError",
     "ImproperError",
+    "NonFiniteLossError",
     "PVIError",
     "PartitionError",
     "SkippedGroupError",
@@ -46,12 +47,12 @@ class CheckpointError(PVIError):
     """A checkpoint cannot be written, read, or does not belong to this model, guide and data."""
 
 
-class SkippedGroupError(PVIError):
-    """A group was skipped in 10 rounds running, so the run cannot make progress there.
+class _WithState(PVIError):
+    """An error that ends a run, with the state that the run had reached.
 
     Args:
-        message: Names the group, the latent and the likely causes.
-        state: The last good state, or None where there is none; it can be passed on as ``init_state``.
+        message: Names the factor, the latent and the likely causes.
+        state: The last state, or None where there is none; it can be passed on as ``init_state``.
 
     Attributes:
         state: As above.
@@ -64,3 +65,11 @@ class SkippedGroupError(PVIError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep ``state`` through pickling: exceptions otherwise rebuild from the message alone."""
         return (type(self), (str(self), self.state))
+
+
+class SkippedGroupError(_WithState):
+    """A group was skipped in 10 rounds running, so the run cannot make progress there; ``.state`` is the last good state."""
+
+
+class NonFiniteLossError(_WithState):
+    """A run has ended with a loss that is NaN, infinite or too large to be one; ``.state`` is the last state."""

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from numpyro import handlers
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.infer import autoguide
 
+from ._compiling import Program
+from ._guide_setup import set_up
 from ._numerics import scaled_cholesky, symmetrise
 from .errors import GuideError, StateError
 from .families import GaussianFamily, GaussianNatural, MultivariateNormalFamily, NormalFamily
@@ -62,10 +62,14 @@ def check_guide(guide: Any) -> None:
     )
 
 
+# Where a guide keeps the model it was made with, when it is set up for one with discrete latents summed out.
+_OWN_MODEL = "_numpyro_pvi_model"
+
+
 def setup_guide(
     guide: Any, key: Any, args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable] | None = None
 ) -> None:
-    """Set a guide's prototype up eagerly: under ``jit`` it would order its latents differently.
+    """Set a guide's prototype up outside of any ``jit``, under which it would order its latents differently.
 
     Args:
         guide: a supported guide.
@@ -77,8 +81,9 @@ def setup_guide(
     """
     if guide.prototype_trace is None:
         if wrap is not None:
-            guide.model = wrap(guide.model)
-        handlers.seed(guide._setup_prototype, key)(*args, **kwargs)
+            # Set up anew, where the model closes over something else, it is not wrapped twice.
+            guide.model = wrap(vars(guide).setdefault(_OWN_MODEL, guide.model))
+        set_up(guide, key, args, kwargs)
 
 
 def guide_layout(
@@ -141,14 +146,14 @@ def natural_to_params(
 
 
 # Compiled: operation by operation, these cost seconds the first time.
-@partial(jax.jit, static_argnames=("family", "shapes"))
+@partial(Program, static=("family", "shapes"))
 def _by_latent(family: GaussianFamily, shapes: tuple, natural: GaussianNatural) -> tuple[list[Array], list[Array]]:
     moments = family.moments(natural)
     parts = list(zip(slices(shapes), shapes, strict=True))
     return [moments.loc[w].reshape(s) for w, s in parts], [moments.scale[w].reshape(s) for w, s in parts]
 
 
-@partial(jax.jit, static_argnames="family")
+@partial(Program, static=("family",))
 def _in_order(family: GaussianFamily, natural: GaussianNatural, order: Any) -> tuple[Array, Array]:
     moments = family.moments(natural)
     scale = moments.scale[order]
@@ -172,14 +177,25 @@ def flat_to_params(
     """
     prefix = guide.prefix
     if isinstance(guide, autoguide.AutoNormal):
-        parts = list(zip(names, slices(shapes), shapes, strict=True))
-        params = {f"{n}_{prefix}_loc": loc[where].reshape(s) for n, where, s in parts}
-        return params | {f"{n}_{prefix}_scale": spread[where].reshape(s) for n, where, s in parts}
-    order = guide_order(guide, names, shapes)
-    if isinstance(guide, autoguide.AutoMultivariateNormal):
-        root = scaled_cholesky(symmetrise(spread[order][:, order]))[0]
-        return {f"{prefix}_loc": loc[order], f"{prefix}_scale_tril": root}
-    return {f"{prefix}_loc": loc[order], f"{prefix}_scale": spread[order]}
+        found = _split(shapes, loc, spread)
+        by_kind = zip(("loc", "scale"), found, strict=True)
+        return {f"{n}_{prefix}_{kind}": x for kind, own in by_kind for n, x in zip(names, own, strict=True)}
+    loc, spread = _reordered(loc, spread, guide_order(guide, names, shapes))
+    return {f"{prefix}_loc": loc, f"{prefix}_scale{'_tril' * (spread.ndim == 2)}": spread}
+
+
+@partial(Program, static=("shapes",))
+def _split(shapes: tuple, *flat: Float[Array, "D"]) -> list[list[Array]]:
+    parts = list(zip(slices(shapes), shapes, strict=True))
+    return [[x[where].reshape(s) for where, s in parts] for x in flat]
+
+
+@Program
+def _reordered(loc: Float[Array, "D"], spread: Float[Array, "..."], order: Any) -> tuple[Array, Array]:
+    """A location and the root of a covariance, or sds, in another order."""
+    if spread.ndim == 1:
+        return loc[order], spread[order]
+    return loc[order], scaled_cholesky(symmetrise(spread[order][:, order]))[0]
 
 
 def params_to_natural(

@@ -7,12 +7,15 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
-from ._driver import Run, drive
+from ._closures import Followed, check_picklable, follows
+from ._compiling import on_device
+from ._demoted import demoted
+from ._driver import BLOCK, Run, drive, waiting
 from ._entry import (
     arrive_groups,
     check_choices,
@@ -20,11 +23,13 @@ from ._entry import (
     check_loss,
     check_run,
     check_state,
+    constructor_signature,
     draws_form,
     evaluate_loss,
     evidence_of,
     float_dtype,
     is_traced,
+    level_for,
     positional_names,
     refuse_two_starts,
     run_rounds,
@@ -46,15 +51,19 @@ from ._initial import (
 from ._locals import by_unit
 from ._newcomers import Newcomers, arrival_mode
 from ._opening import open_call
+from ._prior_now import read_prior, with_prior_of_now
 from ._prototype import prepare_guide
 from ._readings import group_view, guide_params, marginals, own_marginals
 from ._resume import Progress, begin
 from ._row_states import choose_rows, dense_form
 from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
+from ._swap import default_partitions
+from ._verified import Memory, Verifier, after_update
 from ._views import NaturalView, describe, trace_of
 from .factors import (
     Layout,
+    abstract_trace,
     as_arrays,
     model_layout,
     move_to_prior_factor,
@@ -63,13 +72,14 @@ from .factors import (
     with_expectation,
 )
 from .guides import check_guide, family_of, guide_layout
-from .handlers import FullPlates, Partition, find_plates, pick_plate
+from .handlers import FullPlates, Partition
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
 from .sites import posterior
-from .solvers import LocalSolver, NaturalGradient
+from .solvers import LocalSolver, NaturalGradient, of_params
 
-_DEFAULT_GROUPS = 10
+# Groups times rounds up to which one update has room for a block of rounds.
+_ROOM = 1 << 16
 
 
 class PVI(SVI):
@@ -85,12 +95,16 @@ class PVI(SVI):
         guide: ``AutoMultivariateNormal``, ``AutoDiagonalNormal`` or ``AutoNormal`` of the same model, or
             :class:`numpyro_pvi.AutoExponentialFamily`, under which every latent keeps its support and sites are terms of the
             latents' families.
-        optim: NumPyro, JAX or optax optimiser of the model's ``numpyro.param`` sites. It does not fit q.
+        optim: optimiser of ``numpyro.optim``, ``jax.example_libraries.optimizers`` or optax for the model's ``numpyro.param``
+            sites, one step a round at the round's q; those that search (``numpyro.optim.Minimize``, ``optax.lbfgs``) go as far
+            as they see fit. It does not fit q.
         loss: gives the number of particles where the loss is Monte Carlo.
         solver: local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
         schedule: :class:`numpyro_pvi.schedules.Synchronous` by default.
-        num_groups: number of random blocks of the only plate with observed sites, for a model that is not a
-            ``Partition``; ``min(10, plate size)`` by default.
+        num_groups: number of random blocks of rows, for a model that is not a ``Partition``; ``min(10, plate size)`` by
+            default. One plate with observed sites is split; several are split together, or the one with most observations is;
+            a model without any, or whose rows are coupled, is kept whole, as one group: ``info`` says so, and a warning does
+            where this number was given.
         init_sites: "prior" (sites at 1), "curvature" (each site the positive semi-definite curvature of its factor at
             the prior's location), or "auto": the prior where a fixed quadrature rule can resolve the factors there,
             else curvature where the structure gives it cheaply.
@@ -127,7 +141,7 @@ class PVI(SVI):
         solver, schedule, runtime = solver or NaturalGradient(), schedule or Synchronous(), runtime or Vmap()
         check_choices(model, num_groups, init_sites, solver, schedule, runtime)
         if optim is not None:
-            super().__init__(inner, guide, optim, loss, **static_kwargs)
+            super().__init__(inner, guide, of_params(optim), loss, **static_kwargs)
         else:
             self.model, self.guide, self.loss, self.optim = inner, guide, loss, None
             self.static_kwargs, self.constrain_fn = static_kwargs, None
@@ -137,20 +151,27 @@ class PVI(SVI):
         self._labels: tuple = ()
         # Supports of the latents as a loaded file has them, until the guide is set up.
         self._supports: dict[str, Any] = {}
-        # Plates that draw mini-batches run over all of their rows here, wherever the model is evaluated.
-        self._full_model = FullPlates(inner)
         self._engine = self._make_engine(inner, int(getattr(loss, "num_particles", 1)))
-        self._rounds = jax.jit(run_rounds, static_argnames=("engine", "static", "length", "fine"))
-        self._start = jax.jit(start_arrays, static_argnames=("engine", "plan", "static", "mode"))
-        self._loss = jax.jit(evaluate_loss, static_argnames=("engine", "static", "fine"))
-        self._arrive = jax.jit(arrive_groups, static_argnames=("engine", "static", "mode"))
+        self._followed = Followed((inner, solver, schedule, runtime, self.optim))
+        self._memory = Memory(self._followed)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the constructor's signature, for help and editors."""
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = constructor_signature(cls)
 
     def __new__(cls, model: Any = None, guide: Any = None, *args: Any, **kwargs: Any):
         """A PVI, or the one for a guide whose latents keep their own supports."""
         return super().__new__(shell_for(cls, guide) if cls is PVI else cls)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle without compiled programs, which are made anew; an error that says what to do where a part cannot be pickled."""
+        check_picklable(self)
+        return super().__reduce_ex__(protocol)
+
     # ------------------------------------------------------------------ SVI's verbs
 
+    @follows
     def init(self, rng_key: Any, *args: Any, init_params: dict | None = None, **kwargs: Any) -> PVIState:
         """Plan the partition, find the structure of every factor, and make the first state.
 
@@ -171,12 +192,17 @@ class PVI(SVI):
             ImproperError: when q is not normalisable (an improper prior that no data completes).
         """
         opening = open_call(self, rng_key, args, kwargs)
-        args, kwargs, trace, plan_key = opening.args, opening.kwargs, opening.trace, opening.plan_key
+        args, kwargs, plan_key = opening.args, opening.kwargs, opening.plan_key
         opening.set_up(self.guide)
-        own = model_layout(trace)
+        own = model_layout(opening.trace)
         layout = Layout(*guide_layout(self.guide, dict(zip(own.names, own.shapes, strict=True))))
-        planned = plan_factors(opening.partition, args, kwargs, key=plan_key, layout=layout)
-        refuse_nothing_shared(planned.plan)
+
+        def split(opening):
+            planned = plan_factors(opening.partition, args, kwargs, key=plan_key, layout=layout)
+            refuse_nothing_shared(planned.plan)
+            return planned
+
+        opening, planned = opening.plan(self, split)
         family = family_of(self.guide, planned.plan.layout.dim)
         expectation = getattr(self.solver, "expectation", "auto")
         planned = with_expectation(planned, expectation, family.full)
@@ -190,13 +216,15 @@ class PVI(SVI):
             planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, unstructured=form))
             plan = dataclasses.replace(plan, partition=planned.plan)
         arguments = dynamic, static
-        plan = choose_rows(self._engine, self.guide, plan, planned, trace, arguments, init_params, plan_key)
+        plan = choose_rows(self._engine, self.guide, plan, planned, opening.trace, arguments, init_params, plan_key)
         local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
 
         def start(plan, mode=None):
             mode = start_mode(self.guide, self.init_sites, plan, init_params, self.schedule) if mode is None else mode
             moments = planned.prior_loc, planned.prior_sd, local
-            return self._start(self._engine, plan, planned.packing, dynamic, static, optim_state, *moments, mode=mode)
+            given = plan, planned.packing, dynamic, static, optim_state
+            level = self._level(plan, dynamic, static, often=False)
+            return start_arrays(self._engine, *given, *moments, mode=mode, level=level)
 
         arrays, outside, proper = start(plan)
         if bool(outside):
@@ -215,8 +243,11 @@ class PVI(SVI):
         if not bool(proper):
             refuse_improper(state)
         self._labels = plan.partition.table.labels
+        self._memory.keep(state, dynamic)
+        self._followed.programs.note(state)
         return state
 
+    @follows(trace=False)
     def update(
         self, state: PVIState, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
     ) -> tuple[PVIState, Float[Array, ""]]:
@@ -234,17 +265,26 @@ class PVI(SVI):
             before).
             While q still moves by more than a posterior sd in a round, quadrature may leave a relative error of up to
             2e-2 in it; on settled states the target is 1e-8 (1e-5 in float32).
+            What was found of the model's structure and not proved is verified at draws from q where the data are others than
+            those it was found with, and after 32, 64, 128 ... rounds; where it does not hold, factors are taken by draws from
+            then on, with a warning and a note in ``info``. Inside ``jit``, ``vmap`` or ``scan`` there are no values to look at:
+            nothing is verified there, and the data must stay what they were.
 
         Raises:
             StateError: when the arguments differ in structure, shape or dtype from those given to ``init``.
         """
         del forward_mode_differentiation
         dynamic, static = self._rows(state, args, kwargs)
-        never = jnp.asarray(-1.0, float_dtype())
-        done = self._advance(state, dynamic, static, jnp.int32(1), never, 1)
-        if not is_traced(done.done) and int(done.done) == 0:
-            done = self._advance(done.state, dynamic, static, jnp.int32(1), never, 1)
-        return done.state, done.losses[0]
+        once, never = np.int32(1), np.asarray(-1.0, float_dtype())
+        # The program of `run`, while the rounds that it has room for are not many numbers.
+        alone = is_traced((state, dynamic)) or len(state.plan.groups) * BLOCK > _ROOM
+        length = 1 if alone else BLOCK
+        done = self._advance(state, dynamic, static, once, never, length)
+        if is_traced(done.done):
+            return done.state, done.losses[0]
+        if int(done.done) == 0:
+            done = self._advance(done.state, dynamic, static, once, never, length)
+        return after_update(self, done.state, on_device(np.asarray(done.losses)[0]), dynamic, static)
 
     def stable_update(
         self, state: PVIState, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
@@ -252,18 +292,14 @@ class PVI(SVI):
         """The same as :meth:`update`: a PVI round never takes a step to an invalid q or from a non-finite factor."""
         return self.update(state, *args, forward_mode_differentiation=forward_mode_differentiation, **kwargs)
 
+    @follows
     def evaluate(self, state: PVIState, *args: Any, **kwargs: Any) -> Float[Array, ""]:
         """Negative global ELBO at a state, in nats; ``update``'s loss equals this at the state it returns.
 
         Groups whose rows are not at hand count by their sites, which stand in for their factors up to a constant: losses
         of states with the same absent groups compare, others do not.
         """
-        dynamic, static = self._rows(state, args, kwargs)
-        fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, self._engine)
-        loss, missed = self._loss(self._engine, state, dynamic, static, fine=fine)
-        if not fine and bool(missed):
-            loss, _ = self._loss(self._engine, state, dynamic, static, fine=True)
-        return loss
+        return self._loss_under(self._engine, state, *self._rows(state, args, kwargs))
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
@@ -271,6 +307,7 @@ class PVI(SVI):
         params.update(self._param_values(state))
         return params
 
+    @follows
     def run(
         self,
         rng_key: Any,
@@ -294,12 +331,13 @@ class PVI(SVI):
             rng_key: random key; ignored when ``init_state`` is given, as in SVI.
             num_steps: number of rounds, at least 1.
             args: the model's positional arguments.
-            progress_bar: show rounds, ELBO and the largest move in posterior sds.
+            progress_bar: show what is waited for, rounds, ELBO and the largest move in posterior sds.
             stable_update: accepted for SVI's sake; every PVI round is stable.
             forward_mode_differentiation: accepted for SVI's sake.
             init_state: continue from this state.
             init_params: see :meth:`init`; not together with ``init_state``.
-            tol: stop when no posterior mean or log sd moves by more than ``tol`` posterior sds in a round.
+            tol: stop when no posterior mean or log sd has more than ``tol`` posterior sds left to move, by what all factors
+                together ask for and by the rate at which moves shrink; also when every step was refused for five rounds.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
             loss_every: rounds between reported losses; the others are NaN.
             checkpoint: path of a file that the run keeps, and goes on from where it is there: a run that was killed is
@@ -317,21 +355,27 @@ class PVI(SVI):
             PVIError: for ``num_steps`` below 1, and for ``init_params`` beside ``init_state``.
             CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
             SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
+            NonFiniteLossError: when the rounds end with a loss that is no number; its ``.state`` is the last state.
         """
         del stable_update, forward_mode_differentiation
         check_run(num_steps, tol, loss_every)
         refuse_two_starts(init_state, init_params)
-        given = self._arguments(args, kwargs)
-        kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
-        rows = self._rows(before.state, args, kwargs)
-        run = self._drive(before, *rows, int(num_steps), tol, callback, progress_bar, kept)
-        losses = jnp.where((jnp.arange(1, len(run.losses) + 1) % loss_every) == 0, run.losses, jnp.nan)
+        with waiting(int(num_steps), progress_bar) as bar:
+            given = self._arguments(args, kwargs)
+            kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
+            rows = self._rows(before.state, args, kwargs)
+            run = self._drive(before, *rows, int(num_steps), tol, callback, bar, kept)
+        # On the host: a result is not worth a program.
+        shown = np.arange(1, len(run.losses) + 1) % loss_every == 0
+        losses = np.asarray(run.losses)
+        losses = on_device(np.where(shown, losses, np.asarray(np.nan, losses.dtype)))
         trace = trace_of(run.state, run.losses, run.reports)
         params, info = self.get_params(run.state), self.info(run.state)
         return PVIRunResult(params, run.state, losses, info, run.converged, run.message, trace)
 
     # ------------------------------------------------------------------ what SVI does not have
 
+    @follows(trace=False)
     def save(self, path: Any, state: PVIState) -> None:
         """Write a state to one file: no pickle, nothing of the data, and at any moment all of the old file or of the new.
 
@@ -345,6 +389,7 @@ class PVI(SVI):
         """
         save_state(path, self, state)
 
+    @follows(trace=False)
     def load(self, path: Any, *args: Any, **kwargs: Any) -> PVIState:
         """Read a state that :meth:`save` has written, or the last one of ``run(checkpoint=path)``.
 
@@ -367,6 +412,9 @@ class PVI(SVI):
         """
         loaded = load_state(path, self)
         self._labels, self._supports = loaded.state.groups, loaded.supports
+        if not loaded.state.plan.signature.by_value:
+            # Where the model reads values of arguments, a file cannot be compared with it: its prior is read anew.
+            self._followed.programs.note(loaded.state)
         if args or kwargs:
             self._checked_arguments(loaded.state, args, kwargs)
         return loaded.state
@@ -425,8 +473,13 @@ class PVI(SVI):
         """q without one group's site, in natural space; see :meth:`site`."""
         return group_view(state, group, "cavity")
 
+    @follows
     def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
         """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own if moments are matched.
+
+        Where expectations are by draws, the ELBO is the mean over 16 fresh sets of them, a lower bound up to its standard error;
+        the losses of rounds are on fewer draws, and under a stochastic solver (``LocalELBO``, ``StochasticNaturalGradient``) on
+        the same ones in every round, so that they compare with each other but are not themselves bounds.
 
         Of ``PowerEP``, ``AlphaDivergence`` and (with its one site for every eta_m) ``StochasticEP`` it is
         ``A(eta_q) - A(eta_0) + sum_m (1/alpha) [log Z_m + A(eta_q - alpha eta_m) - A(eta_q)]`` with ``Z_m`` the mean of
@@ -448,7 +501,9 @@ class PVI(SVI):
         """
         refuse_absent(state, "log_evidence is of the density of all rows")
         arguments = self._checked_arguments(state, args, kwargs)
-        return evidence_of(self._engine, state, arguments, self.evaluate, with_error)
+        rows = rows_of(state.plan, *arguments)
+        state = with_prior_of_now(self, state, *rows)
+        return evidence_of(self._engine, state, arguments, lambda *of: self._loss_under(*of, *rows), with_error)
 
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
@@ -462,6 +517,7 @@ class PVI(SVI):
         """
         return self._labels
 
+    @follows
     def add_group(
         self,
         state: PVIState,
@@ -498,9 +554,10 @@ class PVI(SVI):
             DataError: for NaN or infinity, or no rows.
             SkippedGroupError: when no round could absorb the group.
         """
-        args, kwargs = self._arguments(args, kwargs)
+        args, kwargs = self._arguments(args, kwargs, state)
         return self._named(self._newcomers.add(dense_form(state), label, args, kwargs, num_steps, tol))
 
+    @follows
     def revisit(
         self, state: PVIState, labels: Any, /, *args: Any, num_steps: int = 20, tol: float | None = 1e-3, **kwargs: Any
     ) -> PVIState:
@@ -521,14 +578,15 @@ class PVI(SVI):
             PartitionError: for an unknown label, naming near ones, or rows that do not fit the structure.
             StateError, DataError, SkippedGroupError: as of :meth:`add_group`.
         """
-        args, kwargs = self._arguments(args, kwargs)
+        args, kwargs = self._arguments(args, kwargs, state)
         return self._named(self._newcomers.revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
 
     def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
         """Take a group's site out of the posterior; no rows are needed.
 
-        Where all factors are quadratic in the latents, q has full covariance and nothing but sites was fitted, this equals
-        never having seen the group. Elsewhere the other groups' sites were fitted beside it, and a warning says that the
+        Where all factors are quadratic in the latents, q has full covariance, the solver gives such factors their own parameters
+        (``Conjugate``, ``NaturalGradient``, ``PowerEP``) and nothing but sites was fitted, this equals never having seen the group.
+        Elsewhere the other groups' sites were fitted beside it, and a warning says that the
         result is approximate until they are revisited.
 
         Args:
@@ -543,8 +601,9 @@ class PVI(SVI):
             PartitionError: for an unknown label.
             ImproperError: when q is not normalisable without the group.
         """
-        return self._named(forgotten(dense_form(state), label))
+        return self._named(forgotten(dense_form(state), label, self.solver))
 
+    @follows
     def prequential(
         self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any
     ) -> diagnostics.LogScore:
@@ -566,11 +625,12 @@ class PVI(SVI):
             StateError: for arguments of other types, columns or static values.
             ImproperError: when q is not normalisable.
         """
-        args, kwargs = self._arguments(args, kwargs)
+        args, kwargs = self._arguments(args, kwargs, state)
         rows = self._newcomers.count(state, "the rows to be predicted", args, kwargs)
         fixed = self.model, dense_form(state), args, kwargs, self._param_values(state), sum(rows.values())
         return diagnostics.log_score(rng_key, *fixed, num_samples=num_samples)
 
+    @follows
     def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
         """Pareto k-hat of importance weights from q to the exact posterior: below .7 q is usable, below .5 good.
 
@@ -589,10 +649,12 @@ class PVI(SVI):
         """
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
+        state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
         local, params = None if state.plan.partition.local is None else by_unit(state), self._param_values(state)
-        fixed = state.plan.partition.model(self._full_model), dense_form(state), args, kwargs, params
+        fixed = FullPlates(state.plan.partition.model(self.model)), dense_form(state), args, kwargs, params
         return diagnostics.khat(rng_key, *fixed, num_samples=num_samples, local=local)
 
+    @follows
     def to_arviz(
         self, rng_key: Any, state_or_result: PVIState | PVIRunResult, *args: Any, num_samples: int = 1000, **kwargs: Any
     ) -> Any:
@@ -611,7 +673,7 @@ class PVI(SVI):
         """
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
-        model, params = state.plan.partition.model(self._full_model), self.get_params(state)
+        model, params = FullPlates(state.plan.partition.model(self.model)), self.get_params(state)
         trace = getattr(state_or_result, "trace", None)
         agents = own_marginals(self, state)
         shown = {"num_samples": num_samples, "trace": trace, "agents": agents}
@@ -626,19 +688,47 @@ class PVI(SVI):
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
         # A traced call cannot look at values between rounds, so it carries every rule from the start.
         fine = state.plan.fine or is_traced((state, dynamic))
+        state = with_prior_of_now(self, state, dynamic, static)
         small = reduced(state, self._engine)
-        done = self._rounds(self._engine, small, dynamic, static, count, tol, length=length, fine=fine)
+        level = self._level(state.plan, dynamic, static)
+        call = self._engine, small, dynamic, static, count, tol
+        done = run_rounds(*call, length=length, fine=fine, level=level)
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
             done = done._replace(state=marked)
+        self._followed.programs.note(done.state)
         return done
+
+    def _read_prior(self, state: PVIState, dynamic: list, static: tuple) -> Any:
+        return read_prior(self._engine, state, dynamic, static)
+
+    def _loss_under(self, engine: Any, state: PVIState, dynamic: list, static: tuple) -> Float[Array, ""]:
+        state = with_prior_of_now(self, state, dynamic, static)
+        fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
+        call, level = (engine, state, dynamic, static), self._level(state.plan, dynamic, static)
+        loss, missed = evaluate_loss(*call, fine=fine, level=level)
+        if not fine and bool(missed):
+            loss, _ = evaluate_loss(*call, fine=True, level=level)
+        return loss
+
+    def _level(self, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:
+        return level_for(self._followed.programs, self._engine, plan, dynamic, static, often)
 
     def _drive(self, before: Progress, dynamic: list, static: tuple, *how: Any) -> Run:
         def rounds(state, count, tol, length):
             return self._advance(state, dynamic, static, count, tol, length)
 
-        return drive(rounds, self.info, before, *how)
+        return drive(rounds, self.info, before, *how, verify=Verifier(self, dynamic, static))
+
+    def _demoted(self, state: PVIState, found: list, dynamic: list, static: tuple) -> PVIState:
+        return demoted(self, state, found, dynamic, static)
+
+    def _partition_of(self, state: PVIState, args: tuple, kwargs: dict) -> Partition:
+        """The partition that a state was planned with."""
+        trace = abstract_trace(self.model, jax.random.key(0), args, kwargs)
+        rows = state.plan.partition.rows
+        return next(p for p in self._partitions(trace) if p.row_axes(trace) == rows)
 
     def _rows(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[list, tuple]:
         args, kwargs = self._checked_arguments(state, args, kwargs)
@@ -648,7 +738,7 @@ class PVI(SVI):
     def _newcomers(self) -> Newcomers:
         def start(state: PVIState, dynamic: list, static: tuple, known: Any) -> Any:
             small, mode = reduced(state, self._engine), arrival_mode(self.init_sites)
-            return self._arrive(self._engine, small, dynamic, static, known, mode=mode)
+            return arrive_groups(self._engine, small, dynamic, static, known, mode=mode)
 
         check = self.partition is None or self.partition.check
         return Newcomers(self.model, positional_names(self.model), start, self._drive, self.solver, check)
@@ -657,23 +747,32 @@ class PVI(SVI):
         self._labels = state.groups
         return state
 
-    def _arguments(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return as_arrays(args, {**self.static_kwargs, **kwargs}, positional_names(self.model))
+    def _arguments(
+        self, args: tuple, kwargs: dict, state: PVIState | None = None, by_value: tuple[int, ...] = ()
+    ) -> tuple[tuple, dict]:
+        if state is not None:
+            check_state(state)
+            by_value = state.plan.signature.by_value
+        args, kwargs = as_arrays(args, {**self.static_kwargs, **kwargs}, positional_names(self.model), by_value)
+        self._followed.compare(self.model, args, kwargs)
+        return args, kwargs
 
     def _checked_arguments(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        check_state(state)
-        args, kwargs = self._arguments(args, kwargs)
+        args, kwargs = self._arguments(args, kwargs, state)
         check_rows(state, args, kwargs, positional_names(self.model))
+        if not is_traced((state, args, kwargs)):
+            self._followed.renew_guide(self.guide)
         prepare_guide(self, state, args, kwargs)
         return args, kwargs
 
-    def _default_partition(self, trace: dict) -> Partition:
-        plate = pick_plate(trace, None)
-        size = find_plates(trace)[plate].size
-        return Partition(self.model, plate, min(_DEFAULT_GROUPS, size) if self.num_groups is None else self.num_groups)
+    def _partitions(self, trace: dict) -> tuple[Partition, ...]:
+        """The partition that the user gave, or those that stand in for it, the first choice first."""
+        return (self.partition,) if self.partition else default_partitions(self.model, trace, self.num_groups)
 
     def _param_values(self, state: PVIState) -> dict:
         return param_values(self.optim, self.guide, state)
 
+
+PVI.__signature__ = constructor_signature(PVI)  # type: ignore[attr-defined]
 
 __all__ = ["PVI"]

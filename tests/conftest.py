@@ -4,13 +4,18 @@ Environment switches, all on unless set to 0:
 
 * ``NUMPYRO_PVI_TEST_X64``: the suite runs in float64; 0 leaves JAX's float32 (``make test-float32`` runs the laws so).
 * ``NUMPYRO_PVI_TEST_TYPES``: jaxtyping annotations of the package are enforced by beartype while the tests run.
-* ``NUMPYRO_PVI_TEST_QUICK``: XLA leaves out its expensive optimisations, because compiling tiny programs is what the suite
-  spends its time on (a third less of it cold). With 0 programs are those that users run; examples and documentation always are.
+* ``NUMPYRO_PVI_TEST_QUICK``: XLA leaves out its expensive optimisations and its fusion emitters, because compiling tiny
+  programs is what the suite spends its time on (less than half of it cold). With 0 programs are those that users run; examples
+  and documentation always are.
 """
 
 import gc
+import importlib
+import math
 import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -32,11 +37,38 @@ if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption(
+        "--brief",
+        action="store_true",
+        help="of n sets of parameters of a test only about sqrt(n), evenly over them, and nothing marked whole",
+    )
 
 
 def pytest_configure(config):
     jax.config.update("jax_enable_x64", X64)
     jax.config.update("jax_disable_most_optimizations", QUICK)
+    if QUICK:
+        _leave_out_fusion_emitters()
+        # Rounds of all sizes at the cheapest level, which those of small models have anyway.
+        importlib.import_module("numpyro_pvi._compiling")._LARGEST_ROUND = 1 << 40
+
+
+def _leave_out_fusion_emitters():
+    """Sets the flag for this process alone: XLA reads it once, when its first device is made, and children do not see it."""
+    before = os.environ.get("XLA_FLAGS")
+    flags = {**os.environ, "XLA_FLAGS": f"{before or ''} --xla_cpu_use_fusion_emitters=false".strip()}
+    if "NUMPYRO_PVI_TEST_EMITTERS" not in os.environ:
+        # An XLA that no longer knows a flag ends the process: another one asks it, once for all workers.
+        asked = subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=flags, capture_output=True)
+        os.environ["NUMPYRO_PVI_TEST_EMITTERS"] = str(asked.returncode)
+    if os.environ["NUMPYRO_PVI_TEST_EMITTERS"] != "0":
+        return
+    os.environ["XLA_FLAGS"] = flags["XLA_FLAGS"]
+    jax.devices()
+    if before is None:
+        del os.environ["XLA_FLAGS"]
+    else:
+        os.environ["XLA_FLAGS"] = before
 
 
 def pytest_collection_modifyitems(config, items):
@@ -47,11 +79,27 @@ def pytest_collection_modifyitems(config, items):
     named = any("::" in argument for argument in config.args)
     if config.getoption("--slow") or "slow" in config.getoption("-m") or named:
         return
-    marks = ("slow",) if X64 else ("slow", "once")
-    left = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    brief = config.getoption("--brief")
+    marks = ("slow", *(() if X64 else ("once",)), *(("whole",) if brief else ()))
+    left = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
+    if brief:
+        left |= _beyond_a_sample([item for item in items if item not in left])
     if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
+
+
+def _beyond_a_sample(items):
+    """All but about sqrt(n) of the n sets of parameters of every test, taken evenly, the first and the last among them."""
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = set()
+    for sets in tests.values():
+        count = math.ceil(math.sqrt(len(sets)))
+        kept = {round(i * (len(sets) - 1) / max(count - 1, 1)) for i in range(count)}
+        left |= {item for i, item in enumerate(sets) if i not in kept}
+    return left
 
 
 def pytest_runtest_teardown(item):

@@ -1,11 +1,14 @@
 """Bad input: every refusal names what is wrong and where, and a state is never lost."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.contrib.control_flow import scan
 from numpyro.infer import SVI, RenyiELBO, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer import autoguide as ag
 
@@ -88,6 +91,62 @@ class TestPlatesAndLabels:
 
         refused(PartitionError, r"no plate.*'obs' has batch shape \(12,\)", plateless, plate=None)
 
+    def test_scan(self):
+        def scanned(X, y):
+            w = numpyro.sample("w", dist.Normal(0, 1))
+            scan(lambda c, v: (v, numpyro.sample("pred", dist.Normal(w * c, 1.0), obs=v)), 0.0, y)
+
+        refused(
+            PartitionError,
+            r"sites=\{'pred': -1\}\) \(12 rows\), which is the way for steps of a scan",
+            scanned,
+            plate=None,
+        )
+
+    def test_outcome_of_two_axes(self):
+        def outcomes(X, y):
+            w = numpyro.sample("w", dist.Normal(0, 1))
+            numpyro.sample("obs", dist.Normal(w * jnp.ones_like(X), 1.0), obs=X)
+
+        refused(
+            PartitionError,
+            r"sites=\{'obs': -2\}\) \(12 rows\) or .*sites=\{'obs': -1\}\) \(2 rows\)",
+            outcomes,
+            plate=None,
+        )
+
+    def test_two_plates_of_data(self):
+        def two(X, y):
+            w = numpyro.sample("w", dist.Normal(0, 1))
+            for name in ("A", "B"):
+                with numpyro.plate(name, 12):
+                    numpyro.sample(f"obs{name}", dist.Normal(w, 1.0), obs=y)
+
+        refused(PartitionError, r"groups=\{'A': labels_1, 'B': labels_2\}", two, plate=None)
+
+    def test_forced_mode(self):
+        def closed(X, y):
+            w = numpyro.sample("w", dist.Normal(0, 1))
+            with numpyro.plate("data", 12):
+                numpyro.sample("obs", dist.Normal(w, 1.0), obs=jnp.asarray(Y))
+
+        with pytest.raises(PartitionError, match="mode='args' was asked for, but the model cannot be evaluated"):
+            PVI(Partition(closed, "data", LABELS, mode="args"), ag.AutoNormal(closed)).init(KEY, X, Y)
+
+    @pytest.mark.parametrize("number", [0, -1, 2.5, True])
+    def test_number_of_groups(self, number):
+        with pytest.raises(PVIError, match=f"num_groups={number}: expected a positive int"):
+            PVI(model, ag.AutoNormal(model), num_groups=number)
+
+    def test_number_of_groups_beyond_the_rows(self):
+        with pytest.raises(PartitionError, match=r"num_groups=64, but the plate.*'data' \(size 12\).*num_groups=12"):
+            PVI(model, ag.AutoNormal(model), num_groups=64).init(KEY, X, Y)
+
+    def test_signature_of_the_constructor(self):
+        names = list(inspect.signature(PVI).parameters)
+        assert names[:4] == ["model", "guide", "optim", "loss"]
+        assert "num_groups" in names and "self" not in names
+
     def test_summed_factor(self):
         def summed(X, y):
             w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -133,8 +192,12 @@ class TestPlatesAndLabels:
             with numpyro.plate("data", N):
                 numpyro.sample("obs", dist.Normal(X @ w, 1.0), obs=y)
 
-        with pytest.warns(UserWarning, match=r"plate 'data' with argument\(s\) X, y sliced.*X.shape\[0\]"):
-            Partition(constant, "data", LABELS).plan(X, Y)
+        with pytest.raises(
+            PartitionError, match=r"mode='args'.*plate 'data' with argument\(s\) X, y sliced.*X.shape\[0\]"
+        ):
+            Partition(constant, "data", LABELS, mode="args").plan(X, Y)
+        # Left to choose, the plate is given as many rows as the arguments have, and nothing is to be said.
+        assert Partition(constant, "data", LABELS).plan(X, Y).mechanism == "args"
 
     def test_standardising_inside_the_model(self):
         def standardised(X, y):

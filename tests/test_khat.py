@@ -12,7 +12,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, PVIError
 from numpyro_pvi.diagnostics._calls import map_draws
-from numpyro_pvi.diagnostics._khat import _log_weights, log_importance_weights
+from numpyro_pvi.diagnostics._khat import log_importance_weights
 from numpyro_pvi.diagnostics._psis import pareto_khat
 from numpyro_pvi.factors import Layout
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
@@ -95,11 +95,9 @@ class TestLogImportanceWeights:
 
     def test_batches_do_not_change_the_result(self, rng_key, data, monkeypatch, tolerance):
         at_once = weights(rng_key, data, [0.0, 0.0], np.eye(2), num_samples=37)
-        _log_weights.clear_cache()
         monkeypatch.setattr("numpyro_pvi.diagnostics._calls.BATCH_ELEMENTS", 70)
         in_batches = weights(rng_key, data, [0.0, 0.0], np.eye(2), num_samples=37)
         np.testing.assert_allclose(at_once, in_batches, rtol=tolerance, atol=10 * tolerance)
-        _log_weights.clear_cache()
 
     def test_batch_is_bounded(self, monkeypatch):
         monkeypatch.setattr("numpyro_pvi.diagnostics._calls.BATCH_ELEMENTS", 100)

@@ -15,9 +15,11 @@ from numpyro.handlers import reparam
 from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro.infer.reparam import LocScaleReparam
 from numpyro.infer.util import potential_energy
-from scipy import optimize
+from scipy import optimize, special
 
+import numpyro_pvi.runtime._moments as moments
 from numpyro_pvi import PRIOR, PVI, Partition
+from numpyro_pvi.solvers import PowerEP
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(4)
@@ -72,6 +74,7 @@ def mixed(x, y):
 
 
 IMPROPER = dist.ImproperUniform(constraints.real, (), ())
+TILTED = dist.ImproperUniform(constraints.positive, (), ())
 # Name: (model, observations, free parameters of the unconstrained latents).
 PRIORS = {
     "half-normal": (noise_with(dist.HalfNormal(1.0)), REAL, {"s": ()}),
@@ -88,6 +91,7 @@ PRIORS = {
     "uniform": (noise_with(dist.Uniform(0.2, 4.0)), REAL, {"s": ()}),
     "exponential": (noise_with(dist.Exponential(0.5)), REAL, {"s": ()}),
     "improper": (plated(lambda x, m: dist.StudentT(4.0, m, 1.0), ("m", IMPROPER)), REAL, {"m": ()}),
+    "improper, positive": (noise_with(TILTED), REAL, {"s": ()}),
     "funnel": (funnel, Y, {"tau": (), "w": (2,)}),
     "funnel, decentred": (
         reparam(funnel, config={"w": LocScaleReparam(0.0)}),
@@ -189,11 +193,72 @@ def test_prior_factor_reaches_the_best_gaussian(name):
     sd = np.sqrt(np.diag(covariance))
     assert np.abs((m - loc) / sd).max() < 0.1
     assert np.abs(np.log(np.sqrt(np.diag(v)) / sd)).max() < 0.1
-    if name == "improper":
-        # Flat in unconstrained space: nothing to hold by a site.
+    if name.startswith("improper"):
+        # Flat in unconstrained space, or a Jacobian that is linear there: nothing to hold by a site.
         assert PRIOR not in result.info.labels
         return
     assert result.info.labels[0] is PRIOR
     assert np.isfinite(np.asarray(pvi.site(result.state, PRIOR).precision)).all()
     if name not in INDEFINITE:
         assert set(pvi.prior(result.state)) == set(shapes)
+
+
+def scaled_prior(share):
+    def model(y):
+        loc = numpyro.param("loc", jnp.array(0.1))
+        sd = numpyro.param("sd", jnp.array(0.4), constraint=constraints.positive)
+        with numpyro.handlers.scale(scale=share):
+            w = numpyro.sample("w", dist.Normal(loc, sd))
+        with numpyro.plate("data", y.shape[0]):
+            numpyro.sample("obs", dist.Normal(w, 0.7), obs=y)
+
+    return model
+
+
+def scaled_evidence(share, loc, sd, y):
+    """``log int N(w; loc, sd)^share prod_n N(y_n; w, .7) dw``: the largest ELBO of the scaled model, in closed form."""
+    precision, noise = share / sd**2, 0.7**2
+    total, vector = precision + len(y) / noise, precision * loc + y.sum() / noise
+    constant = -0.5 * (precision * loc**2 + (y**2).sum() / noise + len(y) * np.log(2 * np.pi * noise))
+    normaliser = -0.5 * share * np.log(2 * np.pi * sd**2)
+    return constant + normaliser + 0.5 * vector**2 / total + 0.5 * np.log(2 * np.pi / total)
+
+
+def fit_scaled_prior(share, rounds):
+    """A fresh model each time: a program compiled without a fault must not be found again."""
+    model, start = scaled_prior(share), {"loc": np.array(0.1), "sd": np.array(0.4)}
+    pvi = PVI(Partition(model, "data", np.arange(N) % 3), AutoMultivariateNormal(model), numpyro.optim.Adam(0.05))
+    result = pvi.run(KEY, rounds, jnp.asarray(REAL), init_params=start, progress_bar=False)
+    return {n: float(result.params[n]) for n in start}, result
+
+
+def test_a_scaled_prior_keeps_its_own_normaliser():
+    """The ELBO of the scaled model, and the hyperparameters of the prior that raise it, in closed form."""
+    share = 0.3
+    fitted, result = fit_scaled_prior(share, 200)
+    best = optimize.minimize(lambda p: -scaled_evidence(share, p[0], np.exp(p[1]), REAL), [0.0, 0.0])
+    np.testing.assert_allclose([fitted["loc"], np.log(fitted["sd"])], best.x, atol=2e-3)
+    assert float(-result.losses[-1]) == pytest.approx(scaled_evidence(share, **fitted, y=REAL), abs=1e-4)
+
+
+def test_the_evidence_has_the_prior_factor_in_it(monkeypatch):
+    """EP's evidence of counts under a gamma prior, whose exact value is a ratio of gamma functions; without PRIOR it is far off."""
+    model, y, _ = PRIORS["gamma"]
+    pvi = PVI(Partition(model, "data", 1), AutoMultivariateNormal(model), solver=PowerEP())
+    data = jnp.asarray(X), jnp.asarray(y)
+    state = pvi.run(KEY, 20, *data, progress_bar=False).state
+    total = y.sum()
+    exact = float(special.gammaln(2 + total) - (2 + total) * np.log(1 + N) - special.gammaln(y + 1.0).sum())
+    assert float(pvi.log_evidence(state, *data)) == pytest.approx(exact, abs=0.02)
+    right = moments.prior_factor
+
+    class WithoutValue:
+        def __init__(self, *given):
+            self.factor = right(*given)
+
+        def tilted(self, *given):
+            return self.factor.tilted(*given)._replace(value=jnp.zeros(()))
+
+    monkeypatch.setattr(moments, "prior_factor", WithoutValue)
+    value = jax.jit(lambda *rows: pvi._engine.evidence(state, rows, {}, True)[0])(*data)
+    assert abs(float(value) - exact) > 0.5

@@ -1,11 +1,13 @@
 """Checkpoints: what is written comes back to the bit, and nothing else is ever taken for it."""
 
+import copy
 import dataclasses
 import datetime
 import hashlib
 import json
 import os
 import pathlib
+import random
 import signal
 import struct
 import subprocess
@@ -24,7 +26,7 @@ from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_pvi import PVI, CheckpointError, Partition, PVIError, StateError
-from numpyro_pvi._checkpoint import read_checkpoint, write_checkpoint
+from numpyro_pvi._checkpoint import VERSION, read_checkpoint, write_checkpoint
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO
 
@@ -128,16 +130,19 @@ def test_cut_files_never_pass(file):
         read_checkpoint(file)
 
 
-def crafted(header: bytes, numbers: bytes = b"", version: int = 1) -> bytes:
+def crafted(header: bytes, numbers: bytes = b"", version: int = VERSION) -> bytes:
     """A file with right checksums, made here and not by the package."""
     first = struct.pack("<8sIIQQ", b"\x89PVI\r\n\x1a\n", version, 0, len(header), len(numbers))
     body = first + hashlib.sha256(first).digest() + header + numbers
     return body + hashlib.sha256(body).digest()
 
 
-def test_newer_version_is_said_to_be_newer(file):
-    file.write_bytes(crafted(b"whatever it holds", version=2))
-    with pytest.raises(CheckpointError, match="format 2, newer than the 1"):
+def test_other_versions_are_said_to_be_newer_or_older(file):
+    file.write_bytes(crafted(b"whatever it holds", version=VERSION + 1))
+    with pytest.raises(CheckpointError, match="format 3, newer than the 2"):
+        read_checkpoint(file)
+    file.write_bytes(crafted(b"whatever it holds", version=1))
+    with pytest.raises(CheckpointError, match="format 1, which does not say what model it was made with"):
         read_checkpoint(file)
 
 
@@ -353,6 +358,91 @@ def test_headers_that_do_not_fit_are_refused(file, change, message):
     rewritten(file, change)
     with pytest.raises(CheckpointError, match=message):
         make().load(file)
+
+
+ODD = (
+    None,
+    True,
+    -1,
+    1e300,
+    "x",
+    [],
+    {},
+    {"array": 0},
+    {"tuple": [1]},
+    {"type": "Plan", "fields": {}},
+    {"dict": [[1, 2]]},
+)
+ODD += (
+    {"bytes": "zz"},
+    {"array": 10**9},
+    [[]],
+    {"structure": 1},
+    {"support": "x"},
+    {"key": 0, "implementation": "rbg"},
+)
+
+
+def places(tree, path=()):
+    """Every node of a header, the list of its arrays left out."""
+    yield path
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, part in inside:
+        yield from places(part, (*path, name))
+
+
+def part_of(header, path):
+    for name in path:
+        header = header[name]
+    return header
+
+
+def test_made_up_headers_end_in_our_error_or_a_state(file, fitted):
+    """Nodes replaced by what is odd, taken away, or exchanged for others, under a checksum that fits: no other error."""
+    pvi, rng = fitted[0], random.Random(0)
+    known = read_checkpoint(file).header
+    known.pop("arrays")
+    whole, refused = list(places(known))[1:], 0
+    for i in range(120):
+        path, other = rng.choice(whole), rng.choice(whole)
+
+        def change(header, path=path, other=other, how=i % 3):
+            spot = part_of(header, path[:-1])
+            if how == 0:
+                spot[path[-1]] = rng.choice(ODD)
+            elif how == 1:
+                del spot[path[-1]]
+            else:
+                spot[path[-1]] = copy.deepcopy(part_of(known, other))
+
+        before = file.read_bytes()
+        rewritten(file, change)
+        try:
+            state = pvi.load(file)
+        except CheckpointError:
+            refused += 1
+        else:
+            # What was changed is no part of q: the state can be read.
+            assert np.isfinite(np.asarray(pvi.get_params(state)["auto_loc"])).all()
+        file.write_bytes(before)
+    assert refused > 60
+
+
+@pytest.mark.parametrize(
+    "path",
+    [3, True, None, "fit\0.pvi", "\ud800.pvi", "x" * 300 + ".pvi", b"a\0b"],
+    ids=["int", "bool", "None", "NUL", "surrogate", "long", "bytes with NUL"],
+)
+def test_what_is_no_path_is_refused(fitted, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    pvi, state = fitted
+    calls = [lambda: pvi.save(path, state), lambda: pvi.load(path)]
+    if path is not None:
+        calls.append(lambda: pvi.run(KEY, 1, X, Y, checkpoint=path, progress_bar=False))
+    for call in calls:
+        with pytest.raises(CheckpointError, match="path|cannot be"):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_labels_are_text_or_numbers(tmp_path):

@@ -155,8 +155,8 @@ def test_run_takes_the_rounds_asked_for(damped, tolerance):
 def test_run_stops_at_the_tolerance(damped):
     result = run(damped, 60, tol=1e-3)
     assert result.converged is True and "converged" in result.message
-    assert 5 < len(result.losses) < 30 and float(result.info.total_move) <= 1e-3
-    assert float(run(damped, len(result.losses) - 1).info.total_move) > 1e-3
+    assert 5 < len(result.losses) < 30 and float(result.info.left) <= 1e-3
+    assert float(run(damped, len(result.losses) - 1).info.left) > 1e-3
     short = run(damped, 3, tol=1e-6)
     assert short.converged is False and "without reaching" in short.message
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._compiling import owned_jit
 from .._state import PVIState
 from ..errors import ImproperError, PVIError
 from ..factors import Layout, ModelCall, join_arguments, split_arguments
@@ -116,7 +117,7 @@ def judged(log_weights: Float[Array, "S"], num_samples: int) -> float:
         warnings.warn(
             f"khat is NaN: the model's log density is NaN or +inf at {bad} of {num_samples} draws from q; look for "
             "a latent that overflows there (an exp link, a scale near zero).",
-            stacklevel=3,
+            stacklevel=5,
         )
     return pareto_khat(values, rounding=float(np.sqrt(np.finfo(values.dtype).eps)))
 
@@ -156,7 +157,7 @@ def log_importance_weights(
     return _log_weights(model, (layout, own), family, static, num_samples, rng_key, natural, params, arrays, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "layouts", "family", "static", "num_samples"))
+@functools.partial(owned_jit, static_argnames=("model", "layouts", "family", "static", "num_samples"))
 def _log_weights(model, layouts, family, static, num_samples, rng_key, natural, params, arrays, local):
     call = ModelCall(model, layouts[0], *join_arguments(arrays, static), params, layouts[1])
     moments, own = family.moments(natural), None if local is None else conditional_moments(local)

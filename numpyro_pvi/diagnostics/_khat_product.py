@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._compiling import owned_jit
 from .._state import PVIState
 from ..factors import ValueCall, join_arguments, split_arguments
 from ..factors._model import site_log_prob
@@ -87,7 +88,7 @@ def product_draws(family: Any, q: ProductNatural, rng_key: Any, num_samples: int
     return {n: f.sample(q.parts[n], key, (num_samples,)) for (n, f), key in zip(family.components, keys, strict=True)}
 
 
-@functools.partial(jax.jit, static_argnames=("model", "family", "blocks", "static", "num_samples"))
+@functools.partial(owned_jit, static_argnames=("model", "family", "blocks", "static", "num_samples"))
 def _weights(
     model: Callable,
     family: Any,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._compiling import owned_jit
 from .._state import PVIState
 from ..errors import ImproperError, PVIError
 from ..factors import ModelCall, join_arguments, observed_log_likelihood, pad_rows, padded_length, split_arguments
@@ -93,7 +94,7 @@ def log_score(
     return LogScore(rows[:num_rows] if length else rows, joint, ess)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "reading", "static"))
+@functools.partial(owned_jit, static_argnames=("model", "reading", "static"))
 def _scores(model, reading, static, draws, rng_key, params, arrays, num_rows):
     """Scores of the first ``num_rows`` rows; of all of them where it is negative."""
     enumeration, layout, axes = reading

@@ -1,7 +1,7 @@
 """Expectations of a factor and its gradients under q: closed form, quadrature over affine predictors, points, draws."""
 
 from ._affine import AffineProgram, SharedAffineProgram, TermNumbers
-from ._affinity import MAX_TERMS, find_structure, probe_values
+from ._affinity import MAX_TERMS, find_structure, probe_values, with_draws
 from ._agreement import disagreement
 from ._at_points import log_densities_at, log_density_at
 from ._cells import over_values, sums_of
@@ -116,4 +116,5 @@ __all__ = [
     "weighable",
     "with_settings",
     "zero_expected",
+    "with_draws",
 ]

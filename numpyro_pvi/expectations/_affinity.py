@@ -1,4 +1,4 @@
-"""In which latents' statistics a factor is affine, found by looking at values.
+"""In which latents' statistics a factor is affine: proved on its trace where that can be, and else found by looking at values.
 
 For every component of the product family, four values x_1 .. x_4 of a member and a pair of points with the same average
 statistics are put into each term: where the term is affine in T given the other latents, both averages agree. Whether terms
@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
+from .._compiling import Program, look
 from ..errors import PVIError
+from ..factors import Form, forms_of, is_affine, unmarked
 from ..families import ProductFamily, ProductNatural, VonMisesFamily, base_family, members_of, pair_rule
 from ._designs import FEW_SIGNS, MANY_SIGNS, strength_three
 from ._factor_structure import FactorStructure, LatentRole
 from ._mean_space import count_signs, sign_shape
+from ._statistics import marked_component, statistics_of
 
 # Values whose average statistics a pair is fitted to, and the backgrounds that the other latents are held at.
 _FITTED, _BACKGROUNDS = 4, 3
@@ -76,8 +80,9 @@ class _Look:
         return len(self.settings) - 1
 
     def evaluate(self, terms: Callable[[dict], Array]) -> np.ndarray:
-        stacked = {n: jnp.asarray(np.stack([s[n] for s in self.settings])) for n in self.settings[0]}
-        return np.asarray(jax.jit(lambda x: jax.lax.map(terms, x))(stacked))
+        """The terms at all settings."""
+        stacked = {n: np.stack([s[n] for s in self.settings]) for n in self.settings[0]}
+        return np.asarray(look(lambda x: jax.lax.map(terms, x), stacked))
 
 
 def find_structure(
@@ -109,12 +114,14 @@ def find_structure(
     """
     components = _components(family, natural, key)
     rng = np.random.default_rng(0)
-    look = _Look(components)
-    plans = [_plan(look, c, rng) for c in components]
-    values = look.evaluate(terms)
+    asks = _Look(components)
+    plans = [_plan(asks, c, rng) for c in components]
+    terms, forms = _traced(components, terms)
+    values = asks.evaluate(terms)
     roles, first = [], 0
     for component, asked in zip(components, plans, strict=True):
-        role = dataclasses.replace(_role(component, asked, values, expectation), axis=(rows or {}).get(component.name))
+        role = _role(component, asked, values, expectation, forms[component.name])
+        role = dataclasses.replace(role, axis=(rows or {}).get(component.name))
         if role.kind == "exact":
             signs = count_signs(component.family, role)
             role = dataclasses.replace(role, first=first, signs=signs)
@@ -128,6 +135,38 @@ def find_structure(
         structure = dataclasses.replace(structure, design=_design(family, components, structure, terms, rng))
     _refuse(structure, family, expectation, where)
     return structure
+
+
+def with_draws(
+    structure: FactorStructure, family: ProductFamily, names: Collection[str], expectation: str, where: str
+) -> FactorStructure:
+    """A structure with some components drawn after all.
+
+    Args:
+        structure: what was found.
+        family: of q.
+        names: components that are to be drawn.
+        expectation: as of :func:`find_structure`.
+        where: the factor's name, for messages.
+
+    Returns:
+        The structure; a design of signs that was only found to be exact is not trusted any more.
+
+    Raises:
+        PVIError: where something must be drawn that cannot be, or may not be.
+    """
+    roles, first = [], 0
+    for role in structure.roles:
+        kind = "draws" if role.name in names else role.kind
+        role = dataclasses.replace(role, kind=kind, first=0, signs=0)
+        if kind == "exact":
+            role = dataclasses.replace(role, first=first, signs=count_signs(dict(family.components)[role.name], role))
+            first += role.signs
+        roles.append(role)
+    design = "all" if first <= MANY_SIGNS else "random"
+    changed = dataclasses.replace(structure, roles=tuple(_one_by_nodes(roles)), design=design)
+    _refuse(changed, family, expectation, where)
+    return changed
 
 
 def probe_values(family: ProductFamily, natural: ProductNatural, key: Any) -> dict[str, Array]:
@@ -149,12 +188,12 @@ def probe_values(family: ProductFamily, natural: ProductNatural, key: Any) -> di
 
 
 def _components(family: ProductFamily, natural: ProductNatural, key: Any) -> list[_Component]:
-    found = jax.device_get(_probe(family, natural, key))
+    found = jax.device_get(_probe(family=family, natural=natural, key=key))
     return [_Component(name, own, *found[name]) for name, own in family.components]
 
 
 # Compiled: operation by operation, these cost seconds the first time.
-@partial(jax.jit, static_argnames="family")
+@partial(Program, static=("family",))
 def _probe(family: ProductFamily, natural: ProductNatural, key: Any) -> dict[str, tuple]:
     """Every component's values, pairs and coordinates, the last two None where it has no pairs."""
     found, count = {}, _FITTED + _BACKGROUNDS
@@ -175,7 +214,7 @@ def _probe(family: ProductFamily, natural: ProductNatural, key: Any) -> dict[str
     return found
 
 
-@partial(jax.jit, static_argnames=("family", "roles"))
+@partial(Program, static=("family", "roles"))
 def _at_signs(
     family: ProductFamily, roles: tuple[LatentRole, ...], coordinates: dict, signs: Array
 ) -> dict[str, Array]:
@@ -243,9 +282,22 @@ def _compare(
     return rows(component.values[:_FITTED]), rows(component.pairs)
 
 
-def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation: str) -> LatentRole:
+def _traced(components: list[_Component], terms: Callable) -> tuple[Callable[[dict], Array], dict[str, Form]]:
+    """The terms, traced once, and by component what they are of its values, for all values of the others."""
+    at = {c.name: jnp.asarray(c.values[0]) for c in components}
+    closed = jax.make_jaxpr(terms)(at)
+    names, forms = sorted(at), {}
+    for c in components:
+        inputs = [marked_component(c.name, c.family) if n == c.name else unmarked() for n in names]
+        (forms[c.name],) = forms_of(closed, inputs, statistics_of(c.family))
+    return lambda values: jaxpr_as_fun(closed)(*(values[n] for n in names))[0], forms
+
+
+def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation: str, form: Form) -> LatentRole:
     name = component.name
-    if np.array_equal(values[asked.none], values[asked.all], equal_nan=True):
+    if form.constant:
+        return LatentRole(name, "absent", proved=True)
+    if not form.kink and np.array_equal(values[asked.none], values[asked.all], equal_nan=True):
         return LatentRole(name, "absent")
     tolerance = _TOLERANCE[values.dtype.name]
     none, whole = values[asked.none], values[asked.all]
@@ -257,12 +309,23 @@ def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation:
     rule = pair_rule(component.family)
     if component.pairs is None or expectation == "monte_carlo" or (getattr(rule, "marginal", False) and not single):
         return LatentRole(name, "draws", single=single)
+    # Terms that see one member each: of several members, by the places that their entries come from.
+    one = int(np.prod(component.members)) == 1 or form.place is not None
+    certain = not getattr(rule, "marginal", False) and is_affine(form, statistics_of(component.family))
+    if certain and np.all(np.isfinite(none)):
+        return LatentRole(name, "exact", single=single, proved=one or not single)
+    if not form.forbids(values.dtype == np.float32, name) and _seems_affine(asked, values, single, tolerance):
+        return LatentRole(name, "exact", single=single)
+    # A kink may hide from values that a term sees several members.
+    nodes = single and getattr(rule, "nodes", False) and (one or not form.kink)
+    return LatentRole(name, "quadrature" if nodes else "draws", single=single, proved=bool(nodes and one))
+
+
+def _seems_affine(asked: _Asked, values: np.ndarray, single: bool, tolerance: float) -> bool:
+    """Whether averages over values and over pairs of the same average statistics agree."""
     checks = asked.alone if not single else asked.together + asked.alone
     affine = all(_agree(values[a], values[b], tolerance) for a, b in checks)
-    affine = affine and all(_agree_in_change(values[a], values[b], tolerance) for a, b in asked.far)
-    if affine:
-        return LatentRole(name, "exact", single=single)
-    return LatentRole(name, "quadrature" if single and getattr(rule, "nodes", False) else "draws", single=single)
+    return affine and all(_agree_in_change(values[a], values[b], tolerance) for a, b in asked.far)
 
 
 def _one_by_nodes(roles: list[LatentRole]) -> list[LatentRole]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._compiling import look
 from ..errors import PVIError
 from ..families import ProductFamily, members_of, support_of
 from ._affinity import _TOLERANCE
@@ -78,13 +79,12 @@ def sums_of(
     rng = np.random.default_rng(0)
     random = [{n: rng.integers(0, k, shape) for n, (shape, k) in finite.items()} for _ in range(_CHOICES)]
 
-    @jax.jit
-    def look(values: dict, chosen: dict) -> tuple[dict, dict]:
+    def each_value(values: dict, chosen: dict) -> tuple[dict, dict]:
         table = jax.lax.map(lambda cell: dict(terms(values | _placed(finite, cell))), jnp.asarray(cells))
         return table, jax.lax.map(lambda own: dict(terms(values | own)), chosen)
 
     stacked = {n: jnp.asarray(np.stack([own[n] for own in random])) for n in finite}
-    table, seen = jax.device_get(look(dict(values), stacked))
+    table, seen = jax.device_get(look(each_value, dict(values), stacked))
     found: dict[str, list[str]] = {name: [] for name in finite}
     for term, each in table.items():
         grid = each.reshape(*sizes.values(), *each.shape[1:])

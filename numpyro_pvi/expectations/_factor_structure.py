@@ -19,6 +19,7 @@ class LatentRole:
         signs: how many signs it takes in the design, and where they begin.
         single: whether every term depends on one member at most, so that all members share their signs.
         axis: of members, the axis that runs over rows, of which every term sees one; None where members belong to no row.
+        proved: whether that is so for all values of all latents, and was not found at a few.
     """
 
     name: str
@@ -27,6 +28,7 @@ class LatentRole:
     signs: int = 0
     single: bool = True
     axis: int | None = None
+    proved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,14 @@ class FactorStructure:
     def exact(self) -> bool:
         """Whether nothing is drawn: closed form, or quadrature in one component."""
         return not self.drawn and self.design != "random"
+
+    @property
+    def evidence(self) -> str:
+        """How the claims are known: "proved" for all values of all latents, "found" at a few, or "" where there are none."""
+        claimed = [role for role in self.roles if role.kind != "draws"]
+        if not claimed:
+            return ""
+        return "proved" if self.design != "strength 3" and all(role.proved for role in claimed) else "found"
 
     def __str__(self) -> str:
         parts = [f"conjugate in {', '.join(self.conjugate)}"] if self.conjugate else []

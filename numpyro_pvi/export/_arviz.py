@@ -11,6 +11,7 @@ import numpy as np
 import numpyro
 from numpyro import handlers
 
+from .._compiling import owned_jit
 from .._state import PVITrace
 from ..diagnostics._calls import map_draws
 from ..errors import PVIError
@@ -86,7 +87,7 @@ def to_arviz(
     return _assemble({group: values for group, values in groups.items() if values}, dims, made)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "guide", "static", "num_samples"))
+@functools.partial(owned_jit, static_argnames=("model", "guide", "static", "num_samples"))
 def _draw(model, guide, static, num_samples, rng_key, params, arrays):
     """Posterior values and log-likelihoods with a leading draw axis, and the observed values."""
     args, kwargs = join_arguments(arrays, static)

@@ -3,13 +3,17 @@
 from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
 from ._arrival import Arrival, arrive, count_rows, nobody, pad_rows, padded_length, without_labels
+from ._claims import Claim, claimed_exact_prior, claimed_prior_factor, claimed_rows, claims_likelihood
+from ._degrees import forms_of
 from ._enumerate import Enumeration, enumerated
+from ._forms import Form, Statistics, is_affine, marked, unmarked
 from ._model import (
     Layout,
     LocalLayout,
     ModelCall,
     abstract_trace,
     is_latent,
+    model_work,
     observed_log_likelihood,
     row_log_likelihood,
 )
@@ -24,10 +28,12 @@ from ._planner import (
     refuse_unsupported,
     with_expectation,
 )
-from ._prior import exact_diagonal_prior, exact_prior, prior_factor_log_density
+from ._prior import exact_diagonal_prior, exact_log_constant, exact_prior, prior_factor_log_density
 from ._reading import GroupMasks, slice_rows
+from ._refusals import KeyWatch, check_observed_shapes, explained, refuse_randomness
 from ._row_sites import look_at_rows, num_elements, read_row_prior, read_rows, why_not_rows
 from ._terms import TermData, TermSpec, prepare_term, term_log_prob
+from ._tracing import check_data, trace_arguments
 from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
 from ._values import ValueCall, chunk_log_likelihood, prior_log_density, take_rows, with_values_held
 
@@ -36,33 +42,49 @@ Partition.planner = staticmethod(make_plan)
 
 __all__ = [
     "Arrival",
+    "Claim",
     "Enumeration",
+    "Form",
     "GroupMasks",
+    "KeyWatch",
     "Layout",
     "LocalLayout",
     "ModelCall",
     "Packing",
     "PartitionPlan",
     "Planned",
+    "Statistics",
     "TermData",
     "TermSpec",
     "ValueCall",
     "abstract_trace",
     "arrive",
     "as_arrays",
+    "check_data",
     "check_finite_arguments",
+    "check_observed_shapes",
     "check_same_signature",
     "chunk_log_likelihood",
+    "claimed_exact_prior",
+    "claimed_prior_factor",
+    "claimed_rows",
+    "claims_likelihood",
     "count_rows",
     "enumerated",
     "exact_diagonal_prior",
+    "exact_log_constant",
     "exact_prior",
+    "explained",
+    "forms_of",
     "gather_rows",
+    "is_affine",
     "is_latent",
     "join_arguments",
     "look_at_rows",
     "make_plan",
+    "marked",
     "model_layout",
+    "model_work",
     "move_to_prior_factor",
     "nobody",
     "num_elements",
@@ -77,13 +99,16 @@ __all__ = [
     "prior_log_density",
     "row_log_likelihood",
     "signature_of",
+    "refuse_randomness",
     "refuse_unsupported",
     "slice_rows",
     "split_arguments",
     "take_rows",
+    "trace_arguments",
     "why_not_rows",
     "without_labels",
     "with_expectation",
     "with_values_held",
     "term_log_prob",
+    "unmarked",
 ]

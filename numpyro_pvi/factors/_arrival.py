@@ -96,6 +96,11 @@ def count_rows(
         DataError: for no rows at all, or per-row arguments of different lengths.
         PartitionError: where the model's plate does not follow its arguments.
     """
+    if plan.rows.whole:
+        raise PartitionError(
+            f"{who}: the model was kept whole ({plan.why}), so it has no rows that could come or go by group. Name what is "
+            "split: Partition(model, plate, groups), or Partition(model, groups=..., sites={'obs': -1})."
+        )
     if expected.structure != got.structure:
         raise StateError(
             f"{who}: the arguments are {_names(got)}, but the state was made with {_names(expected)}. Pass what `init` was "
@@ -186,7 +191,7 @@ def without_labels(plan: PartitionPlan, padded_rows: int, keep_sizes: bool, keep
     table = numbered_table(sizes)
     if keep_labels:
         table = dataclasses.replace(table, labels=plan.table.labels)
-    return dataclasses.replace(plan, table=table, local=local)
+    return dataclasses.replace(plan, table=table, local=local, remarks=())
 
 
 def _pack_padded(num_rows: int, length: int, dim: int) -> Packing:

@@ -13,8 +13,10 @@ import numpy as np
 from numpyro import distributions as dist
 from numpyro.primitives import Messenger
 
+from .._compiling import look
 from ..errors import PartitionError, PVIError
 from ..handlers import RowAxes
+from ._arguments import is_dynamic
 from ._model import (
     ModelCall,
     abstract_trace,
@@ -39,7 +41,7 @@ class Enumeration:
     """Which discrete latents of a model are summed out, and where. Static and hashable.
 
     Args:
-        plates: partitioned plates that hold discrete latents.
+        plates: partitioned plates that hold discrete latents; none where the model is kept whole.
         dims: their batch dimensions, negative.
         latents: the discrete latents.
         names: per plate, the name of the site that stands for its rows: the observed sites' names, joined by "+".
@@ -65,11 +67,13 @@ class Enumeration:
             PVIError: where funsor is not installed.
         """
         require_funsor(self.latents)
-        from ._marginal import MarginalModel
+        from ._marginal import MarginalModel, WholeMarginalModel
 
-        return MarginalModel(model, self)
+        return MarginalModel(model, self) if self.plates else WholeMarginalModel(model, self)
 
     def __str__(self) -> str:
+        if not self.plates:
+            return f"{', '.join(self.latents)}, summed out exactly"
         where = " and ".join(repr(plate) for plate in self.plates)
         return f"{', '.join(self.latents)} in plate {where}, summed out exactly row by row"
 
@@ -136,13 +140,17 @@ def find_enumeration(trace: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> E
     found = {n: s for n, s in trace.items() if is_latent(s) and s["fn"].support.is_discrete}
     if not found:
         return None
-    _refuse_global(found, rows)
+    if not rows.whole:
+        _refuse_global(found, rows)
     for name, site in found.items():
         _refuse_support(name, site["fn"])
     if len(found) == sum(is_latent(s) for s in trace.values()):
         raise PartitionError(
             f"the model has no latent but the discrete {_names(found)}, which are summed out, so there is nothing to fit."
         )
+    depth = max((-f.dim for s in trace.values() if s["type"] == "sample" for f in s["cond_indep_stack"]), default=0)
+    if rows.whole:
+        return Enumeration((), (), tuple(found), ("+".join(n for n, s in trace.items() if is_observed(s)),), depth)
     inside = {
         n: frame
         for n, site in trace.items()
@@ -154,7 +162,6 @@ def find_enumeration(trace: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> E
     inside = {n: frame for n, frame in inside.items() if frame.name in plates}
     for name in inside:
         _refuse_undeclared_axes(name, trace[name])
-    depth = max(-frame.dim for s in trace.values() if s["type"] == "sample" for frame in s["cond_indep_stack"])
     dims = {frame.name: frame.dim for frame in inside.values()}
     names = ("+".join(n for n, f in inside.items() if f.name == p and is_observed(trace[n])) for p in plates)
     return Enumeration(plates, tuple(dims[p] for p in plates), tuple(found), tuple(names), depth)
@@ -181,9 +188,9 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
     from ._marginal import numpyro_log_density
 
     direction = np.cos(1.0 + np.arange(len(loc)))
-    points = jnp.asarray(loc + np.array([[0.3], [0.01]]) * sd * direction, jnp.result_type(float))
+    points = np.asarray(loc + np.array([[0.3], [0.01]]) * sd * direction, jnp.result_type(float))
     arrays, structure = jax.tree.flatten((call.args, call.kwargs))
-    moving = [i for i, x in enumerate(arrays) if hasattr(x, "dtype")]
+    moving = [i for i, x in enumerate(arrays) if is_dynamic(x)]
 
     def densities(values, point, swap):
         leaves = list(arrays)
@@ -200,9 +207,10 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
         coupled = _coupled_rows(here, enumeration, point, swap)
         return jnp.sum(rows), jnp.sum(jnp.abs(rows)), numpyro_log_density(here, enumeration, latents), coupled
 
-    swaps = jnp.array([False, True])
-    compiled = jax.jit(lambda values: jax.lax.map(lambda x: densities(values, *x), (points, swaps)))
-    got, size, expected, coupled = jax.device_get(compiled([arrays[i] for i in moving]))
+    def at_points(values, points):
+        return jax.lax.map(lambda x: densities(values, *x), (points, np.array([False, True])))
+
+    got, size, expected, coupled = jax.device_get(look(at_points, [arrays[i] for i in moving], points))
     tolerance = 1e-5 if points.dtype == jnp.float32 else 1e-10
     for mine, scale, theirs in zip(got, size, expected, strict=True):
         if np.isfinite(theirs) and not abs(mine - theirs) <= tolerance * max(scale, 1.0):

@@ -68,6 +68,78 @@ class MarginalModel:
         return result
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeMarginalModel:
+    """A model with one observed site: the log-likelihood of all its data, discrete latents summed out by NumPyro itself.
+
+    It need not fall into rows: a discrete latent may be shared by all of them, or be the state of a `scan`.
+
+    Args:
+        model: the NumPyro model.
+        enumeration: what is summed out.
+    """
+
+    model: Callable
+    enumeration: Enumeration
+
+    def __post_init__(self) -> None:
+        """Show the model's own signature."""
+        object.__setattr__(self, "__wrapped__", self.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model for its continuous latents and params, then declare the log-likelihood given these."""
+        latents = self.enumeration.latents
+
+        def first_values(site: dict) -> Array | None:
+            return jnp.zeros(site["fn"].shape(), int) if site["name"] in latents else None
+
+        def inside(site: dict) -> bool:
+            return site["type"] == "sample" and (site["is_observed"] or site["name"] in latents)
+
+        # A substitution function also reaches the bodies of scans.
+        model = FullPlates(self.model)
+        with (
+            handlers.block(hide_fn=lambda site: site["type"] == "deterministic" or inside(site)),
+            handlers.trace() as own,
+        ):
+            result = handlers.substitute(model, substitute_fn=first_values)(*args, **kwargs)
+        kept = {n: s["value"] for n, s in own.items() if s["type"] in ("sample", "param") and not inside(s)}
+        shapes = {n: tuple(s["fn"].batch_shape) for n, s in own.items() if s["type"] == "sample" and n in kept}
+        with handlers.block():
+            given = handlers.seed(handlers.substitute(model, data=kept), jax.random.key(0))
+            checked = _SameShapes(given, shapes, latents)
+            # The priors of the continuous latents are told outside; a scan names states of its own, which stay.
+            counted = handlers.block(checked, hide=list(shapes))
+            enumerable = enum(config_enumerate(counted), first_available_dim=-1 - self.enumeration.depth)
+            density = jnp.asarray(log_density(enumerable, args, kwargs, {})[0])
+        fn = EnumeratedRows(density)
+        numpyro.sample(self.enumeration.names[0], fn, obs=fn.sample(None))
+        return result
+
+
+class _SameShapes(Messenger):
+    """Refuses continuous latents that depend on an enumerated one: their densities would belong inside the sum.
+
+    Args:
+        fn: the model.
+        shapes: batch shapes of the continuous latents without enumeration.
+        latents: the enumerated ones, for the message.
+    """
+
+    def __init__(self, fn: Callable, shapes: dict[str, tuple[int, ...]], latents: tuple[str, ...]) -> None:
+        self.shapes, self.latents = shapes, latents
+        super().__init__(fn)
+
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        """Compare a latent's batch shape."""
+        shape = self.shapes.get(msg["name"]) if msg["type"] == "sample" else None
+        if shape is not None and len(tuple(msg["fn"].batch_shape)) > len(shape):
+            raise PartitionError(
+                f"continuous latent {msg['name']!r} depends on the enumerated latent(s) {', '.join(self.latents)}, so it cannot "
+                "be held while these are summed out: give it a plate of its own, one value for each of theirs, and index it."
+            )
+
+
 class RowTerms(Messenger):
     """Keep the sample sites of the partitioned plates' rows to itself, with the names of their enumerated axes.
 

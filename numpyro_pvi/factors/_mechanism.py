@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from ..errors import PartitionError
 from ..handlers import GroupTable, Partition, RowAxes
+from ._arguments import is_dynamic
 from ._model import ModelCall, is_observed, site_log_prob
 from ._packing import Packing, choose_chunk_rows, pack_rows
 from ._probe import CoupledLatentError, Probe, check_additive, check_local, run_probe
@@ -22,7 +24,12 @@ _REASONS = {
     "args": "the axis' size follows the arguments",
     "index": "the model indexes its data by the plate's indices",
     "mask": "every group is a full pass over all rows with the others' masked",
+    "resized": "the arguments are per row, and the plate is given as many rows as they have",
+    "whole": "one group, which is the whole model",
 }
+# Numbers that the full passes of one evaluation of all groups may read, below which nobody needs a warning: rounds of some
+# hundred evaluations then take about a second.
+_CHEAP_WORK = 1e7
 # What a model that does not fit a chunk raises: shapes that do not go together, a series longer than its scan.
 _CHUNK_ERRORS = (TypeError, ValueError, IndexError, KeyError, AssertionError, RuntimeError)
 
@@ -65,7 +72,7 @@ def choose_reading(
     if partition.mode in ("auto", "args"):
         attempt.data_axes()
     if partition.mode != "auto":
-        return attempt.read(partition.mode, group_of_row)
+        return attempt.forced(group_of_row)
     failed: dict[str, PartitionError] = {}
     for mechanism in MECHANISMS[:-1]:
         try:
@@ -74,14 +81,25 @@ def choose_reading(
             raise
         except PartitionError as error:
             failed[mechanism] = error
-    if table.num_groups > 1:
-        reasons = " | ".join(f"{mechanism}: {error}" for mechanism, error in failed.items())
-        warnings.warn(
-            f"{attempt.where}: every one of the {table.num_groups} groups costs a full pass over all {table.num_rows} rows, "
-            f"because no cheaper way to evaluate one group fits the model. {reasons}",
-            stacklevel=2,
-        )
-    return attempt.read("mask", group_of_row)
+    if rows.plates:
+        try:
+            # A plate whose size is a number does not follow the arguments by itself.
+            return attempt.read("args", group_of_row, resized=True)
+        except CoupledLatentError:
+            raise
+        except PartitionError:
+            pass  # the reasons against the model as it is say more than this one
+    read = attempt.read("mask", group_of_row)
+    if table.num_groups == 1:
+        return read
+    reasons = " | ".join(f"{mechanism}: {error}" for mechanism, error in failed.items())
+    cost = (
+        f"every one of the {table.num_groups} groups costs a full pass over all {table.num_rows} rows, because no cheaper way to "
+        f"evaluate one group fits the model. {reasons}"
+    )
+    if not partition.by_default or attempt.work() > _CHEAP_WORK:
+        warnings.warn(f"{attempt.where}: {cost}", stacklevel=2)
+    return dataclasses.replace(read, reason=cost) if partition.by_default else read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +116,23 @@ class _Attempt:
     @property
     def where(self) -> str:
         """What is partitioned, in words."""
+        if self.rows.whole:
+            return "the whole model"
         if self.rows.sites:
             return ", ".join(f"axis {dim} of sample site {name!r}" for name, dim in self.rows.sites)
         return f"plate{'s' * (len(self.rows.plates) > 1)} " + ", ".join(repr(name) for name in self.rows.plates)
 
-    def read(self, mechanism: str, group_of_row: dict) -> Read:
+    def forced(self, group_of_row: dict) -> Read:
+        """Evaluate groups by the mode that was asked for, or say that this one does not fit."""
+        mode = self.partition.mode
+        try:
+            return self.read(mode, group_of_row)
+        except CoupledLatentError:
+            raise
+        except PartitionError as error:
+            raise PartitionError(f"mode={mode!r} was asked for, but {error}") from error
+
+    def read(self, mechanism: str, group_of_row: dict, resized: bool = False) -> Read:
         """Evaluate groups by one mechanism, or say why not."""
         axes, sliced = (), ()
         packing: Packing | GroupMasks
@@ -113,7 +143,7 @@ class _Attempt:
             packing = pack_rows(self.table, self._chunk_rows())
             if mechanism == "args":
                 axes, sliced = self.data_axes()
-        reading = Reading(mechanism, tuple(self.sizes), axes)
+        reading = Reading(mechanism, tuple(self.sizes), axes, resized)
         if isinstance(packing, Packing):
             self._try_chunk(reading, int(packing.rows.shape[1]), sliced)
         probe = run_probe(self.call, self.trace, self.rows, reading, packing, self.key, self.params)
@@ -121,7 +151,14 @@ class _Attempt:
             check_local(probe, self.where, self.call.local_layout)
             if isinstance(packing, Packing):
                 check_additive(probe, self.where, self.table, reading, sliced)
-        return Read(reading, self.where, self.table, packing, probe, _REASONS[mechanism], sliced)
+        reason = _REASONS["whole" if self.rows.whole else "resized" if reading.resized else mechanism]
+        return Read(reading, self.where, self.table, packing, probe, reason, sliced)
+
+    def work(self) -> float:
+        """Numbers that full passes over all groups read: arguments and observed terms, once for each group."""
+        arguments = sum(x.size for x in jax.tree.leaves((self.call.args, self.call.kwargs)) if hasattr(x, "dtype"))
+        terms = sum(math.prod(site["fn"].batch_shape) for site in self.trace.values() if is_observed(site))
+        return float(self.table.num_groups * (arguments + terms))
 
     def _chunk_rows(self) -> int:
         return choose_chunk_rows(self.table.sizes, self.partition.chunk_size, self.call.layout.dim)
@@ -239,8 +276,8 @@ def _parameter_names(model: Callable, count: int) -> dict[int, str]:
 
 def _split_static(tree):
     leaves, structure = jax.tree.flatten(tree)
-    dynamic = [x if hasattr(x, "dtype") else None for x in leaves]
-    return dynamic, ([None if hasattr(x, "dtype") else x for x in leaves], structure)
+    dynamic = [x if is_dynamic(x) else None for x in leaves]
+    return dynamic, ([None if is_dynamic(x) else x for x in leaves], structure)
 
 
 def _join_static(dynamic, static):

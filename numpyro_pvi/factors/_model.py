@@ -17,7 +17,9 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.distributions.util import sum_rightmost
 from numpyro.primitives import Messenger
 
+from .._compiling import work_of
 from ..handlers import FullPlates, RowAxes
+from ._arguments import join_arguments, split_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +282,9 @@ def observed_log_likelihood(
 
 
 def rows_first(values: Array, dim: int) -> Float[Array, "N"]:
-    """Move a plate's (negative) batch axis to the front and sum the others."""
+    """Move a plate's (negative) batch axis to the front and sum the others; axis 0 is none: everything is one row."""
+    if dim == 0:
+        return jnp.sum(values)[None]
     values = jnp.moveaxis(values, values.ndim + dim, 0)
     return values.reshape(values.shape[0], -1).sum(axis=-1)
 
@@ -307,3 +311,26 @@ def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
     with numpyro.validation_enabled(False):
         jax.eval_shape(run, key)
     return found
+
+
+def model_work(model: Callable, args: tuple, kwargs: dict) -> int:
+    """Numbers that one evaluation of a model's density makes on the way, counted without computing anything.
+
+    Args:
+        model: the NumPyro model.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        The sum over all operations, those of a loop as often as it runs.
+    """
+    arrays, static = split_arguments(args, kwargs)
+
+    def density(key, arrays):
+        given, named = join_arguments(arrays, static)
+        seeded = handlers.seed(DrawImproper(FullPlates(model), key), key)
+        trace = handlers.trace(seeded).get_trace(*given, **named)
+        return [jnp.sum(site_log_prob(s)) for s in trace.values() if s["type"] == "sample"]
+
+    with numpyro.validation_enabled(False):
+        return work_of(jax.make_jaxpr(density)(jax.random.key(0), arrays).jaxpr)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Num
 
+from .._compiling import on_device
 from ..errors import DataError
 from ..handlers import GroupTable
 
@@ -54,6 +55,11 @@ class Packing:
     def chunks(self) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
         """What identifies each chunk: its rows, and which of them are no padding."""
         return self.rows, self.mask
+
+    def first_rows(self) -> Int[Array, " M"]:
+        """Index of every group's first row."""
+        # A chunk's padding repeats its own first row.
+        return jnp.min(self.rows, axis=1)[self.offsets[:-1]]
 
 
 def choose_chunk_rows(sizes: tuple[int, ...], chunk_size: int = 128, dim: int = 1) -> int:
@@ -112,10 +118,10 @@ def pack_rows(table: GroupTable, chunk_rows: int) -> Packing:
     mask = slots < ends[group][:, None]
     rows = order[np.where(mask, slots, start[:, None])]
     return Packing(
-        rows=jnp.asarray(rows, dtype=jnp.int32),
-        mask=jnp.asarray(mask),
-        chunk_group=jnp.asarray(group, dtype=jnp.int32),
-        offsets=jnp.asarray(offsets, dtype=jnp.int32),
+        rows=on_device(rows, np.int32),
+        mask=on_device(mask),
+        chunk_group=on_device(group, np.int32),
+        offsets=on_device(offsets, np.int32),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from ..handlers import GroupTable, RowAxes
+from ..handlers import BatchPlates, GroupTable, RowAxes
 from ._enumerate import Enumeration
 from ._model import Layout, LocalLayout
 from ._reading import Reading
@@ -51,9 +51,19 @@ class PartitionPlan:
     # How factors without structure are evaluated: "auto" (sigma points while draws agree with them), "sigma_points",
     # "stein", "hessian", or "monte_carlo" while it is open which of the last two.
     unstructured: str = "auto"
+    # Of "likelihood", "prior" (its exact part and its factor) and "additivity" (a sum over groups): what holds for all values
+    # of latents and parameters; everything that is said of the others was found at points.
+    proved: frozenset[str] = frozenset()
+    # What was found and then contradicted at draws from q, one sentence each.
+    remarks: tuple[str, ...] = ()
+    # Why rows are split as they are (or not at all), in one sentence, where that was not the user's own choice.
+    why: str = ""
+    # Whether plates keep the mini-batches that they draw, the data being no more than that.
+    batches: bool = False
 
     def model(self, model: Callable) -> Callable:
         """The model that factors are read off: the user's, with discrete latents summed out where it has local ones."""
+        model = BatchPlates(model) if self.batches else model
         return model if self.enumeration is None else self.enumeration.wrap(model)
 
     @property
@@ -73,20 +83,44 @@ class PartitionPlan:
         shown = ", ".join(f"{label!r}: {size}" for label, size in zip(self.table.labels[:8], sizes[:8], strict=True))
         more = f", ... ({len(sizes)} groups)" if len(sizes) > 8 else ""
         rows = [
-            ("partitioned", f"{self.where}, size {self.table.num_rows}"),
+            ("partitioned", "nothing" if self.rows.whole else f"{self.where}, size {self.table.num_rows}"),
+            *([("because", self.why)] if self.why else []),
             ("groups (rows)", shown + more),
             ("mechanism", f"{self.mechanism}: {self.reason}"),
             *([("arguments sliced", ", ".join(self.sliced))] if self.sliced else []),
             ("chunks", f"{self.num_chunks} of {self.chunk_rows} rows, padding {padded / self.table.num_rows - 1:.0%}"),
             ("observed sites", ", ".join(self.observed)),
             *([("enumerated", str(self.enumeration))] if self.enumeration else []),
-            ("likelihood", _describe(self.likelihood, self.terms, self.unstructured)),
+            (
+                "likelihood",
+                self._with_evidence(_describe(self.likelihood, self.terms, self.unstructured), "likelihood"),
+            ),
             *([("local latents", ", ".join(self.local.names))] if self.local is not None else []),
-            ("prior held exactly", ", ".join(self.exact) or "none"),
+            ("prior held exactly", self._with_evidence(", ".join(self.exact), "prior") if self.exact else "none"),
             ("prior factor", self._prior_line()),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def evidence(self, factor: str) -> str:
+        """How the structure of a factor is known: "proved", "found", or "" where none is claimed.
+
+        Args:
+            factor: "likelihood", or "prior" (what is held exactly, and the prior factor).
+
+        Returns:
+            "proved" where it holds for all values of latents and parameters, "found" where it was seen at points.
+        """
+        kinds = (
+            (self.likelihood,) if factor == "likelihood" else (self.prior_kind, "quadratic" if self.exact else "none")
+        )
+        if not {"quadratic", "affine"} & set(kinds):
+            return ""
+        return "proved" if factor in self.proved else "found"
+
+    def _with_evidence(self, text: str, factor: str) -> str:
+        evidence = self.evidence(factor)
+        return f"{text}; {evidence}" if evidence else text
 
     def _prior_line(self) -> str:
         if not self.has_prior_factor:
@@ -94,7 +128,8 @@ class PartitionPlan:
         parts = [", ".join(self.prior_latents)] if self.prior_latents else []
         if self.outside:
             parts.append("observed outside the plate: " + ", ".join(self.outside))
-        return "; ".join(parts) + f" ({_describe(self.prior_kind, self.prior_terms, self.unstructured)})"
+        text = "; ".join(parts) + f" ({_describe(self.prior_kind, self.prior_terms, self.unstructured)})"
+        return self._with_evidence(text, "prior") if self.prior_kind == "affine" else text
 
 
 _UNSTRUCTURED = {

@@ -20,7 +20,9 @@ from ._packing import Packing
 from ._plan import PartitionPlan
 from ._probe import Probe
 from ._reading import GroupMasks
-from ._structure import find_term, is_quadratic
+from ._structure import find_term, judge_quadratic
+from ._terms import TermSpec
+from ._tracing import trace_arguments
 from ._validate import as_arrays
 
 # Latents above which a mean-field q takes its curvature from a few draws' gradients instead of 2D points (or a Hessian a
@@ -46,8 +48,11 @@ class Planned:
 
 def make_plan(partition: Partition, args: tuple, kwargs: dict) -> PartitionPlan:
     """Plan a partition for the user's eyes: see :meth:`numpyro_pvi.Partition.plan`."""
-    args, kwargs = as_arrays(args, kwargs)
-    return plan_factors(partition, args, kwargs, key=jax.random.key(0)).plan
+    given, key = (args, kwargs), jax.random.key(0)
+    args, kwargs = as_arrays(*given)
+    if by_value := trace_arguments(_model_of(partition), key, args, kwargs)[1]:
+        args, kwargs = as_arrays(*given, by_value=by_value)
+    return plan_factors(partition, args, kwargs, key=key).plan
 
 
 def plan_factors(
@@ -89,7 +94,7 @@ def plan_factors(
     observed = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is not None)
     outside = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is None)
     packing, probe = read.packing, read.probe
-    if enumeration is not None and partition.check:
+    if enumeration is not None and enumeration.plates and partition.check:
         # Off their prior location, where densities of the rows' own latents would not see a wrong sign.
         values = None if probe.local is None else jnp.asarray(probe.local.loc + 0.3 * probe.local.sd)
         whole = ModelCall(untouched, layout, args, kwargs, probe.params, local, values)
@@ -109,10 +114,15 @@ def plan_factors(
         params=tuple(n for n in probe.params if n not in probe.inert),
         local=local,
         enumeration=enumeration,
+        why=partition.why,
+        batches=partition.batches,
         **_structure(probe, observed, outside, layout),
     )
+    if read.reading.mechanism == "mask":
+        # Every group is the whole model with the others' rows masked.
+        plan = dataclasses.replace(plan, proved=plan.proved | {"additivity"})
     if local is not None:
-        plan = dataclasses.replace(plan, likelihood="local", terms=())
+        plan = dataclasses.replace(plan, likelihood="local", terms=(), proved=plan.proved - {"likelihood"})
     params = {n: v for n, v in probe.params.items() if n in plan.params}
     own = (None, None) if probe.local is None else (probe.local.loc, probe.local.sd)
     return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params, *own)
@@ -138,7 +148,8 @@ def with_expectation(planned: Planned, expectation: str, full: bool = True) -> P
         prior_kind = "draws" if plan.has_prior_factor else "none"
         plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind, unstructured=expectation)
     elif expectation == "quadrature" and plan.terms:
-        plan = dataclasses.replace(plan, likelihood="affine")
+        sure = plan.proved if all(t.proved for t in plan.terms) else plan.proved - {"likelihood"}
+        plan = dataclasses.replace(plan, likelihood="affine", proved=sure)
     elif expectation == "reparameterised" and not full:
         prior_kind = "reparameterised" if plan.has_prior_factor else "none"
         plan = dataclasses.replace(plan, likelihood="reparameterised", prior_kind=prior_kind)
@@ -161,6 +172,7 @@ def move_to_prior_factor(planned: Planned) -> Planned:
         prior_latents=tuple(plan.layout.names),
         prior_terms=(),
         prior_kind="draws",
+        proved=plan.proved | {"prior"},
     )
     return dataclasses.replace(planned, plan=plan)
 
@@ -241,31 +253,45 @@ def _model_of(partition: Partition) -> Callable:
 
 
 def _structure(probe: Probe, observed: tuple[str, ...], outside: tuple[str, ...], layout: Layout) -> dict[str, Any]:
-    rays = probe.rays
-    terms = tuple(find_term(probe.facts[n], probe.leaves[n], None, rays) for n in observed)
-    complete = all(t is not None for t in terms)
+    likelihood = _likelihood(probe, observed)
+    prior = _prior(probe, outside, layout)
+    sure = {name for name, (_, proved) in (("likelihood", likelihood), ("prior", prior)) if proved}
+    return {**likelihood[0], **prior[0], "proved": frozenset(sure)}
+
+
+def _likelihood(probe: Probe, observed: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
+    """What is said of the rows, and whether all of it is proved."""
+    terms = [_term(probe, n) for n in observed]
+    complete = tuple(t for t in terms if t is not None) if None not in terms else ()
     continuous = not any(probe.facts[n].discrete for n in observed)
-    possible = continuous and all(probe.facts[n].may_be_quadratic for n in observed)
-    quadratic = possible and all(is_quadratic(probe.rows[n], rays) for n in observed)
-    kind = "quadratic" if quadratic else "affine" if complete else "draws"
-    gaussian = {n for n in layout.names if probe.facts[n].may_be_quadratic and is_quadratic(probe.latents[n], rays)}
-    if len(gaussian) == len(layout.names):
+    judged = [
+        judge_quadratic(probe.rows[n], probe.rays, probe.row_forms[n], continuous and probe.facts[n].may_be_quadratic)
+        for n in observed
+    ]
+    kind = "quadratic" if all(judged) else "affine" if None not in terms else "draws"
+    proved = set(judged) == {"proved"} if kind == "quadratic" else all(t.proved for t in complete)
+    return {"likelihood": kind, "terms": complete}, proved
+
+
+def _prior(probe: Probe, outside: tuple[str, ...], layout: Layout) -> tuple[dict[str, Any], bool]:
+    """What is said of the prior, and whether all of it is proved."""
+    judged = {
+        n: judge_quadratic(probe.latents[n], probe.rays, probe.latent_forms[n], probe.facts[n].may_be_quadratic)
+        for n in layout.names
+    }
+    if all(judged.values()):
         exact = tuple(layout.names)
     else:
         # A latent whose own prior moves with others is only safely exact when all of those are.
-        exact = tuple(n for n in layout.names if n in gaussian and not probe.depends_on_others(n))
+        exact = tuple(n for n in layout.names if judged[n] and not probe.depends_on_others(n))
     rest = tuple(n for n in layout.names if n not in exact)
-    prior_terms = tuple(find_term(probe.facts[n], probe.leaves[n], probe.own(n, layout), rays) for n in rest)
-    prior_terms += tuple(find_term(probe.facts[n], probe.leaves[n], None, rays) for n in outside)
-    if not prior_terms:
-        prior_kind = "none"
-    else:
-        prior_kind = "affine" if all(t is not None for t in prior_terms) else "draws"
-    return {
-        "likelihood": kind,
-        "terms": terms if complete else (),
-        "exact": exact,
-        "prior_latents": rest,
-        "prior_terms": prior_terms if prior_kind == "affine" else (),
-        "prior_kind": prior_kind,
-    }
+    terms = [_term(probe, n, probe.own(n, layout)) for n in rest] + [_term(probe, n) for n in outside]
+    found = tuple(t for t in terms if t is not None)
+    kind = "none" if not terms else "affine" if len(found) == len(terms) else "draws"
+    kept = found if kind == "affine" else ()
+    proved = all(judged[n] == "proved" for n in exact) and all(t.proved for t in kept)
+    return {"exact": exact, "prior_latents": rest, "prior_terms": kept, "prior_kind": kind}, proved
+
+
+def _term(probe: Probe, name: str, own: Any = None) -> TermSpec | None:
+    return find_term(probe.facts[name], probe.leaves[name], own, probe.rays, probe.leaf_forms[name])

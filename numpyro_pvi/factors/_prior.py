@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ..handlers import RowAxes
 from ._model import ModelCall, is_latent, latent_log_density, outside_log_likelihood, site_log_prob
+
+
+def exact_log_constant(call: ModelCall, exact: tuple[str, ...]) -> Float[Array, ""]:
+    """What the exactly held prior's log density has beside its quadratic part, in nats: its value at the origin.
+
+    It is ``-A(eta_0)`` for a normalised prior, ``-s A(eta_0)`` for one that ``handlers.scale`` multiplies by s, and 0 for a flat
+    one or an exponential tilt (an ``ImproperUniform`` on a bounded support, of which the Jacobian alone is left), which have no
+    normaliser to compute it from.
+
+    Args:
+        call: the model and its arguments.
+        exact: latents whose priors are jointly quadratic in the flat vector.
+
+    Returns:
+        Nats, with the gradient of the model's ``numpyro.param`` values.
+    """
+    origin = jnp.zeros((call.layout.dim,), jnp.result_type(float))
+    return _log_prior(call, exact, origin) if exact else jnp.zeros((), origin.dtype)
+
+
+def _log_prior(call: ModelCall, exact: tuple[str, ...], point: Float[Array, "D"]) -> Float[Array, ""]:
+    terms = latent_log_density(call, point)
+    return sum((terms[n] for n in exact), start=jnp.zeros((), point.dtype))
 
 
 def exact_prior(
@@ -23,13 +48,8 @@ def exact_prior(
     Returns:
         ``(precision_mean, precision)``; zero on every other coordinate.
     """
-
-    def log_prior(z):
-        terms = latent_log_density(call, z)
-        return sum((terms[n] for n in exact), start=jnp.zeros((), z.dtype))
-
-    gradient = jax.grad(log_prior)(point)
-    precision = -jax.jacfwd(jax.grad(log_prior))(point)
+    slope = jax.grad(partial(_log_prior, call, exact))
+    gradient, precision = slope(point), -jax.jacfwd(slope)(point)
     return gradient + precision @ point, precision
 
 
@@ -49,12 +69,7 @@ def exact_diagonal_prior(
         ``(precision_mean, precision, coupled)``: zero on every other coordinate, and whether some coordinates are
         coupled, in which case the other two mean nothing.
     """
-
-    def log_prior(z):
-        terms = latent_log_density(call, z)
-        return sum((terms[n] for n in exact), start=jnp.zeros((), z.dtype))
-
-    gradient, product = jax.linearize(jax.grad(log_prior), point)
+    gradient, product = jax.linearize(jax.grad(partial(_log_prior, call, exact)), point)
     precision = -product(jnp.ones_like(point))
     probe = 0.5 + jax.random.uniform(jax.random.key(0), point.shape, point.dtype)
     image = -product(probe)

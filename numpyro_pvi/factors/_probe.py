@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,12 @@ from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
+from .._compiling import look
 from ..errors import PartitionError
 from ..handlers import FullPlates, GroupTable, RowAxes
+from ._arguments import is_dynamic
 from ._enumerate import EnumeratedRows
+from ._forms import Form
 from ._model import (
     DrawImproper,
     LocalLayout,
@@ -31,8 +35,9 @@ from ._model import (
     site_log_prob,
 )
 from ._packing import Packing
+from ._proof import TracedLook, moved_values, trace_look
 from ._reading import GroupMasks, Reading
-from ._structure import POINTS_PER_RAY, Rays, SiteFacts, moves
+from ._structure import POINTS_PER_RAY, Rays, SiteFacts
 from ._terms import leaf_paths, leaves_by_path
 
 _NUM_DRAWS = 64
@@ -67,13 +72,18 @@ class Probe:
     latents: dict[str, np.ndarray]
     leaves: dict[str, dict[str, np.ndarray]]
     facts: dict[str, SiteFacts]
-    # Per-row reference values at the check points, and what the chunks gave, summed over observed sites: Float[2, N].
+    # What is proved of each of these, for all latents and parameters.
+    row_forms: dict[str, Form]
+    latent_forms: dict[str, Form]
+    leaf_forms: dict[str, dict[str, Form]]
+    # Per-row reference values at the check points (and again at moved parameters), and what the chunks gave, summed over
+    # observed sites: Float[K, N].
     reference: np.ndarray
     chunked: np.ndarray
     prior_loc: np.ndarray
     prior_sd: np.ndarray
     params: dict
-    # Names of ``numpyro.param`` sites that the log density does not depend on.
+    # Names of ``numpyro.param`` sites that the log density does not depend on, whatever their values.
     inert: tuple[str, ...]
     # Prior location and sd of every unit's local latents, Float[U K], and what couples them; None when there are none.
     local: LocalProbe | None = None
@@ -85,7 +95,7 @@ class Probe:
 
     def depends_on_others(self, name: str) -> bool:
         """Whether the parameters of a latent's prior move with other latents."""
-        return any(moves(values, self.rays) for values in self.leaves[name].values())
+        return any(not form.constant for form in self.leaf_forms[name].values())
 
 
 class CoupledLatentError(PartitionError):
@@ -134,9 +144,18 @@ def run_probe(
     Returns:
         The probe, on the host.
     """
-    static = _StaticArgs(call, rows, reading, params)
-    arrays = [x for x in jax.tree.leaves((call.args, call.kwargs)) if hasattr(x, "dtype")]
-    found = jax.device_get(jax.jit(static.probe)(arrays, packing, key))
+    arrays = [x for x in jax.tree.leaves((call.args, call.kwargs)) if is_dynamic(x)]
+    static = _StaticArgs(call, rows, reading, params, {n: s for n, s in trace.items() if s["type"] == "param"})
+    traced = trace_look(static.look_at, arrays, static.abstract_params(), call)
+    found = jax.device_get(look(partial(static.probe, traced), arrays, packing, key))
+    return _on_host(found, traced, packing, {n: _facts(n, s, rows) for n, s in trace.items() if _is_sampled(s)})
+
+
+def _is_sampled(site: dict) -> bool:
+    return is_latent(site) or is_observed(site)
+
+
+def _on_host(found: dict, look: TracedLook, packing: Packing | GroupMasks, facts: dict[str, SiteFacts]) -> Probe:
     chunked = found["reference"]
     if isinstance(packing, Packing):
         chunked = np.zeros_like(chunked)
@@ -144,18 +163,21 @@ def run_probe(
         for point in range(chunked.shape[0]):
             chunked[point, np.asarray(packing.rows)[mask]] = found["chunks"][point][mask]
     return Probe(
-        rays=_rays(),
+        rays=_rays(2 if found["params"] else 1),
         points=found["points"],
         rows=found["rows"],
         latents=found["latents"],
         leaves={n: dict(leaves) for n, leaves in found["leaves"].items()},
-        facts={n: _facts(n, s, rows) for n, s in trace.items() if is_latent(s) or is_observed(s)},
+        facts=facts,
+        row_forms=look.forms["rows"],
+        latent_forms=look.forms["latents"],
+        leaf_forms=look.forms["leaves"],
         reference=found["reference"],
         chunked=chunked,
         prior_loc=found["loc"],
         prior_sd=found["sd"],
         params=found["params"],
-        inert=tuple(n for n, slope in found["slopes"].items() if slope == 0.0),
+        inert=tuple(n for n in found["params"] if n not in look.labels),
         local=None if found["local"] is None else LocalProbe(*found["local"]),
     )
 
@@ -166,8 +188,10 @@ class _StaticArgs:
     rows: RowAxes
     reading: Reading
     params: dict | None
+    # The model's ``numpyro.param`` sites, of an abstract trace.
+    sites: dict
 
-    def probe(self, arrays, packing: Packing | GroupMasks, key) -> dict:
+    def probe(self, look: TracedLook, arrays, packing: Packing | GroupMasks, key) -> dict:
         """The traced body: prior draws, rays, values, parameters and the additive comparison."""
         call = dataclasses.replace(self.call, **self._arguments(arrays))
         draws_key, direction_key = jax.random.split(key)
@@ -181,7 +205,15 @@ class _StaticArgs:
             call = dataclasses.replace(call, local=own_loc)
         noise = jax.random.normal(direction_key, (_NUM_DIRECTIONS, call.layout.dim), loc.dtype)
         points = _ray_points(loc, sd * noise)
-        rows, latents, leaves = _over_points(lambda z: self._look(call, z), points, arrays)
+        # What holds at the parameters' start alone is told from what holds for all of their values.
+        several = [params, moved_values(params, self.sites, direction_key)] if params else [params]
+
+        def along(params):
+            return _over_points(lambda z: look(arrays, params, call.local, z), points, arrays)
+
+        looks = [along(p) for p in several]
+        seen = jax.tree.map(lambda *parts: jnp.concatenate(parts), *looks)
+        points = jnp.concatenate([points] * len(several))
         checks = loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None] * sd * noise
         own_checks, local = None, None
         if own_loc is not None and own_sd is not None:
@@ -191,44 +223,32 @@ class _StaticArgs:
             local = (own_loc, own_sd, *self._couplings(at, packing, checks[0], noise))
 
         def at_checks(look):
+            return jax.tree.map(lambda *x: jnp.concatenate(x), *(at_params(look, p) for p in several))
+
+        def at_params(look, params):
+            at = dataclasses.replace(call, params=params)
             if own_checks is None:
-                return _over_points(lambda z: look(call, z), checks, arrays)
-            return jax.vmap(lambda z, own: look(dataclasses.replace(call, local=own), z))(checks, own_checks)
+                return _over_points(lambda z: look(at, z), checks, arrays)
+            return jax.vmap(lambda z, own: look(dataclasses.replace(at, local=own), z))(checks, own_checks)
 
         reference = at_checks(self._all_rows)
         chunks = None
         if isinstance(packing, Packing):
             chunks = at_checks(lambda at, z: self._chunk_rows(at, packing, z))
         return {
-            "points": points, "rows": rows, "latents": latents, "leaves": leaves, "reference": reference,
-            "chunks": chunks, "loc": loc, "sd": sd, "params": params, "slopes": self._slopes(call, checks),
-            "local": local,
+            "points": points, "rows": seen["rows"], "latents": seen["latents"], "leaves": seen["leaves"],
+            "reference": reference, "chunks": chunks, "loc": loc, "sd": sd, "params": params, "local": local,
         }  # fmt: skip
 
     def _arguments(self, arrays) -> dict:
         leaves, structure = jax.tree.flatten((self.call.args, self.call.kwargs))
         remaining = iter(arrays)
-        args, kwargs = structure.unflatten([next(remaining) if hasattr(x, "dtype") else x for x in leaves])
+        args, kwargs = structure.unflatten([next(remaining) if is_dynamic(x) else x for x in leaves])
         return {"args": args, "kwargs": kwargs}
 
     def _initial_params(self, call: ModelCall, key) -> dict:
         trace = draw_trace(call.model, key, call.args, call.kwargs, {})
-        return {n: jax.tree.map(jnp.asarray, s["value"]) for n, s in trace.items() if s["type"] == "param"}
-
-    def _slopes(self, call: ModelCall, points) -> dict[str, Array]:
-        """Size of the log density's slope along every param; zero where priors have replaced it (random_flax_module)."""
-        if not call.params:
-            return {}
-
-        def density(params, point):
-            trace, jacobians = dataclasses.replace(call, params=params).trace(point)
-            return sum(jnp.sum(site_log_prob(s, jacobians.get(n))) for n, s in trace.items() if s["type"] == "sample")
-
-        def slope(tree):
-            return sum((jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(tree)), start=jnp.zeros(()))
-
-        gradients = jax.vmap(jax.grad(density), (None, 0))(call.params, points)
-        return {n: slope(g) for n, g in gradients.items()}
+        return {n: jax.tree.map(_real, s["value"]) for n, s in trace.items() if s["type"] == "param"}
 
     def _draw(self, call: ModelCall, key) -> tuple[Float[Array, "D"], Float[Array, "U K"] | None]:
         trace = draw_trace(call.model, key, call.args, call.kwargs, call.params)
@@ -275,17 +295,28 @@ class _StaticArgs:
             across = across - weights[layout.key][:, None] * slope(call.local)
         return tangent(noise) - blocks, across, jax.grad(outside)(call.local), size
 
-    def _look(self, call: ModelCall, point):
+    def abstract_params(self) -> dict:
+        """Shapes and dtypes of the parameters' values."""
+        values = {n: s["value"] for n, s in self.sites.items()} if self.params is None else self.params
+        return jax.eval_shape(partial(jax.tree.map, _real), values)
+
+    def look_at(self, arrays: list, params: dict, local: Any, point: Array) -> dict:
+        """Log densities of rows, latents and all else, and every distribution's parameters, at a flat point."""
+        call = dataclasses.replace(self.call, **self._arguments(arrays), params=params, local=local)
         trace, jacobians = call.trace(point)
-        rows, latents, leaves = {}, {}, {}
+        rows, latents, leaves, outside = {}, {}, {}, {}
         for name, site in trace.items():
+            if site["type"] != "sample":
+                continue
+            density, axis = site_log_prob(site, jacobians.get(name)), self.rows.of(site)
             if is_latent(site):
-                latents[name] = jnp.sum(site_log_prob(site, jacobians[name]))
-            if site["type"] == "sample" and (axis := self.rows.of(site)) is not None:
-                rows[name] = rows_first(site_log_prob(site, jacobians.get(name)), axis.dim)
-            if site["type"] == "sample":
-                leaves[name] = leaves_by_path(site["fn"])
-        return rows, latents, leaves
+                latents[name] = jnp.sum(density)
+            elif axis is None:
+                outside[name] = jnp.sum(density)
+            if axis is not None:
+                rows[name] = rows_first(density, axis.dim)
+            leaves[name] = leaves_by_path(site["fn"])
+        return {"rows": rows, "latents": latents, "leaves": leaves, "outside": outside}
 
     def _all_rows(self, call: ModelCall, point) -> Float[Array, "N"]:
         # Only what rows own: with a chunk's arguments a shared latent's prior may have another shape than its value.
@@ -296,13 +327,19 @@ class _StaticArgs:
                 rows.append(rows_first(site_log_prob(site, jacobians.get(name)), axis.dim))
         if len(self.rows.plates) > 1:
             return jnp.concatenate(rows)
-        return sum(rows, start=jnp.zeros((), point.dtype))
+        return sum(rows, start=jnp.zeros((1,) if self.rows.whole else (), point.dtype))
 
     def _chunk_rows(self, call: ModelCall, packing: Packing, point) -> Float[Array, "C R"]:
         def chunk(chunk):
             return self._all_rows(self.reading.call(call, chunk), point)
 
         return jax.lax.map(chunk, packing.chunks, batch_size=min(16, packing.rows.shape[0]))
+
+
+def _real(value) -> Array:
+    """A param's initial value; one written as an integer is a number to be fitted like any other."""
+    array = jnp.asarray(value)
+    return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.result_type(float))
 
 
 def check_additive(probe: Probe, where: str, table: GroupTable, reading: Reading, sliced: tuple[str, ...]) -> None:
@@ -350,14 +387,16 @@ def check_local(probe: Probe, where: str, layout: LocalLayout | None) -> None:
     if probe.local is None or layout is None:
         return
     found = probe.local
-    tolerance = (1e-3 if found.size.dtype == np.float32 else 1e-8) * (1 + found.size.max(initial=0.0))
+    # Every unit by its own scale: one steep row must not hide the coupling of the others.
+    scale = 1 + np.max(np.where(np.isfinite(found.size), found.size, 0.0), axis=1, keepdims=True, initial=0.0)
+    tolerance = 1e-3 if found.size.dtype == np.float32 else 1e-8
     reasons = (
         (found.between_units, "depends on the same terms as another index's, so it is not private to its own"),
         (found.between_groups, "enters rows of other groups: labels of the plates disagree, or ids tie it to them"),
         (found.outside, "enters terms outside the partitioned plates, which belong to no group"),
     )
     for gaps, reason in reasons:
-        gaps = np.abs(np.where(np.isfinite(gaps), gaps, 0.0))
+        gaps = np.abs(np.where(np.isfinite(gaps), gaps, 0.0)) / scale
         if gaps.max(initial=0.0) > tolerance:
             unit, k = np.unravel_index(int(gaps.argmax()), gaps.shape)
             name = next(n for n in layout.names if layout.slice_of(n).start <= k < layout.slice_of(n).stop)
@@ -394,8 +433,8 @@ def _facts(name: str, site: dict, rows: RowAxes) -> SiteFacts:
         event_dim=len(fn.event_shape),
         leaf_event_dims=tuple(leaf_paths(fn)),
         elementwise=elementwise,
-        row_key=None if axis is None else axis.key,
-        row_dim=None if axis is None else axis.dim,
+        row_key=None if axis is None or rows.whole else axis.key,
+        row_dim=None if axis is None or rows.whole else axis.dim,
         may_be_quadratic=_may_be_quadratic(fn),
     )
 
@@ -408,11 +447,13 @@ def _may_be_quadratic(fn) -> bool:
     return isinstance(base, _GAUSSIAN) or not type(base).__module__.startswith("numpyro.")
 
 
-def _rays() -> Rays:
+def _rays(blocks: int) -> Rays:
+    """The rays, once for every block of points: those at the parameters' start, and those at moved ones."""
     per_ray = POINTS_PER_RAY - 1
     count = _NUM_DIRECTIONS * len(_RAY_SCALES)
     index = 1 + np.arange(count * per_ray).reshape(count, per_ray)
-    return Rays(np.concatenate([np.zeros((count, 1), int), index], axis=1))
+    one = np.concatenate([np.zeros((count, 1), int), index], axis=1)
+    return Rays(np.concatenate([one + b * (count * per_ray + 1) for b in range(blocks)]), blocks)
 
 
 def _ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float[Array, "P D"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, no_type_check
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from .._compiling import on_device
 from ..handlers import PlateRows
 from ._model import ModelCall
 from ._packing import Packing
@@ -44,6 +45,11 @@ class GroupMasks:
         """Which rows of every partitioned axis belong to the chunk's group."""
         return {key: self.group_of_row[key] == chunk for key in keys}
 
+    def first_rows(self) -> Int[Array, " M"]:
+        """Place of every group's first row, those of several plates end to end."""
+        owner = jnp.concatenate(list(self.group_of_row.values()))
+        return jnp.argmax(owner == self.chunk_group[:, None], axis=1)
+
 
 def group_masks(group_of_row: dict[str, np.ndarray], num_groups: int) -> GroupMasks:
     """Masks from the position of each row's group.
@@ -56,9 +62,9 @@ def group_masks(group_of_row: dict[str, np.ndarray], num_groups: int) -> GroupMa
         One chunk per group.
     """
     return GroupMasks(
-        {key: jnp.asarray(index, jnp.int32) for key, index in group_of_row.items()},
-        jnp.arange(num_groups, dtype=jnp.int32),
-        jnp.arange(num_groups + 1, dtype=jnp.int32),
+        {key: on_device(index, np.int32) for key, index in group_of_row.items()},
+        on_device(np.arange(num_groups), np.int32),
+        on_device(np.arange(num_groups + 1), np.int32),
     )
 
 
@@ -70,11 +76,25 @@ class Reading:
         mechanism: "args", "index" or "mask".
         keys: the partitioned axes: names of plates, or of labelled sites.
         axes: per leaf of ``(args, kwargs)``, the axis that runs over the rows, or None ("args" only).
+        resized: whether the model sizes its plate by a number, which a chunk's plate does not follow by itself ("args" only).
     """
 
     mechanism: str
     keys: tuple[str, ...]
     axes: tuple[int | None, ...]
+    resized: bool = False
+
+    def sized(self, model: Callable, count: int) -> Callable:
+        """The model with as many rows in its plate as it is given.
+
+        Args:
+            model: the NumPyro model.
+            count: rows of the arguments.
+
+        Returns:
+            The model itself where its plate's size follows the arguments.
+        """
+        return PlateRows(model, self.keys[0], jnp.arange(count)) if self.resized else model
 
     def call(self, call: ModelCall, chunk: Any) -> ModelCall:
         """The model with one chunk's rows.
@@ -94,7 +114,7 @@ class Reading:
         if self.mechanism == "index":
             return dataclasses.replace(call, model=PlateRows(call.model, self.keys[0], rows))
         args, kwargs = slice_rows((call.args, call.kwargs), self.axes, rows)
-        return dataclasses.replace(call, args=args, kwargs=kwargs)
+        return dataclasses.replace(call, model=self.sized(call.model, rows.shape[0]), args=args, kwargs=kwargs)
 
     def masks(self, packing: Packing | GroupMasks, chunk: Any) -> Mapping[str | None, Bool[Array, " R"]]:
         """Which rows of the evaluated model count for the chunk, by partitioned axis."""

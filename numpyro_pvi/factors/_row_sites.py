@@ -209,7 +209,8 @@ def _groups_of_elements(
 
 
 def _groups_of_rows(rows: RowAxes, packing: Packing | GroupMasks, spec: TermSpec, shape: tuple) -> Int[Array, "N"]:
-    del rows
+    if rows.whole:
+        return jnp.zeros((), jnp.int32)
     if isinstance(packing, GroupMasks):
         return packing.group_of_row[spec.row_key]
     size = shape[spec.row_dim]

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ._forms import Form
+from ._proof import LATENTS
 from ._terms import LINKS, OWN_VALUE, DerivedLeaf, Predictor, TermSpec
 
 # Points on each ray: base + k * step, k = 0..3 (the base is shared by all rays).
@@ -23,9 +25,13 @@ _LINK_ORDER = ("identity", "log", "logit", "softplus", "probit")
 
 @dataclasses.dataclass(frozen=True)
 class Rays:
-    """How the rows of a probe's point matrix form rays: ``index[r, k]`` is the k-th point of ray r."""
+    """How the rows of a probe's point matrix form rays: ``index[r, k]`` is the k-th point of ray r.
+
+    Points come in ``blocks`` of equal length, each at other values of the model's parameters.
+    """
 
     index: np.ndarray
+    blocks: int = 1
 
     @property
     def points(self) -> np.ndarray:
@@ -76,10 +82,31 @@ def is_quadratic(values: np.ndarray, rays: Rays) -> bool:
 
 
 def moves(values: np.ndarray, rays: Rays) -> bool:
-    """Whether an array of parameters changes anywhere along the rays."""
-    v = np.asarray(values)[rays.points]
+    """Whether an array of parameters changes anywhere along a ray."""
+    v = np.asarray(values)[rays.index]
     with np.errstate(invalid="ignore"):
-        return not bool(np.all((v == v[:1]) | (np.isnan(v) & np.isnan(v[:1]))))
+        return not bool(np.all((v == v[:, :1]) | (np.isnan(v) & np.isnan(v[:, :1]))))
+
+
+def judge_quadratic(values: np.ndarray, rays: Rays, form: Form, possible: bool) -> str:
+    """Whether a log density is quadratic in the latents.
+
+    Args:
+        values: Float[P, ...] at each probe point.
+        rays: the rays.
+        form: what is proved of it.
+        possible: whether its distribution can be.
+
+    Returns:
+        "proved" for all latents and parameters, "found" at the points looked at, or "" where it is not.
+    """
+    if not possible:
+        return ""
+    if form.at_most(2) and np.all(np.isfinite(np.asarray(values)[0])):
+        return "proved"
+    if form.forbids(np.asarray(values).dtype == np.float32, LATENTS):
+        return ""
+    return "found" if is_quadratic(values, rays) else ""
 
 
 def affine_link(values: np.ndarray, rays: Rays) -> tuple[str, np.ndarray] | None:
@@ -101,7 +128,13 @@ def affine_link(values: np.ndarray, rays: Rays) -> tuple[str, np.ndarray] | None
     return None
 
 
-def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray | None, rays: Rays) -> TermSpec | None:
+def find_term(
+    facts: SiteFacts,
+    leaves: dict[str, np.ndarray],
+    own: np.ndarray | None,
+    rays: Rays,
+    forms: dict[str, Form] | None = None,
+) -> TermSpec | None:
     """Find at most two affine predictors that every element of a site depends on.
 
     Args:
@@ -109,6 +142,7 @@ def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray |
         leaves: Float[P, ...] per parameter path.
         own: Float[P, ...], a latent's unconstrained value at each point; None for an observed site.
         rays: the rays.
+        forms: what is proved of every parameter, by path; None where nothing is.
 
     Returns:
         The term's structure, or None when some parameter is not affine under any link or more than two predictors
@@ -122,21 +156,31 @@ def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray |
     if own is not None:
         flat = np.asarray(own, np.float64).reshape(own.shape[0], -1)
         basis.append((Predictor(OWN_VALUE, "identity", count == 1), np.broadcast_to(flat, (flat.shape[0], count))))
-    event_dims = dict(facts.leaf_event_dims)
+    event_dims, proved = dict(facts.leaf_event_dims), True
     # Whole-row parameters first, so that a row's own predictor becomes the basis and derived ones are written through
     # it.
     for path in sorted(leaves, key=lambda p: (p.count("/"), p.startswith("_"), p)):
         values = leaves[path]
-        if not moves(values, rays):
+        form = None if forms is None else forms[path]
+        if not (form is not None and _may_move(form)) and not moves(values, rays):
+            if form is not None and not form.constant:
+                if not form.predictor_link and form.forbids(values.dtype == np.float32, LATENTS):
+                    return None
+                # It may be the data that hold it still.
+                proved = False
             continue
         if event_dims.get(path) != 0:
             return None
-        found = affine_link(values, rays)
+        found = _judge_link(values, rays, form)
         if found is None:
             return None
-        link, predictor = found
+        link, predictor, certain = found
         spread = _broadcast_elements(predictor, facts.batch_shape)
-        combination = _combine([b for _, b in basis], spread, rays)
+        # What stands still now may move when a parameter does, and is then no multiple of the others.
+        still = not moves(values, rays)
+        combination = None if still else _combine([b for _, b in basis], spread, rays)
+        # That it is a multiple of the others may be the data's doing, or a parameter's.
+        proved = proved and certain and combination is None
         if combination is None:
             if len(basis) == MAX_PREDICTORS:
                 return None
@@ -149,7 +193,33 @@ def find_term(facts: SiteFacts, leaves: dict[str, np.ndarray], own: np.ndarray |
     padded = tuple(
         DerivedLeaf(d.path, d.link, d.coefficients + (0.0,) * (width - len(d.coefficients))) for d in derived
     )
-    return TermSpec(facts.name, facts.latent, tuple(p for p, _ in basis), padded, facts.row_key, facts.row_dim)
+    names = tuple(p for p, _ in basis)
+    proved = proved and forms is not None
+    return TermSpec(facts.name, facts.latent, names, padded, facts.row_key, facts.row_dim, proved)
+
+
+def _may_move(form: Form) -> bool:
+    """Whether a parameter of the model decides whether the latents move it."""
+    return not form.constant and bool(form.labels - {LATENTS})
+
+
+def _judge_link(values: np.ndarray, rays: Rays, form: Form | None) -> tuple[str, np.ndarray, bool] | None:
+    """The link under which a parameter is affine, its predictor, and whether that is proved; None where there is none."""
+    values = np.asarray(values)
+    if form is not None and form.predictor_link:
+        predictor = _apply_link(form.predictor_link, values)
+        if predictor is not None and _has_offsets(form.predictor_link, values[0]):
+            return form.predictor_link, predictor, True
+    elif form is not None and form.forbids(values.dtype == np.float32, LATENTS):
+        return None
+    found = affine_link(values, rays)
+    return None if found is None else (*found, False)
+
+
+def _has_offsets(link: str, values: Any) -> bool:
+    """Whether every entry has a predictor: none is zero, or of the wrong sign, for all latents."""
+    with np.errstate(all="ignore"):
+        return link == "identity" or bool(np.all((values > 0) & np.isfinite(values)))
 
 
 def _apply_link(name: str, values: np.ndarray) -> np.ndarray | None:
@@ -207,12 +277,13 @@ def _combine(basis: list[np.ndarray], target: np.ndarray, rays: Rays) -> tuple[f
         return None
     usable = np.all(np.isfinite(np.stack([*basis, target])), axis=0)
     usable &= np.isin(np.arange(target.shape[0]), rays.points)[:, None]
-    weight = usable.astype(np.float64)
-    count = np.maximum(weight.sum(axis=0), 1.0)
+    # The constants may depend on the model's parameters, and so on the block.
+    usable = usable.reshape(rays.blocks, -1, usable.shape[1])
+    count = np.maximum(usable.astype(np.float64).sum(axis=1, keepdims=True), 1.0)
 
     def centre(x):
-        x = np.where(usable, x, 0.0)
-        return np.where(usable, x - x.sum(axis=0) / count, 0.0).reshape(-1)
+        x = np.where(usable, x.reshape(usable.shape), 0.0)
+        return np.where(usable, x - x.sum(axis=1, keepdims=True) / count, 0.0).reshape(-1)
 
     matrix = np.stack([centre(b) for b in basis], axis=1)
     wanted = centre(target)

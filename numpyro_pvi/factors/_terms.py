@@ -62,6 +62,8 @@ class TermSpec:
     # The partitioned batch axis: its key (plate, or labelled site) and place (negative); None where there is none.
     row_key: str | None = None
     row_dim: int | None = None
+    # Whether the predictors are proved for all latents and parameters, and not found at a few points.
+    proved: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -99,6 +101,9 @@ def leaf_paths(fn: dist.Distribution, prefix: str = "") -> list[tuple[str, int |
     mixture = isinstance(fn, dist.MixtureSameFamily | dist.MixtureGeneral)
     for name in type(fn).gather_pytree_data_fields():
         field = fn.__dict__.get(name)
+        if isinstance(fn, dist.MaskedDistribution) and isinstance(field, bool):
+            # `mask(False)` is part of the distribution's structure, and no leaf.
+            continue
         if isinstance(field, dist.Distribution):
             inner = leaf_paths(field, f"{prefix}{name}/")
             paths += [(path, None) for path, _ in inner] if mixture else inner

@@ -5,7 +5,7 @@ bool, int and any other object are left as they are (static), so that a model ma
 them. A list of ints is data and becomes an array; write static sizes as a tuple.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
@@ -15,7 +15,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from .._compiling import on_device
 from ..errors import DataError, StateError
+from ._arguments import digest_of
 
 __all__ = [
     "ArgumentSignature",
@@ -44,8 +46,12 @@ class LeafSignature:
     shape: tuple[int, ...] | None
     dtype: str
     static: Hashable = None
+    # Whether the model reads the values of this array: its content is then static, and `static` its digest.
+    by_value: bool = False
 
     def __str__(self) -> str:
+        if self.by_value:
+            return f"{self.dtype} array read by value (digest {str(self.static)[:8]})"
         return f"{self.dtype} of shape {self.shape}" if self.shape is not None else f"{self.dtype} {self.static!r}"
 
 
@@ -61,9 +67,14 @@ class ArgumentSignature:
     structure: Hashable
     leaves: tuple[LeafSignature, ...]
 
+    @property
+    def by_value(self) -> tuple[int, ...]:
+        """Places of the arrays that the model reads values of."""
+        return tuple(place for place, leaf in enumerate(self.leaves) if leaf.by_value)
+
 
 def as_arrays(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = (), by_value: Collection[int] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert the numeric leaves of the arguments to JAX arrays, once.
 
@@ -71,6 +82,7 @@ def as_arrays(
         args: Positional arguments: pytrees of arrays, pandas columns, lists of numbers, scalars.
         kwargs: Keyword arguments, likewise.
         names: Names of the positional arguments, for messages.
+        by_value: Places (in the order of leaves) of arrays that the model reads values of: they become NumPy's.
 
     Returns:
         The arguments with the same structure; dtypes are JAX's (float64 becomes float32 unless x64 is enabled), static
@@ -79,10 +91,28 @@ def as_arrays(
     Raises:
         DataError: For text, object or date arrays, ragged lists, sparse matrices, and integers that JAX's dtype cannot
             hold.
+        StateError: For an array to be read by value that is traced, and has none.
     """
     leaves, structure = _flatten(args, kwargs)
-    converted = [_convert(leaf, _name(path, names)) for path, leaf in leaves]
+    converted = [
+        (_concrete if place in by_value else _convert)(leaf, _name(path, names))
+        for place, (path, leaf) in enumerate(leaves)
+    ]
     return jax.tree.unflatten(structure, converted)
+
+
+def _concrete(leaf: Any, name: str) -> Any:
+    """One leaf as a NumPy array of JAX's dtype; as it is when it is static."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise StateError(
+            f"{name} is traced, but the model reads its values in Python (to size a plate, say): close over it instead of passing "
+            "it through jit, jit(lambda state, X: pvi.update(state, X, idx))."
+        )
+    if isinstance(leaf, bool | int) or not (isinstance(leaf, list) or hasattr(leaf, "__array__")):
+        return leaf
+    # Not by way of JAX, which gives a constant no value while it traces.
+    array = _to_numpy(leaf, name)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def check_finite_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
@@ -114,13 +144,16 @@ def _on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) or all(device.platform == "cpu" for device in array.devices())
 
 
-def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> ArgumentSignature:
+def signature_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = (), by_value: Collection[int] = ()
+) -> ArgumentSignature:
     """Take down what must stay the same between ``init`` and ``update``.
 
     Args:
         args: Positional arguments, converted by `as_arrays` or not: both give the same signature.
         kwargs: Keyword arguments.
         names: Names of the positional arguments, for messages.
+        by_value: Places of the arrays that the model reads values of, whose content is part of the signature.
 
     Returns:
         A hashable record, equal for calls that compile to the same program.
@@ -129,7 +162,10 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[
         DataError: For a static leaf that is not hashable, and whatever `as_arrays` refuses.
     """
     leaves, structure = _flatten(args, kwargs)
-    return ArgumentSignature(structure, tuple(_leaf_signature(leaf, _name(path, names)) for path, leaf in leaves))
+    return ArgumentSignature(
+        structure,
+        tuple(_leaf_signature(leaf, _name(path, names), i in by_value) for i, (path, leaf) in enumerate(leaves)),
+    )
 
 
 def check_same_signature(expected: ArgumentSignature, got: ArgumentSignature) -> None:
@@ -190,6 +226,12 @@ def _convert(leaf: Any, name: str) -> Any:
         return leaf
     if isinstance(leaf, float | complex):
         return jnp.asarray(leaf)
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise DataError(
+            f"{name} is a masked array, whose mask would be lost: pass `{_called(name)}.filled(0.0)`, any finite number in place "
+            f"of what is masked, and `~np.ma.getmaskarray({_called(name)})` as an argument of its own for `obs_mask` or "
+            "`numpyro.handlers.mask`."
+        )
     if hasattr(leaf, "toarray"):
         raise DataError(f"{name} is a {type(leaf).__name__}, a sparse matrix: pass a dense array, `.toarray()`.")
     if not (isinstance(leaf, list) or hasattr(leaf, "__array__")):
@@ -208,7 +250,13 @@ def _to_numpy(leaf: Any, name: str) -> np.ndarray:
             "numbers "
             "before, for example categories as ints from 0."
         )
-    return array
+    # JAX takes numbers in the machine's own order of bytes only.
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _called(name: str) -> str:
+    """The argument as code has it: what stands between quotes first, ``X`` in ``argument 0 ('X')``."""
+    return name.split("'")[1] if name.count("'") > 1 else "data"
 
 
 def _to_jax(array: np.ndarray, name: str) -> jax.Array:
@@ -222,7 +270,7 @@ def _to_jax(array: np.ndarray, name: str) -> jax.Array:
             )
     # Floats beyond the narrower dtype become infinite, which the check for finite values reports by row.
     with np.errstate(over="ignore"):
-        return jnp.asarray(array, dtype=dtype)
+        return on_device(array, dtype)
 
 
 def _kind(dtype: np.dtype) -> str:
@@ -243,7 +291,9 @@ def _nonfinite_message(name: str, bad: np.ndarray) -> str:
     )
 
 
-def _leaf_signature(leaf: Any, name: str) -> LeafSignature:
+def _leaf_signature(leaf: Any, name: str, by_value: bool) -> LeafSignature:
+    if by_value and isinstance(leaf, np.ndarray):
+        return LeafSignature(name, None, f"{leaf.dtype}{leaf.shape}", digest_of(leaf), True)
     leaf = _convert(leaf, name)
     if _is_array(leaf):
         return LeafSignature(name, tuple(leaf.shape), str(leaf.dtype))

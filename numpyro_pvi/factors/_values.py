@@ -51,7 +51,7 @@ class ValueCall:
         if reading.mechanism == "index":
             return dataclasses.replace(self, model=PlateRows(self.model, reading.keys[0], chunk[0]))
         args, kwargs = slice_rows((self.args, self.kwargs), reading.axes, chunk[0])
-        return dataclasses.replace(self, args=args, kwargs=kwargs)
+        return dataclasses.replace(self, model=reading.sized(self.model, chunk[0].shape[0]), args=args, kwargs=kwargs)
 
     def likelihood_terms(
         self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...] = ()
@@ -62,6 +62,11 @@ class ValueCall:
             for name, site in self.trace(values).items()
             if _counts(name, site, exact) and rows.of(site) is not None
         }
+
+    def latent_terms(self, values: Mapping[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
+        """Elementwise log prior density of some latents, in nats."""
+        trace = self.trace(values)
+        return {name: site_log_prob(trace[name]) for name in names}
 
     def prior_terms(self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...]) -> dict[str, Array]:
         """Elementwise log density of the prior factor's sites, in nats: no partitioned axis, and not held exactly."""

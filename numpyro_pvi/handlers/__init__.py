@@ -2,19 +2,21 @@
 
 from ._axes import Axis, RowAxes
 from ._groups import PRIOR, GroupTable, known_labels, labels_table, numbered_table, one_group_table, plain
-from ._partition import Partition
+from ._partition import Partition, WholePartition
 from ._plates import PlateInfo, choose_plate, find_plates, pick_plate, refuse_latents
-from ._rows import FullPlates, PlateRows
+from ._rows import BatchPlates, FullPlates, PlateRows
 
 __all__ = [
     "PRIOR",
     "Axis",
+    "BatchPlates",
     "FullPlates",
     "GroupTable",
     "Partition",
     "PlateInfo",
     "PlateRows",
     "RowAxes",
+    "WholePartition",
     "choose_plate",
     "find_plates",
     "known_labels",

@@ -6,7 +6,10 @@ from typing import Any
 
 from ..errors import PartitionError
 
-__all__ = ["Axis", "RowAxes"]
+__all__ = ["WHOLE", "Axis", "RowAxes"]
+
+# Key of the one row that a model has whose likelihood is kept whole.
+WHOLE = "likelihood"
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Axis:
 
     Attributes:
         key: The plate's name, or the sample site's where a batch axis was labelled.
-        dim: The axis, negative, counted from the right of the batch shape.
+        dim: The axis, negative, counted from the right of the batch shape; 0 where all terms of the site are one row.
         size: Rows along it as the plate has them; the batch shape must agree.
     """
 
@@ -31,10 +34,12 @@ class RowAxes:
     Attributes:
         plates: Partitioned plates; several are split together.
         sites: Sample sites in no plate with the batch axis that was labelled.
+        whole: Whether nothing is split: every observed sample site is one row, the sum of its terms, of one group.
     """
 
     plates: tuple[str, ...] = ()
     sites: tuple[tuple[str, int], ...] = ()
+    whole: bool = False
 
     def of(self, site: Mapping[str, Any]) -> Axis | None:
         """The partitioned axis of a sample site.
@@ -49,6 +54,8 @@ class RowAxes:
             PartitionError: For a labelled axis that the site's batch shape lacks, or a site inside two partitioned
                 plates.
         """
+        if self.whole:
+            return Axis(WHOLE, 0, 1) if site["type"] == "sample" and site["is_observed"] else None
         if self.sites:
             return self._labelled(site)
         frames = [frame for frame in site["cond_indep_stack"] if frame.name in self.plates]
@@ -75,6 +82,8 @@ class RowAxes:
 
     def sizes(self, trace: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
         """Rows along every partitioned axis of a traced model, plates in the order in which they were given."""
+        if self.whole:
+            return {WHOLE: 1}
         found: dict[str, int] = {}
         for msg in trace.values():
             if msg["type"] == "plate" and msg["name"] in self.plates:

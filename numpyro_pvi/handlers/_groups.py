@@ -2,7 +2,7 @@
 
 import datetime
 import hashlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -231,6 +231,16 @@ def _label_values(groups: Any) -> np.ndarray | list[Any]:
         raise PartitionError(
             f"`groups` is {groups!r}; expected one label per plate index (a list or array), or an int for that many "
             "random blocks."
+        )
+    if isinstance(groups, Set):
+        raise PartitionError(
+            f"`groups` is a {type(groups).__name__}, whose order says nothing of rows: expected one label per plate index in a "
+            "list or array, such as a column of the data."
+        )
+    if isinstance(groups, np.ma.MaskedArray):
+        raise PartitionError(
+            "`groups` is a masked array, whose mask would be lost: write `groups.filled('unknown')` (or a number that no "
+            "other label has), or drop the rows that are masked."
         )
     _refuse_unused_categories(groups)
     # A list must not pass through np.asarray: it would turn [1, "a"] into text.

@@ -14,11 +14,12 @@ from numpyro.primitives import Messenger
 
 from ..errors import PartitionError
 from ._axes import RowAxes
-from ._groups import PRIOR, GroupTable, known_labels, labels_table
+from ._groups import PRIOR, GroupTable, known_labels, labels_table, one_group_table
 from ._plates import pick_plate, pick_plates, require_observed
+from ._rows import BatchPlates
 from ._splits import as_int, checked_axes, checked_group, parse_splits, split_table
 
-__all__ = ["Partition"]
+__all__ = ["Partition", "WholePartition"]
 
 MODES = ("auto", "args", "index", "mask")
 
@@ -105,6 +106,16 @@ class Partition(Messenger):
         self._tables: dict[tuple[str | None, int], GroupTable] = {}
         self._runs: list[_Run] = []
         self.group = None if group is None else checked_group(group, self._splits)
+        # Whether the split was chosen for a user who named none, and why it is this one, where that is no matter of course.
+        self.by_default, self.why = False, ""
+        # Whether plates keep the mini-batches that they draw (`BatchPlates`), the data being no more than that.
+        self.batches = False
+
+    def because(self, why: str) -> "Partition":
+        """The same partition as one that was chosen for the user, with the reason, which its plan then tells."""
+        new = self._copy()
+        new.by_default, new.why = True, why
+        return new
 
     def for_group(self, group: Hashable) -> "Partition":
         """The same partition restricted to one group.
@@ -337,3 +348,34 @@ class Partition(Messenger):
         if mode is not None:
             new.mode = mode
         return new
+
+
+class WholePartition(Partition):
+    """A model that is not split: one group, labelled 0, has the whole likelihood as its single row.
+
+    Args:
+        fn: The model.
+        why: Why it is not split, in one sentence.
+        batches: Whether its plates keep their mini-batches.
+    """
+
+    def __init__(self, fn: Callable[..., Any], why: str, batches: bool = False) -> None:
+        super().__init__(BatchPlates(fn) if batches else fn, mode="mask")
+        self.by_default, self.why, self.batches = True, why, batches
+
+    def row_axes(self, trace: Mapping[str, Mapping[str, Any]]) -> RowAxes:
+        """One row: all terms of all observed sample sites.
+
+        Args:
+            trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+
+        Returns:
+            The axes; of a model without observed sites, whose q is fitted to the prior, nobody's.
+        """
+        del trace
+        return RowAxes(whole=True)
+
+    def tables(self, sizes: Mapping[str, int]) -> tuple[GroupTable, dict[str, np.ndarray]]:
+        """One group of one row; see `Partition.tables`."""
+        table = one_group_table(0, 1)
+        return table, dict.fromkeys(sizes, table.index_of_row)

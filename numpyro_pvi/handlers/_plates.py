@@ -170,7 +170,8 @@ def pick_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None) -> str
     if candidates:
         raise PartitionError(
             f"several plates hold observed sample sites: {_sizes(candidates)}; name the one to split, "
-            f"Partition(model, {next(iter(candidates))!r}, groups)."
+            f"Partition(model, {next(iter(candidates))!r}, groups), or split them together, Partition(model, "
+            f"groups={{{', '.join(f'{name!r}: labels_{i}' for i, name in enumerate(candidates, 1))}}}), one label per row of each."
         )
     raise PartitionError(
         f"no plate of the model holds an observed sample site; {_plates_text(plates)} "
@@ -216,10 +217,7 @@ def _advice(wanted: str, plates: Mapping[str, PlateInfo], observed: list[Mapping
     for msg in observed:
         shape = tuple(msg["fn"].batch_shape)
         if shape:
-            return (
-                f"Observed sample site {msg['name']!r} has batch shape {shape} and is in no plate: "
-                f"put it inside `with numpyro.plate({wanted!r}, {shape[-1]}):`."
-            )
+            return _advice_on_axes(wanted, msg["name"], shape)
     events = ", ".join(f"{msg['name']!r} (event shape {tuple(msg['fn'].event_shape)})" for msg in observed)
     return (
         f"No observed sample site has a batch axis: {events}. One joint term over all rows (to_event over rows, a "
@@ -228,6 +226,21 @@ def _advice(wanted: str, plates: Mapping[str, PlateInfo], observed: list[Mapping
         "are "
         f"independent given the latents, leave the sum and to_event out and put the site inside `with "
         f"numpyro.plate({wanted!r}, N):`."
+    )
+
+
+def _advice_on_axes(wanted: str, name: str, shape: tuple[int, ...]) -> str:
+    """The axes of a site in no plate that can be split, the longest first."""
+    dims = sorted((d for d in range(-len(shape), 0) if shape[d] > 1), key=lambda d: -shape[d]) or [-1]
+    axes = " or ".join(
+        f"Partition(model, groups=labels, sites={{{name!r}: {dim}}}) ({shape[dim]} rows)" for dim in dims
+    )
+    plates = " or ".join(
+        f"`with numpyro.plate({wanted!r}, {shape[dim]}{'' if dim == -1 else f', dim={dim}'}):`" for dim in dims
+    )
+    return (
+        f"Observed sample site {name!r} has batch shape {shape} and is in no plate. Name the axis that runs over rows, "
+        f"{axes}, which is the way for steps of a scan; or put the site inside {plates}."
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from numpyro.primitives import Messenger
 
-__all__ = ["FullPlates", "PlateRows"]
+__all__ = ["BatchPlates", "FullPlates", "PlateRows"]
 
 
 class FullPlates(Messenger):
@@ -23,8 +23,27 @@ class FullPlates(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         """Give a subsampled plate all of its indices; one that has values already passes."""
         if msg["type"] == "plate" and msg["value"] is None:
-            size = msg["args"][0]
+            size, drawn = msg["args"]
+            msg["drawn"] = size if drawn is None else drawn
             msg["args"], msg["value"] = (size, size), jnp.arange(size)
+
+
+class BatchPlates(Messenger):
+    """Keep the mini-batch of every plate that draws one, as its first indices, scaled as the model scales it.
+
+    For a model whose arguments are themselves the mini-batch, so that the plate's size is only the number to scale up to.
+
+    Args:
+        fn: The model.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Give a subsampled plate as many indices as it draws."""
+        if msg["type"] == "plate" and msg["value"] is None and msg["args"][1] is not None:
+            msg["value"] = jnp.arange(msg["args"][1])
 
 
 class PlateRows(Messenger):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,15 @@ from numpyro.distributions.transforms import biject_to
 
 from .._state import Plan, PVIState
 from ..expectations import FIXED_RULES
-from ..factors import GroupMasks, ModelCall, Packing, row_log_likelihood
+from ..factors import (
+    GroupMasks,
+    ModelCall,
+    Packing,
+    PartitionPlan,
+    claimed_rows,
+    claims_likelihood,
+    row_log_likelihood,
+)
 from ..families import GaussianMoments
 from ..sites import LocalSites, OwnConditionals, SiteStack, posterior, select, sum_slots
 from ._local import LocalProblem
@@ -127,9 +136,8 @@ def compare(
     # A quadratic is read at the origin, so its rounding is that of the values there.
     _, _, at_origin = total(jnp.zeros((family.dim,), problem.dtype))
     program = model
-    if part.likelihood in ("quadratic", "affine"):
-        scale = jnp.zeros_like(moments.scale)
-        program = jax.lax.map(lambda loc: _program_value(problem, moments._replace(loc=loc, scale=scale)), points)
+    if claims_likelihood(part):
+        program = jax.lax.map(partial(_claimed_sum, part, packing, call), points)
     split = jnp.zeros_like(model)
     if isinstance(packing, Packing) and part.mechanism == "args" and packing.rows.shape[1] % 2 == 0:
         halves = packing.rows.reshape(packing.rows.shape[0] * 2, -1)
@@ -143,15 +151,13 @@ def compare(
     return Comparison(model, program, split, size + at_origin)
 
 
-def _program_value(problem: LocalProblem, moments: GaussianMoments) -> Float[Array, ""]:
-    zero = jnp.zeros((1, problem.family.dim), problem.dtype)
-    draws = problem.draws_of(problem.program, None, None) if problem.program.noisy is False else zero
-    found = problem.sum_groups(
-        lambda chunk: problem.expect(
-            problem.program, chunk, moments=moments, probe=None, level=0, noise=draws, clip=False
-        )
-    )
-    return jnp.sum(found.value)
+def _claimed_sum(
+    part: PartitionPlan, packing: Packing | GroupMasks, call: ModelCall, point: Float[Array, "D"]
+) -> Float[Array, ""]:
+    """The rows' log-likelihood at a point, as the structure found before has it: see :func:`numpyro_pvi.factors.claimed_rows`."""
+    rows = (own.claimed for own in claimed_rows(call, part, point).values())
+    counted = (jnp.sum(jnp.where(_counted(part, packing, x.shape[0]), x, 0.0)) for x in rows)
+    return sum(counted, start=jnp.zeros((), point.dtype))
 
 
 def _counted(part: Any, packing: Packing | GroupMasks, num_rows: int) -> Bool[Array, "N"]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._compiling import on_device
 from ..expectations import Chains, MCMCMoments, Tilted, from_chains, log_density_at, no_chains
 from ..factors import Packing
 from ..sites import take
@@ -51,7 +52,7 @@ def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
         False where there are chains already, or none were allowed.
     """
     if getattr(solver, "moments", None) != "auto" or not hasattr(state, "collapses") or state.chains is not None:
-        return jnp.array(False)
+        return on_device(False)
     return jnp.any(state.collapses >= COLLAPSES)
 
 

@@ -23,7 +23,8 @@ class FactorData:
     offsets: Int[Array, "ends"]
     prior: Any
     prior_natural: GaussianNatural
-    # Which flat coordinates the exactly held prior covers, and its log partition function over them, nats.
+    # Which flat coordinates the exactly held prior covers, and minus its log density at the origin in nats: its log partition
+    # function, where it is normalised.
     exact: Bool[Array, "D"]
     prior_partition: Float[Array, ""]
     # Product of the sites of groups whose rows are not at hand; None without any.

@@ -23,10 +23,11 @@ from ..factors import (
     Packing,
     abstract_trace,
     exact_diagonal_prior,
+    exact_log_constant,
     exact_prior,
     read_row_prior,
 )
-from ..schedules import RoundCarry, RoundReport, Schedule, empty_report
+from ..schedules import RoundCarry, RoundReport, Schedule, empty_report, finished, sound
 from ..sites import posterior, sum_slots, tie
 from ..solvers import LocalSolver
 from ._arrivals import Comparison, start_arrivals
@@ -34,7 +35,6 @@ from ._base import Runtime
 from ._chains import chains_wanted, most_chunks, with_chains
 from ._local import FactorData, LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
-from ._normaliser import exact_log_partition
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._row_problem import RowProblem, row_problem
 from ._row_starts import first_numbers
@@ -43,6 +43,7 @@ from ._settle import settle
 from ._starts import first_local_sites, first_sites
 from ._stream import RowStream
 from ._tilted import keeps_rows, refuse_rows
+from ._verification import Check, begin_again, claims_of, verify_claims
 from ._wide import wide_rows
 
 # Seed of the draws on which losses under a stochastic solver are taken.
@@ -135,7 +136,7 @@ class Engine:
         reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
         program, chunks, group, offsets = reader.likelihood()
         prior_program, prior_data = reader.prior_factor()
-        partition = exact_log_partition(plan.family, natural, exact)
+        partition = -exact_log_constant(call, part.exact)
         data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition, others)
         quadratic = part.likelihood == "quadratic"
         units = None if part.local is None else (part.local.size, part.local.width)
@@ -246,9 +247,8 @@ class Engine:
         def unfinished(loop):
             i, _, carry, *_, missed = loop
             stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
-            last = carry.report.total_move
-            limit = jnp.where(tol >= 0, jnp.maximum(tol, noise_floor(carry.solver, carry.report)), tol)
-            halted = (last <= limit) | stuck | chains_wanted(self.solver, carry.solver)
+            ends = finished(carry.report, tol, noise_floor(carry.solver, carry.report))
+            halted = ends | stuck | chains_wanted(self.solver, carry.solver)
             return (i < count) & ~missed & ~((i > 0) & halted)
 
         def one(loop):
@@ -318,7 +318,9 @@ class Engine:
             noise = self.noise(problem, next_key)
             changed = fits_params or not problem.can_switch
             evaluation = settle(problem, state.sites, carry.evaluation, noise, carry.report.total_move, stale=changed)
-            carry = carry._replace(evaluation=evaluation)
+            report = carry.report._replace(finite=sound(evaluation.elbo))
+            carry = carry._replace(evaluation=evaluation, report=report)
+            state = dataclasses.replace(state, report=report)
         return dataclasses.replace(state, rule=carry.evaluation.rule), carry
 
     def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine) -> PVIState:
@@ -332,10 +334,10 @@ class Engine:
             at: Any = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
             return -at.elbo_at(moments, noise, carry.evaluation.rule, state.sites.local)
 
-        values = self.optim.get_params(state.optim_state)
-        gradient = jax.grad(loss)(values)
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradient)]))
-        moved = self.optim.update(gradient, state.optim_state, value=None)
+        # The optimiser looks at the objective itself: its value, and as often as a line search or a minimiser wants.
+        (value, _), moved = self.optim.eval_and_update(lambda values: (loss(values), None), state.optim_state)
+        numbers = [value, *jax.tree.leaves(self.optim.get_params(moved))]
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
         optim_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state.optim_state)
         params = {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
         call = whole_call(self.model, state.plan.partition, args, kwargs, params)
@@ -418,6 +420,18 @@ class Engine:
     ) -> tuple[dict[str, Any], Comparison]:
         """Fields of the state of groups that have come: see :func:`numpyro_pvi.runtime._arrivals.start_arrivals`."""
         return start_arrivals(self, state, args, kwargs, known, mode)
+
+    def claims(self, plan: Plan) -> tuple[str, ...]:
+        """What a plan claims of the model that is to be verified: see :func:`numpyro_pvi.runtime._verification.claims_of`."""
+        return claims_of(plan)
+
+    def verify(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Check]:
+        """The claims beside the model: see :func:`numpyro_pvi.runtime._verification.verify_claims`."""
+        return verify_claims(self, state, args, kwargs)
+
+    def begin_again(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """Fields of a state with a new plan: see :func:`numpyro_pvi.runtime._verification.begin_again`."""
+        return begin_again(self, state, args, kwargs)
 
     def unvisited(self, problem: LocalProblem | RowProblem) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.

@@ -44,6 +44,8 @@ from ._wide import WideRows, expect_wide, joined, refine
 COMPARED_PAIRS = 16
 
 
+# Latents up to which a stochastic solver's losses take as many draws as its curvatures.
+_FEW_LATENTS = 64
 # Vectors of length D that one stochastic visit holds, and the bytes up to which visits run side by side.
 _VISIT_VECTORS = 12
 _SIDE_BY_SIDE = 1 << 21
@@ -174,7 +176,8 @@ class LocalProblem:
         keys = jax.random.split(key, 5)
         count = max(self.solver.num_draws, -(-num_particles // 2))
         if self.stochastic:
-            count = num_particles
+            # A pass of values costs little beside one of curvatures, which few latents allow at every visit.
+            count = num_particles if self.family.dim > _FEW_LATENTS else max(num_particles, self.solver.num_draws)
         elif self.units is not None:
             count = max(count, affordable_pairs(*self.units, self.family.dim))
         units, width = (0, 0) if self.units is None else self.units

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._state import PVIState
 from ..factors import ValueCall
 from ..families import Family, NormalFamily, base_family
-from ..schedules import Schedule, Sequential
+from ..schedules import Schedule, Sequential, sound
 from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._base import Runtime
@@ -26,7 +26,9 @@ from ._product_problem import Objective, ProductProblem
 from ._product_rounds import ProductMemory, Settings, first_memory, one_round
 from ._product_some import first_partial_memory, is_partial, partial_rounds
 from ._product_sweeps import MatchStates
+from ._product_verification import product_claims, q_of, verify_product
 from ._product_view import Beside
+from ._verification import Check
 
 # What is folded into a state's key for the draws of its loss and of its next round.
 _DRAWS = 0x9E37
@@ -83,6 +85,15 @@ class ProductEngine:
         kind, prior = (ProductProblem, state.prior) if others is None else (Beside, state.prior + sum_slots(others))
         return kind(plan, ValueCall(model, args, kwargs), state.packing, prior, draws, together)
 
+    def claims(self, plan: Any) -> tuple[str, ...]:
+        """What a plan claims of the model that is to be verified, as ``_product_verification.product_claims`` names it."""
+        return product_claims(plan)
+
+    def verify(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Check]:
+        """The claims beside the model: see :func:`numpyro_pvi.runtime._product_verification.verify_product`."""
+        problem = self.problem(state, args, kwargs)
+        return verify_product(problem, state, q_of(problem, state))
+
     @property
     def reads_sizes(self) -> bool:
         """Whether compiled rounds depend on the groups' sizes: room is made for the largest ones."""
@@ -128,7 +139,8 @@ class ProductEngine:
             state = stepped(state, next_key, done)
             # Fresh draws for the next round need a new evaluation.
             found = problem.objective(state.sites, self.noise(next_key)) if noisy else done.objective
-            return state, found, -found.elbo
+            report = state.report._replace(finite=sound(found.elbo))
+            return dataclasses.replace(state, report=report), found, -found.elbo
 
         first = problem.objective(state.sites, self.noise(state.rng_key))
         return run_rounds(state, first, one, count, tol, length, self.solver)

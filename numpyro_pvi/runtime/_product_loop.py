@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._state import SKIP_LIMIT, PVIState
+from ..schedules import finished
 from ._chains import chains_wanted
 from ._engine import RoundsDone
 from ._moments import noise_floor
@@ -44,8 +45,7 @@ def run_rounds(
     def unfinished(loop: tuple) -> Array:
         i, state, *_ = loop
         floor = noise_floor(state.solver_state, state.report)
-        limit = jnp.where(tol >= 0, jnp.maximum(tol, floor), tol)
-        halted = (state.report.total_move <= limit) | jnp.any(state.report.skip_run >= SKIP_LIMIT)
+        halted = finished(state.report, tol, floor) | jnp.any(state.report.skip_run >= SKIP_LIMIT)
         halted = halted | chains_wanted(solver, state.solver_state)
         return (i < count) & ~((i > 0) & halted)
 

@@ -10,12 +10,13 @@ from jaxtyping import Array, Bool, Float
 
 from ..expectations import MCMCMoments, Unconstrained, no_chains, with_settings
 from ..schedules import RoundReport
+from ..schedules._convergence import Asked, asked_by_move
 from ..sites import SiteStack, posterior
 from ..solvers import MatchState, first_match_state
 from ._chains import lanes_pay
 from ._product_plan import touched
 from ._product_problem import Objective, ProductProblem
-from ._product_rounds import LATE, ProductMemory, Round, Settings, report_of
+from ._product_rounds import LATE, ProductMemory, Round, Settings, report_of, with_progress
 from ._product_row_factors import RowFactors, first_row_matches, rows_in_turn, rows_together, tilted_of
 from ._product_sweeps import MatchStates, Outcome, in_turn, together
 from ._product_tilted import ProductTilted
@@ -107,8 +108,26 @@ def matching_round(
     if visits.prior is not None:
         steps = jnp.concatenate([visits.prior.step[None], steps])
     report = report._replace(step=jnp.where(swept.skipped, 0.0, step * steps).astype(report.move.dtype))
+    asked = _asked(problem, states, visits, q, report, last)
+    report = with_progress(problem, report, last, q - old, q, asked, step > 0, found.elbo, late)
     new = MatchStates(visits.groups.state, None if visits.prior is None else visits.prior.state)
     return Matched(Round(taken, found, ProductMemory(memory.step, turns, moved), report), new)
+
+
+def _asked(
+    problem: ProductProblem, before: MatchStates, visits: Any, q: Any, report: RoundReport, last: RoundReport
+) -> Asked:
+    """What the visits asked for: the change that every factor remembers, or the moves undone by the steps that were taken."""
+    del before
+    states = visits.groups.state
+    if not isinstance(states, MatchState):
+        return asked_by_move(report.move, report.total_move, report.step, jnp.all(report.step > 0), last)
+    own = jax.vmap(lambda change: problem.size(q, change))(states.last)
+    total = jax.tree.map(lambda x: jnp.sum(x, axis=0), states.last)
+    if visits.prior is not None:
+        own = jnp.concatenate([problem.size(q, visits.prior.state.last)[None], own])
+        total = total + visits.prior.state.last
+    return Asked(own, problem.size(q, total))
 
 
 def _sweep(

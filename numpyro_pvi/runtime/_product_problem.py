@@ -136,6 +136,27 @@ class ProductProblem:
         """Which of a chunk's rows count."""
         return self.plan.partition.reading.masks(self.packing, chunk)[self.plan.row_key]
 
+    def group_gradients(self, space: MeanSpace, variables: Any, rest: Any, key: Any) -> tuple[Float[Array, "M"], Any]:
+        """``E_q[log f_m]`` of every group in nats, and its derivative in the variables, of components outside the plate.
+
+        Args:
+            space: how the expectation is taken.
+            variables: what it is differentiated in.
+            rest: beside them; see :meth:`MeanSpace.variables`.
+            key: for draws.
+
+        Returns:
+            Both, with a leading axis of groups.
+        """
+        parts = self._map_chunks(
+            lambda own: self._chunk_gradient(space, variables, rest, own[0], key), (self.packing.chunks,)
+        )
+        return self._by_group(parts)
+
+    def prior_density(self, values: dict, weights: Any = None) -> Array:
+        """The prior factor's log density over base measures at values of all components, in nats."""
+        return self._prior_density(values, weights)
+
     def _prior_density(self, values: dict, weights: Any = None) -> Array:
         plan, factor = self.plan, self.plan.prior_factor
         weigh = {} if weights is None or factor is None else {"weigh": partial(factor.weigh, weights)}

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..families import base_family
 from ..schedules import RoundReport
+from ..schedules._convergence import CRAWL, FELL, NOT_FINITE, Asked, pace, refusals, sketch, sound
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, posterior, select, take
 from ._product_plan import ProductPlan, owners
 from ._product_problem import Objective, ProductProblem, finite_or
@@ -366,6 +367,9 @@ def one_round(
     again = (again if once else jnp.where(lost, 1.0, again)).astype(dtype)
     memory = memory._replace(step=again, turns=turns, last=moved)
     report = report_of(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
+    asked = _asked(problem, swept, sites, q, share)
+    moved = ~lost & (step * memory.step >= CRAWL) if once else ~lost & (step >= CRAWL)
+    report = with_progress(problem, report, last, q - old, q, asked, moved, found.elbo, late)
     return Round(taken, found, memory, report)
 
 
@@ -386,6 +390,62 @@ def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> Si
     return SiteStack(back(new.groups, old.groups, 1), prior, local)
 
 
+def _asked(problem: ProductProblem, swept: Swept, sites: SiteStack, q: Any, share: Any) -> Asked:
+    """What a sweep asked for, at full length; without end where no step of a factor left q normalisable."""
+    change = swept.sites - sites
+    together = posterior(jax.tree.map(jnp.zeros_like, q), change)
+    own = problem.moves(q, change)
+    if change.prior is not None:
+        own = jnp.concatenate([problem.size(q, change.prior)[None], own])
+    return Asked(own / share, problem.size(q, together) / share)
+
+
+def with_progress(
+    problem: ProductProblem,
+    report: RoundReport,
+    last: RoundReport,
+    moved: Any,
+    q: Any,
+    asked: Asked,
+    taken: Any,
+    elbo: Any,
+    late: Any,
+) -> RoundReport:
+    """A report with what is left to move: see :mod:`numpyro_pvi.schedules._convergence`.
+
+    Args:
+        problem: the factors.
+        report: without it.
+        last: the report of the round before.
+        moved: change of q, natural parameters.
+        q: after the round.
+        asked: what the factors asked for.
+        taken: whether a step was taken.
+        elbo: after the round; None where nobody has looked.
+        late: weight of the round where steps shrink to average noise.
+
+    Returns:
+        The report.
+    """
+    trail, step = _trail(problem, q, moved), jnp.where(taken, jnp.max(report.step), 0.0)
+    noisy = bool(problem.plan.noisy) or not isinstance(late, float)
+    ahead = pace(last, trail, report.total_move, asked.together, step, noisy, late)
+    finite = jnp.array(True) if elbo is None else sound(elbo)
+    refused, why = refusals(last, taken, jnp.where(finite & jnp.all(jnp.isfinite(asked.factors)), FELL, NOT_FINITE))
+    factors = jnp.where(jnp.isnan(asked.factors), jnp.inf, asked.factors).astype(report.move.dtype)
+    return report._replace(asked=factors, **ahead._asdict(), refused=refused, why=why, finite=finite)
+
+
+def _trail(problem: ProductProblem, q: Any, moved: Any) -> Float[Array, "16"]:
+    """A sketch of a move: of every natural parameter, the root of what it adds to the move's length, with its sign."""
+    families, parts = dict(problem.family.components), []
+    for name, step in moved.parts.items():
+        image = families[name].fisher_product(q.parts[name], step)
+        for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(image), strict=True):
+            parts.append((jnp.sign(a) * jnp.sqrt(jnp.abs(a * b))).reshape(-1))
+    return sketch(jnp.concatenate(parts))
+
+
 def report_of(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
     """The report on a round between two sets of sites, and between their q's, that tested its step ``tries`` times again."""
     change = after - before
@@ -393,7 +453,7 @@ def report_of(problem, before, after, q, old, swept: Swept, step, tries, last: R
     if change.prior is not None:
         move = jnp.concatenate([problem.size(q, change.prior)[None], move])
     skipped = swept.skipped
-    return RoundReport(
+    return last._replace(
         move=move,
         step=jnp.where(skipped, 0.0, step).astype(move.dtype),
         backoffs=swept.backoffs + tries,
@@ -405,6 +465,4 @@ def report_of(problem, before, after, q, old, swept: Swept, step, tries, last: R
         clock=last.clock + 1,
         # One for the visit, and one to all groups for every ELBO that is asked for.
         messages=last.messages + problem.num_groups * (2 + tries),
-        consensus=last.consensus,
-        delbo=last.delbo,
     )

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._state import PVIState
 from ..families import ProductFamily, ProductNatural
 from ..schedules import BY_FACTOR, RoundReport, StochasticSubset
+from ..schedules._convergence import asked_by_move, sound
 from ..schedules._report import UNHEARD_MOVE
 from ..sites import MAX_HALVINGS, SiteStack, back_off, select
 from ..solvers import StochasticNaturalGradient
@@ -25,7 +26,7 @@ from ..solvers._settings import resolve
 from ._engine import RoundsDone
 from ._product_loop import run_rounds, stepped
 from ._product_problem import ProductProblem
-from ._product_rounds import LATE, ProductMemory, move_together, one_round
+from ._product_rounds import LATE, ProductMemory, move_together, one_round, with_progress
 from ._product_view import (
     Chosen,
     batch_rows,
@@ -94,7 +95,7 @@ def partial_rounds(
     dtype = state.report.move.dtype
 
     def loss_of(state: PVIState) -> Array:
-        due = (state.step - state.schedule_state.loss_from) % engine.loss_every == 0
+        due = _due(engine, state)
 
         def found() -> Array:
             return -problem.objective(state.sites, engine.noise(state.rng_key)).elbo
@@ -104,9 +105,17 @@ def partial_rounds(
     def again(state: PVIState, carry: tuple) -> tuple[PVIState, tuple, Array]:
         next_key, key = jax.random.split(state.rng_key)
         state = stepped(state, next_key, one(engine, problem, state, key, engine.noise(state.rng_key)))
-        return state, carry, loss_of(state)
+        loss = loss_of(state)
+        # A loss that nobody has looked at is NaN as well.
+        report = state.report._replace(finite=sound(loss) | ~_due(engine, state))
+        return dataclasses.replace(state, report=report), carry, loss
 
     return run_rounds(state, (), again, count, tol, length, engine.solver)
+
+
+def _due(engine: Any, state: PVIState) -> Bool[Array, ""]:
+    """Whether the loss of all rows is taken after this round."""
+    return (state.step - state.schedule_state.loss_from) % engine.loss_every == 0
 
 
 # ------------------------------------------------------------------------------------------------------- who takes part
@@ -151,14 +160,17 @@ def _merged(last: RoundReport, own: RoundReport, chosen: Chosen, heard: Bool[Arr
 
     move = put(last.move, own.move, True)
     waiting = jnp.max(jnp.where(part, 0.0, move), initial=0.0)
+    unheard = jnp.minimum(waiting, UNHEARD_MOVE).astype(own.left.dtype)
     return own._replace(
         move=move,
+        asked=put(last.asked, own.asked, True),
+        left=jnp.maximum(own.left, unheard),
         step=put(last.step, own.step, False),
         backoffs=put(last.backoffs, own.backoffs, False),
         skipped=put(last.skipped, own.skipped, False),
         skip_run=put(last.skip_run, own.skip_run, True),
         staleness=last.staleness,
-        total_move=jnp.maximum(own.total_move, jnp.minimum(waiting, UNHEARD_MOVE).astype(own.total_move.dtype)),
+        total_move=jnp.maximum(own.total_move, unheard),
     )
 
 
@@ -263,9 +275,9 @@ def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key
     nobody = jnp.zeros(windows.shape, bool)
     start = _Walk(own, sites.prior, sites.local, own, sites.prior, jnp.int32(0), nobody)
     walk = jax.lax.fori_loop(0, jnp.max(steps), step, start)
-    return _absorbed(
-        engine, problem, state, chosen, heard, base, walk, jnp.sum(there, dtype=jnp.int32) * jnp.max(steps)
-    )
+    most = jnp.max(steps)
+    exchanges = jnp.sum(there, dtype=jnp.int32) * most
+    return _absorbed(engine, problem, state, chosen, heard, base, walk, exchanges, most)
 
 
 def _late(engine: Any, memory: ProductMemory) -> Any:
@@ -352,6 +364,7 @@ def _absorbed(
     base: ProductNatural,
     walk: _Walk,
     exchanges: Any,
+    steps: Any,
 ) -> _Round:
     """The sites after a visit, damped; no ELBO is looked at, which would take all rows."""
     sites, memory, last = state.sites, state.schedule_state, state.report
@@ -394,6 +407,10 @@ def _absorbed(
         clock=last.clock + 1,
         messages=last.messages + exchanges,
     )
+    # Of what rows ask for, steps take this share by the solver's own settings; batches and late steps average the rest.
+    full = 1.0 - (1.0 - engine.solver.step_size * _late(engine, memory)) ** steps
+    asked = asked_by_move(move, report.total_move, full * jnp.maximum(share, 2.0**-MAX_HALVINGS), share > 0, before)
+    report = with_progress(problem, report, before, moved, q, asked, share > 0, None, _late(engine, memory))
     new = SiteStack(with_groups(sites, chosen, groups), prior, walk.local)
     return _Round(new, memory, _merged(last, report, chosen, heard))
 

@@ -148,7 +148,8 @@ class FactorReader:
 
         def packed_call(chunk) -> ModelCall:
             args, kwargs = structure.unflatten([x if o is None else o for x, o in zip(leaves, chunk[0], strict=True)])
-            return dataclasses.replace(call, args=args, kwargs=kwargs)
+            model = part.reading.sized(call.model, packing.rows.shape[1])
+            return dataclasses.replace(call, model=model, args=args, kwargs=kwargs)
 
         return program(packed_call, (packed, packing.mask))
 
@@ -238,6 +239,18 @@ def _chunk_log_likelihood(
     terms = row_log_likelihood(call, point, part.rows)
     counted = (jnp.sum(jnp.where(masks[key], values, 0.0)) for key, values in terms.values())
     return sum(counted, start=jnp.zeros((), point.dtype))
+
+
+def chunk_log_likelihoods(
+    part: PartitionPlan, packing: Packing | GroupMasks, call: ModelCall, point: Float[Array, "D"]
+) -> Float[Array, "M"]:
+    """Every group's log-likelihood at a point, each from its own rows alone, in nats."""
+
+    def one(chunk: Any) -> Array:
+        return _chunk_log_likelihood(part, packing, lambda c: part.reading.call(call, c), (chunk, None), point)
+
+    values = jax.lax.map(one, packing.chunks)
+    return jax.ops.segment_sum(values, packing.chunk_group, packing.offsets.shape[0] - 1, indices_are_sorted=True)
 
 
 def first_conditionals(plan: Plan, packing: Packing | GroupMasks, loc, sd) -> ConditionalNatural:

@@ -282,18 +282,22 @@ class RowProblem:
         Returns:
             By each group's step, to first order, Float[M]; and altogether, means and log sds.
         """
-        family, white, white_before = self.family, *(cast(RowMoments, e.moments).white for e in (after, before))
-        sd, sd_before = family.latent_sd(after.moments), family.latent_sd(before.moments)
+        family = self.family
+        sd = family.latent_sd(after.moments)
         change = jax.tree.map(lambda a, b: (a - b)[0], new.groups, old.groups)
         force = change.precision_mean - change.precision * after.moments.loc
         by_row = family.prior.root * force[:, None]
         zero = jnp.zeros((self.num_groups + 1, by_row.shape[1]), by_row.dtype)
         by_group = zero.at[self._owner].add(by_row)[: self.num_groups]
         shift = family.latent_shift(family.white_shift(after.moments, by_group))
-        together = jnp.abs(family.latent_shift(white - white_before)) / sd
-        stretch = jnp.abs(jnp.log(sd) - jnp.log(sd_before))
-        largest = jnp.maximum(jnp.max(together), jnp.max(stretch))
+        largest = jnp.max(jnp.abs(self.shifts(after, before)))
         return jnp.max(jnp.abs(shift) / sd, axis=-1), jnp.where(before.moments.valid, largest, jnp.inf)
+
+    def shifts(self, after: Evaluation, before: Evaluation) -> Float[Array, "two_D"]:
+        """How far every latent's mean moved between two evaluations, in posterior sds, and its log sd."""
+        family, white, white_before = self.family, *(cast(RowMoments, e.moments).white for e in (after, before))
+        sd, sd_before = family.latent_sd(after.moments), family.latent_sd(before.moments)
+        return jnp.concatenate([family.latent_shift(white - white_before) / sd, jnp.log(sd) - jnp.log(sd_before)])
 
     # -------------------------------------------------------------------------------------------------------- rows
 

@@ -41,6 +41,10 @@ class RowStream:
         """Rows of each group."""
         return self.part.table.sizes
 
+    def first_rows(self) -> Int[Array, "M"]:
+        """Index of every group's first row."""
+        return self.packing.first_rows()
+
     def program(self, expectation: str) -> RowProgram:
         """How a row's expectations are taken.
 

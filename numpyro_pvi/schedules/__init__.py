@@ -12,6 +12,18 @@ from ._base import (
     elbo_has_not_fallen,
 )
 from ._committee import Committee
+from ._convergence import (
+    FELL,
+    IMPROPER,
+    NOT_FINITE,
+    STALL_ROUNDS,
+    VISITS,
+    finished,
+    settled,
+    sound,
+    stalled,
+    within_noise,
+)
 from ._decentralized import Decentralized
 from ._delays import MeasuredDelays, measured_delays
 from ._noise import move_in_nats
@@ -23,6 +35,11 @@ from ._synchronous import Synchronous
 
 __all__ = [
     "BY_FACTOR",
+    "FELL",
+    "IMPROPER",
+    "NOT_FINITE",
+    "STALL_ROUNDS",
+    "VISITS",
     "Decentralized",
     "Asynchronous",
     "Committee",
@@ -41,6 +58,11 @@ __all__ = [
     "accept_jointly",
     "elbo_has_not_fallen",
     "empty_report",
+    "finished",
     "measured_delays",
     "move_in_nats",
+    "settled",
+    "sound",
+    "stalled",
+    "within_noise",
 ]

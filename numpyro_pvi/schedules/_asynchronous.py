@@ -195,6 +195,12 @@ class Asynchronous:
             fresh = fresh._replace(discount=first_discount(problem, moments, self.delays is not None))
         return jax.tree.map(lambda old, new: jnp.where(state.started, old, new), state, fresh)
 
+    def _own(self, problem: Problem, tally: Any, heard: Any) -> Any:
+        """Share of what was asked for that was absorbed, as far as it is less than the solver's noise calls for."""
+        del problem
+        arrived = heard[-tally.step.shape[0] :] & (tally.step > 0)
+        return jnp.min(jnp.where(arrived, tally.step, 1.0))
+
     def _finish(self, problem: Problem, carry: RoundCarry, walk: Walk, prior, prior_site, noise) -> RoundCarry:
         old, tally = carry.evaluation, walk.tally
         sites = problem.tidy(SiteStack(walk.sites, prior_site, walk.local))
@@ -225,6 +231,10 @@ class Asynchronous:
             elapsed=walk.clock,
             staleness=with_prior(None if prior is None else jnp.int32(0), tally.staleness),
             heard=heard,
+            states=walk.solver,
+            prior_state=None if prior is None else prior.state,
+            late=1.0 if problem.stochastic else averaging_step(carry.schedule.averaging, old.elbo.dtype),
+            own=self._own(problem, tally, heard),
         )
         return RoundCarry(
             done.sites, done.evaluation, walk.solver, None if prior is None else prior.state, state, report

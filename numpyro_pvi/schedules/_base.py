@@ -15,6 +15,7 @@ from ..expectations import Expected
 from ..families import GaussianMoments, RowMoments
 from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, select
 from ..solvers import LocalResult, LocalSolver
+from ._convergence import FELL, IMPROPER, NOT_FINITE, NOTHING
 from ._report import RoundReport
 from ._stream import Stream
 
@@ -230,6 +231,8 @@ class Accepted(NamedTuple):
     accepted: Bool[Array, ""]
     # How often the ELBO was asked for.
     tries: Int[Array, ""]
+    # Why no step was acceptable; means nothing otherwise.
+    why: Any = NOTHING
 
 
 def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -347,7 +350,15 @@ def accept_jointly(
         return jax.tree.map(lambda a, b: jnp.where(last.accepted, a, b), new, previous)
 
     sites, evaluation = keep(last.sites, old_sites), keep(last.evaluation, old)
-    return last._replace(sites=sites, evaluation=evaluation, step=share(last.step))
+    why = _why(last.evaluation, old)
+    return last._replace(sites=sites, evaluation=evaluation, step=share(last.step), why=why)
+
+
+def _why(tried: Evaluation, old: Evaluation) -> Int[Array, ""]:
+    """Why the last candidate of a search was refused."""
+    lost = ~jnp.all(jnp.isfinite(tried.groups.value) | ~jnp.isfinite(old.groups.value))
+    code = jnp.where(lost | ~jnp.isfinite(old.elbo), NOT_FINITE, FELL)
+    return jnp.where(tried.moments.valid, code, IMPROPER).astype(jnp.int32)
 
 
 def accept_valid(
@@ -382,7 +393,7 @@ def accept_valid(
     good = problem.family.in_domain(posterior(problem.prior_natural, sites))
     sites = jax.tree.map(lambda a, b: jnp.where(good, a, b), sites, old_sites)
     evaluation = problem.evaluate(sites, old.rule, noise, probe)
-    return Accepted(sites, evaluation, step, halvings, good, jnp.int32(1))
+    return Accepted(sites, evaluation, step, halvings, good, jnp.int32(1), IMPROPER)
 
 
 def accept_once(
@@ -428,8 +439,9 @@ def accept_once(
     def keep(new, previous):
         return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, previous)
 
+    why = _why(evaluation, old)
     sites, evaluation = keep(sites, old_sites), keep(evaluation, old)
-    return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, jnp.int32(1))
+    return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, jnp.int32(1), why)
 
 
 def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:

@@ -13,6 +13,7 @@ from ..errors import PVIError
 from ..families import GaussianMoments
 from ..sites import SiteStack, damp, select
 from ._base import Accepted, Problem, RoundCarry, shorten
+from ._convergence import Approach, Asked, approach, at_rest
 from ._report import round_report, with_prior
 
 # Relative quadrature error that members' fits, of which there is only one, aim at.
@@ -27,8 +28,8 @@ class _Member(NamedTuple):
     prior: Any
     prior_state: Any
     moments: GaussianMoments
-    # How far the last visit moved the member's posterior, in its sds.
-    move: Float[Array, ""]
+    # How far the last visit moved the member's posterior, and what is left, in its sds.
+    approach: Approach
     backoffs: Int[Array, ""]
     moved: Bool[Array, ""]
     visits: Int[Array, ""]
@@ -121,6 +122,7 @@ class Committee:
         prior = None if alone is None else alone.prior
         done = _take(problem, carry, SiteStack(groups, prior), rule, noise)
         skipped = with_prior(None if alone is None else ~alone.moved, ~members.moved)
+        left = with_prior(None if alone is None else alone.approach.left, members.approach.left)
         report = round_report(
             problem,
             carry,
@@ -129,6 +131,7 @@ class Committee:
             backoffs=with_prior(None if alone is None else alone.backoffs, members.backoffs) + done.halvings,
             skipped=skipped,
             exchanges=problem.num_groups,
+            asked=Asked(left, jnp.max(left)),
         )
         prior_state = None if alone is None else alone.prior_state
         return RoundCarry(done.sites, done.evaluation, members.state, prior_state, jnp.array(True), report)
@@ -145,7 +148,7 @@ class Committee:
             site = select(family.in_domain(_sum(base, own, prior)), own, site)
 
         def unfinished(m: _Member) -> Bool[Array, ""]:
-            settled = (m.visits > 0) & ((m.move <= self.tol) | ~m.moved)
+            settled = (m.visits > 0) & ((m.approach.left <= self.tol) | ~m.moved)
             return (m.visits < self.max_visits) & (~settled | problem.stochastic)
 
         def visit(m: _Member) -> _Member:
@@ -163,11 +166,13 @@ class Committee:
                 prior, prior_state, moved = found.site, found.state, moved | found.moved
                 backoffs = backoffs + found.backoffs
             moments = family.moments(_sum(base, site, prior))
-            move = _distance(family, m.moments, moments)
-            return _Member(site, state, prior, prior_state, moments, move, backoffs, moved, m.visits + 1)
+            nearer = approach(m.approach, _moves(family, m.moments, moments))
+            return _Member(site, state, prior, prior_state, moments, nearer, backoffs, moved, m.visits + 1)
 
         moments = family.moments(_sum(base, site, prior))
-        far = jnp.full_like(moments.log_det_precision, jnp.inf)
+        far = Approach(
+            jnp.zeros((2 * family.dim,), moments.loc.dtype), jnp.full_like(moments.log_det_precision, jnp.inf)
+        )
         first = _Member(
             site, state, prior, carry.prior_solver, moments, far, jnp.int32(0), jnp.array(True), jnp.int32(0)
         )
@@ -180,11 +185,10 @@ def _sum(base: Any, site: Any, prior: Any) -> Any:
     return base + site if prior is None else base + site + prior
 
 
-def _distance(family: Any, old: GaussianMoments, new: GaussianMoments) -> Float[Array, ""]:
-    """Largest change of a mean, or of a log sd, in sds."""
+def _moves(family: Any, old: GaussianMoments, new: GaussianMoments) -> Float[Array, "two_D"]:
+    """Changes of the means and log sds, in sds."""
     sds = [jnp.sqrt(family.variances(m)) for m in (old, new)]
-    shift = jnp.max(jnp.abs(new.loc - old.loc) / sds[1])
-    return jnp.maximum(shift, jnp.max(jnp.abs(jnp.log(sds[1]) - jnp.log(sds[0]))))
+    return jnp.concatenate([(new.loc - old.loc) / sds[1], jnp.log(sds[1]) - jnp.log(sds[0])])
 
 
 def _take(problem: Problem, carry: RoundCarry, proposal: SiteStack, rule: Any, noise: Any) -> Accepted:
@@ -209,8 +213,12 @@ def _rest(carry: RoundCarry) -> RoundCarry:
     """Nothing moves any more."""
     report = carry.report
     still = jnp.zeros_like(report.move)
-    return carry._replace(
-        report=report._replace(
-            move=still, step=still, total_move=jnp.zeros_like(report.total_move), clock=report.clock + 1.0
-        )
+    still = report._replace(
+        move=still,
+        step=still,
+        total_move=jnp.zeros_like(report.total_move),
+        clock=report.clock + 1.0,
+        rate=jnp.zeros_like(report.rate),
+        trail=jnp.zeros_like(report.trail),
     )
+    return carry._replace(report=at_rest(report, still))

@@ -111,6 +111,7 @@ def _finish(schedule, problem, carry, evaluation: Evaluation, sites, after: Dece
     report = report._replace(
         consensus=apart,
         total_move=jnp.maximum(report.total_move, apart),
+        left=jnp.maximum(report.left, apart),
         delbo=jnp.stack([evaluation.elbo, consensus, gap]),
     )
     return RoundCarry(sites, evaluation, carry.solver, carry.prior_solver, after, report)

@@ -209,7 +209,7 @@ class Decentralized:
         tracked, sent = self.gossip.mix(tracked + (new - own), mix_key, present, state.mixed)
         tracked = problem.family.symmetrise(tracked)
         after = DecentralizedState(tracked, new, priors, state.mixed + self.gossip.count, state.taken)
-        return self._finish(problem, carry, noise, sites, after, visits, sent)
+        return self._finish(problem, carry, noise, sites, after, visits, sent, present)
 
     def _visits(self, problem: Problem, carry: RoundCarry, tracked, priors, present, key, noise):
         """Every agent's update, shortened until its own q, which takes it n-fold before others hear of it, stays valid."""
@@ -253,7 +253,7 @@ class Decentralized:
         hopeless = ~valid(self._own_q(problem, z))
         return jnp.where(hopeless, first, share), jnp.where(hopeless, 0, tries)
 
-    def _finish(self, problem: Problem, carry: RoundCarry, noise, sites, after, visits, sent) -> RoundCarry:
+    def _finish(self, problem: Problem, carry: RoundCarry, noise, sites, after, visits, sent, present) -> RoundCarry:
         evaluation = problem.evaluate(sites, carry.evaluation.rule, noise)
         one = jnp.ones((), evaluation.elbo.dtype)
         done = Accepted(sites, evaluation, one * self.damping, jnp.int32(0), jnp.array(True), jnp.int32(0))
@@ -267,10 +267,18 @@ class Decentralized:
             backoffs=with_prior(prior, visits.backoffs),
             skipped=with_prior(None if prior is None else jnp.array(False), ~visits.moved),
             exchanges=sent,
+            # An agent that was away waits with what it has not said yet.
+            heard=with_prior(None if prior is None else jnp.array(True), present),
+            states=visits.state,
+            prior_state=carry.prior_solver,
+            largest=self.damping,
+            own=jnp.min(jnp.where(present, visits.share, 1.0)) / float(self.damping),
         )
         apart = self.disagreement(problem, after, evaluation)
         # A network whose mean stands still has not converged while its agents disagree.
-        report = report._replace(consensus=apart, total_move=jnp.maximum(report.total_move, apart))
+        report = report._replace(
+            consensus=apart, total_move=jnp.maximum(report.total_move, apart), left=jnp.maximum(report.left, apart)
+        )
         return RoundCarry(sites, evaluation, visits.state, carry.prior_solver, after, report)
 
     def disagreement(self, problem: Problem, state: DecentralizedState, evaluation: Evaluation) -> Float[Array, ""]:

@@ -23,6 +23,9 @@ _FORMS = (
     "measured_delays(seconds), or a function of (key, num_groups)"
 )
 
+# Keys for which what a function of delays returns is looked at before it is used.
+_LOOKS = 8
+
 
 def _positive(x: float) -> bool:
     return 0.0 < x < math.inf
@@ -122,17 +125,38 @@ def delay_sampler(delays: Any, problem: Problem, dtype: Any) -> Callable[[Any, A
         means = jnp.asarray(resolve(delays[1], "delays=('exponential', means)", problem, 1.0), dtype)
         return lambda key, m: means[m] * jax.random.exponential(key, (), dtype)
     if callable(delays):
-        shape = jax.eval_shape(lambda key: delays(key, problem.num_groups), jax.random.key(0)).shape
-        if shape != (problem.num_groups,):
-            raise PVIError(
-                f"delays={delays!r} returned shape {shape}; it must return one duration for each of the "
-                f"{problem.num_groups} groups."
-            )
-        # A clock that stands still or runs backwards would never get to the other groups.
-        tiny, draw = jnp.finfo(dtype).tiny, cast(Callable[..., Any], delays)
-        return lambda key, m: jnp.maximum(jnp.asarray(draw(key, problem.num_groups)[m], dtype), tiny)
+        draw = cast(Callable[..., Any], delays)
+        _check_drawn(draw, problem)
+        tiny = jnp.finfo(dtype).tiny
+
+        def sample(key, m):
+            found = jnp.asarray(draw(key, problem.num_groups), dtype)[m]
+            # A clock that stands still or runs backwards would never get to the other groups.
+            return jnp.where((found > tiny) & jnp.isfinite(found), found, tiny)
+
+        return sample
     fixed = jnp.asarray(resolve(delays, "delays", problem, 1.0), dtype)
     return lambda key, m: fixed[m]
+
+
+def _check_drawn(draw: Callable[..., Any], problem: Problem) -> None:
+    """Look at what a function of delays returns for a few keys: durations, one for each group."""
+    count, who = problem.num_groups, f"Asynchronous(delays={getattr(draw, '__name__', draw)!s})"
+    wanted = (
+        f"it must return one positive, finite duration for each of the {count} groups, in an array of shape ({count},)"
+    )
+    try:
+        # init runs compiled, where random numbers have no values unless they are asked for.
+        with jax.ensure_compile_time_eval():
+            found = [np.asarray(draw(jax.random.key(seed), count), float) for seed in range(_LOOKS)]
+    except (TypeError, ValueError) as error:
+        raise PVIError(f"{who} returned what is no array of numbers ({error}); {wanted}.") from error
+    if found[0].shape != (count,):
+        raise PVIError(f"{who} returned shape {found[0].shape}; {wanted}.")
+    for each in found:
+        for label, seconds in zip(problem.labels, each.tolist(), strict=True):
+            if not _positive(seconds):
+                raise PVIError(f"{who} returned {seconds:g} for group {label!r}; {wanted}.")
 
 
 def _resampled(delays: MeasuredDelays, problem: Problem, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:

@@ -62,6 +62,9 @@ class Gossip:
         dtype = leaves[0].dtype
         weights = jnp.asarray(self.graph.matrices, dtype)
         count = self.count
+        if count == 0:
+            # An agent alone has nobody to talk to.
+            return values, jnp.int32(0)
         memory = jnp.asarray(self._memory(count), dtype)
 
         def one(carry, step):

@@ -9,6 +9,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..families import GaussianFamily
 from ..sites import SiteStack
+from ._convergence import (
+    CRAWL,
+    NOTHING,
+    TRAIL,
+    Asked,
+    asked_of,
+    pace,
+    refusals,
+    sketch,
+    sound,
+)
 
 if TYPE_CHECKING:
     from ._base import Accepted, Evaluation, Problem, RoundCarry
@@ -43,10 +54,28 @@ class RoundReport(NamedTuple):
     consensus: Float[Array, ""]
     # DELBO on the rows that the round took, its consensus gap and its modelling gap, nats; NaN under other schedules.
     delbo: Float[Array, "3"]
+    # The move that each factor asked for, undamped, to first order, in posterior sds; infinite where it was not finite.
+    asked: Float[Array, "F"]
+    # What is left to move, in posterior sds: the larger of what all factors together ask for and the sum of the moves to
+    # come at the observed rate of contraction. ``tol`` is about ``left``, which is never much below the last estimate.
+    estimate: Float[Array, ""]
+    # The estimate of the round before.
+    before: Float[Array, ""]
+    left: Float[Array, ""]
+    # Share of a round's move that came again in the next, in [0, 1), and a sketch of the round's move.
+    rate: Float[Array, ""]
+    trail: Float[Array, "16"]
+    # The longest of the recent rounds' steps.
+    paced: Float[Array, ""]
+    # Rounds running in which every step was refused, and a code of why the last one was.
+    refused: Int[Array, ""]
+    why: Int[Array, ""]
+    # Whether the loss was finite, where it was looked at.
+    finite: Bool[Array, ""]
 
 
 # The fields of a report with one entry per factor.
-BY_FACTOR = ("move", "step", "backoffs", "skipped", "skip_run", "staleness")
+BY_FACTOR = ("move", "step", "backoffs", "skipped", "skip_run", "staleness", "asked")
 
 
 def empty_report(count: int, dtype: Any) -> RoundReport:
@@ -73,6 +102,16 @@ def empty_report(count: int, dtype: Any) -> RoundReport:
         messages=jnp.zeros((2,), jnp.int32),
         consensus=zero,
         delbo=jnp.full((3,), jnp.nan, dtype),
+        asked=jnp.full((count,), jnp.inf, dtype),
+        estimate=jnp.asarray(jnp.inf, dtype),
+        before=jnp.asarray(jnp.inf, dtype),
+        left=jnp.asarray(jnp.inf, dtype),
+        rate=zero,
+        trail=jnp.zeros((TRAIL,), dtype),
+        paced=zero,
+        refused=jnp.int32(0),
+        why=jnp.int32(NOTHING),
+        finite=jnp.array(True),
     )
 
 
@@ -88,6 +127,13 @@ def round_report(
     elapsed: Any = 1.0,
     staleness: Int[Array, "F"] | None = None,
     heard: Bool[Array, "F"] | None = None,
+    states: Any = None,
+    prior_state: Any = None,
+    largest: Any = 1.0,
+    full: Any = 1.0,
+    late: Any = 1.0,
+    own: Any = None,
+    asked: Asked | None = None,
 ) -> RoundReport:
     """Report on a round that ends at ``done``.
 
@@ -103,6 +149,13 @@ def round_report(
         staleness: changes of q that each factor's site had not seen; None is none.
         heard: which factors took part; None is all. The others keep their last move, and q does not count as settled
             before they have moved little as well.
+        states: the groups' solver states after the round, which may tell what they asked for.
+        prior_state: the prior factor's.
+        largest: the joint step of a round in which nothing is held back.
+        full: the joint step that takes all that is asked for.
+        late: weight of the round in an average of late rounds.
+        own: share of what it asks for that a solver takes by its own settings; a number, or one per group; None is all.
+        asked: what the factors asked for, where the schedule knows.
 
     Returns:
         The report, with running totals continued from the carry's.
@@ -118,6 +171,14 @@ def round_report(
         move, skip_run = jnp.where(heard, move, last.move), jnp.where(heard, skip_run, last.skip_run)
         waiting = jnp.max(jnp.where(heard, 0.0, move), initial=0.0)
         moved = jnp.maximum(moved, jnp.minimum(waiting, UNHEARD_MOVE).astype(moved.dtype))
+    taken = done.accepted & (done.step >= CRAWL * largest)
+    if asked is None:
+        share = done.step / full * (1.0 if own is None else jnp.min(jnp.asarray(own)))
+        asked = asked_of(problem, carry, states, prior_state, move, moved, share, taken)
+    noisy = problem.noisy | problem.stochastic
+    ahead = pace(last, _trail(problem, done, carry), moved, asked.together, _longest(step, taken), noisy, late)
+    finite = sound(done.evaluation.elbo)
+    refused, why = refusals(last, taken, done.why)
     return RoundReport(
         move=move,
         step=step,
@@ -131,7 +192,28 @@ def round_report(
         messages=last.messages + jnp.asarray(exchanges, jnp.int32),
         consensus=last.consensus,
         delbo=last.delbo,
+        asked=asked.factors.astype(last.asked.dtype),
+        **ahead._asdict(),
+        refused=refused,
+        why=why,
+        finite=finite,
     )
+
+
+def _longest(step: Float[Array, "F"], taken: Any) -> Float[Array, ""]:
+    """The longest step of any factor, 0 where all were refused."""
+    return jnp.where(taken, jnp.max(step), 0.0)
+
+
+def _trail(problem: Problem, done: Accepted, carry: RoundCarry) -> Float[Array, "16"]:
+    """A sketch of how the round moved the means and log sds of q."""
+    new, old = done.evaluation.moments, carry.evaluation.moments
+    if problem.flat:
+        moves = cast(Any, problem).shifts(done.evaluation, carry.evaluation)
+    else:
+        sd, before = (jnp.sqrt(problem.family.variances(m)) for m in (new, old))
+        moves = jnp.concatenate([(new.loc - old.loc) / sd, jnp.log(sd) - jnp.log(before)])
+    return sketch(jnp.where(old.valid, moves, 0.0))
 
 
 def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Float[Array, ""]:

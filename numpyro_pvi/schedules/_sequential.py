@@ -110,6 +110,10 @@ class Sequential:
         sites, results = jax.tree.map(lambda x: x[back], (sites, results))
         return sites, None if local is None else damp(carry.sites.local, local, self.damping), results
 
+    def _shares(self, problem: Problem, results: Any) -> bool:
+        """Whether visits tell how much of what they ask for they took."""
+        return problem.stochastic and results.step is not None
+
     def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done) -> RoundCarry:
         skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
         averaging, damping = carry.schedule, self.damping
@@ -127,6 +131,10 @@ class Sequential:
             skipped=skipped,
             # One for the visit, and one to all groups for every ELBO that is asked for.
             exchanges=problem.num_groups * (1 + done.tries),
+            states=results.state,
+            prior_state=None if prior is None else prior.state,
+            late=1.0 if problem.stochastic else averaging_step(carry.schedule, done.step.dtype),
+            own=jnp.asarray(self.damping, done.step.dtype) * (results.step if self._shares(problem, results) else 1.0),
         )
         return RoundCarry(
             done.sites,

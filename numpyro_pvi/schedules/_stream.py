@@ -20,6 +20,10 @@ class Stream(Protocol):
         """Rows of each group."""
         ...
 
+    def first_rows(self) -> Int[Array, "M"]:
+        """Index of every group's first row: where its label first appears."""
+        ...
+
     def program(self, expectation: str) -> RowProgram:
         """How expectations of single rows are taken; raises where rows have no affine predictors."""
         ...

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments
 from ..sites import SiteStack, damp, posterior, select
-from ._base import Evaluation, Problem, RoundCarry, Rule
+from ._base import Accepted, Problem, RoundCarry, Rule
+from ._convergence import Approach, Asked, approach, at_rest
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
 
@@ -38,13 +39,6 @@ class _At(NamedTuple):
     rule: Rule
 
 
-class _Done(NamedTuple):
-    """Where a pass ended."""
-
-    sites: SiteStack
-    evaluation: Evaluation
-
-
 class _Visits(NamedTuple):
     """One factor while it is being absorbed."""
 
@@ -54,14 +48,17 @@ class _Visits(NamedTuple):
     at: _At
     averaging: Averaging
     count: Int[Array, ""]
-    move: Float[Array, ""]
+    approach: Approach
     backoffs: Int[Array, ""]
     moved: Bool[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
 class Streaming:
-    """Absorb every group once, in order: ``q_m`` is the solver's fit to ``q_{m-1} p(y_m | theta)``, and then the next prior.
+    """Absorb every group once: ``q_m`` is the solver's fit to ``q_{m-1} p(y_m | theta)``, and then the next prior.
+
+    Groups are taken in the order in which their labels first appear among the rows, so that data in the order of time are
+    streamed as they came, whatever the labels are (``pvi.groups`` has them sorted).
 
     With a VI solver this is variational continual learning, or streaming variational Bayes. Sites of groups that have not
     been reached are no part of the cavity, only where their own fits start. The prior factor, if any, comes first. While
@@ -117,7 +114,7 @@ class Streaming:
         last = carry.report
         still = jax.tree.map(jnp.zeros_like, last)
         totals = {"valid": last.valid, "clock": last.clock, "messages": last.messages, "consensus": last.consensus}
-        return carry._replace(report=still._replace(**totals))
+        return carry._replace(report=at_rest(last, still._replace(**totals)))
 
     def _pass(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         state, sites, rule = carry.schedule, carry.sites, carry.evaluation.rule
@@ -143,15 +140,23 @@ class Streaming:
 
             rest = select(counted, q - site, q)
             found = self._absorb(problem, rule, visit, rest, site, solver, local, key, noise, done)
-            return (rest + found.site, found.local), (found.site, found.solver, found.backoffs, found.moved)
+            return (rest + found.site, found.local), (
+                found.site,
+                found.solver,
+                found.backoffs,
+                found.moved,
+                found.approach.left,
+            )
 
         keys = jax.random.split(key, problem.num_groups)
         steps = (jnp.arange(problem.num_groups), sites.groups, carry.solver, state.done, counted, keys)
-        (_, local), (groups, solver, backoffs, moved) = jax.lax.scan(absorb, (q, sites.local), steps)
+        order = jnp.argsort(problem.stream.first_rows())
+        (_, local), found = jax.lax.scan(absorb, (q, sites.local), jax.tree.map(lambda x: x[order], steps))
+        groups, solver, backoffs, moved, left = jax.tree.map(lambda x: x[jnp.argsort(order)], found)
         new = problem.tidy(SiteStack(groups, None if prior is None else prior.site, local))
         evaluation = problem.evaluate(new, rule, noise)
         carry = carry._replace(solver=solver, prior_solver=None if prior is None else prior.solver)
-        return self._finish(problem, carry, new, evaluation, prior, backoffs, moved)
+        return self._finish(problem, carry, new, evaluation, prior, backoffs, moved, left)
 
     def _absorb(self, problem: Problem, rule: Rule, visit, cavity, site, solver, local, key, noise, done) -> _Visits:
         """Visit one factor until its site has settled; not at all when it was absorbed before."""
@@ -161,14 +166,14 @@ class Streaming:
         by_draws = problem.noisy and not problem.stochastic and local is None
 
         def unfinished(v: _Visits):
-            settled = (v.move <= self.tol) & (not problem.stochastic)
+            settled = (v.approach.left <= self.tol) & (not problem.stochastic)
             return ~done & (v.count < most) & v.moved & ~settled
 
         def again(v: _Visits) -> _Visits:
             own = jax.random.fold_in(key, v.count)
             draws = problem.noise(jax.random.fold_in(own, 1)) if by_draws else noise
             result, local = visit(v.at.q, v.site, v.solver, own, draws, v.local)
-            share = averaging_step(v.averaging, v.move.dtype) if by_draws else 1.0
+            share = averaging_step(v.averaging, v.approach.left.dtype) if by_draws else 1.0
             site = damp(v.site, result.site, share)
             at = _at(family, cavity + site, rule)
             averaging = average_late(problem, v.averaging, at, v.at) if by_draws else v.averaging
@@ -176,30 +181,34 @@ class Streaming:
             kept = select(moved, (site, result.state, at), (v.site, v.solver, v.at))
             count, backoffs = v.count + 1, v.backoffs + result.backoffs
             # A factor that came this far is absorbed, should a later visit find no better step.
-            return _Visits(*kept[:2], local, kept[2], averaging, count, _shift(family, at, v.at), backoffs, moved)
+            nearer = approach(v.approach, _moves(family, at, v.at))
+            return _Visits(*kept[:2], local, kept[2], averaging, count, nearer, backoffs, moved)
 
         at = _at(family, cavity + site, rule)
-        move = jnp.full((), jnp.inf, at.moments.loc.dtype)
-        averaging = no_averaging(family.dim if by_draws else 0, move.dtype)
+        far = Approach(jnp.zeros((2 * family.dim,), at.moments.loc.dtype), jnp.full((), jnp.inf, at.moments.loc.dtype))
+        averaging = no_averaging(family.dim if by_draws else 0, far.left.dtype)
         zero = jnp.int32(0)
-        first = _Visits(site, solver, local, at, averaging, zero, move, zero, jnp.array(True))
+        first = _Visits(site, solver, local, at, averaging, zero, far, zero, jnp.array(True))
         last = jax.lax.while_loop(unfinished, again, first)
         return last._replace(moved=last.moved | (last.count > 1))
 
-    def _finish(self, problem: Problem, carry: RoundCarry, new, evaluation, prior, backoffs, moved) -> RoundCarry:
+    def _finish(self, problem: Problem, carry: RoundCarry, new, evaluation, prior, backoffs, moved, left) -> RoundCarry:
         old, state = carry.evaluation, carry.schedule
         before = with_prior(None if prior is None else state.prior_done, state.done)
         absorbed = with_prior(None if prior is None else prior.moved, moved)
         skipped = ~before & ~absorbed
+        # What was absorbed earlier stays as it was; what this pass could not settle is left.
+        asked = jnp.where(before, carry.report.asked, with_prior(None if prior is None else prior.approach.left, left))
         report = round_report(
             problem,
             carry,
-            _Done(new, evaluation),  # type: ignore[arg-type]
+            Accepted(new, evaluation, jnp.ones_like(old.elbo), jnp.int32(0), jnp.array(True), jnp.int32(0)),
             step=jnp.where(before | skipped, 0.0, 1.0).astype(old.elbo.dtype),
             backoffs=with_prior(None if prior is None else prior.backoffs, backoffs),
             skipped=skipped,
             # A group is alone with its rows while its site settles; no ELBO is asked for.
             exchanges=jnp.sum(~state.done),
+            asked=Asked(asked, jnp.max(asked)),
         )
         prior_done = state.prior_done if prior is None else state.prior_done | prior.moved
         state = StreamingState(state.done | moved, state.fresh, prior_done)
@@ -210,9 +219,8 @@ def _at(family: GaussianFamily, q: Any, rule: Rule) -> _At:
     return _At(q, family.moments(q), rule)
 
 
-def _shift(family: GaussianFamily, new: _At, old: _At) -> Float[Array, ""]:
-    """Largest change of a mean or a log sd, in posterior sds."""
+def _moves(family: GaussianFamily, new: _At, old: _At) -> Float[Array, "two_D"]:
+    """Changes of the means and log sds, in posterior sds."""
     sd, before = (jnp.sqrt(family.variances(at.moments)) for at in (new, old))
-    shift = jnp.max(jnp.abs(new.moments.loc - old.moments.loc) / sd)
-    stretch = jnp.max(jnp.abs(jnp.log(sd) - jnp.log(before)))
-    return jnp.where(old.moments.valid, jnp.maximum(shift, stretch), jnp.inf)
+    moves = jnp.concatenate([(new.moments.loc - old.moments.loc) / sd, jnp.log(sd) - jnp.log(before)])
+    return jnp.where(old.moments.valid, moves, jnp.inf)

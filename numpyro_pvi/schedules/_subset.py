@@ -127,8 +127,10 @@ class StochasticSubset:
         )
 
     def _largest(self, problem: Problem) -> float:
-        if isinstance(self.damping, float):
-            return self.damping
+        return self.damping if isinstance(self.damping, float) else self._full(problem)
+
+    def _full(self, problem: Problem) -> float:
+        """The joint step that takes all that is asked for."""
         alone = problem.stochastic or getattr(problem.solver, "moves_alone", False)
         return 1.0 / self._count(problem) if alone and self.damping == "auto" else 1.0
 
@@ -177,8 +179,11 @@ class StochasticSubset:
         site, state = jax.tree.map(
             lambda x, new: x.at[chosen].set(new), (carry.sites.groups, carry.solver), (found.site, found.state)
         )
+        step = None
+        if found.step is not None:
+            step = jnp.ones((problem.num_groups,), found.step.dtype).at[chosen].set(found.step)
         results = LocalResult(
-            site, state, nobody.at[chosen].set(found.backoffs), (nobody > 0).at[chosen].set(found.moved)
+            site, state, nobody.at[chosen].set(found.backoffs), (nobody > 0).at[chosen].set(found.moved), step
         )
         return (nobody > 0).at[chosen].set(best >= 0), results
 
@@ -224,6 +229,12 @@ class StochasticSubset:
             # One for the visit, and one for every test of a joint step.
             exchanges=asked * (1 + done.tries),
             heard=with_prior(None if prior is None else jnp.array(True), taking_part),
+            states=select(taking_part, results.state, carry.solver),
+            prior_state=None if prior is None else prior.state,
+            largest=self._largest(problem),
+            full=self._full(problem),
+            late=1.0 if problem.stochastic else averaging_step(carry.schedule.averaging, done.step.dtype),
+            own=None if results.step is None or not problem.stochastic else jnp.where(taking_part, results.step, 1.0),
         )
         solver = select(taking_part, results.state, carry.solver)
         return RoundCarry(done.sites, done.evaluation, solver, None if prior is None else prior.state, state, report)

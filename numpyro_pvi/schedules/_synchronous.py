@@ -90,8 +90,10 @@ class Synchronous:
             )
 
     def _largest(self, problem: Problem) -> float:
-        if self.damping != "auto":
-            return float(self.damping)
+        return self._full(problem) if self.damping == "auto" else float(self.damping)
+
+    def _full(self, problem: Problem) -> float:
+        """The joint step that takes all that is asked for."""
         alone = problem.stochastic or getattr(problem.solver, "moves_alone", False)
         return 1.0 / problem.num_groups if alone else 1.0
 
@@ -166,6 +168,12 @@ class Synchronous:
             skipped=skipped,
             # The pass that tests a joint step also finds what the groups want next.
             exchanges=problem.num_groups * (problem.stochastic + done.tries),
+            states=results.state,
+            prior_state=None if prior is None else prior.state,
+            largest=self._largest(problem),
+            full=self._full(problem),
+            late=1.0 if problem.stochastic else averaging_step(state.averaging, done.step.dtype),
+            own=results.step if problem.stochastic else None,
         )
         moved = report.total_move
         averaging = state.averaging

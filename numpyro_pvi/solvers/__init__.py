@@ -6,6 +6,7 @@ from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, TiltedFac
 from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
 from ._natural_gradient import NaturalGradient
+from ._optimiser import of_params
 from ._power_ep import PowerEP, trouble_of
 from ._product_visits import MatchRules, MatchState, first_match_state, match_visit, trouble_sentence
 from ._snep import SNEP
@@ -34,6 +35,7 @@ __all__ = [
     "first_match_state",
     "local_free_energy",
     "match_visit",
+    "of_params",
     "trouble_of",
     "trouble_sentence",
 ]

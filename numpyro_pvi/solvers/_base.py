@@ -114,6 +114,14 @@ class LocalSolver(Protocol):
         """Whether visits take noisy gradient steps of their own: factors then offer rows, and rounds are tested by values only."""
         ...
 
+    @property
+    def exact_sites(self) -> bool:
+        """Whether a visit gives a factor that is quadratic its own natural parameters, whatever the cavity (up to damping).
+
+        Where it nears them by steps, or from draws, a site carries traces of the groups beside which it was fitted.
+        """
+        ...
+
     def init(self, family: GaussianFamily, dtype: Any) -> Any:
         """The solver's state for one group, a pytree of arrays."""
         ...

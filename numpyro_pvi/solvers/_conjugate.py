@@ -30,6 +30,7 @@ class Conjugate:
     expectation = "auto"
     num_draws = 1
     stochastic = False
+    exact_sites = True
 
     def init(self, family: GaussianFamily, dtype: Any) -> tuple:
         """No state."""

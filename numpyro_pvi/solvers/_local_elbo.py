@@ -92,6 +92,7 @@ class LocalELBO(BatchSolver):
     num_draws: int = 8
 
     stochastic = True
+    exact_sites = False
     expectation = "auto"
 
     def __post_init__(self):

@@ -49,6 +49,7 @@ class MatchesMoments:
     """What solvers that match the moments of tilted distributions have in common: a base class of their settings."""
 
     stochastic = False
+    exact_sites = False
     # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
     matches_moments = True
     factors = "group"

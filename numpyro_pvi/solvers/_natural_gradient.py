@@ -87,6 +87,7 @@ class NaturalGradient:
     blocks: str | tuple[str, ...] = "auto"
 
     stochastic = False
+    exact_sites = True
 
     def __post_init__(self):
         if not isinstance(self.num_steps, int) or self.num_steps < 1:

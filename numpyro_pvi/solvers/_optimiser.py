@@ -1,4 +1,4 @@
-"""One interface for optax's and NumPyro's optimisers of a flat vector."""
+"""One interface for optax's and NumPyro's optimisers: of a flat vector, and of a model's ``numpyro.param`` values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.example_libraries import optimizers
 from jaxtyping import Array, Float
+from numpyro.optim import Minimize, _NumPyroOptim
 
 from ..errors import PVIError
 
@@ -39,10 +41,8 @@ def as_optimiser(optim: Any, owner: str) -> Optimiser:
     Raises:
         PVIError: for anything else.
     """
-    import numpyro.optim
-
-    if isinstance(optim, numpyro.optim._NumPyroOptim):
-        return _of_numpyro(optim, isinstance(optim, numpyro.optim.Minimize))
+    if isinstance(optim, _NumPyroOptim):
+        return _of_numpyro(optim, isinstance(optim, Minimize))
     if optim is None:
         import optax
 
@@ -52,6 +52,64 @@ def as_optimiser(optim: Any, owner: str) -> Optimiser:
     raise PVIError(
         f"{owner}(optim={optim!r}): expected an optax or numpyro optimiser, such as optax.adam(0.01) or "
         "numpyro.optim.Adam(0.01)."
+    )
+
+
+class OptaxOptim(_NumPyroOptim):
+    """An optax optimiser of a tree of params under NumPyro's interface, which sees the objective and not its gradient alone.
+
+    NumPyro's own adapter passes the value on, which is enough for ``optax.contrib.reduce_on_plateau``; line searches
+    (``optax.lbfgs``) also ask for the gradient and for the function.
+
+    Args:
+        transformation: optax's.
+    """
+
+    def __init__(self, transformation: Any) -> None:
+        super().__init__(lambda: (lambda params: (params, transformation.init(params)), None, lambda state: state[0]))
+        self._transformation = transformation
+
+    def update(self, g: Any, state: Any, value: Any = None) -> Any:
+        """A step along a gradient that is known already, as in SVI."""
+        return self._step(g, state, {} if value is None else {"value": value})
+
+    def eval_and_update(self, fn: Callable, state: Any, forward_mode_differentiation: bool = False) -> Any:
+        """Value and gradient at the state's params, and a step."""
+        del forward_mode_differentiation
+        (value, aux), gradient = jax.value_and_grad(fn, has_aux=True)(self.get_params(state))
+        known = {"value": value, "grad": gradient, "value_fn": lambda params: fn(params)[0]}
+        return (value, aux), self._step(gradient, state, known)
+
+    def _step(self, gradient: Any, state: Any, known: dict) -> Any:
+        import optax
+
+        count, (params, inner) = state
+        update, inner = optax.with_extra_args_support(self._transformation).update(gradient, inner, params, **known)
+        return count + 1, (optax.apply_updates(params, update), inner)
+
+
+def of_params(optim: Any) -> _NumPyroOptim:
+    """The optimiser of a model's ``numpyro.param`` values under NumPyro's interface.
+
+    Args:
+        optim: an optimiser of ``numpyro.optim``, ``jax.example_libraries.optimizers`` or optax.
+
+    Returns:
+        NumPyro's, as it is, or what stands for the others.
+
+    Raises:
+        PVIError: for anything else.
+    """
+    if isinstance(optim, _NumPyroOptim):
+        return optim
+    if isinstance(optim, optimizers.Optimizer):
+        return _NumPyroOptim(lambda: tuple(optim))
+    if not isinstance(optim, type) and callable(getattr(optim, "init", None)) and callable(getattr(optim, "update", 0)):
+        return OptaxOptim(optim)
+    made = f"{optim.__name__}(0.01)" if isinstance(optim, type) or callable(optim) else "numpyro.optim.Adam(0.01)"
+    raise PVIError(
+        f"optim={optim!r}: expected an optimiser of numpyro.optim, jax.example_libraries.optimizers or optax, made with its "
+        f"settings, such as {made}; None where the model has no numpyro.param site."
     )
 
 

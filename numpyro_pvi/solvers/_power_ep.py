@@ -153,6 +153,11 @@ class PowerEP(MatchesMoments):
             raise PVIError(f"PowerEP(factors={self.factors!r}): expected 'group' or 'row'.")
         check_moments("PowerEP", self.moments, chains=True)
 
+    @property
+    def exact_sites(self) -> bool:
+        """Whether moments of quadratic factors are in closed form: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        return self.moments in ("auto", "exact", "quadrature")
+
     def init(self, family: GaussianFamily, dtype: Any) -> PowerEPState:
         """Start every group at the largest step."""
         zero = jnp.zeros((), dtype)

@@ -74,6 +74,7 @@ class StochasticNaturalGradient(BatchSolver):
     curvature: str = "auto"
 
     stochastic = True
+    exact_sites = False
     expectation = "auto"
     num_draws = 8
 
@@ -123,7 +124,10 @@ class StochasticNaturalGradient(BatchSolver):
         walk = jax.lax.fori_loop(0, batches.num_steps, step, (site, site, noise, jnp.int32(0)))
         new = family.symmetrise(walk[1])
         good = all_finite(new) & family.in_domain(cavity + new)
-        return LocalResult(select(good, new, site), state, walk[3], good)
+        # So much of the way to a target that stands still, on the average of the iterates that are averaged.
+        share = 1.0 - (1.0 - self.step_size) ** (0.5 * (first + 1 + batches.num_steps))
+        share = jnp.where(good, jnp.asarray(share, new.precision_mean.dtype), 0.0)
+        return LocalResult(select(good, new, site), state, walk[3], good, share)
 
     def _step(self, factor: LocalFactor, cavity: Any, site: Any, rows: Any, weight: Any, noise: Any) -> tuple[Any, Any]:
         family, q = factor.family, cavity + site

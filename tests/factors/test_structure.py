@@ -75,6 +75,8 @@ def two_sites(x, y):
         numpyro.sample("sign", dist.Bernoulli(logits=2 * (x @ w)), obs=(y > 0).astype(int))
 
 
+# Those of whose parameters one is a multiple of another's predictor, which is found by values.
+NOT_PROVED = {"negative binomial"}
 CUTPOINTS = jnp.array([-0.5, 0.7])
 # Name: (model, observations, kind, predictors of each term, latents of the prior factor).
 LIKELIHOODS = {
@@ -243,6 +245,7 @@ def test_likelihood(name):
     assert plan.likelihood == kind
     assert predictors is None or tuple(len(t.predictors) for t in plan.terms) == predictors
     assert prior_latents is None or plan.prior_latents == prior_latents
+    assert plan.evidence("likelihood") == ("" if kind == "draws" else "found" if name in NOT_PROVED else "proved")
     check_terms(plan, call)
     if kind != "draws" and plan.prior_kind != "draws":
         check_whole(plan, call)
@@ -253,6 +256,7 @@ def test_prior(name):
     prior, exact, kind = PRIORS[name]
     plan, call = planned(with_prior(prior), X, REAL)
     assert set(plan.exact) == exact and plan.prior_kind == kind
+    assert plan.evidence("prior") == ("" if not exact and kind == "draws" else "proved")
     assert set(plan.exact) | set(plan.prior_latents) == set(plan.layout.names)
     if kind != "draws":
         check_whole(plan, call)

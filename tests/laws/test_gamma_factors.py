@@ -112,9 +112,6 @@ def test_loadings_reach_the_best_factorised_posterior(schedule):
     assert -1e-3 < gap(elbo_factors, result.params, ["z"]) < 0.03
 
 
-@pytest.mark.xfail(
-    jnp.result_type(float) == jnp.float32, reason="float32 takes w for conjugate: its probe is 3e-4 wide", strict=True
-)
 @pytest.mark.parametrize("schedule", [Synchronous, pytest.param(Sequential, marks=pytest.mark.slow)])
 def test_rows_weights_reach_the_best_factorised_posterior(schedule):
     pvi, result = fitted(counts, COUNTS, schedule)

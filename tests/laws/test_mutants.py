@@ -70,7 +70,7 @@ def test_missing_damping(monkeypatch, schedule):
 
 def test_a_group_dropped_from_the_guides_params(monkeypatch):
     monkeypatch.setattr(
-        readings, "posterior", lambda prior, sites: prior + jax.tree.map(lambda x: x[1:].sum(0), sites.groups)
+        readings, "_posterior", lambda prior, sites: prior + jax.tree.map(lambda x: x[1:].sum(0), sites.groups)
     )
     assert checks.sums(linear_fit()) > FAR
 

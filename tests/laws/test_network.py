@@ -341,7 +341,7 @@ def test_consensus_gap_is_the_log_of_the_geometric_means_mass(x64):
 def test_replays_are_balanced_over_the_classes_seen():
     class Rows:
         sizes = (8, 5)
-        program = row = print
+        program = row = first_rows = print
 
         def classes(self):
             return jnp.array([[0, 0, 0, 1, 0, 0, 2, 1], [1, 1, 1, 1, 1, -1, -1, -1]]), 3

@@ -153,9 +153,14 @@ def other_prior(y):
 @pytest.mark.once
 def test_a_prior_of_another_family_is_refused(tmp_path):
     first, data = fresh("joint-random")
-    first.save(tmp_path / "fit.pvi", first.init(KEY, data))
-    with pytest.raises(StateError, match="GammaFamily for latent 'tau', but the guide LogNormalFamily"):
+    state = first.init(KEY, data)
+    first.save(tmp_path / "fit.pvi", state)
+    with pytest.raises(
+        CheckpointError, match="the prior of 'tau' differs: a latent, Gamma .* in the file; .* LogNormal .* here"
+    ):
         fresh("joint-random", model=other_prior)[0].load(tmp_path / "fit.pvi", data)
+    with pytest.raises(StateError, match="GammaFamily for latent 'tau', but the guide LogNormalFamily"):
+        fresh("joint-random", model=other_prior)[0].evaluate(state, data)
 
 
 def many(y):

@@ -14,11 +14,13 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 import numpyro_pvi.solvers._minibatch as minibatch
+import numpyro_pvi.solvers._stochastic as stochastic
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
+from numpyro_pvi.families import NormalFamily
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import LocalELBO, NaturalGradient, StochasticNaturalGradient
+from numpyro_pvi.solvers import Derivatives, LocalELBO, NaturalGradient, StochasticNaturalGradient
 from tests.laws import oracles
 from tests.laws.models import (
     NOISE,
@@ -82,6 +84,75 @@ def test_a_linear_model_ends_at_its_posterior(name):
     far, stretched = distance(result, *linear_posterior(guide))
     assert far < allowed
     assert stretched < 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class NormalRows:
+    """Rows ``N(y_n; theta, 1)`` of one group: every batch has curvature B, and the group N."""
+
+    y: Any
+    family = NormalFamily(1)
+    quadratic, noisy = False, True
+
+    @property
+    def num_rows(self):
+        return len(self.y)
+
+    max_rows = num_rows
+
+    def expected(self, moments):
+        raise NotImplementedError  # a visit by batches never passes over all rows
+
+    def derivatives(self, points, rows=None, hessian=False):
+        y = self.y if rows is None else self.y[rows]
+        gap = y - points
+        bend = -jnp.full((len(points), 1, 1), float(len(y)), points.dtype)
+        return Derivatives(-0.5 * (gap**2).sum(-1), gap.sum(-1)[:, None], bend if hessian else None)
+
+
+def batched_site():
+    """The site's precision and location after one visit by batches of two of eight rows."""
+    y, family = jnp.linspace(-1.0, 2.0, 8), NormalFamily(1)
+    solver = StochasticNaturalGradient(0.2, num_steps=80, batch_size=2, curvature="hessian")
+    prior, site = family.from_loc_sd(jnp.zeros(1), jnp.ones(1)), family.zeros((), y.dtype)
+    found = jax.jit(lambda key: solver.solve(NormalRows(y), prior, site, solver.init(family, y.dtype), key).site)(KEY)
+    return float(found.precision[0]), float(found.precision_mean[0] / found.precision[0]), float(y.mean())
+
+
+def test_a_batch_stands_for_all_rows_of_its_group(monkeypatch):
+    """Weighted by N_m / B a visit by batches ends at the factor's own site; a weight that is forgotten is seen."""
+    precision, loc, mean = batched_site()
+    assert precision == pytest.approx(8.0, rel=1e-4)
+    assert loc == pytest.approx(mean, abs=0.15)
+    right = stochastic.plan_batches
+    monkeypatch.setattr(stochastic, "plan_batches", lambda *given: right(*given)._replace(weight=1.0))
+    assert batched_site()[0] < 3.0
+
+
+def make_curved():
+    def curved(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Normal(2 * jnp.tanh(X @ w), 0.5), obs=y)
+
+    return curved
+
+
+def test_the_evidence_of_an_unstructured_model_is_its_elbo():
+    """Losses are on few draws that stay; the bound is on many fresh ones, and equals the ELBO of q by a grid."""
+    pvi, result = fit(make_curved(), Y, LocalELBO(), 4)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    params = {k: np.asarray(v, float) for k, v in result.params.items()}
+    loc, root = params["auto_loc"], params["auto_scale_tril"]
+    grid = np.stack(np.meshgrid(nodes, nodes, indexing="ij"), -1).reshape(-1, 2)
+    shares = np.outer(weights, weights).reshape(-1) / (2 * np.pi)
+    points = loc + grid @ root.T
+    fitted = -0.5 * ((Y - 2 * np.tanh(points @ X.T)) ** 2 / 0.25 + np.log(2 * np.pi * 0.25)).sum(1)
+    prior = -0.5 * (points**2 / 9 + np.log(2 * np.pi * 9)).sum(1)
+    entropy = 1 + np.log(2 * np.pi) + np.log(np.abs(np.diag(root))).sum()
+    value, error = pvi.log_evidence(result.state, X, Y, with_error=True)
+    assert float(error) < 0.1
+    assert float(value) == pytest.approx(shares @ (fitted + prior) + entropy, abs=0.05 + 4 * float(error))
 
 
 def test_parallel_visits_are_damped_by_the_number_of_groups():

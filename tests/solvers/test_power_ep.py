@@ -14,7 +14,6 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 import numpyro_pvi.solvers._power_ep as power_ep
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi._driver import _raise_if_stuck
-from numpyro_pvi._entry import _evidence
 from numpyro_pvi._state import PVIState
 from numpyro_pvi._wording import words_of
 from numpyro_pvi.errors import PVIError, SkippedGroupError
@@ -83,11 +82,11 @@ def test_rows_with_sites_do_not_come_to_a_state(data, started, call):
 def test_labels_are_no_part_of_the_evidence_program(data, started):
     (X, y), (pvi, state) = data, started
     value = pvi.log_evidence(state, X, y)
-    size = _evidence._cache_size()
+    size = len(pvi._followed.programs)
     table = dataclasses.replace(state.plan.partition.table, labels=("a", "b", "c"))
     plan = dataclasses.replace(state.plan, partition=dataclasses.replace(state.plan.partition, table=table))
     assert pvi.log_evidence(dataclasses.replace(state, plan=plan), X, y) == value
-    assert _evidence._cache_size() == size > 0
+    assert len(pvi._followed.programs) == size > 0
 
 
 def test_params_are_fitted_beside_sites_of_rows(data):

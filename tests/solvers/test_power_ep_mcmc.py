@@ -79,7 +79,8 @@ def test_chains_are_reported(fitted):
     assert info.expectation == ("mcmc",) * 3
     assert np.all((info.rhat > 0.9) & (info.rhat < 1.1)) and np.all(info.divergent == 0)
     assert np.all((info.ess > 30) & (info.ess <= HMC.num_draws))
-    assert "R-hat" in str(info) and info.notes == ()
+    # Draws ask for more than late rounds, which are averaged, take.
+    assert "R-hat" in str(info) and all(note.startswith("small steps") for note in info.notes)
     assert np.all(np.asarray(fitted[1].state.solver_state.chains.visits) == 16)
 
 

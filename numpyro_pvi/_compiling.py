@@ -1,0 +1,320 @@
+"""How programs are compiled: cheaply where that is most of what they cost, and once for as long as their owner lives.
+
+A first fit spends most of its time in XLA. Its cheapest level compiles four to seven times faster and makes programs that run two
+to seven times slower: right for what runs once, or over little. Which level a program gets follows from sizes alone, never from a
+clock: a run that is gone on with would otherwise not be the same to the bit.
+
+A function under a module's own ``jax.jit`` keeps every program that was ever made of it, with the model that its static
+arguments hold and the arrays that the model closes over, until ``jax.clear_caches()``; and it finds a program by what those
+arguments compare equal to, which says nothing of what the model closes over. Here a function is copied for every owner and every
+choice of static arguments, which JAX does not see: it drops a copy's programs when the copy goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+
+# XLA's levels, on CPU. The fusion emitters cost compiling and save little there.
+_CHEAP = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+_MIDDLE = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+_OPTIONS: dict[str, dict[str, Any]] = {"cheap": _CHEAP, "middle": _MIDDLE, "full": {}}
+# Numbers that a call of a program makes up to which the cheapest level costs less than it saves: in programs that run once or a
+# few times a fit, and in rounds, of which there may be thousands (measured: an update of 300 rows of 4 columns takes 4.8 ms at the
+# cheapest level and 2.5 at the next, for 2 s of compiling).
+_LARGEST_ONCE, _LARGEST_ROUND = 1 << 24, 1 << 12
+# Arrays of readings are passed over about once; a look at a model evaluates it at some 64 points.
+_LARGEST_READING, _POINTS = 1 << 20, 64
+# What a loop is taken for whose number of passes is not known before it runs.
+_PASSES = 100
+# Programs of looks at a model that one owner keeps; more belong to models or shapes that are not asked for any more.
+_MOST_KEPT = 16
+
+# Levels that this XLA has turned down: asked for once, then left out.
+_refused: set[str] = set()
+
+
+def level_of(work: int, often: bool = False) -> str:
+    """How well a program is to be compiled.
+
+    Args:
+        work: numbers that one call (of a program that runs often: one round) makes.
+        often: whether it runs many times in a fit.
+
+    Returns:
+        "cheap" where compiling outweighs running, else "middle".
+    """
+    return "cheap" if work <= (_LARGEST_ROUND if often else _LARGEST_ONCE) else "middle"
+
+
+def work_of(jaxpr: Any) -> int:
+    """Numbers that a program makes: those of every equation, as often as it runs."""
+    total = 0
+    for equation in jaxpr.eqns:
+        inner = sum(work_of(x) for x in _jaxprs_in(equation))
+        times = equation.params.get("length", _PASSES if equation.primitive.name == "while" else 1)
+        total += int(times) * inner if inner else _made_by(equation)
+    return total
+
+
+def _made_by(equation: Any) -> int:
+    made = sum(int(np.prod(x.aval.shape)) for x in equation.outvars)
+    if equation.primitive.name != "dot_general":
+        return made
+    summed = equation.params["dimension_numbers"][0][0]
+    return made * int(np.prod([equation.invars[0].aval.shape[i] for i in summed]))
+
+
+class Program:
+    """``jax.jit`` of a function, at a level of compiling that each call may choose.
+
+    Under an outer ``jit``, ``vmap`` or ``grad`` it is the plain one, since an outer program decides how it is compiled.
+
+    Args:
+        fn: the function.
+        static: names of its static arguments.
+    """
+
+    def __init__(self, fn: Callable, static: tuple[str, ...] = ()):
+        self._fn, self._static = fn, static
+        self._ways: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, level: str | None = None, **kwargs: Any) -> Any:
+        """The function's value.
+
+        Args:
+            args: its positional arguments.
+            level: "cheap", "middle" or "full"; by default "cheap" for small arguments, "full" for others.
+            kwargs: its keyword arguments.
+        """
+        if level is None:
+            level = "cheap" if _size((args, kwargs)) <= _LARGEST_READING else "full"
+        if level in _refused or _under_trace(args, kwargs) or jax.default_backend() != "cpu":
+            level = "full"
+        try:
+            return self._way(level)(*args, **kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            if level == "full" or "No such compile option" not in str(error):
+                raise
+            _refused.add(level)
+        return self._way("full")(*args, **kwargs)
+
+    def _way(self, level: str) -> Any:
+        if level not in self._ways:
+            options = _OPTIONS[level] or None
+            self._ways[level] = jax.jit(self._fn, static_argnames=self._static, compiler_options=options)
+        return self._ways[level]
+
+    def clear(self) -> None:
+        """Drop everything that was compiled."""
+        for way in self._ways.values():
+            way.clear_cache()
+        self._ways.clear()
+
+
+class Programs:
+    """One owner's programs, which die with it: compiled copies of functions, and those of looks at a model.
+
+    A look's program is kept by what it computes, its jaxpr, with the arrays that the model closes over as arguments: it cannot be
+    stale, whatever these are by the time of the next call, and none of them is kept alive by it.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Callable, tuple], Program] = {}
+        self._kept: OrderedDict[bytes, Program] = OrderedDict()
+        self._work: dict[Any, int] = {}
+
+    def of(self, function: Callable, static: tuple[tuple[str, Any], ...]) -> Program:
+        """This owner's compiled copy of a function.
+
+        Args:
+            function: a module's function.
+            static: names and (hashable) values of its static arguments.
+
+        Returns:
+            A program of the other arguments; the same one at every call.
+        """
+        key = function, static
+        if key not in self._made:
+            self._made[key] = Program(_copy(function, dict(static)))
+        return self._made[key]
+
+    def __call__(self, look: Callable, *args: Any) -> Any:
+        """Trace a function, and run the program that computes the same, compiled before or now; see :func:`look`."""
+        # A new function each time: JAX keeps what it traced by the function, whatever that closes over by now.
+        closed, shape = jax.make_jaxpr(lambda *given: look(*given), return_shape=True)(*args)
+        key = _digest(closed)
+        program = self._kept.get(key)
+        if program is None or _calls_back(closed.jaxpr):
+            program = self._kept[key] = Program(_evaluator(closed.jaxpr))
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)[1].clear()
+        self._kept.move_to_end(key)
+        level = level_of(_POINTS * _size((args, closed.consts)))
+        found = program(closed.consts, jax.tree.leaves(args), level=level)
+        return jax.tree.unflatten(jax.tree.structure(shape), found)
+
+    def work(self, key: Any, count: Callable[[], int]) -> int:
+        """What was counted before under a hashable key, or is now."""
+        if key not in self._work:
+            self._work[key] = count()
+        return self._work[key]
+
+    def __len__(self) -> int:
+        return len(self._made) + len(self._kept)
+
+    def clear(self) -> None:
+        """Drop everything that was compiled; it is made anew when it is asked for."""
+        for program in (*self._kept.values(), *self._made.values()):
+            program.clear()
+        self._kept.clear()
+        self._made.clear()
+        self._work.clear()
+
+
+# The owners at work, the present one last. What calls in here holds numpyro_pvi's lock.
+_AT_WORK: list[Programs] = []
+
+
+@contextlib.contextmanager
+def at_work(programs: Programs) -> Iterator[None]:
+    """Let programs belong to an owner while this context lasts."""
+    _AT_WORK.append(programs)
+    try:
+        yield
+    finally:
+        _AT_WORK.pop()
+
+
+def _present() -> Programs:
+    """The owner at work; without one, one that lasts for a single call."""
+    return _AT_WORK[-1] if _AT_WORK else Programs()
+
+
+def owned_jit(function: Callable, static_argnames: tuple[str, ...]) -> Callable:
+    """``jax.jit`` whose programs belong to the owner at work.
+
+    Args:
+        function: a module's function.
+        static_argnames: its arguments that are no arrays; hashable.
+
+    Returns:
+        The compiled function, with one keyword more: ``level``, "cheap", "middle" or "full" (the default).
+    """
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, level: str = "full", **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        static = tuple((name, given.pop(name)) for name in static_argnames)
+        return _present().of(function, static)(level=level, **given)
+
+    return call
+
+
+def _copy(function: Callable, static: dict[str, Any]) -> Callable:
+    """Another function that does the same with its static arguments fixed: JAX knows functions by identity."""
+
+    def own(**given: Any) -> Any:
+        return function(**given, **static)
+
+    own.__name__ = own.__qualname__ = function.__name__
+    return own
+
+
+def look(fn: Callable, *args: Any) -> Any:
+    """Run a function of a model once, as one program, which the fit that is being made keeps for its next call.
+
+    Args:
+        fn: a function of pytrees of arrays.
+        args: its arguments.
+
+    Returns:
+        Its value.
+    """
+    return _present()(fn, *args)
+
+
+def on_device(value: Any, dtype: Any = None) -> Any:
+    """An array of what is known on the host. ``jnp.asarray`` compiles a program to convert or copy it, one for every shape.
+
+    Args:
+        value: numbers, copied.
+        dtype: of the array; by default the value's, as JAX holds it.
+
+    Returns:
+        The array.
+    """
+    return jax.device_put(np.array(value, dtype))
+
+
+def _evaluator(jaxpr: Any) -> Callable:
+    def evaluate(consts: list, leaves: list) -> list:
+        return jax.core.eval_jaxpr(jaxpr, consts, *leaves)
+
+    return evaluate
+
+
+def _digest(closed: Any) -> bytes:
+    """What a program computes, but for the values of the arrays that it closes over: those are its arguments."""
+    digest = hashlib.blake2b(str(closed.jaxpr).encode(), digest_size=20)
+    digest.update(repr([jax.typeof(x) for x in closed.consts]).encode())
+    # Arrays inside of inner jaxprs are printed by name only.
+    for const in _inner_consts(closed.jaxpr):
+        digest.update(str(jax.typeof(const)).encode())
+        digest.update(np.asarray(const).tobytes())
+    return digest.digest()
+
+
+def _inner_consts(jaxpr: Any) -> list:
+    found = []
+    for equation in jaxpr.eqns:
+        for value in _values_in(equation):
+            if isinstance(value, jax.extend.core.ClosedJaxpr):
+                found += value.consts
+            elif isinstance(value, jax.Array | np.ndarray) and value.ndim:
+                found.append(value)
+        found += [x.val for x in equation.invars if isinstance(x, jax.extend.core.Literal) and np.ndim(x.val)]
+        found += [x for inner in _jaxprs_in(equation) for x in _inner_consts(inner)]
+    return found
+
+
+def _calls_back(jaxpr: Any) -> bool:
+    """Whether it runs Python of the model's, of which nothing is known but where it lies in memory."""
+    own = any("callback" in equation.primitive.name for equation in jaxpr.eqns)
+    return own or any(_calls_back(inner) for equation in jaxpr.eqns for inner in _jaxprs_in(equation))
+
+
+def _values_in(equation: Any) -> list:
+    return jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+
+
+def _jaxprs_in(equation: Any) -> list:
+    return [getattr(x, "jaxpr", x) for x in _values_in(equation) if _is_jaxpr(x)]
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)
+
+
+def _under_trace(args: tuple, kwargs: dict) -> bool:
+    # With concrete arguments only a new array says whether an outer program is being written.
+    leaves = jax.tree.leaves((args, kwargs))
+    return any(isinstance(x, jax.core.Tracer) for x in leaves) or isinstance(
+        jax.device_put(np.float32(0)), jax.core.Tracer
+    )
+
+
+def _size(tree: Any) -> int:
+    return sum(int(np.prod(jnp.shape(x))) for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))

@@ -1,0 +1,110 @@
+"""What a fit under AutoExponentialFamily does when the model contradicts its structure: components are drawn, q stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._entry import float_dtype
+from ._exponential_matching import expectation_of, ready_to_match
+from ._exponential_plan import components_of, plan_product
+from ._state import Plan, PVIState
+from ._verified import Contradiction, cannot_go_on, remark
+from .errors import PVIError
+from .expectations import with_draws
+from .factors import Planned, ValueCall, abstract_trace, is_latent, join_arguments
+from .families import ProductNatural
+from .runtime import ProductPlan
+from .schedules import empty_report
+from .sites import posterior
+
+
+def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list, static: tuple) -> PVIState:
+    """The state with the contradicted structure given up: see :func:`numpyro_pvi._demoted.demoted`."""
+    args, kwargs = join_arguments(dynamic, static)
+    names: dict[str, list[str]] = {"likelihood": [], "prior factor": [], "prior": []}
+    for one in found:
+        factor, name = one.claim.split("/")
+        names[factor].append(name)
+    notes = tuple(_remark(state, one) for one in found)
+    try:
+        if names["prior"]:
+            state = _with_prior_factor(pvi, state, names["prior"], args, kwargs)
+        state = dataclasses.replace(state, plan=_drawn(pvi, state, names, notes))
+    except PVIError as error:
+        raise cannot_go_on(error, notes) from error
+    return _begun_again(pvi, state, args, kwargs)
+
+
+def _remark(state: PVIState, found: Contradiction) -> str:
+    factor, name = found.claim.split("/")
+    plan: Any = state.plan
+    if factor == "prior":
+        return remark(state, found, f"the prior of {name!r} was held exactly", "it is a factor of its own")
+    structure = plan.likelihood if factor == "likelihood" else plan.prior_factor
+    absent = any(role.name == name and role.kind == "absent" for role in structure.roles)
+    kind = "constant" if absent else "conjugate"
+    if factor == "prior factor":
+        return remark(state, found, f"the prior factor was taken as {kind} in {name!r}", f"{name!r} is drawn")
+    label = plan.partition.table.labels[found.factor]
+    return remark(state, found, f"its likelihood was taken as {kind} in {name!r}", f"{name!r} is drawn", label)
+
+
+def _drawn(pvi: Any, state: PVIState, names: dict[str, list[str]], notes: tuple[str, ...]) -> ProductPlan:
+    """The plan with contradicted components drawn."""
+    plan: Any = state.plan
+    expectation = expectation_of(pvi.solver)
+    likelihood, prior_factor = plan.likelihood, plan.prior_factor
+    if names["likelihood"]:
+        likelihood = with_draws(likelihood, plan.family, names["likelihood"], expectation, "groups' likelihood")
+    if names["prior factor"] and prior_factor is not None:
+        prior_factor = with_draws(prior_factor, plan.family, names["prior factor"], expectation, "prior factor")
+    part = dataclasses.replace(plan.partition, remarks=(*plan.partition.remarks, *notes))
+    return dataclasses.replace(plan, partition=part, likelihood=likelihood, prior_factor=prior_factor, tilted=())
+
+
+def _with_prior_factor(pvi: Any, state: PVIState, names: list[str], args: tuple, kwargs: dict) -> PVIState:
+    """The same q, with the priors of some components in the PRIOR site; what the factor is conjugate in is found around q."""
+    plan: Any = state.plan
+    model = plan.partition.model(pvi.model)
+    key, q = jax.random.fold_in(state.rng_key, 0xD1), posterior(state.prior, state.sites)
+    trace = abstract_trace(pvi.model, key, args, kwargs)
+    components = components_of(pvi.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
+    components = dataclasses.replace(components, start=q)
+    base = Plan(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)})
+    planned = Planned(plan.partition, state.packing, jnp.zeros(0), jnp.zeros(0), {})
+    kept = {*names, *(n for n, _ in plan.family.components if n not in plan.exact)}
+    given = expectation_of(pvi.solver), plan.turns, plan.inside, key, kept
+    new, _, _ = plan_product(planned, components, ValueCall(model, args, kwargs), base, *given)
+    # What was found of the groups before stands, with what was already given up of it.
+    proved = new.partition.proved & plan.partition.proved
+    new = dataclasses.replace(
+        new, likelihood=plan.likelihood, partition=dataclasses.replace(new.partition, proved=proved)
+    )
+
+    def only(parts: dict, moved: bool) -> ProductNatural:
+        return ProductNatural(
+            {n: x if (n in names) == moved else jax.tree.map(jnp.zeros_like, x) for n, x in parts.items()}
+        )
+
+    own = only(state.prior.parts, True)
+    own = own if state.sites.prior is None else own + state.sites.prior
+    sites = dataclasses.replace(state.sites, prior=own)
+    return dataclasses.replace(state, plan=new, prior=only(state.prior.parts, False), sites=sites)
+
+
+def _begun_again(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
+    """The state with its schedule and solver at their beginnings."""
+    plan, dtype, last = state.plan, float_dtype(), state.report
+    count = len(plan.partition.table.labels) + (state.sites.prior is not None)
+    report = empty_report(count, dtype)._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    q = posterior(state.prior, state.sites)
+    memory = pvi._engine.first_memory(plan, q, dtype)
+    fresh = dataclasses.replace(state, schedule_state=memory, report=report, solver_state=(), prior_solver_state=None)
+    return ready_to_match(pvi._engine, fresh, args, kwargs)
+
+
+__all__ = ["demoted"]

@@ -1,0 +1,110 @@
+"""The exactly held prior of a state that was made when the model closed over something else."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._compiling import owned_jit
+from ._entry import is_traced
+from ._state import Plan, PVIState
+from .errors import StateError
+from .factors import abstract_trace, join_arguments, read_row_prior
+from .factors._model import base_distribution
+from .factors._probe import _GAUSSIAN
+from .runtime import Engine
+from .runtime._programs import whole_call
+
+# Relative differences that are rounding: a prior that was read in another program keeps its digits.
+_ROUNDING = {"float32": 1e-5, "float64": 1e-10}
+
+
+def with_prior_of_now(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
+    """A state with the prior that the model has at this call.
+
+    A state carries the prior that is held exactly. States that the model as it is now has made are taken as they are; of others the
+    prior is read anew, and put in where it differs.
+
+    Args:
+        pvi: the PVI.
+        state: a state.
+        dynamic: arrays of the model's arguments.
+        static: the rest of them.
+
+    Returns:
+        The state. Under ``jit`` it is the one given.
+
+    Raises:
+        StateError: where a prior that was held exactly is of another family now.
+    """
+    followed = pvi._followed.programs
+    if is_traced((state, dynamic)) or followed.has_made(state):
+        return state
+    now = pvi._read_prior(state, dynamic, static)
+    if not _same(state.prior, now):
+        state = dataclasses.replace(state, prior=now)
+    followed.note(state)
+    return state
+
+
+def read_prior(engine: Engine, state: PVIState, dynamic: list, static: tuple) -> Any:
+    """The exactly held prior as the model has it now, of a Gaussian q.
+
+    Args:
+        engine: of the fit.
+        state: a state.
+        dynamic: arrays of the model's arguments.
+        static: the rest of them.
+
+    Returns:
+        What the state's ``prior`` is made of.
+
+    Raises:
+        StateError: where it is no Gaussian now.
+    """
+    trace = abstract_trace(engine.model, jax.random.key(0), *join_arguments(dynamic, static))
+    for name in state.plan.partition.exact:
+        if not isinstance(base_distribution(trace[name]["fn"]), _GAUSSIAN):
+            raise other_family(name)
+    return _read(engine, state.plan, state.packing, dynamic, static, state.optim_state, level="cheap")
+
+
+def other_family(name: str) -> StateError:
+    """The error for a prior of another kind than the state's."""
+    return StateError(
+        f"the prior of {name!r} is of another family than when this state was made, since what the model closes over has changed: "
+        "start anew with init, or with run without init_state."
+    )
+
+
+@partial(owned_jit, static_argnames=("engine", "plan", "static"))
+def _read(engine: Engine, plan: Plan, packing: Any, dynamic: list, static: tuple, optim_state: Any) -> Any:
+    args, kwargs = join_arguments(dynamic, static)
+    call = whole_call(engine.model, plan.partition, args, kwargs, engine.constrain(plan, args, kwargs, optim_state))
+    if plan.rows is not None:
+        return read_row_prior(call, plan.partition, packing, plan.rows == "latents")
+    return engine.exact_prior(plan, call)[0]
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = zip(*(jax.tree.leaves(jax.device_get(x)) for x in (one, other)), strict=True)
+    return all(_close(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+def _close(one: np.ndarray, other: np.ndarray) -> bool:
+    if not one.size or not jnp.issubdtype(one.dtype, jnp.floating):
+        return np.array_equal(one, other)
+    # Entry by entry: beside a tight prior a wide one is small. Of a matrix an entry has the scale of its row and column.
+    size = np.maximum(np.abs(one), np.abs(other))
+    if one.ndim == 2 and one.shape[0] == one.shape[1]:
+        scale = np.sqrt(np.diagonal(size))
+        size = np.maximum(size, np.outer(scale, scale))
+    return bool(np.all(np.abs(one - other) <= _ROUNDING[one.dtype.name] * size))
+
+
+__all__ = ["other_family", "read_prior", "with_prior_of_now"]

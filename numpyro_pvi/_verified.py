@@ -1,0 +1,285 @@
+"""Structure that was guessed, verified at draws from q while a fit runs, and given up where the model contradicts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+import weakref
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._compiling import owned_jit
+from ._entry import is_traced
+from ._groups import reduced
+from ._resume import Progress
+from ._state import PVIState
+from .errors import PVIError
+from .factors import join_arguments
+from .schedules import BY_FACTOR
+
+# Rounds after which `update` verifies again, at every doubling.
+_FIRST_ROUNDS = 32
+# Data that are remembered as verified with, and numbers of each array that are looked at one by one.
+_REMEMBERED, _SAMPLED = 8, 1 << 14
+
+
+class Contradiction(NamedTuple):
+    """A claim that the model does not bear out.
+
+    Attributes:
+        claim: as an engine names it.
+        factor: position of the worst factor.
+        gap: by how much they differ there, nats.
+        others: how many factors differ beside it.
+    """
+
+    claim: str
+    factor: int
+    gap: float
+    others: int
+
+
+@functools.partial(owned_jit, static_argnames=("engine", "static"))
+def verify_arrays(engine: Any, state: PVIState, dynamic: list, static: tuple):
+    """The engine's verification on split arguments, for ``jit``."""
+    args, kwargs = join_arguments(dynamic, static)
+    return engine.verify(state, args, kwargs)
+
+
+@functools.partial(owned_jit, static_argnames=("engine", "static"))
+def restart_arrays(engine: Any, state: PVIState, dynamic: list, static: tuple):
+    """The engine's new start on split arguments, for ``jit``."""
+    args, kwargs = join_arguments(dynamic, static)
+    return engine.begin_again(state, args, kwargs)
+
+
+# ------------------------------------------------------------------------------------------------ the data that were seen
+
+
+class Fingerprint:
+    """What tells other data of the same shapes from those that a structure was found or verified with, at little cost.
+
+    Arrays that are the very same objects are not looked at. Of others, sums of all numbers and up to 16,384 of them in full
+    are compared: an edit of a few numbers in millions may pass, new data do not.
+
+    Args:
+        arrays: of the model's arguments.
+    """
+
+    def __init__(self, arrays: list[Any]):
+        self._objects = [weakref.ref(x) for x in arrays]
+        self._digests = [_digest(x) for x in arrays]
+
+    def fits(self, arrays: list[Any]) -> bool:
+        """Whether these arrays are the same data."""
+        if len(arrays) != len(self._objects):
+            return False
+        pairs = zip(self._objects, self._digests, arrays, strict=True)
+        return all(ref() is x or digest == _digest(x) for ref, digest, x in pairs)
+
+
+def _digest(x: Any) -> tuple:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    # On a CPU the array in place: nothing is compiled for a look at it.
+    numbers = np.asarray(x).reshape(-1)
+    sample = np.ascontiguousarray(numbers[:: max(1, numbers.size // _SAMPLED)])
+    total = complex(numbers.sum(dtype=np.result_type(numbers.dtype, np.float64))) if numbers.size else 0j
+    # The sum by its digits: a NaN does not equal itself.
+    return x.shape, str(x.dtype), zlib.crc32(sample.view(np.uint8)), repr(total)
+
+
+class Memory:
+    """The data that the plans of a PVI's states were last verified with; kept beside states, which hold nothing of the data.
+
+    Args:
+        followed: what the model closes over; data were verified with the model as it was.
+    """
+
+    def __init__(self, followed: Any) -> None:
+        self._followed = followed
+        self._known: list[tuple[Any, weakref.ref, Fingerprint]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle has of it: where it is read, everything is verified anew."""
+        return {"_followed": self._followed, "_known": []}
+
+    def keep(self, state: PVIState, dynamic: list) -> None:
+        """Remember the data of a state."""
+        if is_traced(dynamic):
+            return
+        part = state.plan.partition
+        others = [known for known in self._known if known[0] is not part and known[1]() is not None]
+        self._known = [*others, (part, weakref.ref(self._followed.programs), Fingerprint(dynamic))][-_REMEMBERED:]
+
+    def has(self, state: PVIState, dynamic: list) -> bool:
+        """Whether the structure of this state was found or verified with these data."""
+        part = state.plan.partition
+        now = self._followed.programs
+        return any(known is part and model() is now and print_.fits(dynamic) for known, model, print_ in self._known)
+
+
+# ----------------------------------------------------------------------------------------------------------- verification
+
+
+def contradictions(pvi: Any, state: PVIState, dynamic: list, static: tuple, anew: bool = False) -> list[Contradiction]:
+    """Claims of a state's plan that differ from the model at draws from its q.
+
+    Args:
+        pvi: whose.
+        state: a state.
+        dynamic: arrays of the model's arguments.
+        static: the other leaves.
+        anew: whether the data may be others than those that the state's prior was read with: its numbers are compared then, even
+            where its form is proved.
+
+    Returns:
+        One entry per claim that is contradicted, with the factor that differs most of what is allowed.
+    """
+    if anew:
+        part = dataclasses.replace(state.plan.partition, proved=state.plan.partition.proved - {"prior"})
+        state = dataclasses.replace(state, plan=dataclasses.replace(state.plan, partition=part))
+    if not pvi._engine.claims(state.plan):
+        return []
+    checks = jax.device_get(verify_arrays(pvi._engine, reduced(state, pvi._engine), dynamic, static, level="cheap"))
+    found = []
+    for claim, check in checks.items():
+        with np.errstate(invalid="ignore"):
+            excess = np.max(np.where(check.gap > check.allowed, check.gap / check.allowed, 0.0), axis=0)
+        if np.any(excess > 0):
+            worst = int(np.argmax(excess))
+            found.append(Contradiction(claim, worst, float(np.max(check.gap[:, worst])), int(np.sum(excess > 0)) - 1))
+    return found
+
+
+def verified(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
+    """The state itself where its structure holds at draws from q; else one whose factors are taken by draws, with the same q.
+
+    Raises:
+        PVIError: where the solver cannot do without the structure.
+    """
+    found = contradictions(pvi, state, dynamic, static, not pvi._memory.has(state, dynamic))
+    if not found:
+        pvi._memory.keep(state, dynamic)
+        return state
+    demoted = pvi._demoted(state, found, dynamic, static)
+    pvi._memory.keep(demoted, dynamic)
+    return demoted
+
+
+class Verifier:
+    """Verifies a run between its compiled blocks: after 32 rounds, at every doubling of them, and before it ends.
+
+    Args:
+        pvi: what runs.
+        dynamic: arrays of the model's arguments.
+        static: the other leaves.
+    """
+
+    def __init__(self, pvi: Any, dynamic: list, static: tuple):
+        self.pvi, self.arguments = pvi, (dynamic, static)
+
+    def room(self, done: int) -> int:
+        """Rounds up to the next verification: it follows from their number alone, whoever cuts them into blocks."""
+        due = _FIRST_ROUNDS
+        while due <= done:
+            due *= 2
+        return due - done
+
+    def __call__(self, now: Progress, ending: bool) -> Progress:
+        """The progress, with its state's structure given up where it was contradicted; its last round then counts as unsettled.
+
+        Args:
+            now: how far the run has come.
+            ending: whether it would end here.
+
+        Returns:
+            The progress.
+        """
+        due = now.done >= _FIRST_ROUNDS and self.room(now.done) == now.done
+        if not (ending or due):
+            return now
+        state = verified(self.pvi, now.state, *self.arguments)
+        if state is now.state:
+            return now
+        losses, reports = list(now.losses), [_as_factors(state, report) for report in now.reports]
+        losses[-1] = np.append(losses[-1][:-1], float(self.pvi._loss_under(self.pvi._engine, state, *self.arguments)))
+        moved = reports[-1].total_move.copy()
+        moved[-1] = np.inf
+        reports[-1] = reports[-1]._replace(total_move=moved)
+        return dataclasses.replace(now, state=state, losses=tuple(losses), reports=tuple(reports))
+
+
+def after_update(pvi: Any, state: PVIState, loss: Any, dynamic: list, static: tuple) -> tuple[PVIState, Any]:
+    """What ``update`` returns: verified with data that are new to the state's structure, and at every doubling of 32 rounds."""
+    known, rounds = pvi._memory.has(state, dynamic), int(state.step)
+    if known and (rounds < _FIRST_ROUNDS or rounds & (rounds - 1)):
+        return state, loss
+    found = verified(pvi, state, dynamic, static)
+    if found is state:
+        return state, loss
+    news = found.plan.partition.remarks[len(state.plan.partition.remarks) :]
+    warnings.warn(" ".join(news), stacklevel=3)
+    return found, pvi._loss_under(pvi._engine, found, dynamic, static)
+
+
+def _as_factors(state: PVIState, report: Any) -> Any:
+    """Reports of earlier rounds with a place for a prior factor that there was none of."""
+    missing = state.report.move.shape[0] - report.move.shape[-1]
+    if not missing:
+        return report
+    wider = {n: np.insert(np.asarray(getattr(report, n)), [0] * missing, 0, axis=-1) for n in BY_FACTOR}
+    return report._replace(**wider)
+
+
+def restarted(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
+    """A state with a new plan, its solver and schedule at their beginnings."""
+    fields = restart_arrays(pvi._engine, reduced(state, pvi._engine), dynamic, static, level="cheap")
+    return dataclasses.replace(state, **fields)
+
+
+def cannot_go_on(error: PVIError, remarks: tuple[str, ...]) -> PVIError:
+    """The error for a solver that needs the structure that was contradicted."""
+    return type(error)(f"{' '.join(remarks)} But {error}")
+
+
+def remark(state: PVIState, found: Contradiction, claimed: str, instead: str, label: Any = None) -> str:
+    """One sentence about a claim that was given up.
+
+    Args:
+        state: the state.
+        found: the contradiction.
+        claimed: what was claimed, and of what.
+        instead: what is done from now on.
+        label: of the worst group; None for the prior.
+
+    Returns:
+        The sentence.
+    """
+    whose = (
+        "" if label is None else f"group {label!r}" + (f" (and {found.others} others)" if found.others else "") + ": "
+    )
+    return (
+        f"{whose}{claimed}, but differs from the model by {found.gap:.2g} nats at draws from q: {instead} from round "
+        f"{int(state.step) + 1} on."
+    )
+
+
+__all__ = [
+    "Contradiction",
+    "Memory",
+    "Verifier",
+    "after_update",
+    "cannot_go_on",
+    "contradictions",
+    "remark",
+    "restart_arrays",
+    "restarted",
+    "verified",
+    "verify_arrays",
+]

@@ -1,0 +1,391 @@
+"""When rounds may be called converged, and when they have stalled: what q is still asked to do, not what it last did.
+
+A move may be small because q has arrived, or because steps were refused, are small by a solver's own choice, or shrink slowly.
+Three numbers tell these apart, all from what a round has at hand anyway: the move that was *asked for* (the effect on q of all
+undamped proposals together), the *rate* at which successive moves shrink along their own direction, and how many rounds running
+every step was refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+if TYPE_CHECKING:
+    from ._base import Problem, RoundCarry
+    from ._report import RoundReport
+
+# Rounds running with every step refused before they count as stalled: line searches begin anew in between.
+STALL_ROUNDS = 5
+# A step below this share of the largest one is a refusal that only looks like a step.
+CRAWL = 2.0**-12
+# Noise of draws, in posterior sds, beyond which nothing counts as converged.
+LARGEST_NOISE = 0.1
+# Numbers that stand for the direction of a round's move, whatever the dimension.
+TRAIL = 16
+# Standard errors of a move that count as its noise.
+_NOISES = 2.0
+# No contraction is told from 1 beyond this.
+_SLOWEST = 1.0 - 1e-4
+# Share of the last rate that is kept where moves are noisy.
+_SMOOTHING = 0.5
+# Nats beyond which a loss is an overflow that has not come to an end.
+_HUGE = 1e18
+# A step below this share of the longest recent one is short; what share of that is remembered from round to round.
+_SHORT, _FADING = 0.1, 0.7
+# D x D products beyond this dimension are left to rounds whose steps were refused.
+_SMALL = 256
+
+# Why a step was refused, or what else kept q from moving on.
+NOTHING, FELL, IMPROPER, NOT_FINITE, VISITS = range(5)
+
+
+class Asked(NamedTuple):
+    """What a round's proposals would do to q at full length, to first order, in posterior sds: means and log sds."""
+
+    # By each factor, the prior factor (if any) first.
+    factors: Float[Array, "F"]
+    together: Float[Array, ""]
+
+
+class Pace(NamedTuple):
+    """What a report remembers of how moves go on; fields of :class:`RoundReport` under the same names."""
+
+    estimate: Float[Array, ""]
+    before: Float[Array, ""]
+    left: Float[Array, ""]
+    rate: Float[Array, ""]
+    trail: Float[Array, "16"]
+    paced: Float[Array, ""]
+
+
+# ------------------------------------------------------------------------------------------------------- what is asked
+
+
+def effect(problem: Problem, change: Any, moments: Any, exact: Any = True) -> Float[Array, "*batch two_D"]:
+    """First-order change of q's location, in sds, and of its log sds, by a change of its natural parameters.
+
+    Args:
+        problem: the factors.
+        change: of the natural parameters; a leading axis may stack several.
+        moments: q.
+        exact: whether log sds are wanted of a q of many latents with full covariance, which takes D x D products; 0 without.
+
+    Returns:
+        ``(V (dh - dLambda m)) / sd`` and ``-1/2 diag(V dLambda V) / sd^2``.
+    """
+    family = problem.family
+    variance = family.variances(moments)
+    force = change.precision_mean - family.precision_product(change, moments.loc)
+    shift = family.covariance_product(moments, force) / jnp.sqrt(variance)
+    if not family.full:
+        return jnp.concatenate([shift, -0.5 * change.precision * variance], axis=-1)
+
+    def bent(precision: Array) -> Array:
+        return jnp.sum((moments.scale @ (moments.scale.T @ precision @ moments.scale)) * moments.scale, axis=-1)
+
+    if family.dim <= _SMALL:
+        stretch = bent(change.precision) if change.precision.ndim == 2 else jax.lax.map(bent, change.precision)
+    else:
+        zeros = jnp.zeros_like(shift)
+        stretch = zeros if shift.ndim > 1 else jax.lax.cond(exact, lambda: bent(change.precision), lambda: zeros)
+    return jnp.concatenate([shift, -0.5 * stretch / variance], axis=-1)
+
+
+def _largest(moves: Float[Array, "*batch N"]) -> Float[Array, "*batch"]:
+    """Largest entry in size; infinite where one is no number: nobody knows what a factor that is not finite asks for."""
+    sizes = jnp.abs(moves)
+    return jnp.max(jnp.where(jnp.isnan(sizes), jnp.inf, sizes), axis=-1)
+
+
+def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refused: Any = True) -> Asked:
+    """What all sites' targets ask of q, at the q that they were made for.
+
+    Args:
+        problem: the factors.
+        carry: where things stood then.
+        proposal: undamped targets.
+        refused: whether steps were refused, so that nothing else tells what is asked of the log sds of very many latents.
+
+    Returns:
+        The moves.
+    """
+    moments, change = carry.evaluation.moments, proposal - carry.sites
+    total = jax.tree.map(lambda x: jnp.sum(x, axis=0), change.groups)
+    if change.prior is not None:
+        total = total + change.prior
+    together = _largest(effect(problem, total, moments, refused))
+    # By factor the shift will do: it is what `move` tells as well.
+    family, sd = problem.family, jnp.sqrt(problem.family.variances(moments))
+
+    def shift(natural: Any) -> Array:
+        force = natural.precision_mean - family.precision_product(natural, moments.loc)
+        return _largest(family.covariance_product(moments, force) / sd)
+
+    groups = jnp.broadcast_to(shift(change.groups), (problem.num_groups,))
+    return Asked(groups if change.prior is None else jnp.concatenate([shift(change.prior)[None], groups]), together)
+
+
+def asked_by_memory(states: Any, prior_state: Any, has_prior: bool) -> Asked:
+    """The same from what solvers that match moments remember: the full move that each asked for in its last visit.
+
+    Args:
+        states: of the groups, with a leading axis.
+        prior_state: of the prior factor, or None.
+        has_prior: whether there is one.
+
+    Returns:
+        The moves.
+    """
+    moves = states.last
+    if has_prior:
+        last = getattr(prior_state, "last", None)
+        moves = jnp.concatenate([(jnp.zeros_like(moves[0]) if last is None else last)[None], moves])
+    return Asked(_largest(moves), _largest(jnp.sum(moves, axis=0)))
+
+
+def asked_by_move(move: Float[Array, "F"], moved: Float[Array, ""], share: Any, taken: Any, last: RoundReport) -> Asked:
+    """The same from what was taken, where proposals tell nothing by themselves; after a refusal, what was asked before.
+
+    Args:
+        move: of every factor.
+        moved: of all together.
+        share: of what was asked for that was taken, one number or one per factor.
+        taken: whether any step was.
+        last: the report of the round before.
+
+    Returns:
+        The moves.
+    """
+    share = jnp.asarray(share, move.dtype)
+    good = jnp.asarray(taken) & (share > 0)
+    safe = jnp.where(good, share, 1.0)
+    factors = jnp.where(good, move / safe, last.asked)
+    together = jnp.where(jnp.all(good), moved / jnp.min(safe), jnp.maximum(last.estimate, moved))
+    return Asked(factors, together.astype(moved.dtype))
+
+
+def asked_of(
+    problem: Problem,
+    carry: RoundCarry,
+    states: Any,
+    prior_state: Any,
+    move: Float[Array, "F"],
+    moved: Float[Array, ""],
+    share: Any,
+    taken: Any,
+) -> Asked:
+    """What a round's factors asked of q, by whatever this kind of fit knows; see the functions above for the arguments."""
+    found = carry.evaluation.groups
+    # A tied site's groups keep no moves of their own.
+    if problem.matches_moments and getattr(states, "last", jnp.zeros((0,))).shape[-1] > 0:
+        return asked_by_memory(states, prior_state, problem.has_prior_factor)
+    told = not (problem.stochastic or problem.matches_moments) and problem.units is None
+    if not told or getattr(found, "target", None) is None:
+        return asked_by_move(move, moved, share, taken, carry.report)
+    from ._base import natural_gradient_proposal
+
+    proposal = natural_gradient_proposal(problem, carry)
+    if problem.flat:
+        own = cast(Any, problem).moves(proposal, carry.sites, carry.evaluation, carry.evaluation)[0]
+        by_move = asked_by_move(move, moved, share, taken, carry.report)
+        found_asked = Asked(own, jnp.maximum(_largest(own), jnp.where(taken, by_move.together, 0.0)))
+    else:
+        found_asked = asked_by_proposal(problem, carry, proposal, ~jnp.asarray(taken))
+    values = found.value if carry.evaluation.prior is None else _with(carry.evaluation.prior.value, found.value)
+    wild = ~jnp.isfinite(values)
+    together = jnp.where(carry.evaluation.moments.valid & ~jnp.any(wild), found_asked.together, jnp.inf)
+    return Asked(jnp.where(wild, jnp.inf, found_asked.factors), together)
+
+
+def _with(first: Any, others: Array) -> Array:
+    return jnp.concatenate([jnp.reshape(first, (1,)).astype(others.dtype), others])
+
+
+# ------------------------------------------------------------------------------------------------------ what is left
+
+
+def sketch(moves: Float[Array, "N"]) -> Float[Array, "16"]:
+    """A few numbers for a long vector: inner products of sketches are those of the vectors, up to chance.
+
+    Args:
+        moves: any vector.
+
+    Returns:
+        Sums of its entries by place modulo 16, with signs that look random; a linear map, exact for up to 16 entries.
+
+    References:
+        Charikar, Chen and Farach-Colton, Finding frequent items in data streams, 2004 (the count sketch).
+    """
+    place = jnp.arange(moves.shape[0], dtype=jnp.uint32)
+    sign = jnp.where((place // TRAIL * jnp.uint32(2654435761)) >> 31, -1.0, 1.0).astype(moves.dtype)
+    moves = jnp.where(jnp.isfinite(moves), moves * sign, 0.0)
+    padded = jnp.pad(moves, (0, -moves.shape[0] % TRAIL))
+    return jnp.sum(padded.reshape(-1, TRAIL), axis=0)
+
+
+def pace(
+    last: RoundReport,
+    trail: Float[Array, "16"],
+    moved: Float[Array, ""],
+    asked: Float[Array, ""],
+    step: Float[Array, ""],
+    noisy: bool,
+    late: Any = 1.0,
+) -> Pace:
+    """How much is left to move: what is asked for, or the sum of the moves to come where they shrink slowly.
+
+    With ``r`` the share of the last move that comes again in the same direction, further moves add up to ``move / (1 - r)``. A
+    move that is short because steps were refused or cut says nothing of ``r``: the last one stands, for what is asked for.
+    Where expectations are by draws and late naturals are averaged, what one round's draws ask for counts with the weight it has
+    in the average, while the noise of that average is below a tenth of a sd.
+
+    A mode that shrinks slowly shows only when faster ones are gone, so a number that is not ten times smaller than the last two
+    has to come three times: ``left = max(new, min(max(last two), 10 new))``.
+
+    Args:
+        last: the report of the round before.
+        trail: sketch of the round's move.
+        moved: its largest coordinate, in posterior sds.
+        asked: what was asked for, likewise.
+        step: share of what was asked for that was taken; 0 where steps were refused.
+        noisy: whether moves have noise in them.
+        late: weight of a round in the average of late ones.
+
+    Returns:
+        The fields of the round's report.
+    """
+    step = jnp.asarray(step, moved.dtype)
+    paced = jnp.maximum(step, _FADING * last.paced)
+    steady = (step > 0) & (step >= _SHORT * paced)
+    # A longer or shorter step than the last one moves q by so much more or less at the same rate.
+    trail = trail / jnp.where(step > 0, step, 1.0)
+    size, new = jnp.vdot(last.trail, last.trail), jnp.vdot(trail, trail)
+    compares = steady & (size > 0)
+    size = jnp.where(size > 0, size, 1.0)
+    again = jnp.vdot(trail, last.trail) / size
+    if noisy:
+        again = _SMOOTHING * last.rate + (1.0 - _SMOOTHING) * again
+    else:
+        # Where moves shrink, by how much: fast modes that turn back would hide slow ones that go on.
+        again = jnp.where(new < size, jnp.sqrt(new / size), again)
+    rate = jnp.where(compares, jnp.clip(again, 0.0, _SLOWEST), last.rate).astype(moved.dtype)
+    jitter = asked * jnp.sqrt(0.5 * jnp.asarray(late, moved.dtype))
+    averaged = jnp.where(jitter <= LARGEST_NOISE, late * asked, jitter)
+    asked = jnp.where(jnp.asarray(late) < 1, averaged, asked)
+    to_come = moved * jnp.max(last.step) / jnp.where(step > 0, step, 1.0) / (1.0 - rate)
+    ahead = jnp.where(compares, to_come, jnp.minimum(last.estimate, asked / (1.0 - rate)))
+    estimate = jnp.maximum(jnp.maximum(asked, moved), ahead)
+    estimate = jnp.where(jnp.isnan(estimate), jnp.inf, estimate).astype(moved.dtype)
+    recent = jnp.maximum(last.estimate, last.before)
+    left = jnp.maximum(estimate, jnp.minimum(recent, 10.0 * estimate)).astype(moved.dtype)
+    trail = jnp.where(steady, trail, 0.0).astype(moved.dtype)
+    return Pace(estimate, last.estimate, left, rate, trail, paced.astype(moved.dtype))
+
+
+class Approach(NamedTuple):
+    """How one factor's visits close in on its site, where it is visited until it has settled."""
+
+    move: Float[Array, "N"]
+    left: Float[Array, ""]
+
+
+def approach(last: Approach, move: Float[Array, "N"]) -> Approach:
+    """The same estimate from one visit to the next.
+
+    Args:
+        last: after the visit before.
+        move: of this visit, by coordinate, in posterior sds.
+
+    Returns:
+        The last move, and what is left in posterior sds.
+    """
+    size = jnp.vdot(last.move, last.move)
+    rate = jnp.where(size > 0, jnp.vdot(move, last.move) / jnp.where(size > 0, size, 1.0), 0.0)
+    return Approach(move, (_largest(move) / (1.0 - jnp.clip(rate, 0.0, _SLOWEST))).astype(last.left.dtype))
+
+
+def at_rest(last: RoundReport, still: RoundReport) -> RoundReport:
+    """The report of a round of a schedule that is complete: nothing moves, and what its visits left undone is left.
+
+    Args:
+        last: the report of the round before, whose ``asked`` is what the visits to every factor left.
+        still: a report without moves.
+
+    Returns:
+        The report.
+    """
+    left = jnp.max(last.asked, initial=0.0).astype(still.left.dtype)
+    return still._replace(
+        asked=last.asked,
+        estimate=left,
+        before=left,
+        left=left,
+        refused=jnp.int32(STALL_ROUNDS),
+        why=jnp.int32(VISITS),
+        skipped=last.skipped,
+        skip_run=last.skip_run,
+        finite=last.finite,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- verdicts
+
+
+def refusals(last: RoundReport, taken: Any, why: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Rounds running with every step refused, and why the last one was.
+
+    Args:
+        last: the report of the round before.
+        taken: whether any step was taken.
+        why: a code for where none was.
+
+    Returns:
+        ``(rounds, code)``.
+    """
+    taken = jnp.asarray(taken)
+    why = jnp.where(taken, NOTHING, jnp.asarray(why, jnp.int32)).astype(jnp.int32)
+    return jnp.where(taken, 0, last.refused + 1).astype(jnp.int32), why
+
+
+def sound(loss: Any) -> Bool[Array, ""]:
+    """Whether a loss, or an ELBO, is a number that can bound anything."""
+    return jnp.abs(jnp.asarray(loss)) < _HUGE
+
+
+def settled(report: RoundReport, tol: Any, floor: Any) -> Bool[Array, ""]:
+    """Whether a round's report says converged.
+
+    Args:
+        report: of the last round.
+        tol: tolerance in posterior sds; negative never is.
+        floor: the move that the noise of sampled moments explains; above a tenth of a sd it excuses nothing.
+
+    Returns:
+        True where q is normalisable, the loss finite, no factor was left out, and what is left is within the tolerance or the
+        noise of draws.
+    """
+    sound = report.valid & report.finite & ~jnp.any(report.skip_run > 0) & (jnp.asarray(tol) >= 0)
+    return sound & ((report.left <= tol) | within_noise(report, floor))
+
+
+def within_noise(report: RoundReport, floor: Any) -> Bool[Array, ""]:
+    """Whether what is left is no more than what the noise of sampled moments asks for."""
+    step = jnp.max(report.step)
+    noise = jnp.where(step > 0, floor / jnp.where(step > 0, step, 1.0), 0.0)
+    return (report.estimate <= _NOISES * noise) & (floor <= LARGEST_NOISE)
+
+
+def stalled(report: RoundReport, tol: Any, floor: Any) -> Bool[Array, ""]:
+    """Whether q has stopped moving while factors ask for more than the tolerance; the arguments are those of :func:`settled`."""
+    # A factor that is left out is reported as such, after a few rounds more.
+    standing = (report.refused >= STALL_ROUNDS) & ~jnp.any(report.skip_run > 0)
+    return standing & ~settled(report, tol, floor) & (jnp.asarray(tol) >= 0)
+
+
+def finished(report: RoundReport, tol: Any, floor: Any) -> Bool[Array, ""]:
+    """Whether rounds end here: converged, or stalled."""
+    return settled(report, tol, floor) | stalled(report, tol, floor)

@@ -1,0 +1,259 @@
+"""What a first fit costs: programs are counted, kept with their PVI, and never stale."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+import tqdm
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
+from numpyro_pvi import _compiling as compiling
+from numpyro_pvi._compiling import Program, Programs, level_of, look, work_of
+from numpyro_pvi.factors import _probe, model_work
+
+KEY = jax.random.key(0)
+rng = np.random.default_rng(0)
+_counts: list[list[str]] = []
+
+
+def _listen(event: str, duration: float, **about: str) -> None:
+    if event.endswith("backend_compile_duration"):
+        for count in _counts:
+            count.append(str(about.get("fun_name", "?")))
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@contextlib.contextmanager
+def programs():
+    """Names of the programs that are compiled (or fetched from a folder) meanwhile."""
+    count: list[str] = []
+    _counts.append(count)
+    try:
+        yield count
+    finally:
+        _counts.remove(count)
+
+
+def logistic(X, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("n", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def schools(y):
+    mu, tau = numpyro.sample("mu", dist.Normal(0, 5)), numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("n", y.shape[0]):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(mu + tau * z, 1.0), obs=y)
+
+
+def counts(y):
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+X, Y = rng.normal(size=(13, 2)), rng.integers(0, 2, 13)
+# The most that a first run may compile, with whatever this process has not compiled yet. It only ever goes down.
+RATCHET = (
+    (logistic, AutoMultivariateNormal, (X, Y), 16),
+    (schools, AutoMultivariateNormal, (rng.normal(size=13),), 16),
+    (counts, AutoExponentialFamily, (rng.poisson(3.0, 13),), 45),
+)
+
+
+@pytest.fixture(scope="module")
+def regression():
+    return PVI(Partition(logistic, "n", np.arange(13) % 3), AutoMultivariateNormal(logistic))
+
+
+@pytest.mark.parametrize(("model", "guide", "data", "most"), RATCHET)
+def test_programs_of_a_first_run_and_none_of_a_second(model, guide, data, most, regression):
+    pvi = regression if model is logistic else PVI(Partition(model, "n", np.arange(13) % 3), guide(model))
+    with programs() as first:
+        result = pvi.run(KEY, 2, *data, progress_bar=False)
+    assert 2 < len(first) <= most, first
+    with programs() as second:
+        again = pvi.run(KEY, 2, *data, progress_bar=False)
+    assert second == []
+    np.testing.assert_array_equal(again.losses, result.losses)
+    # One program for `run` and `update`.
+    with programs() as after:
+        _, loss = pvi.update(pvi.init(KEY, *data), *data)
+    assert [name for name in after if "rounds" in name] == []
+    np.testing.assert_array_equal(loss, result.losses[0])
+
+
+def test_what_is_forgotten_is_compiled_again():
+    kept = Programs()
+    for _ in range(2):
+        with programs() as found:
+            kept(lambda x: 5 * x, np.ones(3))
+        assert len(found) == 1
+        with programs() as found:
+            kept(lambda x: 5 * x, np.ones(3))
+        assert found == []
+        kept.clear()
+
+
+def test_looks_follow_what_they_close_over():
+    kept, table, offset = Programs(), np.arange(3.0), jnp.asarray(1.0)
+
+    @jax.custom_jvp
+    def inner(x):
+        return x * table[1]
+
+    inner.defjvp(lambda p, t: (inner(*p), t[0]))
+
+    def read(x):
+        return {"a": inner(x) + offset, "b": jax.lax.map(lambda row: row + jnp.asarray(table).sum(), x)}
+
+    x = jnp.ones(2)
+    for place, count in ((3.0, 1), (7.0, 2)):
+        # A number taken out by Python is another program, an array another argument.
+        table[1] = place
+        found = kept(read, x)
+        np.testing.assert_allclose(found["a"], place + 1)
+        np.testing.assert_allclose(found["b"], 1 + table.sum())
+        assert len(kept) == count
+    offset = jnp.asarray(5.0)
+    np.testing.assert_allclose(kept(read, x)["a"], 12)
+    assert len(kept) == 2
+
+
+def test_a_look_at_python_is_never_kept():
+    kept, answer = Programs(), np.asarray(1.0)
+
+    def read(x):
+        return jax.pure_callback(lambda _: answer, jax.ShapeDtypeStruct((), x.dtype), x)
+
+    assert float(kept(read, jnp.zeros(()))) == 1
+    answer = np.asarray(2.0)
+    assert float(kept(read, jnp.zeros(()))) == 2
+
+
+def test_few_looks_are_kept(monkeypatch):
+    kept = Programs()
+    monkeypatch.setattr(compiling, "_MOST_KEPT", 2)
+    for size in (1, 2, 3):
+        kept(lambda x: 2 * x, np.ones(size))
+    assert len(kept) == 2
+    kept.clear()
+    assert len(kept) == 0
+
+
+def test_programs_work_wherever_they_are_called():
+    double = Program(lambda x, times: times * x, static=("times",))
+    x = jnp.arange(3.0)
+    for level in ("cheap", "middle", "full", None):
+        np.testing.assert_array_equal(double(x, times=2, level=level), 2 * x)
+    np.testing.assert_array_equal(jax.jit(lambda x: double(x, times=2))(x), 2 * x)
+    np.testing.assert_array_equal(jax.jit(lambda: double(np.arange(3.0), times=2))(), 2 * x)
+    np.testing.assert_array_equal(jax.vmap(lambda x: double(x, times=2))(x), 2 * x)
+    np.testing.assert_array_equal(jax.grad(lambda x: double(x, times=2).sum())(x), [2, 2, 2])
+    np.testing.assert_array_equal(look(lambda x: 2 * x, x), 2 * x)
+
+
+def test_a_level_that_xla_does_not_know_is_left_out(monkeypatch):
+    monkeypatch.setitem(compiling._OPTIONS, "cheap", {"xla_no_such_option": True})
+    monkeypatch.setattr(compiling, "_refused", set())
+    double = Program(lambda x: 2 * x)
+    for _ in range(2):
+        assert float(double(jnp.asarray(2.0), level="cheap")) == 4
+    assert compiling._refused == {"cheap"}
+
+
+def test_levels_follow_sizes(monkeypatch):
+    # The suite compiles rounds of all sizes at the cheapest level.
+    monkeypatch.setattr(compiling, "_LARGEST_ROUND", 1 << 12)
+    assert [level_of(1000, often) for often in (True, False)] == ["cheap", "cheap"]
+    assert [level_of(10**6, often) for often in (True, False)] == ["middle", "cheap"]
+    assert level_of(10**9) == "middle"
+    x = np.ones((10, 4))
+    assert work_of(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr) >= 400
+    once, often = (jax.make_jaxpr(lambda x, n=n: jax.lax.fori_loop(0, n, lambda _, x: x + 1, x))(x) for n in (1, 50))
+    assert work_of(often.jaxpr) >= 40 * work_of(once.jaxpr)
+    sizes = [model_work(logistic, (np.ones((n, 3)), np.ones(n, int)), {}) for n in (100, 1000)]
+    assert 8 < sizes[1] / sizes[0] < 11
+
+
+def test_values_follow_what_the_model_closes_over(monkeypatch):
+    """A second plan of the same PVI sees data that have changed, and not those of the program that it keeps."""
+    offset, seen = np.zeros(13), []
+
+    def model(X, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("n", 13):
+            numpyro.sample("y", dist.Normal(X @ w + jnp.asarray(offset), 1.0), obs=y)
+
+    monkeypatch.setattr(_probe, "look", lambda fn, *args: seen.append(look(fn, *args)) or seen[-1])
+    pvi = PVI(Partition(model, "n", np.arange(13) % 3, mode="mask"), AutoMultivariateNormal(model))
+    for value in (0.0, 3.0):
+        offset[:] = value
+        pvi.init(KEY, X, Y * 1.0)
+    assert np.abs(seen[0]["reference"] - seen[1]["reference"]).max() > 0.1
+
+
+class _Shown:
+    """A stream that keeps what a bar writes."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_the_bar_says_what_is_waited_for(monkeypatch, regression):
+    shown, make = _Shown(), tqdm.tqdm.__init__
+
+    def into(self, *args, **kwargs):
+        make(self, *args, **kwargs, file=shown, mininterval=0)
+
+    monkeypatch.setattr(tqdm.tqdm, "__init__", into)
+    result = regression.run(KEY, 60, X, Y)
+    places = [shown.text.index(words) for words in ("planning", "compiling", "| 1/60", "| 60/60")]
+    assert places == sorted(places)
+    assert result.trace.rounds.tolist() == list(range(1, 61))
+    with pytest.raises(ValueError, match="rows"):
+        regression.run(KEY, 3, X[:5], Y)
+
+
+CACHE = """
+import json, os, sys
+import jax
+import numpyro_pvi
+before = jax.config.jax_compilation_cache_dir
+jax.numpy.zeros(3) + 1
+folder = numpyro_pvi.use_compilation_cache(sys.argv[1])
+again = numpyro_pvi.use_compilation_cache(sys.argv[1] + "-other")
+jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(5)).block_until_ready()
+print(json.dumps([before, folder, again, len(os.listdir(folder)), oct(os.stat(folder).st_mode & 0o777)]))
+"""
+
+
+def test_the_compilation_cache_is_the_users_choice(tmp_path):
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("JAX_")}
+    root = pathlib.Path(__file__).parents[1]
+    command = [sys.executable, "-c", CACHE, str(tmp_path / "a" / "b")]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    before, folder, again, files, mode = json.loads(done.stdout.splitlines()[-1])
+    assert (before, folder, again, mode) == (None, str(tmp_path / "a" / "b"), folder, "0o700")
+    assert files > 0

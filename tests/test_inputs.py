@@ -1,0 +1,148 @@
+"""Hostile and careless inputs: each ends in the package's own error, with the argument's name and what to write instead."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal
+
+from numpyro_pvi import PVI, AutoExponentialFamily, DataError, GuideError, Partition, PartitionError, PVIError
+from numpyro_pvi.schedules import Asynchronous, Decentralized
+from numpyro_pvi.schedules._delays import delay_sampler
+
+KEY = jax.random.key(0)
+N = 12
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 2))
+Y = X @ np.array([1.0, -1.0]) + 0.5 * RNG.normal(size=N)
+
+
+def model(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Normal(X @ w, 0.5), obs=y)
+
+
+def of(model=model, groups=3, guide=AutoDiagonalNormal, **options):
+    return PVI(Partition(model, "data", groups), guide(model), **options)
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def test_a_mask_is_not_thrown_away():
+    masked = np.ma.array(Y, mask=np.arange(N) == 3)
+    with pytest.raises(
+        DataError, match=r"argument 1 \('y'\) is a masked array.*y.filled\(0.0\).*getmaskarray\(y\).*obs_mask"
+    ):
+        of().init(KEY, X, masked)
+    with pytest.raises(PartitionError, match="`groups` is a masked array"):
+        of(groups=np.ma.array(np.arange(N) % 3)).init(KEY, X, Y)
+
+
+def test_the_order_of_bytes_does_not_matter():
+    pvi = of()
+    swapped = X.astype(">f8"), Y.astype(">f8")
+    assert all(np.array_equal(a, b) for a, b in zip(pvi._arguments(swapped, {})[0], (X, Y), strict=True))
+    assert np.array_equal(pvi._arguments((np.arange(3, dtype=">i2"),), {})[0][0], np.arange(3))
+
+
+@pytest.mark.parametrize("labels", [set("abcdefghijkl"), frozenset(range(N)), dict.fromkeys(range(N)).keys()], ids=type)
+def test_labels_without_an_order_are_refused(labels):
+    with pytest.raises(PartitionError, match="`groups` is a .*whose order says nothing of rows.*list or array"):
+        of(groups=labels).init(KEY, X, Y)
+
+
+def test_a_column_of_observations_is_refused():
+    with pytest.raises(
+        PartitionError, match=r"'obs' is observed with shape \(12, 1\).*plate 'data'.*\(12,\).*y\[:, 0\].*to_event"
+    ):
+        of().init(KEY, X, Y[:, None])
+    with pytest.raises(PartitionError, match=r"'obs' is observed with shape \(12, 1\)"):
+        of(guide=AutoExponentialFamily).init(KEY, X, Y[:, None])
+
+
+# ------------------------------------------------------------------------------------------------------------- starting
+
+
+def wrong_support(X, y):
+    s = numpyro.sample("s", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Gamma(2.0, jnp.exp(s)), obs=y)
+
+
+def no_number(X, y):
+    s = numpyro.sample("s", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Normal(jnp.log(-jnp.exp(s)), 1.0), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore:.*[Oo]ut-of-support")
+def test_where_nothing_is_finite_the_sample_site_is_named():
+    with pytest.raises(
+        GuideError, match=r"'obs' \(Gamma, whose observations are outside of its support\) in .*init_loc_fn"
+    ):
+        of(wrong_support).init(KEY, X, -np.abs(Y))
+    with pytest.raises(GuideError, match=r"AutoDiagonalNormal found no point.*'obs' \(Normal\) in 12 of 12 entries"):
+        of(no_number).init(KEY, X, Y)
+
+
+def jittered(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+    noise = 0.1 * jax.random.normal(numpyro.prng_key(), (X.shape[0],))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Normal(X @ w + noise, 0.5), obs=y)
+
+
+def simulated(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+    numpyro.deterministic("like_y", X @ w + 0.5 * jax.random.normal(numpyro.prng_key(), (X.shape[0],)))
+    b = numpyro.param("b", lambda key: jax.random.normal(key))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Normal(X @ w + b, 0.5), obs=y)
+
+
+def test_a_density_that_changes_with_keys_is_refused():
+    """It was frozen at one key without a word; keys that leave the density alone pass."""
+    with pytest.raises(
+        PVIError, match=r"numpyro.prng_key\(\), and its log density changes.*as an argument of the model"
+    ):
+        of(jittered).init(KEY, X, Y)
+    assert of(simulated, optim=numpyro.optim.Adam(0.01)).init(KEY, X, Y).step == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ schedules
+
+
+class Problem:
+    """What delays read of the factors."""
+
+    num_groups, labels, continued = 3, ("a", "b", "c"), False
+
+
+DELAYS = {
+    "NaN": (lambda key, n: jnp.array([1.0, jnp.nan, 1.0]), "returned nan for group 'b'"),
+    "negative": (lambda key, n: jnp.array([1.0, 1.0, -2.0]), "returned -2 for group 'c'"),
+    "infinite": (lambda key, n: jnp.full((n,), jnp.inf), "returned inf for group 'a'"),
+    "now and then": (lambda key, n: jax.random.normal(key, (n,)), "returned -.* for group"),
+    "text": (lambda key, n: ["soon"] * n, "what is no array of numbers"),
+    "None": (lambda key, n: None, "returned .*one positive, finite duration"),
+    "one": (lambda key, n: 1.0, r"returned shape \(\)"),
+}
+
+
+@pytest.mark.parametrize("kind", DELAYS)
+def test_delays_that_are_no_durations_are_refused(kind):
+    delays, message = DELAYS[kind]
+    with pytest.raises(PVIError, match=rf"Asynchronous\(delays=.*{message}"):
+        # As init does: compiled.
+        jax.jit(lambda: delay_sampler(Asynchronous(delays=delays).delays, Problem(), jnp.float32)(KEY, 0))()
+
+
+def test_an_agent_alone_needs_no_neighbours():
+    pvi = of(groups=1, schedule=Decentralized([[1.0]], damping=1.0))
+    result = pvi.run(KEY, 30, X, Y, tol=1e-6, progress_bar=False)
+    precision = np.eye(2) / 9 + X.T @ X / 0.25
+    np.testing.assert_allclose(result.params["auto_loc"], np.linalg.solve(precision, X.T @ Y / 0.25), rtol=1e-3)
