@@ -311,8 +311,8 @@ def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation:
         return LatentRole(name, "draws", single=single)
     # Terms that see one member each: of several members, by the places that their entries come from.
     one = int(np.prod(component.members)) == 1 or form.place is not None
-    certain = not getattr(rule, "marginal", False) and is_affine(form, statistics_of(component.family))
-    if certain and np.all(np.isfinite(none)):
+    # Of a chain, whose product of any two states counts as affine, terms that see one state got here.
+    if is_affine(form, statistics_of(component.family)) and np.all(np.isfinite(none)):
         return LatentRole(name, "exact", single=single, proved=one or not single)
     if not form.forbids(values.dtype == np.float32, name) and _seems_affine(asked, values, single, tolerance):
         return LatentRole(name, "exact", single=single)

@@ -18,7 +18,7 @@ MOVED = PLACED | names("gather dynamic_slice concatenate stack pad")
 ENTRYWISE = names(
     "add sub add_any mul div neg integer_pow square sqrt rsqrt cbrt pow exp exp2 log log1p expm1 logistic tanh erf erfc "
     "erf_inv sin cos tan asin acos atan sinh cosh asinh acosh atanh atan2 lgamma digamma abs sign max min clamp floor ceil "
-    "round rem select_n convert_element_type eq ne lt le gt ge and or not is_finite"
+    "round rem select_n convert_element_type eq ne lt le gt ge and or not xor is_finite nextafter"
 )
 MIXED = names("reduce_sum cumsum reduce_window_sum fft imag")
 SMOOTH = names(

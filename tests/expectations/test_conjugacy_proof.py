@@ -101,3 +101,14 @@ def test_a_prior_that_switches_is_not_held_exactly(monkeypatch):
         "numpyro_pvi._exponential_plan.forms_of", lambda closed, _: [Form()] * len(closed.jaxpr.outvars)
     )
     assert any("w" in held(key)[0] for key in range(6))
+
+
+def test_kinks_within_one_member_leave_quadrature():
+    """NumPyro writes a Bernoulli's log density with clamps and switches, all of them of one logit."""
+    labels = np.array([1, 0, 1, 1, 0])
+
+    def terms(values):
+        return dist.Bernoulli(logits=values["x"][jnp.array([2, 0, 1, 0, 2])], validate_args=True).log_prob(labels)
+
+    found, by_name = roles(terms, 0, x=dist.Normal(jnp.zeros(3), 1.0))
+    assert by_name["x"].kind == "quadrature" and by_name["x"].proved
