@@ -208,9 +208,7 @@ def draws_form(
 ) -> str:
     """How factors by draws take their curvature: "hessian" where second derivatives see all of it, "stein" where gradients jump."""
     moments = planned.prior_loc, planned.prior_sd
-    jumps = compare_forms(
-        engine, plan, planned.packing, dynamic, static, optim_state, *moments, key, level="cheap"
-    )
+    jumps = compare_forms(engine, plan, planned.packing, dynamic, static, optim_state, *moments, key, level="cheap")
     return "stein" if bool(jumps) else "hessian"
 
 

@@ -291,7 +291,9 @@ def forgotten(state: PVIState, label: Hashable, solver: Any) -> PVIState:
 
 def approximate_because(plan: Plan, solver: Any) -> str | None:
     """Why taking a site out is not the same as never having seen the group; None where it is (law 10)."""
-    near = None if solver.exact_sites else f"{type(solver).__name__} nears the other groups' sites from a q that had it in"
+    near = (
+        None if solver.exact_sites else f"{type(solver).__name__} nears the other groups' sites from a q that had it in"
+    )
     if isinstance(plan, ProductPlan):
         return near if plan.separate else "the other groups' sites were fitted at a q that had it in"
     part = plan.partition

@@ -13,7 +13,8 @@ from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError
 from .factors import PartitionPlan
 from .guides import guide_param_names, param_transforms, params_to_natural
-from .sites import SiteStack, posterior
+from .runtime import first_conditionals
+from .sites import LocalSites, OwnConditionals, SiteStack, posterior
 
 
 def initial_params(found: dict, given: dict | None, has_optim: bool) -> dict:
@@ -95,13 +96,64 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
             "group's site is the sum of its rows'. Use factors='group', or continue from a state with init_state=."
         )
     q = posterior(state.prior, state.sites)
-    wanted = params_to_natural(guide, family, layout.names, layout.shapes, init_params, q)
-    share = (wanted - q) * (1.0 / state.report.move.shape[0])
+    return _spread(state, params_to_natural(guide, family, layout.names, layout.shapes, init_params, q))
+
+
+def _spread(state: PVIState, wanted: Any, rows: Any = None) -> PVIState:
+    """Move q of a fresh state to natural parameters, in equal shares of every factor's site.
+
+    Args:
+        state: a fresh state.
+        wanted: natural parameters of q.
+        rows: where the groups' own latents start, given nothing of the shared ones; None where they stay.
+
+    Returns:
+        The state.
+    """
+    share = (wanted - posterior(state.prior, state.sites)) * (1.0 / state.report.move.shape[0])
     # A tied site is held as the product of all groups'.
     each = share * float(len(state.plan.groups)) if state.plan.tied else share
-    groups = jax.tree.map(lambda site, extra: site + extra, state.sites.groups, each)
+
+    def moved(stack: Any) -> Any:
+        return jax.tree.map(lambda site, extra: site + extra, stack, each)
+
+    local = state.sites.local
+    if isinstance(local, LocalSites):
+        local = LocalSites(moved(local.shared), local.rows if rows is None else rows)
+    elif isinstance(local, OwnConditionals):
+        local = local if rows is None else OwnConditionals(rows)
     prior = None if state.sites.prior is None else state.sites.prior + share
-    return dataclasses.replace(state, sites=SiteStack(groups, prior))
+    return dataclasses.replace(state, sites=SiteStack(moved(state.sites.groups), prior, local))
+
+
+def at_guide_start(guide: Any, state: PVIState) -> PVIState:
+    """A fresh state's q where the guide starts under SVI: its initialisation strategy's location, its initial scale.
+
+    Args:
+        guide: a Gaussian guide that is set up.
+        state: a fresh state, whose sites are given up; not one that has sites of rows.
+
+    Returns:
+        The state. Latents inside the partitioned plate start where the guide starts them, too.
+    """
+    plan, dtype = state.plan, jnp.result_type(float)
+    part, locs, scale = plan.partition, guide._init_locs, guide._init_scale
+
+    def at(layout: Any) -> tuple[Any, Any]:
+        loc = layout.flatten({n: jnp.asarray(locs[n], dtype) for n in layout.names}).astype(dtype)
+        return loc, jnp.full_like(loc, scale)
+
+    rows = None if part.local is None else first_conditionals(plan, state.packing, *at(part.local))
+    return _spread(_unit_sites(state), plan.family.from_loc_sd(*at(part.layout)), rows)
+
+
+def _unit_sites(state: PVIState) -> PVIState:
+    sites = state.sites
+    groups, prior = jax.tree.map(jnp.zeros_like, (sites.groups, sites.prior))
+    local = sites.local
+    if isinstance(local, LocalSites):
+        local = LocalSites(jax.tree.map(jnp.zeros_like, local.shared), local.rows)
+    return dataclasses.replace(state, sites=SiteStack(groups, prior, local))
 
 
 def streams(schedule: Any, init_sites: str = "auto") -> bool:
@@ -194,6 +246,23 @@ def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None
     # without one.
     cheap = plan.partition.likelihood in ("affine", "local") or not plan.partition.exact
     return "auto" if cheap else "prior"
+
+
+def may_start_at_guide(pvi: Any, plan: Plan, init_params: dict | None) -> bool:
+    """Whether q may start where the guide does, should the prior be no place to start from.
+
+    Args:
+        pvi: the PVI.
+        plan: the plan.
+        init_params: the user's, or None.
+
+    Returns:
+        True under ``init_sites="auto"`` where nothing else was asked for: streams start from the prior, and sites that are held
+        by rows have no share of a q over latents.
+    """
+    if pvi.init_sites != "auto" or streams(pvi.schedule) or plan.rows is not None:
+        return False
+    return not set(init_params or {}) & guide_param_names(pvi.guide, plan.partition.layout.names)
 
 
 def check_structure(solver: Any, plan: Plan) -> None:

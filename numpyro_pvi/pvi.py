@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -38,9 +39,11 @@ from ._entry import (
 )
 from ._groups import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of
 from ._initial import (
+    at_guide_start,
     check_structure,
     init_optim,
     initial_params,
+    may_start_at_guide,
     param_values,
     refuse_improper,
     refuse_nothing_shared,
@@ -62,6 +65,7 @@ from ._swap import default_partitions
 from ._verified import Memory, Verifier, after_update
 from ._views import NaturalView, describe, trace_of
 from .factors import (
+    HOSTILE,
     Layout,
     abstract_trace,
     as_arrays,
@@ -107,7 +111,10 @@ class PVI(SVI):
             where this number was given.
         init_sites: "prior" (sites at 1), "curvature" (each site the positive semi-definite curvature of its factor at
             the prior's location), or "auto": the prior where a fixed quadrature rule can resolve the factors there,
-            else curvature where the structure gives it cheaply.
+            else curvature where the structure gives it cheaply. Where the model is not finite within ten sds of the prior, or its
+            log-likelihood there a thousand times worse than at best, "auto" looks at the loss of that start and at the guide's
+            own (its initialisation strategy's location, its initial scale, in equal shares of all sites), and takes the
+            guide's if the other is not finite or a thousand times as large.
         runtime: :class:`numpyro_pvi.runtime.Vmap` by default.
         static_kwargs: keyword arguments of the model, as in SVI; checked against its signature.
 
@@ -240,6 +247,9 @@ class PVI(SVI):
         if init_params is not None:
             state = spread_params(self.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
+        self._followed.programs.note(state)
+        if planned.hostile and may_start_at_guide(self, plan, init_params):
+            state, proper = self._better_start(state, dynamic, static), True
         if not bool(proper):
             refuse_improper(state)
         self._labels = plan.partition.table.labels
@@ -711,6 +721,13 @@ class PVI(SVI):
         if not fine and bool(missed):
             loss, _ = evaluate_loss(*call, fine=True, level=level)
         return loss
+
+    def _better_start(self, state: PVIState, dynamic: list, static: tuple) -> PVIState:
+        """The state, or q where the guide starts if its loss is not finite or a thousand times that one's."""
+        other = at_guide_start(self.guide, state)
+        self._followed.programs.note(other)
+        here, there = (float(self._loss_under(self._engine, s, dynamic, static)) for s in (state, other))
+        return state if here <= HOSTILE * abs(there) and math.isfinite(here) else other
 
     def _level(self, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:
         return level_for(self._followed.programs, self._engine, plan, dynamic, static, often)

@@ -55,7 +55,9 @@ def test_an_optimiser_that_searches_fits_the_params_of_a_model():
     assert float(result.params["loc"]) == pytest.approx(Y.mean(), abs=1e-3)
 
 
-@pytest.mark.parametrize("optim", ["adam", numpyro.optim.Adam, optax.adam, 0.01], ids=["name", "class", "function", "number"])
+@pytest.mark.parametrize(
+    "optim", ["adam", numpyro.optim.Adam, optax.adam, 0.01], ids=["name", "class", "function", "number"]
+)
 def test_what_is_no_optimiser_is_refused(optim):
     with pytest.raises(PVIError, match=r"optim=.*expected an optimiser of numpyro.optim, .*\(0.01\)"):
         PVI(model, AutoDiagonalNormal(model), optim)

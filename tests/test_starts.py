@@ -1,14 +1,18 @@
-"""Where sites start: never at a q that is worse than the prior."""
+"""Where sites start: never at a q that is worse than the prior, and where the guide does if nothing is finite under the prior."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
+from scipy.optimize import minimize
 
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi.factors import _planner
 from numpyro_pvi.runtime import _starts
 
 
@@ -51,3 +55,106 @@ def test_the_law_sees_full_steps(unit_sites, data, monkeypatch):
     start = _start(unit_sites, data)
     jax.clear_caches()
     assert start >= unit_sites[1]
+
+
+def censored(x, time, late, limit):
+    """Waiting times in one plate, those that were cut off in another."""
+    a, b = numpyro.sample("a", dist.Normal(0.0, 10.0)), numpyro.sample("b", dist.Normal(0.0, 10.0))
+    with numpyro.plate("seen", len(time)):
+        numpyro.sample("time", dist.Exponential(jnp.exp(-(a + b * x))), obs=time)
+    with numpyro.plate("cut", len(limit)):
+        numpyro.factor("beyond", -limit * jnp.exp(-(a + b * late)))
+
+
+def survival(x, time, cut):
+    """A Weibull law with censored rows, as its author wrote it."""
+    a, b = numpyro.sample("a", dist.Normal(0.0, 10.0)), numpyro.sample("b", dist.Normal(0.0, 10.0))
+    k = numpyro.sample("k", dist.HalfNormal(5.0))
+    with numpyro.plate("rows", len(time)):
+        scale = jnp.exp(a + b * x)
+        log_prob = dist.Weibull(scale, k).log_prob(time)
+        numpyro.factor("seen", jnp.where(cut, -((time / scale) ** k), log_prob))
+
+
+def random_effects(count, successes):
+    """The prior of a precision that a generation of textbooks used."""
+    level, tau = numpyro.sample("level", dist.Normal(0.0, 1e3)), numpyro.sample("tau", dist.Gamma(1e-3, 1e-3))
+    with numpyro.plate("plates", len(count)):
+        effect = numpyro.sample("effect", dist.Normal(0.0, 1 / jnp.sqrt(tau)))
+        numpyro.sample("successes", dist.Binomial(count, logits=level + effect), obs=successes)
+
+
+def _waiting(limit, shape=1.0):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=24)
+    time = np.exp(1 + 0.5 * x) * rng.weibull(shape, 24)
+    return x, np.minimum(time, limit), time > limit
+
+
+def _two_plates():
+    x, time, cut = _waiting(3.0)
+    return x[~cut], time[~cut], x[cut], time[cut]
+
+
+# The first rows of the germination experiment of Crowder (1978), table 3.
+SEEDS = np.array([39, 62, 81, 51, 39, 6, 74, 72, 51, 79, 13]), np.array([10, 23, 23, 26, 17, 5, 53, 55, 32, 46, 10])
+HOSTILE = {
+    "survival": (survival, _waiting(8.0, 1.5), AutoNormal, -46.47),
+    "random effects": (random_effects, SEEDS, AutoMultivariateNormal, -52.6),
+}
+
+
+def _closed_form(x, time, late, limit):
+    """The best mean-field ELBO of :func:`censored`: a log-normal's mean is the only integral."""
+    rows, ends = np.r_[x, late], np.r_[time, limit]
+
+    def loss(p):
+        (m, n), (s, r) = p[:2], np.exp(p[2:])
+        rate = np.exp(-(m + n * rows) + 0.5 * (s**2 + (r * rows) ** 2))
+        gap = sum(0.5 * (v**2 / 100 + c**2 / 100 - 1) - np.log(v / 10) for c, v in ((m, s), (n, r)))
+        return np.sum(m + n * x) + ends @ rate + gap
+
+    return -minimize(loss, [1.0, 0.0, -1.0, -1.0], tol=1e-12).fun
+
+
+def _fit(model, guide, data, rounds):
+    pvi = PVI(model, guide(getattr(model, "fn", model)))
+    return pvi.run(jax.random.key(0), rounds, *data, progress_bar=False)
+
+
+@pytest.mark.parametrize("split", ["by default", "one plate"])
+def test_waiting_times_under_a_wide_prior_reach_the_closed_form(split):
+    """Under the prior the expected log-likelihood is -1e29. What is censored is a factor by draws, with their error."""
+    data = _two_plates()
+    model = censored if split == "by default" else Partition(censored, "seen", 3)
+    found = _fit(model, AutoDiagonalNormal, data, 20)
+    assert -found.losses[-1] == pytest.approx(_closed_form(*data), abs=0.02)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_not_finite_under_the_prior_starts_where_the_guide_does(name):
+    model, data, guide, best = HOSTILE[name]
+    assert -_fit(model, guide, data, 40).losses[-1] == pytest.approx(best, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_best_of_three_runs_of_svi(name):
+    """Where the numbers above come from."""
+    model, data, guide, best = HOSTILE[name]
+    losses = []
+    for seed in range(3):
+        svi = SVI(model, guide(model), optax.adam(optax.exponential_decay(0.03, 2_000, 0.1)), Trace_ELBO(10))
+        run = svi.run(jax.random.key(seed), 6_000, *data, progress_bar=False)
+        losses.append(float(np.mean(run.losses[-500:])))
+    assert -min(losses) == pytest.approx(best, abs=0.05)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+def test_the_law_sees_a_start_at_the_prior(fault, monkeypatch):
+    if fault:
+        monkeypatch.setattr(_planner, "is_hostile", lambda probe: False)
+    model, data, guide, best = HOSTILE["survival"]
+    pvi = PVI(model, guide(model))
+    loss = float(pvi.evaluate(pvi.init(jax.random.key(0), *data), *data))
+    assert (loss < 100 * -best) != fault

@@ -29,6 +29,7 @@ from ._planner import (
     with_expectation,
 )
 from ._prior import exact_diagonal_prior, exact_log_constant, exact_prior, prior_factor_log_density
+from ._probe import HOSTILE
 from ._reading import GroupMasks, slice_rows
 from ._refusals import KeyWatch, check_observed_shapes, explained, refuse_randomness
 from ._row_sites import look_at_rows, num_elements, read_row_prior, read_rows, why_not_rows
@@ -46,6 +47,7 @@ __all__ = [
     "Enumeration",
     "Form",
     "GroupMasks",
+    "HOSTILE",
     "KeyWatch",
     "Layout",
     "LocalLayout",

@@ -11,7 +11,7 @@ from typing import Final, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, Int, Shaped
 
 from .._compiling import on_device
 from ..errors import DataError
@@ -125,7 +125,7 @@ def pack_rows(table: GroupTable, chunk_rows: int) -> Packing:
     )
 
 
-def gather_rows(leaf: Num[Array, "..."], packing: Packing, axis: int = 0) -> Num[Array, "C ..."]:
+def gather_rows(leaf: Shaped[Array, "..."], packing: Packing, axis: int = 0) -> Shaped[Array, "C ..."]:
     """Arrange an array's rows in chunks.
 
     Args:

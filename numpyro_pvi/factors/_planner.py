@@ -18,7 +18,7 @@ from ._mechanism import choose_reading
 from ._model import Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed
 from ._packing import Packing
 from ._plan import PartitionPlan
-from ._probe import Probe
+from ._probe import Probe, is_hostile
 from ._reading import GroupMasks
 from ._structure import find_term, judge_quadratic
 from ._terms import TermSpec
@@ -44,6 +44,8 @@ class Planned:
     # The same of the local latents, Float[U K]; None when there are none.
     local_loc: np.ndarray | None = None
     local_sd: np.ndarray | None = None
+    # Whether densities under the prior are of no use to start from: not finite, or a thousand times worse than at best.
+    hostile: bool = False
 
 
 def make_plan(partition: Partition, args: tuple, kwargs: dict) -> PartitionPlan:
@@ -125,7 +127,7 @@ def plan_factors(
         plan = dataclasses.replace(plan, likelihood="local", terms=(), proved=plan.proved - {"likelihood"})
     params = {n: v for n, v in probe.params.items() if n in plan.params}
     own = (None, None) if probe.local is None else (probe.local.loc, probe.local.sd)
-    return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params, *own)
+    return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params, *own, hostile=is_hostile(probe))
 
 
 def with_expectation(planned: Planned, expectation: str, full: bool = True) -> Planned:

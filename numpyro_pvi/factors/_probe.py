@@ -60,6 +60,8 @@ _GAUSSIAN = (
     dist.ImproperUniform,
     dist.Unit,
 )
+# How many times worse than at its best a log-likelihood may be at a probe point.
+HOSTILE = 1e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,6 +344,30 @@ def _real(value) -> Array:
     return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.result_type(float))
 
 
+def is_hostile(probe: Probe) -> bool:
+    """Whether densities under the prior are of no use to start a fit from.
+
+    Args:
+        probe: values at the probe points.
+
+    Returns:
+        True when one is not finite within ten prior sds, or rows are a thousand times less likely at some point within three than
+        at the best one.
+    """
+    near, nearer = (np.flatnonzero(np.tile(_ray_steps() <= reach, probe.rays.blocks)) for reach in (10.0, 3.0))
+    if not all(np.all(np.isfinite(v[near])) for v in (*probe.rows.values(), *probe.latents.values())):
+        return True
+    sizes = (v[nearer].reshape(nearer.size, -1).sum(axis=1, dtype=np.float64) for v in probe.rows.values())
+    total = np.abs(sum(sizes, start=np.zeros(nearer.size)))
+    return bool(np.max(total) > HOSTILE * np.min(total))
+
+
+def _ray_steps() -> Float[np.ndarray, "P"]:
+    """How many sds every point of a block lies from the first, which is the prior's location."""
+    steps = [s * k / (POINTS_PER_RAY - 1) for s in _RAY_SCALES for k in range(1, POINTS_PER_RAY)]
+    return np.asarray([0.0, *steps * _NUM_DIRECTIONS])
+
+
 def check_additive(probe: Probe, where: str, table: GroupTable, reading: Reading, sliced: tuple[str, ...]) -> None:
     """Compare every group's factor, evaluated from its own rows alone, with the untouched model.
 
@@ -457,10 +483,8 @@ def _rays(blocks: int) -> Rays:
 
 
 def _ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float[Array, "P D"]:
-    steps = jnp.asarray(
-        [s * k / (POINTS_PER_RAY - 1) for s in _RAY_SCALES for k in range(1, POINTS_PER_RAY)], loc.dtype
-    )
-    moved = loc + steps[None, :, None] * directions[:, None, :]
+    steps = jnp.asarray(_ray_steps()[1:], loc.dtype).reshape(len(directions), -1)
+    moved = loc + steps[:, :, None] * directions[:, None, :]
     return jnp.concatenate([loc[None], moved.reshape(moved.shape[0] * moved.shape[1], loc.shape[0])])
 
 

@@ -17,6 +17,7 @@ from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 from ._product_tilted import jointly_affine
 from ._product_ways import SAMPLED_WAYS, check_tilted, with_tilted
+from ._programs import first_conditionals
 
 __all__ = [
     "Engine",
@@ -41,6 +42,7 @@ __all__ = [
     "curvature_start",
     "check_tilted",
     "factors_of",
+    "first_conditionals",
     "first_match_states",
     "first_weights",
     "gradient_jumps",
