@@ -12,7 +12,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, PVIError
 from numpyro_pvi.diagnostics._calls import map_draws
-from numpyro_pvi.diagnostics._khat import log_importance_weights
+from numpyro_pvi.diagnostics._khat import USABLE, log_importance_weights, settled
 from numpyro_pvi.diagnostics._psis import pareto_khat
 from numpyro_pvi.factors import Layout
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
@@ -171,3 +171,31 @@ class TestOfAFit:
         assert pvi.khat(result.state, *data, rng_key=rng_key, num_samples=200) < 0.3
         with pytest.raises(PVIError, match="at least 100 draws"):
             pvi.khat(result.state, *data, rng_key=rng_key, num_samples=99)
+
+
+class TestFewDraws:
+    """The logarithm of a rate whose posterior is Gamma(50, 20): skewed, and by its best Gaussian nearly right."""
+
+    @staticmethod
+    def weights_of(seed, scale=1.0):
+        # The best Gaussian: e^(loc + sd^2 / 2) = 50 / 20 and sd^2 = 1 / 50.
+        sd = 50**-0.5
+        loc = math.log(50 / 20) - sd**2 / 2
+
+        def of(count):
+            noise = np.random.default_rng(seed).normal(size=count)
+            u = loc + scale * sd * noise
+            return 50 * u - 20 * np.exp(u) + 0.5 * noise**2
+
+        return of
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_tenth_of_a_thousand_is_no_tail(self, seed):
+        weights_of = self.weights_of(seed)
+        assert pareto_khat(weights_of(1000), 1e-8) > USABLE
+        assert settled(weights_of, 1000, np.zeros(20)) < USABLE
+        # Of much data no more draws are taken.
+        assert settled(weights_of, 1000, np.zeros(100_000)) > USABLE
+
+    def test_what_is_too_narrow_stays_so(self):
+        assert settled(self.weights_of(0, 0.5), 1000, np.zeros(20)) > USABLE

@@ -24,6 +24,12 @@ from ._calls import map_draws
 from ._psis import MIN_SAMPLES, pareto_khat
 
 
+# Above this k-hat importance weights do not repair q.
+USABLE = 0.7
+# Share of S that the effective sample size has where weights are nearly equal, factor to more draws, numbers that they may read.
+_NEARLY_EQUAL, _MORE, _MOST_READ = 0.5, 8, 1e8
+
+
 def khat(
     rng_key: Any,
     model: Callable,
@@ -50,7 +56,7 @@ def khat(
         params: constrained values of the model's ``numpyro.param`` sites.
         local: natural parameters of every unit's local latents given the shared ones, or None.
         num_samples: draws S from q, at least 100. Each costs one evaluation of the model on all rows; draws go in
-            batches, so memory does not grow with S.
+            batches, so memory does not grow with S. More are taken where so few cannot tell: see :func:`settled`.
 
     Returns:
         k-hat: below .5 good, below .7 usable, above that q's means and (first of all) variances cannot be trusted, nor
@@ -68,19 +74,42 @@ def khat(
     plan = state.plan
     q = posterior(state.prior, state.sites)
     check_draws(num_samples, plan, q)
-    log_weights = log_importance_weights(
-        rng_key,
-        model,
-        plan.partition.layout,
-        plan.family,
-        q,
-        args,
-        kwargs,
-        params,
-        num_samples=num_samples,
-        local=None if local is None else (plan.partition.local, local),
+    fixed = model, plan.partition.layout, plan.family, q, args, kwargs, params
+    own = None if local is None else (plan.partition.local, local)
+    return settled(
+        lambda count: log_importance_weights(rng_key, *fixed, num_samples=count, local=own),
+        num_samples,
+        (q, args, kwargs),
     )
-    return judged(log_weights, num_samples)
+
+
+def settled(weights_of: Callable[[int], Any], num_samples: int, read: Any) -> float:
+    """k-hat of some draws, or of more where these are too few to say that q is bad.
+
+    The tail of S draws is the largest ``3 sqrt(S)`` weights, a tenth of a thousand. Of a q that is nearly right, log weights are
+    about cubic in a skewed direction: they have a local maximum near one sd, and the largest tenth mixes the draws about it with
+    those of the far tail. A Pareto shape fitted to both is above 1 where that of the far tail is .2.
+
+    Args:
+        weights_of: a number of draws to their log weights.
+        num_samples: draws S to begin with.
+        read: arrays that every draw reads.
+
+    Returns:
+        k-hat: of eight times as many draws, up to 64 times, while it is above .7 and the effective sample size above S / 2, as far
+        as that reads a hundred million numbers at most.
+    """
+    count, size = num_samples, sum(jnp.size(x) for x in jax.tree.leaves(read))
+    while True:
+        weights = np.asarray(weights_of(count))
+        found = judged(weights, count)
+        more = _MORE * count
+        if not (USABLE < found < np.inf) or more > _MORE**2 * num_samples or more * size > _MOST_READ:
+            return found
+        shares = np.exp(weights - weights.max(), dtype=np.float64)
+        if shares.sum() ** 2 < _NEARLY_EQUAL * count * (shares**2).sum():
+            return found
+        count = more
 
 
 def check_draws(num_samples: int, plan: Any, q: Any) -> None:
@@ -101,7 +130,7 @@ def check_draws(num_samples: int, plan: Any, q: Any) -> None:
         raise ImproperError("q is not normalisable, so it cannot be drawn from: run more rounds before calling khat.")
 
 
-def judged(log_weights: Float[Array, "S"], num_samples: int) -> float:
+def judged(log_weights: Float[np.ndarray | Array, "S"], num_samples: int) -> float:
     """k-hat of some log weights; NaN, with a warning, where some are NaN or +inf.
 
     Args:
@@ -117,7 +146,7 @@ def judged(log_weights: Float[Array, "S"], num_samples: int) -> float:
         warnings.warn(
             f"khat is NaN: the model's log density is NaN or +inf at {bad} of {num_samples} draws from q; look for "
             "a latent that overflows there (an exp link, a scale near zero).",
-            stacklevel=5,
+            stacklevel=6,
         )
     return pareto_khat(values, rounding=float(np.sqrt(np.finfo(values.dtype).eps)))
 

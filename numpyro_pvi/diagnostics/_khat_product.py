@@ -18,7 +18,7 @@ from ..families import ProductNatural
 from ..runtime import JointBlock, latent_values
 from ..sites import posterior
 from ._calls import map_draws
-from ._khat import check_draws, judged
+from ._khat import check_draws, settled
 
 
 def khat_of_product(
@@ -47,8 +47,9 @@ def khat_of_product(
     """
     q, plan = posterior(state.prior, state.sites), state.plan
     check_draws(num_samples, plan, q)
-    found = product_weights(rng_key, model, plan, q, args, kwargs, num_samples)
-    return judged(found, num_samples)
+    return settled(
+        lambda count: product_weights(rng_key, model, plan, q, args, kwargs, count), num_samples, (q, args, kwargs)
+    )
 
 
 def product_weights(
