@@ -23,7 +23,6 @@ from ..sites import posterior
 from ._calls import map_draws
 from ._psis import MIN_SAMPLES, pareto_khat
 
-
 # Above this k-hat importance weights do not repair q.
 USABLE = 0.7
 # Share of S that the effective sample size has where weights are nearly equal, factor to more draws, numbers that they may read.
