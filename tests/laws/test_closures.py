@@ -20,6 +20,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 import numpyro_pvi._fingerprint as fingerprint
 import numpyro_pvi._prior_now as prior_now
+import numpyro_pvi._snapshot as snapshot
 from numpyro_pvi import PVI, AutoExponentialFamily, CheckpointError, Partition, PVIError, StateError
 from numpyro_pvi._checkpoint import read_checkpoint
 from numpyro_pvi._closures import Followed
@@ -272,6 +273,24 @@ def test_a_model_that_counts_its_calls_is_no_other_model_each_time():
                 count += 1
             assert followed.programs.restless is restless
         assert there == [False, True, False]
+
+
+def test_a_model_that_reaches_more_than_is_looked_at_is_traced(monkeypatch):
+    """A package that is not known may lead anywhere; what lies beyond the objects looked at is followed all the same."""
+    a_crowd = [types.SimpleNamespace(number=i) for i in range(3 * snapshot._MOST)]
+    zz_sd = 1.0
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0.0, zz_sd * a_crowd[1].number))
+        with numpyro.plate("data", y.shape[0]):
+            numpyro.sample("obs", dist.Normal(w, NOISE), obs=y)
+
+    taken = Snapshot((model,))
+    assert not taken.exact
+    pvi = PVI(Partition(model, "data", LABELS), AutoMultivariateNormal(model), solver=Conjugate())
+    for now in (1.0, 0.1):
+        zz_sd = now
+        assert moments(pvi, fit(pvi, (jnp.asarray(Y),)))[1] == pytest.approx(1 / (N / NOISE**2 + now**-2), rel=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------------- release
