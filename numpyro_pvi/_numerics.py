@@ -6,6 +6,8 @@ Jacobi-scaled matrix (unit diagonal), so column scales that differ by many decad
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -357,3 +359,36 @@ def mixing_shares(gram: Float[Array, "W W"], filled: Int[Array, ""]) -> Float[Ar
     shares = jnp.linalg.solve(square + jnp.diag(jnp.where(there, ridge, 1.0)), jnp.where(there, gram[:-1, -1], 0.0))
     shares = jnp.where(there & jnp.all(jnp.isfinite(shares)), shares, 0.0)
     return jnp.append(shares, 1.0 - jnp.sum(shares))
+
+
+# Relative differences that are rounding: numbers that were made by another program keep their digits.
+_ROUNDING = {"float32": 1e-5, "float64": 1e-10}
+
+
+def nearly_same(one: Any, other: Any) -> bool:
+    """Whether two trees of arrays of the same structure are equal up to rounding. Decided on the host.
+
+    Args:
+        one: a tree.
+        other: a tree.
+
+    Returns:
+        True where all entries agree: of a matrix each by the scales of its row and column, of all else each by its own size.
+    """
+    trees = [jax.tree.leaves(jax.device_get(x)) for x in (one, other)]
+    return len(trees[0]) == len(trees[1]) and all(
+        _agrees(np.asarray(a), np.asarray(b)) for a, b in zip(*trees, strict=True)
+    )
+
+
+def _agrees(one: np.ndarray, other: np.ndarray) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.size or not jnp.issubdtype(one.dtype, jnp.floating):
+        return np.array_equal(one, other)
+    # Entry by entry: beside a tight prior a wide one is small. Of a matrix an entry has the scale of its row and column.
+    size = np.maximum(np.abs(one), np.abs(other))
+    if one.ndim == 2 and one.shape[0] == one.shape[1]:
+        scale = np.sqrt(np.diagonal(size))
+        size = np.maximum(size, np.outer(scale, scale))
+    return bool(np.all(np.abs(one - other) <= _ROUNDING[one.dtype.name] * size))

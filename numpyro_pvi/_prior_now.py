@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ._compiling import owned_jit
 from ._entry import is_traced
+from ._numerics import nearly_same
 from ._state import Plan, PVIState
 from .errors import StateError
 from .factors import abstract_trace, join_arguments, read_row_prior
@@ -19,9 +18,6 @@ from .factors._model import base_distribution
 from .factors._probe import _GAUSSIAN
 from .runtime import Engine
 from .runtime._programs import whole_call
-
-# Relative differences that are rounding: a prior that was read in another program keeps its digits.
-_ROUNDING = {"float32": 1e-5, "float64": 1e-10}
 
 
 def with_prior_of_now(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
@@ -46,7 +42,7 @@ def with_prior_of_now(pvi: Any, state: PVIState, dynamic: list, static: tuple) -
     if is_traced((state, dynamic)) or followed.has_made(state):
         return state
     now = pvi._read_prior(state, dynamic, static)
-    if not _same(state.prior, now):
+    if not nearly_same(state.prior, now):
         state = dataclasses.replace(state, prior=now)
     followed.note(state)
     return state
@@ -89,22 +85,6 @@ def _read(engine: Engine, plan: Plan, packing: Any, dynamic: list, static: tuple
     if plan.rows is not None:
         return read_row_prior(call, plan.partition, packing, plan.rows == "latents")
     return engine.exact_prior(plan, call)[0]
-
-
-def _same(one: Any, other: Any) -> bool:
-    pairs = zip(*(jax.tree.leaves(jax.device_get(x)) for x in (one, other)), strict=True)
-    return all(_close(np.asarray(a), np.asarray(b)) for a, b in pairs)
-
-
-def _close(one: np.ndarray, other: np.ndarray) -> bool:
-    if not one.size or not jnp.issubdtype(one.dtype, jnp.floating):
-        return np.array_equal(one, other)
-    # Entry by entry: beside a tight prior a wide one is small. Of a matrix an entry has the scale of its row and column.
-    size = np.maximum(np.abs(one), np.abs(other))
-    if one.ndim == 2 and one.shape[0] == one.shape[1]:
-        scale = np.sqrt(np.diagonal(size))
-        size = np.maximum(size, np.outer(scale, scale))
-    return bool(np.all(np.abs(one - other) <= _ROUNDING[one.dtype.name] * size))
 
 
 __all__ = ["other_family", "read_prior", "with_prior_of_now"]

@@ -16,11 +16,13 @@ import numpy as np
 from ._compiling import owned_jit
 from ._entry import is_traced
 from ._groups import reduced
+from ._numerics import nearly_same
 from ._resume import Progress
 from ._state import PVIState
 from .errors import PVIError
 from .factors import join_arguments
 from .schedules import BY_FACTOR
+from .sites import posterior
 
 # Rounds after which `update` verifies again, at every doubling.
 _FIRST_ROUNDS = 32
@@ -94,6 +96,16 @@ def _digest(x: Any) -> tuple:
     return x.shape, str(x.dtype), zlib.crc32(sample.view(np.uint8)), repr(total)
 
 
+class _Known(NamedTuple):
+    """One entry of :class:`Memory`."""
+
+    part: Any
+    model: weakref.ref
+    data: Fingerprint
+    # Natural parameters of q and values of params at which the plan's claims were last verified; None before.
+    at: Any = None
+
+
 class Memory:
     """The data that the plans of a PVI's states were last verified with; kept beside states, which hold nothing of the data.
 
@@ -103,25 +115,44 @@ class Memory:
 
     def __init__(self, followed: Any) -> None:
         self._followed = followed
-        self._known: list[tuple[Any, weakref.ref, Fingerprint]] = []
+        self._known: list[_Known] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle has of it: where it is read, everything is verified anew."""
         return {"_followed": self._followed, "_known": []}
 
-    def keep(self, state: PVIState, dynamic: list) -> None:
-        """Remember the data of a state."""
+    def keep(self, state: PVIState, dynamic: list, at: Any = None) -> None:
+        """Remember the data of a state, and where its claims were verified."""
         if is_traced(dynamic):
             return
-        part = state.plan.partition
-        others = [known for known in self._known if known[0] is not part and known[1]() is not None]
-        self._known = [*others, (part, weakref.ref(self._followed.programs), Fingerprint(dynamic))][-_REMEMBERED:]
+        known, part = self._find(state, dynamic), state.plan.partition
+        if known is not None:
+            data, at = known.data, known.at if at is None else at
+        else:
+            data = Fingerprint(dynamic)
+        others = [x for x in self._known if x.part != part and x.model() is not None]
+        self._known = [*others, _Known(part, weakref.ref(self._followed.programs), data, at)][-_REMEMBERED:]
 
     def has(self, state: PVIState, dynamic: list) -> bool:
         """Whether the structure of this state was found or verified with these data."""
-        part = state.plan.partition
-        now = self._followed.programs
-        return any(known is part and model() is now and print_.fits(dynamic) for known, model, print_ in self._known)
+        return self._find(state, dynamic) is not None
+
+    def has_verified(self, state: PVIState, dynamic: list, at: Any) -> bool:
+        """Whether the claims of this state's plan were verified with these data where q is, to rounding."""
+        known = self._find(state, dynamic)
+        return known is not None and known.at is not None and nearly_same(known.at, at)
+
+    def _find(self, state: PVIState, dynamic: list) -> _Known | None:
+        # Plans that are equal claim the same: a second run makes its own.
+        now, part = self._followed.programs, state.plan.partition
+        found = (x for x in self._known if x.part == part and x.model() is now and x.data.fits(dynamic))
+        return next(found, None)
+
+
+def _place_of(state: PVIState) -> Any:
+    """What verification at draws from q depends on beside the model and the data."""
+    params = state.optim_state if state.plan.partition.params else None
+    return jax.device_get((posterior(state.prior, state.sites), params))
 
 
 # ----------------------------------------------------------------------------------------------------------- verification
@@ -160,12 +191,18 @@ def contradictions(pvi: Any, state: PVIState, dynamic: list, static: tuple, anew
 def verified(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
     """The state itself where its structure holds at draws from q; else one whose factors are taken by draws, with the same q.
 
+    Where it was verified at this very q, with this model and these data, as at the end of a run that is repeated, it is not again.
+
     Raises:
         PVIError: where the solver cannot do without the structure.
     """
+    claimed = bool(pvi._engine.claims(state.plan))
+    place = _place_of(state) if claimed else None
+    if claimed and pvi._memory.has_verified(state, dynamic, place):
+        return state
     found = contradictions(pvi, state, dynamic, static, not pvi._memory.has(state, dynamic))
     if not found:
-        pvi._memory.keep(state, dynamic)
+        pvi._memory.keep(state, dynamic, place)
         return state
     demoted = pvi._demoted(state, found, dynamic, static)
     pvi._memory.keep(demoted, dynamic)

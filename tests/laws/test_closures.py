@@ -19,12 +19,12 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 import numpyro_pvi._fingerprint as fingerprint
-import numpyro_pvi._prior_now as prior_now
 import numpyro_pvi._snapshot as snapshot
 from numpyro_pvi import PVI, AutoExponentialFamily, CheckpointError, Partition, PVIError, StateError
 from numpyro_pvi._checkpoint import read_checkpoint
 from numpyro_pvi._closures import Followed
 from numpyro_pvi._compiling import Program
+from numpyro_pvi._numerics import nearly_same
 from numpyro_pvi._saving import fingerprint as digits
 from numpyro_pvi._snapshot import Snapshot
 from numpyro_pvi._verified import Memory
@@ -465,9 +465,9 @@ def test_pickles(fitted, near):
 
 def test_a_wide_prior_beside_a_tight_one_is_not_rounding():
     held = {"precision": np.diag([1e6, 1.0]), "precision_mean": np.array([0.0, 1.0])}
-    assert prior_now._same(held, {**held, "precision": held["precision"] * (1 + 1e-12)})
-    assert not prior_now._same(held, {**held, "precision": np.diag([1e6, 6.25])})
-    assert not prior_now._same(held, {**held, "precision_mean": np.array([0.0, 0.4])})
+    assert nearly_same(held, {**held, "precision": held["precision"] * (1 + 1e-12)})
+    assert not nearly_same(held, {**held, "precision": np.diag([1e6, 6.25])})
+    assert not nearly_same(held, {**held, "precision_mean": np.array([0.0, 0.4])})
 
 
 def test_what_a_model_writes_into_is_followed_in_what_it_held_before():
