@@ -267,7 +267,13 @@ def _likelihood(probe: Probe, observed: tuple[str, ...]) -> tuple[dict[str, Any]
     complete = tuple(t for t in terms if t is not None) if None not in terms else ()
     continuous = not any(probe.facts[n].discrete for n in observed)
     judged = [
-        judge_quadratic(probe.rows[n], probe.rays, probe.row_forms[n], continuous and probe.facts[n].may_be_quadratic)
+        judge_quadratic(
+            probe.rows[n],
+            probe.rays,
+            probe.row_forms[n],
+            continuous and probe.facts[n].may_be_quadratic,
+            probe.first_rows[n],
+        )
         for n in observed
     ]
     kind = "quadratic" if all(judged) else "affine" if None not in terms else "draws"
@@ -296,4 +302,5 @@ def _prior(probe: Probe, outside: tuple[str, ...], layout: Layout) -> tuple[dict
 
 
 def _term(probe: Probe, name: str, own: Any = None) -> TermSpec | None:
-    return find_term(probe.facts[name], probe.leaves[name], own, probe.rays, probe.leaf_forms[name])
+    forms, first = probe.leaf_forms[name], probe.first_leaves[name]
+    return find_term(probe.facts[name], probe.leaves[name], own, probe.rays, forms, first)

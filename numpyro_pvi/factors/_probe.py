@@ -60,6 +60,9 @@ _GAUSSIAN = (
     dist.ImproperUniform,
     dist.Unit,
 )
+# Rows in which structure is looked for: a pass over millions for every point would take gigabytes and seconds. What is not proved
+# is verified at draws from q over all rows.
+_MOST_ROWS = 1 << 13
 # How many times worse than at its best a log-likelihood may be at a probe point.
 HOSTILE = 1e3
 
@@ -74,6 +77,9 @@ class Probe:
     latents: dict[str, np.ndarray]
     leaves: dict[str, dict[str, np.ndarray]]
     facts: dict[str, SiteFacts]
+    # Of more than _MOST_ROWS rows these are some, evenly; the first point's are all of them.
+    first_rows: dict[str, np.ndarray]
+    first_leaves: dict[str, dict[str, np.ndarray]]
     # What is proved of each of these, for all latents and parameters.
     row_forms: dict[str, Form]
     latent_forms: dict[str, Form]
@@ -147,10 +153,12 @@ def run_probe(
         The probe, on the host.
     """
     arrays = [x for x in jax.tree.leaves((call.args, call.kwargs)) if is_dynamic(x)]
-    static = _StaticArgs(call, rows, reading, params, {n: s for n, s in trace.items() if s["type"] == "param"})
+    facts = {n: _facts(n, s, rows) for n, s in trace.items() if _is_sampled(s)}
+    own_sites = {n: s for n, s in trace.items() if s["type"] == "param"}
+    static = _StaticArgs(call, rows, reading, params, own_sites, facts)
     traced = trace_look(static.look_at, arrays, static.abstract_params(), call)
     found = jax.device_get(look(partial(static.probe, traced), arrays, packing, key))
-    return _on_host(found, traced, packing, {n: _facts(n, s, rows) for n, s in trace.items() if _is_sampled(s)})
+    return _on_host(found, traced, packing, {n: _of_some_rows(f) for n, f in facts.items()})
 
 
 def _is_sampled(site: dict) -> bool:
@@ -171,6 +179,8 @@ def _on_host(found: dict, look: TracedLook, packing: Packing | GroupMasks, facts
         latents=found["latents"],
         leaves={n: dict(leaves) for n, leaves in found["leaves"].items()},
         facts=facts,
+        first_rows=found["first"]["rows"],
+        first_leaves={n: dict(leaves) for n, leaves in found["first"]["leaves"].items()},
         row_forms=look.forms["rows"],
         latent_forms=look.forms["latents"],
         leaf_forms=look.forms["leaves"],
@@ -192,6 +202,7 @@ class _StaticArgs:
     params: dict | None
     # The model's ``numpyro.param`` sites, of an abstract trace.
     sites: dict
+    facts: dict[str, SiteFacts] = dataclasses.field(default_factory=dict)
 
     def probe(self, look: TracedLook, arrays, packing: Packing | GroupMasks, key) -> dict:
         """The traced body: prior draws, rays, values, parameters and the additive comparison."""
@@ -211,10 +222,13 @@ class _StaticArgs:
         several = [params, moved_values(params, self.sites, direction_key)] if params else [params]
 
         def along(params):
-            return _over_points(lambda z: look(arrays, params, call.local, z), points, arrays)
+            return _over_points(lambda z: self._some_rows(look(arrays, params, call.local, z)), points, arrays)
 
         looks = [along(p) for p in several]
         seen = jax.tree.map(lambda *parts: jnp.concatenate(parts), *looks)
+        first = {kind: jax.tree.map(lambda x: x[0], seen[kind]) for kind in ("rows", "leaves")}
+        if any(_samples(f) for f in self.facts.values()):
+            first = look(arrays, params, call.local, points[0])
         points = jnp.concatenate([points] * len(several))
         checks = loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None] * sd * noise
         own_checks, local = None, None
@@ -238,9 +252,34 @@ class _StaticArgs:
         if isinstance(packing, Packing):
             chunks = at_checks(lambda at, z: self._chunk_rows(at, packing, z))
         return {
-            "points": points, "rows": seen["rows"], "latents": seen["latents"], "leaves": seen["leaves"],
-            "reference": reference, "chunks": chunks, "loc": loc, "sd": sd, "params": params, "local": local,
-        }  # fmt: skip
+            "points": points,
+            "rows": seen["rows"],
+            "latents": seen["latents"],
+            "leaves": seen["leaves"],
+            "first": {kind: first[kind] for kind in ("rows", "leaves")},
+            "reference": reference,
+            "chunks": chunks,
+            "loc": loc,
+            "sd": sd,
+            "params": params,
+            "local": local,
+        }
+
+    def _some_rows(self, seen: dict) -> dict:
+        """What a look saw, of some rows only where there are many."""
+        rows, leaves = dict(seen["rows"]), dict(seen["leaves"])
+        for name, facts in self.facts.items():
+            if not _samples(facts) or name not in rows:
+                continue
+            size, dim = facts.batch_shape[facts.row_dim], facts.row_dim
+            chosen = np.linspace(0, size - 1, _MOST_ROWS).astype(int)
+            rows[name] = rows[name][chosen]
+            dims, leaves[name] = dict(facts.leaf_event_dims), dict(leaves[name])
+            for path, leaf in leaves[name].items():
+                axis = dim - (dims.get(path) or 0)
+                if jnp.ndim(leaf) >= -axis and leaf.shape[axis] == size:
+                    leaves[name][path] = jnp.take(leaf, chosen, axis=axis)
+        return {**seen, "rows": rows, "leaves": leaves}
 
     def _arguments(self, arrays) -> dict:
         leaves, structure = jax.tree.flatten((self.call.args, self.call.kwargs))
@@ -463,6 +502,20 @@ def _facts(name: str, site: dict, rows: RowAxes) -> SiteFacts:
         row_dim=None if axis is None or rows.whole else axis.dim,
         may_be_quadratic=_may_be_quadratic(fn),
     )
+
+
+def _samples(facts: SiteFacts) -> bool:
+    """Whether a site has so many rows that structure is looked for in some."""
+    return facts.row_dim is not None and facts.batch_shape[facts.row_dim] > _MOST_ROWS
+
+
+def _of_some_rows(facts: SiteFacts) -> SiteFacts:
+    """A site's facts as :meth:`_StaticArgs._some_rows` leaves it."""
+    if not _samples(facts):
+        return facts
+    shape = list(facts.batch_shape)
+    shape[facts.row_dim] = _MOST_ROWS
+    return dataclasses.replace(facts, batch_shape=tuple(shape))
 
 
 def _may_be_quadratic(fn) -> bool:

@@ -88,21 +88,22 @@ def moves(values: np.ndarray, rays: Rays) -> bool:
         return not bool(np.all((v == v[:, :1]) | (np.isnan(v) & np.isnan(v[:, :1]))))
 
 
-def judge_quadratic(values: np.ndarray, rays: Rays, form: Form, possible: bool) -> str:
+def judge_quadratic(values: np.ndarray, rays: Rays, form: Form, possible: bool, first: Any = None) -> str:
     """Whether a log density is quadratic in the latents.
 
     Args:
-        values: Float[P, ...] at each probe point.
+        values: Float[P, ...] at each probe point, perhaps of some rows.
         rays: the rays.
         form: what is proved of it.
         possible: whether its distribution can be.
+        first: the first point's values of all rows; those of ``values`` by default.
 
     Returns:
         "proved" for all latents and parameters, "found" at the points looked at, or "" where it is not.
     """
     if not possible:
         return ""
-    if form.at_most(2) and np.all(np.isfinite(np.asarray(values)[0])):
+    if form.at_most(2) and np.all(np.isfinite(np.asarray(values)[0] if first is None else first)):
         return "proved"
     if form.forbids(np.asarray(values).dtype == np.float32, LATENTS):
         return ""
@@ -134,15 +135,17 @@ def find_term(
     own: np.ndarray | None,
     rays: Rays,
     forms: dict[str, Form] | None = None,
+    first: dict[str, Any] | None = None,
 ) -> TermSpec | None:
     """Find at most two affine predictors that every element of a site depends on.
 
     Args:
         facts: the site's static facts.
-        leaves: Float[P, ...] per parameter path.
+        leaves: Float[P, ...] per parameter path, perhaps of some rows.
         own: Float[P, ...], a latent's unconstrained value at each point; None for an observed site.
         rays: the rays.
         forms: what is proved of every parameter, by path; None where nothing is.
+        first: the first point's values of all rows, by path; those of ``leaves`` by default.
 
     Returns:
         The term's structure, or None when some parameter is not affine under any link or more than two predictors
@@ -171,7 +174,7 @@ def find_term(
             continue
         if event_dims.get(path) != 0:
             return None
-        found = _judge_link(values, rays, form)
+        found = _judge_link(values, rays, form, values[0] if first is None else first[path])
         if found is None:
             return None
         link, predictor, certain = found
@@ -203,12 +206,12 @@ def _may_move(form: Form) -> bool:
     return not form.constant and bool(form.labels - {LATENTS})
 
 
-def _judge_link(values: np.ndarray, rays: Rays, form: Form | None) -> tuple[str, np.ndarray, bool] | None:
+def _judge_link(values: np.ndarray, rays: Rays, form: Form | None, first: Any) -> tuple[str, np.ndarray, bool] | None:
     """The link under which a parameter is affine, its predictor, and whether that is proved; None where there is none."""
     values = np.asarray(values)
     if form is not None and form.predictor_link:
         predictor = _apply_link(form.predictor_link, values)
-        if predictor is not None and _has_offsets(form.predictor_link, values[0]):
+        if predictor is not None and _has_offsets(form.predictor_link, first):
             return form.predictor_link, predictor, True
     elif form is not None and form.forbids(values.dtype == np.float32, LATENTS):
         return None
