@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError
-from .factors import PartitionPlan
+from .factors import HOSTILE, PartitionPlan
 from .guides import guide_param_names, param_transforms, params_to_natural
 from .runtime import first_conditionals
 from .sites import LocalSites, OwnConditionals, SiteStack, posterior
@@ -248,21 +249,42 @@ def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None
     return "auto" if cheap else "prior"
 
 
-def may_start_at_guide(pvi: Any, plan: Plan, init_params: dict | None) -> bool:
-    """Whether q may start where the guide does, should the prior be no place to start from.
+def better_start(
+    pvi: Any, state: PVIState, hostile: bool, proper: Any, init_params: dict | None, dynamic: list, static: tuple
+) -> PVIState:
+    """The state, or q where the guide starts if the state's loss is not finite or a thousand times that one's.
 
     Args:
         pvi: the PVI.
-        plan: the plan.
+        state: a fresh state.
+        hostile: whether the model is of no use to start from under the prior.
+        proper: whether the state's q is normalisable.
         init_params: the user's, or None.
+        dynamic: arrays of the model's arguments.
+        static: the rest of them.
 
     Returns:
-        True under ``init_sites="auto"`` where nothing else was asked for: streams start from the prior, and sites that are held
-        by rows have no share of a q over latents.
+        The state to begin with. The guide's start is for ``init_sites="auto"`` where nothing else was asked for: streams start from
+        the prior, and sites that are held by rows have no share of a q over latents.
+
+    Raises:
+        ImproperError: when q is not normalisable.
     """
-    if pvi.init_sites != "auto" or streams(pvi.schedule) or plan.rows is not None:
-        return False
-    return not set(init_params or {}) & guide_param_names(pvi.guide, plan.partition.layout.names)
+    free = pvi.init_sites == "auto" and not streams(pvi.schedule) and state.plan.rows is None
+    if (
+        hostile
+        and free
+        and not set(init_params or {}) & guide_param_names(pvi.guide, state.plan.partition.layout.names)
+    ):
+        other = at_guide_start(pvi.guide, state)
+        for each in (state, other):
+            pvi._followed.programs.note(each)
+        here, there = (float(pvi._loss_under(pvi._engine, s, dynamic, static)) for s in (state, other))
+        if not math.isfinite(here) or here > HOSTILE * abs(there):
+            return other
+    if not bool(proper):
+        refuse_improper(state)
+    return state
 
 
 def check_structure(solver: Any, plan: Plan) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -39,13 +38,11 @@ from ._entry import (
 )
 from ._groups import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of
 from ._initial import (
-    at_guide_start,
+    better_start,
     check_structure,
     init_optim,
     initial_params,
-    may_start_at_guide,
     param_values,
-    refuse_improper,
     refuse_nothing_shared,
     spread_params,
     start_mode,
@@ -65,7 +62,6 @@ from ._swap import default_partitions
 from ._verified import Memory, Verifier, after_update
 from ._views import NaturalView, describe, trace_of
 from .factors import (
-    HOSTILE,
     Layout,
     abstract_trace,
     as_arrays,
@@ -247,11 +243,7 @@ class PVI(SVI):
         if init_params is not None:
             state = spread_params(self.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
-        self._followed.programs.note(state)
-        if planned.hostile and may_start_at_guide(self, plan, init_params):
-            state, proper = self._better_start(state, dynamic, static), True
-        if not bool(proper):
-            refuse_improper(state)
+        state = better_start(self, state, planned.hostile, proper, init_params, dynamic, static)
         self._labels = plan.partition.table.labels
         self._memory.keep(state, dynamic)
         self._followed.programs.note(state)
@@ -723,13 +715,6 @@ class PVI(SVI):
         if not fine and bool(missed):
             loss, _ = evaluate_loss(*call, fine=True, level=level)
         return loss
-
-    def _better_start(self, state: PVIState, dynamic: list, static: tuple) -> PVIState:
-        """The state, or q where the guide starts if its loss is not finite or a thousand times that one's."""
-        other = at_guide_start(self.guide, state)
-        self._followed.programs.note(other)
-        here, there = (float(self._loss_under(self._engine, s, dynamic, static)) for s in (state, other))
-        return state if here <= HOSTILE * abs(there) and math.isfinite(here) else other
 
     def _level(self, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:
         return level_for(self._followed.programs, self._engine, plan, dynamic, static, often)

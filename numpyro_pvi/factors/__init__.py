@@ -3,6 +3,7 @@
 from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
 from ._arrival import Arrival, arrive, count_rows, nobody, pad_rows, padded_length, without_labels
+from ._checks import HOSTILE
 from ._claims import Claim, claimed_exact_prior, claimed_prior_factor, claimed_rows, claims_likelihood
 from ._degrees import forms_of
 from ._enumerate import Enumeration, enumerated
@@ -29,7 +30,6 @@ from ._planner import (
     with_expectation,
 )
 from ._prior import exact_diagonal_prior, exact_log_constant, exact_prior, prior_factor_log_density
-from ._probe import HOSTILE
 from ._reading import GroupMasks, slice_rows
 from ._refusals import KeyWatch, check_observed_shapes, explained, refuse_randomness
 from ._row_sites import look_at_rows, num_elements, read_row_prior, read_rows, why_not_rows

@@ -16,9 +16,10 @@ import numpy as np
 from ..errors import PartitionError
 from ..handlers import GroupTable, Partition, RowAxes
 from ._arguments import is_dynamic
+from ._checks import CoupledLatentError, check_additive, check_local
 from ._model import ModelCall, is_observed, site_log_prob
 from ._packing import Packing, choose_chunk_rows, pack_rows
-from ._probe import CoupledLatentError, Probe, check_additive, check_local, run_probe
+from ._probe import Probe, run_probe
 from ._reading import MECHANISMS, GroupMasks, Reading, group_masks
 
 _REASONS = {

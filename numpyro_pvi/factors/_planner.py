@@ -13,12 +13,13 @@ from numpyro.distributions.transforms import biject_to
 
 from ..errors import PartitionError
 from ..handlers import Partition, RowAxes, refuse_latents
+from ._checks import is_hostile
 from ._enumerate import check_enumerated, enumerated
 from ._mechanism import choose_reading
 from ._model import Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed
 from ._packing import Packing
 from ._plan import PartitionPlan
-from ._probe import Probe, is_hostile
+from ._probe import Probe
 from ._reading import GroupMasks
 from ._structure import find_term, judge_quadratic
 from ._terms import TermSpec

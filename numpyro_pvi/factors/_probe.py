@@ -16,14 +16,12 @@ from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
 from .._compiling import look
-from ..errors import PartitionError
-from ..handlers import FullPlates, GroupTable, RowAxes
+from ..handlers import FullPlates, RowAxes
 from ._arguments import is_dynamic
 from ._enumerate import EnumeratedRows
 from ._forms import Form
 from ._model import (
     DrawImproper,
-    LocalLayout,
     ModelCall,
     base_distribution,
     is_latent,
@@ -63,8 +61,6 @@ _GAUSSIAN = (
 # Rows in which structure is looked for: a pass over millions for every point would take gigabytes and seconds. What is not proved
 # is verified at draws from q over all rows.
 _MOST_ROWS = 1 << 13
-# How many times worse than at its best a log-likelihood may be at a probe point.
-HOSTILE = 1e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +100,6 @@ class Probe:
     def depends_on_others(self, name: str) -> bool:
         """Whether the parameters of a latent's prior move with other latents."""
         return any(not form.constant for form in self.leaf_forms[name].values())
-
-
-class CoupledLatentError(PartitionError):
-    """A latent inside the partitioned plate reaches beyond its own index or group."""
 
 
 class LocalProbe(NamedTuple):
@@ -383,104 +375,10 @@ def _real(value) -> Array:
     return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.result_type(float))
 
 
-def is_hostile(probe: Probe) -> bool:
-    """Whether densities under the prior are of no use to start a fit from.
-
-    Args:
-        probe: values at the probe points.
-
-    Returns:
-        True when one is not finite within ten prior sds, or rows are a thousand times less likely at some point within three than
-        at the best one.
-    """
-    near, nearer = (np.flatnonzero(np.tile(_ray_steps() <= reach, probe.rays.blocks)) for reach in (10.0, 3.0))
-    if not all(np.all(np.isfinite(v[near])) for v in (*probe.rows.values(), *probe.latents.values())):
-        return True
-    sizes = (v[nearer].reshape(nearer.size, -1).sum(axis=1, dtype=np.float64) for v in probe.rows.values())
-    total = np.abs(sum(sizes, start=np.zeros(nearer.size)))
-    return bool(np.max(total) > HOSTILE * np.min(total))
-
-
-def _ray_steps() -> Float[np.ndarray, "P"]:
+def ray_steps() -> Float[np.ndarray, "P"]:
     """How many sds every point of a block lies from the first, which is the prior's location."""
     steps = [s * k / (POINTS_PER_RAY - 1) for s in _RAY_SCALES for k in range(1, POINTS_PER_RAY)]
     return np.asarray([0.0, *steps * _NUM_DIRECTIONS])
-
-
-def check_additive(probe: Probe, where: str, table: GroupTable, reading: Reading, sliced: tuple[str, ...]) -> None:
-    """Compare every group's factor, evaluated from its own rows alone, with the untouched model.
-
-    Args:
-        probe: values at the check points.
-        where: what is partitioned, for the message.
-        table: which row belongs to which group.
-        reading: how a group is evaluated.
-        sliced: names of the sliced arguments, for the message.
-
-    Raises:
-        PartitionError: naming the first group that differs by more than 1e-5 (float32; 1e-10 in x64) of its own
-            absolute row terms.
-    """
-    tolerance = 1e-5 if probe.reference.dtype == np.float32 else 1e-10
-    index = table.index_of_row
-    for reference, chunked in zip(probe.reference, probe.chunked, strict=True):
-        for m, label in enumerate(table.labels):
-            rows = index == m
-            expected, got = reference[rows].astype(np.float64), chunked[rows].astype(np.float64)
-            if not np.all(np.isfinite(expected)):
-                continue
-            gap, size = abs(expected.sum() - got.sum()), np.abs(expected).sum()
-            if not gap <= tolerance * size + 100 * np.finfo(probe.reference.dtype).tiny:
-                raise PartitionError(
-                    f"{where} is not a sum over groups by {reading.mechanism!r}: the log-likelihood of group {label!r} from "
-                    f"its own rows differs from its share of the whole model by {gap:.3g} nats. "
-                    f"{_coupling_advice(reading, sliced)}"
-                )
-
-
-def check_local(probe: Probe, where: str, layout: LocalLayout | None) -> None:
-    """Refuse latents inside the partitioned plate that reach beyond their own index or group.
-
-    Args:
-        probe: derivatives at a check point.
-        where: what is partitioned, for the message.
-        layout: the local latents, or None.
-
-    Raises:
-        CoupledLatentError: naming the latent and an index of the plate; no mechanism can do with it.
-    """
-    if probe.local is None or layout is None:
-        return
-    found = probe.local
-    # Every unit by its own scale: one steep row must not hide the coupling of the others.
-    scale = 1 + np.max(np.where(np.isfinite(found.size), found.size, 0.0), axis=1, keepdims=True, initial=0.0)
-    tolerance = 1e-3 if found.size.dtype == np.float32 else 1e-8
-    reasons = (
-        (found.between_units, "depends on the same terms as another index's, so it is not private to its own"),
-        (found.between_groups, "enters rows of other groups: labels of the plates disagree, or ids tie it to them"),
-        (found.outside, "enters terms outside the partitioned plates, which belong to no group"),
-    )
-    for gaps, reason in reasons:
-        gaps = np.abs(np.where(np.isfinite(gaps), gaps, 0.0)) / scale
-        if gaps.max(initial=0.0) > tolerance:
-            unit, k = np.unravel_index(int(gaps.argmax()), gaps.shape)
-            name = next(n for n in layout.names if layout.slice_of(n).start <= k < layout.slice_of(n).stop)
-            raise CoupledLatentError(
-                f"{where}: local latent {name!r} at index {unit} of plate {layout.key!r} {reason}. Declare it outside the "
-                "partitioned plate, in a plate of its own, and index it by row; it is then shared by all groups."
-            )
-
-
-def _coupling_advice(reading: Reading, sliced: tuple[str, ...]) -> str:
-    why = "Something couples rows (standardising inside the model, ids into an array that is restricted too, per-row randomness)"
-    if reading.mechanism == "args":
-        return (
-            f"{why}, or an argument that is not per-row was sliced (sliced: {', '.join(sliced)}). Move such steps outside the "
-            "model, or exclude the argument with Partition(..., data_axes={'name': None})."
-        )
-    return (
-        f"{why}. Move such steps outside the model, or accept a full pass per group with Partition(..., mode='mask')."
-    )
 
 
 def _facts(name: str, site: dict, rows: RowAxes) -> SiteFacts:
@@ -536,7 +434,7 @@ def _rays(blocks: int) -> Rays:
 
 
 def _ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float[Array, "P D"]:
-    steps = jnp.asarray(_ray_steps()[1:], loc.dtype).reshape(len(directions), -1)
+    steps = jnp.asarray(ray_steps()[1:], loc.dtype).reshape(len(directions), -1)
     moved = loc + steps[:, :, None] * directions[:, None, :]
     return jnp.concatenate([loc[None], moved.reshape(moved.shape[0] * moved.shape[1], loc.shape[0])])
 

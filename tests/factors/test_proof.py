@@ -16,19 +16,11 @@ from numpyro_pvi import Partition, PartitionError
 from numpyro_pvi.factors import ModelCall, abstract_trace, model_layout
 from numpyro_pvi.factors import _degrees as degrees
 from numpyro_pvi.factors import _proof as proof
+from numpyro_pvi.factors._checks import CoupledLatentError, check_local
 from numpyro_pvi.factors._forms import Form
 from numpyro_pvi.factors._model import LocalLayout, is_observed
 from numpyro_pvi.factors._planner import _structure, plan_factors
-from numpyro_pvi.factors._probe import (
-    CoupledLatentError,
-    LocalProbe,
-    Probe,
-    _facts,
-    _is_sampled,
-    _on_host,
-    _StaticArgs,
-    check_local,
-)
+from numpyro_pvi.factors._probe import LocalProbe, Probe, _facts, _is_sampled, _on_host, _StaticArgs
 from numpyro_pvi.factors._reading import Reading, group_masks
 from numpyro_pvi.factors._structure import find_term, is_quadratic
 
