@@ -35,7 +35,7 @@ NAMES = {
     "cvi-gamma": "gamma factors of CyTOF counts and Poisson-gamma factors of MNIST beside Adam on the same gammas",
     "conjugacy": "three models with the messages that are found conjugate in closed form, against drawing every latent",
     "first-fit": "the first run and the next one beside SVI's, in fresh processes: seconds and compiled programs",
-    "swap": "forty models as their authors wrote them, PVI in SVI's place: split or whole, ELBO and first-run seconds of both",
+    "swap": "forty-four models as their authors wrote them, PVI in SVI's place: split or whole, ELBO and first-run seconds of both",
     "startup": "init and first update against SVI's, in fresh processes",
 }
 

@@ -251,6 +251,44 @@ def censored(time, event):
         numpyro.factor("beyond", -rate * time[np.nonzero(1 - event)[0]])
 
 
+def weibull(x, time, cut):
+    """Weibull survival under wide priors, censored rows by a factor."""
+    a, b = numpyro.sample("a", dist.Normal(0, 10)), numpyro.sample("b", dist.Normal(0, 10))
+    k = numpyro.sample("k", dist.HalfNormal(5))
+    with numpyro.plate("N", len(time)):
+        scale = jnp.exp(a + b * x)
+        log_prob = dist.Weibull(scale, k).log_prob(time)
+        numpyro.factor("seen", jnp.where(cut, -((time / scale) ** k), log_prob))
+
+
+def waiting_times(x, time, late, limit):
+    """Exponential waiting times under wide priors, those that were cut off in a second plate."""
+    a, b = numpyro.sample("a", dist.Normal(0, 10)), numpyro.sample("b", dist.Normal(0, 10))
+    with numpyro.plate("seen", len(time)):
+        numpyro.sample("time", dist.Exponential(jnp.exp(-(a + b * x))), obs=time)
+    with numpyro.plate("cut", len(limit)):
+        numpyro.factor("beyond", -limit * jnp.exp(-(a + b * late)))
+
+
+def germination(n, y):
+    """Random effects whose precision has the vaguest of gamma priors."""
+    level, tau = numpyro.sample("level", dist.Normal(0, 1000)), numpyro.sample("tau", dist.Gamma(1e-3, 1e-3))
+    with numpyro.plate("plates", len(y)):
+        b = numpyro.sample("b", dist.Normal(0, 1 / jnp.sqrt(tau)))
+        numpyro.sample("obs", dist.Binomial(n, logits=level + b), obs=y)
+
+
+def rats(days, weight):
+    """Growth curves with wide priors on means far from zero."""
+    mu_a, mu_b = numpyro.sample("mu_a", dist.Normal(0, 100)), numpyro.sample("mu_b", dist.Normal(0, 100))
+    s_a, s_b = numpyro.sample("s_a", dist.HalfNormal(10)), numpyro.sample("s_b", dist.HalfNormal(10))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(10))
+    with numpyro.plate("rats", len(weight), dim=-2):
+        a, b = numpyro.sample("a", dist.Normal(mu_a, s_a)), numpyro.sample("b", dist.Normal(mu_b, s_b))
+        with numpyro.plate("weighings", len(days), dim=-1):
+            numpyro.sample("weight", dist.Normal(a + b * (days - 22.0), sigma), obs=weight)
+
+
 def missing(age, y):
     """Missing entries imputed by an unscored latent, after the tutorial on missing data."""
     m = numpyro.sample("m", dist.Normal(0, 1))
@@ -383,6 +421,10 @@ _AGE = np.where(np.arange(_N) % 6 == 2, np.nan, _X[:, 0])
 _POSITIVE = np.linspace(0.1, 4, _N)
 _MIXED = np.where(_BINARY == 1, 1.5, -1.5) + _RNG.normal(size=_N)
 _PAIRS = _RNG.multivariate_normal(np.zeros(2), [[1.0, 0.6], [0.6, 1.0]], _N)
+_DELAYS = np.exp(1 + 0.5 * _X[:, 0]) * _RNG.weibull(1.5, _N)
+_LATE = _DELAYS > 5
+_DAYS = np.array([8.0, 15, 22, 29, 36])
+_RATS = _RNG.normal(240, 14, (12, 1)) + _RNG.normal(6.2, 0.5, (12, 1)) * (_DAYS - 22) + _RNG.normal(0, 6, (12, 5))
 _SCHOOLS = (8, np.array([15.0, 10, 16, 11, 9, 11, 10, 18]), np.array([28.0, 8, -3, 7, -1, 1, 18, 12]))
 _CURVE = 1.5 * (1 - np.exp(-_POSITIVE)) + 0.1 * _RNG.normal(size=_N)
 
@@ -414,6 +456,10 @@ SUBJECTS = {
         Subject(two_outcomes, (_X, _NORMAL, _COUNTS[:12])),
         Subject(two_way, (_GROUPED.reshape(6, 5),)),
         Subject(censored, (_TIMES, _SEEN)),
+        Subject(weibull, (_X[:, 0], np.minimum(_DELAYS, 5.0), _LATE)),
+        Subject(waiting_times, (_X[~_LATE, 0], _DELAYS[~_LATE], _X[_LATE, 0], np.full(_LATE.sum(), 5.0))),
+        Subject(germination, (np.full(12, 20), _RNG.binomial(20, 0.5, 12))),
+        Subject(rats, (_DAYS, _RATS)),
         Subject(missing, (_AGE, _NORMAL)),
         Subject(zero_inflated, (_X, _COUNTS)),
         Subject(ordinal, (_X[:, 0], _CLASSES)),
