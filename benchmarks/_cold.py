@@ -123,7 +123,28 @@ def _first_fit(request: dict[str, Any], data: Any) -> dict[str, float]:
     return found | {"elbo": _first_models.elbo(subject, fit.guide, result.params, args, discrete)}
 
 
-KINDS = {"first_fit": _first_fit, "pvi": _pvi_run, "svi": _svi_run, "first_update": _first_update}
+def _large(request: dict[str, Any], data: Any) -> dict[str, float]:
+    """`init` of many rows: its seconds, what it takes of memory beside the process and its data, and five rounds."""
+    import resource
+
+    import jax
+
+    from benchmarks import _models, _subjects
+
+    arrays = jax.block_until_ready(_subjects.device_arrays(data))
+    size = sum(x.nbytes for x in arrays)
+    pvi = _subjects.build(_models.logistic, data.labels)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    start = time.perf_counter()
+    state = jax.block_until_ready(pvi.init(jax.random.key(0), *arrays))
+    ready = time.perf_counter()
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    found = pvi.run(jax.random.key(0), request["num_steps"], *arrays, progress_bar=False, init_state=state)
+    jax.block_until_ready(found.params)
+    return {"init": ready - start, "memory": taken / size, "run": time.perf_counter() - ready}
+
+
+KINDS = {"large": _large, "first_fit": _first_fit, "pvi": _pvi_run, "svi": _svi_run, "first_update": _first_update}
 
 
 def main() -> None:

@@ -31,7 +31,21 @@ def run(options: argparse.Namespace) -> _report.Report:
         rows += [(name, side, *_figures(figures)) for side, figures in found.items()]
         report.add_target(f"{name}: over SVI's, cache on", found["PVI"]["first"] / found["SVI"]["first"], 0.8)
     report.add_table(f"a second process with the cache on, median of {repeats}", _HEADER, rows)
+    if options.only is None:
+        _large(report, options.quick)
     return report
+
+
+def _large(report: _report.Report, quick: bool) -> None:
+    """Planning, checks and the start of a fit with many rows."""
+    rows, dim, groups = (100_000 if quick else 1_000_000), 20, 10
+    size = {"num_rows": rows, "dim": dim, "num_groups": groups}
+    runs = [_cold.measure(kind="large", num_steps=5, **size) for _ in range(1 if quick else 3)]
+    found = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
+    header = ("rows, columns, groups", "init s", "memory of init over the data's", "five rounds s")
+    report.add_table("large data", header, [((rows, dim, groups), found["init"], found["memory"], found["run"])])
+    report.add_target("large data: seconds of init", found["init"], 5.0)
+    report.add_target("large data: memory of init over the data's", found["memory"], 3.0)
 
 
 def _measure(name: str, data: str | None, repeats: int, cache: pathlib.Path | None) -> dict[str, dict[str, float]]:
