@@ -1,5 +1,6 @@
 """The literal swap of PVI for SVI, without a Partition: what can be split is split, the rest is kept whole, nothing is refused."""
 
+import functools
 import warnings
 
 import jax
@@ -71,6 +72,12 @@ def all_local(y):
         numpyro.sample("obs", dist.Normal(z, 1.0), obs=y)
 
 
+def one_law_for_all(y):
+    """No plate, and a distribution without a batch."""
+    m = numpyro.sample("m", dist.Normal(0, 1))
+    numpyro.sample("obs", dist.Normal(m, 1.0), obs=y)
+
+
 def coupled(y):
     m = numpyro.sample("m", dist.Normal(0, 1))
     with numpyro.plate("data", y.shape[0]):
@@ -129,6 +136,27 @@ def test_what_cannot_be_split_is_one_group_of_the_whole_likelihood(case, x64):
     with pytest.warns(UserWarning, match=f"num_groups=3: the model is kept whole.*{reason}"):
         PVI(model, AutoMultivariateNormal(model), num_groups=3).init(KEY, *args)
     assert "nothing" in str(plan_of(result)).splitlines()[0]
+
+
+def test_more_observations_than_their_distribution_has_numbers(x64):
+    """Each counts, as in NumPyro's own log density."""
+    pvi, result = fit(one_law_for_all, Y)
+    assert -result.losses[-1] == pytest.approx(evidence(Y, np.ones((N, N))), abs=1e-6 if x64 else 1e-3)
+    assert pvi.posterior(result.state)["m"].mean == pytest.approx(Y.sum() / (N + 1), rel=1e-5)
+
+
+def test_a_distribution_may_keep_a_plain_number(x64):
+    """Two scale-location predictors, which a whole model reads from arrays that all passes share."""
+
+    def heavy_tails(df, y):
+        m, s = numpyro.sample("m", dist.Normal(0, 1)), numpyro.sample("s", dist.HalfNormal(1))
+        numpyro.sample("obs", dist.StudentT(df, m, s).expand([N]), obs=y)
+
+    losses = []
+    for df in (3.0, jnp.full((N,), 3.0)):
+        model = functools.partial(heavy_tails, df)
+        losses.append(fit(model, Y, guide=AutoNormal)[1].losses[-1])
+    assert losses[0] == pytest.approx(float(losses[1]), rel=1e-6 if x64 else 1e-4)
 
 
 def test_a_whole_model_has_all_views(tmp_path):

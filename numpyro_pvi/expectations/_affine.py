@@ -238,7 +238,8 @@ class SharedAffineProgram:
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk reads and holds: see :meth:`AffineProgram.working_bytes`."""
         del chunks
-        shared = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.data))
+        # A distribution may keep the plain number that it was given, as StudentT(3.0, ...).expand([N]) does.
+        shared = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.data) if hasattr(x, "dtype"))
         return shared + self.program.working_bytes(self.program.mask(self.data, {}))
 
     def expected(self, chunk: Any, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any) -> Expected:

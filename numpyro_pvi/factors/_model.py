@@ -168,8 +168,38 @@ class ModelCall:
         key = jax.random.key(0) if rng_key is None else rng_key
         seeded = handlers.seed(handlers.substitute(model, substitute_fn=constrained), key)
         with jax.named_scope("numpyro_model"):
-            trace = handlers.trace(seeded).get_trace(*self.args, **self.kwargs)
+            trace = with_wide_observations(handlers.trace(seeded).get_trace(*self.args, **self.kwargs))
         return trace, {n: _log_jacobian(trace[n], point) for n, point in values.items() if n in trace}
+
+
+def with_wide_observations(trace: dict) -> dict:
+    """A trace in which an observed site's distribution is as wide as what is observed.
+
+    ``numpyro.sample("obs", dist.Normal(m, 1.0), obs=y)`` in no plate has one distribution for all numbers of y: its log density
+    has y's shape, which is where terms are looked for.
+
+    Args:
+        trace: a NumPyro trace.
+
+    Returns:
+        The trace, the same where nothing is wider.
+    """
+    wide = {}
+    for name, site in trace.items():
+        if not is_observed(site):
+            continue
+        fn, value = site["fn"], jnp.shape(site["value"])
+        own, seen = tuple(fn.batch_shape), value[: len(value) - fn.event_dim]
+        try:
+            shape = jax.lax.broadcast_shapes(own, seen)
+        except ValueError:
+            # What does not go together is refused where it meets.
+            continue
+        # In a plate a column of rows compares every row with every other, which is refused elsewhere.
+        column = site["cond_indep_stack"] and any(s < o for s, o in zip(seen[::-1], own[::-1], strict=False))
+        if shape != own and not column:
+            wide[name] = {**site, "fn": fn.expand(shape)}
+    return type(trace)((n, wide.get(n, s)) for n, s in trace.items()) if wide else trace
 
 
 def _log_jacobian(site: dict, point: Array) -> Array:
@@ -305,7 +335,7 @@ def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
 
     def run(key):
         seeded = handlers.seed(DrawImproper(FullPlates(model), key), key)
-        found.update(handlers.trace(seeded).get_trace(*args, **kwargs))
+        found.update(with_wide_observations(handlers.trace(seeded).get_trace(*args, **kwargs)))
         return jnp.zeros(())
 
     with numpyro.validation_enabled(False):

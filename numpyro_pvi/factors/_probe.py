@@ -31,6 +31,7 @@ from ._model import (
     row_log_likelihood,
     rows_first,
     site_log_prob,
+    with_wide_observations,
 )
 from ._packing import Packing
 from ._proof import TracedLook, moved_values, trace_look
@@ -117,7 +118,7 @@ class LocalProbe(NamedTuple):
 def draw_trace(model, key, args: tuple, kwargs: dict, params: dict) -> dict:
     """A trace of the model with its latents drawn from the prior, improper ones replaced by standard normals."""
     seeded = handlers.seed(handlers.substitute(DrawImproper(FullPlates(model), key), data=params), key)
-    return handlers.trace(seeded).get_trace(*args, **kwargs)
+    return with_wide_observations(handlers.trace(seeded).get_trace(*args, **kwargs))
 
 
 def run_probe(

@@ -14,7 +14,7 @@ from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from ..handlers import FullPlates, PlateRows, RowAxes
-from ._model import is_latent, is_observed, rows_first, site_log_prob
+from ._model import is_latent, is_observed, rows_first, site_log_prob, with_wide_observations
 from ._packing import Packing
 from ._reading import GroupMasks, Reading, slice_rows
 
@@ -42,7 +42,7 @@ class ValueCall:
 
         seeded = handlers.seed(handlers.substitute(FullPlates(self.model), substitute_fn=given), jax.random.key(0))
         with jax.named_scope("numpyro_model"):
-            return handlers.trace(seeded).get_trace(*self.args, **self.kwargs)
+            return with_wide_observations(handlers.trace(seeded).get_trace(*self.args, **self.kwargs))
 
     def rows(self, reading: Reading, chunk: Any) -> ValueCall:
         """The model on one chunk's rows (on all of them where the others are masked)."""
