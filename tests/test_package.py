@@ -18,6 +18,7 @@ PACKAGE = ROOT / "numpyro_pvi"
 # A module may import its own room and the rooms before it in this list.
 ROOMS = (
     "_compiling",
+    "_derivatives",
     "_numerics",
     "errors",
     "families",

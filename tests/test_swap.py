@@ -326,6 +326,29 @@ def test_a_continuous_latent_that_depends_on_a_shared_discrete_one_is_refused():
         PVI(model, AutoNormal(model)).init(KEY, Y)
 
 
+# -------------------------------------------------------------------------------------- loops without a reverse derivative
+
+
+def doubled_until_large(y):
+    """A mean of 4 m by a loop that only forward mode can go through."""
+    m = numpyro.sample("m", dist.Normal(0, 1))
+    scale = numpyro.param("scale", 1.0)
+    factor, _ = jax.lax.while_loop(lambda at: at[1] < 2, lambda at: (2.0 * at[0], at[1] + 1), (scale, 0))
+    numpyro.sample("obs", dist.Normal(factor * m, 1.0), obs=y)
+
+
+def test_a_model_with_a_while_loop_is_differentiated_forwards(x64):
+    def forwards(model):
+        return AutoNormal(model, forward_mode_differentiation=True)
+
+    pvi, result = fit(doubled_until_large, Y, guide=forwards, rounds=3, optim=numpyro.optim.Adam(1e-9))
+    # 4 m is seen with unit noise: N 16 + 1 is the precision.
+    found, precision = pvi.posterior(result.state)["m"], 16 * N + 1
+    rel = 1e-6 if x64 else 1e-3
+    assert float(found.mean) == pytest.approx(4 * Y.sum() / precision, rel=rel)
+    assert float(found.variance) == pytest.approx(1 / precision, rel=rel)
+
+
 # ------------------------------------------------------------------------------------------------------ order of streams
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._derivatives import hessian_of, value_and_grad
 from .._numerics import clip_to_psd
 from ..families import GaussianFamily, GaussianMoments
 from ._expected import Expected
@@ -62,8 +63,8 @@ class DrawsProgram:
         points = self.family.draw(moments, eps)
 
         def one(point):
-            value, gradient = jax.value_and_grad(self.log_density, argnums=1)(chunk, point)
-            hessian = jax.jacfwd(jax.grad(self.log_density, argnums=1), argnums=1)(chunk, point)
+            value, gradient = value_and_grad(self.log_density, argnums=1)(chunk, point)
+            hessian = hessian_of(self.log_density, argnums=1)(chunk, point)
             return value, gradient, hessian
 
         value, gradient, hessian = jax.tree.map(lambda x: jnp.mean(x, axis=0), jax.vmap(one)(points))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from .._derivatives import value_and_grad
 from .._numerics import clip_to_psd, invert_lower
 from ..families import GaussianFamily, GaussianMoments
 from ._expected import Expected
@@ -173,7 +174,7 @@ class PointsProgram:
         return total, jnp.zeros((dim,), eps.dtype), jnp.zeros((dim, dim), eps.dtype)
 
     def _look(self, chunk, points):
-        return jax.vmap(lambda point: jax.value_and_grad(self.log_density, argnums=1)(chunk, point))(points)
+        return jax.vmap(lambda point: value_and_grad(self.log_density, argnums=1)(chunk, point))(points)
 
     def _sums(self, chunk, moments: GaussianMoments, points: PointSet, unrolled: bool):
         """Value, gradient and ``sum_k w_k eps_k (g_k^+ - g_k^-)^T / 2``, averaged over the blocks in use."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._derivatives import grad, value_and_grad
 from ..families import GaussianMoments, NormalFamily
 from ._expected import Expected
 
@@ -72,7 +73,7 @@ class ReparameterisedProgram:
         """
         del level
         loc, sd = moments.loc, moments.scale
-        value_and_gradient = jax.value_and_grad(self.log_density, argnums=1)
+        value_and_gradient = value_and_grad(self.log_density, argnums=1)
         zero = jnp.zeros_like(loc)
 
         def pair(total, eps):
@@ -101,6 +102,6 @@ class ReparameterisedProgram:
 
     def _secant(self, chunk: tuple, moments: GaussianMoments, eps, probe) -> Float[Array, "D"]:
         """``-E[hess f] @ probe`` from one draw: a difference of gradients sees the jumps that a Hessian misses."""
-        gradient = jax.grad(self.log_density, argnums=1)
+        gradient = grad(self.log_density, argnums=1)
         point = moments.loc + moments.scale * eps
         return 0.5 * (gradient(chunk, point - probe) - gradient(chunk, point + probe))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._derivatives import grad
 from ..handlers import RowAxes
 from ._model import ModelCall, is_latent, latent_log_density, outside_log_likelihood, site_log_prob
 
@@ -48,7 +49,7 @@ def exact_prior(
     Returns:
         ``(precision_mean, precision)``; zero on every other coordinate.
     """
-    slope = jax.grad(partial(_log_prior, call, exact))
+    slope = grad(partial(_log_prior, call, exact))
     gradient, precision = slope(point), -jax.jacfwd(slope)(point)
     return gradient + precision @ point, precision
 
@@ -69,7 +70,7 @@ def exact_diagonal_prior(
         ``(precision_mean, precision, coupled)``: zero on every other coordinate, and whether some coordinates are
         coupled, in which case the other two mean nothing.
     """
-    gradient, product = jax.linearize(jax.grad(partial(_log_prior, call, exact)), point)
+    gradient, product = jax.linearize(grad(partial(_log_prior, call, exact)), point)
     precision = -product(jnp.ones_like(point))
     probe = 0.5 + jax.random.uniform(jax.random.key(0), point.shape, point.dtype)
     image = -product(probe)

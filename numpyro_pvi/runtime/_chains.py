@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import on_device
+from .._derivatives import value_and_grad
 from ..expectations import Chains, MCMCMoments, Tilted, from_chains, log_density_at, no_chains
 from ..factors import Packing
 from ..sites import take
@@ -154,7 +155,7 @@ def chained_moments(
 
     def look(point):
         def of(program, chunk):
-            return jax.value_and_grad(log_density_at, argnums=2)(program, chunk, point)
+            return value_and_grad(log_density_at, argnums=2)(program, chunk, point)
 
         return total(of)
 

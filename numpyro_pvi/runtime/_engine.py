@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
+from .._derivatives import either_mode
 from .._state import SKIP_LIMIT, Plan, PVIState
 from ..expectations import (
     FIXED_RULES,
@@ -335,7 +336,11 @@ class Engine:
             return -at.elbo_at(moments, noise, carry.evaluation.rule, state.sites.local)
 
         # The optimiser looks at the objective itself: its value, and as often as a line search or a minimiser wants.
-        (value, _), moved = self.optim.eval_and_update(lambda values: (loss(values), None), state.optim_state)
+        def step(forward: bool):
+            own = {"forward_mode_differentiation": forward}
+            return self.optim.eval_and_update(lambda values: (loss(values), None), state.optim_state, **own)
+
+        (value, _), moved = either_mode(step)
         numbers = [value, *jax.tree.leaves(self.optim.get_params(moved))]
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
         optim_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state.optim_state)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._derivatives import grad, hessian_of
 from .._state import Plan
 from ._engine import Engine
 
@@ -85,7 +86,7 @@ def forms_differ(
         return density(loc + sd * e)
 
     def one(e):
-        gradient, hessian = jax.vmap(jax.grad(whitened))(jnp.stack([e, -e])), jax.hessian(whitened)
+        gradient, hessian = jax.vmap(grad(whitened))(jnp.stack([e, -e])), hessian_of(whitened)
         return 0.5 * (gradient[0] - gradient[1]), 0.5 * (hessian(e) + hessian(-e))
 
     odd, hessian = jax.lax.map(one, eps)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._derivatives import hessian_of, value_and_grad
 from ..factors import GroupMasks, Packing
 from ..sites import take
 from ..solvers import Derivatives
@@ -90,8 +91,8 @@ class GroupRows:
 
     def _at(self, chunk, points, hessian: bool) -> Derivatives:
         def one(point):
-            value, gradient = jax.value_and_grad(self.density, argnums=1)(chunk, point)
-            bend = jax.jacfwd(jax.grad(self.density, argnums=1), argnums=1)(chunk, point) if hessian else None
+            value, gradient = value_and_grad(self.density, argnums=1)(chunk, point)
+            bend = hessian_of(self.density, argnums=1)(chunk, point) if hessian else None
             return Derivatives(value, gradient, bend)
 
         if points.shape[0] == 1:

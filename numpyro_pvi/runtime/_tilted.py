@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._derivatives import hessian_of, value_and_grad
 from ..errors import PVIError
 from ..expectations import (
     GRID_DIM,
@@ -286,8 +286,8 @@ def _pointed_factor(problem: LocalProblem, method: Any, total: Callable) -> Mome
 
                 def look(point):
                     def of(program, chunk):
-                        value, slope = jax.value_and_grad(log_density_at, argnums=2)(program, chunk, point)
-                        return value, slope, jax.hessian(log_density_at, argnums=2)(program, chunk, point)
+                        value, slope = value_and_grad(log_density_at, argnums=2)(program, chunk, point)
+                        return value, slope, hessian_of(log_density_at, argnums=2)(program, chunk, point)
 
                     return total(of)
 

@@ -75,8 +75,13 @@ class OptaxOptim(_NumPyroOptim):
 
     def eval_and_update(self, fn: Callable, state: Any, forward_mode_differentiation: bool = False) -> Any:
         """Value and gradient at the state's params, and a step."""
-        del forward_mode_differentiation
-        (value, aux), gradient = jax.value_and_grad(fn, has_aux=True)(self.get_params(state))
+
+        def twice(params: Any) -> Any:
+            found = fn(params)
+            return found[0], found
+
+        derivative = jax.jacfwd if forward_mode_differentiation else jax.grad
+        gradient, (value, aux) = derivative(twice, has_aux=True)(self.get_params(state))
         known = {"value": value, "grad": gradient, "value_fn": lambda params: fn(params)[0]}
         return (value, aux), self._step(gradient, state, known)
 

@@ -1,0 +1,88 @@
+"""Gradients of a model's densities, in the mode of differentiation that the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# What JAX says of a loop whose length is known only as it runs.
+_NO_REVERSE = "Reverse-mode differentiation does not work"
+
+
+def either_mode(run: Callable[[bool], Any]) -> Any:
+    """What ``run(False)`` gives, or ``run(True)`` where JAX refuses to differentiate in reverse mode.
+
+    A ``while_loop`` in a model has no reverse mode. Nothing is looked for beforehand: JAX refuses while it traces, and only then
+    is anything traced a second time.
+
+    Args:
+        run: takes whether to differentiate in forward mode.
+
+    Returns:
+        The result.
+    """
+    try:
+        return run(False)
+    except ValueError as error:
+        if _NO_REVERSE not in str(error):
+            raise
+    return run(True)
+
+
+def value_and_grad(function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
+    """As ``jax.value_and_grad``, by forward passes, one per number of the argument, where the function has no reverse mode.
+
+    Args:
+        function: of a scalar value.
+        argnums: the argument (an array, or a pytree of arrays) to differentiate by.
+
+    Returns:
+        A function of the same arguments that gives value and gradient.
+    """
+
+    def both(*args: Any) -> tuple[Any, Any]:
+        def twice(at: Any) -> tuple[Any, Any]:
+            value = function(*args[:argnums], at, *args[argnums + 1 :])
+            return value, value
+
+        def run(forward: bool) -> tuple[Any, Any]:
+            if not forward:
+                return jax.value_and_grad(function, argnums)(*args)
+            gradient, value = jax.jacfwd(twice, has_aux=True)(args[argnums])
+            return value, gradient
+
+        return either_mode(run)
+
+    return both
+
+
+def grad(function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
+    """The gradient alone: see :func:`value_and_grad`.
+
+    Args:
+        function: of a scalar value.
+        argnums: the argument to differentiate by.
+
+    Returns:
+        A function of the same arguments that gives the gradient.
+    """
+    both = value_and_grad(function, argnums)
+    return lambda *args: both(*args)[1]
+
+
+def hessian_of(function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
+    """Second derivatives, by forward passes over :func:`grad`.
+
+    Args:
+        function: of a scalar value.
+        argnums: the argument (an array) to differentiate by.
+
+    Returns:
+        A function of the same arguments that gives the Hessian.
+    """
+    return jax.jacfwd(grad(function, argnums), argnums)
+
+
+__all__ = ["either_mode", "grad", "hessian_of", "value_and_grad"]
