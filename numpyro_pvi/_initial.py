@@ -97,10 +97,10 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
             "group's site is the sum of its rows'. Use factors='group', or continue from a state with init_state=."
         )
     q = posterior(state.prior, state.sites)
-    return _spread(state, params_to_natural(guide, family, layout.names, layout.shapes, init_params, q))
+    return at_natural(state, params_to_natural(guide, family, layout.names, layout.shapes, init_params, q))
 
 
-def _spread(state: PVIState, wanted: Any, rows: Any = None) -> PVIState:
+def at_natural(state: PVIState, wanted: Any, rows: Any = None) -> PVIState:
     """Move q of a fresh state to natural parameters, in equal shares of every factor's site.
 
     Args:
@@ -145,7 +145,7 @@ def at_guide_start(guide: Any, state: PVIState) -> PVIState:
         return loc, jnp.full_like(loc, scale)
 
     rows = None if part.local is None else first_conditionals(plan, state.packing, *at(part.local))
-    return _spread(_unit_sites(state), plan.family.from_loc_sd(*at(part.layout)), rows)
+    return at_natural(_unit_sites(state), plan.family.from_loc_sd(*at(part.layout)), rows)
 
 
 def _unit_sites(state: PVIState) -> PVIState:

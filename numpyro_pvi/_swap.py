@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.core
 import numpy as np
 
-from .errors import PartitionError
+from ._initial import at_natural, streams
+from ._prototype import guide_latents
+from ._state import PVIState
+from .errors import PartitionError, StateError
+from .factors import abstract_trace, model_layout
 from .handlers import Partition, PlateInfo, WholePartition, find_plates
+from .runtime import ProductPlan
+from .sites import posterior
 
 _DEFAULT_GROUPS = 10
 
@@ -121,6 +130,66 @@ def warn_of_choice(partition: Partition, num_groups: int | None) -> None:
     )
 
 
+def taken(pvi: Any, state: Any, args: tuple, kwargs: dict) -> tuple[PVIState, list, tuple]:
+    """Arguments as programs take them, and the state: planned anew where they are a mini-batch of another size.
+
+    Args:
+        pvi: the PVI.
+        state: a state.
+        args: the model's positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        ``(state, arrays, static leaves)``.
+
+    Raises:
+        StateError: for other arguments that do not fit the state.
+    """
+    try:
+        return state, *pvi._rows(state, args, kwargs)
+    except StateError:
+        other = _as_another_batch(pvi, state, args, kwargs)
+        if other is None:
+            raise
+    return other, *pvi._rows(other, args, kwargs)
+
+
+def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVIState | None:
+    """The same q as a state of arguments of another shape, where the model takes those for a mini-batch or did so before.
+
+    A plate that draws mini-batches says itself to how many rows its data are scaled up, so another number of them is no other
+    model. The likelihood's site is taken over as it is: the next round replaces it.
+
+    Args:
+        pvi: the PVI.
+        state: a state that was made with other arguments.
+        args: the model's positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The state, planned anew; None where these arguments are no mini-batch of the state's rows: under a ``Partition``, inside
+        ``jit``, with latents inside the plate, and for all other models.
+    """
+    if not isinstance(state, PVIState) or isinstance(state.plan, ProductPlan) or pvi.partition is not None:
+        return None
+    part, by_row = state.plan.partition, state.plan.rows is not None or state.sites.local is not None
+    if by_row or part.local is not None or state.plan.absent or streams(pvi.schedule):
+        return None
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, args, kwargs))):
+        return None
+    try:
+        trace = abstract_trace(pvi.model, jax.random.key(0), *pvi._arguments(args, kwargs))
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError):
+        return None
+    own = model_layout(trace)
+    if dict(zip(own.names, own.shapes, strict=True)) != guide_latents(pvi.guide):
+        return None
+    if not part.batches and _needs_batches(trace) is None:
+        return None
+    made = at_natural(pvi.init(state.rng_key, *args, **kwargs), posterior(state.prior, state.sites))
+    return dataclasses.replace(made, rng_key=state.rng_key, optim_state=state.optim_state, step=state.step)
+
+
 def _why_whole(trace: Mapping[str, Any]) -> str:
     names = ", ".join(repr(name) for name, site in trace.items() if _is_observed(site))
     if not names:
@@ -154,4 +223,4 @@ def _is_observed(site: Mapping[str, Any]) -> bool:
     return site["type"] == "sample" and site["is_observed"]
 
 
-__all__ = ["default_partitions", "first_that_fits", "warn_of_choice"]
+__all__ = ["default_partitions", "first_that_fits", "taken", "warn_of_choice"]

@@ -58,7 +58,7 @@ from ._resume import Progress, begin
 from ._row_states import choose_rows, dense_form
 from ._saving import load_state, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._swap import default_partitions
+from ._swap import default_partitions, taken
 from ._verified import Memory, Verifier, after_update
 from ._views import NaturalView, describe, trace_of
 from .factors import (
@@ -276,7 +276,7 @@ class PVI(SVI):
             StateError: when the arguments differ in structure, shape or dtype from those given to ``init``.
         """
         del forward_mode_differentiation
-        dynamic, static = self._rows(state, args, kwargs)
+        state, dynamic, static = taken(self, state, args, kwargs)
         once, never = np.int32(1), np.asarray(-1.0, float_dtype())
         # The program of `run`, while the rounds that it has room for are not many numbers.
         alone = is_traced((state, dynamic)) or len(state.plan.groups) * BLOCK > _ROOM
@@ -301,7 +301,7 @@ class PVI(SVI):
         Groups whose rows are not at hand count by their sites, which stand in for their factors up to a constant: losses
         of states with the same absent groups compare, others do not.
         """
-        return self._loss_under(self._engine, state, *self._rows(state, args, kwargs))
+        return self._loss_under(self._engine, *taken(self, state, args, kwargs))
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
@@ -365,7 +365,8 @@ class PVI(SVI):
         with waiting(int(num_steps), progress_bar) as bar:
             given = self._arguments(args, kwargs)
             kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
-            rows = self._rows(before.state, args, kwargs)
+            state, *rows = taken(self, before.state, args, kwargs)
+            before = dataclasses.replace(before, state=state)
             run = self._drive(before, *rows, int(num_steps), tol, callback, bar, kept)
         # On the host: a result is not worth a program.
         shown = np.arange(1, len(run.losses) + 1) % loss_every == 0

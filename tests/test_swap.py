@@ -326,6 +326,49 @@ def test_a_continuous_latent_that_depends_on_a_shared_discrete_one_is_refused():
         PVI(model, AutoNormal(model)).init(KEY, Y)
 
 
+# ---------------------------------------------------------------------------------------------- mini-batches of other sizes
+
+
+def all_rows(y):
+    m = numpyro.sample("m", dist.Normal(0, 1))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("obs", dist.Normal(m, 1.0), obs=y)
+
+
+def batched(y):
+    """Any number of rows stands for N."""
+    m = numpyro.sample("m", dist.Normal(0, 1))
+    with numpyro.plate("data", N, subsample_size=len(y)):
+        numpyro.sample("obs", dist.Normal(m, 1.0), obs=y)
+
+
+def test_a_mini_batch_of_another_size_is_scaled_as_the_model_scales_it():
+    pvi = PVI(batched, AutoNormal(batched))
+    state, _ = pvi.update(pvi.init(KEY, Y), Y)
+    assert pvi.posterior(state)["m"].mean == pytest.approx(Y.sum() / (N + 1), rel=1e-5)
+    before = pvi.evaluate(state, Y)
+    for part in (Y[:4], Y[4:10], Y):
+        # q is taken over as it is, and its loss is of the data given.
+        assert pvi.posterior(state)["m"].variance == pytest.approx(1 / (N + 1), rel=1e-5)
+        state, loss = pvi.update(state, part)
+        assert pvi.posterior(state)["m"].mean == pytest.approx(part.mean() * N / (N + 1), rel=1e-5)
+        assert pvi.evaluate(state, part) == pytest.approx(float(loss), rel=1e-5)
+    assert pvi.evaluate(state, Y) == pytest.approx(float(before), rel=1e-5)
+    assert int(state.step) == 4
+    found = pvi.run(KEY, 1, Y[:4], init_state=state, progress_bar=False).state
+    assert pvi.posterior(found)["m"].mean == pytest.approx(Y[:4].mean() * N / (N + 1), rel=1e-5)
+
+
+def test_other_rows_are_no_mini_batch_where_the_model_does_not_say_so():
+    pvi = PVI(all_rows, AutoNormal(all_rows))
+    state = pvi.init(KEY, Y)
+    with pytest.raises(StateError, match="of shape .4,."):
+        pvi.update(state, Y[:4])
+    named = PVI(Partition(batched, "data", 3), AutoNormal(batched))
+    with pytest.raises(StateError, match="of shape .4,."):
+        named.update(named.init(KEY, Y), Y[:4])
+
+
 # -------------------------------------------------------------------------------------- loops without a reverse derivative
 
 
