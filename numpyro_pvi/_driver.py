@@ -15,7 +15,7 @@ from ._compiling import on_device
 from ._endings import ending, refuse_unbounded, short_of
 from ._resume import Checkpoint, Progress
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
-from ._views import factor_labels, moment_notes
+from ._views import factor_labels, full_passes, moment_notes
 from .errors import SkippedGroupError
 from .handlers import PRIOR
 from .schedules import RoundReport
@@ -121,7 +121,7 @@ def drive(
     except KeyboardInterrupt:
         message = f"interrupted by the user after {now.done} rounds; the state is that of the last finished block"
     finally:
-        bar.close()
+        _close(bar, now.state)
     if checkpoint is not None and written.done != now.done:
         checkpoint.write(now)
     message = _closed(now, tol, message)
@@ -129,6 +129,13 @@ def drive(
         message += f" ({before.done} of them before, as the checkpoint has them)"
     losses = on_device(now.all_losses, jnp.result_type(float))
     return Run(now.state, losses, now.all_reports, converged, message)
+
+
+def _close(bar: tqdm.tqdm, state: PVIState) -> None:
+    """Close the bar; its last line says where groups cost more than they need to."""
+    if count := full_passes(state):
+        bar.set_postfix_str(f"{bar.postfix or ''}, {count} groups at a full pass each (see info)".lstrip(", "))
+    bar.close()
 
 
 def _closed(now: Progress, tol: float | None, message: str) -> str:

@@ -182,8 +182,13 @@ def split_notes(state: PVIState) -> tuple[str, ...]:
     if part.rows.whole:
         return (f"kept whole, as one group: {part.why}",)
     notes = (f"split: {part.why}.",) if part.why else ()
-    costly = part.mechanism == "mask" and part.table.num_groups > 1
-    return (*notes, f"{part.where}: {part.reason}") if costly else notes
+    return (*notes, f"{part.where}: {part.reason}") if full_passes(state) else notes
+
+
+def full_passes(state: PVIState) -> int:
+    """How many groups cost a pass over all rows each; 0 where groups are evaluated from their own rows."""
+    part = state.plan.partition
+    return part.table.num_groups if part.mechanism == "mask" and part.table.num_groups > 1 else 0
 
 
 def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PVIInfo:

@@ -180,6 +180,11 @@ def test_several_plates_are_split_together(x64):
     assert any("full pass over all 12 rows" in note for note in result.info.notes)
 
 
+def test_the_progress_bar_ends_with_what_groups_cost(capfd):
+    PVI(two_plates, AutoNormal(two_plates)).run(KEY, 1, Y)
+    assert "8 groups at a full pass each (see info)" in capfd.readouterr().err.splitlines()[-1]
+
+
 def test_of_nested_plates_the_one_with_most_observations_is_split(x64):
     pvi, result = fit(nested_and_beside, Y)
     assert plan_of(result).rows.plates == ("b",)
