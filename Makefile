@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV ?= .venv
 PY := $(VENV)/bin/python
 INSTALL ?= $(PY) -m pip install --quiet
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile
 COVERAGE ?= --cov=numpyro_pvi --cov-report=term:skip-covered
 # From Python 3.12 on, the interpreter itself says which lines ran, at almost no cost.
 COVERAGE_CORE ?= $(shell $(PY) -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")' 2>/dev/null)
@@ -19,8 +19,9 @@ DEMO_ARGS ?=
 demo: $(VENV)/.installed-examples  ## the hospitals example; writes hospitals.png
 	MPLBACKEND=Agg $(PY) examples/hospitals.py --out hospitals.png $(DEMO_ARGS)
 
+# Annotations are checked by test-all and test-float32; files stay on one worker, whose fits their tests share.
 test: $(VENV)/.installed-test  ## one of every kind of test, with the lines that they reach
-	MPLBACKEND=Agg COVERAGE_CORE=$(COVERAGE_CORE) $(PY) -m pytest --brief $(COVERAGE) $(PYTEST_ARGS)
+	NUMPYRO_PVI_TEST_TYPES=0 MPLBACKEND=Agg COVERAGE_CORE=$(COVERAGE_CORE) $(PY) -m pytest --brief $(COVERAGE) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test  ## the test suite
 	MPLBACKEND=Agg $(PY) -m pytest $(PYTEST_ARGS)

@@ -11,6 +11,7 @@ Environment switches, all on unless set to 0:
 
 import gc
 import importlib
+import itertools
 import math
 import os
 import pathlib
@@ -25,6 +26,7 @@ X64 = os.environ.get("NUMPYRO_PVI_TEST_X64", "1") != "0"
 QUICK = os.environ.get("NUMPYRO_PVI_TEST_QUICK", "1") != "0"
 HERE = pathlib.Path(__file__).parent
 _MOST_MAPS = 35_000
+_TESTS = itertools.count()
 
 if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
     from jaxtyping import install_import_hook
@@ -40,7 +42,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--brief",
         action="store_true",
-        help="of n sets of parameters of a test only about sqrt(n), evenly over them, and nothing marked whole",
+        help="of n sets of parameters of a test only about sqrt(n), evenly over them, and nothing that whole.txt lists",
     )
 
 
@@ -49,6 +51,8 @@ def pytest_configure(config):
     jax.config.update("jax_disable_most_optimizations", QUICK)
     if QUICK:
         _leave_out_fusion_emitters()
+        # Where an operation came from is written into every program, for nobody to read.
+        jax.config.update("jax_traceback_in_locations_limit", 0)
         # Rounds of all sizes at the cheapest level, which those of small models have anyway.
         importlib.import_module("numpyro_pvi._compiling")._LARGEST_ROUND = 1 << 40
 
@@ -79,14 +83,21 @@ def pytest_collection_modifyitems(config, items):
     named = any("::" in argument for argument in config.args)
     if config.getoption("--slow") or "slow" in config.getoption("-m") or named:
         return
-    brief = config.getoption("--brief")
-    marks = ("slow", *(() if X64 else ("once",)), *(("whole",) if brief else ()))
+    marks = ("slow", *(() if X64 else ("once",)))
     left = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
-    if brief:
+    if config.getoption("--brief"):
         left |= _beyond_a_sample([item for item in items if item not in left])
+        heavy = set(listed_as_whole())
+        left |= {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & heavy}
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+
+
+def listed_as_whole():
+    """The node ids of ``whole.txt``."""
+    lines = (HERE / "whole.txt").read_text().splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def _beyond_a_sample(items):
@@ -114,7 +125,7 @@ def pytest_runtest_teardown(item):
     # Linux gives a process 65,530 memory maps and every compiled program takes some: a worker that has compiled a thousand
     # of them dies inside the compiler.
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+    if next(_TESTS) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
         jax.clear_caches()
         gc.collect()
 

@@ -204,7 +204,7 @@ def test_a_thousand_groups_compile_a_few_programs():
             state = pvi.add_group(state, ("group", i), X[:size], Y[:size], num_steps=1)
             total += 1
     finally:
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_duration_listener(listener)
     assert len(state.groups) == total
     assert len(calls) == traced, "rows of sizes up to 32 need no program beyond those for 16 and 32"
     # Slots double from 4 to 1024: eight times, with a few small programs each.

@@ -364,3 +364,11 @@ def test_what_is_imported_is_declared():
     assert "tqdm" in found
     # ArviZ 1.x is made of packages, of which one is asked for by its own name.
     assert found - set(sys.stdlib_module_names) - {"numpyro_pvi", "arviz_stats"} <= declared
+
+
+def test_what_is_left_out_of_make_test_exists():
+    """A test that was renamed would come back unseen, or its name would hide nothing."""
+    for line in (ROOT / "tests/whole.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            path, *_, name = line.partition("[")[0].split("::")
+            assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), line
