@@ -186,18 +186,16 @@ def with_wide_observations(trace: dict) -> dict:
     """
     wide = {}
     for name, site in trace.items():
-        if not is_observed(site):
+        # A plate widens distributions itself, and what it does not widen is refused.
+        if not is_observed(site) or site["cond_indep_stack"]:
             continue
         fn, value = site["fn"], jnp.shape(site["value"])
-        own, seen = tuple(fn.batch_shape), value[: len(value) - fn.event_dim]
         try:
-            shape = jax.lax.broadcast_shapes(own, seen)
+            shape = jax.lax.broadcast_shapes(tuple(fn.batch_shape), value[: len(value) - fn.event_dim])
         except ValueError:
             # What does not go together is refused where it meets.
             continue
-        # In a plate a column of rows compares every row with every other, which is refused elsewhere.
-        column = site["cond_indep_stack"] and any(s < o for s, o in zip(seen[::-1], own[::-1], strict=False))
-        if shape != own and not column:
+        if shape != tuple(fn.batch_shape):
             wide[name] = {**site, "fn": fn.expand(shape)}
     return type(trace)((n, wide.get(n, s)) for n, s in trace.items()) if wide else trace
 
