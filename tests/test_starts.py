@@ -84,6 +84,25 @@ def random_effects(count, successes):
         numpyro.sample("successes", dist.Binomial(count, logits=level + effect), obs=successes)
 
 
+def ordered(x, y):
+    """Cut points under a wide prior."""
+    slope = numpyro.sample("slope", dist.Normal(0.0, 5.0))
+    wide = dist.Normal(0.0, 5.0).expand([2]).to_event(1)
+    cuts = numpyro.sample("cuts", dist.TransformedDistribution(wide, dist.transforms.OrderedTransform()))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.OrderedLogistic(slope * x, cuts), obs=y)
+
+
+def steep(x, y, truncated, unit=1.0):
+    """A column of a thousand (in another unit, of one) beside a scale whose prior has no member in the family."""
+    units = jnp.array([1.0, unit])
+    w = numpyro.sample("w", dist.Normal(0.0, units).to_event(1))
+    prior = dist.TruncatedNormal(0.0, 10.0, low=0.0) if truncated else dist.HalfCauchy(1.0)
+    s = numpyro.sample("s", prior)
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Normal((x / units) @ w, s), obs=y)
+
+
 def _waiting(limit, shape=1.0):
     rng = np.random.default_rng(0)
     x = rng.normal(size=24)
@@ -96,11 +115,26 @@ def _two_plates():
     return x[~cut], time[~cut], x[cut], time[cut]
 
 
+def _steep(truncated):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 2)) * [1.0, 1e3]
+    return x, x @ [0.5, 0.01] + 0.7 * rng.normal(size=16), truncated
+
+
+def _ordered():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=20)
+    return x, np.digitize(2 * x + rng.logistic(size=20), [-1.0, 1.5])
+
+
 # The first rows of the germination experiment of Crowder (1978), table 3.
 SEEDS = np.array([39, 62, 81, 51, 39, 6, 74, 72, 51, 79, 13]), np.array([10, 23, 23, 26, 17, 5, 53, 55, 32, 46, 10])
 HOSTILE = {
     "survival": (survival, _waiting(8.0, 1.5), AutoNormal, -46.47),
     "random effects": (random_effects, SEEDS, AutoMultivariateNormal, -52.6),
+    "cut points": (ordered, _ordered(), AutoMultivariateNormal, -18.84),
+    "truncated": (steep, _steep(True), AutoMultivariateNormal, -27.06),
+    "half Cauchy": (steep, _steep(False), AutoMultivariateNormal, -25.31),
 }
 
 
@@ -140,12 +174,13 @@ def test_what_is_not_finite_under_the_prior_starts_where_the_guide_does(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_the_best_of_three_runs_of_svi(name):
-    """Where the numbers above come from."""
+    """Where the numbers above come from. In thousands the steep column is SVI's undoing (35 nats), in ones it is not."""
     model, data, guide, best = HOSTILE[name]
+    data = (*data, 1e3) if model is steep else data
     losses = []
     for seed in range(3):
-        svi = SVI(model, guide(model), optax.adam(optax.exponential_decay(0.03, 2_000, 0.1)), Trace_ELBO(10))
-        run = svi.run(jax.random.key(seed), 6_000, *data, progress_bar=False)
+        svi = SVI(model, guide(model), optax.adam(optax.exponential_decay(0.03, 6_000, 0.03)), Trace_ELBO(10))
+        run = svi.run(jax.random.key(seed), 20_000, *data, progress_bar=False)
         losses.append(float(np.mean(run.losses[-500:])))
     assert -min(losses) == pytest.approx(best, abs=0.05)
 
