@@ -12,6 +12,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 # the time, and has to be asked for: make test COVERAGE=--cov=numpyro_pvi
 COVERAGE ?= $(shell $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo --cov=numpyro_pvi --cov-report=term:skip-covered)
 COVERAGE_CORE ?= $(shell $(PY) -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")' 2>/dev/null)
+BRIEF ?= --brief
 DEMO_ARGS ?=
 
 .PHONY: demo test test-all test-float32 lint docs bench clean
@@ -22,7 +23,7 @@ demo: $(VENV)/.installed-examples  ## the hospitals example; writes hospitals.pn
 
 # Annotations are checked by test-all and test-float32; files stay on one worker, whose fits their tests share.
 test: $(VENV)/.installed-test  ## one of every kind of test, with the lines that they reach
-	NUMPYRO_PVI_TEST_TYPES=0 MPLBACKEND=Agg $(if $(COVERAGE),COVERAGE_CORE=$(COVERAGE_CORE)) $(PY) -m pytest --brief $(COVERAGE) $(PYTEST_ARGS)
+	NUMPYRO_PVI_TEST_TYPES=0 MPLBACKEND=Agg $(if $(COVERAGE),COVERAGE_CORE=$(COVERAGE_CORE)) $(PY) -m pytest $(BRIEF) $(COVERAGE) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test  ## the test suite
 	MPLBACKEND=Agg $(PY) -m pytest $(PYTEST_ARGS)

@@ -38,11 +38,8 @@ if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
-    parser.addoption(
-        "--brief",
-        action="store_true",
-        help="of n sets of parameters of a test only about n ** .4, evenly over them, and nothing that whole.txt lists",
-    )
+    parser.addoption("--sample", action="store_true", help="of n sets of a test's parameters only about n ** .4, evenly over them")
+    parser.addoption("--brief", action="store_true", help="as --sample, and nothing that whole.txt lists")
 
 
 def pytest_configure(config):
@@ -84,8 +81,9 @@ def pytest_collection_modifyitems(config, items):
         return
     marks = ("slow", *(() if X64 else ("once",)))
     left = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
-    if config.getoption("--brief"):
+    if config.getoption("--brief") or config.getoption("--sample"):
         left |= _beyond_a_sample([item for item in items if item not in left])
+    if config.getoption("--brief"):
         heavy = set(listed_as_whole())
         left |= {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & heavy}
     if left:
