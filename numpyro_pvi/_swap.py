@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
 
+from ._entry import is_traced
 from ._initial import at_natural, streams
 from ._prototype import guide_latents
 from ._state import PVIState
@@ -175,7 +175,7 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
     part, by_row = state.plan.partition, state.plan.rows is not None or state.sites.local is not None
     if by_row or part.local is not None or state.plan.absent or streams(pvi.schedule):
         return None
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, args, kwargs))):
+    if is_traced((state, args, kwargs)):
         return None
     try:
         trace = abstract_trace(pvi.model, jax.random.key(0), *pvi._arguments(args, kwargs))

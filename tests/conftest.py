@@ -121,6 +121,7 @@ def pytest_runtest_teardown(item):
     """Frees compiled programs before they are too many."""
     # Linux gives a process 65,530 memory maps and every compiled program takes some: a worker that has compiled a thousand
     # of them dies inside the compiler.
+    # Looked at after every tenth test: reading tens of thousands of lines takes as long as a small test.
     maps = pathlib.Path("/proc/self/maps")
     if next(_TESTS) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
         jax.clear_caches()
