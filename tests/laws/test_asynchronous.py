@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
+import numpyro_pvi.schedules._convergence as convergence
 import numpyro_pvi.schedules._messages as messages
 import numpyro_pvi.schedules._network as network
 from numpyro_pvi import PVI, Partition
-from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient
+from numpyro_pvi.expectations import ImportanceMoments
+from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, empty_report, settled
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
 
-from . import checks, oracles
+from . import checks, ep_oracles, oracles
 from .fits import Fit, fit, numbers
 from .models import NOISE, PRIOR_COVARIANCE, PRIOR_LOC, groups, make_linear, make_logistic, make_scale, rows
 
@@ -82,6 +84,36 @@ def test_every_lossy_link_ends_at_the_central_fixed_point(x64):
     assert np.all(sent > 1.3 * 96 * 5) and np.all(answered < 0.8 * sent)
     assert 4 < max(np.max(state.report.staleness) for state in states) <= 40
     assert len({float(state.report.clock) for state in states}) == SEEDS
+
+
+def test_sampled_moments_over_a_lossy_link_converge_where_exact_ones_do():
+    """Three seeds of power EP by 64 draws a visit: what says that it converged is within .1 sd of EP on a grid."""
+    model = make_logistic()
+    split = Partition(model, "data", groups(5))
+    pvi = PVI(split, AutoMultivariateNormal(model), solver=PowerEP(1.0, moments=ImportanceMoments(64)), schedule=LINK)
+    loc, covariance, _ = ep_oracles.grid_ep(X, CLASSES, groups(5), sweeps=20)
+    runs = [pvi.run(jax.random.key(seed), 60, X, CLASSES, tol=1e-3, progress_bar=False) for seed in range(3)]
+    claims = [result.params for result in runs if result.converged]
+    assert claims
+    for params in claims:
+        tril = np.asarray(params["auto_scale_tril"])
+        assert np.max(np.abs(params["auto_loc"] - loc) / np.sqrt(np.diag(covariance))) < 0.1
+        assert np.max(np.abs(np.log(np.diag(tril @ tril.T) / np.diag(covariance)))) < 0.2
+
+
+def test_noise_beyond_a_tenth_of_a_sd_excuses_nothing(monkeypatch):
+    """Moments so noisy that any move is explained by them: such a round has not converged, and without the limit it has."""
+    report = empty_report(1, jnp.zeros(()).dtype)._replace(
+        valid=jnp.asarray(True),
+        finite=jnp.asarray(True),
+        estimate=jnp.asarray(800.0),
+        left=jnp.asarray(800.0),
+        step=jnp.ones(1),
+    )
+    assert not settled(report, 1e-3, 837.0)
+    assert settled(report._replace(estimate=jnp.asarray(0.05)), 1e-3, 0.09)
+    monkeypatch.setattr(convergence, "LARGEST_NOISE", np.inf)
+    assert settled(report, 1e-3, 837.0)
 
 
 BAD = Asynchronous(1.0, loss_rate=0.4, duplicate_rate=0.4, reorder=True)
