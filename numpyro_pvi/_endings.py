@@ -56,7 +56,7 @@ def ending(state: PVIState, done: int, tol: float | None) -> tuple[bool | None, 
     """
     if tol is None or not done:
         return None if tol is None else False, ""
-    report, floor = state.report, noise_floor(state.solver_state, state.report)
+    report, floor = jax.device_get((state.report, noise_floor(state.solver_state, state.report)))
     if bool(settled(report, tol, floor)):
         if float(report.left) <= tol:
             return True, f"converged after {done} rounds: no more than {tol:g} posterior sd is left to move"

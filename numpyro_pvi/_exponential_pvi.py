@@ -13,7 +13,7 @@ import numpy as np
 
 from . import diagnostics
 from ._closures import follows
-from ._compiling import on_device
+from ._compiling import on_device, owned_jit
 from ._endings import limits
 from ._entry import check_state, float_dtype, positional_names
 from ._exponential_demoted import demoted
@@ -86,7 +86,7 @@ class ExponentialPVI(PVI):
         state = begun(self._engine, state, components.start, args, kwargs, curved)
         if init_params is not None:
             state = self._at_params(state, init_params)
-        if not bool(plan.family.in_domain(posterior(state.prior, state.sites))):
+        if not bool(_proper(state=state, level="cheap")):
             raise ImproperError(
                 "q is not normalisable at the start: give every latent a proper prior, or valid init_params."
             )
@@ -123,11 +123,10 @@ class ExponentialPVI(PVI):
     def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
         count, dtype = len(plan.partition.table.labels), float_dtype()
         shared = ProductNatural({n: prior.parts[n] for n in plan.shared})
-        groups = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shared)
-        rows = {n: jax.tree.map(jnp.zeros_like, prior.parts[n]) for n in plan.row_axes}
-        sites, zero = SiteStack(groups, base_site, MemberSites(rows) if rows else None), jnp.zeros((), dtype)
-        idle = Points(jnp.zeros((2,), bool), zero, zero)
-        q = posterior(prior, sites)
+        groups = jax.tree.map(lambda x: on_device(np.zeros((count, *x.shape)), x.dtype), shared)
+        rows = {n: jax.tree.map(lambda x: on_device(np.zeros(x.shape), x.dtype), prior.parts[n]) for n in plan.row_axes}
+        sites, zero = SiteStack(groups, base_site, MemberSites(rows) if rows else None), on_device(0.0, dtype)
+        idle = Points(on_device(np.zeros((2,), bool)), zero, zero)
         return PVIState(
             rng_key=key,
             sites=sites,
@@ -136,11 +135,11 @@ class ExponentialPVI(PVI):
             optim_state=None,
             solver_state=(),
             prior_solver_state=None,
-            schedule_state=self._engine.first_memory(plan, q, dtype),
+            schedule_state=self._engine.first_memory(plan, _posterior(prior, sites, level="cheap"), dtype),
             packing=packing,
             report=empty_report(count + (base_site is not None), dtype),
-            rule=Rule(jnp.int32(0), zero, zero, zero, idle),
-            step=jnp.int32(0),
+            rule=Rule(on_device(0, np.int32), zero, zero, zero, idle),
+            step=on_device(0, np.int32),
             plan=plan,
         )
 
@@ -206,6 +205,7 @@ class ExponentialPVI(PVI):
         found = self.guide.get_posterior(self._params(state, natural))
         return {name: d for name, d in found.items() if joint or isinstance(name, str)}
 
+    @follows(trace=False)
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round, what it was found conjugate in, and what is drawn."""
         plan: Any = state.plan
@@ -300,6 +300,16 @@ class ExponentialPVI(PVI):
     def prequential(self, state: PVIState, *args: Any, **kwargs: Any) -> Any:
         """Refused."""
         raise self.refused("prequential")
+
+
+_posterior = owned_jit(posterior, ())
+
+
+def _normalisable(state: PVIState) -> Any:
+    return state.plan.family.in_domain(posterior(state.prior, state.sites))
+
+
+_proper = owned_jit(_normalisable, ())
 
 
 def _product_plan(state: PVIState) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._compiling import owned_jit
 from .._state import PVIState
 from ..factors import ValueCall
 from ..families import Family, NormalFamily, base_family
@@ -164,24 +165,32 @@ class ProductEngine:
 
     def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
         """Whether q without each group's site, and without the prior factor's, is normalisable."""
-        q, family = posterior(state.prior, state.sites), state.plan.family
-        groups = self._without_groups(state, q)
-        prior = jnp.array(True) if state.sites.prior is None else family.in_domain(q - state.sites.prior)
-        return groups, prior
+        return _cavities_proper(state=state, level="cheap")
 
-    def _without_groups(self, state: PVIState, q: Any) -> Bool[Array, "M"]:
-        plan: Any = state.plan
-        families, sites = dict(plan.family.components), state.sites
-        found = jnp.ones((len(plan.partition.table.labels),), bool)
-        for name, site in sites.groups.parts.items():
-            proper = jax.vmap(lambda own, name=name: families[name].in_domain(q.parts[name] - own))(site)
-            found = found & proper
-        for name, site in () if sites.local is None else sites.local.parts.items():
-            whole = families[name].in_domain(q.parts[name])
-            improper = ~proper_members(families[name], q.parts[name] - site)
-            owner = owners(state.packing, improper.shape[plan.row_axes[name]], plan.row_key)
-            found = found & whole & (plan.largest_by_group(name, improper, owner) == 0)
-        return found
+
+def _proper_without(state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
+    q, family = posterior(state.prior, state.sites), state.plan.family
+    groups = _without_groups(state, q)
+    prior = jnp.array(True) if state.sites.prior is None else family.in_domain(q - state.sites.prior)
+    return groups, prior
+
+
+_cavities_proper = owned_jit(_proper_without, ())
+
+
+def _without_groups(state: PVIState, q: Any) -> Bool[Array, "M"]:
+    plan: Any = state.plan
+    families, sites = dict(plan.family.components), state.sites
+    found = jnp.ones((len(plan.partition.table.labels),), bool)
+    for name, site in sites.groups.parts.items():
+        proper = jax.vmap(lambda own, name=name: families[name].in_domain(q.parts[name] - own))(site)
+        found = found & proper
+    for name, site in () if sites.local is None else sites.local.parts.items():
+        whole = families[name].in_domain(q.parts[name])
+        improper = ~proper_members(families[name], q.parts[name] - site)
+        owner = owners(state.packing, improper.shape[plan.row_axes[name]], plan.row_key)
+        found = found & whole & (plan.largest_by_group(name, improper, owner) == 0)
+    return found
 
 
 def present_alone(state: PVIState) -> PVIState:

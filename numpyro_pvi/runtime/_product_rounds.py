@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from .._compiling import on_device
 from ..families import base_family
 from ..schedules import RoundReport
 from ..schedules._convergence import CRAWL, FELL, NOT_FINITE, Asked, pace, refusals, sketch, sound
@@ -59,7 +61,7 @@ class Swept(NamedTuple):
 def first_memory(plan: ProductPlan, q: Any, dtype: Any) -> ProductMemory:
     """The memory before the first round."""
     last = jax.tree.map(jnp.zeros_like, q) if plan.noisy else None
-    return ProductMemory(jnp.ones((), dtype), jnp.int32(0), last)
+    return ProductMemory(on_device(1.0, dtype), on_device(0, np.int32), last)
 
 
 def sweep(problem: ProductProblem, sites: SiteStack, settings: Settings, share: Any, key: Any, noise: Any) -> Swept:

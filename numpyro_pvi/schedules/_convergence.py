@@ -356,11 +356,11 @@ def sound(loss: Any) -> Bool[Array, ""]:
     return jnp.abs(jnp.asarray(loss)) < _HUGE
 
 
-def settled(report: RoundReport, tol: Any, floor: Any) -> Bool[Array, ""]:
+def settled(report: RoundReport, tol: Any, floor: Any) -> Any:
     """Whether a round's report says converged.
 
     Args:
-        report: of the last round.
+        report: of the last round, on the device or, with NumPy's arrays, on the host: nothing here compiles there.
         tol: tolerance in posterior sds; negative never is.
         floor: the move that the noise of sampled moments explains; above a tenth of a sd it excuses nothing.
 
@@ -368,22 +368,22 @@ def settled(report: RoundReport, tol: Any, floor: Any) -> Bool[Array, ""]:
         True where q is normalisable, the loss finite, no factor was left out, and what is left is within the tolerance or the
         noise of draws.
     """
-    sound = report.valid & report.finite & ~jnp.any(report.skip_run > 0) & (jnp.asarray(tol) >= 0)
+    sound = report.valid & report.finite & ~(report.skip_run > 0).any() & (tol >= 0)
     return sound & ((report.left <= tol) | within_noise(report, floor))
 
 
-def within_noise(report: RoundReport, floor: Any) -> Bool[Array, ""]:
+def within_noise(report: RoundReport, floor: Any) -> Any:
     """Whether what is left is no more than what the noise of sampled moments asks for."""
-    step = jnp.max(report.step)
-    noise = jnp.where(step > 0, floor / jnp.where(step > 0, step, 1.0), 0.0)
-    return (report.estimate <= _NOISES * noise) & (floor <= LARGEST_NOISE)
+    step = report.step.max()
+    explained = (report.estimate * step <= _NOISES * floor) & ((step > 0) | (report.estimate <= 0))
+    return explained & (floor <= LARGEST_NOISE)
 
 
-def stalled(report: RoundReport, tol: Any, floor: Any) -> Bool[Array, ""]:
+def stalled(report: RoundReport, tol: Any, floor: Any) -> Any:
     """Whether q has stopped moving while factors ask for more than the tolerance; the arguments are those of :func:`settled`."""
     # A factor that is left out is reported as such, after a few rounds more.
-    standing = (report.refused >= STALL_ROUNDS) & ~jnp.any(report.skip_run > 0)
-    return standing & ~settled(report, tol, floor) & (jnp.asarray(tol) >= 0)
+    standing = (report.refused >= STALL_ROUNDS) & ~(report.skip_run > 0).any()
+    return standing & ~settled(report, tol, floor) & (tol >= 0)
 
 
 def finished(report: RoundReport, tol: Any, floor: Any) -> Bool[Array, ""]:

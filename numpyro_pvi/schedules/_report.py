@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..families import GaussianFamily
@@ -88,31 +90,33 @@ def empty_report(count: int, dtype: Any) -> RoundReport:
     Returns:
         The report; nothing has moved by less than infinity yet.
     """
-    none, zero = jnp.zeros((count,), jnp.int32), jnp.zeros((), dtype)
-    return RoundReport(
-        move=jnp.full((count,), jnp.inf, dtype),
-        step=jnp.zeros((count,), dtype),
+    none, zero = np.zeros((count,), np.int32), np.zeros((), dtype)
+    # Made on the host: here every line would be a program of its own.
+    report = RoundReport(
+        move=np.full((count,), np.inf, dtype),
+        step=np.zeros((count,), dtype),
         backoffs=none,
-        skipped=jnp.zeros((count,), bool),
+        skipped=np.zeros((count,), bool),
         skip_run=none,
         staleness=none,
-        total_move=jnp.asarray(jnp.inf, dtype),
-        valid=jnp.array(True),
+        total_move=np.asarray(np.inf, dtype),
+        valid=np.array(True),
         clock=zero,
-        messages=jnp.zeros((2,), jnp.int32),
+        messages=np.zeros((2,), np.int32),
         consensus=zero,
-        delbo=jnp.full((3,), jnp.nan, dtype),
-        asked=jnp.full((count,), jnp.inf, dtype),
-        estimate=jnp.asarray(jnp.inf, dtype),
-        before=jnp.asarray(jnp.inf, dtype),
-        left=jnp.asarray(jnp.inf, dtype),
+        delbo=np.full((3,), np.nan, dtype),
+        asked=np.full((count,), np.inf, dtype),
+        estimate=np.asarray(np.inf, dtype),
+        before=np.asarray(np.inf, dtype),
+        left=np.asarray(np.inf, dtype),
         rate=zero,
-        trail=jnp.zeros((TRAIL,), dtype),
+        trail=np.zeros((TRAIL,), dtype),
         paced=zero,
-        refused=jnp.int32(0),
-        why=jnp.int32(NOTHING),
-        finite=jnp.array(True),
+        refused=np.asarray(0, np.int32),
+        why=np.asarray(NOTHING, np.int32),
+        finite=np.array(True),
     )
+    return jax.device_put(report)
 
 
 def round_report(
