@@ -101,6 +101,19 @@ def test_an_improper_tilted_distribution_takes_less_of_the_power():
     assert float(weighted.temper) < 1.0
 
 
+def test_points_where_a_factor_is_no_number_count_for_nothing(x64):
+    """Beyond 60, where q times the factor has a mass of exp(-90): the closed form of the factor that is finite everywhere."""
+    own, factor = gamma(3, 1), gamma(2, 0.5)
+    family, q = product(GammaFamily(), own)
+    whole = affine(GammaFamily(), factor)
+    found = on_grid(family, lambda at: jnp.where(at["x"] > 60.0, jnp.nan, whole(at)), q, q * 0.0, 1.0)
+    assert bool(found.valid)
+    for a, b in zip(jax.tree.leaves(found.change), jax.tree.leaves(factor), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6 if x64 else 1e-3)
+    wanted = GammaFamily().log_partition(own + factor) - GammaFamily().log_partition(own)
+    np.testing.assert_allclose(found.value, wanted, rtol=1e-6 if x64 else 1e-3, atol=1e-3)
+
+
 def test_nothing_finite_is_said():
     family, q = product(GammaFamily(), gamma(2, 1))
     found = on_grid(family, lambda values: values["x"] * jnp.nan, q, q * 0.0, 1.0)

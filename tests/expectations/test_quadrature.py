@@ -13,6 +13,7 @@ from jax.scipy.special import ndtr
 from numpy.testing import assert_allclose
 from scipy import special
 
+from numpyro_pvi.expectations._quadrature_2d import gaussian_law
 from numpyro_pvi.expectations.quadrature import (
     RULES,
     choose_rule,
@@ -403,3 +404,23 @@ def test_two_predictors_out_of_reach_are_reported(x64):
     laws = [np.array([a]) for a in _law(0.3, -0.5, 3.0, 3.0, 0.3)]
     moments = jax.jit(lambda *a: expect_2d(_location_scale(False), *a, rule="gh8"))(*laws)
     assert moments.error[0] > 1e-2
+
+
+def test_derivatives_in_whitened_coordinates_and_back():
+    """Against JAX's own, of a cubic in (u, v) composed with the map from z; and back again."""
+    law = gaussian_law(*map(jnp.asarray, (0.3, -1.2, 2.0, 0.7, 1.5)))
+
+    def psi(x):
+        return x[0] ** 3 - 2.0 * x[0] ** 2 * x[1] + 0.5 * x[0] * x[1] + x[1] ** 3
+
+    def of(z):
+        return jnp.stack([law.mean_u + law.slope * z[1] + law.sd_u * z[0], law.mean_v + law.sd_v * z[1]])
+
+    z = jnp.array([0.4, -0.9])
+    matrix = jax.hessian(psi)(of(z))
+    hess = [matrix[0, 0], matrix[0, 1], matrix[1, 1]]
+    found = law.whiten(list(jax.grad(psi)(of(z))), hess)
+    wanted = jax.hessian(lambda z: psi(of(z)))(z)
+    assert_allclose(np.array(found[0]), jax.grad(lambda z: psi(of(z)))(z), rtol=1e-5)
+    assert_allclose(np.array(found[1]), np.array([wanted[0, 0], wanted[0, 1], wanted[1, 1]]), rtol=1e-5)
+    assert_allclose(np.array(law.unwhiten_hess(found[1])), np.array(hess), rtol=1e-4)

@@ -119,6 +119,14 @@ def test_noise_beyond_a_tenth_of_a_sd_excuses_nothing(monkeypatch):
 BAD = Asynchronous(1.0, loss_rate=0.4, duplicate_rate=0.4, reorder=True)
 
 
+def test_half_of_the_messages_are_held_back_where_they_may_overtake():
+    """No answer comes to what is held back: of n messages that are not lost n / 2 are answered, within three sds."""
+    _, (state,) = ends(Asynchronous(1.0, reorder=True), 24, 1)
+    sent, answered = np.asarray(state.report.messages, float)
+    assert sent > 60
+    assert abs(answered / sent - 0.5) < 3 * 0.5 / np.sqrt(sent)
+
+
 def test_a_missing_version_check_is_seen(monkeypatch):
     """Copies that are absorbed a second time fill rounds with fewer messages, and law 3 is not what sees it."""
     right = network.Faults.transmit

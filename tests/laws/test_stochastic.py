@@ -9,7 +9,7 @@ from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, Stochasti
 from numpyro_pvi.solvers import LocalELBO, StochasticNaturalGradient
 
 from . import checks, oracles
-from .fits import fit
+from .fits import fit, numbers
 from .models import (
     NOISE,
     PRIOR_COVARIANCE,
@@ -93,3 +93,19 @@ def test_mean_field_fits_of_correlated_columns_converge(solver, schedule):
         "auto",
     )
     assert checks.distance(fitted, loc, np.diag(variances)) < 1e-2
+
+
+@pytest.mark.parametrize("average", [0.0, 0.5])
+def test_a_visit_knows_what_share_of_the_way_it_went(average, x64):
+    """A quadratic factor asks for the same site at every step: n steps of s go 1 - (1 - s)^n of the way, on average less."""
+    X, y, _ = rows()
+    size, count = 0.2, 4
+    solver = StochasticNaturalGradient(size, num_steps=count, num_particles=2, average=average)
+    start, end = fit(make_linear(), X, y, np.zeros(len(y), int), solver, Synchronous(damping=1.0), 1).states
+    went = numbers(end).groups[0][1] / (X.T @ X / NOISE**2)
+    gone = [1 - (1 - size) ** k for k in range(1, count + 1)]
+    late = gone[-1:] if average == 0.0 else gone[count - round(average * count) :]
+    np.testing.assert_allclose(went, np.mean(late), rtol=1e-8 if x64 else 1e-3)
+    # The schedule divides the move by that share (the power at the middle of those averaged) to know what is asked for.
+    share = float(end.report.move[0] / end.report.asked[0])
+    assert share == pytest.approx(np.mean(late), rel=0.05 if average else 1e-4)

@@ -29,11 +29,12 @@ def seconds():
     """Seconds of every test by node id."""
     taken = {}
     for case in ElementTree.parse(os.environ["MUTATION_TIMES"]).getroot().iter("testcase"):
-        *folders, last = case.get("classname").split(".")
-        classes = []
-        while not last.startswith("test_"):
-            classes, last = [last, *classes], folders.pop()
-        taken["::".join(["/".join([*folders, last + ".py"]), *classes, case.get("name")])] = float(case.get("time"))
+        parts = case.get("classname").split(".")
+        # The module is the first part that pytest collects; classes follow.
+        at = next((i for i, part in enumerate(parts) if part.startswith("test_")), None)
+        if at is not None:
+            file = "/".join(parts[: at + 1]) + ".py"
+            taken["::".join([file, *parts[at + 1 :], case.get("name")])] = float(case.get("time"))
     return taken
 
 
