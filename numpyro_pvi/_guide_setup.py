@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 from numpyro import handlers
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.transforms import Transform, UnpackTransform, biject_to
@@ -32,6 +33,10 @@ _REMADE = (
 )
 
 
+# What NumPyro's validation says of a parameter out of its range.
+_INVALID = "got invalid"
+
+
 class _NotInOneProgram(Exception):
     """The model or this NumPyro needs values while it runs, or has no valid start."""
 
@@ -50,10 +55,39 @@ def set_up(guide: Any, key: Any, args: tuple, kwargs: dict) -> None:
         done = _ahead(guide, key, args, kwargs, finish)
     except Exception:  # whatever it is: the eager way works, or raises what NumPyro itself raises
         done = None
-    if done is None:
-        handlers.seed(guide._setup_prototype, key)(*args, **kwargs)
-    else:
+    if done is not None:
         guide.__dict__.update(done)
+        return
+    before = dict(guide.__dict__)
+    try:
+        handlers.seed(guide._setup_prototype, key)(*args, **kwargs)
+    except ValueError as error:
+        if not (Distribution._validate_args and _INVALID in str(error)):
+            raise
+        guide.__dict__.clear()
+        guide.__dict__.update(before)
+        _from_another_draw(guide, key, args, kwargs, error)
+
+
+def _from_another_draw(guide: Any, key: Any, args: tuple, kwargs: dict, error: ValueError) -> None:
+    """The eager way once more where a first draw has a parameter out of its range, as a rate that overflows.
+
+    NumPyro looks for a start of finite density among a hundred draws, but raises at the first one that it validates. A start that
+    is found is validated in its turn.
+
+    Raises:
+        ValueError: the first one, where no start is any better.
+    """
+    before = dict(guide.__dict__)
+    try:
+        with numpyro.validation_enabled(False):
+            handlers.seed(guide._setup_prototype, key)(*args, **kwargs)
+        start = guide._postprocess_fn(guide._init_locs)
+        handlers.seed(handlers.substitute(guide.model, data=start), key)(*args, **kwargs)
+    except (ValueError, RuntimeError, AttributeError):
+        guide.__dict__.clear()
+        guide.__dict__.update(before)
+        raise error from None
 
 
 def _ahead(guide: Any, key: Any, args: tuple, kwargs: dict, finish: Callable) -> dict[str, Any]:

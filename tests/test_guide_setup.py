@@ -147,3 +147,34 @@ def test_what_numpyro_refuses_is_refused_with_its_words():
     with pytest.raises(RuntimeError, match="Cannot find valid initial parameters"):
         setup_guide(guide, jax.random.key(0), (X, Y), {})
     assert guide.prototype_trace is None
+
+
+def overflowing(X, y):
+    """A rate that is infinite at most draws of the start."""
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("n", X.shape[0]):
+        numpyro.sample("obs", dist.Gamma(1.0, jnp.exp(w * X[:, 0])), obs=y)
+
+
+def test_a_first_draw_out_of_range_is_not_the_last():
+    """Uniform in (-2, 2) times 3e3: two of three draws overflow, and NumPyro's search finds another."""
+    x, y = 3e3 * jnp.ones((4, 1)), jnp.ones(4)
+    starts = 0
+    for seed in range(6):
+        guide = autoguide.AutoNormal(overflowing)
+        setup_guide(guide, jax.random.key(seed), (x, y), {})
+        starts += bool(np.isfinite(guide._potential_fn(guide._init_locs)))
+        assert guide.prototype_trace is not None
+    assert starts == 6
+
+
+def test_a_parameter_that_is_never_in_range_is_refused_with_numpyros_words():
+    def negative(y):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("n", y.shape[0]):
+            numpyro.sample("obs", dist.Bernoulli(probs=2.0 + 0.0 * w), obs=y)
+
+    guide = autoguide.AutoNormal(negative)
+    with pytest.raises(ValueError, match="invalid probs"):
+        setup_guide(guide, jax.random.key(0), (jnp.ones(3),), {})
+    assert guide.prototype_trace is None

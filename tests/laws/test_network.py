@@ -90,6 +90,20 @@ def test_weights_stay_doubly_stochastic_under_failures(name):
     assert lost > 0
 
 
+def test_balanced_weights_keep_the_graphs_own_ratios():
+    """``D A E`` of diagonal D, E changes no ratio of products round a cycle: neither of own loops, nor of directions."""
+    path = np.array([[0.0, 2, 0], [2, 0, 4], [0, 4, 0]])
+    (found,) = _graph.read_graph(path).matrices
+    # An own loop weighs what a link of the graph does on average: 3.
+    assert found[0, 1] * found[1, 0] / (found[0, 0] * found[1, 1]) == pytest.approx(4 / 9)
+    directed = np.array([[1.0, 2, 1], [1.5, 1, 3], [1, 2.5, 1]])
+    (found,) = _graph.read_graph(directed).matrices
+    np.testing.assert_allclose([found.sum(0), found.sum(1)], 1.0, rtol=1e-9)
+    round_and_back = [a[0, 1] * a[1, 2] * a[2, 0] / (a[1, 0] * a[2, 1] * a[0, 2]) for a in (found, directed)]
+    assert round_and_back[0] == pytest.approx(round_and_back[1])
+    assert abs(round_and_back[1] - 1) > 0.1
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_gossip_contracts_at_the_second_modulus(name, x64):
     if not x64:
