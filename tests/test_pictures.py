@@ -97,6 +97,7 @@ def test_forest_of_some(fitted):
 
 
 COUNTS, HALVES = jnp.array([3, 0, 2, 5, 1, 1]), np.array([0, 0, 0, 1, 1, 1])
+EVENTS = jnp.array([2, 5, 3])
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def skewed():
             numpyro.sample("y", dist.Poisson(s), obs=y)
 
     pvi = PVI(Partition(tail, "rows", ["one"] * 3), AutoMultivariateNormal(tail))
-    return pvi, pvi.run(KEY, 5, jnp.zeros(3, int), progress_bar=False)
+    return pvi, pvi.run(KEY, 5, EVENTS, progress_bar=False)
 
 
 def test_forest_through_a_transform(skewed):
@@ -184,7 +185,7 @@ def test_khat_is_what_the_fit_says(fitted, data):
 
 def test_khat_of_one_group_is_the_whole_one(skewed):
     pvi, result = skewed
-    y = jnp.zeros(3, int)
+    y = EVENTS
     whole = pvi.khat(result.state, y, rng_key=KEY, num_samples=200)
     by_group = pvi.khat(result.state, y, rng_key=KEY, num_samples=200, by_group=True)
     assert by_group == {"one": pytest.approx(whole, rel=1e-3)} and whole != 0

@@ -79,10 +79,10 @@ for i, true in enumerate(TRUE):
 _ = right.set(xlabel="day", ylabel="w, mean and two sds")
 
 # %% [markdown]
-# On the left, the score of every day before it was seen, with two standard errors. Predictions get better as days are
-# absorbed, and day eight is far worse than guessing. On the right, the posterior day by day; dotted lines are the
-# values that made the data. One bad day pulls all three coefficients towards zero, and the good days after it only
-# slowly pull them back.
+# On the left, the score of every day before it was seen, with two standard errors. Most days are predicted better
+# than by a coin, and day eight far worse. On the right, the posterior day by day; dotted lines are the values that
+# made the data. One bad day pulls all three coefficients towards zero, and the good days after it only slowly pull
+# them back.
 #
 # `Streaming()` absorbs every group once. After `add_group` the new group alone is *present*: the state holds a site of
 # every other one, and nothing of its rows.
@@ -126,7 +126,9 @@ for i, (name, (own, held)) in enumerate(shown.items()):
     law = own.posterior(held)["w"]
     style = {"fmt": "o", "color": f"C{i}", "markersize": 4, "label": name}
     axes.errorbar(law.mean, np.arange(3) + 0.16 * (i - 1.5), xerr=1.645 * np.sqrt(law.variance), **style)
-axes.plot(TRUE, np.arange(3), "|", color="black", markersize=42, label="values that made the data")
+axes.vlines(
+    TRUE, np.arange(3) - 0.35, np.arange(3) + 0.35, color="black", linewidth=1, label="values that made the data"
+)
 axes.set_yticks(range(3), [f"w[{i}]" for i in range(3)])
 axes.invert_yaxis()
 axes.set_xlabel("90 % interval")

@@ -33,8 +33,8 @@ from numpyro_pvi.solvers import NaturalGradient
 
 # %%
 rng = np.random.default_rng(0)
-temperature = rng.normal(20.0, 3.0, size=40)  # degrees, not centred: slope and intercept are strongly correlated
-visits = rng.poisson(np.exp(-1.0 + 0.1 * temperature))
+temperature = rng.normal(5.0, 3.0, size=40)  # degrees, not centred: slope and intercept are strongly correlated
+visits = rng.poisson(np.exp(0.5 + 0.1 * temperature))
 station = rng.choice(["north", "east", "south", "west"], size=40)
 
 
@@ -181,7 +181,7 @@ def ranks(pvi, rounds):
 
 found = {
     "full covariance": ranks(PVI(Partition(model, "days", station), AutoMultivariateNormal(model)), 20),
-    "mean-field": ranks(PVI(Partition(model, "days", station), AutoDiagonalNormal(model)), 50),
+    "mean-field": ranks(PVI(Partition(model, "days", station), AutoDiagonalNormal(model)), 100),
 }
 
 # %%

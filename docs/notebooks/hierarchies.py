@@ -140,9 +140,9 @@ print(f"sds are {np.min(width / sds):.2f} to {np.max(width / sds):.2f} times tho
 _ = export.plot_forest(pvi, result.state, ["by_uranium", "by_floor", "tau"])
 
 # %% [markdown]
-# A state alone, with its ten counties, knows the slope of uranium only roughly, and two of the six are far from what all say
-# together. (Every county's effect is integrated over all houses here, because two plates are split together: each
-# group costs a pass over all rows, which `mode="mask"` accepts.)
+# A state alone, with its ten counties, knows the slope of uranium only roughly, and two of the six are far from what
+# all say together. (Every county's effect is integrated over all houses here, because two plates are split together:
+# each group costs a pass over all rows, which `mode="mask"` accepts.)
 #
 # ## What to try next
 #

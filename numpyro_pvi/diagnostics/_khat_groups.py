@@ -19,7 +19,7 @@ from ..handlers import PRIOR
 from ..runtime._programs import chunk_log_likelihoods
 from ..sites import posterior, tied_site
 from ._calls import map_draws
-from ._khat import check_draws, judged, log_importance_weights
+from ._khat import check_draws, log_importance_weights, settled
 
 
 def khat_by_group(
@@ -45,7 +45,7 @@ def khat_by_group(
         args: the model's positional arguments. All rows are read.
         kwargs: the model's keyword arguments.
         params: constrained values of the model's ``numpyro.param`` sites.
-        num_samples: draws S from q, at least 100.
+        num_samples: draws S from q, at least 100; more are taken as of :func:`khat`.
         local: what :func:`khat` takes; anything but None is refused.
 
     Returns:
@@ -65,20 +65,26 @@ def khat_by_group(
     q = posterior(state.prior, state.sites)
     check_draws(num_samples, plan, q)
     arrays, static = split_arguments(args, kwargs)
-    sites, count = state.sites.groups, len(part.table.labels)
+    sites, groups = state.sites.groups, len(part.table.labels)
     if plan.tied:
-        sites = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tied_site(sites, count))
-    # The plan as far as programs read it.
-    fixed = model, part, plan.family, static, num_samples
-    weights = np.asarray(_group_weights(*fixed, rng_key, q, sites, state.packing, params, arrays), np.float64)
-    found: dict[Hashable, Any] = {}
-    if part.has_prior_factor:
+        sites = jax.tree.map(lambda x: jnp.broadcast_to(x, (groups, *x.shape)), tied_site(sites, groups))
+    labels = (*((PRIOR,) if part.has_prior_factor else ()), *part.table.labels)
+
+    @functools.cache
+    def weights(count: int) -> np.ndarray:
+        fixed = model, part, plan.family, static, count
+        own = np.asarray(_group_weights(*fixed, rng_key, q, sites, state.packing, params, arrays), np.float64)
+        if not part.has_prior_factor:
+            return own
         whole = log_importance_weights(
-            rng_key, model, part.layout, plan.family, q, args, kwargs, params, num_samples=num_samples
+            rng_key, model, part.layout, plan.family, q, args, kwargs, params, num_samples=count
         )
-        found[PRIOR] = np.asarray(whole, np.float64) - weights.sum(1)
-    found |= {label: weights[:, i] for i, label in enumerate(part.table.labels)}
-    return {label: judged(column, num_samples) for label, column in found.items()}
+        return np.concatenate([(np.asarray(whole, np.float64) - own.sum(1))[:, None], own], axis=1)
+
+    read = q, args, kwargs
+    return {
+        label: settled(lambda count, i=i: weights(count)[:, i], num_samples, read) for i, label in enumerate(labels)
+    }
 
 
 @functools.partial(owned_jit, static_argnames=("model", "part", "family", "static", "num_samples"))
