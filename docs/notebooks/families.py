@@ -65,7 +65,9 @@ likely = np.asarray(found["z"].probs)
 for label, marker in zip("ABC", "o^s", strict=True):
     rows = laboratory == label
     colors = np.array([[0.12, 0.47, 0.71], [1.0, 0.5, 0.05], [0.17, 0.63, 0.17]])
-    axes.scatter(*points[rows].T, c=likely[rows] @ colors, marker=marker, s=16, label=f"laboratory {label}")
+    axes.scatter(
+        *points[rows].T, c=np.clip(likely[rows] @ colors, 0, 1), marker=marker, s=16, label=f"laboratory {label}"
+    )
 draws = {n: np.asarray(found[n].sample(jax.random.key(1), (20,))) for n in ("mean", "precision")}
 
 
@@ -97,7 +99,7 @@ print(pvi.info(result.state))
 # closed form and nothing is sampled. What does each laboratory know about the weights and the means?
 
 # %%
-_ = export.plot_forest(pvi, result.state, ["weights", "mean"], most=9)
+_ = export.plot_forest(pvi, result.state, {"weights": range(3), "mean": range(2)})
 
 # %% [markdown]
 # These intervals are those of Dirichlet and Gaussian distributions, in the latents' own supports: a weight stays
@@ -151,11 +153,7 @@ topic = np.asarray(by_topic.posterior(read.state)["topic"].mean)
 shares = np.asarray(by_topic.posterior(read.state)["shares"].mean).reshape(40, 3)
 
 # %% tags=["hide-input"]
-order = (
-    np.argsort(np.argmax(topic[:, [2, 7, 12]], axis=1))
-    if len(set(np.argmax(topic[:, [2, 7, 12]], 1))) == 3
-    else [0, 1, 2]
-)
+order = np.argsort(np.argmax(topic.reshape(3, 3, 5).sum(-1), axis=1))  # by the block of words that each has most of
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=(1.4, 1), layout="constrained")
 image = left.imshow(topic[order], cmap="Blues", aspect="auto", vmin=0)
 left.set_xticks(range(15), words, rotation=60, ha="right")
