@@ -38,7 +38,9 @@ if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
-    parser.addoption("--sample", action="store_true", help="of n sets of a test's parameters only about n ** .4, evenly over them")
+    parser.addoption(
+        "--sample", action="store_true", help="of n sets of a test's parameters only about n ** .4, evenly over them"
+    )
     parser.addoption("--brief", action="store_true", help="as --sample, and nothing that whole.txt lists")
 
 

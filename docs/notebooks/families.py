@@ -65,9 +65,8 @@ likely = np.asarray(found["z"].probs)
 for label, marker in zip("ABC", "o^s", strict=True):
     rows = laboratory == label
     colors = np.array([[0.12, 0.47, 0.71], [1.0, 0.5, 0.05], [0.17, 0.63, 0.17]])
-    axes.scatter(
-        *points[rows].T, c=np.clip(likely[rows] @ colors, 0, 1), marker=marker, s=16, label=f"laboratory {label}"
-    )
+    axes.scatter(*points[rows].T, c=np.clip(likely[rows] @ colors, 0, 1), marker=marker, s=16)
+    axes.scatter([], [], c="0.5", marker=marker, s=16, label=f"laboratory {label}")
 draws = {n: np.asarray(found[n].sample(jax.random.key(1), (20,))) for n in ("mean", "precision")}
 
 
@@ -96,14 +95,13 @@ print(pvi.info(result.state))
 
 # %% [markdown]
 # The table says what was found: the likelihood is conjugate in each latent given the others, so every message is in
-# closed form and nothing is sampled. What does each laboratory know about the weights and the means?
+# closed form and nothing is sampled. What does each laboratory know about the weights?
 
 # %%
-_ = export.plot_forest(pvi, result.state, {"weights": range(3), "mean": range(2)})
+_ = export.plot_forest(pvi, result.state, "weights")
 
 # %% [markdown]
-# These intervals are those of Dirichlet and Gaussian distributions, in the latents' own supports: a weight stays
-# between 0 and 1.
+# These are intervals of Dirichlet distributions: a weight stays between 0 and 1.
 #
 # ## Topics
 #
