@@ -17,7 +17,7 @@ version = release = installed_version("numpyro_pvi")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_copybutton"]
 extensions += ["sphinx_design"]
-exclude_patterns = ["_build", "conf.py", "pictures", "**/.ipynb_checkpoints"]
+exclude_patterns = ["_build", "conf.py", "check_pages.py", "pictures", "**/.ipynb_checkpoints"]
 
 html_theme = "furo"
 html_title = "numpyro_pvi"
