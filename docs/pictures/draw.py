@@ -1,6 +1,6 @@
-"""Draws the pictures that are kept beside this file: python docs/pictures/draw.py [partitioned benchmark thumbnails].
+"""Draws the pictures that are kept beside this file: python docs/pictures/draw.py [partitioned benchmark plots thumbnails].
 
-`partitioned` is of a fit that is made here, `benchmark` of the table in docs/benchmarks.md, and `thumbnails` of the notebooks as the
+`partitioned` and `plots` are of fits that are made here, `benchmark` of the table in docs/benchmarks.md, and `thumbnails` of the notebooks as the
 last `make docs` has executed them.
 """
 
@@ -21,16 +21,19 @@ from matplotlib import pyplot as plt
 from numpyro.infer.autoguide import AutoMultivariateNormal
 from PIL import Image
 
-from numpyro_pvi import PVI, Partition
+from numpyro_pvi import PVI, Partition, export
+from numpyro_pvi.schedules import Decentralized, Synchronous
 
 HERE = pathlib.Path(__file__).parent
 # Which picture of each notebook stands for it.
 SHOWN = {
     "agents": 2,
     "arrivals": 0,
+    "bayesian_network": 0,
     "did_it_work": 3,
     "families": 0,
     "gallery": 0,
+    "gaussian_processes": 0,
     "hierarchies": 0,
     "hospitals": 0,
     "never_meet": 0,
@@ -135,6 +138,33 @@ def benchmark():
     figure.savefig(HERE / "benchmark.png", dpi=110)
 
 
+def plots():
+    """What each function of `numpyro_pvi.export` draws, of one small regression."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(160, 2))
+    y = (x @ [1.0, -0.7] + rng.logistic(size=160) > 0).astype(int)
+    group = rng.choice(["north", "east", "south"], size=160, p=[0.6, 0.3, 0.1])
+    data = jnp.asarray(x), jnp.asarray(y)
+
+    def fit(schedule, rounds):
+        pvi = PVI(Partition(model, "rows", group), AutoMultivariateNormal(model), schedule=schedule)
+        return pvi, pvi.run(jax.random.key(0), rounds, *data, progress_bar=False)
+
+    pvi, result = fit(Synchronous(), 8)
+    chain = Decentralized([("north", "east"), ("east", "south")], nodes=pvi.groups, steps_per_round=1)
+    agents, gossip = fit(chain, 12)
+    drawn = {
+        "forest": export.plot_forest(pvi, result.state).figure,
+        "influence": export.plot_influence(pvi, result.state).figure,
+        "khat": export.plot_khat(pvi, result.state, *data, rng_key=jax.random.key(1)).figure,
+        "error": export.plot_error({"synchronous": result, "no server": gossip}).figure,
+        "rounds": export.plot_rounds(result),
+        "agents": export.plot_agents(agents, gossip),
+    }
+    for name, figure in drawn.items():
+        figure.savefig(HERE / f"plot_{name}.png", dpi=80)
+
+
 def thumbnails():
     """Small copies of one picture of every notebook."""
     executed = HERE.parent / "_build" / "jupyter_execute" / "notebooks"
@@ -151,6 +181,6 @@ def thumbnails():
 
 if __name__ == "__main__":
     matplotlib.use("Agg")
-    wanted = sys.argv[1:] or ["partitioned", "benchmark", "thumbnails"]
-    for name in wanted:
-        {"partitioned": partitioned, "benchmark": benchmark, "thumbnails": thumbnails}[name]()
+    everything = {f.__name__: f for f in (partitioned, benchmark, plots, thumbnails)}
+    for name in sys.argv[1:] or everything:
+        everything[name]()
