@@ -1,13 +1,16 @@
 """Sphinx configuration. Pages need no network, to build or to read; notebooks run, and their errors are fatal."""
 
 import hashlib
-import json
 import os
 import pathlib
 import platform
 import re
 import shutil
 from importlib.metadata import version as installed_version
+
+import jupytext
+import nbformat
+from jupyter_cache import get_cache
 
 HERE = pathlib.Path(__file__).parent
 
@@ -32,6 +35,8 @@ myst_heading_anchors = 3
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 # The notebooks' fits are small: compiling takes nearly all of their time, and halves with XLA's optimiser off. Kernels
 # inherit the environment.
+# A kernel draws into the notebook only where no other backend is asked for.
+os.environ.pop("MPLBACKEND", None)
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 
@@ -54,6 +59,8 @@ nb_execution_cache_path = str(CACHES / results_key())
 for stale in CACHES.glob("*") if CACHES.is_dir() else ():
     if str(stale) != nb_execution_cache_path:
         shutil.rmtree(stale)
+# Made here, before processes that read pages side by side could each make it.
+get_cache(nb_execution_cache_path).list_cache_records()
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
@@ -83,17 +90,16 @@ def offer_notebook(app, pagename, templatename, context, doctree):
 
 
 def write_notebooks(app, exception):
-    """Writes the executed notebooks beside their pages; references to other pages become plain words there."""
-    if exception is None and app.builder.name == "html":
-        for path in sorted((HERE / "notebooks").glob("*.py")):
-            executed = pathlib.Path(app.outdir).parent / "jupyter_execute" / "notebooks" / f"{path.stem}.ipynb"
-            notebook = json.loads(executed.read_text())
-            for cell in notebook["cells"]:
-                if cell["cell_type"] == "markdown":
-                    source = "".join(cell["source"])
-                    cell["source"] = re.sub(r"\{doc}`(?:[^<`]*/)?([^/<`]+)`", r"*\1*", source)
-            target = pathlib.Path(app.outdir) / "notebooks" / executed.name
-            target.write_text(json.dumps(notebook, indent=1))
+    """Writes the notebooks with their results beside their pages; references to other pages become plain words there."""
+    if exception is not None or app.builder.name != "html":
+        return
+    cache = get_cache(nb_execution_cache_path)
+    for path in sorted((HERE / "notebooks").glob("*.py")):
+        _, notebook = cache.merge_match_into_notebook(jupytext.read(path, fmt="py:percent"))
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = re.sub(r"\{doc}`(?:[^<`]*/)?([^/<`]+)`", r"*\1*", cell.source)
+        nbformat.write(notebook, pathlib.Path(app.outdir) / "notebooks" / f"{path.stem}.ipynb")
 
 
 def setup(app):

@@ -89,7 +89,7 @@ _ = axes[1].set_xlabel("place on the road")
 
 # %% [markdown]
 # Ticks are answers, coloured by surveyor. Above, what all three know. Below, the *cavity* without the middle one:
-# taking her site out leaves the two others untouched, and the prior where she was. No fit was made for that.
+# taking that site out leaves the two others untouched, and little more than the prior there. No fit was made for that.
 
 # %%
 print(pvi.info(result.state))
@@ -115,7 +115,7 @@ nodes, weights = np.polynomial.hermite_e.hermegauss(30)
 chance = (1 / (1 + np.exp(-(mean[:, None] + sd[:, None] * nodes)))) @ weights / weights.sum()
 figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
 for axis, values, cmap, name in (
-    (panels[0], chance, "RdBu_r", "probability of the upper moon's label"),
+    (panels[0], chance, "RdBu_r", "probability of red"),
     (panels[1], sd, "Greys", "sd of the log odds"),
 ):
     shade = axis.contourf(horizontal, vertical, values.reshape(60, 70), 20, cmap=cmap)
@@ -133,16 +133,16 @@ for axis, values, cmap, name in (
 # times.
 
 # %%
-STEPS = 600
+STEPS = 400
 
 
 def series(steps, counts=None):
-    rate = numpyro.sample("log_rate", dist.GaussianRandomWalk(0.15, steps))
+    rate = numpyro.sample("log_rate", dist.GaussianRandomWalk(0.1, steps))
     with numpyro.plate("time", steps):
         numpyro.sample("counts", dist.Poisson(jnp.exp(rate)), obs=counts)
 
 
-walk = np.cumsum(0.15 * rng.normal(size=STEPS))
+walk = np.cumsum(0.1 * rng.normal(size=STEPS))
 counts = rng.poisson(np.exp(walk))
 chain = PVI(Partition(series, "time", 1), AutoExponentialFamily(series))
 smoothed = chain.run(jax.random.key(0), 50, STEPS, jnp.asarray(counts), tol=1e-4, progress_bar=False)

@@ -167,7 +167,7 @@ def plots():
 
 def thumbnails():
     """Small copies of one picture of every notebook."""
-    executed = HERE.parent / "_build" / "jupyter_execute" / "notebooks"
+    executed = HERE.parent / "_build" / "html" / "notebooks"
     for name, which in SHOWN.items():
         cells = json.loads((executed / f"{name}.ipynb").read_text())["cells"]
         outputs = [o.get("data", {}) for cell in cells for o in cell.get("outputs", ())]
