@@ -76,9 +76,9 @@ left.set_aspect("equal")
 left.margins(0.15)
 path = np.array(held)
 law = server.posterior(central.state)["w"]
-right.axhspan(
-    *(law.mean[0] + np.array([-2, 2]) * np.sqrt(law.variance[0])), color="0.9", label="with a server, two sds"
-)
+for end in (-2, 2):
+    label = "with a server, two sds" if end == 2 else None
+    right.axhline(law.mean[0] + end * np.sqrt(law.variance[0]), color="black", linestyle=":", label=label)
 for agent in range(9):
     color = plt.get_cmap("viridis")(agent / 8)
     rounds, (middle, width) = np.arange(1, len(path) + 1), path[:, agent].T
