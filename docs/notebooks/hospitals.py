@@ -206,7 +206,7 @@ for low, high in itertools.pairwise(edges):
     at, share = by_others[chosen].mean(), hits / count
     axes.vlines(at, min(below, share), max(above, share), color="C0")
     axes.plot(at, share, "o", color="C0")
-    axes.annotate(f"{count}", (at, share), (7, -9), textcoords="offset points", fontsize="small")
+    axes.annotate(f"{count}", (at, share), (7, -9 if at < 0.97 else 5), textcoords="offset points", fontsize="small")
 axes.set(xlabel="predicted by the other hospitals", ylabel="share that is malignant", aspect="equal")
 score = np.where(np.asarray(y) == 1, np.log(by_others), np.log1p(-by_others))
 print(

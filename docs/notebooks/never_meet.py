@@ -56,7 +56,7 @@ def run(schedule, rounds):
 
 together = run(Synchronous(), 15)
 alone = run(Asynchronous(delays={"slow": SLOW}), 110)
-lossy = run(Asynchronous(delays={"slow": SLOW}, loss_rate=0.3, duplicate_rate=0.1, reorder=True), 110)
+lossy = run(Asynchronous(delays={"slow": SLOW}, loss_rate=0.3), 130)
 best = max(float(np.max(r.trace.elbo)) for r in (together, alone, lossy))
 
 # %% tags=["hide-input"]
