@@ -77,8 +77,8 @@ _ = axes.legend()
 # %% [markdown]
 # Grey lines are the times at which the slow group has finished a visit. A synchronous round ends there and not
 # earlier. Asynchronously the other seven have agreed among themselves long before the slow one is first heard; then
-# its site arrives, and the error falls by orders of magnitude at a time. Losing nearly every third message costs
-# time, most of all where the slow group's are lost, and nothing else: the end is the same.
+# its site arrives, and the error falls by orders of magnitude at a time. Losing nearly every third message costs a
+# little time here, and nothing else: the end is the same. (A lost message of the slow group would cost twenty units.)
 #
 # ## How stale is what arrives?
 #
