@@ -33,6 +33,8 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.solvers import SNEP, NaturalGradient, PowerEP
 
+numpyro.enable_x64()
+
 # %%
 log_dose = jnp.array([-0.86, -0.30, -0.05, 0.73])
 deaths = jnp.array([0, 1, 3, 5])
