@@ -41,7 +41,7 @@ lint: $(VENV)/.installed-lint $(VENV)/.installed-test  ## one linter, one type c
 	$(PY) -m pyright --pythonpath $(PY)
 
 docs: $(VENV)/.installed-docs docs/_static/mathjax/tex-mml-chtml.js  ## HTML in docs/_build/html, warnings are errors
-	MPLBACKEND=Agg $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+	MPLBACKEND=Agg $(PY) -m sphinx -j 2 -W --keep-going -b html docs docs/_build/html
 
 # Formulas are set by MathJax from a local copy, so that the pages work without a network. Without npm the pages are built
 # all the same and show their formulas as TeX.

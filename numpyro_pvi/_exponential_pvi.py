@@ -274,8 +274,12 @@ class ExponentialPVI(PVI):
         return super().forget_group(state, label)
 
     @follows
-    def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
+    def khat(
+        self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, by_group: bool = False, **kwargs: Any
+    ) -> Any:
         """Pareto k-hat of importance weights from q to the exact posterior, in the latents' own supports; see :meth:`PVI.khat`."""
+        if by_group:
+            raise self.refused("khat(by_group=True)")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))

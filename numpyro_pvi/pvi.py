@@ -634,7 +634,9 @@ class PVI(SVI):
         return diagnostics.log_score(rng_key, *fixed, num_samples=num_samples)
 
     @follows
-    def khat(self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any) -> float:
+    def khat(
+        self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, by_group: bool = False, **kwargs: Any
+    ) -> Any:
         """Pareto k-hat of importance weights from q to the exact posterior: below .7 q is usable, below .5 good.
 
         Args:
@@ -644,10 +646,17 @@ class PVI(SVI):
             num_samples: draws from q; each costs one evaluation of the model on all rows. Up to 64 times as many are taken where
                 k-hat is above .7 although the effective sample size is above half of the draws, unless the data are large: a
                 tenth of a thousand draws is too much to be the tail of a q that is nearly right.
+            by_group: judge every group's site by itself: k-hat of the weights ``p(y_m | theta) / t_m(theta)``, from q to q with the
+                exact factor of group m in its site's place. Gaussian guides without local latents only.
             kwargs: the model's keyword arguments.
 
         Returns:
-            k-hat.
+            k-hat; with ``by_group`` a dict of one by label, ``PRIOR`` first where the prior has a site.
+
+        Raises:
+            StateError: when the rows of some groups are not at hand.
+            PVIError: for fewer than 100 draws, and for ``by_group`` where there is no such thing.
+            ImproperError: when q is not normalisable.
 
         References:
             Yao et al., Yes, but Did It Work?: Evaluating Variational Inference, section 3.
@@ -657,7 +666,8 @@ class PVI(SVI):
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
         local, params = None if state.plan.partition.local is None else by_unit(state), self._param_values(state)
         fixed = FullPlates(state.plan.partition.model(self.model)), dense_form(state), args, kwargs, params
-        return diagnostics.khat(rng_key, *fixed, num_samples=num_samples, local=local)
+        judge = diagnostics.khat_by_group if by_group else diagnostics.khat
+        return judge(rng_key, *fixed, num_samples=num_samples, local=local)
 
     @follows
     def to_arviz(
@@ -679,10 +689,8 @@ class PVI(SVI):
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
         model, params = FullPlates(state.plan.partition.model(self.model)), self.get_params(state)
-        trace = getattr(state_or_result, "trace", None)
-        agents = own_marginals(self, state)
-        shown = {"num_samples": num_samples, "trace": trace, "agents": agents}
-        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, **shown)
+        shown = {"trace": getattr(state_or_result, "trace", None), "agents": own_marginals(self, state)}
+        return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, **shown)
 
     # ------------------------------------------------------------------ joints between the rooms
 

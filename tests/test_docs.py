@@ -39,3 +39,27 @@ def test_pages_name_no_missing_page():
         if not (page.parent / target).exists()
     ]
     assert missing == []
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_notebook_asks_draws_and_leads_on(notebook):
+    """Each is Python, draws, opens with its question, and ends with where to go; the front page has a card and a small picture."""
+    text, front = notebook.read_text(), (ROOT / "docs" / "index.md").read_text()
+    compile(text, notebook.name, "exec")
+    cells = text.split("\n# %%")[1:]
+    assert "plt." in text and "## What to try next" in cells[-1]
+    assert f"\nnotebooks/{notebook.stem}\n" in front and f":link: notebooks/{notebook.stem}\n" in front
+    assert f":img-top: pictures/{notebook.stem}.png" in front
+
+
+def test_pictures_are_there_and_small():
+    shown = [
+        (page.parent / name).resolve()
+        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for name in re.findall(r"[\w/]*pictures/\w+\.png", page.read_text())
+    ]
+    assert len(set(shown)) >= len(NOTEBOOKS) + 2
+    assert [path for path in shown if not path.is_file() or path.stat().st_size > 300_000] == []

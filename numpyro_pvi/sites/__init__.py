@@ -1,6 +1,6 @@
 """Site algebra in natural space: sum, cavity, damping. Pure; no keys, no data, no densities."""
 
-from ._algebra import MAX_HALVINGS, SiteStack, back_off, cavity, damp, posterior, select, take
+from ._algebra import MAX_HALVINGS, SiteStack, back_off, cavity, damp, posterior, select, take, with_shares
 from ._local import LocalSites, OwnConditionals, keep_groups, marginal_sites
 from ._members import MemberSites
 from ._rows import RowSites
@@ -28,4 +28,5 @@ __all__ = [
     "take",
     "tie",
     "tied_site",
+    "with_shares",
 ]

@@ -58,6 +58,34 @@ def _sum_groups(prior_natural: Any, sites: SiteStack) -> Any:
     return type(prior_natural)({**total.parts, **sites.local.parts})
 
 
+def with_shares(sites: SiteStack, groups: Any, others: Any = None, prior: float = 1.0) -> SiteStack:
+    """Every site to a power of its own: share 0 takes it out of the product, 1 leaves it as it is.
+
+    Args:
+        sites: all sites.
+        groups: Float[M], shares of the groups whose rows are at hand (Float[1] where all groups share one site, Float[1 P] where
+            sites are held by P rows).
+        others: Float[S], shares of the slots of the other groups; as they are by default.
+        prior: share of the prior factor's site.
+
+    Returns:
+        The sites ``share * eta``; what groups with local latents keep stays as it is.
+    """
+
+    def scaled(stack: Any, shares: Any) -> Any:
+        shape = jnp.shape(shares)
+        return jax.tree.map(
+            lambda x: x * jnp.reshape(jnp.asarray(shares, x.dtype), (*shape, *(1,) * (x.ndim - len(shape)))), stack
+        )
+
+    return SiteStack(
+        groups=scaled(sites.groups, groups),
+        prior=None if sites.prior is None else sites.prior * prior,
+        local=sites.local,
+        others=sites.others if sites.others is None or others is None else scaled(sites.others, others),
+    )
+
+
 def cavity(posterior_natural: Any, site: Any, power: float | Float[Array, ""] = 1.0) -> Any:
     """Natural parameters of q with a ``power`` share of one site removed, ``eta_q - power * eta_m``."""
     return posterior_natural - site * power
