@@ -13,6 +13,7 @@ from scipy.optimize import minimize
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.factors import _planner
+from numpyro_pvi.factors._checks import is_hostile
 from numpyro_pvi.runtime import _starts
 
 
@@ -163,6 +164,22 @@ def test_waiting_times_under_a_wide_prior_reach_the_closed_form(split):
     model = censored if split == "by default" else Partition(censored, "seen", 3)
     found = _fit(model, AutoDiagonalNormal, data, 20)
     assert -found.losses[-1] == pytest.approx(_closed_form(*data), abs=0.02)
+
+
+def test_a_link_that_overflows_on_one_side_is_seen_from_every_key(monkeypatch):
+    """Directions of looks are random: some keys look to the harmless side alone, where exp(-level) vanishes."""
+
+    def waiting(y):
+        level = numpyro.sample("level", dist.Normal(0.0, 10.0))
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", dist.Exponential(jnp.exp(-level)), obs=y)
+
+    seen = []
+    monkeypatch.setattr(_planner, "is_hostile", lambda probe: seen.append(is_hostile(probe)) or seen[-1])
+    pvi, y = PVI(Partition(waiting, "rows", 2), AutoDiagonalNormal(waiting)), np.linspace(0.5, 3.0, 8)
+    for seed in range(8):
+        pvi.init(jax.random.key(seed), y)
+    assert seen == [True] * 8
 
 
 @pytest.mark.parametrize("name", HOSTILE)

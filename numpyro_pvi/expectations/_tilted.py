@@ -18,6 +18,9 @@ TEMPERINGS = 12
 LEAST_SHARE, LEAST_PER_LATENT = 0.05, 2.0
 # Nats below the heaviest point that the border of a grid must lie.
 _BORDER = 16.0
+# The same where the cavity is proper, so that mass beyond the border is a long tail's and bounded: what it takes of a variance is
+# far less than half of the power would.
+_TAIL = 8.0
 
 
 class Tilted(NamedTuple):
@@ -129,8 +132,9 @@ def from_points(
         weights = jnp.exp(logs - top)
         ess = jnp.sum(weights) ** 2 / jnp.sum(weights**2)
         # Mass beyond the border is what an improper tilted distribution has.
-        inside = jnp.max(jnp.where(cloud.border, logs, -jnp.inf)) < top - _BORDER
-        proper = jnp.where(is_grid, inside, family.in_domain(q - site * (power * share)))
+        edge, proper = jnp.max(jnp.where(cloud.border, logs, -jnp.inf)), family.in_domain(q - site * (power * share))
+        inside = edge < top - jnp.where(proper, _TAIL, _BORDER)
+        proper = jnp.where(is_grid, inside, proper)
         return ess, proper & (ess >= least)
 
     ess, good = jax.vmap(look)(shares)

@@ -101,12 +101,12 @@ def is_hostile(probe: Probe) -> bool:
         probe: values at the probe points.
 
     Returns:
-        True when one is not finite within ten prior sds, or rows are a thousand times less likely at some point within three than
-        at the best one.
+        True when one is not finite within ten prior sds, or rows are a thousand times less likely at some point within three,
+        on either side, than at the best one.
     """
     near, nearer = (np.flatnonzero(np.tile(ray_steps() <= reach, probe.rays.blocks)) for reach in (10.0, 3.0))
     if not all(np.all(np.isfinite(v[near])) for v in (*probe.rows.values(), *probe.latents.values())):
         return True
     sizes = (v[nearer].reshape(nearer.size, -1).sum(axis=1, dtype=np.float64) for v in probe.rows.values())
-    total = np.abs(sum(sizes, start=np.zeros(nearer.size)))
-    return bool(np.max(total) > HOSTILE * np.min(total))
+    total = np.abs(np.append(sum(sizes, start=np.zeros(nearer.size)), probe.sides.astype(np.float64)))
+    return not np.all(np.isfinite(total)) or bool(np.max(total) > HOSTILE * np.min(total))

@@ -44,6 +44,8 @@ _NUM_DRAWS = 64
 _RAY_SCALES = (1e-4, 1e-2, 0.3, 3.0, 30.0)
 _NUM_DIRECTIONS = 2
 _CHECK_STEPS = (0.3, 0.01)
+# How far to both sides of the prior's location, in prior sds, densities are looked at as well: a link may overflow on one side.
+_ASIDE = 3.0
 # Arguments and points looked at together.
 _LOOK_BYTES = 1 << 28
 # NumPyro's distributions whose log density can be quadratic in their parameters, once expansions and transforms are
@@ -90,6 +92,8 @@ class Probe:
     params: dict
     # Names of ``numpyro.param`` sites that the log density does not depend on, whatever their values.
     inert: tuple[str, ...]
+    # Float[2]: all rows' log density to both sides of the prior's location; structure is not looked for there.
+    sides: np.ndarray
     # Prior location and sd of every unit's local latents, Float[U K], and what couples them; None when there are none.
     local: LocalProbe | None = None
 
@@ -183,6 +187,7 @@ def _on_host(found: dict, look: TracedLook, packing: Packing | GroupMasks, facts
         prior_sd=found["sd"],
         params=found["params"],
         inert=tuple(n for n in found["params"] if n not in look.labels),
+        sides=found["sides"],
         local=None if found["local"] is None else LocalProbe(*found["local"]),
     )
 
@@ -214,11 +219,15 @@ class _StaticArgs:
         # What holds at the parameters' start alone is told from what holds for all of their values.
         several = [params, moved_values(params, self.sites, direction_key)] if params else [params]
 
+        aside = _ASIDE * sd * noise[0] / jnp.max(jnp.abs(noise[0]), initial=1e-6)
+        everywhere, ahead = jnp.concatenate([points, jnp.stack([loc - aside, loc + aside])]), len(points)
+
         def along(params):
-            return _over_points(lambda z: self._some_rows(look(arrays, params, call.local, z)), points, arrays)
+            return _over_points(lambda z: self._some_rows(look(arrays, params, call.local, z)), everywhere, arrays)
 
         looks = [along(p) for p in several]
-        seen = jax.tree.map(lambda *parts: jnp.concatenate(parts), *looks)
+        sides = sum(jnp.sum(x[ahead:].reshape(2, -1), axis=1) for x in looks[0]["rows"].values())
+        seen = jax.tree.map(lambda *parts: jnp.concatenate([x[:ahead] for x in parts]), *looks)
         first = {kind: jax.tree.map(lambda x: x[0], seen[kind]) for kind in ("rows", "leaves")}
         if any(_samples(f) for f in self.facts.values()):
             first = look(arrays, params, call.local, points[0])
@@ -256,6 +265,7 @@ class _StaticArgs:
             "sd": sd,
             "params": params,
             "local": local,
+            "sides": jnp.zeros((2,)) + sides,
         }
 
     def _some_rows(self, seen: dict) -> dict:

@@ -1,5 +1,6 @@
 """Law 5: power EP is EP at power 1 and meets variational inference linearly as the power tends to 0; its evidence."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -9,6 +10,7 @@ from jax.scipy.special import ndtr
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 import numpyro_pvi.runtime._tilted as moments
+from numpyro_pvi import PVI, Partition
 from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import PowerEP
 
@@ -169,3 +171,28 @@ def test_a_tilted_distribution_that_keeps_its_site_is_seen(monkeypatch):
     monkeypatch.setattr(moments, "from_points", wrong)
     fitted = fit(make_logistic(), X, LABELS, groups(3), PowerEP(), Sequential(), 10)
     assert np.max(gaps(fitted, ep_oracles.grid_ep(X, LABELS, groups(3)))) > 1e-2
+
+
+def test_one_group_has_the_moments_of_a_posterior_with_a_long_tail(x64):
+    """Deaths by dose (Racine et al., 1986): EP with one site is the posterior's own mean and covariance, whatever the precision."""
+    dose, deaths = np.array([-0.86, -0.30, -0.05, 0.73]), np.array([0, 1, 3, 5])
+
+    def bioassay(x, y):
+        a, b = numpyro.sample("a", dist.Normal(0.0, 3.0)), numpyro.sample("b", dist.Normal(0.0, 20.0))
+        with numpyro.plate("doses", len(x)):
+            numpyro.sample("y", dist.Binomial(5, logits=a + b * x), obs=y)
+
+    a, b = np.meshgrid(np.linspace(-15, 15, 601), np.linspace(-60, 120, 1801), indexing="ij")
+    u = a[..., None] + b[..., None] * dose
+    logs = np.sum(deaths * u - 5 * np.logaddexp(0, u), -1) - 0.5 * (a / 3) ** 2 - 0.5 * (b / 20) ** 2
+    mass = np.exp(logs - logs.max())
+    mass /= mass.sum()
+    mean = np.array([np.sum(mass * v) for v in (a, b)])
+    sd = np.sqrt([np.sum(mass * (v - m) ** 2) for v, m in zip((a, b), mean, strict=True)])
+    pvi = PVI(Partition(bioassay, "doses", 1), AutoMultivariateNormal(bioassay), solver=PowerEP(1.0))
+    result = pvi.run(jax.random.key(0), 40, dose, deaths, tol=1e-4, progress_bar=False)
+    tril = np.asarray(result.params["auto_scale_tril"])
+    assert result.converged
+    np.testing.assert_allclose((np.asarray(result.params["auto_loc"]) - mean) / sd, 0.0, atol=1e-3)
+    np.testing.assert_allclose(np.sqrt(np.sum(tril**2, 1)) / sd, 1.0, atol=1e-3)
+    assert not any("less" in note for note in result.info.notes)
