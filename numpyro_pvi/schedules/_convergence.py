@@ -375,7 +375,9 @@ def settled(report: RoundReport, tol: Any, floor: Any) -> Any:
 def within_noise(report: RoundReport, floor: Any) -> Any:
     """Whether what is left is no more than what the noise of sampled moments asks for."""
     step = report.step.max()
-    explained = (report.estimate * step <= _NOISES * floor) & ((step > 0) | (report.estimate <= 0))
+    # An infinite move times no step would be a warning of NumPy's.
+    moved = report.estimate.clip(max=_HUGE) * step
+    explained = (moved <= _NOISES * floor) & ((step > 0) | (report.estimate <= 0))
     return explained & (floor <= LARGEST_NOISE)
 
 
