@@ -219,15 +219,12 @@ class _StaticArgs:
         # What holds at the parameters' start alone is told from what holds for all of their values.
         several = [params, moved_values(params, self.sites, direction_key)] if params else [params]
 
-        aside = _ASIDE * sd * noise[0] / jnp.max(jnp.abs(noise[0]), initial=1e-6)
-        everywhere, ahead = jnp.concatenate([points, jnp.stack([loc - aside, loc + aside])]), len(points)
+        everywhere = _with_sides(points, loc, sd, noise[0])
 
         def along(params):
             return _over_points(lambda z: self._some_rows(look(arrays, params, call.local, z)), everywhere, arrays)
 
-        looks = [along(p) for p in several]
-        sides = sum(jnp.sum(x[ahead:].reshape(2, -1), axis=1) for x in looks[0]["rows"].values())
-        seen = jax.tree.map(lambda *parts: jnp.concatenate([x[:ahead] for x in parts]), *looks)
+        seen, sides = _apart([along(p) for p in several])
         first = {kind: jax.tree.map(lambda x: x[0], seen[kind]) for kind in ("rows", "leaves")}
         if any(_samples(f) for f in self.facts.values()):
             first = look(arrays, params, call.local, points[0])
@@ -265,7 +262,7 @@ class _StaticArgs:
             "sd": sd,
             "params": params,
             "local": local,
-            "sides": jnp.zeros((2,)) + sides,
+            "sides": sides,
         }
 
     def _some_rows(self, seen: dict) -> dict:
@@ -448,6 +445,18 @@ def _ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Floa
     steps = jnp.asarray(ray_steps()[1:], loc.dtype).reshape(len(directions), -1)
     moved = loc + steps[:, :, None] * directions[:, None, :]
     return jnp.concatenate([loc[None], moved.reshape(moved.shape[0] * moved.shape[1], loc.shape[0])])
+
+
+def _with_sides(points: Float[Array, "P D"], loc, sd, direction) -> Float[Array, "P+2 D"]:
+    """Points, and one to either side of the prior's location."""
+    aside = _ASIDE * sd * direction / jnp.max(jnp.abs(direction), initial=1e-6)
+    return jnp.concatenate([points, jnp.stack([loc - aside, loc + aside])])
+
+
+def _apart(looks: list[dict]) -> tuple[dict, Float[Array, "2"]]:
+    """What was seen at the points, of all parameters; and the log density of all rows at the sides, of the first."""
+    sides = sum((jnp.sum(x[-2:].reshape(2, -1), axis=1) for x in looks[0]["rows"].values()), start=jnp.zeros((2,)))
+    return jax.tree.map(lambda *parts: jnp.concatenate([x[:-2] for x in parts]), *looks), sides
 
 
 def _over_points(look, points: Float[Array, "P D"], arrays: list):
