@@ -215,20 +215,18 @@ class _StaticArgs:
             own_loc, own_sd = _robust_moments(own)
             call = dataclasses.replace(call, local=own_loc)
         noise = jax.random.normal(direction_key, (_NUM_DIRECTIONS, call.layout.dim), loc.dtype)
-        points = _ray_points(loc, sd * noise)
+        looked = _with_sides(_ray_points(loc, sd * noise), loc, sd, noise[0])
         # What holds at the parameters' start alone is told from what holds for all of their values.
         several = [params, moved_values(params, self.sites, direction_key)] if params else [params]
 
-        everywhere = _with_sides(points, loc, sd, noise[0])
-
         def along(params):
-            return _over_points(lambda z: self._some_rows(look(arrays, params, call.local, z)), everywhere, arrays)
+            return _over_points(lambda z: self._some_rows(look(arrays, params, call.local, z)), looked, arrays)
 
         seen, sides = _apart([along(p) for p in several])
         first = {kind: jax.tree.map(lambda x: x[0], seen[kind]) for kind in ("rows", "leaves")}
         if any(_samples(f) for f in self.facts.values()):
-            first = look(arrays, params, call.local, points[0])
-        points = jnp.concatenate([points] * len(several))
+            first = look(arrays, params, call.local, looked[0])
+        points = jnp.concatenate([looked[:-2]] * len(several))
         checks = loc + jnp.asarray(_CHECK_STEPS, loc.dtype)[:, None] * sd * noise
         own_checks, local = None, None
         if own_loc is not None and own_sd is not None:
