@@ -17,7 +17,7 @@ from ._tilted import PointCloud
 # Dimensions up to which quasi-random points are worth their static table.
 _QUASI_DIM = 32
 # Grids: half-width in sds of q and spacing.
-_GRIDS = {"float64": (12.0, 0.25), "float32": (9.0, 0.3)}
+_GRIDS = {"float64": (12.0, 0.25), "float32": (12.0, 0.4)}
 # Latents that a dense grid can have.
 GRID_DIM = 2
 
@@ -80,9 +80,10 @@ def shifted_normals(key: Any, dim: int, width: int, count: int, units: int, dtyp
 
 
 def grid_cloud(dim: int, dtype: Any) -> PointCloud:
-    """A trapezoidal grid over plus and minus 12 sds (9 in float32) in one or two dimensions.
+    """A trapezoidal grid over plus and minus 12 sds in one or two dimensions, coarser in float32.
 
-    Its error is of the order of rounding for tilted distributions down to about half the sd of q, in each direction.
+    As wide in both precisions, because a long tail needs the width: where its mass reaches the border, less of the power is
+    taken. Its error is of the order of rounding for tilted distributions down to about half the sd of q, in each direction.
 
     Args:
         dim: 1 or 2.

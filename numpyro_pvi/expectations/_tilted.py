@@ -18,9 +18,6 @@ TEMPERINGS = 12
 LEAST_SHARE, LEAST_PER_LATENT = 0.05, 2.0
 # Nats below the heaviest point that the border of a grid must lie.
 _BORDER = 16.0
-# The same where the cavity is proper, so that mass beyond the border is a long tail's and bounded: what it takes of a variance is
-# far less than half of the power would.
-_TAIL = 8.0
 
 
 class Tilted(NamedTuple):
@@ -132,9 +129,8 @@ def from_points(
         weights = jnp.exp(logs - top)
         ess = jnp.sum(weights) ** 2 / jnp.sum(weights**2)
         # Mass beyond the border is what an improper tilted distribution has.
-        edge, proper = jnp.max(jnp.where(cloud.border, logs, -jnp.inf)), family.in_domain(q - site * (power * share))
-        inside = edge < top - jnp.where(proper, _TAIL, _BORDER)
-        proper = jnp.where(is_grid, inside, proper)
+        inside = jnp.max(jnp.where(cloud.border, logs, -jnp.inf)) < top - _BORDER
+        proper = jnp.where(is_grid, inside, family.in_domain(q - site * (power * share)))
         return ess, proper & (ess >= least)
 
     ess, good = jax.vmap(look)(shares)

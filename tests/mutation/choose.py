@@ -30,7 +30,6 @@ OTHERS = {
     "core/AddNot",
     "core/ReplaceUnaryOperator_USub_UAdd",
     "core/ReplaceUnaryOperator_Delete_Not",
-    "core/ReplaceUnaryOperator_USub_Nothing",
     "core/ReplaceUnaryOperator_Delete_USub",
 }
 
@@ -43,7 +42,7 @@ def moves_a_number(operator):
 
 
 def places(rows):
-    """One job a place, (module, line, column, kind of operator): the operators of one place would be seen together."""
+    """Operators and jobs by place (module, line, column): one of each place is drawn, for a test sees all of them together."""
     found = {}
     for job, module, operator, line, column in rows:
         found.setdefault((module, line, column), []).append((operator, job))
