@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.core
 
-from ._compiling import Programs, at_work
+from ._compiling import Programs, at_work, is_traced
 from ._fingerprint import SiteDigest, model_digest
 from ._snapshot import Snapshot
 from .errors import PVIError
@@ -154,7 +154,7 @@ class Followed:
             args: positional arguments as arrays.
             kwargs: keyword arguments as arrays.
         """
-        if not self._to_trace or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        if not self._to_trace or is_traced((args, kwargs)):
             return
         arrays, static = split_arguments(args, kwargs)
         key, now = (static, tuple((x.shape, str(x.dtype)) for x in arrays)), self.programs

@@ -79,7 +79,8 @@ def _made_by(equation: Any) -> int:
 class Program:
     """``jax.jit`` of a function, at a level of compiling that each call may choose.
 
-    Under an outer ``jit``, ``vmap`` or ``grad`` it is the plain one, since an outer program decides how it is compiled.
+    Under an outer ``jit``, ``vmap`` or ``grad`` it is the plain one, since an outer program decides how it is compiled. Where JAX
+    is asked to leave most optimisations out (``JAX_DISABLE_MOST_OPTIMIZATIONS``), "middle" is "cheap".
 
     Args:
         fn: the function.
@@ -102,6 +103,8 @@ class Program:
             level = "cheap" if _size((args, kwargs)) <= _LARGEST_READING else "full"
         if level in _refused or _under_trace(args, kwargs) or jax.default_backend() != "cpu":
             level = "full"
+        elif level == "middle" and jax.config.values.get("jax_disable_most_optimizations"):
+            level = "cheap"
         try:
             return self._way(level)(*args, **kwargs)
         except jax.errors.JaxRuntimeError as error:
@@ -273,7 +276,7 @@ def _digest(closed: Any) -> bytes:
     # Arrays inside of inner jaxprs are printed by name only.
     for const in _inner_consts(closed.jaxpr):
         digest.update(str(jax.typeof(const)).encode())
-        digest.update(np.asarray(const).tobytes())
+        digest.update(content(const))
     return digest.digest()
 
 
@@ -308,12 +311,19 @@ def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)
 
 
+def is_traced(tree: Any) -> bool:
+    """Whether any leaf has no value yet."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def content(array: Any) -> memoryview:
+    """The bytes of an array in order, for a digest; a view where the array lies in order, else of a copy."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
 def _under_trace(args: tuple, kwargs: dict) -> bool:
     # With concrete arguments only a new array says whether an outer program is being written.
-    leaves = jax.tree.leaves((args, kwargs))
-    return any(isinstance(x, jax.core.Tracer) for x in leaves) or isinstance(
-        jax.device_put(np.float32(0)), jax.core.Tracer
-    )
+    return is_traced((args, kwargs)) or isinstance(jax.device_put(np.float32(0)), jax.core.Tracer)
 
 
 def _size(tree: Any) -> int:

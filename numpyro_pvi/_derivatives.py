@@ -31,45 +31,54 @@ def either_mode(run: Callable[[bool], Any]) -> Any:
     return run(True)
 
 
-def value_and_grad(function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
+def value_and_grad(
+    function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """As ``jax.value_and_grad``, by forward passes, one per number of the argument, where the function has no reverse mode.
 
     Args:
-        function: of a scalar value.
-        argnums: the argument (an array, or a pytree of arrays) to differentiate by.
+        function: of a scalar value, or with ``has_aux`` of a pair of one and of whatever else it found.
+        argnums: the argument (an array, or a pytree of arrays) to differentiate by, or several.
+        has_aux: whether the function gives a pair.
 
     Returns:
-        A function of the same arguments that gives value and gradient.
+        A function of the same arguments that gives what the function does, and the gradient.
     """
 
-    def both(*args: Any) -> tuple[Any, Any]:
-        def twice(at: Any) -> tuple[Any, Any]:
-            value = function(*args[:argnums], at, *args[argnums + 1 :])
-            return value, value
+    def twice(*args: Any) -> tuple[Any, Any]:
+        found = function(*args)
+        return (found[0] if has_aux else found), found
 
+    def both(*args: Any) -> tuple[Any, Any]:
         def run(forward: bool) -> tuple[Any, Any]:
             if not forward:
-                return jax.value_and_grad(function, argnums)(*args)
-            gradient, value = jax.jacfwd(twice, has_aux=True)(args[argnums])
-            return value, gradient
+                return jax.value_and_grad(function, argnums, has_aux=has_aux)(*args)
+            gradient, found = jax.jacfwd(twice, argnums, has_aux=True)(*args)
+            return found, gradient
 
         return either_mode(run)
 
     return both
 
 
-def grad(function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
-    """The gradient alone: see :func:`value_and_grad`.
+def grad(function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient, and with ``has_aux`` what else the function found: see :func:`value_and_grad`.
 
     Args:
-        function: of a scalar value.
-        argnums: the argument to differentiate by.
+        function: of a scalar value, or with ``has_aux`` of a pair.
+        argnums: the argument to differentiate by, or several.
+        has_aux: whether the function gives a pair.
 
     Returns:
         A function of the same arguments that gives the gradient.
     """
-    both = value_and_grad(function, argnums)
-    return lambda *args: both(*args)[1]
+    both = value_and_grad(function, argnums, has_aux)
+
+    def slope(*args: Any) -> Any:
+        found, gradient = both(*args)
+        return (gradient, found[1]) if has_aux else gradient
+
+    return slope
 
 
 def hessian_of(function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import RenyiELBO
 
-from ._compiling import Programs, level_of, owned_jit
+from ._compiling import Programs, is_traced, level_of, owned_jit
 from ._groups import reduced, rows_of
 from ._state import Plan, PVIState
 from .errors import PVIError, StateError
@@ -262,11 +262,6 @@ def _elbo(engine: Any, state: PVIState, loss: Callable, traced: bool) -> tuple[A
             found = jnp.stack(values[1:])
             return jnp.mean(found), jnp.std(found, ddof=1) / np.sqrt(EVIDENCE_SETS)
     return values[0], jnp.zeros((), float_dtype())
-
-
-def is_traced(tree: Any) -> bool:
-    """Whether any leaf has no value yet."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def float_dtype():

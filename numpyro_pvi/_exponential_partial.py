@@ -7,8 +7,7 @@ from typing import Any
 from .errors import PVIError
 from .runtime import Labels, ProductPlan, RowLatent, is_partial, most_groups
 from .schedules import Sequential, StochasticSubset
-from .solvers import StochasticNaturalGradient
-from .solvers._settings import resolve
+from .solvers import StochasticNaturalGradient, resolve
 
 
 def check_partial_choices(solver: Any, schedule: Any) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 from ._newcomers import Newcomers
 from ._state import Plan, PVIState
 from .errors import PVIError
-from .factors import Arrival, arrive
-from .factors._packing import choose_chunk_rows, pack_rows
+from .factors import Arrival, arrive, choose_chunk_rows, pack_rows
 from .handlers import GroupTable
 from .runtime import ProductEngine
 from .schedules import empty_report

@@ -22,8 +22,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
-from .factors import is_latent, join_arguments
-from .factors._model import is_observed
+from ._compiling import content
+from .factors import is_latent, is_observed, join_arguments
 from .handlers import FullPlates
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -193,7 +193,7 @@ class _Graph:
         if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             return self.hash(_plain(value))
         array = np.asarray(value)
-        return self.hash(f"{array.dtype} {array.shape}", np.ascontiguousarray(array).tobytes())
+        return self.hash(f"{array.dtype} {array.shape}", bytes(content(array)))
 
 
 def _plain(value: Any) -> str:

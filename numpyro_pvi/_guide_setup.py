@@ -20,6 +20,7 @@ from numpyro.infer import autoguide
 from numpyro.infer import util as infer_util
 
 from ._compiling import Program, on_device
+from ._derivatives import value_and_grad
 
 # What is made anew from concrete values: the copy's own hold tracers.
 _REMADE = (
@@ -128,7 +129,7 @@ def _start_is_finite(twin: Any) -> list:
             # Repeated to the size of a plate that draws a mini-batch.
             raise _NotInOneProgram
     plates = {n: s["value"] for n, s in trace.items() if s["type"] == "plate"}
-    density, slope = jax.value_and_grad(handlers.substitute(twin._potential_fn, data=plates))(locs)
+    density, slope = value_and_grad(handlers.substitute(twin._potential_fn, data=plates))(locs)
     return [jnp.all(jnp.isfinite(x)) for x in (density, *jax.tree.leaves(slope))]
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._compiling import owned_jit
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError
 from .factors import HOSTILE, PartitionPlan
@@ -137,15 +138,25 @@ def at_guide_start(guide: Any, state: PVIState) -> PVIState:
     Returns:
         The state. Latents inside the partitioned plate start where the guide starts them, too.
     """
+    part = state.plan.partition
+    names = (*part.layout.names, *(() if part.local is None else part.local.names))
+    locs = {n: guide._init_locs[n] for n in names}
+    return _at_start(state=state, locs=locs, scale=guide._init_scale, level="cheap")
+
+
+def _from_start(state: PVIState, locs: dict[str, Any], scale: Any) -> PVIState:
     plan, dtype = state.plan, jnp.result_type(float)
-    part, locs, scale = plan.partition, guide._init_locs, guide._init_scale
 
     def at(layout: Any) -> tuple[Any, Any]:
         loc = layout.flatten({n: jnp.asarray(locs[n], dtype) for n in layout.names}).astype(dtype)
         return loc, jnp.full_like(loc, scale)
 
-    rows = None if part.local is None else first_conditionals(plan, state.packing, *at(part.local))
-    return at_natural(_unit_sites(state), plan.family.from_loc_sd(*at(part.layout)), rows)
+    rows = None if plan.partition.local is None else first_conditionals(plan, state.packing, *at(plan.partition.local))
+    return at_natural(_unit_sites(state), plan.family.from_loc_sd(*at(plan.partition.layout)), rows)
+
+
+# One program for some thirty small ones.
+_at_start = owned_jit(_from_start, ())
 
 
 def _unit_sites(state: PVIState) -> PVIState:

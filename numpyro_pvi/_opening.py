@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-import jax.core
 
-from ._compiling import Program
+from ._compiling import Program, is_traced
 from ._entry import positional_names
 from ._swap import first_that_fits, warn_of_choice
 from .errors import GuideError, PVIError
@@ -124,7 +123,7 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
         DataError: for NaN or infinity in the arguments.
         PartitionError: when there is nothing to split.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rng_key, args, kwargs))):
+    if is_traced((rng_key, args, kwargs)):
         raise PVIError(
             "jit(pvi.init) is not possible: planning looks at values. Call pvi.init eagerly; jit pvi.update."
         )

@@ -8,16 +8,12 @@ from typing import Any
 
 import jax
 
-from ._compiling import owned_jit
-from ._entry import is_traced
+from ._compiling import is_traced, owned_jit
 from ._numerics import nearly_same
 from ._state import Plan, PVIState
 from .errors import StateError
-from .factors import abstract_trace, join_arguments, read_row_prior
-from .factors._model import base_distribution
-from .factors._probe import _GAUSSIAN
-from .runtime import Engine
-from .runtime._programs import whole_call
+from .factors import GAUSSIAN, abstract_trace, base_distribution, join_arguments, read_row_prior
+from .runtime import Engine, whole_call
 
 
 def with_prior_of_now(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
@@ -65,7 +61,7 @@ def read_prior(engine: Engine, state: PVIState, dynamic: list, static: tuple) ->
     """
     trace = abstract_trace(engine.model, jax.random.key(0), *join_arguments(dynamic, static))
     for name in state.plan.partition.exact:
-        if not isinstance(base_distribution(trace[name]["fn"]), _GAUSSIAN):
+        if not isinstance(base_distribution(trace[name]["fn"]), GAUSSIAN):
             raise other_family(name)
     return _read(engine, state.plan, state.packing, dynamic, static, state.optim_state, level="cheap")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
+from ._compiling import is_traced
 from ._exponential_files import check_families, guide_shapes, product_latents
 from ._state import Plan, PVIState
 from .errors import CheckpointError, StateError
@@ -101,7 +101,7 @@ def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
     """
     if pvi.guide.prototype_trace is not None:
         return
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, args, kwargs))):
+    if is_traced((state, args, kwargs)):
         return
     enumeration = state.plan.partition.enumeration
     # The key gives the guide starting values, which nothing reads.

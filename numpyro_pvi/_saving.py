@@ -17,19 +17,29 @@ import numpy as np
 
 from ._checkpoint import read_checkpoint, write_checkpoint
 from ._codec import Decoder, Encoder, is_record, storable
+from ._compiling import content
 from ._exponential_files import product_types
 from ._fingerprint import SiteDigest, first_difference, model_digest
 from ._prototype import abstract_arguments, guide_latents, latents_of, model_latents
 from ._state import Plan, PVIState
 from .errors import CheckpointError, StateError
-from .factors import Enumeration, GroupMasks, Layout, LocalLayout, Packing, PartitionPlan, TermSpec
-from .factors._reading import Reading
-from .factors._terms import DerivedLeaf, Predictor
-from .factors._validate import ArgumentSignature, LeafSignature
+from .factors import (
+    ArgumentSignature,
+    DerivedLeaf,
+    Enumeration,
+    GroupMasks,
+    Layout,
+    LeafSignature,
+    LocalLayout,
+    Packing,
+    PartitionPlan,
+    Predictor,
+    Reading,
+    TermSpec,
+)
 from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily, RowPrior
 from .handlers import GroupTable, RowAxes
-from .runtime import ProductPlan, with_chains
-from .runtime._moments import solver_of_prior
+from .runtime import ProductPlan, solver_of_prior, with_chains
 from .schedules import Points, RoundReport, Rule
 from .sites import LocalSites, OwnConditionals, RowSites, SiteStack
 
@@ -205,12 +215,7 @@ def fingerprint(tree: Any, salt: str = "") -> str:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if hasattr(leaf, "dtype"):
-            array = np.ascontiguousarray(leaf)
-            text, numbers = (
-                f"{array.dtype} {array.shape}",
-                array.view(np.uint8).data if array.size and array.ndim else b"",
-            )
-            numbers = numbers if array.ndim else array.tobytes()
+            text, numbers = f"{leaf.dtype} {np.shape(leaf)}", content(leaf)
         else:
             text, numbers = repr(leaf) if storable(leaf) else type(leaf).__name__, b""
         found.update(f"{jax.tree_util.keystr(path)} {text}\n".encode())

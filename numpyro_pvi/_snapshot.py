@@ -19,6 +19,8 @@ from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.primitives import Messenger
 
+from ._compiling import content
+
 _PLAIN = (bool, int, str, bytes, complex, type(None), type(Ellipsis), range, np.dtype)
 # Packages whose functions are taken as they are: nothing in them is a user's to change.
 _LIBRARIES = frozenset(
@@ -276,11 +278,7 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
 
 
 def _checksum(array: Any) -> int:
-    return (
-        zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
-        if array.ndim and array.size
-        else hash(array.tobytes())
-    )
+    return zlib.crc32(content(array))
 
 
 __all__ = ["Snapshot"]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._entry import is_traced
+from ._compiling import is_traced
 from ._initial import at_natural, streams
 from ._prototype import guide_latents
 from ._state import PVIState

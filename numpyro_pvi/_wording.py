@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ._state import PVIState
 from .expectations import GRID_DIM, RULES, ImportanceMoments, LaplaceMoments, MCMCMoments, with_settings
 from .solvers import LocalSolver
@@ -36,7 +38,7 @@ def words_of(kind: str, state: PVIState, which: int, solver: LocalSolver) -> str
         return "monte_carlo (hessian)"
     mode = state.plan.partition.unstructured
     if mode == "auto":
-        mode = "stein" if bool(state.rule.points.sampled[which]) else "sigma_points"
+        mode = "stein" if np.asarray(state.rule.points.sampled)[which] else "sigma_points"
     return mode if mode == "sigma_points" else f"monte_carlo ({mode})"
 
 

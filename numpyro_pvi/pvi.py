@@ -13,7 +13,7 @@ from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
 from ._closures import Followed, check_picklable, follows
-from ._compiling import on_device
+from ._compiling import is_traced, on_device
 from ._demoted import demoted
 from ._driver import BLOCK, Run, drive, waiting
 from ._entry import (
@@ -28,7 +28,6 @@ from ._entry import (
     evaluate_loss,
     evidence_of,
     float_dtype,
-    is_traced,
     level_for,
     positional_names,
     refuse_two_starts,

@@ -10,7 +10,6 @@ Environment switches, all on unless set to 0:
 """
 
 import gc
-import importlib
 import itertools
 import os
 import pathlib
@@ -51,8 +50,6 @@ def pytest_configure(config):
         _leave_out_fusion_emitters()
         # Where an operation came from is written into every program, for nobody to read.
         jax.config.update("jax_traceback_in_locations_limit", 0)
-        # Rounds of all sizes at the cheapest level, which those of small models have anyway.
-        importlib.import_module("numpyro_pvi._compiling")._LARGEST_ROUND = 1 << 40
 
 
 def _leave_out_fusion_emitters():
@@ -73,6 +70,7 @@ def _leave_out_fusion_emitters():
         os.environ["XLA_FLAGS"] = before
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks the laws, and leaves out what is marked slow, or in float32 once, unless --slow, -m or a node id asks for it."""
     for item in items:
@@ -85,8 +83,9 @@ def pytest_collection_modifyitems(config, items):
     left = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
     if config.getoption("--brief") or config.getoption("--sample"):
         left |= _beyond_a_sample([item for item in items if item not in left])
+    heavy = set(listed_as_whole())
+    _refuse_unknown(heavy, items)
     if config.getoption("--brief"):
-        heavy = set(listed_as_whole())
         left |= {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & heavy}
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
@@ -97,6 +96,15 @@ def listed_as_whole():
     """The node ids of ``whole.txt``."""
     lines = (HERE / "whole.txt").read_text().splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def _refuse_unknown(listed, items):
+    """A test that was renamed would come back unseen, and so would one of its sets of parameters."""
+    known = {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
+    files = {name.partition("::")[0] for name in known}
+    gone = sorted(name for name in listed - known if name.partition("::")[0] in files)
+    if gone:
+        raise pytest.UsageError(f"tests/whole.txt lists what is not there: {', '.join(gone)}")
 
 
 def _beyond_a_sample(items):

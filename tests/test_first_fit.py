@@ -66,12 +66,20 @@ def counts(y):
         numpyro.sample("y", dist.Poisson(rate), obs=y)
 
 
+def precision(y):
+    """Of no use to start from under its prior: the guide's start is looked at."""
+    tau = numpyro.sample("tau", dist.Gamma(1e-3, 1e-3))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(0.0, tau**-0.5), obs=y)
+
+
 X, Y = rng.normal(size=(13, 2)), rng.integers(0, 2, 13)
 # The most that a first run may compile, with whatever this process has not compiled yet. It only ever goes down.
 RATCHET = (
     (logistic, AutoMultivariateNormal, (X, Y), 11),
     (schools, AutoMultivariateNormal, (rng.normal(size=13),), 12),
     (counts, AutoExponentialFamily, (rng.poisson(3.0, 13),), 28),
+    (precision, AutoMultivariateNormal, (rng.normal(size=13),), 14),
 )
 
 
@@ -176,9 +184,20 @@ def test_a_level_that_xla_does_not_know_is_left_out(monkeypatch):
     assert compiling._refused == {"cheap"}
 
 
-def test_levels_follow_sizes(monkeypatch):
-    # The suite compiles rounds of all sizes at the cheapest level.
-    monkeypatch.setattr(compiling, "_LARGEST_ROUND", 1 << 12)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="levels are XLA's on CPU")
+@pytest.mark.parametrize("least, level", [(True, "cheap"), (False, "middle")])
+def test_whoever_asks_jax_for_the_least_optimising_gets_it(least, level):
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", least)
+    try:
+        double = Program(lambda x: 2 * x)
+        assert float(double(jnp.asarray(2.0), level="middle")) == 4
+        assert list(double._ways) == [level]
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def test_levels_follow_sizes():
     assert [level_of(1000, often) for often in (True, False)] == ["cheap", "cheap"]
     assert [level_of(10**6, often) for often in (True, False)] == ["middle", "cheap"]
     assert level_of(10**9) == "middle"

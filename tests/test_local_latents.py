@@ -108,12 +108,18 @@ def test_one_round_is_exact_where_everything_is_gaussian(mode, schedule, toleran
     model = row_effects_indexed if mode == "index" else row_effects
     pvi = PVI(Partition(model, "data", LABELS, mode=mode), AutoMultivariateNormal(model), schedule=schedule)
     state = pvi.init(KEY, X, Y)
+    before = pvi.get_params(state)
     state, loss = pvi.update(state, X, Y)
     wanted, params = closed_form(), pvi.get_params(state)
     close(tolerance, np.asarray(params["auto_loc"]), wanted.mean)
     root = np.asarray(params["auto_scale_tril"])
     close(tolerance, root @ root.T, np.linalg.inv(wanted.precision))
     close(tolerance, -float(loss), wanted.evidence)
+    # The round's move is over the latents of rows as well, and there is none left.
+    sd, old = (np.sqrt(np.sum(np.asarray(p["auto_scale_tril"]) ** 2, axis=1)) for p in (params, before))
+    shift = np.abs(np.asarray(params["auto_loc"]) - np.asarray(before["auto_loc"])) / sd
+    close(tolerance, float(state.report.total_move), max(np.max(shift), np.max(np.abs(np.log(sd / old)))))
+    close(tolerance, float(pvi.update(state, X, Y)[0].report.total_move), 0.0)
     assert pvi.site(state, "a").precision.shape == (2, 2)
     q = posterior(state.prior, state.sites)
     close(tolerance, sum(np.asarray(pvi.site(state, g).precision) for g in "abcd") + np.eye(2), np.asarray(q.precision))

@@ -197,6 +197,7 @@ def test_khat_without_groups_is_the_whole_one(rates):
         pvi.khat(state, y, rng_key=KEY, by_group=True)
     ax = plot_khat(pvi, state, y, rng_key=KEY, num_samples=100)
     assert [t.get_text() for t in ax.get_xticklabels()] == ["whole q"]
+    assert "by_group" in ax.get_title()
 
 
 def test_every_style_of_this_arviz(fitted, data):

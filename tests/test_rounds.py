@@ -61,6 +61,16 @@ def test_trace_is_what_each_round_reported(fits, name):
             np.testing.assert_allclose(getattr(trace, field)[k], wanted, rtol=1e-4, atol=1e-7, err_msg=field)
 
 
+def test_the_total_move_is_the_largest_change_of_a_mean_in_sds_or_of_a_log_sd(fits):
+    for pvi, _, states in fits.values():
+        read = [pvi.get_params(state) for state, _ in states]
+        sds = [np.sqrt(np.sum(np.asarray(params["auto_scale_tril"]) ** 2, axis=1)) for params in read]
+        for k in range(1, len(read)):
+            shift = np.abs(read[k]["auto_loc"] - read[k - 1]["auto_loc"]) / sds[k]
+            wanted = np.max([shift, np.abs(np.log(sds[k] / sds[k - 1]))])
+            np.testing.assert_allclose(states[k][0].report.total_move, wanted, rtol=1e-3, atol=1e-7)
+
+
 def test_messages_are_counted(fits):
     # A joint step costs one exchange with every group for each ELBO that it asks for; a sweep one more, for its visits.
     for name, visits in (("Synchronous", 0), ("Sequential", 1)):

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 from .._compiling import owned_jit
 from .._state import PVIState
 from ..errors import ImproperError, PVIError
-from ..factors import Layout, ModelCall, join_arguments, split_arguments
-from ..factors._model import site_log_prob
+from ..factors import Layout, ModelCall, join_arguments, site_log_prob, split_arguments
 from ..families import GaussianFamily, GaussianNatural, conditional_moments
 from ..sites import posterior
 from ._calls import map_draws

@@ -16,7 +16,7 @@ from .._state import PVIState
 from ..errors import PVIError
 from ..factors import ModelCall, join_arguments, split_arguments
 from ..handlers import PRIOR
-from ..runtime._programs import chunk_log_likelihoods
+from ..runtime import chunk_log_likelihoods
 from ..sites import posterior, tied_site
 from ._calls import map_draws
 from ._khat import check_draws, log_importance_weights, settled

@@ -12,8 +12,7 @@ from jaxtyping import Array, Float
 
 from .._compiling import owned_jit
 from .._state import PVIState
-from ..factors import ValueCall, join_arguments, split_arguments
-from ..factors._model import site_log_prob
+from ..factors import ValueCall, join_arguments, site_log_prob, split_arguments
 from ..families import ProductNatural
 from ..runtime import JointBlock, latent_values
 from ..sites import posterior

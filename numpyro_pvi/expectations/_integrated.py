@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from .._derivatives import grad
 from .._numerics import diagonal, inverse_root, scaled_cholesky, symmetrise
 
 # Nodes per axis of the product rules, by the number of a unit's latents; beyond, so many quasi-random points.
@@ -100,7 +101,7 @@ def _climb(values: Callable, start: Float[Array, "R K"], mask: Bool[Array, "R"])
     eps = jnp.finfo(start.dtype).eps
 
     def slope(z):
-        return jax.grad(lambda z: (jnp.sum(own := values(z)), own), has_aux=True)(z)
+        return grad(lambda z: (jnp.sum(own := values(z)), own), has_aux=True)(z)
 
     def look(z):
         # Units do not see each other's latents: one tangent moves the k-th coordinate of all of them.

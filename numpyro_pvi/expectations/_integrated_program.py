@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._derivatives import value_and_grad
 from .._numerics import inverse_root, scaled_cholesky, symmetrise
 from ..families import (
     ConditionalNatural,
@@ -98,7 +99,7 @@ class IntegratedProgram:
         """
         del level, noise, clip
         eps = self.points(moments.loc.dtype)
-        look = jax.value_and_grad(lambda theta: self.log_density(chunk, theta))
+        look = value_and_grad(lambda theta: self.log_density(chunk, theta))
         value, slope = self._map(look, self.family.draw(moments, eps), chunk)
         return self._expected(value, slope, eps, moments, probe)
 

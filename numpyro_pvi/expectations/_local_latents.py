@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._derivatives import grad, value_and_grad
 from ..families import (
     ConditionalMoments,
     ConditionalNatural,
@@ -114,7 +115,7 @@ class LocalLatentProgram:
         dim, width, full = theta.shape[-1], z.shape[-1], self.family.full
 
         def one(theta, z):
-            density = jax.value_and_grad(lambda a, b: self.log_density(data, a, b), argnums=(0, 1))
+            density = value_and_grad(lambda a, b: self.log_density(data, a, b), argnums=(0, 1))
             (value, gradient), tangent = jax.linearize(density, theta, z)
             zero, none = jnp.zeros_like(z), jnp.zeros_like(theta)
             shared, cross = jax.vmap(lambda e: tangent(e, zero)[1])(jnp.eye(dim, dtype=theta.dtype))
@@ -225,7 +226,7 @@ class MaskedLocalProgram(LocalLatentProgram):
             forward = jax.jacfwd(lambda a: self.densities(a, z))
             value, slope = self.densities(theta, z), forward(theta)
             shared = jax.jacfwd(forward)(theta)
-            pull = jax.grad(lambda a, b: jnp.sum(self.densities(a, b)), argnums=1)
+            pull = grad(lambda a, b: jnp.sum(self.densities(a, b)), argnums=1)
             slope_local, tangent = jax.linearize(pull, theta, z)
             zero, none = jnp.zeros_like(z), jnp.zeros_like(theta)
             local = jax.vmap(lambda e: tangent(none, zero + e))(jnp.eye(width, dtype=z.dtype))

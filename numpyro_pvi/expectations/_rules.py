@@ -22,8 +22,8 @@ TARGET: dict[str, float] = {"float64": 1e-8, "float32": 1e-6}
 
 # Range in sds and number of nodes of the coarse trapezoid: an even number, as of the fine one (see `fixed_nodes`).
 _COARSE = {"float64": (7.5, 40), "float32": (6.0, 30)}
-# Nodes that a pass over few rows takes at once, and the number of rows up to which it does.
-BLOCK, FEW_ROWS = 10, 2048
+# Nodes of one and of two predictors that a pass over few rows takes at once, and the number of rows up to which it does.
+BLOCKS, FEW_ROWS = (10, 40), (2048, 512)
 
 
 def core_limit(dtype: np.dtype) -> float:
@@ -48,6 +48,11 @@ class NodeTable(NamedTuple):
     starts: np.ndarray  # first node of each rule, and the total
     per_axis: np.ndarray  # nodes of each rule along one axis
 
+    def width(self, num_rows: int) -> int:
+        """Nodes that a pass over so many rows takes at once."""
+        last = len(self.nodes) - 1
+        return BLOCKS[last] if num_rows <= FEW_ROWS[last] else 1
+
     def span(self, index: int | Array) -> tuple[int | Array, int | Array, int | Array]:
         """First node, end and nodes per axis of a rule; Python ints for an index known while tracing."""
         if isinstance(index, int):
@@ -58,7 +63,7 @@ class NodeTable(NamedTuple):
 
 @cache
 def node_table(num_axes: int, dtype_name: str) -> NodeTable:
-    """Tensor-product nodes of every fixed rule in one or two dimensions; in one, each rule in whole blocks of nodes.
+    """Tensor-product nodes of every fixed rule in one or two dimensions, each rule in whole blocks of nodes.
 
     Args:
         num_axes: 1 or 2.
@@ -71,28 +76,27 @@ def node_table(num_axes: int, dtype_name: str) -> NodeTable:
     for name in FIXED_RULES:
         nodes, weight = fixed_nodes(name, dtype_name)
         per_axis.append(len(nodes))
-        if num_axes == 1:
-            nodes, weight = _whole_blocks(nodes, weight)
-        grids = np.meshgrid(*[nodes] * num_axes)
         product = np.prod(np.meshgrid(*[weight] * num_axes), axis=0).ravel()
         kept = product > (0.0 if num_axes == 1 else 1e-18 if dtype_name == "float64" else 1e-10)
-        parts.append([g.ravel()[kept] for g in grids])
-        weights.append(product[kept])
+        grid = [g.ravel()[kept] for g in np.meshgrid(*[nodes] * num_axes)]
+        grid, product = _whole_blocks(grid, product[kept], BLOCKS[num_axes - 1])
+        parts.append(grid)
+        weights.append(product)
     starts = np.concatenate([[0], np.cumsum([len(w) for w in weights])])
     axes = tuple(np.concatenate([p[k] for p in parts]) for k in range(num_axes))
     return NodeTable(axes, np.concatenate(weights), starts, np.asarray(per_axis))
 
 
-def _whole_blocks(nodes: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same rule with some middle nodes taken twice at half their weight, for a multiple of ``BLOCK`` nodes.
+def _whole_blocks(nodes: list[np.ndarray], weights: np.ndarray, block: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """The same rule with some middle nodes taken twice at half their weight, for a multiple of a number of nodes.
 
     Nodes of no weight would not do: nothing times infinity is no number.
     """
-    missing = -len(nodes) % BLOCK
-    twice = np.zeros(len(nodes), bool)
-    twice[(len(nodes) - missing) // 2 :][:missing] = True
+    missing = -len(weights) % block
+    twice = np.zeros(len(weights), bool)
+    twice[(len(weights) - missing) // 2 :][:missing] = True
     times = 1 + twice
-    return np.repeat(nodes, times), np.repeat(weights / times, times)
+    return [np.repeat(axis, times) for axis in nodes], np.repeat(weights / times, times)
 
 
 @cache

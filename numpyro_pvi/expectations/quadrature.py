@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from ._mapping import locate_features
 from ._quadrature_2d import RowFn2D, RowMoments2D, fixed_2d, gaussian_law, mapped_2d
-from ._rules import BLOCK, FEW_ROWS, RULES, SD_LIMITS, TARGET, node_table
+from ._rules import RULES, SD_LIMITS, TARGET, node_table
 
 RowFn = Callable[[Array], Array]
 
@@ -110,7 +110,7 @@ def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array) -> RowMome
     """
     sd = _floor_sd(sd)
     table = node_table(1, mean.dtype.name)
-    width = BLOCK if mean.size <= FEW_ROWS else 1
+    width = table.width(mean.size)
     nodes, weights = (jnp.asarray(a, mean.dtype).reshape(-1, width) for a in (*table.nodes, table.weights))
     start, stop, per_axis = table.span(index)
 

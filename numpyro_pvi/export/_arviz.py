@@ -13,7 +13,7 @@ from numpyro import handlers
 
 from .._compiling import owned_jit
 from .._state import PVITrace
-from ..diagnostics._calls import map_draws
+from ..diagnostics import map_draws
 from ..errors import PVIError
 from ..factors import join_arguments, split_arguments
 from ..guides import setup_guide

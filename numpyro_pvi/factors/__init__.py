@@ -13,12 +13,15 @@ from ._model import (
     LocalLayout,
     ModelCall,
     abstract_trace,
+    base_distribution,
     is_latent,
+    is_observed,
     model_work,
     observed_log_likelihood,
     row_log_likelihood,
+    site_log_prob,
 )
-from ._packing import Packing, gather_rows
+from ._packing import Packing, choose_chunk_rows, gather_rows, pack_rows
 from ._plan import PartitionPlan
 from ._planner import (
     Planned,
@@ -30,18 +33,37 @@ from ._planner import (
     with_expectation,
 )
 from ._prior import exact_diagonal_prior, exact_log_constant, exact_prior, prior_factor_log_density
-from ._reading import GroupMasks, slice_rows
+from ._probe import GAUSSIAN
+from ._reading import GroupMasks, Reading, slice_rows
 from ._refusals import KeyWatch, check_observed_shapes, explained, refuse_randomness
 from ._row_sites import look_at_rows, num_elements, read_row_prior, read_rows, why_not_rows
-from ._terms import TermData, TermSpec, prepare_term, term_log_prob
+from ._terms import DerivedLeaf, Predictor, TermData, TermSpec, prepare_term, term_log_prob
 from ._tracing import check_data, trace_arguments
-from ._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
+from ._validate import (
+    ArgumentSignature,
+    LeafSignature,
+    as_arrays,
+    check_finite_arguments,
+    check_same_signature,
+    signature_of,
+)
 from ._values import ValueCall, chunk_log_likelihood, prior_log_density, take_rows, with_values_held
 
 # A handler cannot import the planner, which is a later room: the planner hands itself over.
 Partition.planner = staticmethod(make_plan)
 
 __all__ = [
+    "GAUSSIAN",
+    "choose_chunk_rows",
+    "pack_rows",
+    "base_distribution",
+    "is_observed",
+    "site_log_prob",
+    "ArgumentSignature",
+    "LeafSignature",
+    "DerivedLeaf",
+    "Predictor",
+    "Reading",
     "Arrival",
     "Claim",
     "Enumeration",

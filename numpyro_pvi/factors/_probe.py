@@ -16,6 +16,7 @@ from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
 from .._compiling import look
+from .._derivatives import grad
 from ..handlers import FullPlates, RowAxes
 from ._arguments import is_dynamic
 from ._enumerate import EnumeratedRows
@@ -50,7 +51,7 @@ _ASIDE = 3.0
 _LOOK_BYTES = 1 << 28
 # NumPyro's distributions whose log density can be quadratic in their parameters, once expansions and transforms are
 # taken off; Unit is numpyro.factor's, and a flat prior is quadratic where its support is the whole space.
-_GAUSSIAN = (
+GAUSSIAN = (
     dist.Normal,
     dist.MultivariateNormal,
     dist.LowRankMultivariateNormal,
@@ -323,16 +324,16 @@ class _StaticArgs:
             rest = outside_log_likelihood(at, point, plan_rows)
             return sum((latents[n] for n in call.layout.names), start=rest)
 
-        slope = jax.grad(lambda own: inside(own, False))
+        slope = grad(lambda own: inside(own, False))
         _, tangent = jax.linearize(slope, call.local)
         columns = [tangent(jnp.zeros_like(noise).at[:, k].set(1.0)) for k in range(layout.width)]
         blocks = sum(c * noise[:, k : k + 1] for k, c in enumerate(columns))
         size = jnp.abs(slope(call.local)) + sum(jnp.abs(c) for c in columns)
         across = jnp.zeros_like(noise)
         if weights is not None:
-            across = jax.grad(lambda own: inside(own, True))(call.local)
+            across = grad(lambda own: inside(own, True))(call.local)
             across = across - weights[layout.key][:, None] * slope(call.local)
-        return tangent(noise) - blocks, across, jax.grad(outside)(call.local), size
+        return tangent(noise) - blocks, across, grad(outside)(call.local), size
 
     def abstract_params(self) -> dict:
         """Shapes and dtypes of the parameters' values."""
@@ -427,7 +428,7 @@ def _may_be_quadratic(fn) -> bool:
     if isinstance(base, EnumeratedRows):
         return False
     # Of a user's own distribution nothing is known beforehand: its values decide.
-    return isinstance(base, _GAUSSIAN) or not type(base).__module__.startswith("numpyro.")
+    return isinstance(base, GAUSSIAN) or not type(base).__module__.startswith("numpyro.")
 
 
 def _rays(blocks: int) -> Rays:

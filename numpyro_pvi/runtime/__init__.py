@@ -6,7 +6,7 @@ from ._engine import Engine, RoundsDone
 from ._forms import gradient_jumps
 from ._local import FactorData, LocalProblem
 from ._mapping import LaxMap, Vmap
-from ._moments import noise_floor
+from ._moments import noise_floor, solver_of_prior
 from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
 from ._product_matching import first_match_states
@@ -17,9 +17,12 @@ from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 from ._product_tilted import jointly_affine
 from ._product_ways import SAMPLED_WAYS, check_tilted, with_tilted
-from ._programs import first_conditionals
+from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
 
 __all__ = [
+    "chunk_log_likelihoods",
+    "whole_call",
+    "solver_of_prior",
     "Engine",
     "RoundsDone",
     "FactorData",

@@ -15,8 +15,7 @@ from .._derivatives import value_and_grad
 from ..expectations import Chains, MCMCMoments, Tilted, from_chains, log_density_at, no_chains
 from ..factors import Packing
 from ..sites import take
-from ..solvers import LocalSolver
-from ..solvers._chained import COLLAPSES
+from ..solvers import COLLAPSES, LocalSolver
 from ._rows import GroupRows
 
 if TYPE_CHECKING:

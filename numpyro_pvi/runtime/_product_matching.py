@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ..expectations import MCMCMoments, Unconstrained, no_chains, with_settings
-from ..schedules import RoundReport
-from ..schedules._convergence import Asked, asked_by_move
+from ..schedules import Asked, RoundReport, asked_by_move
 from ..sites import SiteStack, posterior
 from ..solvers import MatchState, first_match_state
 from ._chains import lanes_pay

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from .._derivatives import value_and_grad
 from .._numerics import all_finite
 from ..expectations import MeanSpace
 from ..factors import GroupMasks, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
@@ -111,7 +112,7 @@ class ProductProblem:
         leave over.
         """
         rest = self._of_chunk(rest, chunk)
-        (_, value), slope = jax.value_and_grad(
+        (_, value), slope = value_and_grad(
             lambda v: self._left_over(space, v, rest, chunk, key, known or {}), has_aux=True
         )(self._of_chunk(variables, chunk))
         return value, slope
@@ -381,7 +382,7 @@ class ProductProblem:
         variables, rest = space.variables(q)
         known = {} if site is None else {n: site.parts[n] for n in space.structure.drawn}
 
-        (_, value), gradient = jax.value_and_grad(
+        (_, value), gradient = value_and_grad(
             lambda v: space.left_over(v, rest, self._prior_density, key, None, known), has_aux=True
         )(variables)
         found = dict(space.message(q, variables, gradient).parts)

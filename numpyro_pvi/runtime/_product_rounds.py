@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import on_device
 from ..families import base_family
-from ..schedules import RoundReport
-from ..schedules._convergence import CRAWL, FELL, NOT_FINITE, Asked, pace, refusals, sketch, sound
+from ..schedules import CRAWL, FELL, NOT_FINITE, Asked, RoundReport, pace, refusals, sketch, sound
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, posterior, select, take
 from ._product_plan import ProductPlan, owners
 from ._product_problem import Objective, ProductProblem, finite_or

@@ -16,13 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._state import PVIState
 from ..families import ProductFamily, ProductNatural
-from ..schedules import BY_FACTOR, RoundReport, StochasticSubset
-from ..schedules._convergence import asked_by_move, sound
-from ..schedules._report import UNHEARD_MOVE
+from ..schedules import BY_FACTOR, UNHEARD_MOVE, RoundReport, StochasticSubset, asked_by_move, sound
 from ..sites import MAX_HALVINGS, SiteStack, back_off, select
-from ..solvers import StochasticNaturalGradient
-from ..solvers._minibatch import plan_batches
-from ..solvers._settings import resolve
+from ..solvers import StochasticNaturalGradient, plan_batches, resolve
 from ._engine import RoundsDone
 from ._product_loop import run_rounds, stepped
 from ._product_problem import ProductProblem

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._derivatives import hessian_of, value_and_grad
 from ..expectations import (
     Chains,
     FactorStructure,
@@ -336,8 +337,8 @@ class _Looks:
 
 def _derivatives(f: Callable, u: Float[Array, "D"], order: int) -> tuple:
     """Value and gradient, and the Hessian for order 2."""
-    found = jax.value_and_grad(f)(u)
-    return found if order == 1 else (*found, jax.hessian(f)(u))
+    found = value_and_grad(f)(u)
+    return found if order == 1 else (*found, hessian_of(f)(u))
 
 
 def _some(natural: ProductNatural, family: ProductFamily) -> ProductNatural:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._derivatives import value_and_grad
 from .._state import PVIState
 from ..expectations import FactorStructure, LatentRole, MeanSpace
 from ..factors import chunk_log_likelihood, take_rows
@@ -153,7 +154,7 @@ def _by_message(problem: ProductProblem, factor: str, role: LatentRole, natural:
     def one(held: dict) -> tuple[Array, Any]:
         fixed = rest | {"fixed": {n: held[n] for n in rest["fixed"]}}
         if factor == "prior factor":
-            value, slope = jax.value_and_grad(lambda v: space.average(v, fixed, problem.prior_density, key))(variables)
+            value, slope = value_and_grad(lambda v: space.average(v, fixed, problem.prior_density, key))(variables)
             return value[None], jax.tree.map(lambda x: x[None], slope)
         return problem.group_gradients(space, variables, fixed, key)
 

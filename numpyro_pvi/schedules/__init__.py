@@ -13,13 +13,19 @@ from ._base import (
 )
 from ._committee import Committee
 from ._convergence import (
+    CRAWL,
     FELL,
     IMPROPER,
     NOT_FINITE,
     STALL_ROUNDS,
     VISITS,
+    Asked,
+    asked_by_move,
     finished,
+    pace,
+    refusals,
     settled,
+    sketch,
     sound,
     stalled,
     within_noise,
@@ -27,17 +33,25 @@ from ._convergence import (
 from ._decentralized import Decentralized
 from ._delays import MeasuredDelays, measured_delays
 from ._noise import move_in_nats
-from ._report import BY_FACTOR, RoundReport, empty_report
+from ._report import BY_FACTOR, UNHEARD_MOVE, RoundReport, empty_report
 from ._sequential import Sequential
 from ._streaming import Streaming
 from ._subset import StochasticSubset
 from ._synchronous import Synchronous
 
 __all__ = [
-    "BY_FACTOR",
+    "UNHEARD_MOVE",
+    "Asked",
+    "CRAWL",
     "FELL",
-    "IMPROPER",
     "NOT_FINITE",
+    "asked_by_move",
+    "pace",
+    "refusals",
+    "sketch",
+    "sound",
+    "BY_FACTOR",
+    "IMPROPER",
     "STALL_ROUNDS",
     "VISITS",
     "Decentralized",
@@ -62,7 +76,6 @@ __all__ = [
     "measured_delays",
     "move_in_nats",
     "settled",
-    "sound",
     "stalled",
     "within_noise",
 ]

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..errors import PVIError
-from ..solvers._settings import ByLabel, by_label, freeze, resolve
+from ..solvers import ByLabel, by_label, freeze, resolve
 
 if TYPE_CHECKING:
     from ._base import Problem

@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
-from ..solvers import LocalResult
-from ..solvers._settings import ByLabel, by_label, freeze, resolve
+from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
 from ._base import Evaluation, Problem, RoundCarry, accept_jointly, accept_once
 from ._discount import next_share
 from ._noise import Averaging, average_late, averaging_step, no_averaging

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._derivatives import value_and_grad
 from ..errors import PVIError
 from ..expectations import Expected, Moments, Tilted
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
@@ -230,7 +231,7 @@ class AlphaDivergence(MatchesMoments):
         used = self.alpha * found.temper
         matched = family.moments(now + found.change * used)
         # At its own q the KL from the matched Gaussian has the divergence's slope.
-        value, slope = jax.value_and_grad(local.divergence)(point, jax.lax.stop_gradient(matched))
+        value, slope = value_and_grad(local.divergence)(point, jax.lax.stop_gradient(matched))
         if self.alpha < 1.0:
             value = -(family.log_partition(now) - family.log_partition(q) + found.value) / (1.0 - self.alpha)
         good = found.valid & matched.valid & jnp.all(jnp.isfinite(slope))

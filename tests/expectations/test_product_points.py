@@ -152,6 +152,24 @@ def test_the_value_is_that_of_the_whole_power_where_less_of_it_was_used(x64):
     np.testing.assert_allclose(flat(found.change), [0.75, 0.6], rtol=1e-8 if x64 else 1e-2)
 
 
+@pytest.mark.parametrize("way", ["chains", "draws"])
+def test_a_factor_at_a_power_is_its_power_at_one(way, x64):
+    """Beside a site of 0 both are ``q p^a``: what is divided by a, and how often, and what is not, as the size of the sample."""
+    product, q, space = of(GammaFamily(), dist.Gamma(2.0, 1.0))
+
+    @jax.jit
+    def find(share, power):
+        def log_factor(x):
+            return share * jnp.sum(2.0 * jnp.log(x) - 5.0 * jnp.log1p(x))
+
+        found = by(way, product, q, space, log_factor, KEY, power=power)
+        return found.change * power, found.value * power, found.noise * power, found.variance * power**2, found.ess
+
+    inside, outside = find(1.0, 0.25), find(0.25, 1.0)
+    for a, b in zip(jax.tree.leaves(inside), jax.tree.leaves(outside), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6 if x64 else 1e-3)
+
+
 @functools.cache
 def visited(collapsed):
     """The memory after one visit whose weights collapse altogether, or whose cavity is improper with all draws worth the same."""

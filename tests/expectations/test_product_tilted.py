@@ -18,6 +18,7 @@ from numpyro_pvi.families import (
     DirichletNatural,
     GammaFamily,
     GammaNatural,
+    IndependentFamily,
     MarkovGaussianFamily,
     NormalFamily,
     ProductFamily,
@@ -64,8 +65,14 @@ def gamma(a, b):
         (BetaFamily(), BetaNatural(NONE - 0.99, NONE + 3), BetaNatural(NONE + 400, NONE + 2)),
         (ScalarNormalFamily(), ScalarNormalNatural(NONE, NONE + 1), ScalarNormalNatural(NONE + 4e5, NONE + 1e4)),
         (VonMisesFamily(), VonMisesNatural(NONE, NONE), VonMisesNatural(NONE - 900, NONE + 1e-3)),
+        # Every member has a coordinate of its own.
+        (
+            IndependentFamily(DirichletFamily(2), (2,)),
+            DirichletNatural(jnp.array([[-0.2, 1.0], [2.0, 0.5]])),
+            DirichletNatural(jnp.array([[30.0, 2.0], [1.0, 4.0]])),
+        ),
     ],
-    ids=["far", "at-zero", "beta", "normal", "circle"],
+    ids=["far", "at-zero", "beta", "normal", "circle", "two-members"],
 )
 def test_affine_factors_are_found_wherever_they_are(family, q, factor):
     whole, natural = product(family, q)

@@ -376,9 +376,14 @@ def _location_scale(is_normal):
     return row_fn
 
 
-@pytest.mark.parametrize(("rule", "sd"), [("gh8", 0.1), ("gh20", 0.6), ("coarse", 0.6), ("trapezoid", 0.6)])
-def test_fixed_rules_for_two_predictors_in_closed_form(rule, sd, x64):
-    laws = [np.array(a) for a in zip(*[_law(0.3, -0.5, sd, sd, rho) for rho in (0.0, 0.7, -0.5)], strict=True)]
+@pytest.mark.parametrize(
+    ("rule", "sd", "times"),
+    # Of few rows nodes are taken in blocks, of many one by one.
+    [("gh8", 0.1, 1), ("gh20", 0.6, 1), ("gh20", 0.6, 200), ("coarse", 0.6, 1), ("trapezoid", 0.6, 1)],
+)
+def test_fixed_rules_for_two_predictors_in_closed_form(rule, sd, times, x64):
+    correlations = (0.0, 0.7, -0.5) * times
+    laws = [np.array(a) for a in zip(*[_law(0.3, -0.5, sd, sd, rho) for rho in correlations], strict=True)]
     moments = jax.jit(lambda *a: expect_2d(_location_scale(True), *a, rule=rule))(*laws)
     for found, wanted in zip(moments[:3], _normal_closed(0.7, *laws), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-8)

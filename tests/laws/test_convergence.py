@@ -135,6 +135,8 @@ def test_verdicts():
         report = report._replace(refused=refused, why=why)
         assert int(refused) == rounds
     assert bool(stalled(report, 1e-3, 0.0)) and not bool(stalled(report, 1.0, 0.0))
+    # A factor that is left out has a report of its own, which comes a few rounds later.
+    assert not bool(stalled(report._replace(skip_run=jnp.asarray([0, 1])), 1e-3, 0.0))
     assert not bool(stalled(report, -1.0, 0.0)) and int(refusals(report, True, 2)[0]) == 0
 
 
@@ -328,10 +330,10 @@ def hold(name, count, seed=0):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", ["counts", "coins", "heavy"])
-def test_whatever_says_converged_is(name):
+@pytest.mark.parametrize(("name", "count"), [("counts", 6), ("coins", 6), ("heavy", 3)])
+def test_whatever_says_converged_is(name, count):
     """A restart from there with a quarter of the step gains next to nothing; some draws must say so, or this says nothing."""
-    assert sum(claim is True for claim in hold(name, 8)) >= 3
+    assert sum(claim is True for claim in hold(name, count)) >= 3
 
 
 @pytest.mark.slow

@@ -11,6 +11,10 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 import numpyro_pvi.runtime._tilted as moments
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi.expectations import AffineProgram, row_sites_zero, tilted_rows
+from numpyro_pvi.factors import TermData, TermSpec
+from numpyro_pvi.factors._terms import DerivedLeaf, Predictor
+from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import PowerEP
 
@@ -94,6 +98,26 @@ def test_rows_of_a_mean_field_q_meet_ep_on_a_grid(x64):
     fitted = fit(make_logistic(), X, LABELS, groups(3), PowerEP(factors="row"), Sequential(), 60, AutoDiagonalNormal)
     wanted = ep_oracles.grid_ep(X, LABELS, np.arange(len(X)), diagonal=True)
     assert np.all(gaps(fitted, wanted) < (1e-8 if x64 else 2e-3))
+
+
+@pytest.mark.parametrize("family", [MultivariateNormalFamily(1), NormalFamily(1)], ids=["full", "mean-field"])
+def test_rows_whose_density_is_below_all_floats_have_their_moments(family, x64):
+    """A Laplace density thousands of widths off is log-linear under q: its site is its slope, and its integral in closed form."""
+    spec = TermSpec("y", False, (Predictor("loc", "identity", False),), (DerivedLeaf("loc", "identity", (1.0,)),))
+    zero, design, y, power = jnp.zeros(2), jnp.array([[1.0], [0.5]]), jnp.array([8000.0, -6000.0]), 0.5
+    data = TermData(dist.Laplace(zero, 2 * jnp.ones(2)), y, (design,), (zero,), (zero,), 1.0)
+    program, chunk = AffineProgram((spec,), family, 2), ((data, jnp.ones(2, bool)),)
+    q = family.moments(family.from_loc_sd(jnp.array([0.4]), jnp.array([0.7])))
+    sites = row_sites_zero(program, chunk, zero.dtype)
+    found = jax.jit(lambda chunk, q: tilted_rows(program, chunk, sites, q, power, 1, 2))(chunk, q)
+    slope = np.array([0.5, -0.5])
+    mean, variance = 0.4 * np.array([1.0, 0.5]), 0.49 * np.array([1.0, 0.25])
+    wanted = -np.log(4) - np.abs(y) / 2 + slope * mean + 0.5 * power * slope**2 * variance
+    rounding = 1e-9 if x64 else 1e-3
+    np.testing.assert_allclose(found.value, np.sum(wanted), rtol=rounding)
+    np.testing.assert_allclose(found.target.change.precision_mean, [0.25], rtol=rounding)
+    np.testing.assert_allclose(found.target.change.precision, 0.0, atol=rounding)
+    assert int(found.target.held) == int(found.target.tempered) == 0
 
 
 @pytest.mark.slow

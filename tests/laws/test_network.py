@@ -15,7 +15,16 @@ from numpyro_pvi.solvers import Conjugate, NaturalGradient
 
 from . import checks, oracles
 from .fits import fit, numbers
-from .models import NOISE, PRIOR_COVARIANCE, PRIOR_LOC, groups, make_linear, make_logistic, rows
+from .models import (
+    NOISE,
+    PRIOR_COVARIANCE,
+    PRIOR_LOC,
+    groups,
+    make_independent_linear,
+    make_linear,
+    make_logistic,
+    rows,
+)
 
 N = 5
 RING = tuple((i, (i + 1) % N) for i in range(N))
@@ -322,6 +331,21 @@ def test_delbo_of_a_conjugate_stream_is_the_evidence(x64):
     evidence = stats.multivariate_normal.logpdf(Y, X @ PRIOR_LOC, covariance)
     np.testing.assert_allclose(-fitted.losses[-1], evidence, rtol=1e-9 if x64 else 1e-4)
     np.testing.assert_allclose(fitted.last.report.delbo, [evidence, 0.0, 0.0], rtol=1e-4, atol=1e-9 if x64 else 1e-4)
+
+
+def test_delbo_of_a_mean_field_stream_is_the_sum_of_its_rows_bounds(x64):
+    """Normal rows one by one: the bound is ``E log l - KL``, and its gap is to the density of the row under the q before."""
+    fitted = alone(make_independent_linear(), Y, AutoDiagonalNormal)
+    loc, variance, bound, whole = np.zeros(2), np.full(2, 4.0), 0.0, 0.0
+    for x, y in zip(X, Y, strict=True):
+        new = 1 / (1 / variance + x**2 / NOISE**2)
+        there = loc + new * x * (y - x @ loc) / NOISE**2
+        divergence = 0.5 * np.sum(new / variance - 1 + np.log(variance / new) + (there - loc) ** 2 / variance)
+        bound += stats.norm.logpdf(y, x @ there, NOISE) - 0.5 * x**2 @ new / NOISE**2 - divergence
+        whole += stats.norm.logpdf(y, x @ loc, np.sqrt(NOISE**2 + x**2 @ variance))
+        loc, variance = there, new
+    rounding = 1e-9 if x64 else 1e-4
+    np.testing.assert_allclose(fitted.last.report.delbo, [bound, 0.0, whole - bound], rtol=rounding, atol=rounding)
 
 
 def test_delbo_and_its_modelling_gap_add_up_to_the_predictive_density(x64):
