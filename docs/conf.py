@@ -6,21 +6,32 @@ import pathlib
 import platform
 import re
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version as installed_version
 
 import jupytext
 import nbformat
 from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
+from jupyter_cache.executors.utils import single_nb_execution
+from myst_nb.core.read import create_nb_reader
+from sphinx.util.logging import getLogger
 
 HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import inventories
+
+logger = getLogger(__name__)
 
 project = "numpyro_pvi"
 copyright = "the numpyro_pvi authors"
 version = release = installed_version("numpyro_pvi")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_copybutton"]
-extensions += ["sphinx_design"]
-exclude_patterns = ["_build", "conf.py", "check_pages.py", "pictures", "**/.ipynb_checkpoints"]
+extensions += ["sphinx_design", "sphinx.ext.intersphinx"]
+exclude_patterns = ["_build", "conf.py", "check_pages.py", "inventories.py", "pictures", "**/.ipynb_checkpoints"]
+intersphinx_mapping = inventories.write(HERE / "_build" / "inventories")
 
 html_theme = "furo"
 html_title = "numpyro_pvi"
@@ -35,9 +46,10 @@ myst_heading_anchors = 3
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 # The notebooks' fits are small: compiling takes nearly all of their time, and halves with XLA's optimiser off. Kernels
 # inherit the environment.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 # A kernel draws into the notebook only where no other backend is asked for.
 os.environ.pop("MPLBACKEND", None)
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 
 def results_key():
@@ -47,7 +59,8 @@ def results_key():
         digest.update(path.relative_to(HERE.parent).as_posix().encode() + b"\0" + path.read_bytes())
     names = ("arviz", "funsor", "jax", "jaxlib", "matplotlib", "numpy", "numpyro", "optax", "scikit-learn", "scipy")
     versions = [f"{name} {installed_version(name)}" for name in names]
-    digest.update("\n".join([platform.python_version(), os.environ["XLA_FLAGS"], *versions]).encode())
+    environment = [os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"], os.environ["XLA_FLAGS"]]
+    digest.update("\n".join([platform.python_version(), *environment, *versions]).encode())
     return digest.hexdigest()[:16]
 
 
@@ -75,9 +88,38 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 
+def execute_notebooks(app):
+    """Runs what is not in the cache, two at a time: Sphinx deals whole runs of pages to its processes, and would run nearly all in one.
+
+    What fails is run once more where its page is read, which says so.
+    """
+    cache, waiting = get_cache(nb_execution_cache_path), []
+    for path in [*HERE.glob("notebooks/*.py"), *HERE.glob("*.md")]:
+        text = path.read_text()
+        reader = create_nb_reader(str(path), app.env.myst_config, app.env.mystnb_config, text)
+        if reader is None:
+            continue
+        notebook = reader.read(text)
+        try:
+            cache.match_cache_notebook(notebook)
+        except KeyError:
+            waiting.append((len(text) if path.suffix == ".py" else 0, path, notebook))
+
+    def execute(job):
+        _, path, notebook = job
+        return path, single_nb_execution(notebook, str(path.parent), nb_execution_timeout, allow_errors=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        for path, done in pool.map(execute, sorted(waiting, key=lambda job: -job[0])):  # the longest first
+            if done.err is None:
+                bundle = CacheBundleIn(done.nb, str(path), data={"execution_seconds": done.time})
+                cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+                logger.info("executed %s in %.0f seconds", path.stem, done.time)
+
+
 def shorten_types(app, what, name, obj, options, signature, returned):
-    """Writes `Array` for the module path that jaxtyping's annotations print."""
-    short = [text.replace("jaxlib._jax.Array", "Array") if text else text for text in (signature, returned)]
+    """Writes `Array`, linked to JAX, for the module path that jaxtyping's annotations print."""
+    short = [re.sub(r"~?\bjaxlib\._jax\.Array", "~jax.Array", text) if text else text for text in (signature, returned)]
     return tuple(short)
 
 
@@ -103,6 +145,7 @@ def write_notebooks(app, exception):
 
 
 def setup(app):
+    app.connect("builder-inited", execute_notebooks)
     app.connect("autodoc-process-signature", shorten_types)
     app.connect("html-page-context", offer_notebook)
     app.connect("build-finished", write_notebooks)

@@ -1,7 +1,11 @@
 """The code that a new user copies runs: README.md and the pages that run, block after block."""
 
+import functools
+import importlib
+import importlib.util
 import pathlib
 import re
+import zlib
 
 import pytest
 
@@ -63,3 +67,23 @@ def test_pictures_are_there_and_small():
     ]
     assert len(set(shown)) >= len(NOTEBOOKS) + 2
     assert [path for path in shown if not path.is_file() or path.stat().st_size > 300_000] == []
+
+
+def test_names_that_pages_link_to_elsewhere_are_there(tmp_path):
+    """Each is an object of the installed package, and the written lists have all of them."""
+    spec = importlib.util.spec_from_file_location("inventories", ROOT / "docs" / "inventories.py")
+    spec.loader.exec_module(inventories := importlib.util.module_from_spec(spec))
+    for site, (address, file) in inventories.write(tmp_path).items():
+        head, body = pathlib.Path(file).read_bytes().split(b"zlib.\n", 1)
+        assert head.startswith(b"# Sphinx inventory version 2\n") and address.startswith("https://")
+        lines = zlib.decompress(body).decode().splitlines()
+        names = [name for page in inventories.SITES[site][1].values() for name in page]
+        assert sorted(line.split()[0] for line in lines) == sorted(names)
+        for name in names:
+            package, *path = name.split(".")
+            module = (
+                importlib.import_module(".".join([package, *path[:-1]]))
+                if path[:-1]
+                else importlib.import_module(package)
+            )
+            assert functools.reduce(getattr, path[-1:], module) is not None

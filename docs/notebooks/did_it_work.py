@@ -150,7 +150,7 @@ for name, pvi, result in (("full covariance", full, fit), ("mean-field", narrow,
 # milliseconds:
 
 # %%
-SETS, DRAWS = 500, 99
+SETS, DRAWS = 300, 99
 
 
 @jax.jit
@@ -195,7 +195,7 @@ for axis in axes[1]:
     axis.set_xlabel("rank of the true value")
 
 # %% [markdown]
-# The grey band holds 99 in 100 bars of an exact method. With full covariance the ranks are uniform as far as five
+# The grey band holds 99 in 100 bars of an exact method. With full covariance the ranks are uniform as far as three
 # hundred data sets can tell. Mean-field is too sure of itself: the truth lies below or above nearly all draws far too
 # often, which gives the U. Its posterior standard deviations are too small because they say how well each latent is
 # known *given the others*.

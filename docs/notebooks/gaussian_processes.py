@@ -48,7 +48,7 @@ def classify(K, y=None):
         numpyro.sample("y", dist.Bernoulli(logits=f[row]), obs=None if y is None else y[row])
 
 
-road = np.sort(rng.uniform(0, 3, 180))[:, None]
+road = np.sort(np.repeat([0, 1, 2], 60) + rng.uniform(0, 1, 180))[:, None]
 true = 2.2 * np.sin(3.5 * road[:, 0])
 y = rng.binomial(1, 1 / (1 + np.exp(-true)))
 surveyor = np.array(["west", "middle", "east"])[np.minimum(road[:, 0].astype(int), 2)]
@@ -99,12 +99,12 @@ print(pvi.info(result.state))
 #
 # ## Two dimensions
 #
-# The same model, with another kernel matrix. The two moons of scikit-learn, dealt out to four groups at random:
+# The same model, with another kernel matrix. The two moons of scikit-learn, dealt out to three groups at random:
 
 # %%
-places, label = make_moons(240, noise=0.25, random_state=0)
+places, label = make_moons(180, noise=0.25, random_state=0)
 K2 = kernel(places, places, 0.6) + 1e-4 * jnp.eye(len(places))
-flat = PVI(Partition(classify, "rows", 4), AutoMultivariateNormal(classify))
+flat = PVI(Partition(classify, "rows", 3), AutoMultivariateNormal(classify))
 moons = flat.run(jax.random.key(0), 60, K2, jnp.asarray(label), tol=1e-4, progress_bar=False)
 
 # %% tags=["hide-input"]

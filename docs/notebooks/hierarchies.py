@@ -62,7 +62,9 @@ def model(county, floor, uranium, radon=None):
 
 data = county, floor, uranium, radon
 groups = {"counties": state_of_county, "houses": state_of_county[county]}
-pvi = PVI(Partition(model, groups=groups, mode="mask"), AutoMultivariateNormal(model), solver=PowerEP())
+pvi = PVI(
+    Partition(model, groups=groups, mode="mask"), AutoMultivariateNormal(model), solver=PowerEP(moments="importance")
+)
 result = pvi.run(jax.random.key(0), 40, *data, tol=1e-2, progress_bar=False)
 posterior = pvi.posterior(result.state)
 print(result.message)
@@ -103,7 +105,7 @@ _ = axes.set(xlabel="uranium in the soil (standardised)", ylabel="log radon of t
 
 # %%
 written = numpyro.handlers.reparam(model, config={"effect": LocScaleReparam(0)})
-mcmc = MCMC(NUTS(written), num_warmup=400, num_samples=750, num_chains=2, chain_method="vectorized", progress_bar=False)
+mcmc = MCMC(NUTS(written), num_warmup=300, num_samples=500, num_chains=2, chain_method="vectorized", progress_bar=False)
 mcmc.run(jax.random.key(1), *data)
 draws = {name: np.asarray(values) for name, values in mcmc.get_samples().items()}
 
@@ -129,8 +131,9 @@ print(f"sds are {np.min(width / sds):.2f} to {np.max(width / sds):.2f} times tho
 
 # %% [markdown]
 # `PowerEP` integrates every county's effect out of its state's factor, at each value of the shared latents that it asks for, so the
-# posterior of the spread need not be a Gaussian joint with sixty effects. The variational fit makes that
-# approximation, and is surer of the spread than it should be.
+# posterior of the spread need not be a Gaussian joint with sixty effects. The variational fit makes that approximation, and is surer
+# of the spread than it should be. (Moments are by weighted draws; `moments="importance"` keeps to them, where the default would
+# compile chains as well if weights collapsed.)
 #
 # ## What each state says
 #

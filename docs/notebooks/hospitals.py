@@ -107,8 +107,8 @@ _ = export.plot_rounds(result)
 # %%
 mcmc = MCMC(
     NUTS(model, dense_mass=True),
-    num_warmup=300,
-    num_samples=500,
+    num_warmup=250,
+    num_samples=400,
     num_chains=2,
     chain_method="vectorized",
     progress_bar=False,

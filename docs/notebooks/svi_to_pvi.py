@@ -22,7 +22,8 @@
 import os
 
 # These pages are built with XLA's optimiser off, because they mostly compile. Here run time is what we look at.
-os.environ.pop("XLA_FLAGS", None)
+for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
+    os.environ.pop(name, None)
 
 import time
 
@@ -177,5 +178,6 @@ axes.figure.set_size_inches(7, 3.8)
 # ## What to try next
 #
 # - Groups that mean something: {doc}`hospitals`.
-# - Eight of NumPyro's own examples, each by both: {doc}`gallery`.
+# - Eight models after NumPyro's examples, each by both: {doc}`gallery`, {doc}`gallery_pooling` and
+#   {doc}`gallery_latents`.
 # - When the defaults are not the right choice: {doc}`../choosing`.

@@ -1,7 +1,8 @@
-"""Draws the pictures that are kept beside this file: python docs/pictures/draw.py [partitioned benchmark plots thumbnails].
+"""Draws the pictures that are kept beside this file: python docs/pictures/draw.py [partitioned benchmark plots thumbnails ...].
 
-`partitioned` and `plots` are of fits that are made here, `benchmark` of the table in docs/benchmarks.md, and `thumbnails` of the notebooks as the
-last `make docs` has executed them.
+`partitioned`, `plots`, `chunks`, `streaming` and `forgetting` are of plans and fits that are made here, `choosing`, `server` and
+`graphs` are diagrams, `benchmark` is of the table in docs/benchmarks.md, and `thumbnails` of the notebooks as the last `make docs` has
+executed them.
 """
 
 import base64
@@ -10,6 +11,8 @@ import json
 import pathlib
 import re
 import sys
+import textwrap
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 from PIL import Image
 
 from numpyro_pvi import PVI, Partition, export
-from numpyro_pvi.schedules import Decentralized, Synchronous
+from numpyro_pvi.schedules import Decentralized, Streaming, Synchronous
 
 HERE = pathlib.Path(__file__).parent
 # Which picture of each notebook stands for it.
@@ -33,11 +36,14 @@ SHOWN = {
     "did_it_work": 3,
     "families": 0,
     "gallery": 0,
+    "gallery_latents": 0,
+    "gallery_pooling": 0,
     "gaussian_processes": 0,
     "hierarchies": 0,
     "hospitals": 0,
     "never_meet": 0,
     "svi_to_pvi": 0,
+    "topics": 0,
     "which_divergence": 0,
 }
 SIZE = (480, 300)
@@ -165,6 +171,234 @@ def plots():
         figure.savefig(HERE / f"plot_{name}.png", dpi=80)
 
 
+def regression(rng, count):
+    """Rows and labels of the model above."""
+    x = rng.normal(size=(count, 2))
+    return x, (x @ [1.0, -0.7] + rng.logistic(size=count) > 0).astype(int)
+
+
+def chunks():
+    """Rows as they come, by group, and in chunks of one length."""
+    rng = np.random.default_rng(5)
+    group = rng.choice(["north", "east", "south"], size=40, p=[0.55, 0.3, 0.15])
+    length, colors = 8, {"north": "C0", "east": "C1", "south": "C2"}
+    figure, axis = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+
+    def row(at, height, color, **style):
+        axis.add_patch(
+            plt.Rectangle((at + 0.06, height), 0.88, 0.8, facecolor=color, edgecolor="black", linewidth=0.5, **style)
+        )
+
+    def say(height, text):
+        axis.text(0, height, text, ha="left", va="bottom", fontsize="medium")
+
+    for i, label in enumerate(group):
+        row(i, 8.6, colors[label])
+    say(9.7, "rows, in the order of the arguments; one label each")
+    at = 0.0
+    for label, color in colors.items():
+        count = int((group == label).sum())
+        for i in range(count):
+            row(at + i, 5.8, color)
+        axis.text(at + count / 2, 5.6, label, ha="center", va="top", fontsize="small")
+        at += count + 1.5
+    say(6.9, "groups: a factor and a site for each")
+    at, below = 0.0, 2.2
+    for label, color in colors.items():
+        count = int((group == label).sum())
+        for first in range(0, count, length):
+            if at + length > 44:
+                at, below = 0.0, below - 1.7
+            for i in range(length):
+                filled = first + i < count
+                row(at + i, below, color if filled else "white", **({} if filled else {"linestyle": ":"}))
+            frame = plt.Rectangle((at - 0.15, below - 0.2), length + 0.3, 1.2, fill=False, linewidth=1.4)
+            axis.add_patch(frame)
+            at += length + 1.2
+    say(3.5, "chunks of one length, each of one group; white is filled up and masked")
+    axis.set(xlim=(-0.5, 45), ylim=(below - 0.6, 10.8))
+    axis.set_axis_off()
+    figure.savefig(HERE / "chunks.png", dpi=110)
+
+
+LADDERS = {
+    "guide": (
+        [
+            ("rates, shares or covariances: a Gaussian is the wrong shape", "AutoExponentialFamily"),
+            ("more than some hundreds of latents, or only marginals matter", "AutoDiagonalNormal"),
+        ],
+        "AutoMultivariateNormal",
+    ),
+    "solver": (
+        [
+            ("a network, or large groups without structure", "LocalELBO"),
+            ("skewed posterior, so many groups that a site each is too much", "StochasticEP"),
+            ("skewed posterior, and PowerEP swings or workers talk seldom", "SNEP"),
+            ("skewed posterior: its sds, tails or evidence matter", "PowerEP"),
+        ],
+        "NaturalGradient",
+    ),
+    "schedule": (
+        [
+            ("there is no server", "Decentralized"),
+            ("groups arrive one by one, and are seen once", "Streaming"),
+            ("groups take very different times, or messages get lost", "Asynchronous"),
+            ("only some groups are there each time", "StochasticSubset"),
+            ("expectations by draws, or correlated latents under a mean-field guide", "Sequential"),
+        ],
+        "Synchronous",
+    ),
+}
+
+
+def choosing():
+    """Questions from the top; the first yes decides, and the default is at the end of each ladder."""
+    figure, axis = plt.subplots(figsize=(6.4, 11.2), layout="constrained")
+    at = 0.0
+    question = {"boxstyle": "round,pad=0.35", "facecolor": "0.95", "edgecolor": "0.4"}
+    answer = {"boxstyle": "round,pad=0.35", "facecolor": "#cfe2f3", "edgecolor": "C0"}
+    default = answer | {"facecolor": "#d9ead3", "edgecolor": "C2"}
+    arrow = {"arrowstyle": "->", "color": "0.3"}
+    for name, (questions, last) in LADDERS.items():
+        axis.text(-0.3, at, name, fontsize="x-large", fontweight="bold", va="center")
+        at -= 1.0
+        for text, choice in questions:
+            axis.text(2.4, at, textwrap.fill(text, 36), ha="center", va="center", bbox=question, fontsize=10.5)
+            axis.text(7.9, at, choice, ha="center", va="center", bbox=answer, fontsize=10.5, family="monospace")
+            axis.annotate("", (6.1, at), (4.75, at), arrowprops=arrow)
+            axis.text(5.4, at + 0.08, "yes", ha="center", va="bottom", fontsize="small")
+            axis.annotate("", (2.4, at - 0.81), (2.4, at - 0.42), arrowprops=arrow)
+            axis.text(2.55, at - 0.61, "no", va="center", fontsize="small")
+            at -= 1.25
+        axis.text(2.4, at, last, ha="center", va="center", bbox=default, fontsize=10.5, family="monospace")
+        at -= 1.15
+    axis.set(xlim=(-0.4, 9.9), ylim=(at + 0.4, 0.5))
+    axis.set_axis_off()
+    figure.savefig(HERE / "choosing.png", dpi=110)
+
+
+def streaming():
+    """Twelve days, each predicted before it is absorbed; q after every day beside the fit to all days."""
+    x, y = regression(np.random.default_rng(3), 12 * 20)
+    day = np.repeat(np.arange(12), 20)
+    pvi = PVI(Partition(model, "rows", [0] * 20), AutoMultivariateNormal(model), schedule=Streaming())
+    state, scores = None, []
+    laws = []
+    for label in range(12):
+        rows = jnp.asarray(x[day == label]), jnp.asarray(y[day == label])
+        if state is None:
+            state = pvi.run(jax.random.key(0), 1, *rows, progress_bar=False).state
+        else:
+            score = pvi.prequential(state, *rows, rng_key=jax.random.key(label))
+            scores.append(float(score.total) / 20)
+            state = pvi.add_group(state, label, *rows)
+        laws.append(pvi.posterior(state)["w"])
+    batch = PVI(Partition(model, "rows", day), AutoMultivariateNormal(model))
+    whole = batch.run(jax.random.key(0), 30, jnp.asarray(x), jnp.asarray(y), tol=1e-4, progress_bar=False)
+    exact = batch.posterior(whole.state)["w"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    means, sds = (np.array([f(law) for law in laws]) for f in (lambda q: q.mean, lambda q: np.sqrt(q.variance)))
+    days = np.arange(1, 13)
+    for i, color in enumerate(("C0", "C1")):
+        left.fill_between(
+            days, means[:, i] - 2 * sds[:, i], means[:, i] + 2 * sds[:, i], color=color, alpha=0.2, linewidth=0
+        )
+        left.plot(days, means[:, i], "o-", color=color, markersize=3, label=f"coefficient {i + 1}, two sds")
+        for end in (-2, 2):
+            value = float(exact.mean[i] + end * np.sqrt(exact.variance[i]))
+            label = "all days together" if i == 0 and end == 2 else None
+            left.plot([11.6, 12.6], [value, value], color="black", linestyle=":", label=label)
+    left.set(xlabel="days absorbed", ylabel="coefficient")
+    left.legend(fontsize="small")
+    right.plot(days[1:], scores, "o", color="C2", label="the day, before it was seen")
+    running = np.cumsum(scores) / np.arange(1, 12)
+    right.plot(days[1:], running, color="C2", label="mean so far")
+    right.axhline(np.log(0.5), color="0.6", linewidth=0.8, label="a coin")
+    right.set(xlabel="day", ylabel="log score (nats a row)")
+    right.legend(fontsize="small")
+    figure.savefig(HERE / "streaming.png", dpi=100)
+
+
+def forgetting():
+    """One coefficient with a clinic, without it, without it and refitted, and never having seen it."""
+    rng = np.random.default_rng(4)
+    x, y = regression(rng, 150)
+    clinic = rng.choice(["north", "south", "west"], size=150)
+    odd = clinic == "south"
+    y = np.where(odd & (rng.random(150) < 0.6), x[:, 0] < 0, y).astype(int)
+    data = jnp.asarray(x), jnp.asarray(y)
+    pvi = PVI(Partition(model, "rows", clinic), AutoMultivariateNormal(model))
+    state = pvi.run(jax.random.key(0), 40, *data, tol=1e-6, progress_bar=False).state
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        forgot = pvi.forget_group(state, "south")
+    rest = (clinic[~odd], data[0][~odd], data[1][~odd])
+    again = pvi.revisit(forgot, *rest, num_steps=40, tol=1e-6)
+    never = PVI(Partition(model, "rows", rest[0]), AutoMultivariateNormal(model))
+    refit = never.run(jax.random.key(0), 40, *rest[1:], tol=1e-6, progress_bar=False).state
+    curves = {
+        "with the south": (pvi, state, {"color": "C3"}),
+        "the south forgotten": (pvi, forgot, {"color": "C0", "linestyle": "--"}),
+        "and the rest revisited": (pvi, again, {"color": "C0"}),
+        "never saw the south": (never, refit, {"color": "black", "linestyle": ":", "linewidth": 2.5}),
+    }
+    grid = np.linspace(-0.6, 2.4, 400)
+    figure, axis = plt.subplots(figsize=(7, 3.1), layout="constrained")
+    for name, (fit, held, style) in curves.items():
+        law = fit.posterior(held)["w"]
+        mean, sd = float(law.mean[0]), float(np.sqrt(law.variance[0]))
+        axis.plot(grid, np.exp(-0.5 * ((grid - mean) / sd) ** 2) / sd, label=name, **style)
+    axis.set(xlabel="first coefficient", yticks=[], ylabel="density")
+    axis.legend(frameon=False, fontsize="small")
+    figure.savefig(HERE / "forgetting.png", dpi=110)
+
+
+def server():
+    """What stays with a worker, and what travels."""
+    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    box = {"boxstyle": "round,pad=0.5", "edgecolor": "0.3"}
+    sums = "server\n" + r"$\eta_q = \eta_0 + \sum_m \eta_m$"
+    axis.text(0.5, 0.86, sums, ha="center", va="center", bbox=box | {"facecolor": "#cfe2f3"})
+    for i, at in enumerate((0.14, 0.5, 0.86), 1):
+        words = f"worker {i}\nits rows, " + rf"$\eta_{i}$, $\theta'_{i}$"
+        axis.text(at, 0.13, words, ha="center", va="center", bbox=box | {"facecolor": "0.95"})
+        top = 0.5 + 0.3 * (at - 0.5)
+        axis.annotate("", (at - 0.02, 0.27), (top - 0.02, 0.73), arrowprops={"arrowstyle": "->", "color": "C0"})
+        axis.annotate("", (top + 0.02, 0.73), (at + 0.02, 0.27), arrowprops={"arrowstyle": "->", "color": "C1"})
+    axis.text(0.01, 0.62, r"the sum $\eta_q$, down", color="C0", fontsize="medium")
+    axis.text(0.99, 0.62, r"a site $\eta_m$, up", color="C1", ha="right", fontsize="medium")
+    axis.set(xlim=(-0.02, 1.02), ylim=(0, 1))
+    axis.set_axis_off()
+    figure.savefig(HERE / "server.png", dpi=110)
+
+
+def graphs():
+    """The same six groups with a server, and as agents on a ring and on a chain."""
+    angle = np.pi / 2 + 2 * np.pi * np.arange(6) / 6
+    round_table = np.stack([np.cos(angle), np.sin(angle)], 1)
+    figure, panels = plt.subplots(1, 3, figsize=(8.4, 3.0), layout="constrained")
+    ring = [(i, (i + 1) % 6) for i in range(6)]
+    for axis, (title, links) in zip(
+        panels, {"a server": [], "a ring": ring, "a chain": ring[:-1]}.items(), strict=True
+    ):
+        for a, b in links:
+            axis.plot(*round_table[[a, b]].T, color="0.6", zorder=1)
+        if not links:
+            for place in round_table:
+                axis.plot([0, place[0]], [0, place[1]], color="0.6", zorder=1)
+            axis.scatter(0, 0, s=480, marker="s", color="C0", zorder=2)
+            axis.annotate("q", (0, 0), ha="center", va="center", color="white", fontsize="large")
+        for i, place in enumerate(round_table):
+            axis.scatter(*place, s=420, color="0.3" if not links else "C2", zorder=2)
+            axis.annotate(
+                f"$t_{i + 1}$" if not links else f"$q_{i + 1}$", place, ha="center", va="center", color="white"
+            )
+        axis.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
+        axis.set_title(title)
+        axis.set_axis_off()
+    figure.savefig(HERE / "graphs.png", dpi=100)
+
+
 def thumbnails():
     """Small copies of one picture of every notebook."""
     executed = HERE.parent / "_build" / "html" / "notebooks"
@@ -179,8 +413,10 @@ def thumbnails():
         card.quantize(64).save(HERE / f"{name}.png", optimize=True)
 
 
+DRAWN = (partitioned, benchmark, plots, chunks, choosing, streaming, forgetting, server, graphs, thumbnails)
+
 if __name__ == "__main__":
     matplotlib.use("Agg")
-    everything = {f.__name__: f for f in (partitioned, benchmark, plots, thumbnails)}
+    everything = {f.__name__: f for f in DRAWN}
     for name in sys.argv[1:] or everything:
         everything[name]()
