@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from . import oracles
+from . import golden, oracles
 from .cells import CELLS, fit_of, violations
 from .models import NOISE, PRIOR_COVARIANCE, PRIOR_LOC, rows
 
@@ -32,6 +32,14 @@ def test_laws_hold_on_the_whole_trajectory(cell, x64):
     found = violations(cell, fit_of(cell))
     broken = {law: size for law, size in found.items() if not size <= TOLERANCES[law][0 if x64 else 1]}
     assert not broken, f"largest violations: {broken}"
+
+
+@pytest.mark.parametrize("cell", [pytest.param(c, id=c.name, marks=_marks(c)) for c in CELLS])
+def test_the_trajectory_is_the_one_that_was_stored(cell):
+    """The way as well as its end; cells that are slow are not stored."""
+    if cell in golden.CELLS_STORED:
+        found = golden.too_far(cell.name, golden.of_cell(cell))
+        assert found is None, f"distances {found}: python -m tests.laws.golden stores it anew, if it was meant to move"
 
 
 def test_the_oracles_agree_with_each_other(x64):
