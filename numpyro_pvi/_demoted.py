@@ -55,7 +55,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     if "prior" in claims:
         planned = move_to_prior_factor(planned)
         state = _without_exact_prior(state)
-    planned = with_expectation(planned, getattr(pvi.solver, "expectation", "auto"), state.plan.family.full)
+    planned = with_expectation(planned, pvi.solver.expectation, state.plan.family.full)
     part = dataclasses.replace(planned.plan, remarks=(*planned.plan.remarks, *notes))
     plan = dataclasses.replace(state.plan, partition=part)
     if part.unstructured == "monte_carlo":

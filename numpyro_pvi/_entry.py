@@ -16,27 +16,45 @@ import numpy as np
 from numpyro.infer import RenyiELBO
 
 from ._compiling import Programs, is_traced, level_of, owned_jit
+from ._contracts import lacking
 from ._groups import reduced, rows_of
 from ._state import Plan, PVIState
 from .errors import PVIError, StateError
 from .factors import join_arguments, model_work
 from .handlers import Partition
 from .runtime import Engine, Runtime, gradient_jumps
-from .schedules import Schedule
-from .solvers import LocalSolver, NaturalGradient
+from .schedules import Schedule, ScheduleDefaults
+from .solvers import LocalSolver, NaturalGradient, SolverDefaults
 
 # Sets of fresh draws over which a variational fit's evidence is averaged, and what is folded into a state's key for them.
 EVIDENCE_SETS = 16
 _EVIDENCE_DRAWS = 0xE71D
 
 
-def shell_for(cls: type, guide: Any) -> type:
-    """The class of a PVI: another where the guide's latents keep their own supports (:mod:`numpyro_pvi._exponential_pvi`)."""
-    if not getattr(guide, "keeps_supports", False):
-        return cls
-    from ._exponential_pvi import ExponentialPVI  # a subclass of the class that asks
+# Classes that PVI(...) makes instead of itself, each with the guides that it is for.
+SHELLS: list[tuple[Callable[[Any], bool], type]] = []
 
-    return ExponentialPVI
+
+def serves_none(guide: Any) -> bool:
+    """No guide: of a subclass that is only made by its own name."""
+    del guide
+    return False
+
+
+def shell_for(guide: Any, otherwise: type) -> type:
+    """The class that serves a guide, of those that have said which they serve."""
+    return next((shell for serves, shell in SHELLS if serves(guide)), otherwise)
+
+
+def introduce(cls: Any, serves: Callable[[Any], bool] = serves_none) -> None:
+    """Make a class of PVI known: its constructor's signature to help and editors, the guides that it is for to PVI itself.
+
+    Args:
+        cls: the class.
+        serves: whether a guide is its own.
+    """
+    cls.__signature__ = constructor_signature(cls)
+    SHELLS.append((serves, cls))
 
 
 def constructor_signature(cls: type) -> inspect.Signature:
@@ -93,7 +111,7 @@ def level_for(programs: Programs, engine: Any, plan: Plan, dynamic: list, static
         structured = part.likelihood in ("quadratic", "affine")
         # Cavities and targets of all groups, beside the factors.
         dim = part.layout.dim
-        square = dim**2 if getattr(plan.family, "full", False) else dim
+        square = dim**2 if plan.family.full else dim
         return once * (1 if structured else 2 * dim + 1) + part.table.num_groups * square
 
     shapes = tuple((tuple(x.shape), str(x.dtype)) for x in dynamic)
@@ -117,7 +135,7 @@ def evidence_of(engine: Any, state: PVIState, arguments: tuple, loss: Callable, 
     Returns:
         Nats, or a pair with the standard error.
     """
-    if not getattr(engine.solver, "matches_moments", False):
+    if not engine.solver.matches_moments:
         value, error = _elbo(engine, state, loss, is_traced((state, arguments)))
         return (value, error) if with_error else value
     dynamic, static = rows_of(state.plan, *arguments)
@@ -186,11 +204,17 @@ def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, sch
         )
     if isinstance(model, Partition) and model.group is not None:
         raise PVIError("the Partition is restricted to one group; pass it without `group`.")
-    kinds = ((solver, LocalSolver, "solver"), (schedule, Schedule, "schedule"), (runtime, Runtime, "runtime"))
-    for value, kind, word in kinds:
+    kinds = (
+        (solver, LocalSolver, "solver", SolverDefaults, "numpyro_pvi.solvers"),
+        (schedule, Schedule, "schedule", ScheduleDefaults, "numpyro_pvi.schedules"),
+        (runtime, Runtime, "runtime", None, "numpyro_pvi.runtime"),
+    )
+    for value, kind, word, base, room in kinds:
         if isinstance(value, type) or not isinstance(value, kind):
-            raise PVIError(f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.")
-    if getattr(solver, "tied", False) and not getattr(schedule, "carries_tied", False):
+            raise PVIError(
+                f"{word}={value!r} is not a {word}; pass an instance, such as {_EXAMPLES[word]}.{lacking(value, kind, base, room)}"
+            )
+    if solver.tied and not schedule.carries_tied:
         raise PVIError(
             f"{type(solver).__name__} has one site for all groups, and {type(schedule).__name__} keeps one per group: "
             "use schedule=Synchronous() or Sequential(), or solver=PowerEP(...), which keeps a site per group."

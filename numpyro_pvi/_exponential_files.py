@@ -33,7 +33,7 @@ def product_types(guide: Any) -> dict[str, type]:
     found = {}
     for family in given:
         # A registered function makes the family of a distribution, which only a guide that is set up has seen.
-        if hasattr(family, "zeros"):
+        if isinstance(family, families.Family):
             base = base_family(family)
             found |= {kind.__name__: kind for kind in (type(family), type(base), type(base.zeros()))}
     return found | {kind.__name__: kind for kind in (*known, *_PLAN, *_STATE)}

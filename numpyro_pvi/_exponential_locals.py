@@ -12,7 +12,7 @@ from ._exponential_guide import AutoExponentialFamily
 from ._state import PVIState
 from .errors import GuideError
 from .factors import Planned, is_latent, join_arguments, plan_factors, split_arguments, with_values_held
-from .families import MarkovGaussianFamily, ProductFamily, ProductNatural, base_family
+from .families import ProductFamily, ProductNatural, base_family
 from .handlers import Partition, RowAxes
 from .runtime import ProductEngine, RowLatent, apart, best_of_short_runs, curvature_start, first_weights, spread
 from .sites import posterior
@@ -34,7 +34,7 @@ def plan_beside(
     Returns:
         The plan, in which those latents are no observations.
     """
-    if partition.mode == "auto" and any(isinstance(base_family(f), MarkovGaussianFamily) for _, f in family.components):
+    if partition.mode == "auto" and any(base_family(f).chained for _, f in family.components):
         # A chain has as many states as there are rows: looking up a chunk's states in it costs as much as all rows.
         partition = partition._copy(mode="mask")
     if not held:
@@ -108,7 +108,7 @@ def begun(
             return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
 
         return dataclasses.replace(state, sites=look(curvature, state, arrays))
-    if getattr(engine.solver, "matches_moments", False) or (not plan.inside and not plan.summed):
+    if engine.solver.matches_moments or (not plan.inside and not plan.summed):
         return state
     key, old = jax.random.fold_in(state.rng_key, 0), posterior(state.prior, state.sites)
     q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})

@@ -24,7 +24,6 @@ from .runtime import (
     jointly_affine,
     with_tilted,
 )
-from .solvers import Conjugate
 
 # How tilted moments are taken, in words.
 _WORDS = {
@@ -38,9 +37,9 @@ _WORDS = {
 
 def expectation_of(solver: Any) -> str:
     """How a solver has the expectations of factors taken: as of :func:`numpyro_pvi.expectations.find_structure`."""
-    if getattr(solver, "matches_moments", False):
+    if solver.matches_moments:
         return "values"
-    return "exact" if isinstance(solver, Conjugate) else getattr(solver, "expectation", "auto")
+    return "exact" if solver.closed_form else solver.expectation
 
 
 def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
@@ -58,7 +57,7 @@ def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: 
     Raises:
         PVIError: for latents inside the partitioned plate, or moments that do not fit a factor.
     """
-    if not getattr(engine.solver, "matches_moments", False):
+    if not engine.solver.matches_moments:
         return state
     plan: Any = state.plan
     solver: Any = engine.solver

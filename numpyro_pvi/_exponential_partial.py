@@ -6,8 +6,7 @@ from typing import Any
 
 from .errors import PVIError
 from .runtime import Labels, ProductPlan, RowLatent, is_partial, most_groups
-from .schedules import Sequential, StochasticSubset
-from .solvers import StochasticNaturalGradient, resolve
+from .solvers import resolve
 
 
 def check_partial_choices(solver: Any, schedule: Any) -> None:
@@ -20,23 +19,23 @@ def check_partial_choices(solver: Any, schedule: Any) -> None:
     Raises:
         PVIError: naming the argument and what to write.
     """
-    if isinstance(solver, StochasticNaturalGradient):
+    if solver.stochastic:
         if solver.curvature != "auto":
             raise PVIError(
                 f"StochasticNaturalGradient(curvature={solver.curvature!r}) is for Gaussian guides; under AutoExponentialFamily "
                 "messages are natural gradients in the latents' own families. Leave it out."
             )
-        if isinstance(schedule, Sequential):
+        if schedule.in_turn:
             raise PVIError(
                 "StochasticNaturalGradient does not go with Sequential() under AutoExponentialFamily: write "
                 "schedule=StochasticSubset(1), one random group a round, or Synchronous()."
             )
-    if isinstance(schedule, StochasticSubset) and getattr(solver, "matches_moments", False):
+    if schedule.partial and solver.matches_moments:
         raise PVIError(
             f"StochasticSubset does not go with {type(solver).__name__} under AutoExponentialFamily: write "
             "schedule=Synchronous() or Sequential()."
         )
-    if isinstance(schedule, StochasticSubset) and not isinstance(schedule.damping, (str, float)):
+    if schedule.partial and not isinstance(schedule.damping, (str, float)):
         raise PVIError(
             f"StochasticSubset(damping={schedule.damping!r}) by group is for Gaussian guides; under AutoExponentialFamily all "
             "groups of a round move by one common step: write one number, or 'auto'."
@@ -53,9 +52,9 @@ def blocks_of(solver: Any, inside: tuple[RowLatent, ...]) -> Any:
     Returns:
         What :func:`turns_of` takes.
     """
-    if isinstance(solver, StochasticNaturalGradient):
+    if solver.stochastic:
         return tuple(latent.name for latent in inside) or "auto"
-    return getattr(solver, "blocks", "auto")
+    return solver.blocks
 
 
 def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
@@ -72,10 +71,10 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
     if not is_partial(solver, schedule):
         return
     table = plan.partition.table
-    if isinstance(solver, StochasticNaturalGradient):
+    if solver.stochastic:
         sizes = dict(zip(table.labels, table.sizes, strict=True))
         solver.check_groups(sizes, plan.partition.reading.mechanism)
-    if isinstance(schedule, StochasticSubset):
+    if schedule.partial:
         if most_groups(schedule, table.num_groups) > table.num_groups:
             raise PVIError(f"StochasticSubset(k={schedule.k}): there are only {table.num_groups} groups.")
         if schedule.rates is not None:

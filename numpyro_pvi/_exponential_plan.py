@@ -352,7 +352,7 @@ def _gaussian_block(trace: dict, block: JointBlock, family: MultivariateNormalFa
             return None
         locs.append(jnp.broadcast_to(fn.mean, fn.shape()).reshape(-1))
         sizes = int(np.prod(fn.shape()))
-        if isinstance(base, MultivariateNormalFamily):
+        if base.full:
             if fn.shape() != tuple(fn.event_shape):
                 return None
             own = fn.covariance_matrix

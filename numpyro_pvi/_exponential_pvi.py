@@ -31,7 +31,7 @@ from ._views import factor_labels, last_round, optim_notes, split_notes
 from .errors import ImproperError, PVIError, StateError
 from .factors import ValueCall, is_latent, join_arguments, split_arguments
 from .families import ProductNatural
-from .guides import NOT_SET_UP
+from .guides import NOT_SET_UP, keeps_supports
 from .pvi import PVI
 from .runtime import LaxMap, ProductEngine, Vmap, spread
 from .schedules import Points, Rule, Sequential, StochasticSubset, Synchronous, empty_report
@@ -44,7 +44,7 @@ _EXPECTATIONS = ("auto", "exact", "quadrature", "monte_carlo")
 _GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
 
 
-class ExponentialPVI(PVI):
+class ExponentialPVI(PVI, serves=keeps_supports):
     """What ``PVI(model, AutoExponentialFamily(model), ...)`` makes: every latent keeps its support and family.
 
     A group's site is a term of the product family, and its update the conjugate-computation step

@@ -46,8 +46,8 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
         A state to be handed back to :func:`restored`.
     """
     plan = state.plan
-    by_label = any(getattr(x, "by_label", False) for x in (engine.schedule, engine.solver))
-    reads_sizes = engine.solver.stochastic or getattr(engine.schedule, "streams", False) or by_chains(engine.solver)
+    by_label = engine.schedule.by_label or engine.solver.by_label
+    reads_sizes = engine.solver.stochastic or engine.schedule.streams or by_chains(engine.solver)
     reads_sizes = reads_sizes or getattr(engine, "reads_sizes", False)
     part = without_labels(plan.partition, plan.padded_rows, reads_sizes, by_label)
     plan = dataclasses.replace(plan, partition=part, signature=None, absent=())

@@ -181,7 +181,7 @@ def streams(schedule: Any, init_sites: str = "auto") -> bool:
     Raises:
         PVIError: when a curvature start was asked for all the same.
     """
-    found = bool(getattr(schedule, "streams", False))
+    found = bool(schedule.streams)
     if found and init_sites == "curvature":
         raise PVIError(
             f"init_sites='curvature' reads all rows beforehand, which {type(schedule).__name__} would then count a second time: "

@@ -12,12 +12,14 @@ from jax.core import Tracer
 from jaxtyping import Array
 from numpyro.distributions import constraints
 
+from ._contracts import lacking
 from .errors import GuideError
 from .families import (
     BernoulliFamily,
     BetaFamily,
     DirichletFamily,
     Family,
+    FamilyDefaults,
     LogNormalFamily,
     MarkovNormal,
     MultivariateNormalFamily,
@@ -68,7 +70,7 @@ def _bare(member: Any) -> tuple[Any, int]:
     return member, rank
 
 
-def make_latent(name: str, fn: Any, given: Family | None) -> Latent:
+def make_latent(name: str, fn: Any, given: Any) -> Latent:
     """Find a latent's family and where its params start.
 
     Args:
@@ -92,9 +94,12 @@ def make_latent(name: str, fn: Any, given: Family | None) -> Latent:
     return Latent(family, kind, rank, start, {p: kind.arg_constraints[p] for p in wanted})
 
 
-def _family_of(name: str, fn: dist.Distribution, given: Family | None) -> Family:
+def _family_of(name: str, fn: dist.Distribution, given: Any) -> Family:
     """The family of one latent, with its event axes."""
     if given is not None:
+        if not isinstance(given, Family):
+            said = lacking(given, Family, FamilyDefaults, "numpyro_pvi.families")
+            raise GuideError(f"families[{name!r}]={given!r} is not a family.{said}")
         own, shape = tuple(given.event_shape), tuple(fn.event_shape)
         if shape[len(shape) - len(own) :] != own or len(own) > len(shape):
             raise GuideError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from .factors import (
     refuse_randomness,
     refuse_unsupported,
     signature_of,
+    summed_out,
     trace_arguments,
 )
 from .guides import setup_guide
@@ -74,7 +76,13 @@ class Opening:
     def set_up(self, guide: Any) -> None:
         """Run the guide's own set-up eagerly, which fixes its layout."""
         with explained(guide, self.guide_key, self.args, self.kwargs):
-            setup_guide(guide, self.guide_key, self.args, self.kwargs, self.enumeration and self.enumeration.wrap)
+            setup_guide(
+                guide,
+                self.guide_key,
+                self.args,
+                self.kwargs,
+                self.enumeration and partial(summed_out, enumeration=self.enumeration),
+            )
 
     def plan(self, pvi: Any, attempt: Callable[[Opening], Planned]) -> tuple[Opening, Planned]:
         """Plan the factors; where that refuses a partition which is not the user's own, the next one is taken.

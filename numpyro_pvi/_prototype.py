@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,8 @@ from ._compiling import is_traced
 from ._exponential_files import check_families, guide_shapes, product_latents
 from ._state import Plan, PVIState
 from .errors import CheckpointError, StateError
-from .factors import abstract_trace, is_latent, join_arguments, model_layout
-from .guides import NOT_SET_UP, setup_guide
+from .factors import abstract_trace, is_latent, join_arguments, model_layout, summed_out
+from .guides import NOT_SET_UP, keeps_supports, setup_guide
 from .runtime import ProductPlan
 
 Latents = dict[str, tuple[int, ...]]
@@ -38,7 +39,7 @@ def latents_of(plan: Plan) -> Latents:
 
 def guide_latents(guide: Any) -> Latents:
     """Unconstrained shapes of the latents of a guide that is set up; those of values where latents keep their supports."""
-    if getattr(guide, "keeps_supports", False):
+    if keeps_supports(guide):
         return guide_shapes(guide)
     return {name: tuple(jnp.shape(value)) for name, value in guide._init_locs.items()}
 
@@ -105,7 +106,9 @@ def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
         return
     enumeration = state.plan.partition.enumeration
     # The key gives the guide starting values, which nothing reads.
-    setup_guide(pvi.guide, jax.random.key(0), args, kwargs, enumeration and enumeration.wrap)
+    setup_guide(
+        pvi.guide, jax.random.key(0), args, kwargs, enumeration and partial(summed_out, enumeration=enumeration)
+    )
     wanted, found = latents_of(state.plan), guide_latents(pvi.guide)
     if found != wanted:
         raise StateError(

@@ -76,7 +76,7 @@ def own_marginals(pvi: Any, state: PVIState) -> tuple[tuple, Callable[[Hashable]
     Returns:
         Labels, and a function of a label.
     """
-    if not hasattr(pvi.schedule, "agent_natural"):
+    if not pvi.schedule.has_agents:
         return None
     return state.plan.partition.table.labels, lambda agent: marginals(pvi, state, "posterior", False, agent)
 

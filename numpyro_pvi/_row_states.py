@@ -60,7 +60,7 @@ def choose_rows(
     Raises:
         PVIError: saying why not, where the solver insists on it.
     """
-    wanted = getattr(engine.solver, "sites", "dense")
+    wanted = engine.solver.sites
     if wanted == "dense":
         return plan
     insists = wanted == "rows"
@@ -93,7 +93,7 @@ def choose_rows(
 def _why_not(engine: Engine, guide: Any, plan: Plan, trace: dict, init_params: Any) -> str | None:
     if not plan.family.full:
         return "q is mean-field"
-    if not getattr(engine.schedule, "carries_numbers", False):
+    if not engine.schedule.carries_numbers:
         return f"{type(engine.schedule).__name__} passes sites on as D x D numbers"
     if set(init_params or {}) & guide_param_names(guide, plan.partition.layout.names):
         return "init_params of the guide need not be of that form"
@@ -277,11 +277,11 @@ def dense_form(state: PVIState) -> PVIState:
     if not isinstance(state, PVIState) or state.plan.rows is None:
         return state
     groups, prior = _dense_sites(state.prior, state.sites.groups, jnp.zeros(len(state.plan.partition.table.labels)))
-    plan, schedule = dataclasses.replace(state.plan, rows=None), state.schedule_state
-    if getattr(schedule, "mixing", None) is not None:
+    plan, memory = dataclasses.replace(state.plan, rows=None), state.schedule_state
+    if "mixing" in getattr(memory, "_fields", ()):
         # Rounds are extrapolated by rows only.
-        schedule = schedule._replace(mixing=None)
-    return dataclasses.replace(state, plan=plan, prior=prior, sites=SiteStack(groups, None), schedule_state=schedule)
+        memory = memory._replace(mixing=None)
+    return dataclasses.replace(state, plan=plan, prior=prior, sites=SiteStack(groups, None), schedule_state=memory)
 
 
 @jax.jit

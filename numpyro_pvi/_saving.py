@@ -38,6 +38,7 @@ from .factors import (
     TermSpec,
 )
 from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily, RowPrior
+from .guides import keeps_supports
 from .handlers import GroupTable, RowAxes
 from .runtime import ProductPlan, solver_of_prior, with_chains
 from .schedules import Points, RoundReport, Rule
@@ -192,7 +193,7 @@ def settings_of(pvi: Any, salt: str = "") -> dict[str, Any]:
     for field in ("init_loc_fn", "_init_scale"):
         if hasattr(pvi.guide, field):
             guide["fields"][field.strip("_")] = words(getattr(pvi.guide, field))
-    if getattr(pvi.guide, "keeps_supports", False):
+    if keeps_supports(pvi.guide):
         given = {name: pvi.guide.families[name] for name in sorted(pvi.guide.families)}
         guide["fields"] |= {"families": words(given), "joint": repr(pvi.guide.joint)}
     optim = {"type": "None" if pvi.optim is None else type(pvi.optim).__name__, "fields": {}}
@@ -228,7 +229,7 @@ def _types(pvi: Any) -> dict[str, type]:
 
     Where q is a product of families, the solver's and the families' as well.
     """
-    found, kinds, product = {}, type(pvi.schedule).__mro__, getattr(pvi.guide, "keeps_supports", False)
+    found, kinds, product = {}, type(pvi.schedule).__mro__, keeps_supports(pvi.guide)
     for kind in reversed((*kinds, *type(pvi.solver).__mro__) if product else kinds):
         package = kind.__module__.rpartition(".")[0]
         for name, module in list(sys.modules.items()):

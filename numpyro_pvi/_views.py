@@ -118,13 +118,12 @@ def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
     Raises:
         PVIError: when there is one q for all, or for an unknown label.
     """
-    own = getattr(schedule, "agent_natural", None)
-    if own is None:
+    if not schedule.has_agents:
         raise PVIError(
             f"posterior(agent={agent!r}): under {type(schedule).__name__} there is one q for all groups; leave agent out, or pass "
             "schedule=Decentralized(...), where every group has its own."
         )
-    return own(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
+    return schedule.agent_natural(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
 
 
 def last_round(state: PVIState, report: RoundReport) -> dict[str, Any]:
@@ -230,7 +229,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PV
         evidence=_evidence(part, len(structure)),
         expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, expectation, strict=True)),
         consensus=float(report.consensus),
-        agents=AgentViews(schedule, state) if hasattr(schedule, "agent_natural") else {},
+        agents=AgentViews(schedule, state) if schedule.has_agents else {},
         delbo=tuple(float(x) for x in report.delbo),
         rhat=rhat,
         divergent=_by_factor(state, len(labels), lambda s: chain_reading(s, "divergent")),
@@ -268,9 +267,9 @@ def _by_factor(state: PVIState, count: int, read: Callable[[Any], Any]) -> np.nd
     return np.insert(own, [sizes[0]] * (count - len(own)), np.nan)
 
 
-def chain_reading(solver: Any, name: str) -> Any:
+def chain_reading(state: Any, name: str) -> Any:
     """One of the numbers that chains leave; NaN for factors that have none, or whose chains have not moved yet."""
-    chains = getattr(solver, "chains", None)
+    chains = getattr(state, "chains", None)
     if chains is None:
         return None
     return np.where(

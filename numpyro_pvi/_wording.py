@@ -26,7 +26,7 @@ def words_of(kind: str, state: PVIState, which: int, solver: LocalSolver) -> str
     Returns:
         A few words, with the quadrature rule of the last round.
     """
-    if getattr(solver, "matches_moments", False):
+    if solver.matches_moments:
         word = _moment_words(kind, state, which, solver)
         if word is not None:
             return word
@@ -49,7 +49,7 @@ def _moment_words(kind: str, state: PVIState, which: int, solver: Any) -> str | 
         return None if one_dimensional and isinstance(wanted, MCMCMoments) else _SAMPLED_WORDS[type(wanted)]
     if which == 0 and kind == "quadratic":
         return "closed form"
-    single = all(size == 1 for size in state.plan.partition.table.sizes) and not getattr(solver, "anchored", False)
+    single = all(size == 1 for size in state.plan.partition.table.sizes) and not solver.anchored
     if one_dimensional or (which == 0 and kind == "affine" and (solver.factors == "row" or single)):
         return None
     return "quadrature over the latents" if state.plan.family.dim <= GRID_DIM else _SAMPLED_WORDS[ImportanceMoments]

@@ -31,6 +31,11 @@ NOT_SET_UP = (
 SUPPORTED = "AutoMultivariateNormal, AutoDiagonalNormal, AutoNormal"
 
 
+def keeps_supports(guide: Any) -> bool:
+    """Whether a guide's latents keep their own supports: NumPyro's own guides do not say, :class:`AutoExponentialFamily` does."""
+    return not isinstance(guide, type) and getattr(guide, "keeps_supports", False)
+
+
 def check_guide(guide: Any) -> None:
     """Raise unless the guide is one whose posterior is a Gaussian in unconstrained space.
 
@@ -40,7 +45,7 @@ def check_guide(guide: Any) -> None:
     Raises:
         GuideError: naming the guide and the supported ones, with the nearest.
     """
-    if type(guide) in _FAMILIES or (not isinstance(guide, type) and getattr(guide, "keeps_supports", False)):
+    if type(guide) in _FAMILIES or keeps_supports(guide):
         return
     if isinstance(guide, type) and issubclass(guide, autoguide.AutoGuide):
         raise GuideError(

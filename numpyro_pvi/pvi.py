@@ -23,15 +23,16 @@ from ._entry import (
     check_loss,
     check_run,
     check_state,
-    constructor_signature,
     draws_form,
     evaluate_loss,
     evidence_of,
     float_dtype,
+    introduce,
     level_for,
     positional_names,
     refuse_two_starts,
     run_rounds,
+    serves_none,
     shell_for,
     start_arrays,
 )
@@ -157,14 +158,19 @@ class PVI(SVI):
         self._followed = Followed((inner, solver, schedule, runtime, self.optim))
         self._memory = Memory(self._followed)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Show the constructor's signature, for help and editors."""
+    def __init_subclass__(cls, serves: Callable[[Any], bool] = serves_none, **kwargs: Any) -> None:
+        """Show the constructor's signature, for help and editors.
+
+        Args:
+            serves: whether a guide is this class's own, so that ``PVI(model, guide)`` makes one of them.
+            kwargs: of other base classes.
+        """
         super().__init_subclass__(**kwargs)
-        cls.__signature__ = constructor_signature(cls)
+        introduce(cls, serves)
 
     def __new__(cls, model: Any = None, guide: Any = None, *args: Any, **kwargs: Any):
-        """A PVI, or the one for a guide whose latents keep their own supports."""
-        return super().__new__(shell_for(cls, guide) if cls is PVI else cls)
+        """A PVI, or one of the class that serves this guide."""
+        return super().__new__(shell_for(guide, cls) if cls is PVI else cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle without compiled programs, which are made anew; an error that says what to do where a part cannot be pickled."""
@@ -206,9 +212,8 @@ class PVI(SVI):
 
         opening, planned = opening.plan(self, split)
         family = family_of(self.guide, planned.plan.layout.dim)
-        expectation = getattr(self.solver, "expectation", "auto")
-        planned = with_expectation(planned, expectation, family.full)
-        plan = Plan(planned.plan, family, opening.signature, tied=getattr(self.solver, "tied", False))
+        planned = with_expectation(planned, self.solver.expectation, family.full)
+        plan = Plan(planned.plan, family, opening.signature, tied=self.solver.tied)
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = init_optim(self.optim, self.guide, params)
         dynamic, static = split_arguments(args, kwargs)
@@ -231,7 +236,7 @@ class PVI(SVI):
         arrays, outside, proper = start(plan)
         if bool(outside):
             # A correlated Gaussian prior is outside a mean-field family: its latents go to the prior factor.
-            moved = with_expectation(move_to_prior_factor(planned), expectation, family.full)
+            moved = with_expectation(move_to_prior_factor(planned), self.solver.expectation, family.full)
             plan = dataclasses.replace(plan, partition=moved.plan)
             arrays, _, proper = start(plan)
         if not bool(proper) and self.init_sites == "auto" and not streams(self.schedule):
@@ -785,6 +790,6 @@ class PVI(SVI):
         return param_values(self.optim, self.guide, state)
 
 
-PVI.__signature__ = constructor_signature(PVI)  # type: ignore[attr-defined]
+introduce(PVI)  # type: ignore[attr-defined]
 
 __all__ = ["PVI"]

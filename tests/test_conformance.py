@@ -4,9 +4,12 @@ import dataclasses
 import inspect
 
 import jax
+import numpyro
+import numpyro.distributions as dist
 import pytest
+from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_pvi import families, runtime, schedules, solvers
+from numpyro_pvi import PVI, PVIError, families, runtime, schedules, solvers
 from tests.families.cases import CASES
 
 # What a class cannot do without.
@@ -99,3 +102,31 @@ def test_protocols_say_what_an_implementor_owes(room):
     protocol = ROOMS[room][1]
     assert "owes" in protocol.__doc__
     assert all(function.__doc__ for function in contract(protocol).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Underived:
+    """A solver that writes its contract down by hand, and forgets most of it."""
+
+    num_draws: int = 1
+
+    def solve(self, factor, cavity, site, state, key, start, guarded):
+        del factor, cavity, key, start, guarded
+        return site, state
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (_Underived(), "It lacks .*matches_moments.* Derive it from numpyro_pvi.solvers.SolverDefaults"),
+        (object(), r"such as NaturalGradient\(\)\.$"),
+        (solvers.NaturalGradient, r"such as NaturalGradient\(\)\.$"),
+    ],
+)
+def test_what_an_object_lacks_of_its_contract_is_named(value, said):
+    def model(y):
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", dist.Normal(numpyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+    with pytest.raises(PVIError, match=said):
+        PVI(model, AutoNormal(model), solver=value)

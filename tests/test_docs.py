@@ -13,11 +13,32 @@ ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-PAGES = ("getting_started", "divergences", "snep", "no_server", "streaming", "forgetting", "saving", "families")
+PAGES = (
+    "getting_started",
+    "divergences",
+    "snep",
+    "no_server",
+    "streaming",
+    "forgetting",
+    "saving",
+    "families",
+)
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])
 def test_code_of_the_page_runs(page):
+    run_page(page)
+
+
+def test_parts_from_outside_are_taken():
+    """A solver, a schedule and a runtime that the package does not know, each in fewer than sixty lines."""
+    run_page("docs/extending.md")
+    blocks = [block.group(1) for block in BLOCK.finditer((ROOT / "docs/extending.md").read_text())]
+    assert len(blocks) == 4 and all(block.count("\n") < 60 for block in blocks)
+
+
+def run_page(page):
+    """Executes a page's blocks one after another; what they claim, they assert."""
     text = (ROOT / page).read_text()
     namespace = {"__name__": "page"}
     blocks = list(BLOCK.finditer(text))

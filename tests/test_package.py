@@ -21,6 +21,7 @@ ROOMS = (
     "_derivatives",
     "_numerics",
     "errors",
+    "_contracts",
     "families",
     "sites",
     "handlers",

@@ -13,7 +13,15 @@ from jaxtyping import Array, Float
 from .._compiling import owned_jit
 from .._state import PVIState
 from ..errors import ImproperError, PVIError
-from ..factors import ModelCall, join_arguments, observed_log_likelihood, pad_rows, padded_length, split_arguments
+from ..factors import (
+    ModelCall,
+    join_arguments,
+    observed_log_likelihood,
+    pad_rows,
+    padded_length,
+    split_arguments,
+    summed_out,
+)
 from ..sites import posterior
 
 
@@ -98,7 +106,7 @@ def log_score(
 def _scores(model, reading, static, draws, rng_key, params, arrays, num_rows):
     """Scores of the first ``num_rows`` rows; of all of them where it is negative."""
     enumeration, layout, axes = reading
-    model = model if enumeration is None else enumeration.wrap(model)
+    model = model if enumeration is None else summed_out(model, enumeration)
     call = ModelCall(model, layout, *join_arguments(arrays, static), params)
     keys = jax.random.split(jax.random.fold_in(rng_key, 1), draws.shape[0])
 

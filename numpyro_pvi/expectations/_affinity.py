@@ -23,7 +23,7 @@ from jaxtyping import Array
 from .._compiling import Program, look
 from ..errors import PVIError
 from ..factors import Form, forms_of, is_affine, unmarked
-from ..families import ProductFamily, ProductNatural, VonMisesFamily, base_family, members_of, pair_rule
+from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule
 from ._designs import FEW_SIGNS, MANY_SIGNS, strength_three
 from ._factor_structure import FactorStructure, LatentRole
 from ._mean_space import count_signs, sign_shape
@@ -395,7 +395,7 @@ def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str,
         )
     families = dict(family.components)
     for name in structure.drawn if expectation != "values" else ():
-        if isinstance(base_family(families[name]), VonMisesFamily):
+        if base_family(families[name]).periodic:
             raise PVIError(
                 f"latent {name!r} has a von Mises family, and the {where} depends on it in more than its cosine and sine, "
                 "which would take draws that are not differentiable: use AutoNormal or AutoMultivariateNormal, or another "

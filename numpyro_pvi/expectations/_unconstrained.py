@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from numpyro.distributions.transforms import biject_to
 
 from .._numerics import scaled_cholesky
-from ..families import ProductFamily, ProductNatural, VonMisesFamily, base_family, support_of
+from ..families import ProductFamily, ProductNatural, base_family, support_of
 
 # Draws of q that its coordinates are whitened by, at least, and per coordinate.
 _DRAWS, _PER_COORDINATE = 512, 8
@@ -61,7 +61,7 @@ class Unconstrained:
         for name, family in self.family.components:
             law, turn = jax.eval_shape(family.to_distribution, family.zeros()), None
             transform = biject_to(law.support)
-            if self.q is not None and isinstance(base_family(family), VonMisesFamily):
+            if self.q is not None and base_family(family).periodic:
                 angles = family.to_distribution(self.q.parts[name])
                 turn = getattr(angles, "base_dist", angles).loc
             found.append(_Part(name, transform, transform.inverse_shape(tuple(family.event_shape)), turn))

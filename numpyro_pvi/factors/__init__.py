@@ -6,7 +6,8 @@ from ._arrival import Arrival, arrive, count_rows, nobody, pad_rows, padded_leng
 from ._checks import HOSTILE
 from ._claims import Claim, claimed_exact_prior, claimed_prior_factor, claimed_rows, claims_likelihood
 from ._degrees import forms_of
-from ._enumerate import Enumeration, enumerated
+from ._enumerate import enumerated, summed_out
+from ._enumeration import Enumeration
 from ._forms import Form, Statistics, is_affine, marked, unmarked
 from ._model import (
     Layout,
@@ -95,6 +96,7 @@ __all__ = [
     "claims_likelihood",
     "count_rows",
     "enumerated",
+    "summed_out",
     "exact_diagonal_prior",
     "exact_log_constant",
     "exact_prior",

@@ -17,6 +17,7 @@ from .._compiling import look
 from ..errors import PartitionError, PVIError
 from ..handlers import RowAxes
 from ._arguments import is_dynamic
+from ._enumeration import EnumeratedRows, Enumeration
 from ._model import (
     ModelCall,
     abstract_trace,
@@ -28,54 +29,24 @@ from ._model import (
 )
 
 
-class EnumeratedRows(dist.Unit):
-    """The log-likelihood of every row with its discrete latents summed out, as an observed site's distribution.
-
-    A type of its own, since no structure may be looked for in a log of sums: wherever one value of a latent explains
-    every row it passes for a quadratic, which it is not elsewhere.
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class Enumeration:
-    """Which discrete latents of a model are summed out, and where. Static and hashable.
+def summed_out(model: Callable, enumeration: Enumeration) -> Callable:
+    """A model with its discrete latents summed out of every row.
 
     Args:
-        plates: partitioned plates that hold discrete latents; none where the model is kept whole.
-        dims: their batch dimensions, negative.
-        latents: the discrete latents.
-        names: per plate, the name of the site that stands for its rows: the observed sites' names, joined by "+".
-        depth: batch dimensions that the model's plates take; enumeration uses those to the left.
+        model: the NumPyro model.
+        enumeration: which latents, and where.
+
+    Returns:
+        A model of the same arguments and continuous latents, whose partitioned plates hold one observed site each.
+
+    Raises:
+        PVIError: where funsor is not installed.
     """
+    require_funsor(enumeration.latents)
+    # Funsor is imported only where a model has such latents.
+    from ._marginal import MarginalModel, WholeMarginalModel
 
-    plates: tuple[str, ...]
-    dims: tuple[int, ...]
-    latents: tuple[str, ...]
-    names: tuple[str, ...]
-    depth: int
-
-    def wrap(self, model: Callable) -> Callable:
-        """The model with the discrete latents summed out of every row.
-
-        Args:
-            model: the NumPyro model.
-
-        Returns:
-            A model of the same arguments and continuous latents, whose partitioned plates hold one observed site each.
-
-        Raises:
-            PVIError: where funsor is not installed.
-        """
-        require_funsor(self.latents)
-        from ._marginal import MarginalModel, WholeMarginalModel
-
-        return MarginalModel(model, self) if self.plates else WholeMarginalModel(model, self)
-
-    def __str__(self) -> str:
-        if not self.plates:
-            return f"{', '.join(self.latents)}, summed out exactly"
-        where = " and ".join(repr(plate) for plate in self.plates)
-        return f"{', '.join(self.latents)} in plate {where}, summed out exactly row by row"
+    return MarginalModel(model, enumeration) if enumeration.plates else WholeMarginalModel(model, enumeration)
 
 
 def require_funsor(latents: tuple[str, ...]) -> None:
@@ -119,7 +90,7 @@ def enumerated(
     enumeration = find_enumeration(trace, rows)
     if enumeration is None:
         return model, trace, None
-    model = enumeration.wrap(model)
+    model = summed_out(model, enumeration)
     return model, abstract_trace(model, key, args, kwargs), enumeration
 
 
@@ -198,7 +169,7 @@ def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc:
             leaves[i] = value
         args, kwargs = structure.unflatten(leaves)
         here = dataclasses.replace(call, args=args, kwargs=kwargs)
-        trace, _ = dataclasses.replace(here, model=enumeration.wrap(call.model)).trace(point)
+        trace, _ = dataclasses.replace(here, model=summed_out(call.model, enumeration)).trace(point)
         own = () if call.local_layout is None else call.local_layout.names
         # NumPyro's sum over a plate's sites has the continuous latents of its rows in it.
         inside = [n for n in own if any(f.name in enumeration.plates for f in trace[n]["cond_indep_stack"])]

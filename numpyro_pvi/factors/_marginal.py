@@ -22,7 +22,7 @@ from numpyro.primitives import Messenger
 
 from ..errors import PartitionError
 from ..handlers import FullPlates
-from ._enumerate import EnumeratedRows, Enumeration
+from ._enumeration import EnumeratedRows, Enumeration
 from ._model import ModelCall
 
 

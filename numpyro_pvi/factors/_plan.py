@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from ..handlers import BatchPlates, GroupTable, RowAxes
-from ._enumerate import Enumeration
+from ._enumerate import summed_out
+from ._enumeration import Enumeration
 from ._model import Layout, LocalLayout
 from ._reading import Reading
 from ._terms import TermSpec
@@ -64,7 +65,7 @@ class PartitionPlan:
     def model(self, model: Callable) -> Callable:
         """The model that factors are read off: the user's, with discrete latents summed out where it has local ones."""
         model = BatchPlates(model) if self.batches else model
-        return model if self.enumeration is None else self.enumeration.wrap(model)
+        return model if self.enumeration is None else summed_out(model, self.enumeration)
 
     @property
     def mechanism(self) -> str:

@@ -19,7 +19,7 @@ from .._compiling import look
 from .._derivatives import grad
 from ..handlers import FullPlates, RowAxes
 from ._arguments import is_dynamic
-from ._enumerate import EnumeratedRows
+from ._enumeration import EnumeratedRows
 from ._forms import Form
 from ._model import (
     DrawImproper,

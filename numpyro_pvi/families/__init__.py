@@ -19,6 +19,7 @@ from ._discrete import (
     CategoricalNatural,
 )
 from ._distance import marginal_distance
+from ._family_for import family_for
 from ._gamma import (
     ExponentialLawFamily,
     ExponentialMean,
@@ -33,6 +34,7 @@ from ._gamma import (
 from ._gaussian import GaussianFamily, MultivariateNormalFamily, NormalFamily
 from ._gaussian_base import GaussianMean, GaussianMoments, GaussianNatural
 from ._grids import GridRule, grid_rule
+from ._independent import IndependentFamily, base_family, repeated
 from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
 from ._normal import (
     LogNormalFamily,
@@ -46,14 +48,11 @@ from ._pair_contract import PairRule
 from ._pairs import members_of, pair_rule
 from ._product import (
     BlockNormalFamily,
-    IndependentFamily,
     ProductFamily,
     ProductMean,
     ProductNatural,
-    base_family,
-    repeated,
 )
-from ._registry import family_for, register_family, registered_families
+from ._registry import register_family, registered_families
 from ._row_distribution import RowGaussian, RowRoot, dense_natural, row_gaussian
 from ._row_gaussian import RowFamily, RowMoments
 from ._row_prior import RowPrior, see_latents, see_rows

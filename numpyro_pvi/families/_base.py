@@ -76,6 +76,31 @@ class Family(Protocol):
         """Shape of one theta."""
         ...
 
+    @property
+    def full(self) -> bool:
+        """Whether parameters hold a D x D matrix."""
+        ...
+
+    @property
+    def chained(self) -> bool:
+        """Whether members are the states of a chain, each tied to the next."""
+        ...
+
+    @property
+    def periodic(self) -> bool:
+        """Whether theta is an angle, whose transform to the line is cut somewhere."""
+        ...
+
+    @property
+    def grid_rule(self) -> Any:
+        """Coordinates for quadrature, of a family from outside (:func:`grid_rule`); None without any."""
+        ...
+
+    @property
+    def pair_rule(self) -> Any:
+        """Where expectations are tested for closed forms, of a family from outside (:func:`pair_rule`); None without any."""
+        ...
+
     def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> Any:
         """The natural parameters of a unit factor, ``exp(0)``."""
         ...
@@ -156,6 +181,12 @@ class FamilyDefaults:
     solve by a dense P x P Cholesky factor, are worth overriding where something better is known. ``to_minimal`` flattens
     the natural parameters; a family whose coordinates are redundant (symmetric matrices) must override it.
     """
+
+    full: bool = False
+    chained: bool = False
+    periodic: bool = False
+    grid_rule: Any = None
+    pair_rule: Any = None
 
     def _leaf_shapes(self: Any) -> list[tuple[int, ...]]:
         """Shapes of the unbatched natural parameters' leaves."""

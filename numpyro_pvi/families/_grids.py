@@ -26,8 +26,8 @@ from ._gamma import (
     InverseGammaMean,
 )
 from ._gaussian import MultivariateNormalFamily, NormalFamily
+from ._independent import base_family
 from ._normal import LogNormalFamily, LogNormalMean, ScalarNormalFamily
-from ._product import base_family
 from ._von_mises import VonMisesFamily
 
 
@@ -251,4 +251,4 @@ def grid_rule(family: Family) -> GridRule | None:
         DirichletFamily: _Dirichlet(),
         VonMisesFamily: _Circle(family),
     }
-    return rules.get(type(family)) or getattr(family, "grid_rule", None)
+    return rules.get(type(family)) or family.grid_rule

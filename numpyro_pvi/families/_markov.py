@@ -61,6 +61,8 @@ class MarkovGaussianFamily(FamilyDefaults):
     num_steps: int
     dim: int | None = None
 
+    chained = True
+
     @property
     def event_shape(self) -> tuple[int, ...]:
         """``(T, D)``, or ``(T,)`` for scalar states."""

@@ -22,12 +22,12 @@ from ._gamma import (
 )
 from ._gaussian import MultivariateNormalFamily, NormalFamily
 from ._gaussian_base import GaussianNatural
+from ._independent import IndependentFamily, base_family
 from ._markov import MarkovGaussianFamily
 from ._normal import LogNormalFamily, LogNormalNatural, ScalarNormalFamily, ScalarNormalNatural
 from ._pair_contract import ANCHOR_GAP, LocRoot, LocVariance, MeanGap, Means, PairRule
 from ._pairs_bounded import BetaPairs, DirichletPairs, VonMisesPairs, WishartPairs
 from ._pairs_chain import ChainPairs
-from ._product import IndependentFamily, base_family
 from ._special import log_minus_digamma
 from ._von_mises import VonMisesFamily
 from ._wishart import WishartFamily
@@ -202,7 +202,7 @@ def pair_rule(family: Family) -> PairRule | None:
         BetaFamily: BetaPairs(),
         VonMisesFamily: VonMisesPairs(),
     }
-    return rules.get(type(family)) or getattr(family, "pair_rule", None)
+    return rules.get(type(family)) or family.pair_rule
 
 
 def members_of(family: Family) -> tuple[int, ...]:

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float
 
-from ..errors import GuideError
-from ._base import Family
+from .._contracts import lacking
+from ._base import Family, FamilyDefaults
 
 # Distribution class -> family, or a function that makes the family from a distribution of that class.
 _REGISTRY: dict[type, Family | Callable[[Any], Family]] = {}
 
 
-def register_family(distribution_class: type, family: Family | Callable[[Any], Family]) -> None:
+def register_family(distribution_class: type, family: Any) -> None:
     """Say which family a latent whose prior is a distribution of this class is given.
 
     Args:
@@ -26,53 +26,36 @@ def register_family(distribution_class: type, family: Family | Callable[[Any], F
             ``from_distribution`` must accept distributions of this class. A later entry replaces an earlier one.
 
     Raises:
-        TypeError: when the first argument is not a distribution class.
+        TypeError: when the first argument is not a distribution class, or the second neither a family nor a function.
     """
     if not (isinstance(distribution_class, type) and issubclass(distribution_class, dist.Distribution)):
         raise TypeError(
             f"register_family: {distribution_class!r} is not a distribution class. numpyro.distributions.Bernoulli, "
             "Categorical and a few others are functions: register the classes they return, such as BernoulliProbs."
         )
+    if not callable(family):
+        check_family(family, f"register_family({distribution_class.__name__}, ...)")
     _REGISTRY[distribution_class] = family
+
+
+def check_family(family: Any, where: str) -> None:
+    """Refuse what is no family, saying what it lacks.
+
+    Args:
+        family: what was given.
+        where: how it was given, for the message.
+
+    Raises:
+        TypeError: naming what is missing.
+    """
+    if not isinstance(family, Family):
+        said = lacking(family, Family, FamilyDefaults, "numpyro_pvi.families")
+        raise TypeError(f"{where}: {family!r} is not a family.{said}")
 
 
 def registered_families() -> dict[type, Any]:
     """A copy of the registry: distribution class -> family, or function of the distribution."""
     return dict(_REGISTRY)
-
-
-def family_for(distribution: dist.Distribution) -> Family:
-    """The family of a distribution.
-
-    Batch axes of the distribution stay leading axes of the parameters; axes that ``to_event`` has made part of an event
-    become an :class:`IndependentFamily` (for a normal, the diagonal :class:`NormalFamily`).
-
-    Args:
-        distribution: a NumPyro distribution; ``expand`` and ``to_event`` are looked through.
-
-    Returns:
-        The family, such that ``family_for(d).from_distribution(d)`` are the natural parameters of ``d``.
-
-    Raises:
-        GuideError: where no family is registered for the distribution's class.
-    """
-    from ._product import repeated  # which needs the registry itself
-
-    if isinstance(distribution, dist.ExpandedDistribution):
-        return family_for(distribution.base_dist)
-    if isinstance(distribution, dist.Independent):
-        base = distribution.base_dist
-        shape = base.batch_shape[len(base.batch_shape) - distribution.reinterpreted_batch_ndims :]
-        return repeated(family_for(base), tuple(shape))
-    for cls in type(distribution).__mro__:
-        if cls in _REGISTRY:
-            found = _REGISTRY[cls]
-            return found if isinstance(found, Family) else found(distribution)
-    known = ", ".join(sorted(cls.__name__ for cls in _REGISTRY))
-    raise GuideError(
-        f"no exponential family is registered for {type(distribution).__name__}. Registered are {known}. Name a family "
-        f"for this latent, or add one with numpyro_pvi.families.register_family({type(distribution).__name__}, family)."
-    )
 
 
 def base_of(distribution: dist.Distribution) -> Any:

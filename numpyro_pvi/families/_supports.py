@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from ._base import Family
 from ._discrete import BernoulliFamily, BernoulliNatural, CategoricalFamily, CategoricalNatural
-from ._product import base_family
+from ._independent import base_family
 
 
 class Support(NamedTuple):

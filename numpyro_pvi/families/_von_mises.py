@@ -47,6 +47,8 @@ def _polar(params: Any):
 class VonMisesFamily(FamilyDefaults):
     """Von Mises distributions over an angle, ``T(x) = (cos x, sin x)``; 0 is the uniform distribution."""
 
+    periodic = True
+
     @property
     def event_shape(self) -> tuple[int, ...]:
         """``()``."""

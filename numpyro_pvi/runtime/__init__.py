@@ -2,9 +2,10 @@
 
 from ._base import Runtime
 from ._chains import by_chains, chains_wanted, with_chains
+from ._data import FactorData
 from ._engine import Engine, RoundsDone
 from ._forms import gradient_jumps
-from ._local import FactorData, LocalProblem
+from ._local import LocalProblem
 from ._mapping import LaxMap, Vmap
 from ._moments import noise_floor, solver_of_prior
 from ._product_curvature import curvature_start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,8 @@ from ..expectations import Chains, MCMCMoments, Tilted, from_chains, log_density
 from ..factors import Packing
 from ..sites import take
 from ..solvers import COLLAPSES, LocalSolver
+from ._factors import Factors
 from ._rows import GroupRows
-
-if TYPE_CHECKING:
-    from ._local import LocalProblem
 
 # Rows of a group up to which lanes pay on a CPU: beyond, arithmetic fills it, and lanes that wait for one another waste it
 # (draws a second side by side over in turn: 2.7 times at 50 rows, 0.9 at 500, 0.8 at 3,000).
@@ -30,12 +28,12 @@ _LARGEST_FILL = 1.5
 
 def by_chains(solver: LocalSolver) -> bool:
     """Whether a solver's moments are taken by chains from the start."""
-    return isinstance(chain_settings(solver), MCMCMoments) and getattr(solver, "moments", "auto") != "auto"
+    return isinstance(chain_settings(solver), MCMCMoments) and solver.moments != "auto"
 
 
 def chain_settings(solver: LocalSolver) -> MCMCMoments | None:
     """The chains' settings: those asked for, the default ones where weights may give way to chains, or None."""
-    moments = getattr(solver, "moments", None)
+    moments = solver.moments
     if isinstance(moments, MCMCMoments):
         return moments
     return MCMCMoments() if isinstance(moments, str) and moments in ("auto", "mcmc") else None
@@ -51,7 +49,7 @@ def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
     Returns:
         False where there are chains already, or none were allowed.
     """
-    if getattr(solver, "moments", None) != "auto" or not hasattr(state, "collapses") or state.chains is not None:
+    if solver.moments != "auto" or not hasattr(state, "collapses") or state.chains is not None:
         return on_device(False)
     return jnp.any(state.collapses >= COLLAPSES)
 
@@ -88,7 +86,7 @@ def lanes_pay(rows: int) -> bool:
     return rows <= _LANE_ROWS or jax.default_backend() != "cpu"
 
 
-def side_by_side(problem: LocalProblem) -> bool:
+def side_by_side(problem: Factors) -> bool:
     """Whether chains of all groups run in one vectorised program, each group filled up to the largest."""
     count, chunks = problem.num_groups, problem.data.chunk_group.shape[0]
     if not by_chains(problem.solver) or not lanes_pay(problem.longest):
@@ -96,7 +94,7 @@ def side_by_side(problem: LocalProblem) -> bool:
     return count == chunks or 0 < count * problem.most_chunks <= _LARGEST_FILL * chunks
 
 
-def group_total(problem: LocalProblem, index: Int[Array, ""]) -> Callable[[Callable], Any]:
+def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable], Any]:
     """How to sum a function of the program and a chunk over one group's chunks.
 
     Args:
@@ -136,7 +134,7 @@ def group_total(problem: LocalProblem, index: Int[Array, ""]) -> Callable[[Calla
 
 
 def chained_moments(
-    problem: LocalProblem, total: Callable, by_weights: Callable | None, index: Int[Array, ""] | None = None
+    problem: Factors, total: Callable, by_weights: Callable | None, index: Int[Array, ""] | None = None
 ) -> Callable[[Any, Any, float, Any, Chains | None], Tilted]:
     """Moments by chains, or by weights until a factor's memory says otherwise.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from ..expectations import Expected, LocalChunk
 from ..families import GaussianNatural, schur_complement
 from ..sites import LocalSites, damp, select, take
 from ..solvers import LocalResult, local_free_energy
-
-if TYPE_CHECKING:
-    from ._local import LocalProblem
+from ._factors import Factors
 
 _MAX_TRIES = 20
 # Roundings of its largest parts by which a local free energy may fall.
@@ -31,7 +29,7 @@ class _Move:
     the group's own latents given theta.
     """
 
-    problem: LocalProblem
+    problem: Factors
     # The group's chunks, first and past the last.
     span: tuple
     q: Any
@@ -94,7 +92,7 @@ class _Move:
 
 
 def visit_with_locals(
-    problem: LocalProblem,
+    problem: Factors,
     index: Int[Array, ""],
     q: Any,
     site: Any,
@@ -143,7 +141,7 @@ def visit_with_locals(
         new = move.site_at(step)
         return step, tries, new, move.usable(new) & (least is None or move.raises(step, new, least))
 
-    first = jnp.asarray(getattr(problem.solver, "step_size", 1.0), moments.loc.dtype)
+    first = jnp.asarray(problem.solver.step_size, moments.loc.dtype)
     step, tries, new, found = jax.lax.while_loop(
         lambda carry: ~carry[3] & (carry[1] < _MAX_TRIES),
         lambda carry: attempt(0.5 * carry[0], carry[1] + 1),

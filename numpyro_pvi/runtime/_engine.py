@@ -34,7 +34,8 @@ from ..solvers import LocalSolver
 from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
 from ._chains import chains_wanted, most_chunks, with_chains
-from ._local import FactorData, LocalProblem
+from ._data import FactorData
+from ._local import LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._row_problem import RowProblem, row_problem
@@ -263,7 +264,7 @@ class Engine:
             return i + ~missed, state, carry, losses, reports, missed
 
         problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
-        carry = self._unread(problem, state) if getattr(self.schedule, "streams", False) else self.carry(problem, state)
+        carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
         missed = carry.evaluation.missed & (not fine)
         empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
         reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), carry.report)
@@ -296,7 +297,7 @@ class Engine:
         # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it)
         # used.
         rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
-        settled = (carry.report.total_move < LOOSE_MOVE) | getattr(self.schedule, "single_pass", False)
+        settled = (carry.report.total_move < LOOSE_MOVE) | self.schedule.single_pass
         rule = rule._replace(tolerance=jnp.where(settled, TOLERANCE[dtype.name], LOOSE_TOLERANCE).astype(dtype))
         carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
         carry = self.schedule.round(problem, carry, round_key, self.noise(problem, state.rng_key))
@@ -448,14 +449,11 @@ class Engine:
             Fields of a :class:`PVIState`.
         """
         family, dtype = problem.family, problem.dtype
-        among = getattr(self.solver, "init_among", None)
-        one = self.solver.init(family, dtype) if among is None else among(family, dtype, problem.num_groups)
+        one = self.solver.init_among(family, dtype, problem.num_groups)
         if problem.chained:
             one = with_chains(self.solver, one, family.dim, dtype)
         solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), one)
-        own = getattr(self.solver, "init_groups", None)
-        if own is not None:
-            solver = own(problem, solver)
+        solver = self.solver.init_groups(problem, solver)
         prior_solver = solver_of_prior(self.solver).init(family, dtype) if problem.has_prior_factor else None
         count = problem.num_groups + problem.has_prior_factor
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,10 @@ from ..factors import GroupMasks, ModelCall, Packing, PartitionPlan, row_log_lik
 from ..families import GaussianFamily
 from ..schedules import RoundCarry
 from ..sites import LocalSites, OwnConditionals, keep_groups, take
-
-if TYPE_CHECKING:
-    from ._local import LocalProblem
+from ._factors import Factors
 
 
-def integrates(problem: LocalProblem) -> bool:
+def integrates(problem: Factors) -> bool:
     """Whether groups' own latents are integrated out of their factors."""
     return isinstance(problem.program, IntegratedProgram)
 
@@ -144,7 +142,7 @@ def _row_places(part: PartitionPlan, packing: GroupMasks, call: ModelCall) -> tu
 # ------------------------------------------------------------------------------------------------------- conditionals
 
 
-def at_conditionals(problem: LocalProblem, local: Any) -> LocalProblem:
+def at_conditionals(problem: Factors, local: Any) -> Factors:
     """The factors with what q says of their groups' own latents in the chunks, where integrals are searched from."""
     if not isinstance(local, OwnConditionals):
         return problem
@@ -157,7 +155,7 @@ def chunks_with(chunks: Any, local: Any) -> Any:
     return LocalChunk(*chunks, local.rows) if isinstance(local, LocalSites | OwnConditionals) else chunks
 
 
-def conditionals_at(problem: LocalProblem, q: Any, local: OwnConditionals) -> OwnConditionals:
+def conditionals_at(problem: Factors, q: Any, local: OwnConditionals) -> OwnConditionals:
     """Every unit's conditional matched to q(theta) and the exact one.
 
     Args:
@@ -174,7 +172,7 @@ def conditionals_at(problem: LocalProblem, q: Any, local: OwnConditionals) -> Ow
     return OwnConditionals(jax.lax.map(lambda chunk: problem.program.match(chunk, q, moments), chunks))
 
 
-def conditionals_proposal(problem: LocalProblem, carry: RoundCarry, moved: Bool[Array, "M"]) -> OwnConditionals | None:
+def conditionals_proposal(problem: Factors, carry: RoundCarry, moved: Bool[Array, "M"]) -> OwnConditionals | None:
     """The same at a round's q for the groups that moved; None where there are no own latents."""
     local = carry.sites.local
     if not isinstance(local, OwnConditionals):
@@ -182,7 +180,7 @@ def conditionals_proposal(problem: LocalProblem, carry: RoundCarry, moved: Bool[
     return keep_groups(moved, conditionals_at(problem, carry.evaluation.q, local), local, problem.data.chunk_group)
 
 
-def conditionals_after(problem: LocalProblem, index: Int[Array, ""], q: Any, local: Any) -> Any:
+def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: Any) -> Any:
     """The same for one group: what its visit leaves.
 
     Args:
@@ -209,21 +207,20 @@ def conditionals_after(problem: LocalProblem, index: Int[Array, ""], q: Any, loc
 # ------------------------------------------------------------------------------------------------------- shared points
 
 
-def shares_points(problem: LocalProblem, method: Any) -> bool:
+def shares_points(problem: Factors, method: Any) -> bool:
     """Whether one pass over all rows at common points of q serves the moments of all groups.
 
     So it is where every group's own pass would be over all rows, and moments are taken from weighted points of q, once a
     visit.
     """
-    once = getattr(problem.solver, "looks_once", False)
     return (
         isinstance(problem.program, MaskedIntegratedProgram)
-        and once
+        and problem.solver.looks_once
         and (method == "grid" or isinstance(method, ImportanceMoments))
     )
 
 
-def look_together(problem: LocalProblem, method: Any, q: Any, key: Any) -> Callable[[Int[Array, ""]], Callable]:
+def look_together(problem: Factors, method: Any, q: Any, key: Any) -> Callable[[Int[Array, ""]], Callable]:
     """Evaluate every group's factor at common points of q.
 
     Args:

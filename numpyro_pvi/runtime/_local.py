@@ -15,30 +15,27 @@ from jaxtyping import Array, Bool, Float, Int
 from ..expectations import (
     FIXED_RULES,
     Expected,
-    LocalLatentProgram,
-    LocalNoise,
     MaskedIntegratedProgram,
     MaskedLocalProgram,
     PointsProgram,
     shifted_normals,
 )
-from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
+from ..families import GaussianMoments, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, tie
-from ..solvers import LocalResult, LocalSolver
-from ._base import Runtime
+from ..solvers import LocalResult
 from ._conditionals import visit_with_locals
 from ._contradictions import affordable_pairs, fall_explained
-from ._data import Draws, FactorData
+from ._data import Draws
 from ._factor import GroupFactor
+from ._factors import Factors
 from ._integrated import chunks_with, conditionals_proposal
 from ._mapping import sum_one_group
 from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
-from ._rows import GroupRows
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
 from ._tilted import is_sampled
 from ._values import values_at
-from ._wide import WideRows, expect_wide, joined, refine
+from ._wide import expect_wide, joined, refine
 
 # Antithetic pairs that sigma points are compared with.
 COMPARED_PAIRS = 16
@@ -52,100 +49,16 @@ _SIDE_BY_SIDE = 1 << 21
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalProblem:
-    """The factors of one model with the way to run them: implements :class:`numpyro_pvi.schedules.Problem`.
-
-    Args:
-        family: the Gaussian family of q.
-        solver: the local solver.
-        runtime: how to map over chunks and groups.
-        program: expectations of one chunk of the likelihood.
-        prior_program: expectations of the prior factor, or None.
-        quadratic: whether the likelihood is quadratic in the latents jointly.
-        num_rules: how many quadrature rules are compiled in.
-        data: the factors' arrays.
-        units: ``(U, K)``, how many units have how many local latents each; None when there are none.
-        rows: the groups' rows at points, for a stochastic solver; else None.
-        labels: the groups' labels, in the order of every stacked array.
-        known: which groups had a site before their rows came back; None when none had.
-        stream: the groups' rows one by one.
-        most_chunks: chunks of the largest group where sizes are known beforehand, else 0.
-        longest: its rows, likewise.
-        chained: whether chains are compiled in beside weighted draws.
-        wide: how the rows that see q most widely are set apart; None where rows are few.
-    """
-
-    family: GaussianFamily
-    solver: LocalSolver
-    runtime: Runtime
-    program: Any
-    prior_program: Any
-    quadratic: bool
-    num_rules: int
-    data: FactorData
-    units: tuple[int, int] | None = None
-    rows: GroupRows | None = None
-    labels: tuple = ()
-    known: Bool[Array, "M"] | None = None
-    stream: Any = None
-    most_chunks: int = 0
-    longest: int = 0
-    chained: bool = False
-    wide: WideRows | None = None
+class LocalProblem(Factors):
+    """The factors of one model with the way to run them: implements :class:`numpyro_pvi.schedules.Problem`."""
 
     # Every group's site stands by itself.
     flat = False
 
     @property
-    def stochastic(self) -> bool:
-        """Whether local solves take noisy steps of their own."""
-        return self.solver.stochastic
-
-    @property
-    def matches_moments(self) -> bool:
-        """Whether local solves match moments, so that rounds are accepted when q is valid."""
-        return getattr(self.solver, "matches_moments", False)
-
-    @property
-    def tied(self) -> bool:
-        """Whether all groups share one site."""
-        return getattr(self.solver, "tied", False)
-
-    @property
-    def num_groups(self) -> int:
-        """M, without the prior factor."""
-        return self.data.offsets.shape[0] - 1
-
-    @property
-    def continued(self) -> bool:
-        """Whether groups that were fitted before stand beside the prior, by their sites alone."""
-        return self.data.others is not None
-
-    @property
-    def prior_natural(self) -> GaussianNatural:
-        """Natural parameters of what rounds start from: the exactly held prior, times the sites of absent groups."""
-        held = self.data.prior_natural
-        return held if self.data.others is None else held + self.data.others
-
-    @property
-    def has_prior_factor(self) -> bool:
-        """Whether part of the prior has a site."""
-        return self.prior_program is not None
-
-    @property
     def noisy(self) -> bool:
         """Whether any expectation, or any moment of a tilted distribution, is by draws."""
         return self.redraws or (self.matches_moments and is_sampled(self))
-
-    @property
-    def redraws(self) -> bool:
-        """Whether any expectation is by draws, so that a round's fresh draws need a fresh evaluation."""
-        return self.program.noisy or (self.has_prior_factor and self.prior_program.noisy)
-
-    @property
-    def can_switch(self) -> bool:
-        """Whether any factor goes from sigma points to draws when these contradict them."""
-        return "auto" in (getattr(p, "mode", "") for p in (self.program, self.prior_program))
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether any expectation is by draws under this rule."""
@@ -188,17 +101,6 @@ class LocalProblem:
             for k, p in zip(keys[2:4], (self.program, self.prior_program), strict=True)
         ]
         return Draws(pairs, compared, *points, None if self.units is None else local)
-
-    def draws_of(self, program: Any, noise: Draws | None, rule: Rule | None, trial: bool = False) -> Any:
-        """What one program takes of a round's draws: sigma points or random ones, pairs, or None."""
-        if isinstance(program, LocalLatentProgram) and noise is not None:
-            return LocalNoise(noise.pairs, noise.local)
-        if not isinstance(program, PointsProgram):
-            return None if noise is None else noise.pairs
-        prior = program is self.prior_program
-        random = None if noise is None else noise.prior_points if prior else noise.points
-        sampled = False if rule is None else rule.points.sampled[int(prior)]
-        return program.choose(random, sampled, self.dtype, trial)
 
     def evaluate(
         self,
@@ -332,7 +234,7 @@ class LocalProblem:
         )
         broken = jax.ops.segment_sum((~jnp.all(finite, axis=0)).astype(jnp.int32), group, self.num_groups)
         good = moved & (broken == 0) & jnp.isfinite(carry.evaluation.groups.value)
-        new = carry.sites.local + (wanted - carry.sites.local) * getattr(self.solver, "step_size", 1.0)
+        new = carry.sites.local + (wanted - carry.sites.local) * self.solver.step_size
         return keep_groups(good, new, carry.sites.local, group)
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
@@ -397,11 +299,6 @@ class LocalProblem:
         solver = solver_of_prior(self.solver)
         return solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=guarded)
 
-    @property
-    def dtype(self):
-        """The floating dtype of q."""
-        return self.data.prior_natural.precision_mean.dtype
-
     def _visit_noise(self, key: Any, noise: Any) -> Any:
         """Draws for expectations within a visit: the round's, or a stochastic solver's own."""
         if noise is None or not self.stochastic:
@@ -415,8 +312,7 @@ class LocalProblem:
             # Side by side while the working set of all visits stays small, and where they are equally long.
             size = _VISIT_VECTORS * self.num_groups * self.family.dim * self.dtype.itemsize
             return size > _SIDE_BY_SIDE or not self.rows.equal
-        steps = getattr(self.solver, "num_steps", 1)
-        return steps > 1 or getattr(self.solver, "backtracking", False) is True
+        return self.solver.rereads
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
         """A pass over all chunks but rows set apart, summed by group; with local latents, integrated out of the targets."""

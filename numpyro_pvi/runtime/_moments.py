@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ..expectations import Expected, row_sites_zero, row_targets, tilted_rows
 from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take, tied_site
-from ..solvers import SNEP, LocalResult, LocalSolver, NaturalGradient
+from ..solvers import LocalResult, LocalSolver, NaturalGradient
 from ._chains import side_by_side
+from ._factors import Factors
 from ._integrated import at_conditionals, conditionals_after, look_together, shares_points
 from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
 from ._single_rows import whole_factor
@@ -28,17 +29,14 @@ from ._tilted import (
     with_arrays,
 )
 
-if TYPE_CHECKING:
-    from ._local import LocalProblem
-
 # Steps from which on late rounds count as averaged: with steps c / (c + k) and c = 10 the variance of q's noise is then
-# c / (2 c - 1) * step, about an eighth of one round's (see numpyro_pvi.schedules._noise.averaging_step).
+# c / (2 c - 1) * step, about an eighth of one round's (see numpyro_pvi.sites.late_share).
 _LATE_STEP = 0.25
 
 
 def solver_of_prior(solver: LocalSolver) -> LocalSolver:
     """Who refines the prior factor's site: it has no rows for a stochastic solver to take, and is tied to no other."""
-    return NaturalGradient() if solver.stochastic else getattr(solver, "for_prior", solver)
+    return NaturalGradient() if solver.stochastic else solver.for_prior
 
 
 def moments_missed(carry: RoundCarry) -> Bool[Array, ""]:
@@ -47,29 +45,29 @@ def moments_missed(carry: RoundCarry) -> Bool[Array, ""]:
     return jnp.any(jnp.stack(flags)) if flags else jnp.array(False)
 
 
-def noise_floor(solver: Any, report: RoundReport) -> Float[Array, ""]:
+def noise_floor(states: Any, report: RoundReport) -> Float[Array, ""]:
     """The move, in posterior sds, that the noise of sampled moments alone explains once late rounds are being averaged.
 
     A tolerance below it would chase noise: what further rounds gain shrinks as the root of their number only.
 
     Args:
-        solver: the groups' solver states.
+        states: the groups' solver states.
         report: the round's report.
 
     Returns:
         ``step * sqrt(sum_m noise_m^2)`` where the joint step has fallen to a quarter; 0 before, and where nothing is sampled.
     """
-    if not hasattr(solver, "noise"):
+    if not hasattr(states, "noise"):
         return jnp.zeros((), report.total_move.dtype)
     step = jnp.max(report.step)
-    return jnp.where(step <= _LATE_STEP, step * jnp.sqrt(jnp.sum(solver.noise**2)), 0.0)
+    return jnp.where(step <= _LATE_STEP, step * jnp.sqrt(jnp.sum(states.noise**2)), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- visits
 
 
 def visit_all_moments(
-    problem: LocalProblem, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None = None
+    problem: Factors, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None = None
 ) -> LocalResult:
     """Every group's moments matched from the same q.
 
@@ -110,7 +108,7 @@ def visit_all_moments(
     return problem.runtime.map_groups(solve_group, operands, reads_rows=not alike)
 
 
-def _visit_all_tied(problem: LocalProblem, solve_group: Any, carry: RoundCarry, keys: Any) -> LocalResult:
+def _visit_all_tied(problem: Factors, solve_group: Any, carry: RoundCarry, keys: Any) -> LocalResult:
     """Every group asks for its own tied site from the same q; the site moves to the mean of what they ask for.
 
     One group after another, so that there are never as many sites as groups.
@@ -129,7 +127,7 @@ def _visit_all_tied(problem: LocalProblem, solve_group: Any, carry: RoundCarry, 
 
 
 def visit_group_moments(
-    problem: LocalProblem, index: Int[Array, ""], q: Any, site: Any, state: Any, key: Any, rule: Rule, local: Any
+    problem: Factors, index: Int[Array, ""], q: Any, site: Any, state: Any, key: Any, rule: Rule, local: Any
 ) -> tuple[LocalResult, Any]:
     """One group's moments matched from the current q: see :class:`numpyro_pvi.schedules.Problem`."""
     if method_of(problem, False) != "rows":
@@ -163,7 +161,7 @@ def visit_group_moments(
     return result._replace(step=None), local + found.local * result.step
 
 
-def visit_prior_moments(problem: LocalProblem, q: Any, site: Any, state: Any, key: Any, rule: Rule) -> LocalResult:
+def visit_prior_moments(problem: Factors, q: Any, site: Any, state: Any, key: Any, rule: Rule) -> LocalResult:
     """The prior factor's moments matched from the current q."""
     factor, rest = prior_factor(problem, rule), cavity(q, site)
     if method_of(problem, True) == "rows":
@@ -173,12 +171,12 @@ def visit_prior_moments(problem: LocalProblem, q: Any, site: Any, state: Any, ke
     return solver.solve(factor, rest, site, state, key, start=None, guarded=False)._replace(step=None)
 
 
-def _one_chunk(problem: LocalProblem, local: RowSites, moments, level) -> Expected:
+def _one_chunk(problem: Factors, local: RowSites, moments, level) -> Expected:
     program, chunk = with_arrays(problem.program, take(problem.data.chunks, 0))
     return tilted_rows(program, chunk, take(local, 0), moments, settings_of(problem).power, level, problem.num_rules)
 
 
-def all_rows(problem: LocalProblem, q: Any, local: RowSites, rule: Rule) -> Expected:
+def all_rows(problem: Factors, q: Any, local: RowSites, rule: Rule) -> Expected:
     """One pass over all rows: what moment matching asks of each, and its sums by group."""
     moments = problem.family.moments(q)
 
@@ -197,9 +195,7 @@ def all_rows(problem: LocalProblem, q: Any, local: RowSites, rule: Rule) -> Expe
     return escalated(at, cheaper_rule(rule), problem.num_rules)
 
 
-def _solve_found(
-    problem: LocalProblem, q: Any, rule: Rule, found: Expected, site: Any, state: Any, key: Any
-) -> LocalResult:
+def _solve_found(problem: Factors, q: Any, rule: Rule, found: Expected, site: Any, state: Any, key: Any) -> LocalResult:
     """The solver's answer to moments that a pass over rows has found."""
     factor = MomentFactor(problem.family, lambda *_: of_rows(found, rule))
     return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
@@ -208,7 +204,7 @@ def _solve_found(
 # ------------------------------------------------------------------------------------------------ start and evidence
 
 
-def first_row_sites(problem: LocalProblem, at_prior: Any, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
+def first_row_sites(problem: Factors, at_prior: Any, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
     """Where the sites of single rows start.
 
     Args:
@@ -238,7 +234,7 @@ def first_row_sites(problem: LocalProblem, at_prior: Any, loc: Float[Array, "D"]
 
 
 def evidence(
-    problem: LocalProblem, sites: SiteStack, rule: Rule, key: Any, solver: tuple[Any, Any]
+    problem: Factors, sites: SiteStack, rule: Rule, key: Any, solver: tuple[Any, Any]
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
@@ -260,9 +256,7 @@ def evidence(
     problem = at_conditionals(problem, sites.local)
 
     def vantage(state):
-        if not getattr(problem.solver, "anchored", False):
-            return q, settings_of(problem).power
-        return cast(SNEP, problem.solver).vantage(state, q)
+        return problem.solver.vantage(state, q)
 
     group_key, prior_key = jax.random.split(key)
     dtype = rule.tolerance.dtype

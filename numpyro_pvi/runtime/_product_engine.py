@@ -14,7 +14,7 @@ from .._compiling import owned_jit
 from .._state import PVIState
 from ..factors import ValueCall
 from ..families import Family, NormalFamily, base_family
-from ..schedules import Schedule, Sequential, sound
+from ..schedules import Schedule, sound
 from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._base import Runtime
@@ -58,14 +58,13 @@ class ProductEngine:
     @property
     def settings(self) -> Settings:
         """What rounds take from the solver and the schedule."""
-        sequential = isinstance(self.schedule, Sequential)
-        damping = getattr(self.schedule, "damping", 1.0)
+        schedule, solver = self.schedule, self.solver
         return Settings(
-            sequential=sequential,
-            random=sequential and getattr(self.schedule, "order", "cyclic") == "random",
-            damping=1.0 if damping == "auto" else float(damping),
-            step_size=float(getattr(self.solver, "step_size", 1.0)),
-            num_steps=int(getattr(self.solver, "num_steps", 1)),
+            sequential=schedule.in_turn,
+            random=schedule.at_random,
+            damping=1.0 if schedule.damping == "auto" else float(schedule.damping),
+            step_size=float(solver.step_size),
+            num_steps=int(solver.num_steps),
         )
 
     def problem(self, state: PVIState, args: tuple, kwargs: dict) -> ProductProblem:
@@ -81,7 +80,7 @@ class ProductEngine:
         """
         plan: Any = state.plan
         model = plan.partition.model(self.model)
-        draws = max(int(getattr(self.solver, "num_draws", 1)), self.num_particles)
+        draws = max(int(self.solver.num_draws), self.num_particles)
         together, others = isinstance(self.runtime, Vmap), state.sites.others
         kind, prior = (ProductProblem, state.prior) if others is None else (Beside, state.prior + sum_slots(others))
         return kind(plan, ValueCall(model, args, kwargs), state.packing, prior, draws, together)

@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float
 
 from ..expectations import MCMCMoments, Unconstrained, no_chains, with_settings
 from ..schedules import Asked, RoundReport, asked_by_move
-from ..sites import SiteStack, posterior
+from ..sites import SiteStack, late_share, posterior
 from ..solvers import MatchState, first_match_state
 from ._chains import lanes_pay
 from ._product_plan import touched
 from ._product_problem import Objective, ProductProblem
-from ._product_rounds import LATE, ProductMemory, Round, Settings, report_of, with_progress
+from ._product_rounds import ProductMemory, Round, Settings, report_of, with_progress, with_turn
 from ._product_row_factors import RowFactors, first_row_matches, rows_in_turn, rows_together, tilted_of
 from ._product_sweeps import MatchStates, Outcome, in_turn, together
 from ._product_tilted import ProductTilted
@@ -90,16 +90,12 @@ def matching_round(
         Sites after the round, and the memories.
     """
     sampled = not SAMPLED_WAYS.isdisjoint(problem.plan.tilted)
-    late = LATE / (LATE + memory.turns) if sampled else 1.0
+    late = late_share(memory.turns, before.elbo.dtype) if sampled else 1.0
     share = jnp.asarray(settings.damping * late, before.elbo.dtype)
     visits, swept, step = _sweep(tilted_of(problem, solver, noise), sites, states, settings, share, key)
     taken, old = swept.sites, posterior(problem.prior, sites)
     q = posterior(problem.prior, taken)
-    turns, moved = memory.turns, memory.last
-    if sampled:
-        moved = q - old
-        turned = problem.family.inner(moved, problem.family.fisher_product(q, memory.last)) < 0
-        turns = turns + turned
+    memory = with_turn(problem.family, memory, q, q - old) if sampled else memory
     # Of draws the engine takes the ELBO again, on the next round's.
     found = before if problem.plan.noisy else problem.objective(taken, noise)
     report = report_of(problem, sites, taken, q, old, swept, step, jnp.int32(0), last)
@@ -110,7 +106,7 @@ def matching_round(
     asked = _asked(problem, states, visits, q, report, last)
     report = with_progress(problem, report, last, q - old, q, asked, step > 0, found.elbo, late)
     new = MatchStates(visits.groups.state, None if visits.prior is None else visits.prior.state)
-    return Matched(Round(taken, found, ProductMemory(memory.step, turns, moved), report), new)
+    return Matched(Round(taken, found, ProductMemory(memory.step, memory.turns, memory.last), report), new)
 
 
 def _asked(

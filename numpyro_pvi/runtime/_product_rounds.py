@@ -12,12 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 from .._compiling import on_device
 from ..families import base_family
 from ..schedules import CRAWL, FELL, NOT_FINITE, Asked, RoundReport, pace, refusals, sketch, sound
-from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, posterior, select, take
+from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, late_share, posterior, select, take
 from ._product_plan import ProductPlan, owners
 from ._product_problem import Objective, ProductProblem, finite_or
 
-# A step under noise is c / (c + k) of a full one after k rounds in which q turned back.
-LATE = 10.0
 # Longest step of a drawn member, in its Fisher metric: posterior sds, for a shift.
 _REACH = 2.0
 # A step goes at most half way out of the domain, and inwards at most this many times as far as it is to the edge.
@@ -36,6 +34,22 @@ class ProductMemory(NamedTuple):
     last: Any
     # Where rounds see some groups or rows only: the remainder of the steps after which losses are due; else None.
     loss_from: Int[Array, ""] | None = None
+
+
+def with_turn(family: Any, memory: ProductMemory, q: Any, moved: Any) -> ProductMemory:
+    """The memory after a change of q, which has turned back on the last one or has not.
+
+    Args:
+        family: of q.
+        memory: before it.
+        q: natural parameters after it.
+        moved: the change.
+
+    Returns:
+        The memory.
+    """
+    turned = family.inner(moved, family.fisher_product(q, memory.last)) < 0
+    return memory._replace(turns=memory.turns + turned, last=moved)
 
 
 class Settings(NamedTuple):
@@ -326,7 +340,7 @@ def one_round(
         Sites after the round with their ELBO on the same draws.
     """
     dtype = before.elbo.dtype
-    late = LATE / (LATE + memory.turns) if problem.plan.noisy else 1.0
+    late = late_share(memory.turns, dtype) if problem.plan.noisy else 1.0
     # Visits in turn see what earlier ones moved: a share of where they lead is no shorter sweep. Under noise, what is too long is
     # undone, and the next sweep taken with half the step.
     once = settings.sequential and problem.plan.noisy
@@ -360,13 +374,9 @@ def one_round(
     if once:
         again = jnp.where(lost, jnp.maximum(0.5 * memory.step, 2.0**-MAX_HALVINGS), jnp.minimum(1.5 * memory.step, 1.0))
     q, old = posterior(problem.prior, taken), posterior(problem.prior, sites)
-    turns, moved = memory.turns, None
-    if problem.plan.noisy:
-        moved = q - old
-        turned = problem.family.inner(moved, problem.family.fisher_product(q, memory.last)) < 0
-        turns = turns + turned
+    memory = with_turn(problem.family, memory, q, q - old) if problem.plan.noisy else memory._replace(last=None)
     again = (again if once else jnp.where(lost, 1.0, again)).astype(dtype)
-    memory = memory._replace(step=again, turns=turns, last=moved)
+    memory = memory._replace(step=again)
     report = report_of(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
     asked = _asked(problem, swept, sites, q, share)
     moved = ~lost & (step * memory.step >= CRAWL) if once else ~lost & (step >= CRAWL)

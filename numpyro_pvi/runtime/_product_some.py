@@ -16,13 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._state import PVIState
 from ..families import ProductFamily, ProductNatural
-from ..schedules import BY_FACTOR, UNHEARD_MOVE, RoundReport, StochasticSubset, asked_by_move, sound
-from ..sites import MAX_HALVINGS, SiteStack, back_off, select
+from ..schedules import BY_FACTOR, UNHEARD_MOVE, RoundReport, asked_by_move, sound
+from ..sites import MAX_HALVINGS, SiteStack, back_off, late_share, select
 from ..solvers import StochasticNaturalGradient, plan_batches, resolve
 from ._engine import RoundsDone
 from ._product_loop import run_rounds, stepped
 from ._product_problem import ProductProblem
-from ._product_rounds import LATE, ProductMemory, move_together, one_round, with_progress
+from ._product_rounds import ProductMemory, move_together, one_round, with_progress, with_turn
 from ._product_view import (
     Chosen,
     batch_rows,
@@ -64,7 +64,7 @@ class _Rows(NamedTuple):
 
 def is_partial(solver: Any, schedule: Any) -> bool:
     """Whether rounds see some groups, or some rows, only."""
-    return isinstance(schedule, StochasticSubset) or isinstance(solver, StochasticNaturalGradient)
+    return schedule.partial or solver.stochastic
 
 
 def partial_rounds(
@@ -85,8 +85,7 @@ def partial_rounds(
     Returns:
         The rounds.
     """
-    stochastic = isinstance(engine.solver, StochasticNaturalGradient)
-    one = _stochastic_round if stochastic else _subset_round
+    one = _stochastic_round if engine.solver.stochastic else _subset_round
 
     dtype = state.report.move.dtype
 
@@ -123,7 +122,7 @@ def _taking_part(
     """Positions of the groups of a round, which of them are there, and the same by group."""
     num = problem.num_groups
     labels = Labels(num, problem.plan.partition.table.labels)
-    if not isinstance(schedule, StochasticSubset):
+    if not schedule.partial:
         everyone = jnp.ones((num,), bool)
         return jnp.arange(num, dtype=jnp.int32), everyone, everyone
     count, there_key = most_groups(schedule, num), jax.random.fold_in(key, 1)
@@ -141,7 +140,9 @@ def _taking_part(
 
 def most_groups(schedule: Any, count: int) -> int:
     """How many of some groups take part in a round at most."""
-    k = getattr(schedule, "k", None)
+    if not schedule.partial:
+        return count
+    k = schedule.k
     return count if k is None else math.ceil(k * count) if isinstance(k, float) else k
 
 
@@ -278,7 +279,7 @@ def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key
 
 def _late(engine: Any, memory: ProductMemory) -> Any:
     """What late steps are shortened by, so that noise averages out; 1 under a damping that was given."""
-    return LATE / (LATE + memory.turns) if engine.schedule.damping == "auto" else 1.0
+    return late_share(memory.turns, memory.step.dtype) if engine.schedule.damping == "auto" else 1.0
 
 
 def _one_step(
@@ -384,8 +385,7 @@ def _absorbed(
     groups, prior = select(share == 1.0, (walk.mean_groups, walk.mean_prior), (groups, prior))
     q, old = q_of(groups, prior), q_of(own, sites.prior)
     moved = q - old
-    turned = shared.inner(moved, shared.fisher_product(q, memory.last)) < 0
-    memory = memory._replace(turns=memory.turns + turned, last=moved)
+    memory = with_turn(shared, memory, q, moved)
     move = jax.vmap(lambda x: problem.size(q, x))(groups - own)
     if prior is not None:
         change = ProductNatural({n: x for n, x in (prior - sites.prior).parts.items() if n in base.parts})
@@ -428,6 +428,6 @@ def first_partial_memory(
     """
     if is_partial(solver, schedule):
         memory = memory._replace(loss_from=jnp.int32(0))
-    if not isinstance(solver, StochasticNaturalGradient):
+    if not solver.stochastic:
         return memory
     return memory._replace(last=ProductNatural({n: jax.tree.map(jnp.zeros_like, q.parts[n]) for n in shared}))

@@ -125,7 +125,7 @@ class FactorReader:
                 return self._unstructured(density, part.likelihood), (data, None)
 
             slots = (data, *_unit_slots(part, packing))
-            if getattr(self.solver, "matches_moments", False):
+            if self.solver.matches_moments:
                 return integrated_program(part, packing, call, read, plan.family), slots
 
             def joint(chunk, theta, z):
@@ -187,7 +187,7 @@ class FactorReader:
 
     def group_rows(self) -> GroupRows | None:
         """The groups' rows at points, for a stochastic solver, or chains on mini-batches; else None."""
-        if not self.solver.stochastic and getattr(self.solver, "moments_batch", None) is None:
+        if not self.solver.stochastic and self.solver.moments_batch is None:
             return None
         part, call = self.plan.partition, self.call
         density = partial(_chunk_log_likelihood, part, self.packing, lambda c: part.reading.call(call, c))

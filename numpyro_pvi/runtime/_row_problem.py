@@ -18,7 +18,7 @@ from ..factors import ModelCall, read_rows
 from ..families import GaussianNatural, RowFamily, RowMoments, RowPrior
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import SiteStack, cavity, damp, posterior, take
-from ..solvers import LocalResult, LocalSolver, NaturalGradient
+from ..solvers import LocalResult, LocalSolver
 from ._factor import GroupFactor
 from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
 
@@ -181,8 +181,7 @@ class RowProblem:
         del noise, only
         start, solver = carry.evaluation.groups, cast(Any, self.solver)
         old = carry.sites.groups
-        simple = isinstance(solver, NaturalGradient) and solver.num_steps == 1 and solver.backtracking is not True
-        if simple:
+        if solver.immediate:
             wanted = start.target if solver.step_size == 1.0 else damp(old, start.target, solver.step_size)
             good = self._finite_groups(wanted) & jnp.isfinite(start.value)
             site = _where(good[self._owner] & self._counted, wanted, old)

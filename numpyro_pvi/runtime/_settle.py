@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float
 from ..expectations import Expected, PointsProgram, disagreement
 from ..schedules import Evaluation, Points
 from ..sites import SiteStack
-from ._local import Draws, LocalProblem
+from ._data import Draws
+from ._local import LocalProblem
 from ._row_problem import RowProblem
 
 # Posterior sds that q moves before sigma points are compared with draws again.

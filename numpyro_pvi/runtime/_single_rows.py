@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from jaxtyping import Array, Int
 
 from ..expectations import row_sites_zero, tilted_rows
 from ..schedules import Rule
 from ..sites import cavity, take
+from ._factors import Factors
 from ._rules import cheaper_rule, escalated
 from ._tilted import MomentFactor, group_factor, method_of, of_rows, with_arrays
 
-if TYPE_CHECKING:
-    from ._local import LocalProblem
 
-
-def whole_factor(
-    problem: LocalProblem, index: Int[Array, ""], rule: Rule, looked: Callable | None = None
-) -> MomentFactor:
+def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Callable | None = None) -> MomentFactor:
     """One group's factor, for a site that is any member of the family.
 
     Of a single row with affine predictors moments are integrals over these. The cavity takes the place of q, and a unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -34,11 +34,9 @@ from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
 from ..sites import RowSites, take
 from ._chains import chained_moments, group_total
+from ._factors import Factors
 from ._laplace import laplace_proposal
 from ._rules import cheaper_rule, escalated, relative_error
-
-if TYPE_CHECKING:
-    from ._local import LocalProblem
 
 # A latent's own value, as the predictor of a term.
 _OWN = "value"
@@ -56,7 +54,7 @@ class MomentFactor:
         return self.take_moments(q, site, power, key, memory)
 
 
-def method_of(problem: LocalProblem, prior: bool) -> Any:
+def method_of(problem: Factors, prior: bool) -> Any:
     """How a factor's tilted moments are taken.
 
     Args:
@@ -69,7 +67,7 @@ def method_of(problem: LocalProblem, prior: bool) -> Any:
     Raises:
         PVIError: when forced moments do not fit.
     """
-    wanted = with_settings(getattr(problem.solver, "moments", "auto"))
+    wanted = with_settings(problem.solver.moments)
     program, dim = problem.prior_program if prior else problem.program, problem.family.dim
     if not isinstance(wanted, str):
         if wanted.num_draws < 4 * dim:
@@ -87,7 +85,7 @@ def method_of(problem: LocalProblem, prior: bool) -> Any:
     if prior and _own_values(program):
         return "rows"
     if not prior and _single_rows(problem):
-        return "row" if getattr(problem.solver, "whole_sites", False) else "rows"
+        return "row" if problem.solver.whole_sites else "rows"
     if dim <= GRID_DIM:
         return "grid"
     if wanted == "quadrature" and not prior:
@@ -113,14 +111,14 @@ class Matching(Protocol):
         ...
 
 
-def settings_of(problem: LocalProblem) -> Matching:
+def settings_of(problem: Factors) -> Matching:
     """The solver's settings, of whatever class it is."""
     return cast(Any, problem.solver)
 
 
-def keeps_rows(problem: LocalProblem) -> bool:
+def keeps_rows(problem: Factors) -> bool:
     """Whether sites of single rows are kept beside the groups' sites."""
-    return getattr(problem.solver, "matches_moments", False) and method_of(problem, False) == "rows"
+    return problem.solver.matches_moments and method_of(problem, False) == "rows"
 
 
 def refuse_rows(schedule: Any) -> None:
@@ -129,14 +127,14 @@ def refuse_rows(schedule: Any) -> None:
     Raises:
         PVIError: naming the schedules that do.
     """
-    if not getattr(schedule, "carries_rows", False):
+    if not schedule.carries_rows:
         raise PVIError(
             f"{type(schedule).__name__} does not carry the sites of single rows (PowerEP(factors='row'), or groups of one row): "
             "use Sequential() or Synchronous(), or factors='group' with moments='importance'."
         )
 
 
-def refuse_arrivals(problem: LocalProblem) -> None:
+def refuse_arrivals(problem: Factors) -> None:
     """Raise where rows that come to a state would have sites of their own: a group's site does not say what its rows' are.
 
     Raises:
@@ -150,17 +148,17 @@ def refuse_arrivals(problem: LocalProblem) -> None:
         )
 
 
-def is_sampled(problem: LocalProblem) -> bool:
+def is_sampled(problem: Factors) -> bool:
     """Whether any factor's moments are by draws."""
     methods = [method_of(problem, prior) for prior in (False, True) if not prior or problem.has_prior_factor]
     return any(isinstance(m, SAMPLED) for m in methods)
 
 
-def _single_rows(problem: LocalProblem) -> bool:
+def _single_rows(problem: Factors) -> bool:
     if not isinstance(problem.program, AffineProgram | SharedAffineProgram):
         return False
     # Rows know q alone: where the tilted distribution is anchored elsewhere, it is taken over theta.
-    if getattr(problem.solver, "anchored", False):
+    if problem.solver.anchored:
         return False
     if settings_of(problem).factors == "row":
         return True
@@ -203,7 +201,7 @@ def of_rows(found: Expected, rule: Rule) -> Tilted:
     return Tilted(report.change, found.value, 0 * one, one * jnp.nan, 0 * one, temper, held, missed, some, some)
 
 
-def group_factor(problem: LocalProblem, index: Int[Array, ""], looked: Callable | None = None) -> MomentFactor:
+def group_factor(problem: Factors, index: Int[Array, ""], looked: Callable | None = None) -> MomentFactor:
     """One group's factor, its moments over theta as a whole; ``looked`` takes them where it has been evaluated already."""
     method, data = method_of(problem, False), problem.data
     if method == "exact":
@@ -219,7 +217,7 @@ def group_factor(problem: LocalProblem, index: Int[Array, ""], looked: Callable 
     return factor
 
 
-def prior_factor(problem: LocalProblem, rule: Rule) -> MomentFactor:
+def prior_factor(problem: Factors, rule: Rule) -> MomentFactor:
     """The prior factor."""
     method = method_of(problem, True)
     program, chunk = problem.prior_program, problem.data.prior
@@ -255,7 +253,7 @@ def coordinate_sites(program: AffineProgram, chunk: Any, site: Any) -> RowSites:
     return RowSites(tuple(terms))
 
 
-def own_coordinates(problem: LocalProblem, site: GaussianNatural) -> GaussianNatural:
+def own_coordinates(problem: Factors, site: GaussianNatural) -> GaussianNatural:
     """The part of the prior factor's site that is a product over the coordinates that it has terms of."""
     family, covered = problem.family, jnp.zeros((problem.family.dim,), bool)
     for data, _ in problem.data.prior:
@@ -271,7 +269,7 @@ def _exact_factor(family: GaussianFamily, chunk: Expected) -> MomentFactor:
     )
 
 
-def _pointed_factor(problem: LocalProblem, method: Any, total: Callable) -> MomentFactor:
+def _pointed_factor(problem: Factors, method: Any, total: Callable) -> MomentFactor:
     family = problem.family
 
     def moments_of(q, site, power, key, memory=None):

@@ -218,7 +218,7 @@ def begin_again(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> dict
     prior = state.prior, state.exact
     problem = engine.problem(state.plan, state.packing, args, kwargs, params, prior, len(FIXED_RULES), others)
     fields, last = engine.unvisited(problem), state.report
-    if hasattr(engine.schedule, "agent_natural"):
+    if engine.schedule.has_agents:
         # Every agent has a q of its own, which is what the sites are of.
         fields["schedule_state"] = state.schedule_state
     report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)

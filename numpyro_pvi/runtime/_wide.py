@@ -16,7 +16,7 @@ from ..factors import Packing
 from ..families import GaussianMoments, GaussianNatural
 from ..schedules import Rule
 from ..sites import SiteStack, posterior, select
-from ..solvers import LocalResult, NaturalGradient
+from ..solvers import LocalResult
 from ._extrapolate import climb
 from ._rules import escalate, relative_error
 
@@ -88,8 +88,7 @@ def wide_rows(plan: Any, program: Any, solver: Any, packing: Any, read: Callable
     if not isinstance(program, AffineProgram) or not isinstance(packing, Packing) or plan.partition.local is not None:
         return None
     family, size = plan.family, packing.rows.size
-    natural = isinstance(solver, NaturalGradient) and solver.num_steps == 1 and solver.backtracking is not True
-    if not (family.full and natural and size >= LEAST_ROWS and family.dim <= MOST_LATENTS):
+    if not (family.full and solver.immediate and size >= LEAST_ROWS and family.dim <= MOST_LATENTS):
         return None
     if any(spec.row_dim != -1 for spec in program.terms):
         return None

@@ -1,17 +1,9 @@
 """Schedules: who moves when, and how far."""
 
+from ._acceptance import accept_jointly, accept_once, elbo_has_not_fallen
 from ._asynchronous import Asynchronous
-from ._base import (
-    Evaluation,
-    Points,
-    Problem,
-    RoundCarry,
-    Rule,
-    Schedule,
-    accept_jointly,
-    elbo_has_not_fallen,
-)
 from ._committee import Committee
+from ._contract import Accepted, Evaluation, Points, Problem, RoundCarry, RoundReport, Rule, Schedule, ScheduleDefaults
 from ._convergence import (
     CRAWL,
     FELL,
@@ -33,7 +25,8 @@ from ._convergence import (
 from ._decentralized import Decentralized
 from ._delays import MeasuredDelays, measured_delays
 from ._noise import move_in_nats
-from ._report import BY_FACTOR, UNHEARD_MOVE, RoundReport, empty_report
+from ._proposal import natural_gradient_proposal
+from ._report import BY_FACTOR, UNHEARD_MOVE, empty_report, round_report
 from ._sequential import Sequential
 from ._streaming import Streaming
 from ._subset import StochasticSubset
@@ -65,11 +58,16 @@ __all__ = [
     "RoundReport",
     "Rule",
     "Schedule",
+    "ScheduleDefaults",
     "Sequential",
     "StochasticSubset",
     "Streaming",
     "Synchronous",
+    "Accepted",
     "accept_jointly",
+    "accept_once",
+    "natural_gradient_proposal",
+    "round_report",
     "elbo_has_not_fallen",
     "empty_report",
     "finished",

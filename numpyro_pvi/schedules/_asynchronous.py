@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..errors import PVIError
 from ..families import GaussianMoments
 from ..sites import SiteStack, damp, posterior
-from ._base import Accepted, Problem, RoundCarry
+from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults
 from ._delays import delay_sampler, delays_by_label, freeze_delays
 from ._discount import LONGEST_STEP, bounded_step, first_discount
 from ._messages import AsynchronousState, Messages, Walk, first_tally
@@ -24,7 +24,7 @@ _MOST_MESSAGES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Asynchronous:
+class Asynchronous(ScheduleDefaults):
     """Groups at their own pace on a simulated clock: nobody waits for the slowest. A round is M absorbed changes.
 
     Each group reads q, takes its time (``delays``) over a visit, and sends ``(group, version, site)`` with its *absolute*

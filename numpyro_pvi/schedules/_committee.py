@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..families import GaussianMoments
 from ..sites import SiteStack, damp, select
-from ._base import Accepted, Problem, RoundCarry, shorten
+from ._acceptance import shorten
+from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults
 from ._convergence import Approach, Asked, approach, at_rest
 from ._report import round_report, with_prior
 
@@ -36,7 +37,7 @@ class _Member(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Committee:
+class Committee(ScheduleDefaults):
     """A baseline without coordination: every member fits its own posterior to convergence, and they are multiplied once.
 
     ``prior="same"``: member m fits ``p(theta) p(y_m | theta)``, and ``eta_q = sum_m eta_{q_m} - (M - 1) eta_0``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,14 @@ from jaxtyping import Array, Bool, Float
 from ..errors import PVIError
 from ..families import GaussianMoments, GaussianNatural
 from ..sites import SiteStack
-from ..solvers import Conjugate, NaturalGradient
-from ._base import Accepted, Evaluation, Problem, RoundCarry
+from ._contract import Accepted, Evaluation, Problem, RoundCarry
+from ._graph_settings import DecentralizedState, GraphSettings
 from ._report import round_report
 from ._row_updates import take_rows
 from ._stream import Replay, Stream, draw_seen, sort_classes
 
-if TYPE_CHECKING:
-    from ._decentralized import Decentralized, DecentralizedState
 
-
-def check_consensus(schedule: Decentralized, problem: Problem) -> None:
+def check_consensus(schedule: GraphSettings, problem: Problem) -> None:
     """Refuse what consensus cannot do, when a fit is set up.
 
     Args:
@@ -39,8 +36,7 @@ def check_consensus(schedule: Decentralized, problem: Problem) -> None:
             "mixing='tracking', where every agent refines it, or give those latents Gaussian priors."
         )
     solver = problem.solver
-    plain = isinstance(solver, NaturalGradient) and solver.num_steps == 1 and solver.step_size == 1.0
-    if not (plain or isinstance(solver, Conjugate)):
+    if not (solver.immediate and solver.step_size == 1.0):
         raise PVIError(
             f"Decentralized(mixing='consensus') takes one full natural-gradient step per batch of rows, which {solver!r} is not: "
             "leave solver=NaturalGradient(), or use mixing='tracking'."
@@ -49,7 +45,7 @@ def check_consensus(schedule: Decentralized, problem: Problem) -> None:
 
 
 def consensus_round(
-    schedule: Decentralized, problem: Problem, carry: RoundCarry, present: Bool[Array, "n"], key: Any
+    schedule: GraphSettings, problem: Problem, carry: RoundCarry, present: Bool[Array, "n"], key: Any
 ) -> RoundCarry:
     """One round: ``exchanges_per_round`` times gossip, then ``updates_per_exchange`` updates of every agent.
 
@@ -117,7 +113,7 @@ def _finish(schedule, problem, carry, evaluation: Evaluation, sites, after: Dece
     return RoundCarry(sites, evaluation, carry.solver, carry.prior_solver, after, report)
 
 
-def _next_rows(schedule: Decentralized, stream: Stream, replay: Replay | None, taken, present, key):
+def _next_rows(schedule: GraphSettings, stream: Stream, replay: Replay | None, taken, present, key):
     """Which rows every agent takes next: positions and which count, Int and Bool[n U B], and the number of fresh ones."""
     n, count = schedule.adjacency.size, schedule.updates_per_exchange
     sizes = jnp.asarray(stream.sizes, jnp.int32)

@@ -8,15 +8,14 @@ every step was refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-if TYPE_CHECKING:
-    from ._base import Problem, RoundCarry
-    from ._report import RoundReport
+from ._contract import Problem, RoundCarry, RoundReport
+from ._proposal import natural_gradient_proposal
 
 # Rounds running with every step refused before they count as stalled: line searches begin anew in between.
 STALL_ROUNDS = 5
@@ -186,8 +185,6 @@ def asked_of(
     told = not (problem.stochastic or problem.matches_moments) and problem.units is None
     if not told or getattr(found, "target", None) is None:
         return asked_by_move(move, moved, share, taken, carry.report)
-    from ._base import natural_gradient_proposal
-
     proposal = natural_gradient_proposal(problem, carry)
     if problem.flat:
         own = cast(Any, problem).moves(proposal, carry.sites, carry.evaluation, carry.evaluation)[0]

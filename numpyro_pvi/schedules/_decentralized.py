@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,27 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
 from ..sites import SiteStack, back_off, damp, select
-from ._base import Accepted, Evaluation, Problem, RoundCarry
 from ._consensus import check_consensus, consensus_round
-from ._gossip import Gossip
-from ._graph import Graph, read_graph
-from ._graph_settings import check_consensus_settings, check_network
+from ._contract import Accepted, Problem, RoundCarry
+from ._graph_settings import DecentralizedState, GraphSettings
 from ._report import round_report, with_prior
-
-
-class DecentralizedState(NamedTuple):
-    """What every agent holds beside its site; all with a leading axis of agents."""
-
-    # Estimate of the mean over the network of what the agents contribute, natural parameters.
-    tracked: Any
-    # The agent's own contribution when it was last added to the estimate.
-    seen: Any
-    # The agent's own copy of the prior factor's site, of which it contributes 1/n; None without a prior factor.
-    prior: Any
-    # Gossip steps so far.
-    mixed: Int[Array, ""]
-    # Rows that every agent has taken so far (consensus only).
-    taken: Int[Array, "n"]
 
 
 class _Visits(NamedTuple):
@@ -45,7 +27,7 @@ class _Visits(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decentralized:
+class Decentralized(GraphSettings):
     """Inference on a graph of agents, one per group, without a server: messages go to neighbours only.
 
     Every agent i holds ``z_i``, and its own ``q_i = eta_0 + n z_i``; A is doubly stochastic, so that mixing
@@ -107,55 +89,6 @@ class Decentralized:
         information matrix in the mean, and (22) the factor of (19) in gamma.
     """
 
-    adjacency: Any = dataclasses.field(repr=False)
-    mixing: str = "tracking"
-    steps_per_round: int | str = "auto"
-    damping: float | str = "auto"
-    nodes: Sequence[Hashable] | None = dataclasses.field(default=None, repr=False)
-    link_failure: float = 0.0
-    availability: float | Sequence[float] = 1.0
-    likelihood_weight: float | str = "agents"
-    batch_size: int | None = None
-    updates_per_exchange: int = 1
-    exchanges_per_round: int = 1
-    replay: int = 0
-    exhausted: str = "gossip"
-    expectation: str = "auto"
-
-    def __post_init__(self):
-        graph = self.adjacency if isinstance(self.adjacency, Graph) else read_graph(self.adjacency, self.nodes)
-        object.__setattr__(self, "adjacency", graph)
-        object.__setattr__(self, "nodes", graph.nodes)
-        if self.damping == "auto":
-            object.__setattr__(self, "damping", 1.0 if self.streams else 0.5)
-        self._read_availability(graph)
-        check_network(self, graph, self._reliable)
-        check_consensus_settings(self)
-
-    def _read_availability(self, graph: Graph) -> None:
-        share = self.availability
-        shares = tuple(float(p) for p in share) if isinstance(share, Sequence) else (float(share),) * graph.size
-        if len(shares) != graph.size or not all(0.0 < p <= 1.0 for p in shares):
-            raise PVIError(
-                f"Decentralized(availability={share!r}): expected a probability in (0, 1], or one for each of {graph.size} agents."
-            )
-        object.__setattr__(self, "availability", shares)
-
-    @property
-    def _reliable(self) -> bool:
-        return all(p == 1.0 for p in self.availability)  # type: ignore[union-attr]
-
-    @property
-    def gossip(self) -> Gossip:
-        """How agents mix."""
-        steps = 1 if self.streams and self.steps_per_round == "auto" else self.steps_per_round
-        return Gossip(self.adjacency, steps, float(self.link_failure), self._reliable)
-
-    @property
-    def streams(self) -> bool:
-        """Whether rows are taken as they come, so that nothing passes over all of them."""
-        return self.mixing == "consensus"
-
     def init(self, problem: Problem, dtype: Any) -> DecentralizedState:
         """Nothing tracked yet: the first round adds what the sites are then.
 
@@ -193,7 +126,7 @@ class Decentralized:
         visit_key, mix_key, away_key = jax.random.split(key, 3)
         n, state = self.adjacency.size, carry.schedule
         present = jnp.ones((n,), bool)
-        if not self._reliable:
+        if not self.reliable:
             present = jax.random.bernoulli(away_key, jnp.asarray(self.availability, carry.evaluation.elbo.dtype))
         if self.mixing == "consensus":
             return consensus_round(self, problem, carry, present, mix_key)
@@ -217,7 +150,7 @@ class Decentralized:
 
         def visit(local, step):
             index, z, site, own_prior, state, key, here = step
-            q = self._own_q(problem, z)
+            q = self.own_q(problem, z)
             group_key, prior_key = jax.random.split(key)
             found, moved = problem.visit_group(index, q, site, state, group_key, rule, noise, local)
             change, prior = found.site - site, None
@@ -238,9 +171,6 @@ class Decentralized:
         local, (groups, priors, visits) = jax.lax.scan(visit, carry.sites.local, steps)
         return groups, priors, local, visits
 
-    def _own_q(self, problem: Problem, z: Any) -> Any:
-        return jax.tree.map(lambda eta, x: eta + self.adjacency.size * x, problem.prior_natural, z)
-
     def _share(self, problem: Problem, z: Any, change: Any) -> tuple[Float[Array, ""], Int[Array, ""]]:
         """``damping``, halved until the agent's q is normalisable after the step; the whole of it where it was not before.
 
@@ -249,8 +179,8 @@ class Decentralized:
         valid = problem.family.in_domain
 
         first = jnp.asarray(self.damping, jax.tree.leaves(z)[0].dtype)
-        share, tries = back_off(lambda share: valid(self._own_q(problem, z + change * share)), first)
-        hopeless = ~valid(self._own_q(problem, z))
+        share, tries = back_off(lambda share: valid(self.own_q(problem, z + change * share)), first)
+        hopeless = ~valid(self.own_q(problem, z))
         return jnp.where(hopeless, first, share), jnp.where(hopeless, 0, tries)
 
     def _finish(self, problem: Problem, carry: RoundCarry, noise, sites, after, visits, sent, present) -> RoundCarry:
@@ -280,16 +210,6 @@ class Decentralized:
             consensus=apart, total_move=jnp.maximum(report.total_move, apart), left=jnp.maximum(report.left, apart)
         )
         return RoundCarry(sites, evaluation, visits.state, carry.prior_solver, after, report)
-
-    def disagreement(self, problem: Problem, state: DecentralizedState, evaluation: Evaluation) -> Float[Array, ""]:
-        """Largest distance of an agent's mean from that of the network's q, in its sds."""
-        sd = jnp.sqrt(problem.family.variances(evaluation.moments))
-
-        def apart(z):
-            moments = problem.family.moments(self._own_q(problem, z))
-            return jnp.where(moments.valid, jnp.max(jnp.abs(moments.loc - evaluation.moments.loc) / sd), jnp.inf)
-
-        return jnp.max(jax.lax.map(apart, state.tracked))
 
 
 def _shifted(copies: Any, mean: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from jaxtyping import Array, Float
 
 from ..errors import PVIError
 from ..solvers import ByLabel, by_label, freeze, resolve
-
-if TYPE_CHECKING:
-    from ._base import Problem
+from ._contract import Problem
 
 _FORMS = (
     "None (no delay), a positive number, one per group, a dict by label, ('exponential', means), "

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..families import GaussianMoments, marginal_distance
-from ..sites import MAX_HALVINGS
-from ._base import Problem
+from ..sites import MAX_HALVINGS, swings
+from ._contract import Problem
 from ._network import put
 
 # Distance, in posterior sds, that q may go while a group works without its site losing weight.
 FREE_DRIFT = 0.1
-# A group's step is halved when its change turns back on the last one by more than 120 degrees, and is at least half as long;
-# else it grows by this. Independent changes, as noise makes them, do the one about half as often as the other.
+# A group's step is halved when its changes swing; else it grows by this. Independent changes, as noise makes them, do the one
+# about half as often as the other.
 GROWTH = 2.0**0.5
 SMALLEST_SHARE = 1e-3
 # Distance, in sds (or e-folds of one, times 2^(1/2)), that one site may move any coordinate of q.
@@ -150,8 +150,7 @@ def next_share(
     image = family.covariance_product(moments, force)
     inner, size = jnp.dot(last, image), jnp.dot(force, image)
     before = jnp.dot(last, family.covariance_product(moments, last))
-    back = (inner < -0.5 * jnp.sqrt(size * before)) & (4 * size > before)
-    factor = jnp.where(back, 0.5, GROWTH)
+    factor = jnp.where(swings(inner, size, before), 0.5, GROWTH)
     return jnp.clip(share * factor, SMALLEST_SHARE, 1.0), force
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..families import GaussianMoments
 from ..sites import damp, take
 from ..solvers import LocalResult
-from ._base import Problem
+from ._contract import Problem
 from ._delays import delay_sampler
 from ._discount import Discount, bounded_step, has_read, remember, weight
 from ._network import Delivery, Faults, Link, may_be_absorbed, next_arrival, put

@@ -39,7 +39,7 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
         The memory: only for sites by rows, from :data:`LEAST_ROWS` rows on, under a solver of one full step a visit.
     """
     solver = problem.solver
-    if not (problem.flat and whole) or getattr(solver, "num_steps", 0) != 1 or solver.step_size != 1.0:
+    if not (problem.flat and whole) or not solver.immediate or solver.step_size != 1.0:
         return None
     rows = problem.prior_natural.precision.shape[0]
     if rows < LEAST_ROWS:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from .._numerics import all_finite, congruent, invert_lower, missing_eigenvalues
-from ..families import MultivariateNormalFamily
 from ..sites import SiteStack, posterior
-
-if TYPE_CHECKING:
-    from ._base import Evaluation, Problem
+from ._contract import Evaluation, Problem
 
 # After so many held rounds q is as near an optimum as holding brings it.
 _MOST_HELD = 30
@@ -30,7 +26,7 @@ def may_hold(problem: Problem) -> bool:
         Known when tracing: other problems' programs have nothing of it.
     """
     one_bound = not problem.stochastic and not problem.matches_moments and problem.units is None
-    return problem.noisy and one_bound and isinstance(problem.family, MultivariateNormalFamily)
+    return problem.noisy and one_bound and problem.family.full and not problem.flat
 
 
 def hold_width(

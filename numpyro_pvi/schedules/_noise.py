@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..families import GaussianFamily, GaussianMoments, conditional_divergence
-
-if TYPE_CHECKING:
-    from ._base import Problem, Rule
+from ..sites import late_share
+from ._contract import Problem, Rule
 
 
 @runtime_checkable
@@ -66,10 +65,6 @@ def move_in_nats(
     return total
 
 
-# Of the steps c / (c + late).
-_FORGETTING = 10.0
-
-
 class Averaging(NamedTuple):
     """Memory of how far noise, not progress, decides the moves: late naturals are averaged."""
 
@@ -85,23 +80,8 @@ def no_averaging(dim: int, dtype: Any) -> Averaging:
 
 
 def averaging_step(state: Averaging, dtype: Any) -> Float[Array, ""]:
-    """The largest step of the next round, ``c / (c + late)`` with c = 10.
-
-    In the limit q is the average of its targets with weights ``k^(c - 1)``. A plain mean (c = 1) forgets where it started
-    only as ``1 / k^(1 - a)`` where targets move by a share ``a`` of what q moves; ``c > 1 / (2 - 2 a)`` keeps the rate of the
-    noise, whose variance is ``c^2 / (2 c - 1)`` times that of the mean. Long steps also shake q out of poor local optima.
-
-    Args:
-        state: the memory.
-        dtype: of the result.
-
-    Returns:
-        A number in (0, 1].
-
-    References:
-        Kushner and Yin, Stochastic Approximation and Recursive Algorithms, chapter 10 (rate of convergence).
-    """
-    return _FORGETTING / (_FORGETTING + state.late.astype(dtype))
+    """The largest step of the next round: see :func:`numpyro_pvi.sites.late_share`."""
+    return late_share(state.late, dtype)
 
 
 def average_late(problem: Problem, state: Averaging, new: Placed, old: Placed) -> Averaging:

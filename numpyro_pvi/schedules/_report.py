@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..families import GaussianFamily
 from ..sites import SiteStack
+from ._contract import Accepted, Evaluation, Problem, RoundCarry, RoundReport
 from ._convergence import (
     CRAWL,
     NOTHING,
@@ -23,57 +24,8 @@ from ._convergence import (
     sound,
 )
 
-if TYPE_CHECKING:
-    from ._base import Accepted, Evaluation, Problem, RoundCarry
-
 # What a factor that has not been heard lately counts for at most, in posterior sds: no tolerance is as large.
 UNHEARD_MOVE = 0.5
-
-
-class RoundReport(NamedTuple):
-    """What happened to every factor in one round; the prior factor, if any, comes first."""
-
-    # Largest change of a posterior mean by this factor's step, in posterior sds.
-    move: Float[Array, "F"]
-    step: Float[Array, "F"]
-    backoffs: Int[Array, "F"]
-    skipped: Bool[Array, "F"]
-    # Rounds running in which the factor was skipped.
-    skip_run: Int[Array, "F"]
-    # Changes of q between a group's reading it and its last site's being absorbed; 0 where every site is fresh.
-    staleness: Int[Array, "F"]
-    # Largest change of any posterior mean or log sd in the round, in posterior sds; at least the last move of every factor
-    # that took no part (half a sd where that was larger), so that a fit is not taken for settled before all were heard.
-    total_move: Float[Array, ""]
-    # Whether q was normalisable at the end of the round.
-    valid: Bool[Array, ""]
-    # Simulated time since the start: in the units of a schedule's delays, else one a round.
-    clock: Float[Array, ""]
-    # Natural parameters sent since the start, each once for every group that gets or sends them: sites to the server (or
-    # to a neighbour), and q's from it.
-    messages: Int[Array, "2"]
-    # Largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
-    consensus: Float[Array, ""]
-    # DELBO on the rows that the round took, its consensus gap and its modelling gap, nats; NaN under other schedules.
-    delbo: Float[Array, "3"]
-    # The move that each factor asked for, undamped, to first order, in posterior sds; infinite where it was not finite.
-    asked: Float[Array, "F"]
-    # What is left to move, in posterior sds: the larger of what all factors together ask for and the sum of the moves to
-    # come at the observed rate of contraction. ``tol`` is about ``left``, which is never much below the last estimate.
-    estimate: Float[Array, ""]
-    # The estimate of the round before.
-    before: Float[Array, ""]
-    left: Float[Array, ""]
-    # Share of a round's move that came again in the next, in [0, 1), and a sketch of the round's move.
-    rate: Float[Array, ""]
-    trail: Float[Array, "16"]
-    # The longest of the recent rounds' steps.
-    paced: Float[Array, ""]
-    # Rounds running in which every step was refused, and a code of why the last one was.
-    refused: Int[Array, ""]
-    why: Int[Array, ""]
-    # Whether the loss was finite, where it was looked at.
-    finite: Bool[Array, ""]
 
 
 # The fields of a report with one entry per factor.

@@ -10,20 +10,16 @@ import jax.numpy as jnp
 
 from ..errors import PVIError
 from ..sites import SiteStack, damp, posterior
-from ._base import (
-    Problem,
-    RoundCarry,
-    accept_jointly,
-    accept_once,
-    natural_gradient_proposal,
-)
+from ._acceptance import accept_jointly, accept_once
+from ._contract import Problem, RoundCarry, ScheduleDefaults
 from ._noise import Averaging, average_late, averaging_step, no_averaging
+from ._proposal import natural_gradient_proposal
 from ._report import round_report, with_prior
 from ._tied import sweep_tied, tied_steps
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequential:
+class Sequential(ScheduleDefaults):
     """A sweep over all groups; every visit sees the previous one's q. The prior factor, if any, is visited first.
 
     A visit must leave q normalisable and, where the solver backtracks, not lower the local free energy; after the sweep
@@ -48,9 +44,15 @@ class Sequential:
     damping: float = 1.0
 
     # Sites of single rows go along with the groups'; all groups may share one site.
+    in_turn = True
     carries_rows = True
     carries_tied = True
     carries_numbers = True
+
+    @property
+    def at_random(self) -> bool:
+        """Whether every round has an order of its own."""
+        return self.order == "random"
 
     def __post_init__(self):
         if self.order not in ("cyclic", "random"):

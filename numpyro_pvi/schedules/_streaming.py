@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments
 from ..sites import SiteStack, damp, posterior, select
-from ._base import Accepted, Problem, RoundCarry, Rule
+from ._contract import Accepted, Problem, RoundCarry, Rule, ScheduleDefaults
 from ._convergence import Approach, Asked, approach, at_rest
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
@@ -54,7 +54,7 @@ class _Visits(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Streaming:
+class Streaming(ScheduleDefaults):
     """Absorb every group once: ``q_m`` is the solver's fit to ``q_{m-1} p(y_m | theta)``, and then the next prior.
 
     Groups are taken in the order in which their labels first appear among the rows, so that data in the order of time are
@@ -88,6 +88,7 @@ class Streaming:
     tol: float = 1e-3
 
     # One round is all there is: its quadrature is at full accuracy from the start.
+    in_turn = True
     single_pass = True
 
     def __post_init__(self):

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
-from ._base import Evaluation, Problem, RoundCarry, accept_jointly, accept_once
+from ._acceptance import accept_jointly, accept_once
+from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults
 from ._discount import next_share
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
@@ -30,7 +31,7 @@ class SubsetState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StochasticSubset:
+class StochasticSubset(ScheduleDefaults):
     """Some groups each round, from the same q, absorbed together: ``eta_m <- eta_m + step rho_m (proposal_m - eta_m)``.
 
     A round is accepted only if q is normalisable and the local free energy of the groups S that took part (and of the prior
@@ -69,6 +70,8 @@ class StochasticSubset:
     k: int | float | None = None
     rates: Any = None
     damping: Any = "auto"
+
+    partial = True
 
     def __post_init__(self):
         k = self.k
@@ -130,7 +133,7 @@ class StochasticSubset:
 
     def _full(self, problem: Problem) -> float:
         """The joint step that takes all that is asked for."""
-        alone = problem.stochastic or getattr(problem.solver, "moves_alone", False)
+        alone = problem.stochastic or problem.solver.moves_alone
         return 1.0 / self._count(problem) if alone and self.damping == "auto" else 1.0
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:

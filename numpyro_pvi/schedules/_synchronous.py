@@ -12,13 +12,8 @@ from jaxtyping import Array, Float, Int
 from .._numerics import power_iteration_step
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, select
-from ._base import (
-    Problem,
-    RoundCarry,
-    accept_jointly,
-    accept_once,
-    elbo_gain,
-)
+from ._acceptance import accept_jointly, accept_once, elbo_gain
+from ._contract import Problem, RoundCarry, ScheduleDefaults
 from ._mixing import Mixing, mixture, no_mixing
 from ._narrow import hold_width, may_hold
 from ._noise import Averaging, average_late, averaging_step, no_averaging
@@ -42,7 +37,7 @@ class SynchronousState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Synchronous:
+class Synchronous(ScheduleDefaults):
     """One update of every site from the same q, then absorbed together: ``eta_m <- eta_m + step (proposal_m - eta_m)``.
 
     The joint step starts at ``damping`` and is halved until q is normalisable and the global ELBO has not fallen beyond
@@ -94,7 +89,7 @@ class Synchronous:
 
     def _full(self, problem: Problem) -> float:
         """The joint step that takes all that is asked for."""
-        alone = problem.stochastic or getattr(problem.solver, "moves_alone", False)
+        alone = problem.stochastic or problem.solver.moves_alone
         return 1.0 / problem.num_groups if alone else 1.0
 
     def init(self, problem: Problem, dtype: Any) -> SynchronousState:

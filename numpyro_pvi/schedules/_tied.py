@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from ..sites import tied_site
 from ..solvers import LocalResult
-from ._base import Problem, RoundCarry
+from ._contract import Problem, RoundCarry
 
 
 class TiedSteps(NamedTuple):

@@ -5,6 +5,7 @@ from ._local import LocalSites, OwnConditionals, keep_groups, marginal_sites
 from ._members import MemberSites
 from ._rows import RowSites
 from ._slots import add_slots, keep_slots, stack_sites, sum_slots
+from ._swings import late_share, next_step, swings
 from ._tied import tie, tied_site
 
 __all__ = [
@@ -20,11 +21,14 @@ __all__ = [
     "damp",
     "keep_groups",
     "keep_slots",
+    "late_share",
     "marginal_sites",
+    "next_step",
     "posterior",
     "select",
     "stack_sites",
     "sum_slots",
+    "swings",
     "take",
     "tie",
     "tied_site",

@@ -2,7 +2,7 @@
 
 from ..expectations import ImportanceMoments, LaplaceMoments, MCMCMoments
 from ._alpha_divergence import AlphaDivergence
-from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, TiltedFactor, local_free_energy
+from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, SolverDefaults, TiltedFactor, local_free_energy
 from ._chained import COLLAPSES
 from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
@@ -32,6 +32,7 @@ __all__ = [
     "LocalFactor",
     "LocalResult",
     "LocalSolver",
+    "SolverDefaults",
     "MCMCMoments",
     "MatchRules",
     "MatchState",

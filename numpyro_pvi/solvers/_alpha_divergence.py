@@ -150,6 +150,11 @@ class AlphaDivergence(MatchesMoments):
     # A group's site is any member of the family, not a sum over its rows.
     whole_sites = True
 
+    @property
+    def rereads(self) -> bool:
+        """Whether a visit has further steps, each a pass over the rows."""
+        return self.num_steps > 1
+
     def __post_init__(self):
         check_share(
             "AlphaDivergence", "alpha", self.alpha, "1 is EP's KL(tilted || q); for the limit 0 use LocalELBO()"

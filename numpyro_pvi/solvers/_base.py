@@ -102,6 +102,8 @@ class LocalSolver(Protocol):
     Frozen and hashable (settings only). ``solve`` is pure and traceable under ``vmap``, ``scan`` and ``while_loop``; it
     uses the cavity as natural parameters only, so the cavity may be improper; it never returns a non-finite site (the
     old one comes back with ``moved`` False instead). Leading parameters in this order, under these names.
+
+    :class:`SolverDefaults` declares the rest of what an engine reads; ``init``, ``check`` and ``solve`` are every solver's own.
     """
 
     @property
@@ -120,6 +122,126 @@ class LocalSolver(Protocol):
 
         Where it nears them by steps, or from draws, a site carries traces of the groups beside which it was fitted.
         """
+        ...
+
+    @property
+    def immediate(self) -> bool:
+        """Whether a visit's target is the message of the look at q that the schedule has taken already: no pass of its own.
+
+        An engine may then take the step itself, ``step_size`` of the way, and leave ``solve`` out.
+        """
+        ...
+
+    @property
+    def rereads(self) -> bool:
+        """Whether a visit asks ``factor.expected`` or ``factor.tilted`` more than once, each a pass over the group's rows."""
+        ...
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether expectations are in closed form or refused."""
+        ...
+
+    @property
+    def step_size(self) -> Any:
+        """Share of the way to its target that a step of a visit goes; what groups hold beside their sites goes as far."""
+        ...
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of a visit; None where their number is one of passes over the rows."""
+        ...
+
+    @property
+    def expectation(self) -> str:
+        """How expectations are taken, "auto" by the structure that was found."""
+        ...
+
+    @property
+    def sites(self) -> str:
+        """How sites are kept: "dense", "rows" (two numbers a row) or "auto", by size."""
+        ...
+
+    @property
+    def blocks(self) -> Any:
+        """Under a product of families, what moves from one q: "auto", "parallel" or latents in order."""
+        ...
+
+    @property
+    def matches_moments(self) -> bool:
+        """Whether visits match moments of tilted distributions: factors are :class:`TiltedFactor`, rounds pass where q is valid."""
+        ...
+
+    @property
+    def moments(self) -> Any:
+        """How tilted moments are taken; None where none are matched."""
+        ...
+
+    @property
+    def moments_batch(self) -> int | None:
+        """Rows of a mini-batch by which chains read a group; None where they read all of it."""
+        ...
+
+    @property
+    def power(self) -> float:
+        """Power of the factor in its tilted distribution, in (0, 1]."""
+        ...
+
+    @property
+    def factors(self) -> str:
+        """Whose tilted distributions are matched: of every "group" or of every "row"."""
+        ...
+
+    @property
+    def anchored(self) -> bool:
+        """Whether tilted distributions are taken at a q of the solver's own, its ``vantage``."""
+        ...
+
+    @property
+    def curvature(self) -> str:
+        """Where second derivatives come from, of a solver that is ``stochastic``; "auto" by the structure."""
+        ...
+
+    def vantage(self, state: Any, q: Any) -> tuple[Any, Any]:
+        """The q at which a group's tilted distribution is taken, and the power of the factor in it."""
+        ...
+
+    @property
+    def looks_once(self) -> bool:
+        """Whether a visit takes moments once, of the q that it starts from."""
+        ...
+
+    @property
+    def whole_sites(self) -> bool:
+        """Whether a visit takes a group's site as one, so that its rows can have none of their own."""
+        ...
+
+    @property
+    def tied(self) -> bool:
+        """Whether all groups share one site."""
+        ...
+
+    @property
+    def moves_alone(self) -> bool:
+        """Whether a visit goes as far as if the others stood still, so that M of them at once go M times too far."""
+        ...
+
+    @property
+    def by_label(self) -> bool:
+        """Whether settings name groups."""
+        ...
+
+    @property
+    def for_prior(self) -> Any:
+        """Who refines the PRIOR factor's site, which has no rows and is tied to no other."""
+        ...
+
+    def init_among(self, family: GaussianFamily, dtype: Any, count: int) -> Any:
+        """:meth:`init` where the number of groups matters."""
+        ...
+
+    def init_groups(self, groups: Any, state: Any) -> Any:
+        """The stacked states of all groups from one that is the same for all, where settings differ by group."""
         ...
 
     def init(self, family: GaussianFamily, dtype: Any) -> Any:
@@ -152,6 +274,61 @@ class LocalSolver(Protocol):
             The refined site.
         """
         ...
+
+
+class SolverDefaults:
+    """A base class to derive a solver from: one step to the factor's target, by one pass over the rows of the group.
+
+    See :class:`LocalSolver` for what each says. A subclass writes down where it differs, and ``init``, ``check``, ``solve``.
+    """
+
+    num_draws: Any = 16
+    stochastic: bool = False
+    exact_sites: Any = False
+    immediate: Any = False
+    rereads: Any = False
+    closed_form: bool = False
+    step_size: Any = 1.0
+    num_steps: Any = 1
+    expectation: Any = "auto"
+    sites: Any = "dense"
+    blocks: Any = "auto"
+    matches_moments: bool = False
+    moments: Any = None
+    moments_batch: Any = None
+    power: Any = 1.0
+    factors: Any = "group"
+    anchored: bool = False
+    curvature: Any = "auto"
+    looks_once: bool = False
+    whole_sites: bool = False
+    tied: bool = False
+    moves_alone: Any = False
+    by_label: Any = False
+
+    @property
+    def for_prior(self) -> Any:
+        """Itself: see :class:`LocalSolver`."""
+        return self
+
+    def vantage(self, state: Any, q: Any) -> tuple[Any, Any]:
+        """q itself, and the solver's power."""
+        del state
+        return q, self.power
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Groups of every size will do."""
+        del sizes, mechanism
+
+    def init_among(self: Any, family: GaussianFamily, dtype: Any, count: int) -> Any:
+        """As :meth:`LocalSolver.init`: the number of groups does not matter."""
+        del count
+        return self.init(family, dtype)
+
+    def init_groups(self, groups: Any, state: Any) -> Any:
+        """The states as they are: every group has the same settings."""
+        del groups
+        return state
 
 
 def local_free_energy(

@@ -13,11 +13,11 @@ from ..errors import PVIError
 from ..expectations import Expected
 from ..families import GaussianFamily
 from ..sites import select
-from ._base import LocalFactor, LocalResult
+from ._base import LocalFactor, LocalResult, SolverDefaults
 
 
 @dataclasses.dataclass(frozen=True)
-class Conjugate:
+class Conjugate(SolverDefaults):
     """Set a site to the natural parameter of its factor, exactly: ``eta_m = eta(f_m)``, one pass, no optimiser.
 
     For a Gaussian q the log-likelihood must be quadratic in theta jointly and q must keep full covariance over it (a
@@ -27,10 +27,10 @@ class Conjugate:
         Khan and Lin, Conjugate-Computation Variational Inference, section 3 (the conjugate part of algorithm 1).
     """
 
-    expectation = "auto"
     num_draws = 1
-    stochastic = False
     exact_sites = True
+    immediate = True
+    closed_form = True
 
     def init(self, family: GaussianFamily, dtype: Any) -> tuple:
         """No state."""

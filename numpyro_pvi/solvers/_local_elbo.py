@@ -92,8 +92,6 @@ class LocalELBO(BatchSolver):
     num_draws: int = 8
 
     stochastic = True
-    exact_sites = False
-    expectation = "auto"
 
     def __post_init__(self):
         check_steps("LocalELBO", self.batch_size, self.num_steps, self.epochs, self.num_particles)

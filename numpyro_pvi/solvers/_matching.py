@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import PVIError
 from ..expectations import MOMENTS, SAMPLED, MCMCMoments, Moments
+from ._base import SolverDefaults
 from ._minibatch import check_batch_size
 
 
@@ -45,18 +46,13 @@ def check_moments(owner: str, moments: Any, chains: bool = False) -> None:
         )
 
 
-class MatchesMoments:
+class MatchesMoments(SolverDefaults):
     """What solvers that match the moments of tilted distributions have in common: a base class of their settings."""
 
-    stochastic = False
-    exact_sites = False
     # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
     matches_moments = True
-    factors = "group"
     # Whether latents of the groups' own are integrated out of their factors.
     integrates = False
-    expectation = "auto"
-    num_draws = 16
     moments: Moments
 
     def check(self, structure: str, full: bool, where: str) -> None:

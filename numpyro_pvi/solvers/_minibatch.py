@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ..sites import MAX_HALVINGS, back_off
+from ._base import SolverDefaults
 
 # A visit leaves at least this share of a precision of the local q: noise in the curvature may exceed the precision
 # itself, and a mean of normalisable q's (a joint step of 1/M) is normalisable.
@@ -223,7 +224,7 @@ def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, i
         )
 
 
-class BatchSolver:
+class BatchSolver(SolverDefaults):
     """What solvers that take batches of rows check before a fit."""
 
     batch_size: int | None

@@ -15,7 +15,7 @@ from ..errors import PVIError
 from ..expectations import Expected
 from ..families import GaussianFamily, RowFamily
 from ..sites import damp, select
-from ._base import LocalFactor, LocalResult, local_free_energy
+from ._base import LocalFactor, LocalResult, SolverDefaults, local_free_energy
 
 # Halvings after which a step is 1e-6 of a full one.
 _MAX_TRIES = 20
@@ -38,7 +38,7 @@ class _Search(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class NaturalGradient:
+class NaturalGradient(SolverDefaults):
     """Natural-gradient variational inference on one site (CVI; PVI eq. 10).
 
     A step is ``eta_m <- (1 - step) eta_m + step * grad_mu E_q[log p(y_m | theta)]`` at the current local q,
@@ -86,7 +86,6 @@ class NaturalGradient:
     sites: str = "auto"
     blocks: str | tuple[str, ...] = "auto"
 
-    stochastic = False
     exact_sites = True
 
     def __post_init__(self):
@@ -111,6 +110,16 @@ class NaturalGradient:
             raise PVIError(
                 f"NaturalGradient(blocks={self.blocks!r}): expected 'auto', 'parallel' or a tuple of latents' names."
             )
+
+    @property
+    def rereads(self) -> bool:
+        """Whether a visit passes over the rows again: for further steps, or to see whether one was too long."""
+        return self.num_steps > 1 or self.backtracking is True
+
+    @property
+    def immediate(self) -> bool:
+        """Whether one look is all a visit takes: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        return not self.rereads
 
     def init(self, family: GaussianFamily | RowFamily, dtype: Any) -> NaturalGradientState:
         """Start every group at the largest step."""

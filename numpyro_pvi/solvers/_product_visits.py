@@ -11,10 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from .._numerics import all_finite
 from ..expectations import LEAST_PER_LATENT, Chains, Tilted
 from ..families import ProductFamily
-from ..sites import MAX_HALVINGS, back_off, select
+from ..sites import MAX_HALVINGS, back_off, next_step, select
 from ._base import LocalResult
 from ._chained import CHAIN_SENTENCES, COLLAPSES, chain_troubles
-from ._swing import LEAST_STEP, SWING
 
 # Standard errors that a change must exceed to count as a swing.
 _NOISES = 3.0
@@ -177,10 +176,5 @@ def _own_step(
     """The step of a visit: halved where the change asked for turns back on the last one, and grown again where it goes on."""
     image = family.fisher_product(q, change)
     size, last = family.inner(change, image), family.inner(state.last, family.fisher_product(q, state.last))
-    both = jnp.sqrt(jnp.maximum(size, 0.0)) * jnp.sqrt(jnp.maximum(last, 0.0))
-    cosine = family.inner(state.last, image) / jnp.where(both > 0, both, 1.0)
-    # A swing that dies out by itself needs no help; of draws' noise late rounds are averaged.
-    swings = (cosine < SWING) & (size > 0.25 * last) & (size > (_NOISES * noise) ** 2)
-    step = jnp.where(swings, jnp.maximum(0.5 * state.step, min(LEAST_STEP, damping)), state.step)
-    step = jnp.where(cosine > 0, jnp.minimum(1.25 * step, damping), step)
-    return step.astype(state.step.dtype)
+    # Of draws' noise late rounds are averaged.
+    return next_step(state.step, family.inner(state.last, image), size, last, damping, _NOISES * noise)

@@ -103,6 +103,11 @@ class SNEP(MatchesMoments):
     # Tilted distributions are anchored at theta', not at q.
     anchored = True
 
+    @property
+    def rereads(self) -> bool:
+        """Whether a visit has further steps, each a pass over the rows."""
+        return self.num_steps > 1
+
     def __post_init__(self):
         beta = freeze(self.beta, "SNEP(beta)", lambda x: 1.0 <= x < float("inf"), "a number of at least 1; 1 is EP")
         object.__setattr__(self, "beta", beta)

@@ -74,8 +74,6 @@ class StochasticNaturalGradient(BatchSolver):
     curvature: str = "auto"
 
     stochastic = True
-    exact_sites = False
-    expectation = "auto"
     num_draws = 8
 
     def __post_init__(self):

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ..families import GaussianFamily
-
-# Cosine between successive moves below which a site counts as swinging, and the least step that swinging leads to.
-SWING, LEAST_STEP = -0.5, 2.0**-6
+from ..sites import next_step
 
 
 def own_step(
@@ -42,10 +40,5 @@ def own_step(
     shift = family.covariance_product(moments, force) / jnp.sqrt(variance)
     stretch = -0.5 * family.precision_diagonal(change) * variance
     move = jnp.concatenate([shift, stretch])
-    size = jnp.linalg.norm(move) * jnp.linalg.norm(last)
-    cosine = jnp.dot(move, last) / jnp.where(size > 0, size, 1.0)
-    # A swing that dies out by itself needs no help.
-    swings = (cosine < SWING) & (jnp.linalg.norm(move) > 0.5 * jnp.linalg.norm(last))
-    new = jnp.where(swings, jnp.maximum(0.5 * step, min(LEAST_STEP, largest)), step)
-    new = jnp.where(cosine > 0, jnp.minimum(1.25 * new, largest), new)
-    return new.astype(step.dtype), jnp.where(usable, move, last)
+    new = next_step(step, jnp.dot(move, last), jnp.dot(move, move), jnp.dot(last, last), largest)
+    return new, jnp.where(usable, move, last)

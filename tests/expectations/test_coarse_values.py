@@ -10,7 +10,7 @@ import scipy.stats
 
 from numpyro_pvi.expectations import RULES
 from numpyro_pvi.expectations.quadrature import expect_1d
-from numpyro_pvi.schedules import _base
+from numpyro_pvi.schedules import _acceptance
 
 # Log densities of one row at its predictor: a class, a count, a class with a probit link, and a measurement with heavy tails.
 ROWS = {
@@ -34,7 +34,7 @@ def test_no_good_step_is_refused_for_the_error_of_a_coarse_rule(name, rule):
     truth = np.array([exact(m + s * z) @ (mass / mass.sum()) for m, s in zip(mean, sd, strict=True)])
     value = np.asarray(expect_1d(found, jnp.asarray(mean), jnp.asarray(sd), rule=rule).value)
     fall = (truth - value) / (1.0 + np.abs(value))
-    assert fall.max() < _base._HOPELESS, (mean[fall.argmax()], sd[fall.argmax()])
+    assert fall.max() < _acceptance._HOPELESS, (mean[fall.argmax()], sd[fall.argmax()])
     # The threshold is not idle: the coarsest rule does err.
     if name == "logistic" and rule == "gh8":
         assert np.abs(fall).max() > 1e-3

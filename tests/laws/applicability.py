@@ -267,6 +267,94 @@ for _schedule in _SCHEDULES:
     )
     TABLE[10, "AlphaDivergence", _schedule] = Verdict(DOES_NOT, f"{_APPROACH} (of its optimiser)")
 
+# ----------------------------------------------------------------------------------------------------------- guides
+
+# Which solver goes with which schedule under which guide, and why not where it does not: for a reason of mathematics, or
+# because nobody has built it. The second kind may only become fewer.
+GUIDES = ("AutoMultivariateNormal", "AutoDiagonalNormal", "AutoNormal", "AutoExponentialFamily")
+WORKS, CANNOT, UNBUILT = "works", "cannot", "unbuilt"
+MOST_UNBUILT = {"AutoMultivariateNormal": 0, "AutoDiagonalNormal": 0, "AutoNormal": 0, "AutoExponentialFamily": 41}
+
+SOLVERS = (
+    "NaturalGradient",
+    "Conjugate",
+    "LocalELBO",
+    "StochasticNaturalGradient",
+    "PowerEP",
+    "SNEP",
+    "StochasticEP",
+    "AlphaDivergence",
+)
+COMBINATIONS: dict[tuple[str, str, str], Verdict] = {
+    (guide, solver, schedule): Verdict(
+        WORKS, "sites are natural parameters, and a visit is a solver's whatever the schedule"
+    )
+    for guide in GUIDES
+    for solver in SOLVERS
+    for schedule in _SCHEDULES
+}
+for _guide in GUIDES:
+    for _schedule in ("Asynchronous", "StochasticSubset", "Committee", "Decentralized", "Streaming"):
+        COMBINATIONS[_guide, "StochasticEP", _schedule] = Verdict(
+            CANNOT,
+            "one site stands for all groups: there is none of a group's own to be late, drawn, averaged or absorbed",
+        )
+_FAMILIES = "AutoExponentialFamily"
+for _solver in SOLVERS:
+    for _schedule in _SCHEDULES:
+        _key = _FAMILIES, _solver, _schedule
+        if COMBINATIONS[_key].verdict == CANNOT:
+            continue
+        if _solver not in ("NaturalGradient", "Conjugate", "StochasticNaturalGradient", "PowerEP"):
+            COMBINATIONS[_key] = Verdict(UNBUILT, "its visit is written for one Gaussian block")
+        elif _schedule in ("Asynchronous", "Committee", "Decentralized", "Streaming"):
+            COMBINATIONS[_key] = Verdict(UNBUILT, "its round is written for one Gaussian block")
+COMBINATIONS[_FAMILIES, "StochasticNaturalGradient", "Sequential"] = Verdict(
+    UNBUILT, "mini-batches in turn: rounds of a random group are there instead"
+)
+COMBINATIONS[_FAMILIES, "PowerEP", "StochasticSubset"] = Verdict(UNBUILT, "states of groups that do not take part")
+
+# What a fit can do beside its rounds, by guide. Where it can, the test that shows it.
+FEATURES: dict[tuple[str, str], Verdict] = {
+    **{
+        (feature, guide): Verdict(WORKS, test)
+        for guide in GUIDES[:3]
+        for feature, test in {
+            "own latents": "tests/laws/test_any_model.py::test_law_1_sites_and_priors_sum_to_q",
+            "numpyro.param": "tests/test_params.py",
+            "discrete latents summed out": "tests/laws/test_any_model.py::test_law_6_the_loss_is_the_elbo_of_the_guide",
+            "save": "tests/laws/test_resume.py::test_resumed_is_unbroken",
+            "add": "tests/laws/test_groups.py::test_laws_hold_at_every_arrival_and_departure",
+            "revisit": "tests/laws/test_groups.py::test_forgetting_is_approximate_until_the_rest_is_revisited",
+            "forget": "tests/laws/test_groups.py::test_laws_hold_at_every_arrival_and_departure",
+            "own latents of groups that come and go": "tests/test_local_latents.py",
+            "khat": "tests/test_khat.py",
+            "prequential": "tests/test_groups.py",
+        }.items()
+    },
+    **{
+        (feature, _FAMILIES): Verdict(WORKS, test)
+        for feature, test in {
+            "own latents": "tests/laws/test_vmp.py::test_sites_hold_their_own_rows",
+            "discrete latents summed out": "tests/laws/test_vmp.py::test_a_shared_discrete_latent_is_summed_over",
+            "discrete latents in q": "tests/laws/test_vmp.py::test_rounds_are_coordinate_ascent_of_a_mixture",
+            "save": "tests/laws/test_product_resume.py::test_resumed_is_unbroken",
+            "add": "tests/test_exponential_stream.py::test_groups_that_leave_and_come_back_are_fitted_again",
+            "revisit": "tests/test_exponential_stream.py::test_a_stream_that_is_revisited_ends_where_all_rows_do",
+            "forget": "tests/test_exponential_stream.py::test_forgetting_a_group_is_never_having_seen_it",
+            "khat": "tests/test_khat_product.py",
+        }.items()
+    },
+    **{
+        ("discrete latents in q", guide): Verdict(CANNOT, "a Gaussian has no mass on single values")
+        for guide in GUIDES[:3]
+    },
+    ("numpyro.param", _FAMILIES): Verdict(UNBUILT, "no step of an optimiser between rounds"),
+    ("prequential", _FAMILIES): Verdict(UNBUILT, "no score of rows before they are taken"),
+    ("own latents of groups that come and go", _FAMILIES): Verdict(UNBUILT, "q has members for the rows that init saw"),
+}
+MOST_UNBUILT_FEATURES = 3
+
 # Runtimes share every law: they may not change a trajectory beyond rounding (tests/test_runtime.py).
 RUNTIMES: dict[str, Verdict] = {
     "Vmap": Verdict(HOLDS, "the reference"),

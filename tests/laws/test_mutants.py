@@ -14,7 +14,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 import numpyro_pvi._readings as readings
 import numpyro_pvi.families._gaussian as gaussian
 import numpyro_pvi.runtime._local as local
-import numpyro_pvi.schedules._base as base
+import numpyro_pvi.schedules._acceptance as base
 import numpyro_pvi.schedules._sequential as sequential
 import numpyro_pvi.schedules._synchronous as synchronous
 from numpyro_pvi.expectations import QuadraticProgram

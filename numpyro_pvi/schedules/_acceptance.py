@@ -1,0 +1,228 @@
+"""The acceptance test that every schedule's joint step passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, posterior, select
+from ._contract import Accepted, Evaluation, Problem
+from ._convergence import FELL, IMPROPER, NOT_FINITE
+
+# Halvings of a sweep's joint step before the natural gradient at the old q takes its place.
+SWEEP_HALVINGS = 4
+# Fall of the ELBO, in units of the size of its terms, that is no error of a coarse quadrature rule.
+_HOPELESS = 0.1
+
+
+def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """How much the global ELBO has risen, over the factors that were finite before.
+
+    Args:
+        new: evaluation of a candidate.
+        old: evaluation of the q it would replace, on the same draws if there are any.
+
+    Returns:
+        ``(gain, rounding)`` in nats: gains smaller than ``rounding`` in size mean nothing.
+    """
+    known = jnp.isfinite(old.groups.value)
+    gain = jnp.sum(jnp.where(known, new.groups.value - old.groups.value, 0.0)) + new.rest - old.rest
+    if new.prior is not None and old.prior is not None:
+        gain = gain + jnp.where(jnp.isfinite(old.prior.value), new.prior.value - old.prior.value, 0.0)
+    rounding = 8 * jnp.finfo(new.size.dtype).eps * jnp.where(jnp.isfinite(old.size), old.size, 0.0)
+    return gain, rounding
+
+
+def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) -> Bool[Array, ""]:
+    """Whether a candidate is at least as good as the old q beyond rounding.
+
+    Groups whose factor was not finite before are left out of the comparison; none may become non-finite.
+
+    Args:
+        new: evaluation of the candidate.
+        old: evaluation of the q it would replace, on the same draws if there are any.
+        allowance: nats it may lose beside rounding.
+
+    Returns:
+        True when the candidate may be taken.
+    """
+    stays_finite = jnp.all(jnp.isfinite(new.groups.value) | ~jnp.isfinite(old.groups.value))
+    gain, rounding = elbo_gain(new, old)
+    # A q that was not normalisable has no bound to fall from.
+    better = (gain >= -rounding - allowance) | ~old.moments.valid
+    return new.moments.valid & stays_finite & better
+
+
+def shorten(problem: Problem, at: Callable[[Any], SiteStack], step: Any, halvings: Any = 0) -> tuple[Any, Any]:
+    """Halve a joint step until q is normalisable at the sites ``at(step)``."""
+
+    def valid(step):
+        return problem.family.in_domain(posterior(problem.prior_natural, at(step)))
+
+    return back_off(valid, step, halvings)
+
+
+def accept_jointly(
+    problem: Problem,
+    old_sites: SiteStack,
+    proposal: SiteStack,
+    old: Evaluation,
+    step: Float[Array, ""],
+    noise: Any,
+    probe: Any = None,
+    fallback: SiteStack | None = None,
+    test: Callable[[Evaluation, SiteStack], Any] | None = None,
+    restart: Any = None,
+) -> Accepted:
+    """Move all sites together towards their proposals, halving the joint step until q is valid and the ELBO has not fallen.
+
+    ``eta <- eta + step * (proposal - eta)`` with one common factor.
+
+    Args:
+        problem: the factors.
+        old_sites: where the sites are.
+        proposal: where the local solves want them.
+        old: evaluation at the old sites, on the same draws.
+        step: first step tried.
+        noise: the round's draws, or None.
+        probe: vector for the curvature product of a mean-field q, or None.
+        fallback: proposals that take over, from a full step again, when a few halvings have not helped.
+        test: whether a candidate may be taken, from its evaluation and sites, in place of the test of the global ELBO.
+        restart: the step below which they do; None for ``2^-SWEEP_HALVINGS`` of the first.
+
+    Returns:
+        The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
+    """
+    if problem.matches_moments:
+        return accept_valid(problem, old_sites, proposal, old, step, noise, probe)
+    restart = step * 2.0**-SWEEP_HALVINGS if restart is None else restart
+
+    def share(step):
+        """The share of the proposal's change: the fallback begins again with a full step."""
+        return step if fallback is None else jnp.where(step < restart, 2 * step / restart, step)
+
+    def at(step):
+        aim = proposal if fallback is None else select(step < restart, fallback, proposal)
+        return problem.tidy(damp(old_sites, aim, share(step)))
+
+    # A fall that no error of quadrature explains is refused by the rule at hand.
+    hopeless = jnp.where(old.moments.valid, old.elbo - _HOPELESS * (1.0 + old.size), -jnp.inf) if test is None else None
+
+    def unfinished(state: Accepted):
+        return ~state.accepted & (state.halvings < MAX_HALVINGS)
+
+    def attempt(state: Accepted) -> Accepted:
+        # Validity costs one Cholesky, the ELBO a pass over the data: settle the first before paying for the second.
+        step, halvings = shorten(problem, at, state.step, state.halvings)
+        sites = at(step)
+        evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None, hopeless=hopeless)
+        if test is None:
+            spare = problem.allowance(sites, evaluation, old_sites, old, share(step))
+            good = elbo_has_not_fallen(evaluation, old, spare)
+        else:
+            good = test(evaluation, sites)
+        return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, state.tries + 1)
+
+    first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False), jnp.int32(0))
+    last = jax.lax.while_loop(unfinished, attempt, first)
+
+    def keep(new, previous):
+        return jax.tree.map(lambda a, b: jnp.where(last.accepted, a, b), new, previous)
+
+    sites, evaluation = keep(last.sites, old_sites), keep(last.evaluation, old)
+    why = _why(last.evaluation, old)
+    return last._replace(sites=sites, evaluation=evaluation, step=share(last.step), why=why)
+
+
+def _why(tried: Evaluation, old: Evaluation) -> Int[Array, ""]:
+    """Why the last candidate of a search was refused."""
+    lost = ~jnp.all(jnp.isfinite(tried.groups.value) | ~jnp.isfinite(old.groups.value))
+    code = jnp.where(lost | ~jnp.isfinite(old.elbo), NOT_FINITE, FELL)
+    return jnp.where(tried.moments.valid, code, IMPROPER).astype(jnp.int32)
+
+
+def accept_valid(
+    problem: Problem,
+    old_sites: SiteStack,
+    proposal: SiteStack,
+    old: Evaluation,
+    step: Float[Array, ""],
+    noise: Any,
+    probe: Any = None,
+) -> Accepted:
+    """Take the proposals of a solver that matches moments as far as q stays valid: no bound has to rise on its way.
+
+    Args:
+        problem: the factors.
+        old_sites: where the sites are.
+        proposal: where the local solves want them.
+        old: evaluation at the old sites.
+        step: joint step; halved until q is normalisable, at most 20 times.
+        noise: the round's draws, or None.
+        probe: vector for the curvature product of a mean-field q, or None.
+
+    Returns:
+        As of :func:`accept_jointly`.
+    """
+
+    def at(step):
+        return problem.tidy(damp(old_sites, proposal, step))
+
+    step, halvings = shorten(problem, at, step)
+    sites = at(step)
+    good = problem.family.in_domain(posterior(problem.prior_natural, sites))
+    sites = jax.tree.map(lambda a, b: jnp.where(good, a, b), sites, old_sites)
+    evaluation = problem.evaluate(sites, old.rule, noise, probe)
+    return Accepted(sites, evaluation, step, halvings, good, jnp.int32(1), IMPROPER)
+
+
+def accept_once(
+    problem: Problem,
+    old_sites: SiteStack,
+    proposal: SiteStack,
+    old: Evaluation,
+    step: Float[Array, ""],
+    noise: Any,
+    test: Callable[[Evaluation, SiteStack], Any] | None = None,
+) -> Accepted:
+    """Take the proposals of a stochastic solver after one evaluation: refuse only what its own noise cannot explain.
+
+    A jitter of one posterior sd in every coordinate costs ``D / 2`` nats. A round that loses no more stays; one that loses
+    more, or leaves a factor that is not finite, is undone, and the next one begins with half the step. There is no second
+    evaluation: a round costs its gradients and one look at the values.
+
+    Args:
+        problem: the factors.
+        old_sites: where the sites are.
+        proposal: where the local solves want them.
+        old: evaluation at the old sites, on the same draws.
+        step: joint step; halved until q is normalisable.
+        noise: the draws of all evaluations, or None.
+        test: as of :func:`accept_jointly`.
+
+    Returns:
+        As of :func:`accept_jointly`.
+    """
+
+    def at(step):
+        return problem.tidy(damp(old_sites, proposal, step))
+
+    step, halvings = shorten(problem, at, step)
+    sites = at(step)
+    evaluation = problem.evaluate(sites, old.rule, noise)
+    gain, rounding = elbo_gain(evaluation, old)
+    known = jnp.isfinite(old.groups.value)
+    good = (gain >= -rounding - 0.5 * problem.family.dim) | ~old.moments.valid
+    good &= evaluation.moments.valid & jnp.all(jnp.isfinite(evaluation.groups.value) | ~known)
+    good = good if test is None else test(evaluation, sites)
+
+    def keep(new, previous):
+        return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, previous)
+
+    why = _why(evaluation, old)
+    sites, evaluation = keep(sites, old_sites), keep(evaluation, old)
+    return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, jnp.int32(1), why)

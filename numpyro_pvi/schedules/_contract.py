@@ -1,0 +1,367 @@
+"""The contract of a schedule: what it is shown, what it keeps, and what it answers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Array, Bool, Float, Int
+
+from ..expectations import Expected
+from ..families import GaussianMoments, RowMoments
+from ..sites import SiteStack
+from ..solvers import LocalResult, LocalSolver
+from ._stream import Stream
+
+
+class Points(NamedTuple):
+    """Memory of how factors without structure are evaluated; two entries each, the likelihood and the prior factor."""
+
+    # Whether random points have taken the place of sigma points.
+    sampled: Bool[Array, "2"]
+    # Mean log sd of q when draws last contradicted the sigma points.
+    anchor: Float[Array, "2"]
+    # How far q has moved since they were last compared, in posterior sds.
+    moved: Float[Array, ""]
+
+
+class Rule(NamedTuple):
+    """Memory of the quadrature rule, and of the points where there is no structure."""
+
+    # The rule that the last evaluation ended with, and the largest predictor sd it saw.
+    level: Int[Array, ""]
+    spread: Float[Array, ""]
+    # The predictor sd at which a cheaper rule was last found wanting (or tried).
+    anchor: Float[Array, ""]
+    # Relative error aimed at: loose while q still moves by more than a posterior sd.
+    tolerance: Float[Array, ""]
+    points: Points
+
+
+class Evaluation(NamedTuple):
+    """Everything one pass over the data says about one q."""
+
+    q: Any
+    moments: GaussianMoments | RowMoments
+    # Expectations per group (leading axis M) and of the prior factor (None when there is none).
+    groups: Expected
+    prior: Expected | None
+    # E_q[log p(theta)] of the exactly held prior plus the entropy of q, nats.
+    rest: Float[Array, ""]
+    elbo: Float[Array, ""]
+    # Size of the summands of the ELBO, for rounding tolerances.
+    size: Float[Array, ""]
+    rule: Rule
+    # Whether rows missed the error target under the finest rule.
+    missed: Bool[Array, ""]
+    # Means and sds of the local latents under q, per chunk and row; None when there are none.
+    local: tuple[Float[Array, "C R K"], Float[Array, "C R K"]] | None = None
+    # Slots of the rows that see q most widely, where rows are many; else None.
+    wide: Int[Array, "K"] | None = None
+
+
+class RoundReport(NamedTuple):
+    """What happened to every factor in one round; the prior factor, if any, comes first."""
+
+    # Largest change of a posterior mean by this factor's step, in posterior sds.
+    move: Float[Array, "F"]
+    step: Float[Array, "F"]
+    backoffs: Int[Array, "F"]
+    skipped: Bool[Array, "F"]
+    # Rounds running in which the factor was skipped.
+    skip_run: Int[Array, "F"]
+    # Changes of q between a group's reading it and its last site's being absorbed; 0 where every site is fresh.
+    staleness: Int[Array, "F"]
+    # Largest change of any posterior mean or log sd in the round, in posterior sds; at least the last move of every factor
+    # that took no part (half a sd where that was larger), so that a fit is not taken for settled before all were heard.
+    total_move: Float[Array, ""]
+    # Whether q was normalisable at the end of the round.
+    valid: Bool[Array, ""]
+    # Simulated time since the start: in the units of a schedule's delays, else one a round.
+    clock: Float[Array, ""]
+    # Natural parameters sent since the start, each once for every group that gets or sends them: sites to the server (or
+    # to a neighbour), and q's from it.
+    messages: Int[Array, "2"]
+    # Largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
+    consensus: Float[Array, ""]
+    # DELBO on the rows that the round took, its consensus gap and its modelling gap, nats; NaN under other schedules.
+    delbo: Float[Array, "3"]
+    # The move that each factor asked for, undamped, to first order, in posterior sds; infinite where it was not finite.
+    asked: Float[Array, "F"]
+    # What is left to move, in posterior sds: the larger of what all factors together ask for and the sum of the moves to
+    # come at the observed rate of contraction. ``tol`` is about ``left``, which is never much below the last estimate.
+    estimate: Float[Array, ""]
+    # The estimate of the round before.
+    before: Float[Array, ""]
+    left: Float[Array, ""]
+    # Share of a round's move that came again in the next, in [0, 1), and a sketch of the round's move.
+    rate: Float[Array, ""]
+    trail: Float[Array, "16"]
+    # The longest of the recent rounds' steps.
+    paced: Float[Array, ""]
+    # Rounds running in which every step was refused, and a code of why the last one was.
+    refused: Int[Array, ""]
+    why: Int[Array, ""]
+    # Whether the loss was finite, where it was looked at.
+    finite: Bool[Array, ""]
+
+
+class RoundCarry(NamedTuple):
+    """What goes from round to round."""
+
+    sites: SiteStack
+    evaluation: Evaluation
+    # Solver states: of the groups (leading axis M) and of the prior factor.
+    solver: Any
+    prior_solver: Any
+    schedule: Any
+    report: RoundReport
+
+
+@runtime_checkable
+class Problem(Protocol):
+    """What a runtime offers to a schedule."""
+
+    # A Gaussian family, or what stands for one where sites are kept by rows.
+    family: Any
+    solver: LocalSolver
+    num_groups: int
+    # Labels of the groups, in the order of every stacked array.
+    labels: tuple
+    # The exactly held prior, times the sites of groups whose rows are not at hand.
+    prior_natural: Any
+    # Whether there are such groups: the prior factor has then been visited before.
+    continued: bool
+    # Which of the groups at hand had a site before their rows came back; None when none had.
+    known: Bool[Array, "M"] | None
+    has_prior_factor: bool
+    # Whether the likelihood is quadratic in the latents jointly.
+    quadratic: bool
+    # How many units have how many local latents each; None without any.
+    units: tuple[int, int] | None
+    # Whether expectations may be by draws, so that values compare only on common draws.
+    noisy: bool
+    # Whether local solves take noisy steps of their own: evaluations then hold values only, all on the same draws.
+    stochastic: bool
+    # The groups' rows one by one, for schedules that take them as they come.
+    stream: Stream
+    # Whether local solves match moments: rounds are then accepted when q is valid.
+    matches_moments: bool
+    # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
+    tied: bool
+    # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
+    # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
+    flat: bool
+
+    def sampled(self, rule: Rule) -> Bool[Array, ""]:
+        """Whether expectations are by draws under this rule, so that q hovers within their error."""
+        ...
+
+    def allowance(
+        self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
+    ) -> Any:
+        """Nats that the ELBO on common draws may lose in a good joint step, because of their noise; else 0."""
+        ...
+
+    def evaluate(
+        self,
+        sites: SiteStack,
+        rule: Rule,
+        noise: Any,
+        probe: Any = None,
+        again: bool = False,
+        trial: bool = False,
+        hopeless: Any = None,
+    ) -> Evaluation:
+        """One pass over all groups at the q of these sites.
+
+        ``again`` repeats the last evaluation's rule to the letter. Of a ``trial`` by draws only the values are needed: the
+        accepted q is evaluated again on fresh draws. No finer quadrature rule is tried for an ELBO below ``hopeless``.
+        """
+        ...
+
+    def noise(self, key: Any, num_particles: int = 1) -> Any:
+        """Fresh draws for expectations, or None where they are exact."""
+        ...
+
+    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
+        """The q of these sites without a pass over any row: the values of the factors are 0, and the ELBO is not one."""
+        ...
+
+    def tidy(self, sites: SiteStack) -> SiteStack:
+        """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""
+        ...
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
+        """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
+        ...
+
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Every group's local solve from the same q, or those of the groups named only; leading axis M, or k."""
+        ...
+
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """What all groups propose from one q, with steps that a few rows may have taken on their own since."""
+        ...
+
+    def visit_group(
+        self,
+        index: Any,
+        q: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        rule: Rule,
+        noise: Any,
+        local: Any,
+        alone: bool = False,
+    ) -> tuple[LocalResult, Any]:
+        """One group's local solve from the current q, and what groups hold beside their sites after it.
+
+        ``alone``: no joint step follows that the schedule would test, so that the visit tests its own with local latents too.
+        """
+        ...
+
+    def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
+        """The prior factor's local solve; ``start`` gives its expectations at q when they are known (a guarded step)."""
+        ...
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Who moves when, and how far; what every implementor owes.
+
+    Frozen and hashable (settings only). ``round`` is pure and traceable. After it the sites are symmetrised, q is their
+    fresh sum with the prior, ``evaluation`` belongs to that q, and the report covers every factor.
+
+    :class:`ScheduleDefaults` declares the rest of what an engine reads; ``init`` and ``round`` are every schedule's own.
+    """
+
+    @property
+    def damping(self) -> Any:
+        """Share of each proposal that is taken; "auto" where the schedule chooses it."""
+        ...
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether groups move one after another, each from the q that the last has left."""
+        ...
+
+    @property
+    def at_random(self) -> bool:
+        """Whether the order of groups that move in turn is drawn anew every round."""
+        ...
+
+    @property
+    def partial(self) -> bool:
+        """Whether a round visits some of the groups only, drawn at random."""
+        ...
+
+    @property
+    def k(self) -> Any:
+        """How many groups a ``partial`` round visits, an int or a share; None for all that are there."""
+        ...
+
+    @property
+    def rates(self) -> Any:
+        """Probabilities that a group is there in a ``partial`` round; None where all are."""
+        ...
+
+    @property
+    def streams(self) -> bool:
+        """Whether rows are taken as they come: it starts from the prior, and nothing passes over all rows before a round."""
+        ...
+
+    @property
+    def single_pass(self) -> bool:
+        """Whether every group is absorbed once, so that no later round mends what a loose tolerance has left."""
+        ...
+
+    @property
+    def by_label(self) -> bool:
+        """Whether settings name groups."""
+        ...
+
+    @property
+    def carries_rows(self) -> bool:
+        """Whether sites of single rows go with their groups' sites from round to round."""
+        ...
+
+    @property
+    def carries_tied(self) -> bool:
+        """Whether it moves one site that all groups share."""
+        ...
+
+    @property
+    def carries_numbers(self) -> bool:
+        """Whether it moves sites that are kept as two numbers a row."""
+        ...
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether every group has a q of its own, which ``agent_natural`` gives."""
+        ...
+
+    def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
+        """Natural parameters of one group's own q, where the schedule ``has_agents``."""
+        ...
+
+    def init(self, problem: Problem, dtype: Any) -> Any:
+        """The schedule's own state, a pytree of arrays."""
+        ...
+
+    def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        """One round.
+
+        Args:
+            problem: the factors.
+            carry: where things stand; its evaluation belongs to its sites and to ``noise``.
+            key: a random key.
+            noise: the round's draws, or None where expectations are exact.
+
+        Returns:
+            The carry after the round.
+        """
+        ...
+
+
+class ScheduleDefaults:
+    """A base class to derive a schedule from: all groups every round, from one q, their sites as natural parameters.
+
+    See :class:`Schedule` for what each says. A subclass writes down where it differs, and ``init`` and ``round``.
+    """
+
+    damping: Any = 1.0
+    in_turn: bool = False
+    at_random: Any = False
+    partial: bool = False
+    k: Any = None
+    rates: Any = None
+    streams: Any = False
+    single_pass: bool = False
+    by_label: Any = False
+    carries_rows: bool = False
+    carries_tied: bool = False
+    carries_numbers: bool = False
+    has_agents: bool = False
+
+    def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
+        """There is one q for all groups.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one q for all groups")
+
+
+class Accepted(NamedTuple):
+    """The outcome of a joint step."""
+
+    sites: SiteStack
+    evaluation: Evaluation
+    step: Float[Array, ""]
+    halvings: Int[Array, ""]
+    accepted: Bool[Array, ""]
+    # How often the ELBO was asked for.
+    tries: Int[Array, ""]
+    # Why no step was acceptable, a code of numpyro_pvi.schedules (FELL, ...); means nothing otherwise.
+    why: Any = 0
