@@ -290,24 +290,22 @@ def docstring_lines(node):
 
 
 def sizes(source):
-    """Lines of the module and of each of its functions, docstrings not counted."""
+    """Lines of each function of a module, docstrings not counted."""
     tree = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    total = len(source.splitlines()) - sum(docstring_lines(node) for node in nodes)
     functions = {}
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             inner = sum(docstring_lines(n) for n in ast.walk(node) if isinstance(n, documented))
             functions[f"{node.name}:{node.lineno}"] = node.end_lineno - node.lineno + 1 - inner
-    return total, functions
+    return functions
 
 
 @pytest.mark.parametrize("path", modules(), ids=relative)
-def test_modules_and_functions_stay_readable(path):
-    total, functions = sizes(path.read_text())
-    assert total <= 450
-    assert {name: lines for name, lines in functions.items() if lines > 60} == {}
+def test_functions_stay_readable(path):
+    """At most sixty lines each; how long a module is, its idea decides."""
+    assert {name: lines for name, lines in sizes(path.read_text()).items() if lines > 60} == {}
 
 
 def test_size_counts_code_only():
@@ -321,7 +319,7 @@ def test_size_counts_code_only():
             """Doc."""
             return 1
     ''').lstrip()
-    assert sizes(source) == (len(source.splitlines()) - 4, {"f:6": 2})
+    assert sizes(source) == {"f:6": 2}
 
 
 # ------------------------------------------------------------------------------------------------ tests that do not run
