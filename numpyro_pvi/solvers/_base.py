@@ -236,7 +236,7 @@ class LocalSolver(Protocol):
         """Who refines the PRIOR factor's site, which has no rows and is tied to no other."""
         ...
 
-    def init_among(self, family: GaussianFamily, dtype: Any, count: int) -> Any:
+    def init_among(self, family: Any, dtype: Any, count: int) -> Any:
         """:meth:`init` where the number of groups matters."""
         ...
 
@@ -320,7 +320,7 @@ class SolverDefaults:
         """Groups of every size will do."""
         del sizes, mechanism
 
-    def init_among(self: Any, family: GaussianFamily, dtype: Any, count: int) -> Any:
+    def init_among(self: Any, family: Any, dtype: Any, count: int) -> Any:
         """As :meth:`LocalSolver.init`: the number of groups does not matter."""
         del count
         return self.init(family, dtype)
