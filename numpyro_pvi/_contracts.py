@@ -1,8 +1,29 @@
-"""What an object that means to keep a contract does not have of it."""
+"""What an object that means to keep a contract does not have of it, and what it does not go with."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from .errors import PVIError
+
+GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
+
+
+def not_under_families(word: str, value: Any, wanted: str) -> PVIError:
+    """The error for a choice that is for Gaussian guides only.
+
+    Args:
+        word: the argument's name.
+        value: what was chosen.
+        wanted: what goes with AutoExponentialFamily, in code.
+
+    Returns:
+        What to raise.
+    """
+    return PVIError(
+        f"{word}={type(value).__name__}(...) does not go with AutoExponentialFamily: pass {word}={wanted}, or use "
+        f"{GAUSSIAN_GUIDES}."
+    )
 
 
 def lacking(value: Any, contract: type, base: type | None, room: str) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._entry import draws_form
 from ._initial import check_structure, param_values
 from ._row_states import dense_form
 from ._state import PVIState
+from ._user_inputs import draws_form
 from ._verified import Contradiction, cannot_go_on, remark, restarted
 from .errors import PVIError, StateError
 from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors, with_expectation
@@ -42,7 +42,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     notes = tuple(_remark(state, one) for one in found)
     q = posterior(state.prior, state.sites)
     moments = state.plan.family.moments(q)
-    sds = jnp.sqrt(state.plan.family.variances(moments))
+    sds = state.plan.family.sds(moments)
     planned = Planned(state.plan.partition, state.packing, moments.loc, sds, {})
     if "additivity" in claims:
         planned = _masked(pvi, state, planned, dynamic, static)

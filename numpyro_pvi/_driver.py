@@ -13,9 +13,9 @@ import tqdm
 
 from ._compiling import on_device
 from ._endings import ending, refuse_unbounded, short_of
+from ._posterior_views import factor_labels, full_passes, moment_notes
 from ._resume import Checkpoint, Progress
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
-from ._views import factor_labels, full_passes, moment_notes
 from .errors import SkippedGroupError
 from .handlers import PRIOR
 from .schedules import RoundReport

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._entry import float_dtype
 from ._exponential_matching import expectation_of, ready_to_match
 from ._exponential_plan import components_of, plan_product
+from ._initial import away_from
 from ._state import Plan, PVIState
+from ._user_inputs import float_dtype
 from ._verified import Contradiction, cannot_go_on, remark
 from .errors import PVIError
 from .expectations import with_draws
-from .factors import Planned, ValueCall, abstract_trace, is_latent, join_arguments
+from .factors import Planned, abstract_trace, is_latent, join_arguments
 from .families import ProductNatural
 from .runtime import ProductPlan
 from .schedules import empty_report
@@ -69,7 +70,6 @@ def _drawn(pvi: Any, state: PVIState, names: dict[str, list[str]], notes: tuple[
 def _with_prior_factor(pvi: Any, state: PVIState, names: list[str], args: tuple, kwargs: dict) -> PVIState:
     """The same q, with the priors of some components in the PRIOR site; what the factor is conjugate in is found around q."""
     plan: Any = state.plan
-    model = plan.partition.model(pvi.model)
     key, q = jax.random.fold_in(state.rng_key, 0xD1), posterior(state.prior, state.sites)
     trace = abstract_trace(pvi.model, key, args, kwargs)
     components = components_of(pvi.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
@@ -78,7 +78,8 @@ def _with_prior_factor(pvi: Any, state: PVIState, names: list[str], args: tuple,
     planned = Planned(plan.partition, state.packing, jnp.zeros(0), jnp.zeros(0), {})
     kept = {*names, *(n for n, _ in plan.family.components if n not in plan.exact)}
     given = expectation_of(pvi.solver), plan.turns, plan.inside, key, kept
-    new, _, _ = plan_product(planned, components, ValueCall(model, args, kwargs), base, *given)
+    call = pvi._engine.call(state, args, kwargs)
+    new, _, _ = plan_product(planned, components, call, base, *given, away=away_from(pvi.guide, call.params, key))
     # What was found of the groups before stands, with what was already given up of it.
     proved = new.partition.proved & plan.partition.proved
     new = dataclasses.replace(

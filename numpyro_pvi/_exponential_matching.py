@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._compiling import look
-from ._entry import float_dtype
+from ._posterior_views import chain_reading, moment_notes
 from ._state import PVIState
-from ._views import chain_reading, moment_notes
+from ._user_inputs import float_dtype
 from .factors import join_arguments, split_arguments
 from .runtime import (
     SAMPLED_WAYS,

@@ -9,39 +9,6 @@ from .runtime import Labels, ProductPlan, RowLatent, is_partial, most_groups
 from .solvers import resolve
 
 
-def check_partial_choices(solver: Any, schedule: Any) -> None:
-    """Refuse settings of random groups and rows that are for Gaussian guides.
-
-    Args:
-        solver: of the fit.
-        schedule: of the fit.
-
-    Raises:
-        PVIError: naming the argument and what to write.
-    """
-    if solver.stochastic:
-        if solver.curvature != "auto":
-            raise PVIError(
-                f"StochasticNaturalGradient(curvature={solver.curvature!r}) is for Gaussian guides; under AutoExponentialFamily "
-                "messages are natural gradients in the latents' own families. Leave it out."
-            )
-        if schedule.in_turn:
-            raise PVIError(
-                "StochasticNaturalGradient does not go with Sequential() under AutoExponentialFamily: write "
-                "schedule=StochasticSubset(1), one random group a round, or Synchronous()."
-            )
-    if schedule.partial and solver.matches_moments:
-        raise PVIError(
-            f"StochasticSubset does not go with {type(solver).__name__} under AutoExponentialFamily: write "
-            "schedule=Synchronous() or Sequential()."
-        )
-    if schedule.partial and not isinstance(schedule.damping, (str, float)):
-        raise PVIError(
-            f"StochasticSubset(damping={schedule.damping!r}) by group is for Gaussian guides; under AutoExponentialFamily all "
-            "groups of a round move by one common step: write one number, or 'auto'."
-        )
-
-
 def blocks_of(solver: Any, inside: tuple[RowLatent, ...]) -> Any:
     """The order in which latents move: under mini-batches the rows' own first, since shared ones look at them.
 

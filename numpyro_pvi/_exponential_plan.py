@@ -19,20 +19,15 @@ from ._prior_now import other_family
 from ._state import Plan
 from .errors import GuideError, PVIError
 from .expectations import MAX_TERMS, FactorStructure, find_structure, over_values, probe_values, sums_of
-from .factors import Form, Planned, ValueCall, forms_of, marked
+from .factors import Form, Planned, ValueCall, forms_of, marked, unmarked
 from .families import (
     MultivariateNormalFamily,
-    NormalFamily,
     ProductFamily,
     ProductNatural,
-    ScalarNormalFamily,
-    family_for,
     repeated,
     support_of,
 )
-from .runtime import JointBlock, ProductPlan, RowLatent, latent_values
-
-_GAUSSIAN = (ScalarNormalFamily, NormalFamily, MultivariateNormalFamily)
+from .runtime import JointBlock, ProductPlan, RowLatent, prior_members
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +98,7 @@ def plan_product(
     inside: tuple[RowLatent, ...],
     key: Any,
     factors: Collection[str] = (),
+    away: dict | None = None,
 ) -> tuple[ProductPlan, ProductNatural, Any]:
     """Find the exactly held prior and the structure of the factors.
 
@@ -116,6 +112,7 @@ def plan_product(
         inside: as of :func:`inside_of`.
         key: a random key.
         factors: components whose prior is a factor, whatever it looks like.
+        away: values of the model's params at which structure is looked for: special ones, such as a start at 0, would hide it.
 
     Returns:
         The plan, natural parameters of the exactly held prior (zero elsewhere), and those where the PRIOR site starts (zero
@@ -138,19 +135,21 @@ def plan_product(
     plan = dataclasses.replace(plan, exact=exact)
     prior = ProductNatural({n: held.get(n, jax.tree.map(jnp.zeros_like, x)) for n, x in components.start.parts.items()})
 
-    structure = partial(_structure, plan, components, key, expectation)
+    structure = partial(_structure, plan, components, key, expectation, (away or {}, call.params))
 
-    def likelihood_terms(values: dict) -> dict:
-        found = call.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents)
+    def likelihood_terms(values: dict, params: dict) -> dict:
+        here = dataclasses.replace(call, params=params)
+        found = here.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents)
         return {n: plan.over_base_measure(values, n, x) for n, x in found.items()}
 
     likelihood = structure(likelihood_terms, "groups' likelihood")
     prior_factor, base_site = None, None
     if any(n not in held and n not in plan.row_axes for n, _ in family.components) or part.outside:
 
-        def prior_terms(values: dict) -> dict:
+        def prior_terms(values: dict, params: dict) -> dict:
             base = {f"log h of {n}": x for n, x in plan.log_base_measures(values).items()}
-            return base | call.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents)
+            here = dataclasses.replace(call, params=params)
+            return base | here.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents)
 
         prior_factor = structure(prior_terms, "prior factor")
         zero = {*held, *plan.row_axes}
@@ -185,22 +184,37 @@ def _proved(
 
 
 def _structure(
-    plan: ProductPlan, components: Components, key: Any, expectation: str, terms: Callable, where: str
+    plan: ProductPlan,
+    components: Components,
+    key: Any,
+    expectation: str,
+    params: tuple[dict, dict],
+    terms: Callable,
+    where: str,
 ) -> FactorStructure:
     """Of one factor, with its terms by name: in the other latents at every value of those with finitely many."""
     family = components.family
     continuous = ProductFamily([(n, f) for n, f in family.components if support_of(f) is None])
     start = ProductNatural({n: components.start.parts[n] for n, _ in continuous.components})
-    places = None
-    if len(continuous.components) == len(family.components):
-        places = _places(terms, [_probed(family, start, jax.random.fold_in(key, i)) for i in (200, 201)])
-    everywhere = over_values(family, lambda values: _some(terms(values), places))
+    places, at = None, params[1]
+    if at:
+        whole = over_values(family, lambda values: _flat(terms(values, params[0])))
+        seen = look(whole, _probed(continuous, start, jax.random.fold_in(key, 202)))
+        at = params[0] if bool(np.all(np.isfinite(seen))) else at
 
-    def chosen(values: dict) -> Any:
+    def here(values: dict) -> dict:
+        return terms(values, at)
+
+    if len(continuous.components) == len(family.components):
+        places = _places(here, [_probed(family, start, jax.random.fold_in(key, i)) for i in (200, 201)])
+
+    def chosen(values: dict, params: dict | None = None) -> Any:
+        own = at if params is None else params
+        everywhere = over_values(family, lambda values: _some(terms(values, own), places))
         return _some({"": everywhere(values)})
 
-    found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes)
-    return sums_of(family, _probed(continuous, start, key), terms, found, where)
+    found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes, at)
+    return sums_of(family, _probed(continuous, start, key), here, found, where)
 
 
 def turns_of(components: Components, order: Any) -> tuple[int, ...]:
@@ -287,22 +301,18 @@ def _exact_prior(components: Components, call: ValueCall, key: Any) -> tuple[dic
     """
     families = dict(components.family.components)
 
-    def read(values: dict) -> dict[str, Any]:
-        trace, found = call.trace(latent_values(components.blocks, values)), {}
-        for name, family in families.items():
-            block = next((b for b in components.blocks if b.name == name), None)
-            natural = _member(trace[name], family) if block is None else _gaussian_block(trace, block, family)
-            if natural is not None:
-                found[name] = natural
-        return found
+    def read(values: dict, params: dict) -> dict[str, Any]:
+        return prior_members(dataclasses.replace(call, params=params), components.family, components.blocks, values)
 
     family, start = components.family, components.start
     values = [look(lambda k: probe_values(family, start, k), jax.random.fold_in(key, i)) for i in (100, 101)]
-    closed, shapes = jax.make_jaxpr(read, return_shape=True)(values[0])
+    # The params are any: what holds, holds for all of their values.
+    closed, shapes = jax.make_jaxpr(read, return_shape=True)(values[0], call.params)
     tree, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
-    flat = forms_of(closed, [marked("latents") for _ in jax.tree.leaves(values[0])])
+    own = [unmarked() for _ in jax.tree.leaves(call.params)]
+    flat = forms_of(closed, [*(marked("latents") for _ in jax.tree.leaves(values[0])), *own])
     forms = {name: jax.tree.leaves(own, is_leaf=_is_form) for name, own in jax.tree.unflatten(tree, flat).items()}
-    one, other = (jax.tree.unflatten(tree, look(run, *jax.tree.leaves(x))) for x in values)
+    one, other = (jax.tree.unflatten(tree, look(run, *jax.tree.leaves((x, call.params)))) for x in values)
 
     def same(a: Any, b: Any) -> bool:
         return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
@@ -319,45 +329,3 @@ def _exact_prior(components: Components, call: ValueCall, key: Any) -> tuple[dic
 
 def _is_form(x: Any) -> bool:
     return isinstance(x, Form)
-
-
-def _member(site: dict, family: Any) -> Any:
-    """Natural parameters of a latent's prior; None where it is not a member of the latent's family."""
-    if site["scale"] is not None:
-        return None
-    try:
-        own = repeated(family_for(site["fn"]), site["fn"].batch_shape)
-    except GuideError:
-        return None
-    if own != family:
-        return None
-    natural = family.from_distribution(site["fn"])
-    dtype = jnp.result_type(float)
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), natural)
-
-
-def _gaussian_block(trace: dict, block: JointBlock, family: MultivariateNormalFamily) -> Any:
-    """That of a joint block whose latents have normal priors."""
-    locs, sizes, covariance, begin = [], 0, jnp.zeros((family.dim, family.dim)), 0
-    for name in block.latents:
-        site = trace[name]
-        fn = site["fn"]
-        try:
-            base = family_for(fn)
-        except GuideError:
-            return None
-        while (inner := getattr(base, "base", None)) is not None:
-            base = inner
-        if site["scale"] is not None or not isinstance(base, _GAUSSIAN):
-            return None
-        locs.append(jnp.broadcast_to(fn.mean, fn.shape()).reshape(-1))
-        sizes = int(np.prod(fn.shape()))
-        if base.full:
-            if fn.shape() != tuple(fn.event_shape):
-                return None
-            own = fn.covariance_matrix
-        else:
-            own = jnp.diag(jnp.broadcast_to(fn.variance, fn.shape()).reshape(-1))
-        covariance = covariance.at[begin : begin + sizes, begin : begin + sizes].set(own)
-        begin += sizes
-    return family.from_loc_covariance(jnp.concatenate(locs), covariance)

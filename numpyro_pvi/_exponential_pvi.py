@@ -12,36 +12,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import diagnostics
+from ._arriving_groups import Newcomers
 from ._closures import follows
 from ._compiling import on_device, owned_jit
+from ._contracts import GAUSSIAN_GUIDES, not_under_families
 from ._endings import limits
-from ._entry import check_state, float_dtype, positional_names
 from ._exponential_demoted import demoted
 from ._exponential_locals import begun, inside_of, plan_beside
 from ._exponential_matching import expectation_of, matching_info, ready_to_match
-from ._exponential_partial import blocks_of, check_partial, check_partial_choices
+from ._exponential_partial import blocks_of, check_partial
 from ._exponential_plan import components_of, plan_product, product_prior_now, turns_of
 from ._exponential_stream import ProductNewcomers, refuse_own_rows, start_of
-from ._groups import refuse_absent
-from ._newcomers import Newcomers
-from ._opening import open_call
+from ._group_lifecycle import refuse_absent
+from ._initial import away_from, init_optim, initial_params
+from ._inspection import open_call
+from ._posterior_views import factor_labels, last_round, optim_notes, split_notes
 from ._prior_now import with_prior_of_now
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._views import factor_labels, last_round, optim_notes, split_notes
+from ._user_inputs import check_state, float_dtype, positional_names
 from .errors import ImproperError, PVIError, StateError
 from .factors import ValueCall, is_latent, join_arguments, split_arguments
 from .families import ProductNatural
 from .guides import NOT_SET_UP, keeps_supports
 from .pvi import PVI
 from .runtime import LaxMap, ProductEngine, Vmap, spread
-from .schedules import Points, Rule, Sequential, StochasticSubset, Synchronous, empty_report
+from .schedules import Points, Rule, empty_report
 from .sites import MemberSites, SiteStack, posterior
-from .solvers import Conjugate, NaturalGradient, PowerEP, StochasticNaturalGradient
 
-_SOLVERS = (NaturalGradient, Conjugate, StochasticNaturalGradient, PowerEP)
-_SCHEDULES, _RUNTIMES = (Synchronous, Sequential, StochasticSubset), (Vmap, LaxMap)
-_EXPECTATIONS = ("auto", "exact", "quadrature", "monte_carlo")
-_GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
+_RUNTIMES = Vmap, LaxMap
 
 
 class ExponentialPVI(PVI, serves=keeps_supports):
@@ -58,14 +56,13 @@ class ExponentialPVI(PVI, serves=keeps_supports):
 
     def _make_engine(self, model: Any, num_particles: int) -> Any:
         _check_choices(self.solver, self.schedule, self.runtime, self.init_sites)
-        return ProductEngine(model, self.solver, self.schedule, self.runtime, num_particles)
+        return ProductEngine(model, self.solver, self.schedule, self.runtime, num_particles, self.optim)
 
     @follows
     def init(self, rng_key: Any, *args: Any, init_params: dict | None = None, **kwargs: Any) -> PVIState:
         """Plan the partition, find what every factor is conjugate in, and make the first state; see :meth:`PVI.init`."""
         opening = open_call(self, rng_key, args, kwargs, self.guide.families)
         args, kwargs, plan_key = opening.args, opening.kwargs, opening.plan_key
-        _refuse_params(opening.trace)
         opening.set_up(self.guide)
         shapes = {n: tuple(s["fn"].shape()) for n, s in opening.trace.items() if is_latent(s)}
         components = components_of(self.guide, shapes)
@@ -76,12 +73,16 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         opening, planned = opening.plan(self, split)
         inside = inside_of(opening.trace, opening.rows, self.guide)
         turns = turns_of(components, blocks_of(self.solver, inside))
-        call = ValueCall(planned.plan.model(self.model), args, kwargs)
+        params = initial_params(planned.params, init_params, self.optim is not None)
+        call = ValueCall(planned.plan.model(self.model), args, kwargs, params=params)
         base = Plan(planned.plan, components.family, opening.signature)
         expectation = expectation_of(self.solver)
-        plan, prior, base_site = plan_product(planned, components, call, base, expectation, turns, inside, plan_key)
+        given = expectation, turns, inside, plan_key
+        away = away_from(self.guide, params, plan_key)
+        plan, prior, base_site = plan_product(planned, components, call, base, *given, away=away)
         check_partial(self.solver, self.schedule, plan)
         state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
+        state = dataclasses.replace(state, optim_state=init_optim(self.optim, self.guide, params))
         curved = self.init_sites == "auto" and init_params is None
         state = begun(self._engine, state, components.start, args, kwargs, curved)
         if init_params is not None:
@@ -117,7 +118,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
 
     def _read_prior(self, state: PVIState, dynamic: list, static: tuple) -> Any:
         plan: Any = state.plan
-        call = ValueCall(plan.partition.model(self.model), *join_arguments(dynamic, static))
+        call = self._engine.call(state, *join_arguments(dynamic, static))
         return product_prior_now(self.guide, plan, call)
 
     def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
@@ -160,7 +161,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names)."""
-        return self._params(state, posterior(state.prior, state.sites))
+        return self._params(state, posterior(state.prior, state.sites)) | self._param_values(state)
 
     def posterior(self, state: PVIState, joint: bool = False, agent: Hashable | None = None) -> dict[Any, Any]:
         """Marginal posterior of every latent, a member of its family in its own support; see :meth:`PVI.posterior`.
@@ -284,7 +285,8 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         refuse_absent(state, "khat compares q with the posterior given all rows")
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
         model = state.plan.partition.model(self.model)
-        return diagnostics.khat_of_product(rng_key, model, state, args, kwargs, num_samples=num_samples)
+        params = self._param_values(state)
+        return diagnostics.khat_of_product(rng_key, model, state, args, kwargs, params, num_samples=num_samples)
 
     # --------------------------------------------------------------------------------------------- what is refused
 
@@ -298,12 +300,8 @@ class ExponentialPVI(PVI, serves=keeps_supports):
             What to raise.
         """
         return PVIError(
-            f"{what} is for Gaussian guides: with AutoExponentialFamily it is not there yet. Use {_GAUSSIAN_GUIDES}."
+            f"{what} is for Gaussian guides: with AutoExponentialFamily it is not there yet. Use {GAUSSIAN_GUIDES}."
         )
-
-    def prequential(self, state: PVIState, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
-        raise self.refused("prequential")
 
 
 _posterior = owned_jit(posterior, ())
@@ -321,46 +319,13 @@ def _product_plan(state: PVIState) -> Any:
     return state.plan
 
 
-def _refuse_params(trace: dict) -> None:
-    params = [n for n, s in trace.items() if s["type"] == "param"]
-    if params:
-        raise PVIError(
-            f"the model has numpyro.param site(s) {', '.join(params)}, which PVI does not fit under AutoExponentialFamily: give "
-            f"them a prior with numpyro.sample, or use {_GAUSSIAN_GUIDES}."
-        )
-
-
 def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) -> None:
-    choices = (
-        ("solver", solver, _SOLVERS, "NaturalGradient(), Conjugate(), StochasticNaturalGradient() or PowerEP()"),
-        ("schedule", schedule, _SCHEDULES, "Synchronous(), Sequential() or StochasticSubset()"),
-        ("runtime", runtime, _RUNTIMES, "Vmap() or LaxMap()"),
-    )
-    for word, value, kinds, wanted in choices:
-        if type(value) not in kinds:
-            raise PVIError(
-                f"{word}={type(value).__name__}(...) does not go with AutoExponentialFamily: pass {word}={wanted}, or use "
-                f"{_GAUSSIAN_GUIDES}."
-            )
-    check_partial_choices(solver, schedule)
+    solver.check_families()
+    schedule.check_families(solver)
+    if type(runtime) not in _RUNTIMES:
+        raise not_under_families("runtime", runtime, "Vmap() or LaxMap()")
     if init_sites == "curvature":
         raise PVIError(
             "init_sites='curvature' is for Gaussian guides; under AutoExponentialFamily q starts at the prior. Leave it out, or "
             "give init_params."
         )
-    if isinstance(solver, NaturalGradient):
-        if solver.expectation not in _EXPECTATIONS:
-            raise PVIError(
-                f"NaturalGradient(expectation={solver.expectation!r}) is for Gaussian guides; under AutoExponentialFamily it is "
-                f"one of {', '.join(map(repr, _EXPECTATIONS))}."
-            )
-        if solver.sites == "rows":
-            raise PVIError(
-                "NaturalGradient(sites='rows') is for Gaussian guides; under AutoExponentialFamily sites are terms of the latents' "
-                "families. Leave it out."
-            )
-        if solver.backtracking is True:
-            raise PVIError(
-                "NaturalGradient(backtracking=True) is for Gaussian guides; under AutoExponentialFamily every round is tested by "
-                "the global ELBO. Leave it out."
-            )

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ._newcomers import Newcomers
+from ._arriving_groups import Newcomers
 from ._state import Plan, PVIState
 from .errors import PVIError
 from .factors import Arrival, arrive, choose_chunk_rows, pack_rows

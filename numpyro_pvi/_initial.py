@@ -55,6 +55,33 @@ def init_optim(optim: Any, guide: Any, params: dict) -> Any:
     )
 
 
+def away_from(guide: Any, params: dict, rng_key: Any) -> dict:
+    """Values of the model's params near where they start, and no special ones: a slope or a scale of 0 hides what it multiplies.
+
+    Args:
+        guide: set up.
+        params: constrained values.
+        rng_key: random key.
+
+    Returns:
+        Constrained values, half an unconstrained unit or so away.
+    """
+    if not params:
+        return {}
+    transforms, dtype = param_transforms(guide), jnp.result_type(float)
+
+    def moved(leaf: Any, transform: Any, key: Any) -> Any:
+        own = jnp.asarray(transform.inv(leaf), dtype)
+        return jnp.asarray(transform(own + 0.5 * jax.random.normal(key, own.shape, dtype)), jnp.result_type(leaf))
+
+    found = {}
+    for i, (name, value) in enumerate(sorted(params.items())):
+        leaves, tree = jax.tree.flatten(value)
+        keys = jax.random.split(jax.random.fold_in(rng_key, i), len(leaves))
+        found[name] = tree.unflatten([moved(x, transforms[name], k) for x, k in zip(leaves, keys, strict=True)])
+    return found
+
+
 def param_values(optim: Any, guide: Any, state: PVIState) -> dict:
     """Constrained values of the model's ``numpyro.param`` sites."""
     if not state.plan.partition.params:

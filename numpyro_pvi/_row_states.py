@@ -15,8 +15,8 @@ from numpyro.distributions.transforms import PermuteTransform
 
 from ._compiling import owned_jit
 from ._marginals import event_rank, in_own_support
+from ._posterior_views import NaturalView
 from ._state import Plan, PVIState
-from ._views import NaturalView
 from .errors import ImproperError, PVIError
 from .factors import ModelCall, Planned, join_arguments, look_at_rows, num_elements, why_not_rows
 from .families import (
@@ -174,7 +174,7 @@ def row_view(state: PVIState, place: int, what: str, without: bool) -> RowView:
 
 
 def row_distributions(state: PVIState, trace: dict, what: str, joint: bool) -> dict[Any, dist.Distribution]:
-    """Marginals of every latent in its own support: see :func:`numpyro_pvi._views.latent_distributions`.
+    """Marginals of every latent in its own support: see :func:`numpyro_pvi._posterior_views.latent_distributions`.
 
     Args:
         state: a state held by rows.

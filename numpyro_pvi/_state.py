@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from numpyro.infer.svi import SVIRunResult
 
-from .factors import GroupMasks, Packing, PartitionPlan
+from .factors import FlatLatents, GroupMasks, Packing, PartitionPlan
 from .schedules import RoundReport, Rule
 from .sites import SiteStack
 
@@ -49,6 +49,24 @@ class Plan:
     def chain_dim(self) -> int:
         """Coordinates of chains on a group's tilted distribution."""
         return self.family.dim
+
+    @property
+    def latents(self) -> Any:
+        """How the model is traced at one of :meth:`shared_draws`: see :class:`numpyro_pvi.factors.FlatLatents`."""
+        return FlatLatents(self.partition.layout)
+
+    def shared_draws(self, q: Any, rng_key: Any, count: int) -> Any:
+        """Draws of the latents outside the partitioned plates from q, a leading axis long; latents of rows are left out.
+
+        Args:
+            q: natural parameters.
+            rng_key: random key.
+            count: S.
+
+        Returns:
+            What ``latents.trace`` takes, with a leading axis S.
+        """
+        return self.family.sample(q, rng_key, (count,))
 
 
 @jax.tree_util.register_dataclass

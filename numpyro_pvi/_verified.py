@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._compiling import content, is_traced, owned_jit
-from ._groups import reduced
+from ._group_lifecycle import reduced
 from ._numerics import nearly_same
 from ._resume import Progress
 from ._state import PVIState

@@ -12,11 +12,35 @@ from jaxtyping import Array, Float
 from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
+from ._arriving_groups import Newcomers, arrival_mode
 from ._closures import Followed, check_picklable, follows
 from ._compiling import is_traced, on_device
 from ._demoted import demoted
 from ._driver import BLOCK, Run, drive, waiting
-from ._entry import (
+from ._group_lifecycle import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of
+from ._initial import (
+    better_start,
+    check_structure,
+    init_optim,
+    initial_params,
+    param_values,
+    refuse_nothing_shared,
+    spread_params,
+    start_mode,
+    streams,
+)
+from ._inspection import open_call
+from ._locals import by_unit
+from ._posterior_views import NaturalView, describe, trace_of
+from ._prior_now import read_prior, with_prior_of_now
+from ._prototype import prepare_guide
+from ._resume import Progress, begin
+from ._row_states import choose_rows, dense_form
+from ._saving import load_state, save_state
+from ._state import Plan, PVIInfo, PVIRunResult, PVIState
+from ._state_marginals import group_view, guide_params, marginals, own_marginals
+from ._swap import default_partitions, taken
+from ._user_inputs import (
     arrive_groups,
     check_choices,
     check_keywords,
@@ -36,31 +60,7 @@ from ._entry import (
     shell_for,
     start_arrays,
 )
-from ._groups import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of
-from ._initial import (
-    better_start,
-    check_structure,
-    init_optim,
-    initial_params,
-    param_values,
-    refuse_nothing_shared,
-    spread_params,
-    start_mode,
-    streams,
-)
-from ._locals import by_unit
-from ._newcomers import Newcomers, arrival_mode
-from ._opening import open_call
-from ._prior_now import read_prior, with_prior_of_now
-from ._prototype import prepare_guide
-from ._readings import group_view, guide_params, marginals, own_marginals
-from ._resume import Progress, begin
-from ._row_states import choose_rows, dense_form
-from ._saving import load_state, save_state
-from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._swap import default_partitions, taken
 from ._verified import Memory, Verifier, after_update
-from ._views import NaturalView, describe, trace_of
 from .factors import (
     Layout,
     abstract_trace,

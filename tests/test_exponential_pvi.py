@@ -295,14 +295,6 @@ def test_choices_that_do_not_go_together_name_what_does():
         PVI(model, AutoExponentialFamily)
 
 
-def test_a_fitted_state_says_what_is_not_there():
-    pvi, result = fitted()
-    with pytest.raises(
-        PVIError, match="prequential is for Gaussian guides: with AutoExponentialFamily it is not there yet"
-    ):
-        pvi.prequential(result.state, jnp.asarray(X), jnp.asarray(Y), rng_key=KEY)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

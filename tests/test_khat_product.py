@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from numpyro_pvi import PVI, AutoExponentialFamily, ImproperError, Partition, PVIError
-from numpyro_pvi.diagnostics._khat_product import product_draws, product_weights
+from numpyro_pvi.diagnostics._khat_product import product_weights
 from numpyro_pvi.diagnostics._psis import pareto_khat
 from numpyro_pvi.families import BetaNatural, CategoricalFamily, GammaNatural, ProductNatural
 from numpyro_pvi.sites import posterior
@@ -65,7 +65,7 @@ def test_weights_are_densities_over_densities():
     """With scipy's densities, at the same draws."""
     _, state = fitted()
     q = with_rate(state, 20.0, 7.0)
-    draws = {n: np.asarray(x, float) for n, x in product_draws(state.plan.family, q, KEY, 40).items()}
+    draws = {n: np.asarray(x, float) for n, x in state.plan.family.sample(q, KEY, (40,)).items()}
     rate, p = draws["rate"], draws["p"]
     joint = stats.gamma.logpdf(rate, 2.0, scale=2.0) + stats.beta.logpdf(p, 2.0, 3.0)
     joint = (
@@ -90,7 +90,7 @@ def test_a_rate_that_is_too_high_has_pareto_weights(narrower):
     _, state = fitted()
     state = with_rate(state, 1.0, narrower * exact[1])
     found = weights(state, 20_000)
-    theta = np.asarray(product_draws(fitted()[1].plan.family, state, KEY, 20_000)["rate"], float)
+    theta = np.asarray(fitted()[1].plan.family.sample(state, KEY, (20_000,))["rate"], float)
     # The posterior's concentration would add a power of theta, which is taken off here.
     found = found - (exact[0] - 1.0) * (np.log(theta) - np.log(theta[0]))
     # The shape is fitted to 424 weights, with a standard error of (1 + k) / 424^(1/2); three of them, from either side.
@@ -115,7 +115,7 @@ def test_blocks_and_discrete_rows_are_drawn_too():
     state = pvi.run(KEY, 20, jnp.asarray(x), progress_bar=False).state
     q = posterior(state.prior, state.sites)
     found = product_weights(KEY, pvi.model, state.plan, q, (jnp.asarray(x),), {}, 30)
-    draws = product_draws(state.plan.family, q, KEY, 30)
+    draws = state.plan.family.sample(q, KEY, (30,))
     means, z = np.asarray(draws["a+b"], float), np.asarray(draws["z"])
     own = pvi.posterior(state, joint=True)
     joint = stats.norm.logpdf(means, [-3.0, 3.0], 1.0).sum(1) + 12 * np.log(0.5)

@@ -38,6 +38,7 @@ ROOMS = (
 )
 # Private modules beside pvi.py that are parts of the shell: same room, same rights.
 _SHELL = (
+    "_arriving_groups",
     "_cache",
     "_checkpoint",
     "_closures",
@@ -45,7 +46,6 @@ _SHELL = (
     "_demoted",
     "_driver",
     "_endings",
-    "_entry",
     "_exponential_demoted",
     "_exponential_files",
     "_exponential_locals",
@@ -55,21 +55,21 @@ _SHELL = (
     "_exponential_pvi",
     "_exponential_stream",
     "_fingerprint",
-    "_groups",
+    "_group_lifecycle",
     "_initial",
+    "_inspection",
     "_locals",
-    "_newcomers",
-    "_opening",
+    "_posterior_views",
     "_prior_now",
     "_prototype",
-    "_readings",
     "_resume",
     "_row_states",
     "_saving",
     "_snapshot",
+    "_state_marginals",
     "_swap",
+    "_user_inputs",
     "_verified",
-    "_views",
     "_wording",
 )
 _GUIDES = ("_exponential_guide", "_guide_setup", "_latent_families", "_marginals", "_quantiles")

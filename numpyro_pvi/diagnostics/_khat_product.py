@@ -21,7 +21,7 @@ from ._khat import check_draws, settled
 
 
 def khat_of_product(
-    rng_key: Any, model: Callable, state: PVIState, args: tuple, kwargs: dict, *, num_samples: int = 1000
+    rng_key: Any, model: Callable, state: PVIState, args: tuple, kwargs: dict, params: dict, *, num_samples: int = 1000
 ) -> float:
     """Pareto k-hat of the importance weights from a product of families to the exact posterior: see :func:`khat`.
 
@@ -35,6 +35,7 @@ def khat_of_product(
         state: a state; it is only read.
         args: the model's positional arguments. All rows are read.
         kwargs: the model's keyword arguments.
+        params: constrained values of the model's ``numpyro.param`` sites.
         num_samples: draws S from q, at least 100.
 
     Returns:
@@ -47,14 +48,23 @@ def khat_of_product(
     q, plan = posterior(state.prior, state.sites), state.plan
     check_draws(num_samples, plan, q)
     return settled(
-        lambda count: product_weights(rng_key, model, plan, q, args, kwargs, count), num_samples, (q, args, kwargs)
+        lambda count: product_weights(rng_key, model, plan, q, args, kwargs, count, params),
+        num_samples,
+        (q, args, kwargs),
     )
 
 
 def product_weights(
-    rng_key: Any, model: Callable, plan: Any, q: ProductNatural, args: tuple, kwargs: dict, num_samples: int
+    rng_key: Any,
+    model: Callable,
+    plan: Any,
+    q: ProductNatural,
+    args: tuple,
+    kwargs: dict,
+    num_samples: int,
+    params: dict | None = None,
 ) -> Float[Array, "S"]:
-    """Log importance weights of :func:`product_draws`, up to a constant.
+    """Log importance weights of :meth:`ProductFamily.sample`, up to a constant.
 
     Args:
         rng_key: random key.
@@ -64,28 +74,13 @@ def product_weights(
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
         num_samples: draws S.
+        params: constrained values of the model's ``numpyro.param`` sites.
 
     Returns:
         ``log p(y, theta_s) - log q(theta_s)`` less its value at the first draw, in nats.
     """
     arrays, static = split_arguments(args, kwargs)
-    return _weights(model, plan.family, plan.blocks, static, num_samples, rng_key, q, arrays)
-
-
-def product_draws(family: Any, q: ProductNatural, rng_key: Any, num_samples: int) -> dict[str, Array]:
-    """Draws of every component, with a leading axis of S.
-
-    Args:
-        family: the product.
-        q: natural parameters.
-        rng_key: random key.
-        num_samples: S.
-
-    Returns:
-        By component.
-    """
-    keys = jax.random.split(rng_key, len(family.components))
-    return {n: f.sample(q.parts[n], key, (num_samples,)) for (n, f), key in zip(family.components, keys, strict=True)}
+    return _weights(model, plan.family, plan.blocks, static, num_samples, rng_key, q, arrays, params or {})
 
 
 @functools.partial(owned_jit, static_argnames=("model", "family", "blocks", "static", "num_samples"))
@@ -98,9 +93,10 @@ def _weights(
     rng_key: Any,
     q: ProductNatural,
     arrays: list,
+    params: dict,
 ) -> Array:
-    call = ValueCall(model, *join_arguments(arrays, static))
-    draws = product_draws(family, q, rng_key, num_samples)
+    call = ValueCall(model, *join_arguments(arrays, static), params=params)
+    draws = family.sample(q, rng_key, (num_samples,))
 
     def terms(values: dict) -> tuple[dict, dict]:
         trace = call.trace(latent_values(blocks, values))
@@ -124,4 +120,4 @@ def _weights(
     return map_draws(weight, draws, num_samples, elements_of=terms)
 
 
-__all__ = ["khat_of_product", "product_draws", "product_weights"]
+__all__ = ["khat_of_product", "product_weights"]

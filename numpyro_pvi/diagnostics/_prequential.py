@@ -14,7 +14,6 @@ from .._compiling import owned_jit
 from .._state import PVIState
 from ..errors import ImproperError, PVIError
 from ..factors import (
-    ModelCall,
     join_arguments,
     observed_log_likelihood,
     pad_rows,
@@ -93,10 +92,9 @@ def log_score(
         length = padded_length(num_rows)
         args, kwargs = pad_rows(part.reading.axes, args, kwargs, length)
     arrays, static = split_arguments(args, kwargs)
-    noise = jax.random.normal(rng_key, (num_samples, plan.family.dim), q.precision_mean.dtype)
-    draws = plan.family.draw(plan.family.moments(q), noise)
+    draws = plan.shared_draws(q, rng_key, num_samples)
     # Not the whole plan, which knows labels and sizes of the state's own groups: a program serves rows of any group.
-    reading = part.enumeration, part.layout, part.rows
+    reading = part.enumeration, plan.latents, part.rows
     counted = num_rows if length else -1
     rows, joint, ess = _scores(model, reading, static, draws, rng_key, params, arrays, jnp.int32(counted))
     return LogScore(rows[:num_rows] if length else rows, joint, ess)
@@ -105,20 +103,24 @@ def log_score(
 @functools.partial(owned_jit, static_argnames=("model", "reading", "static"))
 def _scores(model, reading, static, draws, rng_key, params, arrays, num_rows):
     """Scores of the first ``num_rows`` rows; of all of them where it is negative."""
-    enumeration, layout, axes = reading
+    enumeration, latents, axes = reading
     model = model if enumeration is None else summed_out(model, enumeration)
-    call = ModelCall(model, layout, *join_arguments(arrays, static), params)
-    keys = jax.random.split(jax.random.fold_in(rng_key, 1), draws.shape[0])
+    args, kwargs = join_arguments(arrays, static)
+    count = jax.tree.leaves(draws)[0].shape[0]
+    keys = jax.random.split(jax.random.fold_in(rng_key, 1), count)
+
+    def rows_at(draw, key):
+        return observed_log_likelihood(latents.trace(model, args, kwargs, params, draw, key), axes)
 
     def one(total, drawn):
-        rows = observed_log_likelihood(call, drawn[0], axes, drawn[1])
+        rows = rows_at(*drawn)
         counted = (num_rows < 0) | (jnp.arange(rows.shape[0]) < num_rows)
         return jnp.logaddexp(total, rows), jnp.sum(jnp.where(counted, rows, 0.0))
 
-    shape = jax.eval_shape(lambda: observed_log_likelihood(call, draws[0], axes, keys[0]))
+    shape = jax.eval_shape(rows_at, *jax.tree.map(lambda x: x[0], (draws, keys)))
     # One draw after another: all at once would hold every row's density under each.
     first = jnp.full(shape.shape, -jnp.inf, shape.dtype)
     total, joint = jax.lax.scan(one, first, (draws, keys))
-    log_count = jnp.log(jnp.asarray(draws.shape[0], shape.dtype))
+    log_count = jnp.log(jnp.asarray(count, shape.dtype))
     weights = jax.nn.softmax(joint)
     return total - log_count, jax.nn.logsumexp(joint) - log_count, 1.0 / jnp.sum(weights**2)

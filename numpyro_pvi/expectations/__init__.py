@@ -3,7 +3,6 @@
 from ._affine import AffineProgram, SharedAffineProgram, TermNumbers
 from ._affinity import MAX_TERMS, find_structure, probe_values, with_draws
 from ._agreement import disagreement
-from ._at_points import log_densities_at, log_density_at
 from ._cells import over_values, sums_of
 from ._chains import Chains, no_chains
 from ._clouds import GRID_DIM, grid_cloud, normal_cloud, shifted_normals
@@ -12,6 +11,7 @@ from ._expected import Expected, add_expected, sum_by_group, zero_expected
 from ._factor_structure import FactorStructure, LatentRole
 from ._integrated_program import IntegratedProgram, MaskedIntegratedProgram, owners
 from ._local_latents import LocalChunk, LocalLatentProgram, LocalNoise, MaskedLocalProgram
+from ._log_densities import log_densities_at, log_density_at
 from ._mean_space import MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points

@@ -88,23 +88,25 @@ class _Look:
 def find_structure(
     family: ProductFamily,
     natural: ProductNatural,
-    terms: Callable[[dict], Array],
+    terms: Callable[..., Array],
     key: Any,
     expectation: str,
     where: str,
     rows: Mapping[str, int] | None = None,
+    params: dict | None = None,
 ) -> FactorStructure:
     """Find how a factor's expectation is to be taken.
 
     Args:
         family: of q.
         natural: a member of it, around whose location values are looked at.
-        terms: the factor's terms Float[E] at a dict of values by component.
+        terms: the factor's terms Float[E] at a dict of values by component (and at ``params``, where there are any).
         key: a random key.
         expectation: "auto", "exact" (refuse what is not conjugate), "quadrature" (refuse draws), "monte_carlo" (draw everything),
             or "values" ("auto", of which no derivative will be taken).
         where: the factor's name, for messages.
         rows: by component whose members belong to rows, the axis of members that runs over them.
+        params: values of the model's params. What is proved holds for all values that they may take, what is found at these.
 
     Returns:
         The structure.
@@ -116,7 +118,7 @@ def find_structure(
     rng = np.random.default_rng(0)
     asks = _Look(components)
     plans = [_plan(asks, c, rng) for c in components]
-    terms, forms = _traced(components, terms)
+    terms, forms = _traced(components, terms, params)
     values = asks.evaluate(terms)
     roles, first = [], 0
     for component, asked in zip(components, plans, strict=True):
@@ -282,15 +284,17 @@ def _compare(
     return rows(component.values[:_FITTED]), rows(component.pairs)
 
 
-def _traced(components: list[_Component], terms: Callable) -> tuple[Callable[[dict], Array], dict[str, Form]]:
-    """The terms, traced once, and by component what they are of its values, for all values of the others."""
-    at = {c.name: jnp.asarray(c.values[0]) for c in components}
-    closed = jax.make_jaxpr(terms)(at)
-    names, forms = sorted(at), {}
+def _traced(
+    components: list[_Component], terms: Callable, params: dict | None
+) -> tuple[Callable[[dict], Array], dict[str, Form]]:
+    """The terms, traced once, and by component what they are of its values, for all values of the others and of params."""
+    at, beside = {c.name: jnp.asarray(c.values[0]) for c in components}, jax.tree.leaves(params)
+    closed = jax.make_jaxpr(terms)(at, params) if beside else jax.make_jaxpr(terms)(at)
+    names, forms, others = sorted(at), {}, [unmarked() for _ in beside]
     for c in components:
         inputs = [marked_component(c.name, c.family) if n == c.name else unmarked() for n in names]
-        (forms[c.name],) = forms_of(closed, inputs, statistics_of(c.family))
-    return lambda values: jaxpr_as_fun(closed)(*(values[n] for n in names))[0], forms
+        (forms[c.name],) = forms_of(closed, inputs + others, statistics_of(c.family))
+    return lambda values: jaxpr_as_fun(closed)(*(values[n] for n in names), *beside)[0], forms
 
 
 def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation: str, form: Form) -> LatentRole:

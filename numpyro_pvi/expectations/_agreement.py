@@ -49,7 +49,7 @@ def disagreement(
     """
     count, dim = eps.shape
     precision, scale = factor.target.precision, moments.scale
-    gradient = factor.target.precision_mean - family.precision_product(factor.target, moments.loc)
+    gradient = family.pull(factor.target, moments.loc)
     if family.full:
         curvature = scale.T @ precision @ scale
         whiten, image, trace = (lambda v: v @ scale), eps @ curvature, jnp.trace(curvature)

@@ -10,6 +10,7 @@ from ._enumerate import enumerated, summed_out
 from ._enumeration import Enumeration
 from ._forms import Form, Statistics, is_affine, marked, unmarked
 from ._model import (
+    FlatLatents,
     Layout,
     LocalLayout,
     ModelCall,
@@ -114,6 +115,7 @@ __all__ = [
     "move_to_prior_factor",
     "nobody",
     "num_elements",
+    "FlatLatents",
     "observed_log_likelihood",
     "pad_rows",
     "padded_length",

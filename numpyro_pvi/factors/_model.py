@@ -285,21 +285,43 @@ def row_log_likelihood(
     return found
 
 
-def observed_log_likelihood(
-    call: ModelCall, point: Float[Array, "D"], rows: RowAxes, rng_key: Any
-) -> Float[Array, "N"]:
-    """Log density of every row's observations alone, with local latents drawn from their prior.
+@dataclasses.dataclass(frozen=True)
+class FlatLatents:
+    """How a model is traced at draws of a flat unconstrained vector.
 
     Args:
-        call: the model and its arguments, without a layout of local latents.
-        point: unconstrained shared latents.
+        layout: of the vector.
+    """
+
+    layout: Layout
+
+    def trace(self, model: Callable, args: tuple, kwargs: dict, params: dict, draw: Any, rng_key: Any) -> dict:
+        """The model's trace at one draw; latents that are not in it are drawn from their prior given the others.
+
+        Args:
+            model: the NumPyro model.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            params: constrained values of the model's ``numpyro.param`` sites.
+            draw: Float[D].
+            rng_key: for the other latents.
+
+        Returns:
+            NumPyro's trace.
+        """
+        return ModelCall(model, self.layout, args, kwargs, params).trace(draw, rng_key)[0]
+
+
+def observed_log_likelihood(trace: dict, rows: RowAxes) -> Float[Array, "N"]:
+    """Log density of every row's observations alone.
+
+    Args:
+        trace: of the model.
         rows: where the rows are; those of several axes come end to end.
-        rng_key: for local latents.
 
     Returns:
         One number per row, in nats, sample sites and other batch axes summed.
     """
-    trace, _ = call.trace(point, rng_key)
     by_axis: dict[str, Array] = {}
     for site in trace.values():
         axis = rows.of(site) if is_observed(site) else None

@@ -27,20 +27,24 @@ class ValueCall:
         model: the NumPyro model.
         args: positional arguments.
         kwargs: keyword arguments.
+        params: constrained values of the model's ``numpyro.param`` sites.
     """
 
     model: Callable
     args: tuple
     kwargs: dict
+    params: dict = dataclasses.field(default_factory=dict, kw_only=True)
 
-    def trace(self, values: Mapping[str, Array]) -> dict:
-        """The model's trace with every latent at the value given, in its own support."""
+    def trace(self, values: Mapping[str, Array], rng_key: Any = None) -> dict:
+        """The model's trace with every latent at the value given, in its own support; others are drawn from their prior."""
+        key = jax.random.key(0) if rng_key is None else rng_key
 
         # A substitution function is the one handler that also reaches the sample sites inside a scan's body.
         def given(site: dict) -> Array | None:
             return values.get(site["name"]) if is_latent(site) else None
 
-        seeded = handlers.seed(handlers.substitute(FullPlates(self.model), substitute_fn=given), jax.random.key(0))
+        model = handlers.substitute(FullPlates(self.model), data=self.params)
+        seeded = handlers.seed(handlers.substitute(model, substitute_fn=given), key)
         with jax.named_scope("numpyro_model"):
             return with_wide_observations(handlers.trace(seeded).get_trace(*self.args, **self.kwargs))
 

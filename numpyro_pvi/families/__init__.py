@@ -34,7 +34,7 @@ from ._gamma import (
 from ._gaussian import GaussianFamily, MultivariateNormalFamily, NormalFamily
 from ._gaussian_base import GaussianMean, GaussianMoments, GaussianNatural
 from ._grids import GridRule, grid_rule
-from ._independent import IndependentFamily, base_family, repeated
+from ._independent import IndependentFamily, base_family, member_family, repeated
 from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
 from ._normal import (
     LogNormalFamily,
@@ -123,6 +123,7 @@ __all__ = [
     "WishartMean",
     "WishartNatural",
     "base_family",
+    "member_family",
     "bounded_precision",
     "conditional_divergence",
     "conditional_moments",

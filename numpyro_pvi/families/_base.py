@@ -92,6 +92,11 @@ class Family(Protocol):
         ...
 
     @property
+    def by_coordinate(self) -> Family | None:
+        """The family of one coordinate where an event's coordinates are independent, their parameters side by side; else None."""
+        ...
+
+    @property
     def grid_rule(self) -> Any:
         """Coordinates for quadrature, of a family from outside (:func:`grid_rule`); None without any."""
         ...
@@ -185,6 +190,7 @@ class FamilyDefaults:
     full: bool = False
     chained: bool = False
     periodic: bool = False
+    by_coordinate: Any = None
     grid_rule: Any = None
     pair_rule: Any = None
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._numerics import clip_to_psd, diagonal, inverse_root, scaled_cholesky, symmetrise
 from ._gaussian_base import GaussianDefaults, GaussianMean, GaussianMoments, GaussianNatural
+from ._normal import ScalarNormalFamily
 from ._registry import base_of, register_family
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -64,7 +65,7 @@ class MultivariateNormalFamily(GaussianDefaults):
         root = inverse_root(factor)
         loc = jnp.einsum("...ij,...kj,...k->...i", root, root, natural.precision_mean, optimize="greedy")
         # One step of iterative refinement: in float32 the location is what the sd units are measured against.
-        residual = natural.precision_mean - self.precision_product(natural, loc)
+        residual = self.pull(natural, loc)
         loc = loc + jnp.einsum("...ij,...kj,...k->...i", root, root, residual, optimize="greedy")
         log_det = 2 * jnp.sum(jnp.log(diagonal(factor)), axis=-1)
         valid = valid & jnp.all(jnp.isfinite(loc), axis=-1)
@@ -158,6 +159,7 @@ class NormalFamily(GaussianDefaults):
 
     dim: int
     full: bool = dataclasses.field(default=False, init=False)
+    by_coordinate = ScalarNormalFamily()
 
     def zeros(self, batch_shape: tuple[int, ...] = (), dtype=None) -> GaussianNatural:
         """The natural parameters of a unit factor, ``exp(0)``."""

@@ -75,6 +75,23 @@ class GaussianDefaults(FamilyDefaults):
             trace = jnp.sum(other.precision * q.scale**2, axis=-1)
         return 0.5 * (trace - self.dim + square + q.log_det_precision - p.log_det_precision)
 
+    def sds(self: Any, moments: GaussianMoments) -> Float[Array, "*batch D"]:
+        """Marginal standard deviations."""
+        return jnp.sqrt(self.variances(moments))
+
+    def moves(self: Any, new: GaussianMoments, old: GaussianMoments) -> Float[Array, "two_D"]:
+        """How far apart two Gaussians are: differences of means in the new one's sds, then of log sds."""
+        sd, before = self.sds(new), self.sds(old)
+        return jnp.concatenate([(new.loc - old.loc) / sd, jnp.log(sd) - jnp.log(before)])
+
+    def pull(self: Any, change: GaussianNatural, loc: Float[Array, "D"]) -> Float[Array, "*batch D"]:
+        """``dh - dLambda m``: what a change of natural parameters is to the gradient of log q at its location."""
+        return change.precision_mean - self.precision_product(change, loc)
+
+    def shift(self: Any, change: GaussianNatural, moments: GaussianMoments) -> Float[Array, "*batch D"]:
+        """First-order change of the location by a change (or a stack of them) of natural parameters, in sds."""
+        return self.covariance_product(moments, self.pull(change, moments.loc)) / self.sds(moments)
+
     def to_minimal(self, natural: GaussianNatural) -> Float[Array, "*batch P"]:
         """The precision-mean, then the precision (its lower triangle for a full covariance)."""
         second = symmetric_to_lower(natural.precision) if self.full else natural.precision
@@ -94,7 +111,7 @@ class GaussianDefaults(FamilyDefaults):
             first = variance * (tangent.precision_mean - tangent.precision * loc)
             return GaussianMean(first, 0.5 * variance**2 * tangent.precision - loc * first)
         covariance = jnp.einsum("...ik,...jk->...ij", moments.scale, moments.scale)
-        pulled = tangent.precision_mean - self.precision_product(tangent, loc)
+        pulled = self.pull(tangent, loc)
         first = jnp.einsum("...ij,...j->...i", covariance, pulled)
         spread = jnp.einsum("...ij,...jk,...kl->...il", covariance, tangent.precision, covariance)
         return GaussianMean(first, symmetrise(0.5 * spread - loc[..., :, None] * first[..., None, :]))

@@ -124,6 +124,19 @@ def repeated(base: Family, shape: tuple[int, ...]) -> Family:
     return IndependentFamily(base, shape)
 
 
+def member_family(family: Family) -> Family:
+    """The family of one member: repetitions looked through, and coordinates that are independent of one another taken apart.
+
+    Args:
+        family: a family.
+
+    Returns:
+        A family under which all axes of the parameters that are no single member's are batch axes.
+    """
+    base = base_family(family)
+    return base.by_coordinate or base
+
+
 def base_family(family: Family) -> Family:
     """The family of one member, repetitions looked through.
 

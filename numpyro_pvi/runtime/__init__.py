@@ -11,13 +11,14 @@ from ._moments import noise_floor, solver_of_prior
 from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
 from ._product_matching import first_match_states
+from ._product_moment_choice import SAMPLED_WAYS, check_tilted, with_tilted
 from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
+from ._product_prior import prior_members
 from ._product_rounds import ProductMemory
 from ._product_row_factors import RowMatches, factors_of
-from ._product_some import Labels, is_partial, most_groups
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
+from ._product_subset import Labels, is_partial, most_groups
 from ._product_tilted import jointly_affine
-from ._product_ways import SAMPLED_WAYS, check_tilted, with_tilted
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "latent_values",
     "most_groups",
     "noise_floor",
+    "prior_members",
     "site_with_rows",
     "spread",
     "with_chains",

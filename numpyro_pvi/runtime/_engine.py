@@ -9,10 +9,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from numpyro.distributions import constraints
-from numpyro.distributions.transforms import biject_to
 
-from .._derivatives import either_mode
 from .._state import SKIP_LIMIT, Plan, PVIState
 from ..expectations import (
     FIXED_RULES,
@@ -22,7 +19,6 @@ from ..factors import (
     GroupMasks,
     ModelCall,
     Packing,
-    abstract_trace,
     exact_diagonal_prior,
     exact_log_constant,
     exact_prior,
@@ -37,11 +33,12 @@ from ._chains import chains_wanted, most_chunks, with_chains
 from ._data import FactorData
 from ._local import LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
+from ._params import FitsParams
+from ._point_choice import settle
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._row_problem import RowProblem, row_problem
 from ._row_starts import first_numbers
 from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
-from ._settle import settle
 from ._starts import first_local_sites, first_sites
 from ._stream import RowStream
 from ._tilted import keeps_rows, refuse_rows
@@ -67,7 +64,7 @@ class RoundsDone(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class Engine(FitsParams):
     """Everything static about a fit except its plan: the model and the independent choices.
 
     Args:
@@ -85,22 +82,6 @@ class Engine:
     runtime: Runtime
     optim: Any
     num_particles: int
-
-    def constrain(self, plan: Plan, args: tuple, kwargs: dict, optim_state: Any) -> dict[str, Any]:
-        """Constrained values of the model's ``numpyro.param`` sites held in an optimiser state."""
-        if not plan.partition.params:
-            return {}
-        transforms = self.param_transforms(args, kwargs)
-        return {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
-
-    def param_transforms(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """Bijections from unconstrained space to the supports of the model's ``numpyro.param`` sites."""
-        trace = abstract_trace(self.model, jax.random.key(0), args, kwargs)
-        return {
-            n: biject_to(s["kwargs"].get("constraint", constraints.real))
-            for n, s in trace.items()
-            if s["type"] == "param"
-        }
 
     def problem(
         self,
@@ -329,23 +310,12 @@ class Engine:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
         moments = carry.evaluation.moments
         noise = self.noise(problem, state.rng_key)
-        transforms = self.param_transforms(args, kwargs)
 
-        def loss(values):
-            params = {n: transforms[n](v) for n, v in values.items()}
+        def loss(params):
             at: Any = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
             return -at.elbo_at(moments, noise, carry.evaluation.rule, state.sites.local)
 
-        # The optimiser looks at the objective itself: its value, and as often as a line search or a minimiser wants.
-        def step(forward: bool):
-            own = {"forward_mode_differentiation": forward}
-            return self.optim.eval_and_update(lambda values: (loss(values), None), state.optim_state, **own)
-
-        (value, _), moved = either_mode(step)
-        numbers = [value, *jax.tree.leaves(self.optim.get_params(moved))]
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
-        optim_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state.optim_state)
-        params = {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
+        optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)
         call = whole_call(self.model, state.plan.partition, args, kwargs, params)
         prior = self.exact_prior(state.plan, call)[0]
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)

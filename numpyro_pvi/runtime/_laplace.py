@@ -42,7 +42,7 @@ def laplace_proposal(
         where the factor is not finite.
     """
     rest, own = cavity(q, site, power), family.moments(q)
-    sd = jnp.sqrt(family.variances(own))
+    sd = family.sds(own)
 
     def at(point):
         value, slope, bend = look(point)

@@ -13,19 +13,21 @@ from jaxtyping import Array, Bool, Float, Int
 from .._compiling import owned_jit
 from .._state import PVIState
 from ..factors import ValueCall
-from ..families import Family, NormalFamily, base_family
+from ..families import Family, member_family
 from ..schedules import Schedule, sound
 from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
 from ._mapping import Vmap
+from ._params import FitsParams
 from ._product_loop import run_rounds, stepped
 from ._product_matching import matching_round, product_evidence
 from ._product_plan import owners
+from ._product_prior import exact_prior_of
 from ._product_problem import Objective, ProductProblem
 from ._product_rounds import ProductMemory, Settings, first_memory, one_round
-from ._product_some import first_partial_memory, is_partial, partial_rounds
+from ._product_subset import first_partial_memory, is_partial, partial_rounds
 from ._product_sweeps import MatchStates
 from ._product_verification import product_claims, q_of, verify_product
 from ._product_view import Beside
@@ -36,7 +38,7 @@ _DRAWS = 0x9E37
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductEngine:
+class ProductEngine(FitsParams):
     """Everything static about a fit except its plan; the counterpart of :class:`numpyro_pvi.runtime.Engine`.
 
     Args:
@@ -52,6 +54,8 @@ class ProductEngine:
     schedule: Schedule
     runtime: Runtime
     num_particles: int
+    # NumPyro optimiser of the model's params, or None.
+    optim: Any = None
     # Where rounds see some rows only, the ELBO of all is taken after every so many rounds from that one on.
     loss_every: int = 1
 
@@ -67,23 +71,29 @@ class ProductEngine:
             num_steps=int(solver.num_steps),
         )
 
-    def problem(self, state: PVIState, args: tuple, kwargs: dict) -> ProductProblem:
+    def call(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ValueCall:
+        """The model with all rows, at the state's params or at others."""
+        if params is None:
+            params = self.constrain(state.plan, args, kwargs, state.optim_state)
+        return ValueCall(state.plan.partition.model(self.model), args, kwargs, params=params)
+
+    def problem(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ProductProblem:
         """The factors of a state.
 
         Args:
             state: a state.
             args: positional arguments (arrays).
             kwargs: keyword arguments.
+            params: constrained values of the model's params; the state's own by default.
 
         Returns:
             The factors; the sites of groups whose rows are not at hand count as a prior.
         """
         plan: Any = state.plan
-        model = plan.partition.model(self.model)
         draws = max(int(self.solver.num_draws), self.num_particles)
         together, others = isinstance(self.runtime, Vmap), state.sites.others
         kind, prior = (ProductProblem, state.prior) if others is None else (Beside, state.prior + sum_slots(others))
-        return kind(plan, ValueCall(model, args, kwargs), state.packing, prior, draws, together)
+        return kind(plan, self.call(state, args, kwargs, params), state.packing, prior, draws, together)
 
     def claims(self, plan: Any) -> tuple[str, ...]:
         """What a plan claims of the model that is to be verified, as ``_product_verification.product_claims`` names it."""
@@ -119,13 +129,23 @@ class ProductEngine:
     ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`."""
         del fine
-        problem, state = self.problem(state, args, kwargs), present_alone(state)
+        # Sites say nothing of params: they move only while all groups' rows are at hand.
+        moves = bool(state.plan.partition.params) and state.sites.others is None
+        fixed, state = self.problem(state, args, kwargs), present_alone(state)
+
+        def with_params(state: PVIState) -> PVIState:
+            return self._with_params(state, args, kwargs) if moves else state
+
+        def factors(state: PVIState) -> ProductProblem:
+            return self.problem(state, args, kwargs) if moves else fixed
+
         if is_partial(self.solver, self.schedule):
-            return partial_rounds(self, state, problem, count, tol, length)
+            return partial_rounds(self, state, factors, with_params, count, tol, length)
         settings = self.settings
-        noisy, matches = problem.plan.noisy, bool(problem.plan.tilted)
+        noisy, matches = fixed.plan.noisy, bool(fixed.plan.tilted)
 
         def one(state: PVIState, before: Objective) -> tuple[PVIState, Objective, Float[Array, ""]]:
+            problem = factors(state)
             next_key, round_key = jax.random.split(state.rng_key)
             memory, noise = state.schedule_state, self.noise(state.rng_key)
             choices = memory, state.report, settings
@@ -136,14 +156,28 @@ class ProductEngine:
                 state = dataclasses.replace(state, solver_state=states.groups, prior_solver_state=states.prior)
             else:
                 done = one_round(problem, state.sites, before, *choices, round_key, noise)
-            state = stepped(state, next_key, done)
-            # Fresh draws for the next round need a new evaluation.
-            found = problem.objective(state.sites, self.noise(next_key)) if noisy else done.objective
+            state = with_params(stepped(state, next_key, done))
+            # Fresh draws for the next round, or params that have moved, need a new evaluation.
+            anew = noisy or moves
+            found = factors(state).objective(state.sites, self.noise(next_key)) if anew else done.objective
             report = state.report._replace(finite=sound(found.elbo))
             return dataclasses.replace(state, report=report), found, -found.elbo
 
-        first = problem.objective(state.sites, self.noise(state.rng_key))
+        first = fixed.objective(state.sites, self.noise(state.rng_key))
         return run_rounds(state, first, one, count, tol, length, self.solver)
+
+    def _with_params(self, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
+        """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
+        plan: Any = state.plan
+        noise, q = self.noise(state.rng_key), posterior(state.prior, state.sites)
+
+        def loss(params: dict) -> Float[Array, ""]:
+            own = dataclasses.replace(state, prior=exact_prior_of(plan, self.call(state, args, kwargs, params), q))
+            return -self.problem(own, args, kwargs, params).objective(state.sites, noise, q=q).elbo
+
+        optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)
+        prior = exact_prior_of(plan, self.call(state, args, kwargs, params), q)
+        return dataclasses.replace(state, optim_state=optim_state, prior=prior)
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state in nats; no quadrature is ever missed."""
@@ -209,8 +243,4 @@ def proper_members(family: Family, natural: Any) -> Bool[Array, "*members"]:
     Returns:
         One flag per member.
     """
-    base = base_family(family)
-    if isinstance(base, NormalFamily):
-        # Its members are the coordinates of one event, which it judges together.
-        base, natural = NormalFamily(1), jax.tree.map(lambda x: x[..., None], natural)
-    return base.in_domain(natural)
+    return member_family(family).in_domain(natural)

@@ -13,13 +13,13 @@ from ..schedules import Asked, RoundReport, asked_by_move
 from ..sites import SiteStack, late_share, posterior
 from ..solvers import MatchState, first_match_state
 from ._chains import lanes_pay
+from ._product_moment_choice import SAMPLED_WAYS
 from ._product_plan import touched
 from ._product_problem import Objective, ProductProblem
 from ._product_rounds import ProductMemory, Round, Settings, report_of, with_progress, with_turn
 from ._product_row_factors import RowFactors, first_row_matches, rows_in_turn, rows_together, tilted_of
 from ._product_sweeps import MatchStates, Outcome, in_turn, together
 from ._product_tilted import ProductTilted
-from ._product_ways import SAMPLED_WAYS
 
 
 def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> MatchStates:

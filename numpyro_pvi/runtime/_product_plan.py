@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._state import Plan
 from ..expectations import FactorStructure, Unconstrained
-from ..factors import GroupMasks, Packing
-from ..families import ProductFamily
+from ..factors import GroupMasks, Packing, ValueCall
+from ..families import ProductFamily, ProductNatural
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,21 @@ class RowLatent:
     axis: int
     family: Any
     key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductLatents:
+    """How a model is traced at draws of the components of a product.
+
+    Args:
+        blocks: joint blocks, whose values are vectors.
+    """
+
+    blocks: tuple[JointBlock, ...]
+
+    def trace(self, model: Callable, args: tuple, kwargs: dict, params: dict, draw: Any, rng_key: Any) -> dict:
+        """The model's trace at one draw: see :meth:`numpyro_pvi.factors.FlatLatents.trace`."""
+        return ValueCall(model, args, kwargs, params=params).trace(latent_values(self.blocks, draw), rng_key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +106,17 @@ class ProductPlan(Plan):
     def shared(self) -> tuple[str, ...]:
         """Components outside the partitioned plate, in the family's order."""
         return tuple(name for name, _ in self.family.components if name not in self.row_axes)
+
+    @property
+    def latents(self) -> ProductLatents:
+        """How the model is traced at one of :meth:`shared_draws`."""
+        return ProductLatents(self.blocks)
+
+    def shared_draws(self, q: ProductNatural, rng_key: Any, count: int) -> dict[str, Any]:
+        """See :meth:`numpyro_pvi._state.Plan.shared_draws`: values by component."""
+        families = dict(self.family.components)
+        own = ProductFamily([(n, families[n]) for n in self.shared])
+        return own.sample(ProductNatural({n: q.parts[n] for n in self.shared}), rng_key, (count,))
 
     def masked(self, name: str, own: Any, rows: Bool[Array, "R"]) -> Any:
         """Parameters of a latent inside the plate, zero but in some rows."""

@@ -15,7 +15,7 @@ from .._derivatives import value_and_grad
 from .._numerics import all_finite
 from ..expectations import MeanSpace
 from ..factors import GroupMasks, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
-from ..families import NormalFamily, ProductFamily, ProductNatural, ScalarNormalFamily, base_family
+from ..families import ProductFamily, ProductNatural, member_family
 from ..sites import MemberSites, SiteStack, posterior, select, take
 from ._product_plan import ProductPlan, owners
 
@@ -390,7 +390,9 @@ class ProductProblem:
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 
-    def objective(self, sites: SiteStack, key: Any, control: SiteStack | None = None) -> Objective:
+    def objective(
+        self, sites: SiteStack, key: Any, control: SiteStack | None = None, q: ProductNatural | None = None
+    ) -> Objective:
         """``sum_m E_q[log f_m] - KL(q | exact prior) + H(q)`` over components with and without an exact prior.
 
         Where expectations are by draws, only what some sites leave over is drawn: ``E[log f_m - <eta, T>] + <eta, mu>``. Its
@@ -401,11 +403,12 @@ class ProductProblem:
             key: for draws.
             control: sites that stand beside their factors on the draws; these ones unless values are to be compared, all of
                 which need the same beside them.
+            q: natural parameters, held fixed while the prior moves with the model's params; those of prior and sites by default.
 
         Returns:
             The ELBO; NaN where q is not normalisable.
         """
-        q, control = posterior(self.prior, sites), sites if control is None else control
+        q, control = posterior(self.prior, sites) if q is None else q, sites if control is None else control
         valid = self.family.in_domain(q)
         # Only the value is not used where q is outside: a point inside keeps everything finite.
         space = self._likelihood()
@@ -461,14 +464,7 @@ class ProductProblem:
         found, families = {}, dict(self.family.components)
         for name, step in change.parts.items():
             own, family = q.parts[name], families[name]
-            image, base = family.fisher_product(own, step), base_family(family)
-            if isinstance(base, NormalFamily):
-                base = ScalarNormalFamily()
-            square = (
-                base.inner(step, image)
-                if not isinstance(base, ScalarNormalFamily)
-                else sum(a * b for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(image), strict=True))
-            )
+            square = member_family(family).inner(step, family.fisher_product(own, step))
             found[name] = jnp.sqrt(jnp.maximum(jnp.asarray(square), 0.0))
         return found
 

@@ -224,7 +224,7 @@ def view_of(problem: ProductProblem, chosen: Chosen, base: ProductNatural) -> So
     """
     plan, call, packing, ids = problem.plan, problem.call, chosen.packing, row_ids(chosen)
     if isinstance(packing, Packing) and ids is not None:
-        call = _Gathered(call.model, call.args, call.kwargs, ids)
+        call = _Gathered(call.model, call.args, call.kwargs, ids, params=call.params)
         places = jnp.arange(ids.shape[0], dtype=jnp.int32).reshape(packing.rows.shape)
         packing = Packing(places, packing.mask, packing.chunk_group, packing.offsets)
         plan = _resized(plan, ids.shape[0])

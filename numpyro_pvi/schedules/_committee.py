@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from ..errors import PVIError
 from ..families import GaussianMoments
@@ -167,7 +167,7 @@ class Committee(ScheduleDefaults):
                 prior, prior_state, moved = found.site, found.state, moved | found.moved
                 backoffs = backoffs + found.backoffs
             moments = family.moments(_sum(base, site, prior))
-            nearer = approach(m.approach, _moves(family, m.moments, moments))
+            nearer = approach(m.approach, family.moves(moments, m.moments))
             return _Member(site, state, prior, prior_state, moments, nearer, backoffs, moved, m.visits + 1)
 
         moments = family.moments(_sum(base, site, prior))
@@ -184,12 +184,6 @@ class Committee(ScheduleDefaults):
 
 def _sum(base: Any, site: Any, prior: Any) -> Any:
     return base + site if prior is None else base + site + prior
-
-
-def _moves(family: Any, old: GaussianMoments, new: GaussianMoments) -> Float[Array, "two_D"]:
-    """Changes of the means and log sds, in sds."""
-    sds = [jnp.sqrt(family.variances(m)) for m in (old, new)]
-    return jnp.concatenate([(new.loc - old.loc) / sds[1], jnp.log(sds[1]) - jnp.log(sds[0])])
 
 
 def _take(problem: Problem, carry: RoundCarry, proposal: SiteStack, rule: Any, noise: Any) -> Accepted:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
+from .._contracts import not_under_families
 from ..expectations import Expected
 from ..families import GaussianMoments, RowMoments
 from ..sites import SiteStack
@@ -305,6 +306,10 @@ class Schedule(Protocol):
         """Natural parameters of one group's own q, where the schedule ``has_agents``."""
         ...
 
+    def check_families(self, solver: Any) -> None:
+        """Raise when the schedule, with this solver, is for Gaussian guides only, and not for AutoExponentialFamily."""
+        ...
+
     def init(self, problem: Problem, dtype: Any) -> Any:
         """The schedule's own state, a pytree of arrays."""
         ...
@@ -351,6 +356,15 @@ class ScheduleDefaults:
             NotImplementedError: always.
         """
         raise NotImplementedError(f"{type(self).__name__} has one q for all groups")
+
+    def check_families(self, solver: Any) -> None:
+        """Refused: the round is written for one Gaussian block.
+
+        Raises:
+            PVIError: naming what is not.
+        """
+        del solver
+        raise not_under_families("schedule", self, "Synchronous(), Sequential() or StochasticSubset()")
 
 
 class Accepted(NamedTuple):

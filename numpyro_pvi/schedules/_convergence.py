@@ -77,9 +77,7 @@ def effect(problem: Problem, change: Any, moments: Any, exact: Any = True) -> Fl
         ``(V (dh - dLambda m)) / sd`` and ``-1/2 diag(V dLambda V) / sd^2``.
     """
     family = problem.family
-    variance = family.variances(moments)
-    force = change.precision_mean - family.precision_product(change, moments.loc)
-    shift = family.covariance_product(moments, force) / jnp.sqrt(variance)
+    variance, shift = family.variances(moments), family.shift(change, moments)
     if not family.full:
         return jnp.concatenate([shift, -0.5 * change.precision * variance], axis=-1)
 
@@ -117,12 +115,10 @@ def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refuse
     if change.prior is not None:
         total = total + change.prior
     together = _largest(effect(problem, total, moments, refused))
-    # By factor the shift will do: it is what `move` tells as well.
-    family, sd = problem.family, jnp.sqrt(problem.family.variances(moments))
 
+    # By factor the shift will do: it is what `move` tells as well.
     def shift(natural: Any) -> Array:
-        force = natural.precision_mean - family.precision_product(natural, moments.loc)
-        return _largest(family.covariance_product(moments, force) / sd)
+        return _largest(problem.family.shift(natural, moments))
 
     groups = jnp.broadcast_to(shift(change.groups), (problem.num_groups,))
     return Asked(groups if change.prior is None else jnp.concatenate([shift(change.prior)[None], groups]), together)

@@ -49,7 +49,7 @@ def first_discount(problem: Problem, moments: GaussianMoments, delayed: bool) ->
         The memory.
     """
     count, dim = problem.num_groups, problem.family.dim
-    loc, sd = moments.loc, jnp.sqrt(problem.family.variances(moments))
+    loc, sd = moments.loc, problem.family.sds(moments)
     share = 1.0 / count if delayed and not problem.family.full else 1.0
     zero = jnp.zeros((count,), loc.dtype)
     every = (count, dim)
@@ -86,7 +86,7 @@ def weight(
     """
     if not delayed:
         return memory.share[index], jnp.asarray(LONGEST_STEP, moments.loc.dtype)
-    loc, sd = moments.loc, jnp.sqrt(problem.family.variances(moments))
+    loc, sd = moments.loc, problem.family.sds(moments)
     drift = marginal_distance(loc, sd, memory.seen_loc[index], memory.seen_sd[index])
     usual = FREE_DRIFT + jnp.sum(memory.path)
     share = memory.share[index] * jnp.minimum(1.0, usual / jnp.maximum(drift, usual)) ** 2
@@ -110,11 +110,11 @@ def bounded_step(
         ``(step, moments after it, halvings)``; the moments are not valid where no step would do.
     """
     family = problem.family
-    sd = jnp.sqrt(family.variances(moments))
+    sd = family.sds(moments)
 
     def too_far(tried):
         _, after, halvings = tried
-        each = (moments.loc, sd, after.loc, jnp.sqrt(family.variances(after)))
+        each = (moments.loc, sd, after.loc, family.sds(after))
         # A distance over one coordinate at a time.
         length = jnp.max(marginal_distance(*(x[..., None] for x in each)))
         return (~after.valid | ~(length <= limit)) & (halvings < MAX_HALVINGS)
@@ -146,7 +146,7 @@ def next_share(
         ``(step, force)``.
     """
     family = problem.family
-    force = change.precision_mean - family.precision_product(change, moments.loc)
+    force = family.pull(change, moments.loc)
     image = family.covariance_product(moments, force)
     inner, size = jnp.dot(last, image), jnp.dot(force, image)
     before = jnp.dot(last, family.covariance_product(moments, last))
@@ -179,7 +179,7 @@ def remember(
     """
     family = problem.family
     share, force = next_share(problem, memory.share[index], memory.force[index], change, before)
-    sds = [jnp.sqrt(family.variances(m)) for m in (before, after)]
+    sds = [family.sds(m) for m in (before, after)]
     length = marginal_distance(before.loc, sds[0], after.loc, sds[1])
     count = memory.path.shape[0]
 
@@ -195,7 +195,7 @@ def has_read(
     problem: Problem, memory: Discount, index: Any, moments: GaussianMoments, read: Bool[Array, ""]
 ) -> Discount:
     """Remember which q a group works from now on, where it has ``read`` it."""
-    sd = jnp.sqrt(problem.family.variances(moments))
+    sd = problem.family.sds(moments)
     return memory._replace(
         seen_loc=put(memory.seen_loc, index, moments.loc, read), seen_sd=put(memory.seen_sd, index, sd, read)
     )

@@ -168,7 +168,7 @@ class GraphSettings(ScheduleDefaults):
 
     def disagreement(self, problem: Problem, state: DecentralizedState, evaluation: Evaluation) -> Float[Array, ""]:
         """Largest distance of an agent's mean from that of the network's q, in its sds."""
-        sd = jnp.sqrt(problem.family.variances(evaluation.moments))
+        sd = problem.family.sds(evaluation.moments)
 
         def apart(z):
             moments = problem.family.moments(self.own_q(problem, z))

@@ -167,17 +167,13 @@ def _trail(problem: Problem, done: Accepted, carry: RoundCarry) -> Float[Array, 
     if problem.flat:
         moves = cast(Any, problem).shifts(done.evaluation, carry.evaluation)
     else:
-        sd, before = (jnp.sqrt(problem.family.variances(m)) for m in (new, old))
-        moves = jnp.concatenate([(new.loc - old.loc) / sd, jnp.log(sd) - jnp.log(before)])
+        moves = problem.family.moves(new, old)
     return sketch(jnp.where(old.valid, moves, 0.0))
 
 
 def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
     """Largest change of a posterior mean, or of a log sd, in posterior sd units."""
-    sd_new, sd_old = (jnp.sqrt(family.variances(e.moments)) for e in (new, old))
-    shift = jnp.max(jnp.abs(new.moments.loc - old.moments.loc) / sd_new)
-    stretch = jnp.max(jnp.abs(jnp.log(sd_new) - jnp.log(sd_old)))
-    largest = jnp.maximum(shift, stretch)
+    largest = jnp.max(jnp.abs(family.moves(new.moments, old.moments)))
     if new.local is not None and old.local is not None:
         (mean_new, own_new), (mean_old, own_old) = new.local, old.local
         largest = jnp.maximum(largest, jnp.max(jnp.abs(mean_new - mean_old) / own_new))
@@ -198,12 +194,10 @@ def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: E
         One number per factor, the prior factor (if any) first.
     """
     family, moments = problem.family, evaluation.moments
-    sd = jnp.sqrt(family.variances(moments))
     change = new - old
 
     def move(natural):
-        force = natural.precision_mean - family.precision_product(natural, moments.loc)
-        return jnp.max(jnp.abs(family.covariance_product(moments, force)) / sd, axis=-1)
+        return jnp.max(jnp.abs(family.shift(natural, moments)), axis=-1)
 
     # A tied site is moved by all groups together.
     moves = jnp.broadcast_to(move(change.groups), (problem.num_groups,))

@@ -60,6 +60,18 @@ class Sequential(ScheduleDefaults):
         if not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
             raise PVIError(f"Sequential(damping={self.damping!r}): expected a number in (0, 1]; 1 is the full step.")
 
+    def check_families(self, solver: Any) -> None:
+        """Goes with every family, but not with mini-batches.
+
+        Raises:
+            PVIError: saying what to write.
+        """
+        if solver.stochastic:
+            raise PVIError(
+                f"{type(solver).__name__} does not go with Sequential() under AutoExponentialFamily: write "
+                "schedule=StochasticSubset(1), one random group a round, or Synchronous()."
+            )
+
     def init(self, problem: Problem, dtype: Any) -> Averaging:
         """Nothing averaged yet; the solver remembers each group's step."""
         return no_averaging(problem.family.dim if problem.noisy else 0, dtype)

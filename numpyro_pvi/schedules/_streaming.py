@@ -221,7 +221,5 @@ def _at(family: GaussianFamily, q: Any, rule: Rule) -> _At:
 
 
 def _moves(family: GaussianFamily, new: _At, old: _At) -> Float[Array, "two_D"]:
-    """Changes of the means and log sds, in posterior sds."""
-    sd, before = (jnp.sqrt(family.variances(at.moments)) for at in (new, old))
-    moves = jnp.concatenate([(new.moments.loc - old.moments.loc) / sd, jnp.log(sd) - jnp.log(before)])
-    return jnp.where(old.moments.valid, moves, jnp.inf)
+    """Changes of the means and log sds, in posterior sds; infinite from a q that was none."""
+    return jnp.where(old.moments.valid, family.moves(new.moments, old.moments), jnp.inf)

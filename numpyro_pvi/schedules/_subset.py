@@ -114,6 +114,23 @@ class StochasticSubset(ScheduleDefaults):
             return jnp.ones((problem.num_groups,), dtype)
         return jnp.asarray(resolve(self.damping, "StochasticSubset(damping)", problem, 1.0), dtype)
 
+    def check_families(self, solver: Any) -> None:
+        """Goes with every family under natural gradients, all groups of a round by one common step.
+
+        Raises:
+            PVIError: saying what to write.
+        """
+        if solver.matches_moments:
+            raise PVIError(
+                f"StochasticSubset does not go with {type(solver).__name__} under AutoExponentialFamily: write "
+                "schedule=Synchronous() or Sequential()."
+            )
+        if not isinstance(self.damping, (str, float)):
+            raise PVIError(
+                f"StochasticSubset(damping={self.damping!r}) by group is for Gaussian guides; under AutoExponentialFamily all "
+                "groups of a round move by one common step: write one number, or 'auto'."
+            )
+
     def init(self, problem: Problem, dtype: Any) -> SubsetState:
         """Start at the largest steps."""
         count, dim = problem.num_groups, problem.family.dim

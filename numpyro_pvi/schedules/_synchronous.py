@@ -15,9 +15,9 @@ from ..sites import MAX_HALVINGS, SiteStack, select
 from ._acceptance import accept_jointly, accept_once, elbo_gain
 from ._contract import Problem, RoundCarry, ScheduleDefaults
 from ._mixing import Mixing, mixture, no_mixing
-from ._narrow import hold_width, may_hold
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
+from ._width_control import hold_width, may_hold
 
 
 class SynchronousState(NamedTuple):
@@ -91,6 +91,10 @@ class Synchronous(ScheduleDefaults):
         """The joint step that takes all that is asked for."""
         alone = problem.stochastic or problem.solver.moves_alone
         return 1.0 / problem.num_groups if alone else 1.0
+
+    def check_families(self, solver: Any) -> None:
+        """Goes with every family and every solver that does."""
+        del solver
 
     def init(self, problem: Problem, dtype: Any) -> SynchronousState:
         """Start at the largest step."""

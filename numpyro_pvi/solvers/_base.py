@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._contracts import not_under_families
 from ..expectations import Expected, Tilted
 from ..families import GaussianFamily, GaussianMoments, RowMoments
 
@@ -252,6 +253,10 @@ class LocalSolver(Protocol):
         """Raise when the solver cannot treat factors of this structure ("quadratic", "affine", "draws", "reparameterised")."""
         ...
 
+    def check_families(self) -> None:
+        """Raise when the solver, or a setting of it, is for Gaussian guides only, and not for AutoExponentialFamily."""
+        ...
+
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when the solver cannot treat groups of these sizes (by label), or rows read by this mechanism."""
         ...
@@ -315,6 +320,15 @@ class SolverDefaults:
         """q itself, and the solver's power."""
         del state
         return q, self.power
+
+    def check_families(self) -> None:
+        """Refused: the visit is written for one Gaussian block.
+
+        Raises:
+            PVIError: naming what is not.
+        """
+        wanted = "NaturalGradient(), Conjugate(), StochasticNaturalGradient() or PowerEP()"
+        raise not_under_families("solver", self, wanted)
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Groups of every size will do."""

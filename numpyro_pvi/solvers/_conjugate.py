@@ -55,6 +55,9 @@ class Conjugate(SolverDefaults):
                 f"{reason}. Use solver=NaturalGradient(), which treats conjugate parts exactly and the rest by quadrature."
             )
 
+    def check_families(self) -> None:
+        """Goes with every family: messages are exact where a factor is affine in a latent's statistics."""
+
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Groups of any size will do."""
         del sizes, mechanism

@@ -161,7 +161,7 @@ class LocalELBO(BatchSolver):
         rows_key, noise_key = jax.random.split(key)
         batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
         zero = jnp.zeros_like(moments.loc)
-        pull = cavity.precision_mean - family.precision_product(cavity, moments.loc)
+        pull = family.pull(cavity, moments.loc)
         share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
         first = jnp.minimum(batches.num_steps - 1, jnp.ceil((1.0 - share) * batches.num_steps)).astype(jnp.int32)
         needs_moment = not self._by_pass(factor)

@@ -32,7 +32,7 @@ def posterior_step(family: GaussianFamily, q: Any, gap: Any, step: Float[Array, 
         The change, in natural space.
     """
     moments = family.moments(q)
-    force = gap.precision_mean - family.precision_product(gap, moments.loc)
+    force = family.pull(gap, moments.loc)
     if not family.full:
         sd = moments.scale
         bend = gap.precision * sd**2

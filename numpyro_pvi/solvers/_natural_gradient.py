@@ -37,6 +37,10 @@ class _Search(NamedTuple):
     backoffs: Int[Array, ""]
 
 
+# Ways to take expectations that are there under AutoExponentialFamily.
+_UNDER_FAMILIES = ("auto", "exact", "quadrature", "monte_carlo")
+
+
 @dataclasses.dataclass(frozen=True)
 class NaturalGradient(SolverDefaults):
     """Natural-gradient variational inference on one site (CVI; PVI eq. 10).
@@ -157,6 +161,28 @@ class NaturalGradient(SolverDefaults):
             raise PVIError(
                 f"NaturalGradient(expectation={self.expectation!r}) needs a {' or '.join(wanted)} structure, but the {where} "
                 f"was found to be {structure!r}; leave expectation='auto', or look at Partition.plan(*args)."
+            )
+
+    def check_families(self) -> None:
+        """Refuse settings that say something about one Gaussian block.
+
+        Raises:
+            PVIError: naming the argument and what to write.
+        """
+        if self.expectation not in _UNDER_FAMILIES:
+            raise PVIError(
+                f"NaturalGradient(expectation={self.expectation!r}) is for Gaussian guides; under AutoExponentialFamily it is "
+                f"one of {', '.join(map(repr, _UNDER_FAMILIES))}."
+            )
+        if self.sites == "rows":
+            raise PVIError(
+                "NaturalGradient(sites='rows') is for Gaussian guides; under AutoExponentialFamily sites are terms of the latents' "
+                "families. Leave it out."
+            )
+        if self.backtracking is True:
+            raise PVIError(
+                "NaturalGradient(backtracking=True) is for Gaussian guides; under AutoExponentialFamily every round is tested by "
+                "the global ELBO. Leave it out."
             )
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:

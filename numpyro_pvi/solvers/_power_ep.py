@@ -17,7 +17,7 @@ from ..sites import select
 from ._base import LocalResult, TiltedFactor
 from ._chained import CHAIN_SENTENCES, after_visit, first_chains
 from ._matching import MatchesMoments, check_moments, check_share
-from ._swing import own_step
+from ._step_shortening import own_step
 
 # Halvings after which a step is 1e-6 of a full one.
 _MAX_TRIES = 20
@@ -164,6 +164,9 @@ class PowerEP(MatchesMoments):
         full, none, last = jnp.asarray(self.damping, dtype), jnp.int32(0), jnp.zeros((2 * family.dim,), dtype)
         chains = first_chains(self.moments, family, dtype)
         return PowerEPState(full, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False), none, chains)
+
+    def check_families(self) -> None:
+        """Goes with every family whose tilted moments can be taken; which can is found at ``init``."""
 
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise when the factors' granularity or forced moments do not fit what was found.

@@ -21,7 +21,7 @@ from ._matching import MatchesMoments, check_moments, check_share
 from ._mean_steps import posterior_step, site_step, widening
 from ._settings import ByLabel, Labelled, by_label, freeze, resolve
 from ._snep_state import SNEPState, reported
-from ._swing import own_step
+from ._step_shortening import own_step
 
 # Share of q that a site which is not normalisable by itself starts from under metric="site".
 _SMALL_SHARE = 0.01

@@ -91,6 +91,18 @@ class StochasticNaturalGradient(BatchSolver):
         del family, dtype
         return ()
 
+    def check_families(self) -> None:
+        """Refuse a forced source of second derivatives.
+
+        Raises:
+            PVIError: naming the argument and what to write.
+        """
+        if self.curvature != "auto":
+            raise PVIError(
+                f"StochasticNaturalGradient(curvature={self.curvature!r}) is for Gaussian guides; under AutoExponentialFamily "
+                "messages are natural gradients in the latents' own families. Leave it out."
+            )
+
     def solve(
         self,
         factor: LocalFactor,

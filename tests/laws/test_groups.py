@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-import numpyro_pvi._groups as groups_part
+import numpyro_pvi._group_lifecycle as groups_part
 import numpyro_pvi.runtime._engine as engine
 import numpyro_pvi.runtime._local as local
 import numpyro_pvi.sites._algebra as algebra

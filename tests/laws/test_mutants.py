@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-import numpyro_pvi._readings as readings
+import numpyro_pvi._state_marginals as readings
 import numpyro_pvi.families._gaussian as gaussian
 import numpyro_pvi.runtime._local as local
 import numpyro_pvi.schedules._acceptance as base

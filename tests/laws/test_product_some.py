@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-import numpyro_pvi.runtime._product_some as some
+import numpyro_pvi.runtime._product_subset as some
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.families import CategoricalFamily
 from numpyro_pvi.runtime._product_view import batch_rows, local_of, others, own_groups, view_of

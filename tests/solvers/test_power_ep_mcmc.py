@@ -14,7 +14,7 @@ from scipy import optimize
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi._driver import _raise_if_stuck
-from numpyro_pvi._groups import begin_chains
+from numpyro_pvi._group_lifecycle import begin_chains
 from numpyro_pvi.errors import PVIError, SkippedGroupError
 from numpyro_pvi.families import MultivariateNormalFamily
 from numpyro_pvi.runtime import LaxMap, Vmap, chains_wanted

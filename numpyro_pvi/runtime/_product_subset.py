@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,13 @@ def is_partial(solver: Any, schedule: Any) -> bool:
 
 
 def partial_rounds(
-    engine: Any, state: PVIState, problem: ProductProblem, count: Int[Array, ""], tol: Float[Array, ""], length: int
+    engine: Any,
+    state: PVIState,
+    factors: Callable[[PVIState], ProductProblem],
+    with_params: Callable[[PVIState], PVIState],
+    count: Int[Array, ""],
+    tol: Float[Array, ""],
+    length: int,
 ) -> RoundsDone:
     """Run up to ``count`` rounds: see :meth:`numpyro_pvi.runtime.ProductEngine.rounds`.
 
@@ -77,7 +84,8 @@ def partial_rounds(
     Args:
         engine: of the fit.
         state: where they start.
-        problem: the factors of all groups.
+        factors: of all groups, at a state.
+        with_params: the state with the model's params moved, by a pass over all rows.
         count: most rounds.
         tol: largest move of a round that ends them.
         length: rounds that there is room for.
@@ -93,13 +101,14 @@ def partial_rounds(
         due = _due(engine, state)
 
         def found() -> Array:
-            return -problem.objective(state.sites, engine.noise(state.rng_key)).elbo
+            return -factors(state).objective(state.sites, engine.noise(state.rng_key)).elbo
 
         return found() if engine.loss_every == 1 else jax.lax.cond(due, found, lambda: jnp.full((), jnp.nan, dtype))
 
     def again(state: PVIState, carry: tuple) -> tuple[PVIState, tuple, Array]:
         next_key, key = jax.random.split(state.rng_key)
-        state = stepped(state, next_key, one(engine, problem, state, key, engine.noise(state.rng_key)))
+        done = one(engine, factors(state), state, key, engine.noise(state.rng_key))
+        state = with_params(stepped(state, next_key, done))
         loss = loss_of(state)
         # A loss that nobody has looked at is NaN as well.
         report = state.report._replace(finite=sound(loss) | ~_due(engine, state))

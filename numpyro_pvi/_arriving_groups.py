@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._entry import check_run, check_state
-from ._groups import all_absent, position, refuse_tied, rows_of
+from ._group_lifecycle import all_absent, position, refuse_tied, rows_of
 from ._resume import Progress
 from ._state import Plan, PVIState
+from ._user_inputs import check_run, check_state
 from .errors import NonFiniteLossError, PartitionError, SkippedGroupError
 from .factors import Arrival, arrive, check_data, count_rows, signature_of
 from .handlers import GroupTable, known_labels, labels_table, one_group_table

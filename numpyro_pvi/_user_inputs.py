@@ -17,7 +17,7 @@ from numpyro.infer import RenyiELBO
 
 from ._compiling import Programs, is_traced, level_of, owned_jit
 from ._contracts import lacking
-from ._groups import reduced, rows_of
+from ._group_lifecycle import reduced, rows_of
 from ._state import Plan, PVIState
 from .errors import PVIError, StateError
 from .factors import join_arguments, model_work

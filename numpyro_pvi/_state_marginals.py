@@ -6,12 +6,12 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from ._compiling import Program
-from ._groups import position, site_of
+from ._group_lifecycle import position, site_of
 from ._locals import joint_params, local_distributions
+from ._posterior_views import NaturalView, agent_natural, latent_distributions
 from ._prototype import prototype
 from ._row_states import row_distributions, row_params, row_view
 from ._state import PVIState
-from ._views import NaturalView, agent_natural, latent_distributions
 from .errors import PartitionError
 from .guides import natural_to_params
 from .handlers import PRIOR

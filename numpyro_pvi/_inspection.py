@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from ._compiling import Program, is_traced
-from ._entry import positional_names
 from ._swap import first_that_fits, warn_of_choice
+from ._user_inputs import positional_names
 from .errors import GuideError, PVIError
 from .factors import (
     Enumeration,

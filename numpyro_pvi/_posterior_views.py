@@ -96,7 +96,7 @@ def latent_distributions(plan: Plan, natural: Any, trace: dict, what: str, joint
 
 def _marginal(family: GaussianFamily, moments: GaussianMoments, where: slice, shape: tuple, fn) -> dist.Distribution:
     loc = moments.loc[where].reshape(shape)
-    sd = jnp.sqrt(family.variances(moments))[where].reshape(shape)
+    sd = family.sds(moments)[where].reshape(shape)
     rank = event_rank(fn)
     if not family.full or rank == 0:
         return in_own_support(fn, loc, sd, None)

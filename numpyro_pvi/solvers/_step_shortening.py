@@ -35,10 +35,7 @@ def own_step(
         ``(step, move)``; the move is the change of q's location in sds and, to first order, of its log sds.
     """
     moments = family.moments(q)
-    variance = family.variances(moments)
-    force = change.precision_mean - family.precision_product(change, moments.loc)
-    shift = family.covariance_product(moments, force) / jnp.sqrt(variance)
-    stretch = -0.5 * family.precision_diagonal(change) * variance
-    move = jnp.concatenate([shift, stretch])
+    stretch = -0.5 * family.precision_diagonal(change) * family.variances(moments)
+    move = jnp.concatenate([family.shift(change, moments), stretch])
     new = next_step(step, jnp.dot(move, last), jnp.dot(move, move), jnp.dot(last, last), largest)
     return new, jnp.where(usable, move, last)
