@@ -17,8 +17,8 @@ from benchmarks._opponent import gaussian_of_params
 from benchmarks._references import Optimum
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi._compiling import at_work
-from numpyro_pvi._user_inputs import run_rounds
 from numpyro_pvi._group_lifecycle import reduced
+from numpyro_pvi._user_inputs import run_rounds
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import NaturalGradient
 

@@ -85,7 +85,7 @@ def short_of(state: PVIState, tol: float | None) -> str:
         return f"{named(worst)} was skipped in the last {int(report.skip_run.max())} rounds"
     if int(report.refused) >= STALL_ROUNDS and float(report.left) > (_LITTLE if tol is None else tol):
         return standstill(state)
-    notes = limits(state) if tol is None else (*limits(state), _left(report))
+    notes = limits(state) if tol is None else (*limits(state), _left(state, report))
     return notes[0].removesuffix(".") if notes else ""
 
 
@@ -107,8 +107,15 @@ def standstill(state: PVIState) -> str:
     )
 
 
-def _left(report: RoundReport) -> str:
-    return f"about {float(report.left):.2g} posterior sds are left to move."
+def _left(state: PVIState, report: RoundReport) -> str:
+    left = f"about {float(report.left):.2g} posterior sds are left to move"
+    # Of moments that are matched by draws, the ending itself tells the noise.
+    if hasattr(state.solver_state, "ess") or not state.plan.by_draws(jax.device_get(state.rule)):
+        return f"{left}."
+    return (
+        f"{left}. Expectations are by draws, whose noise late rounds average away: it falls with the root of the number of rounds "
+        "and of draws. Ask for no more than it allows (a larger tol), or for more draws (num_draws)."
+    )
 
 
 def limits(state: PVIState) -> tuple[str, ...]:

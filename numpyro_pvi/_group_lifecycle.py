@@ -96,6 +96,55 @@ def _total(others: Any) -> Any:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), others)
 
 
+def refuse_other_rows(partition: Any, state: PVIState | None) -> None:
+    """Raise where a state is to go on under labels that are not its rows'.
+
+    Args:
+        partition: the PVI's, or None.
+        state: a state, or None.
+
+    Raises:
+        StateError: naming the first row, or the labels.
+    """
+    differs = other_rows(partition, state) if isinstance(state, PVIState) else ""
+    if differs:
+        raise StateError(
+            f"init_state was made for other rows: {differs}. Make the Partition with the labels of the state's rows, in their "
+            "order, and give the rows in that order; rows of other groups come with revisit or add_group."
+        )
+
+
+def other_rows(partition: Any, state: PVIState) -> str:
+    """Why labels that a Partition has for as many rows as a state has cannot be those of the state's rows.
+
+    A state goes by its own labels. Rows in another order, or under other labels, would be taken for its groups' without a word.
+
+    Args:
+        partition: the PVI's, or None.
+        state: a state.
+
+    Returns:
+        A sentence without its end; empty where they agree, and where they are about other rows: of another number, or of groups
+        none of which is present.
+    """
+    own, table = None if partition is None else partition.labelled(), state.plan.partition.table
+    if own is None or own.num_rows != table.num_rows or not set(own.labels) & set(table.labels):
+        return ""
+    if own.labels != table.labels:
+        gone, new = ([x for x in a.labels if x not in b] for a, b in ((table, own), (own, table)))
+        told = [f"the state has group(s) {known_labels(gone)}"] * bool(gone)
+        told += [f"this PVI's Partition has {known_labels(new)}"] * bool(new)
+        return " and ".join(told)
+    rows = np.flatnonzero(own.index_of_row != table.index_of_row)
+    if not rows.size:
+        return ""
+    here, there = (t.labels[t.index_of_row[rows[0]]] for t in (own, table))
+    return (
+        f"row {int(rows[0])} belongs to group {there!r} in the state and to {here!r} in this PVI's Partition ({rows.size} of "
+        f"{own.num_rows} rows differ)"
+    )
+
+
 def check_rows(state: PVIState, args: tuple, kwargs: dict, names: tuple[str, ...]) -> None:
     """Refuse arguments that are not the rows of the groups that are present.
 
@@ -282,8 +331,8 @@ def forgotten(state: PVIState, label: Hashable, solver: Any) -> PVIState:
     reason = approximate_because(plan, solver)
     if reason and left.plan.groups:
         warnings.warn(
-            f"forget_group({label!r}) took its site out, but {reason}, so what is left still carries traces of its rows. It is "
-            "approximate until the rest is fitted again: revisit(state, labels, *args) with the other groups' rows.",
+            f"forget_group({label!r}) took its site out, but {reason}, so what is left is not what a fit without it gives, and may "
+            "be far from it. Fit the rest again: revisit(state, labels, *args) with the other groups' rows.",
             stacklevel=3,
         )
     return left

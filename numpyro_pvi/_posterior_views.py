@@ -42,12 +42,22 @@ class NaturalView:
     @property
     def precision_mean(self):
         """Float[D], ``Lambda m``."""
-        return self.natural.precision_mean
+        return self._number("precision_mean")
 
     @property
     def precision(self):
         """Float[D D] (full) or Float[D] (mean-field), Lambda."""
-        return self.natural.precision
+        return self._number("precision")
+
+    def _number(self, name: str) -> Any:
+        parts = getattr(self.natural, "parts", None)
+        if parts is None:
+            return getattr(self.natural, name)
+        first = next(iter(parts))
+        raise AttributeError(
+            f"the {self.what} has no {name}: under AutoExponentialFamily there is one natural parameter per latent. Read "
+            f".natural.parts[{first!r}] (latents {', '.join(parts)})."
+        )
 
     def to_distribution(self) -> Any:
         """The normalised distribution with these natural parameters; a dict of them by latent under ``AutoExponentialFamily``.

@@ -20,6 +20,7 @@ from ._codec import Decoder, Encoder, is_record, storable
 from ._compiling import content
 from ._exponential_files import product_types
 from ._fingerprint import SiteDigest, first_difference, model_digest
+from ._group_lifecycle import other_rows
 from ._prototype import abstract_arguments, guide_latents, latents_of, model_latents
 from ._state import Plan, PVIState
 from .errors import CheckpointError, StateError
@@ -138,6 +139,12 @@ def load_state(path: Any, pvi: Any) -> Loaded:
             f"the checkpoint {name!r} is corrupted: its header does not describe a state. Use an earlier copy, or start anew."
         ) from error
     _check_latents(name, pvi, state.plan)
+    differs = other_rows(pvi.partition, state)
+    if differs:
+        raise CheckpointError(
+            f"the checkpoint {name!r} was written for other rows: {differs}. Make the Partition with the labels of the file's "
+            "rows, in their order, and give the rows in that order."
+        )
     try:
         own = digest_of(pvi, state.plan, salt)
     except Exception as error:
@@ -241,8 +248,8 @@ def _types(pvi: Any) -> dict[str, type]:
 
 
 def _own(plan: Plan) -> tuple[str, ...]:
-    """Fields whose structure is not in the file; a product of families has all of its state in it."""
-    return () if isinstance(plan, ProductPlan) else _OWN
+    """Fields whose structure is not in the file; of a product of families it is the optimiser's alone."""
+    return ("optim_state",) if isinstance(plan, ProductPlan) else _OWN
 
 
 def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
@@ -265,10 +272,11 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
         raise TypeError("a leaf of the state")
     values["plan"] = plan
-    if not _own(plan):
-        return PVIState(**values)
-    _check_sizes(values, plan)
-    for name, like in _structures(header, decoder, pvi, plan, values["sites"].groups.precision_mean.dtype).items():
+    structures = {"optim_state": _optim_structure(header, decoder, pvi)}
+    if not isinstance(plan, ProductPlan):
+        _check_sizes(values, plan)
+        structures |= _structures(pvi, plan, values["sites"].groups.precision_mean.dtype)
+    for name, like in structures.items():
         values[name] = decoder.leaves(fields[name], like, f"{name} ({type(pvi.solver).__name__})")
     return PVIState(**values)
 
@@ -288,8 +296,8 @@ def _check_sizes(values: dict[str, Any], plan: Plan) -> None:
             raise ValueError("sites")
 
 
-def _structures(header: dict, decoder: Decoder, pvi: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
-    """What the solver and the optimiser themselves start from, in shapes."""
+def _structures(pvi: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
+    """What the solver itself starts from, in shapes."""
 
     def start() -> Any:
         one = pvi.solver.init(plan.family, dtype)
@@ -299,8 +307,12 @@ def _structures(header: dict, decoder: Decoder, pvi: Any, plan: Plan, dtype: Any
     of_prior = None
     if plan.partition.has_prior_factor:
         of_prior = jax.eval_shape(lambda: solver_of_prior(pvi.solver).init(plan.family, dtype))
-    optim = None if pvi.optim is None else jax.eval_shape(pvi.optim.init, _shapes(header["params"], decoder))
-    return {"solver_state": solver, "prior_solver_state": of_prior, "optim_state": optim}
+    return {"solver_state": solver, "prior_solver_state": of_prior}
+
+
+def _optim_structure(header: dict, decoder: Decoder, pvi: Any) -> Any:
+    """What the optimiser starts from, in shapes."""
+    return None if pvi.optim is None else jax.eval_shape(pvi.optim.init, _shapes(header["params"], decoder))
 
 
 def _specs(params: Any, encoder: Encoder) -> Any:

@@ -55,6 +55,13 @@ class Plan:
         """How the model is traced at one of :meth:`shared_draws`: see :class:`numpyro_pvi.factors.FlatLatents`."""
         return FlatLatents(self.partition.layout)
 
+    def by_draws(self, rule: Rule) -> bool:
+        """Whether any factor's expectations are by random draws, under a rule as NumPy's arrays."""
+        part = self.partition
+        random = {"auto": rule.points.sampled, "sigma_points": (False, False)}.get(part.unstructured, (True, True))
+        kinds = zip((part.likelihood, part.prior_kind), random, strict=True)
+        return any(kind in ("local", "reparameterised") or (kind == "draws" and bool(own)) for kind, own in kinds)
+
     def shared_draws(self, q: Any, rng_key: Any, count: int) -> Any:
         """Draws of the latents outside the partitioned plates from q, a leading axis long; latents of rows are left out.
 
@@ -140,6 +147,12 @@ class PVIRunResult(SVIRunResult):
         self.info, self.converged, self.message, self.trace = info, converged, message, trace
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what to write where a result is given for a state."""
+        known = {field.name for field in dataclasses.fields(PVIState)}
+        remedy = ": its state has, so pass result.state" if name in known else ""
+        raise AttributeError(f"a PVIRunResult has no attribute {name!r}{remedy}")
+
 
 @dataclasses.dataclass(frozen=True)
 class PVITrace:
@@ -190,46 +203,58 @@ class PVIInfo:
     """What happened to every factor in the last round; ``str()`` is a table with labels.
 
     One entry per factor, in the order of ``labels`` (the prior factor, if any, first).
+
+    Attributes:
+        labels: the factors: ``PRIOR`` where the prior has a site, groups whose rows are not at hand, groups whose rows are.
+        move: Float[F], largest change of a posterior mean by the factor's step, in posterior sds.
+        asked: Float[F], the same by the whole of what the factor asks for, undamped (under some solvers log sds as well).
+        step: Float[F], share of the proposed change that was taken; 0 for a skipped factor.
+        backoffs: Int[F], halvings in the last round.
+        skipped: Bool[F], whether the factor made no step in the last round.
+        skip_run: Int[F], rounds running in which it made none.
+        cavity_proper: Bool[F], whether q without the factor's site (its cavity) is normalisable; an improper one is legal for VI
+            solvers.
+        ess: Float[F], effective number of weighted draws, where moments are matched by them; NaN where expectations are exact, or
+            by draws that all count alike.
+        structure: what every factor was found to be: "quadratic", "affine", "draws", "enumerated", ...
+        expectation: how its expectations, or the moments of its tilted distribution, are taken.
+        valid: whether q was normalisable.
+        total_move: largest change of any posterior mean or log sd in the last round, in posterior sds.
+        rounds: since the state was made.
+        consensus: largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
+        agents: without a server, natural parameters of every agent's own q by label, read when they are asked for; else empty.
+        left: posterior sds that q is still asked to move, or would still move at the observed rate: what ``tol`` is about.
+        delbo: DELBO on the rows that the last consensus round took, its consensus gap and its modelling gap, nats; NaN elsewhere.
+        rhat: of factors whose tilted moments are by chains, the largest split R-hat; NaN elsewhere.
+        divergent: of the same, the share of divergent transitions.
+        evidence: how the structure is known: "proved" for all values of latents and parameters, "found" at points and verified
+            where q is, "" where none is used.
+        sites: how sites are held: "dense", or "rows" where they are two numbers per row.
+        notes: remarks, a sentence each: what holds the fit back, what was given up, what was kept whole.
     """
 
     labels: tuple
-    # Largest change of a posterior mean by the factor's step, in posterior sds.
     move: Any
-    # The same by the whole of what the factor asks for, undamped (under some solvers log sds as well).
     asked: Any
-    # Share of the proposed change that was taken; 0 for a skipped factor.
     step: Any
-    # Halvings in the last round.
     backoffs: Any
     skipped: Any
     skip_run: Any
-    # Whether q without the factor's site (its cavity) is normalisable; an improper cavity is legal for VI solvers.
     cavity_proper: Any
-    # Effective sample size of sampled expectations; NaN where they are exact or unweighted.
     ess: Any
     structure: tuple[str, ...]
     expectation: tuple[str, ...]
-    # Whether q was normalisable.
     valid: bool
-    # Largest change of any posterior mean or log sd in the last round, in posterior sds.
     total_move: float
     rounds: int
-    # Largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
     consensus: float = 0.0
-    # Without a server: natural parameters of every agent's own q by label, read when they are asked for; else empty.
     agents: Mapping[Hashable, Any] = dataclasses.field(default_factory=dict)
-    # Posterior sds that q is still asked to move, or would still move at the observed rate: what ``tol`` is about.
     left: float = math.nan
-    # DELBO on the rows that the last consensus round took, its consensus gap and its modelling gap, nats; NaN elsewhere.
     delbo: tuple[float, float, float] = (math.nan, math.nan, math.nan)
-    # Of factors whose tilted moments are by chains: largest split R-hat, and share of divergent transitions; NaN elsewhere.
     rhat: Any = None
     divergent: Any = None
-    # How the structure is known: "proved" for all values of latents and parameters, "found" at points, "" where none is used.
     evidence: tuple[str, ...] = ()
-    # How sites are held: "dense", or "rows" where they are two numbers per row.
     sites: str = "dense"
-    # Remarks: an optimiser with nothing to optimise, quadrature short of its target.
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:

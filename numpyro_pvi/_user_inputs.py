@@ -250,11 +250,23 @@ def check_run(num_steps: Any, tol: Any, loss_every: Any = 1, least: int = 1) -> 
     """
     if not isinstance(num_steps, (int, np.integer)) or num_steps < least:
         kind = "a positive int" if least else "an int of at least 0"
-        raise PVIError(f"num_steps={num_steps!r}: expected {kind}, the number of rounds.")
-    if tol is not None and not tol > 0:
-        raise PVIError(f"tol={tol!r}: expected a positive number of posterior sds, or None.")
+        missing = (
+            " Write run(rng_key, 50, *args): it comes before the model's arguments." if _is_array(num_steps) else ""
+        )
+        raise PVIError(f"num_steps={shown(num_steps)}: expected {kind}, the number of rounds.{missing}")
+    if tol is not None and (_is_array(tol) or not tol > 0):
+        raise PVIError(f"tol={shown(tol)}: expected a positive number of posterior sds, or None.")
     if not isinstance(loss_every, (int, np.integer)) or loss_every < 1:
-        raise PVIError(f"loss_every={loss_every!r}: expected a positive int.")
+        raise PVIError(f"loss_every={shown(loss_every)}: expected a positive int.")
+
+
+def shown(value: Any) -> str:
+    """A value for a message; of an array its shape, since no message holds the data."""
+    return f"<an array of shape {tuple(value.shape)}>" if _is_array(value) else repr(value)
+
+
+def _is_array(value: Any) -> bool:
+    return bool(getattr(value, "shape", None))
 
 
 def refuse_two_starts(init_state: Any, init_params: Any) -> None:

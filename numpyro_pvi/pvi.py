@@ -17,7 +17,16 @@ from ._closures import Followed, check_picklable, follows
 from ._compiling import is_traced, on_device
 from ._demoted import demoted
 from ._driver import BLOCK, Run, drive, waiting
-from ._group_lifecycle import begin_chains, check_rows, forgotten, reduced, refuse_absent, restored, rows_of
+from ._group_lifecycle import (
+    begin_chains,
+    check_rows,
+    forgotten,
+    reduced,
+    refuse_absent,
+    refuse_other_rows,
+    restored,
+    rows_of,
+)
 from ._initial import (
     better_start,
     check_structure,
@@ -368,6 +377,7 @@ class PVI(SVI):
         refuse_two_starts(init_state, init_params)
         with waiting(int(num_steps), progress_bar) as bar:
             given = self._arguments(args, kwargs)
+            refuse_other_rows(self.partition, init_state)
             kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
             state, *rows = taken(self, before.state, args, kwargs)
             before = dataclasses.replace(before, state=state)

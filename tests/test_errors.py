@@ -13,6 +13,7 @@ from numpyro.infer import SVI, RenyiELBO, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer import autoguide as ag
 
 from numpyro_pvi import PVI, DataError, GuideError, ImproperError, Partition, PartitionError, PVIError, StateError
+from numpyro_pvi._state import PVIRunResult
 
 N = 12
 RNG = np.random.default_rng(0)
@@ -347,6 +348,15 @@ class TestOptions:
         with pytest.raises(PVIError, match="num_steps.*positive int"):
             PVI(model, ag.AutoNormal(model)).run(KEY, num_steps, X, Y)
 
+    @pytest.mark.parametrize("options", [{}, {"tol": Y, "num_steps": 3}, {"loss_every": Y, "num_steps": 3}])
+    def test_no_message_holds_the_data(self, options):
+        """The number of rounds is forgotten, or an array comes where a number should."""
+        options = dict(options)
+        given = (options.pop("num_steps"), X, Y) if options else (X, Y)
+        with pytest.raises(PVIError, match=r"=<an array of shape") as caught:
+            PVI(model, ag.AutoNormal(model)).run(KEY, *given, **options)
+        assert str(float(Y[0]))[:6] not in str(caught.value) and str(float(X[0, 0]))[:6] not in str(caught.value)
+
     @pytest.mark.parametrize(("option", "value"), [("tol", 0.0), ("tol", -1.0), ("loss_every", 0)])
     def test_run_options(self, option, value):
         with pytest.raises(PVIError, match=option):
@@ -355,6 +365,12 @@ class TestOptions:
 
 class TestStates:
     """One fitted state; nothing here may change it."""
+
+    def test_a_result_is_no_state(self, fitted):
+        result = PVIRunResult({}, fitted[1], jnp.zeros(1))
+        with pytest.raises(AttributeError, match=r"'plan': its state has, so pass result.state"):
+            _ = result.plan
+        assert not hasattr(result, "colour")
 
     def test_shape_changed(self, fitted):
         pvi, state = fitted

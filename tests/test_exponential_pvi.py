@@ -311,14 +311,6 @@ def test_random_groups_and_rows_that_do_not_fit_are_refused_by_name(options, wor
         pvi.init(KEY, jnp.asarray(X), jnp.asarray(Y))
 
 
-def with_param(y):
-    """A model with a numpyro.param."""
-    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
-    m = numpyro.sample("m", dist.Normal(0.0, scale))
-    with numpyro.plate("data", y.shape[0]):
-        numpyro.sample("y", dist.Normal(m, 1.0), obs=y)
-
-
 def with_index(y):
     """Rows that see a shared discrete latent's members by an index."""
     with numpyro.plate("kinds", 3):
@@ -344,16 +336,15 @@ U, V = {"u": CategoricalFamily(20)}, {"v": CategoricalFamily(20)}
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        (with_param, {}, "numpyro.param site"),
         (with_index, {"families": {"s": BernoulliFamily()}}, "'y' see several members of discrete latent.*'s'"),
         (with_local, {"families": U}, "'u', and 'v' would be summed out: give all of them a family"),
         (with_local, {"families": U | V, "joint": [("m", "z")]}, "latent 'z' is inside the partitioned plate"),
         (with_local, {"families": U | V}, r"u \(20 values\), v \(20 values\).*at most 256"),
     ],
-    ids=["param", "index", "families", "joint", "values"],
+    ids=["index", "families", "joint", "values"],
 )
 def test_models_that_do_not_fit_are_refused_by_name(model, options, words):
-    pvi = PVI(Partition(model, "data", 2), AutoExponentialFamily(model, **options), numpyro.optim.Adam(0.1))
+    pvi = PVI(Partition(model, "data", 2), AutoExponentialFamily(model, **options))
     with pytest.raises(PVIError, match=words):
         pvi.init(KEY, jnp.asarray(Y))
 

@@ -344,6 +344,7 @@ class TestRefusals:
             (lambda: Partition(groups=[1.0, np.nan]), r"missing label\(s\) \(NaN or None\), at row\(s\) 1"),
             (lambda: Partition(groups=np.array([np.nan, 1.0])), r"missing label\(s\).*row\(s\) 0"),
             (lambda: Partition(groups=["a", None]), r"missing label\(s\).*row\(s\) 1"),
+            (lambda: Partition(groups=[None, "a", np.nan]), r"2 missing label\(s\).*row\(s\) 0, 2"),
             (lambda: Partition(groups=["a", ["b"]]), "label of row 1 is a list, which is not hashable"),
             (lambda: Partition(groups=["a", ("b", [])]), "label of row 1 is a tuple, which is not hashable"),
             (lambda: Partition(groups=["a", PRIOR]), "label of row 1 is PRIOR"),

@@ -82,7 +82,7 @@ def no_number(X, y):
 @pytest.mark.filterwarnings("ignore:.*[Oo]ut-of-support")
 def test_where_nothing_is_finite_the_sample_site_is_named():
     with pytest.raises(
-        GuideError, match=r"'obs' \(Gamma, whose observations are outside of its support\) in .*init_loc_fn"
+        DataError, match=r"observations of sample site 'obs' are outside.*'obs' \(Gamma, whose observations"
     ):
         of(wrong_support).init(KEY, X, -np.abs(Y))
     with pytest.raises(GuideError, match=r"AutoDiagonalNormal found no point.*'obs' \(Normal\) in 12 of 12 entries"):

@@ -68,6 +68,41 @@ def file(fitted, tmp_path):
     return tmp_path / "fit.pvi"
 
 
+ORDER = np.argsort(LABELS, kind="stable")
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (
+            LABELS[ORDER],
+            r"row 0 belongs to group 'north' in the state and to 'east' in this PVI's Partition \(9 of 12 rows",
+        ),
+        (
+            np.where(LABELS == "east", "west", LABELS),
+            r"the state has group\(s\) 'east' and this PVI's Partition has 'west'",
+        ),
+    ],
+    ids=["order", "names"],
+)
+def test_labels_of_other_rows_are_refused(fitted, file, labels, words):
+    """Rows in another order, under labels that fit them, would be taken for other groups' rows without a word."""
+    other = make(labels=labels)
+    with pytest.raises(CheckpointError, match=words):
+        other.load(file)
+    with pytest.raises(StateError, match=words):
+        other.run(KEY, 1, X[ORDER], Y[ORDER], init_state=fitted[1], progress_bar=False)
+
+
+def test_labels_of_rows_to_come_are_not(fitted, file):
+    """Tomorrow's batch, as large as all rows of the file, or of another size with a label that is known."""
+    pvi, state = fitted
+    for labels in (np.repeat(["today", "tomorrow"], 6), LABELS[:5]):
+        assert make(labels=labels).load(file).groups == state.groups
+    assert make(labels=list(LABELS)).load(file).groups == state.groups
+    assert PVI(model, AutoMultivariateNormal(model), solver=pvi.solver, schedule=pvi.schedule).load(file)
+
+
 def leaves(state):
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -509,12 +544,12 @@ def test_another_run_s_file_is_refused_and_kept(fitted, tmp_path):
         ({}, jax.random.key(1), (X, Y), "other rng_key"),
         ({}, KEY, (X, Y + 1), "other arguments of the model"),
         ({}, KEY, (X[:9], Y[:9]), "other arguments"),
-        ({"labels": [other[x] for x in LABELS]}, KEY, (X, Y), "the same labels are on other rows"),
+        ({"labels": [other[x] for x in LABELS]}, KEY, (X, Y), "row 0 belongs to group .* in the state"),
         (
             {"labels": ["west" if x == "east" else x for x in LABELS]},
             KEY,
             (X, Y),
-            "group 'west' is in one of them only",
+            "the state has group.*'east' and this PVI's Partition has 'west'",
         ),
         ({"schedule": Sequential()}, KEY, (X, Y), "schedule Synchronous"),
     ):

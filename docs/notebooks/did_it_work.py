@@ -77,11 +77,13 @@ print(full.info(fit.state))
 # | column | what it says | look closer when |
 # |---|---|---|
 # | asked | how far the group's own proposal would move $q$, in posterior sds | it stays above `tol` while `taken` is near zero: steps are refused |
-# | taken, step | what was taken of it, and the share | the step stays far below 1: groups pull against each other |
+# | taken, step | what was taken of it, and the share | the step stays far below 1: groups pull against each other (where expectations are by draws it shrinks by itself, as late rounds average) |
 # | back-offs, skipped | halvings; rounds without a step | a group is skipped again and again: its factor is not finite somewhere |
 # | cavity | whether $q$ without the group is a distribution | it says *improper*: nothing but this group holds some latent |
-# | ess | effective number of draws, where moments are by draws | it is a few per cent of the draws |
-# | structure, expectation | what was found of the model, and how expectations are taken | draws where you expected quadrature: the predictor is not affine |
+# | ess | effective number of weighted draws, where `PowerEP` and `SNEP` match moments by them; else "-" | it is a few per cent of the draws |
+# | structure | what every factor was found to be: *quadratic* (its site is exact at once), *affine* (rows see the latents through one or two affine predictors), *draws* (neither), *local* (rows have latents of their own), *enumerated* (discrete latents summed out); *proved* for all values, or *found* and verified where $q$ is | *draws* where you expected *affine*: the predictor is not affine |
+# | expectation | *closed form*; *quadrature* with its rule, of the last round (`gh8`, `gh20`: Gauss-Hermite with so many nodes; `mapped`: nodes moved to where the density bends); *sigma_points*; *monte_carlo* (by second derivatives, `hessian`, or by gradients alone, `stein`); *site only*: the group's rows are not at hand | draws, and more of them are affordable |
+# | PRIOR | the site of priors that $q$'s family does not have (a scale's, a hierarchy's); groups' cavities share it | |
 #
 # A run that is stopped too early says so:
 
@@ -108,8 +110,9 @@ _ = right.legend()
 # %% [markdown]
 # Mean-field also ends at a lower ELBO; the difference is how much worse it is, in nats of $\mathrm{KL}(q \,\|\, p)$.
 #
-# Noise looks different. With draws in place of quadrature, moves stop falling where the draws' error is, and `tol`
-# stops the run there:
+# Noise looks different. With draws in place of quadrature, moves stop falling where the draws' error is. From there on late
+# rounds are averaged, and what is left falls with the root of their number: a `tol` below the noise takes very many
+# rounds, and the message says so when they run out:
 
 # %%
 noisy = PVI(

@@ -195,9 +195,8 @@ class _Attempt:
 
     def _refuse_several_plates(self, mechanism: str) -> None:
         if len(self.rows.plates) > 1:
-            raise PartitionError(
-                f"{self.where} are split together, which {mechanism!r} cannot do: leave mode='auto' or write mode='mask'."
-            )
+            remedy = ": leave mode='auto' or write mode='mask'" if self.partition.mode == mechanism else ""
+            raise PartitionError(f"{self.where} are split together, which {mechanism!r} cannot do{remedy}.")
         if mechanism == "index" and not self.rows.plates:
             raise PartitionError(
                 f"{self.where} has no plate whose indices could be set: put the site inside `with numpyro.plate(...)`."

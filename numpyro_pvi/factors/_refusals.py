@@ -16,7 +16,7 @@ from numpyro import handlers
 from numpyro.infer import init_to_uniform
 from numpyro.primitives import Messenger
 
-from ..errors import GuideError, PartitionError, PVIError
+from ..errors import DataError, GuideError, PartitionError, PVIError
 from ..handlers import FullPlates, RowAxes
 from ._model import DrawImproper, is_latent, is_observed, site_log_prob
 
@@ -121,6 +121,7 @@ def explained(guide: Any, key: Any, args: tuple, kwargs: dict) -> Iterator[None]
         kwargs: its keyword arguments.
 
     Raises:
+        DataError: naming the sample site, where observations are outside of its support.
         GuideError: naming the sample site.
     """
     try:
@@ -128,23 +129,29 @@ def explained(guide: Any, key: Any, args: tuple, kwargs: dict) -> Iterator[None]
     except (RuntimeError, ValueError) as error:
         if isinstance(error, PVIError) or not any(words in str(error) for words in _NO_START):
             raise
-        name = type(guide).__name__
+        name, (outside, where) = type(guide).__name__, _not_finite(guide, key, args, kwargs)
+        if outside:
+            raise DataError(
+                f"the observations of sample site {', '.join(outside)} are outside of the distribution's support, so that there is "
+                f"no finite log density to start from: {where}. Look for negative counts, for labels that begin at 1, for shares "
+                "of 0 or 1, or choose a distribution that has them."
+            ) from error
         raise GuideError(
             f"the guide {name} found no point with a finite log density to start from ({str(error).split('. ')[0].rstrip('.')}): "
-            f"{_not_finite(guide, key, args, kwargs)}. Check the observations against the distribution's support and its "
+            f"{where}. Check the observations against the distribution's support and its "
             f"parameters against their ranges, or start elsewhere: {name}(model, init_loc_fn=numpyro.infer.init_to_median()), or "
             "init_to_value(values={...}) from there."
         ) from error
 
 
-def _not_finite(guide: Any, key: Any, args: tuple, kwargs: dict) -> str:
-    """Which sample sites are not finite at a draw of the guide's strategy; no values of theirs."""
+def _not_finite(guide: Any, key: Any, args: tuple, kwargs: dict) -> tuple[list[str], str]:
+    """Observed sites outside of their supports, and which are not finite at a draw of the guide's strategy; no values of theirs."""
     with warnings.catch_warnings(), numpyro.validation_enabled(False):
         warnings.simplefilter("ignore")
         # Seeded inside: strategies draw with the keys that sample sites have been given.
         seeded, strategy = handlers.seed(guide.model, key), getattr(guide, "init_loc_fn", init_to_uniform)
         trace = handlers.trace(handlers.substitute(seeded, substitute_fn=strategy)).get_trace(*args, **kwargs)
-        found = []
+        found, off = [], []
         for name, site in trace.items():
             if site["type"] != "sample":
                 continue
@@ -152,11 +159,12 @@ def _not_finite(guide: Any, key: Any, args: tuple, kwargs: dict) -> str:
             bad = int((~np.isfinite(terms)).sum())
             if bad:
                 outside = is_observed(site) and not bool(jnp.all(site["fn"].support(site["value"])))
+                off += [repr(name)] * outside
                 why = ", whose observations are outside of its support" if outside else ""
                 found.append(f"{name!r} ({_kind(site['fn'])}{why}) in {bad} of {terms.size} entries")
     if not found:
-        return "every sample site is finite at a draw of its init strategy, but a gradient is not"
-    return f"at a draw of its init strategy the log density is not finite at sample site {', '.join(found)}"
+        return off, "every sample site is finite at a draw of its init strategy, but a gradient is not"
+    return off, f"at a draw of its init strategy the log density is not finite at sample site {', '.join(found)}"
 
 
 def _kind(fn: Any) -> str:

@@ -84,7 +84,7 @@ class GaussianDefaults(FamilyDefaults):
         sd, before = self.sds(new), self.sds(old)
         return jnp.concatenate([(new.loc - old.loc) / sd, jnp.log(sd) - jnp.log(before)])
 
-    def pull(self: Any, change: GaussianNatural, loc: Float[Array, "D"]) -> Float[Array, "*batch D"]:
+    def pull(self: Any, change: GaussianNatural, loc: Float[Array, "..."]) -> Float[Array, "*batch D"]:
         """``dh - dLambda m``: what a change of natural parameters is to the gradient of log q at its location."""
         return change.precision_mean - self.precision_product(change, loc)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float
@@ -124,17 +125,20 @@ def repeated(base: Family, shape: tuple[int, ...]) -> Family:
     return IndependentFamily(base, shape)
 
 
-def member_family(family: Family) -> Family:
+def member_family(family: Family, *trees: Any) -> tuple[Any, ...]:
     """The family of one member: repetitions looked through, and coordinates that are independent of one another taken apart.
 
     Args:
         family: a family.
+        trees: natural parameters of it.
 
     Returns:
-        A family under which all axes of the parameters that are no single member's are batch axes.
+        A family under which all axes of the parameters that are no single member's are batch axes, and the parameters as its own.
     """
     base = base_family(family)
-    return base.by_coordinate or base
+    own = base.by_coordinate or base
+    structure = jax.tree.structure(jax.eval_shape(lambda: own.zeros()))
+    return own, *(jax.tree.unflatten(structure, jax.tree.leaves(tree)) for tree in trees)
 
 
 def base_family(family: Family) -> Family:

@@ -131,6 +131,11 @@ def labels_table(groups: Any) -> GroupTable:
         # Sorted already, and the fast way for the many rows of a numeric or text array.
         uniques, index = np.unique(values, return_inverse=True)
         return _table(tuple(plain(value) for value in uniques), index)
+    missing = [
+        row for row, value in enumerate(values) if _is_hashable(value) and value is not PRIOR and _is_missing(value)
+    ]
+    if missing:
+        raise PartitionError(_missing_message(missing))
     positions: dict[Hashable, int] = {}
     index = np.empty(len(values), dtype=np.int32)
     first: list[Hashable] = []

@@ -159,6 +159,19 @@ class Partition(Messenger):
             self._tables[key, plate_size] = split_table(self._splits[key], plate_size, self.plate or key)
         return self._tables[key, plate_size]
 
+    def labelled(self) -> GroupTable | None:
+        """Table of all rows where every one of them was given a label; None where groups are random blocks.
+
+        Returns:
+            The table; plates that are split together end to end, in the order in which `groups` names them.
+        """
+        tables = [split for split in self._splits.values() if isinstance(split, GroupTable)]
+        if len(tables) != len(self._splits):
+            return None
+        if self.sites or len(tables) == 1:
+            return tables[0]
+        return labels_table([table.labels[i] for table in tables for i in table.index_of_row])
+
     def row_axes(self, trace: Mapping[str, Mapping[str, Any]]) -> RowAxes:
         """Where this partition's rows lie in a traced model.
 

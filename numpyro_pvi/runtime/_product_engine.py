@@ -243,4 +243,5 @@ def proper_members(family: Family, natural: Any) -> Bool[Array, "*members"]:
     Returns:
         One flag per member.
     """
-    return member_family(family).in_domain(natural)
+    own, natural = member_family(family, natural)
+    return own.in_domain(natural)

@@ -164,6 +164,11 @@ class ProductPlan(Plan):
         factors = (self.likelihood, self.prior_factor)
         return any(factor is not None and not factor.exact for factor in factors)
 
+    def by_draws(self, rule: Any) -> bool:
+        """Whether any expectation is by draws, whatever the rule."""
+        del rule
+        return self.noisy
+
     def log_base_measures(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """log h of every shared component whose prior is a factor, in nats: its factor is the prior's density over h."""
         outside = {n: f for n, f in self.family.components if n not in self.exact and n not in self.row_axes}

@@ -464,7 +464,8 @@ class ProductProblem:
         found, families = {}, dict(self.family.components)
         for name, step in change.parts.items():
             own, family = q.parts[name], families[name]
-            square = member_family(family).inner(step, family.fisher_product(own, step))
+            member, change = member_family(family, step)
+            square = member.inner(change, family.fisher_product(own, step))
             found[name] = jnp.sqrt(jnp.maximum(jnp.asarray(square), 0.0))
         return found
 

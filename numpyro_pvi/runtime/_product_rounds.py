@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import on_device
 from ..families import base_family
-from ..schedules import CRAWL, FELL, NOT_FINITE, Asked, RoundReport, pace, refusals, sketch, sound
+from ..schedules import CRAWL, FELL, NOT_FINITE, Asked, RoundReport, pace, refusals, rounding, sketch, sound
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, late_share, posterior, select, take
 from ._product_plan import ProductPlan, owners
 from ._product_problem import Objective, ProductProblem, finite_or
@@ -440,7 +440,7 @@ def with_progress(
     """
     trail, step = _trail(problem, q, moved), jnp.where(taken, jnp.max(report.step), 0.0)
     noisy = bool(problem.plan.noisy) or not isinstance(late, float)
-    ahead = pace(last, trail, report.total_move, asked.together, step, noisy, late)
+    ahead = pace(last, trail, report.total_move, asked.together, step, noisy, late, rounding(moved, q))
     finite = jnp.array(True) if elbo is None else sound(elbo)
     refused, why = refusals(last, taken, jnp.where(finite & jnp.all(jnp.isfinite(asked.factors)), FELL, NOT_FINITE))
     factors = jnp.where(jnp.isnan(asked.factors), jnp.inf, asked.factors).astype(report.move.dtype)

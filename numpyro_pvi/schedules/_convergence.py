@@ -29,6 +29,8 @@ TRAIL = 16
 _NOISES = 2.0
 # No contraction is told from 1 beyond this.
 _SLOWEST = 1.0 - 1e-4
+# Units in the last place that sums of a round may differ by.
+_LAST_PLACES = 16
 # Share of the last rate that is kept where moves are noisy.
 _SMOOTHING = 0.5
 # Nats beyond which a loss is an overflow that has not come to an end.
@@ -228,6 +230,7 @@ def pace(
     step: Float[Array, ""],
     noisy: bool,
     late: Any = 1.0,
+    still: Any = False,
 ) -> Pace:
     """How much is left to move: what is asked for, or the sum of the moves to come where they shrink slowly.
 
@@ -247,6 +250,7 @@ def pace(
         step: share of what was asked for that was taken; 0 where steps were refused.
         noisy: whether moves have noise in them.
         late: weight of a round in the average of late ones.
+        still: whether the move is rounding (:func:`rounding`), whose size and direction say nothing of a rate.
 
     Returns:
         The fields of the round's report.
@@ -257,7 +261,7 @@ def pace(
     # A longer or shorter step than the last one moves q by so much more or less at the same rate.
     trail = trail / jnp.where(step > 0, step, 1.0)
     size, new = jnp.vdot(last.trail, last.trail), jnp.vdot(trail, trail)
-    compares = steady & (size > 0)
+    compares = steady & (size > 0) & ~jnp.asarray(still)
     size = jnp.where(size > 0, size, 1.0)
     again = jnp.vdot(trail, last.trail) / size
     if noisy:
@@ -277,6 +281,23 @@ def pace(
     left = jnp.maximum(estimate, jnp.minimum(recent, 10.0 * estimate)).astype(moved.dtype)
     trail = jnp.where(steady, trail, 0.0).astype(moved.dtype)
     return Pace(estimate, last.estimate, left, rate, trail, paced.astype(moved.dtype))
+
+
+def rounding(change: Any, of: Any) -> Bool[Array, ""]:
+    """Whether a change is no more than what rounding makes of the numbers that it changes.
+
+    Args:
+        change: a pytree of arrays.
+        of: the numbers, likewise.
+
+    Returns:
+        True where no entry has changed by more than 16 units in its last place.
+    """
+
+    def none(a: Array, b: Array) -> Array:
+        return jnp.all(jnp.abs(a) <= _LAST_PLACES * jnp.finfo(a.dtype).eps * jnp.abs(b))
+
+    return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(none, change, of))))
 
 
 class Approach(NamedTuple):

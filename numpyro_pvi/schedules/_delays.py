@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 
 from ..errors import PVIError
 from ..solvers import ByLabel, by_label, freeze, resolve
-from ._contract import Problem
 
 _FORMS = (
     "None (no delay), a positive number, one per group, a dict by label, ('exponential', means), "
@@ -103,7 +102,7 @@ def delays_by_label(delays: Any) -> bool:
     return isinstance(delays, MeasuredDelays) or by_label(delays) or by_label(means)
 
 
-def delay_sampler(delays: Any, problem: Problem, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:
+def delay_sampler(delays: Any, problem: Any, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:
     """How long a group's next visit takes.
 
     Args:
@@ -137,7 +136,7 @@ def delay_sampler(delays: Any, problem: Problem, dtype: Any) -> Callable[[Any, A
     return lambda key, m: fixed[m]
 
 
-def _check_drawn(draw: Callable[..., Any], problem: Problem) -> None:
+def _check_drawn(draw: Callable[..., Any], problem: Any) -> None:
     """Look at what a function of delays returns for a few keys: durations, one for each group."""
     count, who = problem.num_groups, f"Asynchronous(delays={getattr(draw, '__name__', draw)!s})"
     wanted = (
@@ -157,7 +156,7 @@ def _check_drawn(draw: Callable[..., Any], problem: Problem) -> None:
                 raise PVIError(f"{who} returned {seconds:g} for group {label!r}; {wanted}.")
 
 
-def _resampled(delays: MeasuredDelays, problem: Problem, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:
+def _resampled(delays: MeasuredDelays, problem: Any, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:
     known = dict(delays.seconds)
     resolve(ByLabel(tuple((label, 1.0) for label in known)), "delays=measured_delays(seconds)", problem, 1.0)
     if missing := [label for label in problem.labels if label not in known]:

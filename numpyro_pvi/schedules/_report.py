@@ -20,6 +20,7 @@ from ._convergence import (
     asked_of,
     pace,
     refusals,
+    rounding,
     sketch,
     sound,
 )
@@ -132,7 +133,8 @@ def round_report(
         share = done.step / full * (1.0 if own is None else jnp.min(jnp.asarray(own)))
         asked = asked_of(problem, carry, states, prior_state, move, moved, share, taken)
     noisy = problem.noisy | problem.stochastic
-    ahead = pace(last, _trail(problem, done, carry), moved, asked.together, _longest(step, taken), noisy, late)
+    trail, still = _trail(problem, done, carry), _is_rounding(problem, done, carry)
+    ahead = pace(last, trail, moved, asked.together, _longest(step, taken), noisy, late, still)
     finite = sound(done.evaluation.elbo)
     refused, why = refusals(last, taken, done.why)
     return RoundReport(
@@ -169,6 +171,16 @@ def _trail(problem: Problem, done: Accepted, carry: RoundCarry) -> Float[Array, 
     else:
         moves = problem.family.moves(new, old)
     return sketch(jnp.where(old.valid, moves, 0.0))
+
+
+def _is_rounding(problem: Problem, done: Accepted, carry: RoundCarry) -> Bool[Array, ""]:
+    """Whether q has moved by rounding only."""
+    new, old = done.evaluation.moments, carry.evaluation.moments
+    if problem.flat:
+        # Two numbers a row: q itself, beside a prior that does not move.
+        return rounding(done.evaluation.q - carry.evaluation.q, done.evaluation.q)
+    sd = problem.family.sds(new)
+    return rounding((new.loc - old.loc, sd - problem.family.sds(old)), (new.loc, sd))
 
 
 def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Float[Array, ""]:

@@ -1,0 +1,77 @@
+"""Where moves are rounding: nothing is made of the rate at which they seem to come again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
+from numpyro_pvi.runtime import _product_rounds
+from numpyro_pvi.schedules import rounding
+from numpyro_pvi.solvers import NaturalGradient
+
+KEY = jax.random.key(0)
+Z = np.random.default_rng(0).normal(3.0, 2.0, 60)
+LABELS = np.repeat(["a", "b", "c"], 20)
+
+
+def scattered(z):
+    level, precision = (
+        numpyro.sample("level", dist.Normal(0.0, 10.0)),
+        numpyro.sample("precision", dist.Gamma(2.0, 2.0)),
+    )
+    with numpyro.plate("rows", z.shape[0]):
+        numpyro.sample("z", dist.Normal(level, 1 / jnp.sqrt(precision)), obs=z)
+
+
+def counted(z):
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", z.shape[0]):
+        numpyro.sample("z", dist.Poisson(jnp.exp(slope * z)), obs=jnp.round(jnp.exp(0.1 * z)))
+
+
+def most_left():
+    """What is said to be left at most in thirty rounds after the fit has converged, and whether anybody is told of a slow one."""
+    pvi = PVI(Partition(scattered, "rows", LABELS), AutoExponentialFamily(scattered))
+    first = pvi.run(KEY, 20, Z, tol=1e-4, progress_bar=False)
+    assert first.converged
+    again = pvi.run(KEY, 30, Z, init_state=first.state, progress_bar=False)
+    return float(again.trace.left.max())
+
+
+def test_a_fit_that_goes_on_after_its_end_is_not_called_slow(x64):
+    """Exact coordinate steps end at rounding, whose moves come again as they like."""
+    assert most_left() < (1e-5 if x64 else 1e-4)
+
+
+def test_a_rate_that_is_read_off_rounding_is_noticed(x64, monkeypatch):
+    monkeypatch.setattr(_product_rounds, "rounding", lambda change, of: jnp.array(False))
+    if x64:
+        pytest.skip("rounding is too small to be mistaken for a move of 1e-4 sds")
+    assert most_left() > 1e-3
+
+
+def test_rounding_is_in_units_of_the_last_place():
+    one = jnp.asarray([1.0, -50.0])
+    eps = jnp.finfo(one.dtype).eps
+    assert rounding({"x": 8 * eps * one}, {"x": one}) and rounding(0 * one, 0 * one)
+    assert not rounding({"x": 100 * eps * one}, {"x": one}) and not rounding(one, 0 * one)
+
+
+@functools.cache
+def noisy():
+    solver = NaturalGradient(expectation="hessian", num_draws=2)
+    pvi = PVI(Partition(counted, "rows", LABELS), AutoMultivariateNormal(counted), solver=solver)
+    return pvi.run(KEY, 12, Z, tol=1e-9, progress_bar=False)
+
+
+def test_a_run_that_ends_in_noise_says_so():
+    assert not noisy().converged
+    assert "Expectations are by draws, whose noise late rounds average away" in noisy().message
+    exact = PVI(Partition(counted, "rows", LABELS), AutoMultivariateNormal(counted))
+    assert "draws" not in exact.run(KEY, 1, Z, tol=1e-9, progress_bar=False).message
