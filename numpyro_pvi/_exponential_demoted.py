@@ -19,7 +19,6 @@ from .expectations import with_draws
 from .factors import Planned, abstract_trace, is_latent, join_arguments
 from .families import ProductNatural
 from .runtime import ProductPlan
-from .schedules import empty_report
 from .sites import posterior
 
 
@@ -99,12 +98,10 @@ def _with_prior_factor(pvi: Any, state: PVIState, names: list[str], args: tuple,
 
 def _begun_again(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
     """The state with its schedule and solver at their beginnings."""
-    plan, dtype, last = state.plan, float_dtype(), state.report
-    count = len(plan.partition.table.labels) + (state.sites.prior is not None)
-    report = empty_report(count, dtype)._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
-    q = posterior(state.prior, state.sites)
-    memory = pvi._engine.first_memory(plan, q, dtype)
-    fresh = dataclasses.replace(state, schedule_state=memory, report=report, solver_state=(), prior_solver_state=None)
+    dtype, last = float_dtype(), state.report
+    fields = pvi._engine.unvisited(state, posterior(state.prior, state.sites), dtype)
+    report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    fresh = dataclasses.replace(state, **fields | {"report": report})
     return ready_to_match(pvi._engine, fresh, args, kwargs)
 
 

@@ -35,6 +35,11 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
     Raises:
         PVIError: naming the group, the latent or the argument.
     """
+    if not schedule.fused_families and plan.inside:
+        raise PVIError(
+            f"{type(schedule).__name__} under AutoExponentialFamily is for models whose rows have no latents of their own, and "
+            f"{plan.inside[0].name!r} is inside the partitioned plate: write schedule=Synchronous(), or integrate it out."
+        )
     if not is_partial(solver, schedule):
         return
     table = plan.partition.table

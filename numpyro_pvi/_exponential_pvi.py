@@ -26,7 +26,7 @@ from ._exponential_stream import ProductNewcomers, refuse_own_rows, start_of
 from ._group_lifecycle import refuse_absent
 from ._initial import away_from, init_optim, initial_params
 from ._inspection import open_call
-from ._posterior_views import factor_labels, last_round, optim_notes, split_notes
+from ._posterior_views import agent_natural, factor_labels, last_round, optim_notes, split_notes
 from ._prior_now import with_prior_of_now
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
 from ._user_inputs import check_state, float_dtype, positional_names
@@ -36,7 +36,7 @@ from .families import ProductNatural
 from .guides import NOT_SET_UP, keeps_supports
 from .pvi import PVI
 from .runtime import LaxMap, ProductEngine, Vmap, spread
-from .schedules import Points, Rule, empty_report
+from .schedules import Points, Rule
 from .sites import MemberSites, SiteStack, posterior
 
 _RUNTIMES = Vmap, LaxMap
@@ -128,7 +128,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         rows = {n: jax.tree.map(lambda x: on_device(np.zeros(x.shape), x.dtype), prior.parts[n]) for n in plan.row_axes}
         sites, zero = SiteStack(groups, base_site, MemberSites(rows) if rows else None), on_device(0.0, dtype)
         idle = Points(on_device(np.zeros((2,), bool)), zero, zero)
-        return PVIState(
+        state = PVIState(
             rng_key=key,
             sites=sites,
             prior=prior,
@@ -136,13 +136,15 @@ class ExponentialPVI(PVI, serves=keeps_supports):
             optim_state=None,
             solver_state=(),
             prior_solver_state=None,
-            schedule_state=self._engine.first_memory(plan, _posterior(prior, sites, level="cheap"), dtype),
+            schedule_state=None,
             packing=packing,
-            report=empty_report(count + (base_site is not None), dtype),
+            report=None,
             rule=Rule(on_device(0, np.int32), zero, zero, zero, idle),
             step=on_device(0, np.int32),
             plan=plan,
         )
+        fields = self._engine.unvisited(state, _posterior(prior, sites, level="cheap"), dtype)
+        return dataclasses.replace(state, **fields)
 
     def _at_params(self, state: PVIState, init_params: dict) -> PVIState:
         """q at the guide params that the user gave, the change spread over all sites in equal shares."""
@@ -169,17 +171,17 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         Args:
             state: a state.
             joint: also give the Gaussians of joint blocks, under the tuples of their names.
-            agent: refused: there is one q for all groups.
+            agent: label of a group, under a schedule without a server: the q of that agent instead of the network's mean.
 
         Returns:
             Distributions by latent name.
 
         Raises:
             ImproperError: when q is not normalisable.
+            PVIError: for an agent under a schedule with a server.
         """
-        if agent is not None:
-            raise PVIError(f"posterior(agent={agent!r}): there is one q for all groups; leave agent out.")
-        return self._distributions(state, posterior(state.prior, state.sites), "posterior", joint)
+        q = posterior(state.prior, state.sites) if agent is None else agent_natural(self.schedule, state, agent)
+        return self._distributions(state, q, "posterior", joint)
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; of one outside its family, the distribution of the PRIOR site: see :meth:`PVI.prior`."""
@@ -223,7 +225,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         }
         found |= matching_info(state) if plan.tilted else {}
         return PVIInfo(
-            **last_round(state, report),
+            **last_round(state, report, self.schedule),
             labels=labels,
             cavity_proper=proper,
             ess=found["ess"],

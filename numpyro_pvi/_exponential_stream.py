@@ -14,7 +14,6 @@ from .errors import PVIError
 from .factors import Arrival, arrive, choose_chunk_rows, pack_rows
 from .handlers import GroupTable
 from .runtime import ProductEngine
-from .schedules import empty_report
 from .sites import posterior
 
 
@@ -43,15 +42,13 @@ def start_of(engine: ProductEngine, state: PVIState, known: Any) -> dict[str, An
     Returns:
         Fields to replace.
     """
-    plan: Any = state.plan
     last, dtype = state.report, state.report.move.dtype
-    report = empty_report(len(plan.partition.table.labels) + (state.sites.prior is not None), dtype)
-    report = report._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    fields = engine.unvisited(state, posterior(state.prior, state.sites), dtype, known)
+    report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
     if bool(np.all(known)):
         # Sites that were fitted before are as settled as they were.
         report = report._replace(total_move=jnp.asarray(last.total_move))
-    memory = engine.first_memory(plan, posterior(state.prior, state.sites), dtype)
-    return {"sites": state.sites, "schedule_state": memory, "report": report}
+    return fields | {"sites": state.sites, "report": report}
 
 
 def refuse_own_rows(state: PVIState, call: str) -> None:

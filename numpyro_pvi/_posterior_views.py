@@ -136,19 +136,21 @@ def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
     return schedule.agent_natural(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
 
 
-def last_round(state: PVIState, report: RoundReport) -> dict[str, Any]:
+def last_round(state: PVIState, report: RoundReport, schedule: Any) -> dict[str, Any]:
     """What every kind of fit reports of its last round: fields of :class:`numpyro_pvi.PVIInfo`.
 
     Args:
         state: the state.
         report: its report, by the factors that are shown.
+        schedule: of the fit.
 
     Returns:
         Fields by name.
     """
     by_factor = ("move", "asked", "step", "backoffs", "skipped", "skip_run")
     whole = {"valid": bool(report.valid), "total_move": float(report.total_move), "rounds": int(state.step)}
-    whole |= {"left": float(report.left)}
+    whole |= {"left": float(report.left), "consensus": float(report.consensus)}
+    whole["agents"] = AgentViews(schedule, state) if schedule.has_agents else {}
     return {name: getattr(report, name) for name in by_factor} | whole
 
 
@@ -231,15 +233,13 @@ def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PV
         )
     rhat = _by_factor(state, len(labels), lambda s: chain_reading(s, "rhat"))
     return PVIInfo(
-        **last_round(state, report),
+        **last_round(state, report, schedule),
         labels=labels,
         cavity_proper=proper,
         ess=_by_factor(state, len(labels), lambda s: getattr(s, "ess", None)),
         structure=structure,
         evidence=_evidence(part, len(structure)),
         expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, expectation, strict=True)),
-        consensus=float(report.consensus),
-        agents=AgentViews(schedule, state) if schedule.has_agents else {},
         delbo=tuple(float(x) for x in report.delbo),
         rhat=rhat,
         divergent=_by_factor(state, len(labels), lambda s: chain_reading(s, "divergent")),

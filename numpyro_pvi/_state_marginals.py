@@ -78,7 +78,7 @@ def own_marginals(pvi: Any, state: PVIState) -> tuple[tuple, Callable[[Hashable]
     """
     if not pvi.schedule.has_agents:
         return None
-    return state.plan.partition.table.labels, lambda agent: marginals(pvi, state, "posterior", False, agent)
+    return state.plan.partition.table.labels, lambda agent: pvi.posterior(state, agent=agent)
 
 
 def group_view(state: PVIState, group: Hashable, what: str) -> NaturalView:

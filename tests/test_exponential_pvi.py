@@ -277,7 +277,10 @@ def test_choices_that_do_not_go_together_name_what_does():
             {"solver": LocalELBO(numpyro.optim.Adam(0.1))},
             r"solver=LocalELBO\(...\).*NaturalGradient\(\), Conjugate\(\), StochasticNaturalGradient\(\) or PowerEP\(\)",
         ),
-        ({"schedule": Streaming()}, r"schedule=Streaming\(...\).*Sequential\(\) or StochasticSubset\(\)"),
+        (
+            {"schedule": Streaming(), "solver": PowerEP()},
+            r"Streaming does not go with PowerEP.*or schedule=Synchronous",
+        ),
         ({"init_sites": "curvature"}, "init_params"),
         ({"solver": NaturalGradient(expectation="stein")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),
         ({"solver": NaturalGradient(backtracking=True)}, "global ELBO"),

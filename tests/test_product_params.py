@@ -12,7 +12,7 @@ from numpyro.distributions import constraints
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi.runtime import _product_engine
-from numpyro_pvi.schedules import Sequential, StochasticSubset
+from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset
 from numpyro_pvi.solvers import PowerEP
 
 KEY = jax.random.key(0)
@@ -75,7 +75,11 @@ def at_the_maximum(pvi, result):
     np.testing.assert_allclose(result.params["rate_auto_concentration"], SHAPE + COUNTS.sum(), rtol=TIGHT)
 
 
-@pytest.mark.parametrize("schedule", [None, Sequential(), StochasticSubset(2)], ids=["synchronous", "in turn", "some"])
+@pytest.mark.parametrize(
+    "schedule",
+    [None, Sequential(), StochasticSubset(2), Asynchronous()],
+    ids=["synchronous", "in turn", "some", "late"],
+)
 def test_a_prior_is_fitted_to_the_marginal_likelihood(schedule):
     at_the_maximum(*counted(schedule=schedule))
 

@@ -36,6 +36,7 @@ from ._gaussian_base import GaussianMean, GaussianMoments, GaussianNatural
 from ._grids import GridRule, grid_rule
 from ._independent import IndependentFamily, base_family, member_family, repeated
 from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
+from ._metric import FamilyMoments, MetricDefaults
 from ._normal import (
     LogNormalFamily,
     LogNormalMean,
@@ -60,7 +61,13 @@ from ._supports import Support, support_of
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
 from ._wishart import WishartFamily, WishartMean, WishartNatural
 
+# What a family says of one member, as rounds ask it.
+Moments = GaussianMoments | RowMoments | FamilyMoments
+
 __all__ = [
+    "FamilyMoments",
+    "MetricDefaults",
+    "Moments",
     "BernoulliFamily",
     "BernoulliMean",
     "BernoulliNatural",

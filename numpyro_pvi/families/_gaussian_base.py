@@ -42,6 +42,10 @@ class GaussianMoments(NamedTuple):
     valid: Bool[Array, "*batch"]
 
 
+# Coordinates up to which D x D products are next to nothing.
+_SMALL = 256
+
+
 class GaussianDefaults(FamilyDefaults):
     """Entropy, divergence, draws and Fisher metric of a Gaussian family that has ``moments``."""
 
@@ -79,6 +83,15 @@ class GaussianDefaults(FamilyDefaults):
         """Marginal standard deviations."""
         return jnp.sqrt(self.variances(moments))
 
+    @property
+    def num_moves(self) -> int:
+        """Length of what :meth:`moves` gives: means and log sds."""
+        return 2 * self.dim
+
+    def standard(self: Any, dtype: Any) -> GaussianMoments:
+        """The standard normal, to fill a memory with before there is a q."""
+        return self.moments(self.from_loc_sd(jnp.zeros((self.dim,), dtype), jnp.ones((self.dim,), dtype)))
+
     def moves(self: Any, new: GaussianMoments, old: GaussianMoments) -> Float[Array, "two_D"]:
         """How far apart two Gaussians are: differences of means in the new one's sds, then of log sds."""
         sd, before = self.sds(new), self.sds(old)
@@ -91,6 +104,39 @@ class GaussianDefaults(FamilyDefaults):
     def shift(self: Any, change: GaussianNatural, moments: GaussianMoments) -> Float[Array, "*batch D"]:
         """First-order change of the location by a change (or a stack of them) of natural parameters, in sds."""
         return self.covariance_product(moments, self.pull(change, moments.loc)) / self.sds(moments)
+
+    def effect(
+        self: Any, change: GaussianNatural, moments: GaussianMoments, exact: Any = True
+    ) -> Float[Array, "*batch two_D"]:
+        """First-order change of the location, in sds, and of the log sds, by a change of natural parameters.
+
+        Args:
+            change: of the natural parameters; a leading axis may stack several.
+            moments: where.
+            exact: whether log sds are wanted of many coordinates with full covariance, which takes D x D products; 0 without.
+
+        Returns:
+            ``(V (dh - dLambda m)) / sd`` and ``-1/2 diag(V dLambda V) / sd^2``.
+        """
+        variance, shift = self.variances(moments), self.shift(change, moments)
+        if not self.full:
+            return jnp.concatenate([shift, -0.5 * change.precision * variance], axis=-1)
+
+        def bent(precision: Array) -> Array:
+            return jnp.sum((moments.scale @ (moments.scale.T @ precision @ moments.scale)) * moments.scale, axis=-1)
+
+        if self.dim <= _SMALL:
+            stretch = bent(change.precision) if change.precision.ndim == 2 else jax.lax.map(bent, change.precision)
+        else:
+            zeros = jnp.zeros_like(shift)
+            stretch = zeros if shift.ndim > 1 else jax.lax.cond(exact, lambda: bent(change.precision), lambda: zeros)
+        return jnp.concatenate([shift, -0.5 * stretch / variance], axis=-1)
+
+    def log_partition_parts(
+        self, natural: GaussianNatural, moments: GaussianMoments
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """A(eta) up to a constant, in nats, in two parts: ``1/2 h^T m`` and ``-1/2 log det Lambda``."""
+        return 0.5 * jnp.vdot(natural.precision_mean, moments.loc), -0.5 * moments.log_det_precision
 
     def to_minimal(self, natural: GaussianNatural) -> Float[Array, "*batch P"]:
         """The precision-mean, then the precision (its lower triangle for a full covariance)."""

@@ -18,6 +18,7 @@ from ._base import FamilyDefaults, Vector, natural_parameters
 from ._family_for import family_for
 from ._gaussian import MultivariateNormalFamily
 from ._independent import repeated
+from ._metric import MetricDefaults, member_variances
 
 
 @natural_parameters
@@ -35,7 +36,7 @@ class ProductMean(Vector):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductFamily(FamilyDefaults):
+class ProductFamily(MetricDefaults):
     """Independent latents of different families, by name: theta is a dict of values.
 
     All components share their batch axes; a component with axes of its own is an :class:`IndependentFamily`.
@@ -139,6 +140,10 @@ class ProductFamily(FamilyDefaults):
     def fisher_product(self, natural: ProductNatural, tangent: ProductNatural) -> ProductMean:
         """Every component's."""
         return ProductMean(self._map(lambda family, x, d: family.fisher_product(x, d), natural, tangent))
+
+    def fisher_diagonal(self, natural: ProductNatural) -> ProductNatural:
+        """Every component's: see :meth:`MetricDefaults.fisher_diagonal`."""
+        return ProductNatural(self._map(member_variances, natural))
 
     def fisher_solve(self, natural: ProductNatural, tangent: ProductMean) -> ProductNatural:
         """Every component's."""

@@ -86,6 +86,12 @@ class RowFamily:
         second = moments.loc**2 + jnp.sum(moments.scale**2, axis=-1)
         return jnp.sum(natural.precision_mean * moments.loc - 0.5 * natural.precision * second, axis=-1)
 
+    def log_partition_parts(
+        self, natural: GaussianNatural, moments: RowMoments
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """A(eta) up to a constant, in nats, in two parts."""
+        return 0.5 * jnp.vdot(natural.precision_mean, moments.loc), -0.5 * moments.log_det_precision
+
     def divergence(self, moments: RowMoments) -> Float[Array, ""]:
         """KL from the prior to q in nats: that of u, since the rest of theta keeps its law."""
         size = moments.white.shape[0]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ..expectations import Expected
-from ..families import GaussianFamily, RowFamily
 from ..solvers import Derivatives
 from ._rows import GroupRows
 
@@ -16,7 +15,7 @@ from ._rows import GroupRows
 class GroupFactor:
     """One factor as a solver sees it: implements :class:`numpyro_pvi.solvers.LocalFactor`."""
 
-    family: GaussianFamily | RowFamily
+    family: Any
     quadratic: bool
     noisy: bool
     expected: Callable[[Any], Expected]

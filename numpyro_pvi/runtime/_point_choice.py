@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def settle(
     old = evaluation.rule.points
     if not (problem.can_switch and noise is not None):
         return problem.evaluate(sites, evaluation.rule, noise, again=again) if stale else evaluation
-    spread = -0.5 * evaluation.moments.log_det_precision / problem.family.dim
+    spread = -0.5 * cast(Any, evaluation.moments).log_det_precision / problem.family.dim
     any_sampled = jnp.any(old.sampled)
     # Noise moves q for ever: where draws are in use, rounds count and not moves. Looking again is no round.
     least = COMPARED_MOVE / RETRY_ROUNDS

@@ -14,13 +14,14 @@ from .._compiling import owned_jit
 from .._state import PVIState
 from ..factors import ValueCall
 from ..families import Family, member_family
-from ..schedules import Schedule, sound
+from ..schedules import RoundCarry, Schedule, empty_report, sound
 from ..sites import posterior, sum_slots
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
 from ._mapping import Vmap
 from ._params import FitsParams
+from ._product_factors import ProductFactors
 from ._product_loop import run_rounds, stepped
 from ._product_matching import matching_round, product_evidence
 from ._product_plan import owners
@@ -113,6 +114,41 @@ class ProductEngine(FitsParams):
         """The schedule's memory before the first round."""
         return first_partial_memory(self.solver, self.schedule, q, plan.shared, first_memory(plan, q, dtype))
 
+    def unvisited(
+        self, state: PVIState, q: Any, dtype: Any, known: Any = None, args: tuple = (), kwargs: dict | None = None
+    ) -> dict[str, Any]:
+        """Solver and schedule states, and the report, of groups that no round has visited yet.
+
+        Args:
+            state: with their plan, packing and sites; its own such states are not looked at.
+            q: natural parameters.
+            dtype: floating dtype.
+            known: Bool[M], which of the groups had a site before their rows came back; None when none had.
+            args: the model's positional arguments, where they are at hand.
+            kwargs: its keyword arguments.
+
+        Returns:
+            Fields of a :class:`PVIState`.
+        """
+        plan: Any = state.plan
+        count, solver, prior_solver = len(plan.partition.table.labels), (), None
+        if self.schedule.fused_families:
+            memory: Any = self.first_memory(plan, q, dtype)
+        else:
+            problem = ProductFactors(
+                self.problem(state, args, kwargs or {}, params={}), self.solver, known, state.sites.others is not None
+            )
+            memory = self.schedule.init(problem, dtype)
+            one = self.solver.init_among(plan.family, dtype, count)
+            solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
+            prior_solver = self.solver.for_prior.init(plan.family, dtype) if state.sites.prior is not None else None
+        return {
+            "solver_state": solver,
+            "prior_solver_state": prior_solver,
+            "schedule_state": memory,
+            "report": empty_report(count + (state.sites.prior is not None), dtype),
+        }
+
     def noise(self, rng_key: Any) -> Any:
         """Key of the draws that belong to a state: its loss and its next round share them."""
         return jax.random.fold_in(rng_key, _DRAWS)
@@ -139,6 +175,8 @@ class ProductEngine(FitsParams):
         def factors(state: PVIState) -> ProductProblem:
             return self.problem(state, args, kwargs) if moves else fixed
 
+        if not self.schedule.fused_families:
+            return self._scheduled(state, factors, with_params, moves, count, tol, length)
         if is_partial(self.solver, self.schedule):
             return partial_rounds(self, state, factors, with_params, count, tol, length)
         settings = self.settings
@@ -164,6 +202,52 @@ class ProductEngine(FitsParams):
             return dataclasses.replace(state, report=report), found, -found.elbo
 
         first = fixed.objective(state.sites, self.noise(state.rng_key))
+        return run_rounds(state, first, one, count, tol, length, self.solver)
+
+    def _scheduled(
+        self,
+        state: PVIState,
+        factors: Callable[[PVIState], ProductProblem],
+        with_params: Callable[[PVIState], PVIState],
+        anew: bool,
+        count: Int[Array, ""],
+        tol: Float[Array, ""],
+        length: int,
+    ) -> RoundsDone:
+        """Rounds that are the schedule's own, of visits that are the solver's; ``anew``: each is followed by another evaluation."""
+        continued = state.sites.others is not None
+
+        def problem_of(state: PVIState) -> ProductFactors:
+            return ProductFactors(factors(state), self.solver, None, continued)
+
+        def looked_at(problem: ProductFactors, state: PVIState) -> Any:
+            return problem.evaluate(state.sites, state.rule, self.noise(state.rng_key))
+
+        def one(state: PVIState, carry: RoundCarry) -> tuple[PVIState, RoundCarry, Float[Array, ""]]:
+            next_key, round_key = jax.random.split(state.rng_key)
+            problem = problem_of(state)
+            carry = self.schedule.round(problem, carry, round_key, self.noise(state.rng_key))
+            state = dataclasses.replace(
+                state,
+                rng_key=next_key,
+                sites=carry.sites,
+                solver_state=carry.solver,
+                prior_solver_state=carry.prior_solver,
+                schedule_state=carry.schedule,
+                report=carry.report,
+                step=state.step + 1,
+            )
+            state = with_params(state)
+            if anew or problem.noisy:
+                evaluation = looked_at(problem_of(state), state)
+                report = carry.report._replace(finite=sound(evaluation.elbo))
+                carry = carry._replace(evaluation=evaluation, report=report)
+                state = dataclasses.replace(state, report=report)
+            return state, carry, -carry.evaluation.elbo
+
+        evaluation = looked_at(problem_of(state), state)
+        memories = state.solver_state, state.prior_solver_state, state.schedule_state
+        first = RoundCarry(state.sites, evaluation, *memories, state.report)
         return run_rounds(state, first, one, count, tol, length, self.solver)
 
     def _with_params(self, state: PVIState, args: tuple, kwargs: dict) -> PVIState:

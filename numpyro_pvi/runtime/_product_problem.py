@@ -239,6 +239,11 @@ class ProductProblem:
         messages = self._messages(space, q, variables, parts)
         return values, messages if sites is None else messages + self._said(sites)
 
+    def group_values(self, q: ProductNatural, key: Any, sites: SiteStack) -> tuple[Float[Array, "M"], SiteStack]:
+        """Every group's ``E_q[log f_m]`` in nats, and its message; see :meth:`group_messages`."""
+        values, messages = self.values_and_messages(q, key, sites=sites)
+        return self._by_group(values), messages
+
     def _said(self, sites: SiteStack) -> SiteStack:
         """The part of the sites that :meth:`_known` gives, in its place; zero elsewhere."""
         drawn = self.plan.likelihood.drawn
@@ -302,6 +307,12 @@ class ProductProblem:
     def group_message(
         self, q: ProductNatural, sites: SiteStack, group: Int[Array, ""], key: Any
     ) -> tuple[ProductNatural, MemberSites | None]:
+        """:meth:`group_value_and_message` without the value."""
+        return self.group_value_and_message(q, sites, group, key)[:2]
+
+    def group_value_and_message(
+        self, q: ProductNatural, sites: SiteStack, group: Int[Array, ""], key: Any
+    ) -> tuple[ProductNatural, MemberSites | None, Float[Array, ""]]:
         """One group's message.
 
         Args:
@@ -311,8 +322,8 @@ class ProductProblem:
             key: for draws.
 
         Returns:
-            The message about shared components; and the sites of all latents inside the plate, of which the group's rows' are
-            their messages.
+            The message about shared components; the sites of all latents inside the plate, of which the group's rows' are
+            their messages; and ``E_q[log f]`` in nats.
         """
         space, chunks, offsets = self._likelihood(), self.packing.chunks, self.packing.offsets
         variables, rest = space.variables(q)
@@ -323,20 +334,20 @@ class ProductProblem:
         }
 
         def add(chunk: Any, carry: Any) -> Any:
-            total, local = carry
+            total, local, value = carry
             here = take(chunks, chunk)
             known = self._known(sites, here, group, jnp.int32(0))
-            _, found = self._chunk_gradient(space, variables, rest, here, key, known)
+            here_value, found = self._chunk_gradient(space, variables, rest, here, key, known)
             total = {k: {n: jax.tree.map(jnp.add, x, found[k][n]) for n, x in own.items()} for k, own in total.items()}
-            return total, self._with_rows(space, local, q, variables, found, here, known)
+            return total, self._with_rows(space, local, q, variables, found, here, known), value + here_value
 
-        first = zero, sites.local
+        first = zero, sites.local, jnp.zeros((), jax.tree.leaves(q)[0].dtype)
         if self.packing.chunk_group.shape[0] == self.num_groups:
-            gradient, local = add(group, first)
+            gradient, local, value = add(group, first)
         else:
-            gradient, local = jax.lax.fori_loop(offsets[group], offsets[group + 1], add, first)
+            gradient, local, value = jax.lax.fori_loop(offsets[group], offsets[group + 1], add, first)
         said = take(self._said(sites).groups, 0)
-        return space.message(q, variables, gradient, shared) + said, local
+        return space.message(q, variables, gradient, shared) + said, local, value
 
     def _with_rows(
         self, space: MeanSpace, local: Any, q: ProductNatural, variables: dict, gradient: dict, chunk: Any, known: dict

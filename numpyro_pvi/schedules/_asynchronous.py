@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import PVIError
-from ..families import GaussianMoments
+from ..families import Moments
 from ..sites import SiteStack, damp, posterior
-from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults
+from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._delays import delay_sampler, delays_by_label, freeze_delays
 from ._discount import LONGEST_STEP, bounded_step, first_discount
 from ._messages import AsynchronousState, Messages, Walk, first_tally
@@ -108,6 +108,10 @@ class Asynchronous(ScheduleDefaults):
         faulty = self.loss_rate or self.duplicate_rate or self.reorder
         return Faults(self.loss_rate, self.duplicate_rate, self.reorder) if faulty else None
 
+    def check_families(self, solver: Any) -> None:
+        """Goes with every family under solvers of natural-gradient steps, where rows have no latents of their own."""
+        check_visits(self, solver)
+
     def init(self, problem: Problem, dtype: Any) -> AsynchronousState:
         """Nobody has read q yet."""
         count, family = problem.num_groups, problem.family
@@ -126,7 +130,7 @@ class Asynchronous(ScheduleDefaults):
         # A quadratic factor's site is right at any q.
         exact = problem.quadratic and family.full
         adaptive = self.damping == "auto" and not problem.stochastic and not exact
-        moments = family.moments(family.from_loc_sd(jnp.zeros((family.dim,), dtype), jnp.ones((family.dim,), dtype)))
+        moments = family.standard(dtype)
         return AsynchronousState(
             jnp.array(False),
             jnp.zeros((count,), dtype),
@@ -176,7 +180,7 @@ class Asynchronous(ScheduleDefaults):
         """Absorbed changes in a round."""
         return problem.num_groups
 
-    def _begin(self, problem: Problem, carry: RoundCarry, q: Any, moments: GaussianMoments, key: Any):
+    def _begin(self, problem: Problem, carry: RoundCarry, q: Any, moments: Moments, key: Any):
         """In the first round every group reads q."""
         state, count, dtype = carry.schedule, problem.num_groups, carry.schedule.arrival.dtype
         every = jnp.arange(count)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..errors import PVIError
-from ..families import GaussianMoments
+from ..families import Moments
 from ..sites import SiteStack, damp, select
 from ._acceptance import shorten
-from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults
+from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import Approach, Asked, approach, at_rest
 from ._report import round_report, with_prior
 
@@ -28,7 +28,7 @@ class _Member(NamedTuple):
     state: Any
     prior: Any
     prior_state: Any
-    moments: GaussianMoments
+    moments: Moments
     # How far the last visit moved the member's posterior, and what is left, in its sds.
     approach: Approach
     backoffs: Int[Array, ""]
@@ -78,6 +78,10 @@ class Committee(ScheduleDefaults):
             raise PVIError(f"Committee(tol={self.tol!r}): expected a positive number of posterior sds.")
         if isinstance(self.max_visits, bool) or not isinstance(self.max_visits, int) or self.max_visits < 1:
             raise PVIError(f"Committee(max_visits={self.max_visits!r}): expected a positive int.")
+
+    def check_families(self, solver: Any) -> None:
+        """Goes with every family under solvers of natural-gradient steps, where rows have no latents of their own."""
+        check_visits(self, solver)
 
     def init(self, problem: Problem, dtype: Any) -> Bool[Array, ""]:
         """Not complete yet."""
@@ -171,9 +175,7 @@ class Committee(ScheduleDefaults):
             return _Member(site, state, prior, prior_state, moments, nearer, backoffs, moved, m.visits + 1)
 
         moments = family.moments(_sum(base, site, prior))
-        far = Approach(
-            jnp.zeros((2 * family.dim,), moments.loc.dtype), jnp.full_like(moments.log_det_precision, jnp.inf)
-        )
+        far = Approach(jnp.zeros((family.num_moves,), moments.loc.dtype), jnp.full((), jnp.inf, moments.loc.dtype))
         first = _Member(
             site, state, prior, carry.prior_solver, moments, far, jnp.int32(0), jnp.array(True), jnp.int32(0)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +146,7 @@ def _next_rows(schedule: GraphSettings, stream: Stream, replay: Replay | None, t
 
 def _consensus_gap(schedule, problem: Problem, state: DecentralizedState, evaluation: Evaluation) -> Float[Array, ""]:
     """``log(1 / K)`` of 003, (8): the mean of the KLs from the network's mean to every agent's q, in nats."""
-    family, center = problem.family, evaluation.moments
+    family, center = problem.family, cast(GaussianMoments, evaluation.moments)
     zero = jnp.zeros_like(center.loc)
     at_zero = GaussianMoments(zero, center.scale, center.log_det_precision, center.valid)
 

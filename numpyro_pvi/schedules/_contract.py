@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Array, Bool, Float, Int
 
 from .._contracts import not_under_families
+from ..errors import PVIError
 from ..expectations import Expected
-from ..families import GaussianMoments, RowMoments
+from ..families import Moments
 from ..sites import SiteStack
 from ..solvers import LocalResult, LocalSolver
 from ._stream import Stream
@@ -42,7 +43,7 @@ class Evaluation(NamedTuple):
     """Everything one pass over the data says about one q."""
 
     q: Any
-    moments: GaussianMoments | RowMoments
+    moments: Moments
     # Expectations per group (leading axis M) and of the prior factor (None when there is none).
     groups: Expected
     prior: Expected | None
@@ -298,6 +299,11 @@ class Schedule(Protocol):
         ...
 
     @property
+    def fused_families(self) -> bool:
+        """Whether rounds over a product of families are the engine's own, by turns of components, and not ``round``."""
+        ...
+
+    @property
     def has_agents(self) -> bool:
         """Whether every group has a q of its own, which ``agent_natural`` gives."""
         ...
@@ -347,6 +353,7 @@ class ScheduleDefaults:
     carries_rows: bool = False
     carries_tied: bool = False
     carries_numbers: bool = False
+    fused_families: bool = False
     has_agents: bool = False
 
     def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
@@ -364,7 +371,28 @@ class ScheduleDefaults:
             PVIError: naming what is not.
         """
         del solver
-        raise not_under_families("schedule", self, "Synchronous(), Sequential() or StochasticSubset()")
+        raise not_under_families(
+            "schedule",
+            self,
+            "Synchronous(), Sequential(), StochasticSubset(), Asynchronous(), Committee(), Decentralized(...) or Streaming()",
+        )
+
+
+def check_visits(schedule: Any, solver: Any) -> None:
+    """Refuse solvers whose visits are not written for products of families, under a schedule that makes no others.
+
+    Args:
+        schedule: of the fit.
+        solver: likewise.
+
+    Raises:
+        PVIError: saying what to write.
+    """
+    if solver.stochastic or solver.matches_moments:
+        raise PVIError(
+            f"{type(schedule).__name__} does not go with {type(solver).__name__} under AutoExponentialFamily: write "
+            "solver=NaturalGradient() or Conjugate(), or schedule=Synchronous()."
+        )
 
 
 class Accepted(NamedTuple):

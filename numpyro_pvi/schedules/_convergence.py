@@ -37,8 +37,6 @@ _SMOOTHING = 0.5
 _HUGE = 1e18
 # A step below this share of the longest recent one is short; what share of that is remembered from round to round.
 _SHORT, _FADING = 0.1, 0.7
-# D x D products beyond this dimension are left to rounds whose steps were refused.
-_SMALL = 256
 
 # Why a step was refused, or what else kept q from moving on.
 NOTHING, FELL, IMPROPER, NOT_FINITE, VISITS = range(5)
@@ -66,34 +64,6 @@ class Pace(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- what is asked
 
 
-def effect(problem: Problem, change: Any, moments: Any, exact: Any = True) -> Float[Array, "*batch two_D"]:
-    """First-order change of q's location, in sds, and of its log sds, by a change of its natural parameters.
-
-    Args:
-        problem: the factors.
-        change: of the natural parameters; a leading axis may stack several.
-        moments: q.
-        exact: whether log sds are wanted of a q of many latents with full covariance, which takes D x D products; 0 without.
-
-    Returns:
-        ``(V (dh - dLambda m)) / sd`` and ``-1/2 diag(V dLambda V) / sd^2``.
-    """
-    family = problem.family
-    variance, shift = family.variances(moments), family.shift(change, moments)
-    if not family.full:
-        return jnp.concatenate([shift, -0.5 * change.precision * variance], axis=-1)
-
-    def bent(precision: Array) -> Array:
-        return jnp.sum((moments.scale @ (moments.scale.T @ precision @ moments.scale)) * moments.scale, axis=-1)
-
-    if family.dim <= _SMALL:
-        stretch = bent(change.precision) if change.precision.ndim == 2 else jax.lax.map(bent, change.precision)
-    else:
-        zeros = jnp.zeros_like(shift)
-        stretch = zeros if shift.ndim > 1 else jax.lax.cond(exact, lambda: bent(change.precision), lambda: zeros)
-    return jnp.concatenate([shift, -0.5 * stretch / variance], axis=-1)
-
-
 def _largest(moves: Float[Array, "*batch N"]) -> Float[Array, "*batch"]:
     """Largest entry in size; infinite where one is no number: nobody knows what a factor that is not finite asks for."""
     sizes = jnp.abs(moves)
@@ -116,7 +86,7 @@ def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refuse
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), change.groups)
     if change.prior is not None:
         total = total + change.prior
-    together = _largest(effect(problem, total, moments, refused))
+    together = _largest(problem.family.effect(total, moments, refused))
 
     # By factor the shift will do: it is what `move` tells as well.
     def shift(natural: Any) -> Array:

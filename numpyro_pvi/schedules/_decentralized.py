@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..sites import SiteStack, back_off, damp, select
 from ._consensus import check_consensus, consensus_round
-from ._contract import Accepted, Problem, RoundCarry
+from ._contract import Accepted, Problem, RoundCarry, check_visits
 from ._graph_settings import DecentralizedState, GraphSettings
 from ._report import round_report, with_prior
 
@@ -88,6 +88,19 @@ class Decentralized(GraphSettings):
         lemmas 3 to 7 (updates). Corrected here: (11) needs the likelihood's power n and mixing exponents A_ij, (13) the new
         information matrix in the mean, and (22) the factor of (19) in gamma.
     """
+
+    def check_families(self, solver: Any) -> None:
+        """``mixing="tracking"`` goes with every family under solvers of natural-gradient steps, where rows have no own latents.
+
+        Raises:
+            PVIError: for ``mixing="consensus"``, whose updates are those of a Gaussian, or another solver.
+        """
+        if self.mixing == "consensus":
+            raise PVIError(
+                "Decentralized(mixing='consensus') takes rows of affine predictors into a Gaussian, and AutoExponentialFamily is a "
+                "product of families: write mixing='tracking'."
+            )
+        check_visits(self, solver)
 
     def init(self, problem: Problem, dtype: Any) -> DecentralizedState:
         """Nothing tracked yet: the first round adds what the sites are then.

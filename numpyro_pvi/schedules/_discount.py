@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..families import GaussianMoments, marginal_distance
+from ..families import Moments, marginal_distance
 from ..sites import MAX_HALVINGS, swings
 from ._contract import Problem
 from ._network import put
@@ -37,7 +37,7 @@ class Discount(NamedTuple):
     force: Float[Array, "M D"]
 
 
-def first_discount(problem: Problem, moments: GaussianMoments, delayed: bool) -> Discount:
+def first_discount(problem: Problem, moments: Moments, delayed: bool) -> Discount:
     """The memory when all groups read the same q.
 
     Args:
@@ -64,7 +64,7 @@ def first_discount(problem: Problem, moments: GaussianMoments, delayed: bool) ->
 
 
 def weight(
-    problem: Problem, memory: Discount, index: Any, moments: GaussianMoments, delayed: bool
+    problem: Problem, memory: Discount, index: Any, moments: Moments, delayed: bool
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Share of a message's change that is absorbed, before validity is looked at, and how far it may move q.
 
@@ -94,8 +94,8 @@ def weight(
 
 
 def bounded_step(
-    problem: Problem, q: Any, moments: GaussianMoments, change: Any, step: Float[Array, ""], limit: Any
-) -> tuple[Float[Array, ""], GaussianMoments, Int[Array, ""]]:
+    problem: Problem, q: Any, moments: Moments, change: Any, step: Float[Array, ""], limit: Any
+) -> tuple[Float[Array, ""], Moments, Int[Array, ""]]:
     """Halve a step until q is normalisable after it and no coordinate has gone further than the limit.
 
     Args:
@@ -127,7 +127,7 @@ def bounded_step(
 
 
 def next_share(
-    problem: Problem, share: Float[Array, ""], last: Float[Array, "D"], change: Any, moments: GaussianMoments
+    problem: Problem, share: Float[Array, ""], last: Float[Array, "D"], change: Any, moments: Moments
 ) -> tuple[Float[Array, ""], Float[Array, "D"]]:
     """A group's own step after one more of its changes.
 
@@ -159,8 +159,8 @@ def remember(
     memory: Discount,
     index: Any,
     change: Any,
-    before: GaussianMoments,
-    after: GaussianMoments,
+    before: Moments,
+    after: Moments,
     absorbed: Bool[Array, ""],
 ) -> Discount:
     """Take one message into account.
@@ -191,9 +191,7 @@ def remember(
     )
 
 
-def has_read(
-    problem: Problem, memory: Discount, index: Any, moments: GaussianMoments, read: Bool[Array, ""]
-) -> Discount:
+def has_read(problem: Problem, memory: Discount, index: Any, moments: Moments, read: Bool[Array, ""]) -> Discount:
     """Remember which q a group works from now on, where it has ``read`` it."""
     sd = problem.family.sds(moments)
     return memory._replace(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..families import GaussianMoments
+from ..families import Moments
 from ..sites import damp, take
 from ..solvers import LocalResult
 from ._contract import Problem
@@ -57,7 +57,7 @@ class Walk(NamedTuple):
     """What changes from message to message within a round."""
 
     q: Any
-    moments: GaussianMoments
+    moments: Moments
     # The groups' sites, and what groups hold beside them.
     sites: Any
     local: Any
@@ -69,7 +69,7 @@ class Walk(NamedTuple):
 
 class _Absorbed(NamedTuple):
     q: Any
-    moments: GaussianMoments
+    moments: Moments
     # 0 where nothing was absorbed.
     step: Float[Array, ""]
     halvings: Int[Array, ""]

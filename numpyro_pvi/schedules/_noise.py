@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..families import GaussianFamily, GaussianMoments, conditional_divergence
+from ..families import GaussianFamily, GaussianMoments, Moments, conditional_divergence
 from ..sites import late_share
 from ._contract import Problem, Rule
 
@@ -23,7 +23,7 @@ class Placed(Protocol):
         ...
 
     @property
-    def moments(self) -> GaussianMoments:
+    def moments(self) -> Moments:
         """The same as moments."""
         ...
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..families import GaussianFamily
 from ..sites import SiteStack
 from ._contract import Accepted, Evaluation, Problem, RoundCarry, RoundReport
 from ._convergence import (
@@ -183,7 +182,7 @@ def _is_rounding(problem: Problem, done: Accepted, carry: RoundCarry) -> Bool[Ar
     return rounding((new.loc - old.loc, sd - problem.family.sds(old)), (new.loc, sd))
 
 
-def total_move(family: GaussianFamily, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+def total_move(family: Any, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
     """Largest change of a posterior mean, or of a log sd, in posterior sd units."""
     largest = jnp.max(jnp.abs(family.moves(new.moments, old.moments)))
     if new.local is not None and old.local is not None:

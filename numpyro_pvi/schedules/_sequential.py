@@ -45,6 +45,7 @@ class Sequential(ScheduleDefaults):
 
     # Sites of single rows go along with the groups'; all groups may share one site.
     in_turn = True
+    fused_families = True
     carries_rows = True
     carries_tied = True
     carries_numbers = True

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
-from ..families import GaussianFamily, GaussianMoments
+from ..families import Moments
 from ..sites import SiteStack, damp, posterior, select
-from ._contract import Accepted, Problem, RoundCarry, Rule, ScheduleDefaults
+from ._contract import Accepted, Problem, RoundCarry, Rule, ScheduleDefaults, check_visits
 from ._convergence import Approach, Asked, approach, at_rest
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
@@ -35,7 +35,7 @@ class _At(NamedTuple):
     """A q with its moments, and how expectations are taken: what averaging and tolerances look at."""
 
     q: Any
-    moments: GaussianMoments
+    moments: Moments
     rule: Rule
 
 
@@ -96,6 +96,10 @@ class Streaming(ScheduleDefaults):
             raise PVIError(f"Streaming(visits={self.visits!r}): expected 'auto' or a positive int.")
         if not (isinstance(self.tol, (int, float)) and self.tol > 0):
             raise PVIError(f"Streaming(tol={self.tol!r}): expected a positive number of posterior sds.")
+
+    def check_families(self, solver: Any) -> None:
+        """Goes with every family under solvers of natural-gradient steps, where rows have no latents of their own."""
+        check_visits(self, solver)
 
     def init(self, problem: Problem, dtype: Any) -> StreamingState:
         """No group absorbed; the prior factor is, where other groups' sites were fitted before."""
@@ -186,7 +190,9 @@ class Streaming(ScheduleDefaults):
             return _Visits(*kept[:2], local, kept[2], averaging, count, nearer, backoffs, moved)
 
         at = _at(family, cavity + site, rule)
-        far = Approach(jnp.zeros((2 * family.dim,), at.moments.loc.dtype), jnp.full((), jnp.inf, at.moments.loc.dtype))
+        far = Approach(
+            jnp.zeros((family.num_moves,), at.moments.loc.dtype), jnp.full((), jnp.inf, at.moments.loc.dtype)
+        )
         averaging = no_averaging(family.dim if by_draws else 0, far.left.dtype)
         zero = jnp.int32(0)
         first = _Visits(site, solver, local, at, averaging, zero, far, zero, jnp.array(True))
@@ -216,10 +222,10 @@ class Streaming(ScheduleDefaults):
         return carry._replace(sites=new, evaluation=evaluation, schedule=state, report=report)
 
 
-def _at(family: GaussianFamily, q: Any, rule: Rule) -> _At:
+def _at(family: Any, q: Any, rule: Rule) -> _At:
     return _At(q, family.moments(q), rule)
 
 
-def _moves(family: GaussianFamily, new: _At, old: _At) -> Float[Array, "two_D"]:
+def _moves(family: Any, new: _At, old: _At) -> Float[Array, "N"]:
     """Changes of the means and log sds, in posterior sds; infinite from a q that was none."""
     return jnp.where(old.moments.valid, family.moves(new.moments, old.moments), jnp.inf)

@@ -72,6 +72,7 @@ class StochasticSubset(ScheduleDefaults):
     damping: Any = "auto"
 
     partial = True
+    fused_families = True
 
     def __post_init__(self):
         k = self.k
@@ -287,7 +288,6 @@ def _free_energy(problem: Problem, evaluation: Evaluation, sites: SiteStack, kno
         finite = jnp.isfinite(evaluation.prior.value)
         parts.append(jnp.where(finite, evaluation.prior.value, 0.0)[None])
         parts.append(-problem.family.expect_quadratic(sites.prior, moments)[None])
-    square = 0.5 * jnp.vdot(evaluation.q.precision_mean, moments.loc)
-    parts.append(jnp.stack([square, -0.5 * moments.log_det_precision]))
+    parts.append(jnp.stack(problem.family.log_partition_parts(evaluation.q, moments)))
     every = jnp.concatenate(parts)
     return jnp.sum(every), jnp.sum(jnp.abs(every))

@@ -74,6 +74,7 @@ class Synchronous(ScheduleDefaults):
     damping: float | str = "auto"
 
     # Sites of single rows go along with the groups'; all groups may share one site.
+    fused_families = True
     carries_rows = True
     carries_tied = True
     carries_numbers = True

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._contracts import not_under_families
 from ..expectations import Expected, Tilted
-from ..families import GaussianFamily, GaussianMoments, RowMoments
+from ..families import Moments
 
 
 class Derivatives(NamedTuple):
@@ -63,7 +63,7 @@ class LocalFactor(Protocol):
 class TiltedFactor(Protocol):
     """One group's exact factor, as a solver that matches moments sees it."""
 
-    family: GaussianFamily
+    family: Any
 
     def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any, memory: Any = None) -> Tilted:
         """What matching the moments of ``q (p / t)^power`` asks for.
@@ -245,7 +245,7 @@ class LocalSolver(Protocol):
         """The stacked states of all groups from one that is the same for all, where settings differ by group."""
         ...
 
-    def init(self, family: GaussianFamily, dtype: Any) -> Any:
+    def init(self, family: Any, dtype: Any) -> Any:
         """The solver's state for one group, a pytree of arrays."""
         ...
 
@@ -346,7 +346,7 @@ class SolverDefaults:
 
 
 def local_free_energy(
-    family: Any, expected: Expected, site: Any, q: Any, moments: GaussianMoments | RowMoments
+    family: Any, expected: Expected, site: Any, q: Any, moments: Moments
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Local free energy of one group up to a constant in q (PVI eq. 2), to be raised.
 
@@ -363,6 +363,6 @@ def local_free_energy(
         ``(F, size)`` in nats: the value, and the size of its largest parts for rounding tolerances.
     """
     pairing = family.expect_quadratic(site, moments)
-    square = 0.5 * jnp.vdot(q.precision_mean, moments.loc)
-    value = expected.value - pairing + square - 0.5 * moments.log_det_precision
+    square, rest = family.log_partition_parts(q, moments)
+    value = expected.value - pairing + square + rest
     return value, jnp.abs(expected.value) + jnp.abs(pairing) + jnp.abs(square)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from .._numerics import all_finite
 from ..errors import PVIError
 from ..expectations import Expected
-from ..families import GaussianFamily
 from ..sites import select
 from ._base import LocalFactor, LocalResult, SolverDefaults
 
@@ -32,7 +31,7 @@ class Conjugate(SolverDefaults):
     immediate = True
     closed_form = True
 
-    def init(self, family: GaussianFamily, dtype: Any) -> tuple:
+    def init(self, family: Any, dtype: Any) -> tuple:
         """No state."""
         del family, dtype
         return ()

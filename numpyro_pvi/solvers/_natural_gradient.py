@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int
 from .._numerics import all_finite
 from ..errors import PVIError
 from ..expectations import Expected
-from ..families import GaussianFamily, RowFamily
 from ..sites import damp, select
 from ._base import LocalFactor, LocalResult, SolverDefaults, local_free_energy
 
@@ -125,7 +124,7 @@ class NaturalGradient(SolverDefaults):
         """Whether one look is all a visit takes: see :class:`numpyro_pvi.solvers.LocalSolver`."""
         return not self.rereads
 
-    def init(self, family: GaussianFamily | RowFamily, dtype: Any) -> NaturalGradientState:
+    def init(self, family: Any, dtype: Any) -> NaturalGradientState:
         """Start every group at the largest step."""
         del family
         return NaturalGradientState(jnp.asarray(self.step_size, dtype))

@@ -1,0 +1,158 @@
+"""The Fisher metric of any exponential family in flat vectors: what schedules measure moves of q by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from ._base import Family, FamilyDefaults
+from ._independent import member_family
+
+
+class FamilyMoments(NamedTuple):
+    """One member of a family as its mean statistics, their sds, and what else rounds ask of it."""
+
+    natural: Any
+    # E_q[T] and the sds of T under q, entry by entry in one vector.
+    loc: Float[Array, "P"]
+    scale: Float[Array, "P"]
+    # A(eta) in nats.
+    log_partition: Float[Array, ""]
+    valid: Bool[Array, ""]
+
+
+class MetricDefaults(FamilyDefaults):
+    """Moves of q in its own Fisher metric; a Gaussian family has the same verbs over its coordinates.
+
+    Sufficient statistics stand where a Gaussian has coordinates: a move is a change of their means in units of their sds, as
+    the mean of a Gaussian moves in units of posterior sds.
+    """
+
+    @property
+    def dim(self: Any) -> int:
+        """P, the number of sufficient statistics."""
+        return sum(math.prod(shape) for shape in self._leaf_shapes())
+
+    def flat(self: Any, tree: Any) -> Float[Array, "*batch P"]:
+        """Natural or mean parameters, or a stack of them, as vectors."""
+        parts = [
+            leaf.reshape(leaf.shape[: leaf.ndim - len(shape)] + (math.prod(shape),))
+            for shape, leaf in zip(self._leaf_shapes(), jax.tree.leaves(tree), strict=True)
+        ]
+        return jnp.concatenate(parts, axis=-1)
+
+    def unflat(self: Any, vector: Float[Array, "P"]) -> Any:
+        """Natural parameters of a vector."""
+        leaves, begin = [], 0
+        for shape in self._leaf_shapes():
+            end = begin + math.prod(shape)
+            leaves.append(vector[begin:end].reshape(shape))
+            begin = end
+        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(lambda: self.zeros())), leaves)
+
+    def symmetrise(self, natural: Any) -> Any:
+        """Nothing to do."""
+        return natural
+
+    def moments(self: Any, natural: Any) -> FamilyMoments:
+        """Mean statistics with their sds; ``valid`` is False where the member is not normalisable."""
+        valid, mean = self.in_domain(natural), self.natural_to_mean(natural)
+        scale = jnp.sqrt(self.flat(self.fisher_diagonal(natural)))
+        return FamilyMoments(natural, self.flat(mean), scale, self.log_partition(natural), valid)
+
+    def sds(self, moments: FamilyMoments) -> Float[Array, "P"]:
+        """Sds of the sufficient statistics."""
+        return moments.scale
+
+    def variances(self, moments: FamilyMoments) -> Float[Array, "P"]:
+        """Variances of the sufficient statistics."""
+        return moments.scale**2
+
+    @property
+    def num_moves(self) -> int:
+        """Length of what :meth:`moves` gives."""
+        return self.dim
+
+    def standard(self: Any, dtype: Any) -> FamilyMoments:
+        """Numbers of the right shapes, to fill a memory with before there is a q."""
+        one = jnp.ones((self.dim,), dtype)
+        return FamilyMoments(self.zeros((), dtype), 0 * one, one, jnp.zeros((), dtype), jnp.array(True))
+
+    def moves(self, new: FamilyMoments, old: FamilyMoments) -> Float[Array, "P"]:
+        """How far apart two members are: differences of mean statistics in the new one's sds."""
+        return (new.loc - old.loc) / new.scale
+
+    def pull(self: Any, change: Any, loc: Float[Array, "P"]) -> Float[Array, "*batch P"]:
+        """A change of natural parameters as a vector: its slope in the statistics is the same everywhere."""
+        del loc
+        return self.flat(change)
+
+    def covariance_product(
+        self: Any, moments: FamilyMoments, vector: Float[Array, "*batch P"]
+    ) -> Float[Array, "*batch P"]:
+        """``F(eta) v``: the change of mean statistics by a change of natural parameters, or by each of a stack of them."""
+
+        def one(own: Array) -> Array:
+            return self.flat(self.fisher_product(moments.natural, self.unflat(own)))
+
+        return one(vector) if vector.ndim == 1 else jax.vmap(one)(vector)
+
+    def precision_product(self: Any, natural: Any, vector: Float[Array, "P"]) -> Float[Array, "P"]:
+        """``F(eta)^-1 v`` by the metric's diagonal: for angles between moves, not for their lengths."""
+        return vector / self.flat(self.fisher_diagonal(natural))
+
+    def shift(self: Any, change: Any, moments: FamilyMoments) -> Float[Array, "*batch P"]:
+        """First-order change of the mean statistics by a change of natural parameters, in sds."""
+        return self.covariance_product(moments, self.pull(change, moments.loc)) / moments.scale
+
+    def effect(self: Any, change: Any, moments: FamilyMoments, exact: Any = True) -> Float[Array, "*batch P"]:
+        """The same: a family's statistics tell all of its spread as well."""
+        del exact
+        return self.shift(change, moments)
+
+    def expect_quadratic(self: Any, natural: Any, moments: FamilyMoments) -> Float[Array, "*batch"]:
+        """``<eta, mu>`` of (a batch of) natural parameters under one member, in nats."""
+        return self.flat(natural) @ moments.loc
+
+    def log_partition_parts(self, natural: Any, moments: FamilyMoments) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """A(eta) up to a constant, in two parts: nothing, and all of it."""
+        del natural
+        return jnp.zeros_like(moments.log_partition), moments.log_partition
+
+    def fisher_diagonal(self: Any, natural: Any) -> Any:
+        """Variances of the sufficient statistics, in the places of the natural parameters."""
+        raise NotImplementedError
+
+
+def member_variances(family: Family, natural: Any) -> Any:
+    """Variances of every member's sufficient statistics, in the places of its natural parameters.
+
+    Args:
+        family: repetitions of one, or a single member's.
+        natural: natural parameters.
+
+    Returns:
+        The diagonal of the Fisher information of natural parameters, by as many products with it as a member has statistics.
+    """
+    own, member = member_family(family, natural)
+    leaves, tree = jax.tree.flatten(member)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: own.zeros()))]
+    sizes = [math.prod(shape) for shape in shapes]
+    basis = jnp.eye(sum(sizes), dtype=leaves[0].dtype)
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    places = list(zip(leaves, shapes, sizes, ends, strict=True))
+
+    def column(row: Array) -> list[Array]:
+        step = [jnp.broadcast_to(row[e - n : e].reshape(s), x.shape) for x, s, n, e in places]
+        return jax.tree.leaves(own.fisher_product(natural, tree.unflatten(step)))
+
+    found = []
+    for image, (leaf, shape, size, end) in zip(jax.vmap(column)(basis), places, strict=True):
+        members = leaf.shape[: leaf.ndim - len(shape)]
+        own_rows = image[end - size : end].reshape(size, *members, size)
+        found.append(jnp.diagonal(own_rows, axis1=0, axis2=-1).reshape(leaf.shape))
+    return jax.tree.unflatten(jax.tree.structure(natural), found)

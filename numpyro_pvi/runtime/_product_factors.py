@@ -1,0 +1,213 @@
+"""The factors of a product of families as schedules see them: every schedule's own rounds, by every solver's own visits.
+
+The likelihood of a group is handed to a solver as a factor whose expectation and natural-gradient target are those of
+:class:`ProductProblem`; q, sites and cavities are natural parameters of the product, moves are measured in its Fisher metric.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..expectations import Expected
+from ..families import FamilyMoments, ProductFamily, ProductNatural
+from ..schedules import Evaluation, RoundCarry, Rule
+from ..sites import SiteStack, cavity, posterior
+from ..solvers import LocalResult, LocalSolver
+from ._factor import GroupFactor
+from ._product_problem import ProductProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupOrder:
+    """In which order groups come: implements what :class:`numpyro_pvi.schedules.Stream` is asked for where rows are not."""
+
+    packing: Any
+    sizes: tuple[int, ...]
+
+    def first_rows(self) -> Int[Array, "M"]:
+        """Index of every group's first row: where its label first appears."""
+        return self.packing.first_rows()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductFactors:
+    """Implements :class:`numpyro_pvi.schedules.Problem` for a product of families without latents of the rows' own.
+
+    Args:
+        problem: expectations and messages of the factors.
+        solver: who refines a site.
+        known: which groups had a site before their rows came back; None when none had.
+        continued: whether there are sites of groups whose rows are not at hand.
+    """
+
+    problem: ProductProblem
+    solver: LocalSolver
+    known: Bool[Array, "M"] | None = None
+    continued: bool = False
+
+    quadratic: bool = dataclasses.field(default=False, init=False)
+    units: None = dataclasses.field(default=None, init=False)
+    stochastic: bool = dataclasses.field(default=False, init=False)
+    matches_moments: bool = dataclasses.field(default=False, init=False)
+    tied: bool = dataclasses.field(default=False, init=False)
+    flat: bool = dataclasses.field(default=False, init=False)
+
+    @property
+    def family(self) -> ProductFamily:
+        """Of q."""
+        return self.problem.family
+
+    @property
+    def num_groups(self) -> int:
+        """M."""
+        return self.problem.num_groups
+
+    @property
+    def labels(self) -> tuple:
+        """Labels of the groups, in the order of every stacked array."""
+        return self.problem.plan.partition.table.labels
+
+    @property
+    def prior_natural(self) -> ProductNatural:
+        """The exactly held prior, times the sites of groups whose rows are not at hand."""
+        return self.problem.prior
+
+    @property
+    def has_prior_factor(self) -> bool:
+        """Whether the prior has a site."""
+        return self.problem.plan.prior_factor is not None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether any expectation is by draws."""
+        return self.problem.plan.noisy
+
+    @property
+    def stream(self) -> GroupOrder:
+        """The order in which groups come."""
+        return GroupOrder(self.problem.packing, self.problem.plan.partition.table.sizes)
+
+    def sampled(self, rule: Rule) -> Bool[Array, ""]:
+        """Whether expectations are by draws, whatever the rule."""
+        del rule
+        return jnp.array(self.noisy)
+
+    def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
+        """Nothing: values on common draws compare."""
+        del new_sites, new, old_sites, old, step
+        return 0.0
+
+    def noise(self, key: Any, num_particles: int = 1) -> Any:
+        """The key of the draws; how many there are is the solver's."""
+        del num_particles
+        return key
+
+    def tidy(self, sites: SiteStack) -> SiteStack:
+        """The sites as they are."""
+        return sites
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> None:
+        """Rows have no latents of their own."""
+        del carry, moved
+
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """The results as they are."""
+        del evaluation
+        return results
+
+    def evaluate(
+        self,
+        sites: SiteStack,
+        rule: Rule,
+        noise: Any,
+        probe: Any = None,
+        again: bool = False,
+        trial: bool = False,
+        hopeless: Any = None,
+    ) -> Evaluation:
+        """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
+        del probe, again, trial, hopeless
+        q = posterior(self.prior_natural, sites)
+        moments = self.family.moments(q)
+        values, messages = self.problem.group_values(q, noise, sites)
+        groups = _expected(values, messages.groups)
+        prior = self._prior_expected(moments, noise, sites.prior)
+        rest = jnp.sum(self.problem.divergences(q))
+        terms = [values, rest[None], *([] if prior is None else [prior.value[None]])]
+        every = jnp.concatenate(terms)
+        elbo = jnp.where(moments.valid, jnp.sum(every), jnp.nan)
+        size = jnp.sum(jnp.abs(every))
+        return Evaluation(q, moments, groups, prior, rest, elbo, size, rule, jnp.array(False))
+
+    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
+        """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""
+        q = posterior(self.prior_natural, sites)
+        rest = jnp.sum(self.problem.divergences(q))
+        groups = _expected(jnp.zeros((self.num_groups,), rest.dtype), None)
+        zero = jnp.zeros_like(rest)
+        return Evaluation(q, self.family.moments(q), groups, None, rest, zero, zero, rule, jnp.array(False))
+
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Every group's local solve from the same q, or those of some groups."""
+        evaluation, keys = carry.evaluation, jax.random.split(key, self.num_groups)
+
+        def solve(xs: tuple) -> LocalResult:
+            index, site, state, own, start = xs
+            factor = self._factor(index, site, noise)
+            return self.solver.solve(factor, cavity(evaluation.q, site), site, state, own, start=start, guarded=True)
+
+        operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, evaluation.groups)
+        if only is not None:
+            operands = jax.tree.map(lambda x: x[only], operands)
+        return jax.lax.map(solve, operands)
+
+    def visit_group(
+        self,
+        index: Any,
+        q: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        rule: Rule,
+        noise: Any,
+        local: Any,
+        alone: bool = False,
+    ) -> tuple[LocalResult, None]:
+        """One group's local solve from the current q, tested by its own free energy."""
+        del rule, local, alone
+        factor = self._factor(index, site, noise)
+        return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
+
+    def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
+        """The prior factor's local solve."""
+        del rule
+
+        def expected(moments: FamilyMoments) -> Expected | None:
+            return self._prior_expected(moments, noise, site)
+
+        factor: Any = GroupFactor(self.family, False, self.noisy, expected)
+        guarded = start is not None
+        return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=guarded)
+
+    def _factor(self, index: Any, site: Any, noise: Any) -> Any:
+        def expected(moments: FamilyMoments) -> Expected:
+            stack = SiteStack(jax.tree.map(lambda x: x[None], site), None)
+            message, _, value = self.problem.group_value_and_message(moments.natural, stack, index, noise)
+            return _expected(value, message)
+
+        return GroupFactor(self.family, False, self.noisy, expected, None, index)
+
+    def _prior_expected(self, moments: FamilyMoments, noise: Any, site: Any) -> Expected | None:
+        found = self.problem.prior_value_and_message(moments.natural, noise, site)
+        return None if found is None else _expected(*found)
+
+
+def _expected(value: Float[Array, "*M"], target: Any) -> Expected:
+    """Without quadrature whose error would be known."""
+    zero = jnp.zeros_like(value)
+    return Expected(value, target, None, zero, zero, zero)
