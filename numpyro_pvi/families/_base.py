@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from functools import partial
 from typing import Any, Protocol, dataclass_transform, runtime_checkable
@@ -170,6 +171,14 @@ class Family(Protocol):
         """``F(eta)^-1 d_mu = d_eta``, without the inverse of F."""
         ...
 
+    def fisher_diagonal(self, natural: Any) -> Any:
+        """Variances of the sufficient statistics, in the places of the natural parameters."""
+        ...
+
+    def symmetrise(self, natural: Any) -> Any:
+        """Natural parameters without the rounding asymmetry of matrices that are symmetric."""
+        ...
+
     def to_minimal(self, natural: Any) -> Float[Array, "*batch P"]:
         """Minimal coordinates: as many numbers as the family has degrees of freedom, linear in the natural ones."""
         ...
@@ -285,6 +294,44 @@ class FamilyDefaults:
             The direction in mean space, of the mean parameters' type.
         """
         return jax.jvp(self.natural_to_mean, (natural,), (tangent,))[1]
+
+    def fisher_diagonal(self: Any, natural: Any) -> Any:
+        """Variances of the sufficient statistics under q, by as many Fisher products as there are statistics.
+
+        Args:
+            natural: where.
+
+        Returns:
+            The diagonal of the metric, entry by entry in the places of the natural parameters.
+        """
+        if self.by_coordinate is not None:
+            structure = jax.tree.structure(jax.eval_shape(lambda: self.by_coordinate.zeros()))
+            own = self.by_coordinate.fisher_diagonal(jax.tree.unflatten(structure, jax.tree.leaves(natural)))
+            return jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(own))
+        leaves, tree = jax.tree.flatten(natural)
+        shapes = self._leaf_shapes()
+        ends = [int(e) for e in itertools.accumulate(math.prod(s) for s in shapes)]
+        places = list(zip(leaves, shapes, ends, strict=True))
+
+        def row(one: Array) -> list[Array]:
+            steps = [jnp.broadcast_to(one[e - math.prod(s) : e].reshape(s), x.shape) for x, s, e in places]
+            found = self.fisher_product(natural, self.symmetrise(tree.unflatten(steps)))
+            return [
+                jnp.sum(f * d, axis=tuple(range(-len(s), 0)))
+                for f, d, s in zip(jax.tree.leaves(found), steps, shapes, strict=True)
+            ]
+
+        # One at a time: side by side they would take the memory of the whole metric.
+        columns = jax.lax.map(row, jnp.eye(ends[-1], dtype=leaves[0].dtype))
+        parts = [
+            jnp.moveaxis(column[e - math.prod(s) : e], 0, -1).reshape(x.shape)
+            for column, (x, s, e) in zip(columns, places, strict=True)
+        ]
+        return tree.unflatten(parts)
+
+    def symmetrise(self: Any, natural: Any) -> Any:
+        """As they are: no matrix is among them."""
+        return natural
 
     def fisher_solve(self: Any, natural: Any, tangent: Any) -> Any:
         """The inverse of :meth:`fisher_product`, by Cholesky of the P x P metric in minimal coordinates.

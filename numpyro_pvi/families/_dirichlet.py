@@ -215,6 +215,11 @@ class DirichletFamily(FamilyDefaults):
         """``d_mu`` of ``d_eta`` in O(K); see :class:`Family`."""
         return DirichletMean(_product(natural.log + 1, tangent.log))
 
+    def fisher_diagonal(self, natural: DirichletNatural) -> DirichletNatural:
+        """``psi'(a_k) - psi'(sum a)``; see :class:`Family`."""
+        a = natural.log + 1
+        return DirichletNatural(trigamma(a) - trigamma(jnp.sum(a, axis=-1, keepdims=True)))
+
     def fisher_solve(self, natural: DirichletNatural, tangent: DirichletMean) -> DirichletNatural:
         """``d_eta`` of ``d_mu`` in O(K) by Sherman-Morrison; see :class:`Family`."""
         return DirichletNatural(_solve(natural.log + 1, tangent.log))

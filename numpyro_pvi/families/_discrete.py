@@ -196,6 +196,11 @@ class CategoricalFamily(FamilyDefaults):
         mean = jnp.sum(probs * tangent.logits, axis=-1, keepdims=True)
         return CategoricalMean(probs * (tangent.logits - mean))
 
+    def fisher_diagonal(self, natural: CategoricalNatural) -> CategoricalNatural:
+        """``p (1 - p)``; see :class:`Family`."""
+        probs = jax.nn.softmax(natural.logits, axis=-1)
+        return CategoricalNatural(probs * (1 - probs))
+
     def fisher_solve(self, natural: CategoricalNatural, tangent: CategoricalMean) -> CategoricalNatural:
         """``d_mu / p`` for directions that add up to 0, the answer of mean 0 under q; see :class:`Family`."""
         probs = jax.nn.softmax(natural.logits, axis=-1)

@@ -46,6 +46,29 @@ class GaussianMoments(NamedTuple):
 _SMALL = 256
 
 
+def product_variances(
+    loc: Float[Array, "*batch I"],
+    variance: Float[Array, "*batch I"],
+    other: Float[Array, "*batch J"],
+    other_variance: Float[Array, "*batch J"],
+    covariance: Float[Array, "*batch I J"],
+) -> Float[Array, "*batch I J"]:
+    """Variances of the products ``x_i y_j`` of jointly Gaussian x and y (Isserlis).
+
+    Args:
+        loc: means of x.
+        variance: its variances.
+        other: means of y.
+        other_variance: its variances.
+        covariance: of x with y.
+
+    Returns:
+        ``V_i W_j + C_ij^2 + m_i^2 W_j + n_j^2 V_i + 2 m_i n_j C_ij``.
+    """
+    x, v, y, w = loc[..., :, None], variance[..., :, None], other[..., None, :], other_variance[..., None, :]
+    return v * w + covariance**2 + x**2 * w + y**2 * v + 2 * x * y * covariance
+
+
 class GaussianDefaults(FamilyDefaults):
     """Entropy, divergence, draws and Fisher metric of a Gaussian family that has ``moments``."""
 
@@ -161,6 +184,15 @@ class GaussianDefaults(FamilyDefaults):
         first = jnp.einsum("...ij,...j->...i", covariance, pulled)
         spread = jnp.einsum("...ij,...jk,...kl->...il", covariance, tangent.precision, covariance)
         return GaussianMean(first, symmetrise(0.5 * spread - loc[..., :, None] * first[..., None, :]))
+
+    def fisher_diagonal(self: Any, natural: GaussianNatural) -> GaussianNatural:
+        """Variances of ``theta`` and of ``-1/2 theta theta^T``, in the places of the natural parameters."""
+        moments = self.moments(natural)
+        loc, variance = moments.loc, self.variances(moments)
+        if not self.full:
+            return GaussianNatural(variance, variance * (0.5 * variance + loc**2))
+        covariance = jnp.einsum("...ik,...jk->...ij", moments.scale, moments.scale)
+        return GaussianNatural(variance, 0.25 * product_variances(loc, variance, loc, variance, covariance))
 
     def fisher_solve(self: Any, natural: GaussianNatural, tangent: GaussianMean) -> GaussianNatural:
         """``dLambda = -Lambda dV Lambda``, ``dh = dLambda m + Lambda dm``: products only; see :class:`Family`."""

@@ -94,6 +94,14 @@ class IndependentFamily(FamilyDefaults):
         """The base's, of every member."""
         return self.base.fisher_product(natural, tangent)
 
+    def fisher_diagonal(self, natural: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.fisher_diagonal(natural)
+
+    def symmetrise(self, natural: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.symmetrise(natural)
+
     def fisher_solve(self, natural: Any, tangent: Any) -> Any:
         """The base's, of every member."""
         return self.base.fisher_solve(natural, tangent)

@@ -12,9 +12,18 @@ import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float
 from numpyro.distributions import constraints
 
-from .._numerics import clip_to_psd, inverse_root, lower_to_symmetric, polar_parts, symmetric_to_lower, symmetrise
+from .._numerics import (
+    clip_to_psd,
+    diagonal,
+    inverse_root,
+    lower_to_symmetric,
+    polar_parts,
+    symmetric_to_lower,
+    symmetrise,
+)
 from ._base import FamilyDefaults, Vector, natural_parameters
 from ._block_tridiagonal import assemble, chain_moments, draw_chain, log_normaliser
+from ._gaussian_base import product_variances
 from ._registry import base_of, register_family
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -114,6 +123,21 @@ class MarkovGaussianFamily(FamilyDefaults):
         loc, covariance, lag_one = self.moments(natural)
         second = -0.5 * (covariance + _outer(loc, loc))
         return MarkovMean(loc, second, -(lag_one + _outer(loc[..., 1:, :], loc[..., :-1, :])))
+
+    def fisher_diagonal(self, natural: MarkovNatural) -> MarkovNatural:
+        """Variances of the sufficient statistics, from marginal moments of neighbours; see :class:`Family`."""
+        loc, covariance, lag_one = self.moments(natural)
+        variance = diagonal(covariance)
+        own = product_variances(loc, variance, loc, variance, covariance)
+        after, before = slice(1, None), slice(None, -1)
+        lag = product_variances(
+            loc[..., after, :], variance[..., after, :], loc[..., before, :], variance[..., before, :], lag_one
+        )
+        return MarkovNatural(variance, 0.25 * own, lag)
+
+    def symmetrise(self, natural: MarkovNatural) -> MarkovNatural:
+        """Diagonal blocks are symmetric."""
+        return MarkovNatural(natural.precision_mean, symmetrise(natural.precision), natural.lower)
 
     def mean_to_natural(self, mean_params: MarkovMean) -> MarkovNatural:
         """The inverse of :meth:`natural_to_mean`, from the regressions of every state on the one before."""

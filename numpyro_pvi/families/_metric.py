@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ._base import Family, FamilyDefaults
-from ._independent import member_family
+from ._base import FamilyDefaults
 
 
 class FamilyMoments(NamedTuple):
@@ -54,14 +53,12 @@ class MetricDefaults(FamilyDefaults):
             begin = end
         return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(lambda: self.zeros())), leaves)
 
-    def symmetrise(self, natural: Any) -> Any:
-        """Nothing to do."""
-        return natural
-
     def moments(self: Any, natural: Any) -> FamilyMoments:
         """Mean statistics with their sds; ``valid`` is False where the member is not normalisable."""
         valid, mean = self.in_domain(natural), self.natural_to_mean(natural)
-        scale = jnp.sqrt(self.flat(self.fisher_diagonal(natural)))
+        variances = self.flat(self.fisher_diagonal(natural))
+        # A latent that has come to one value has no sd to measure moves by, and makes none.
+        scale = jnp.sqrt(jnp.maximum(variances, jnp.finfo(variances.dtype).tiny))
         return FamilyMoments(natural, self.flat(mean), scale, self.log_partition(natural), valid)
 
     def sds(self, moments: FamilyMoments) -> Float[Array, "P"]:
@@ -122,37 +119,3 @@ class MetricDefaults(FamilyDefaults):
         """A(eta) up to a constant, in two parts: nothing, and all of it."""
         del natural
         return jnp.zeros_like(moments.log_partition), moments.log_partition
-
-    def fisher_diagonal(self: Any, natural: Any) -> Any:
-        """Variances of the sufficient statistics, in the places of the natural parameters."""
-        raise NotImplementedError
-
-
-def member_variances(family: Family, natural: Any) -> Any:
-    """Variances of every member's sufficient statistics, in the places of its natural parameters.
-
-    Args:
-        family: repetitions of one, or a single member's.
-        natural: natural parameters.
-
-    Returns:
-        The diagonal of the Fisher information of natural parameters, by as many products with it as a member has statistics.
-    """
-    own, member = member_family(family, natural)
-    leaves, tree = jax.tree.flatten(member)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: own.zeros()))]
-    sizes = [math.prod(shape) for shape in shapes]
-    basis = jnp.eye(sum(sizes), dtype=leaves[0].dtype)
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    places = list(zip(leaves, shapes, sizes, ends, strict=True))
-
-    def column(row: Array) -> list[Array]:
-        step = [jnp.broadcast_to(row[e - n : e].reshape(s), x.shape) for x, s, n, e in places]
-        return jax.tree.leaves(own.fisher_product(natural, tree.unflatten(step)))
-
-    found = []
-    for image, (leaf, shape, size, end) in zip(jax.vmap(column)(basis), places, strict=True):
-        members = leaf.shape[: leaf.ndim - len(shape)]
-        own_rows = image[end - size : end].reshape(size, *members, size)
-        found.append(jnp.diagonal(own_rows, axis1=0, axis2=-1).reshape(leaf.shape))
-    return jax.tree.unflatten(jax.tree.structure(natural), found)

@@ -18,7 +18,7 @@ from ._base import FamilyDefaults, Vector, natural_parameters
 from ._family_for import family_for
 from ._gaussian import MultivariateNormalFamily
 from ._independent import repeated
-from ._metric import MetricDefaults, member_variances
+from ._metric import MetricDefaults
 
 
 @natural_parameters
@@ -142,8 +142,12 @@ class ProductFamily(MetricDefaults):
         return ProductMean(self._map(lambda family, x, d: family.fisher_product(x, d), natural, tangent))
 
     def fisher_diagonal(self, natural: ProductNatural) -> ProductNatural:
-        """Every component's: see :meth:`MetricDefaults.fisher_diagonal`."""
-        return ProductNatural(self._map(member_variances, natural))
+        """Every component's."""
+        return ProductNatural(self._map(lambda family, x: family.fisher_diagonal(x), natural))
+
+    def symmetrise(self, natural: ProductNatural) -> ProductNatural:
+        """Every component's."""
+        return ProductNatural(self._map(lambda family, x: family.symmetrise(x), natural))
 
     def fisher_solve(self, natural: ProductNatural, tangent: ProductMean) -> ProductNatural:
         """Every component's."""

@@ -209,6 +209,10 @@ class WishartFamily(FamilyDefaults):
         half = 0.5 * self._concentration(natural)[..., None, None]
         return WishartMean(log_det, half * moved - tangent.log_det[..., None, None] * scale)
 
+    def symmetrise(self, natural: WishartNatural) -> WishartNatural:
+        """Rate matrices are symmetric."""
+        return WishartNatural(natural.log_det, symmetrise(natural.rate))
+
     def fisher_solve(self, natural: WishartNatural, tangent: WishartMean) -> WishartNatural:
         """``d_eta`` of ``d_mu`` by products of D x D matrices; see :class:`Family`."""
         n, halves = self._concentration(natural), self._halves(natural)

@@ -108,8 +108,9 @@ class ProductFactors:
         return key
 
     def tidy(self, sites: SiteStack) -> SiteStack:
-        """The sites as they are."""
-        return sites
+        """The sites without rounding asymmetry."""
+        even = self.family.symmetrise
+        return SiteStack(even(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> None:
         """Rows have no latents of their own."""
