@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ._compiling import look
@@ -16,14 +15,13 @@ from ._state import PVIState
 from ._user_inputs import float_dtype
 from .factors import join_arguments, split_arguments
 from .runtime import (
-    SAMPLED_WAYS,
     ProductEngine,
     check_tilted,
     factors_of,
-    first_match_states,
     jointly_affine,
     with_tilted,
 )
+from .sites import posterior
 
 # How tilted moments are taken, in words.
 _WORDS = {
@@ -71,13 +69,9 @@ def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: 
 
     likelihood, prior = look(affine, state, arrays)
     plan = with_tilted(plan, solver, (bool(likelihood), bool(prior)))
-    problem = engine.problem(dataclasses.replace(state, plan=plan), args, kwargs)
-    states = first_match_states(problem, solver, float_dtype())
-    # Moments may be drawn where expectations are not, and the other way round.
-    last = None if SAMPLED_WAYS.isdisjoint(plan.tilted) else jax.tree.map(jnp.zeros_like, state.prior)
-    memory = state.schedule_state._replace(last=last)
-    found = {"schedule_state": memory, "solver_state": states.groups, "prior_solver_state": states.prior}
-    return dataclasses.replace(state, plan=plan, **found)
+    state = dataclasses.replace(state, plan=plan)
+    fields = engine.unvisited(state, posterior(state.prior, state.sites), float_dtype(), None, args, kwargs)
+    return dataclasses.replace(state, **fields | {"report": state.report})
 
 
 def matching_info(state: PVIState) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from ._mapping import Vmap
 from ._params import FitsParams
 from ._product_factors import ProductFactors
 from ._product_loop import run_rounds, stepped
-from ._product_matching import matching_round, product_evidence
+from ._product_matching import first_match_states, matching_round, product_evidence
+from ._product_moment_choice import SAMPLED_WAYS
 from ._product_plan import owners
 from ._product_prior import exact_prior_of
 from ._product_problem import Objective, ProductProblem
@@ -132,16 +133,22 @@ class ProductEngine(FitsParams):
         """
         plan: Any = state.plan
         count, solver, prior_solver = len(plan.partition.table.labels), (), None
-        if self.schedule.fused_families:
-            memory: Any = self.first_memory(plan, q, dtype)
-        else:
-            problem = ProductFactors(
-                self.problem(state, args, kwargs or {}, params={}), self.solver, known, state.sites.others is not None
-            )
-            memory = self.schedule.init(problem, dtype)
+        problem = self.problem(state, args, kwargs or {}, params={})
+        if plan.tilted:
+            solver, prior_solver = first_match_states(problem, self.solver, dtype)
+        elif not (self.schedule.fused_families or self.solver.matches_moments):
             one = self.solver.init_among(plan.family, dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
             prior_solver = self.solver.for_prior.init(plan.family, dtype) if state.sites.prior is not None else None
+        if self.schedule.fused_families:
+            memory: Any = self.first_memory(plan, q, dtype)
+            if plan.tilted:
+                # Moments may be drawn where expectations are not, and the other way round.
+                sampled = not SAMPLED_WAYS.isdisjoint(plan.tilted)
+                memory = memory._replace(last=jax.tree.map(jnp.zeros_like, state.prior) if sampled else None)
+        else:
+            others = state.sites.others is not None
+            memory = self.schedule.init(ProductFactors(problem, self.solver, known, others), dtype)
         return {
             "solver_state": solver,
             "prior_solver_state": prior_solver,

@@ -19,7 +19,9 @@ from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import SiteStack, cavity, posterior
 from ..solvers import LocalResult, LocalSolver
 from ._factor import GroupFactor
+from ._product_moment_choice import SAMPLED_WAYS
 from ._product_problem import ProductProblem
+from ._product_tilted import ProductTilted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,6 @@ class ProductFactors:
     quadratic: bool = dataclasses.field(default=False, init=False)
     units: None = dataclasses.field(default=None, init=False)
     stochastic: bool = dataclasses.field(default=False, init=False)
-    matches_moments: bool = dataclasses.field(default=False, init=False)
     tied: bool = dataclasses.field(default=False, init=False)
     flat: bool = dataclasses.field(default=False, init=False)
 
@@ -83,9 +84,15 @@ class ProductFactors:
         return self.problem.plan.prior_factor is not None
 
     @property
+    def matches_moments(self) -> bool:
+        """Whether visits match the moments of tilted distributions."""
+        return bool(self.problem.plan.tilted)
+
+    @property
     def noisy(self) -> bool:
-        """Whether any expectation is by draws."""
-        return self.problem.plan.noisy
+        """Whether any expectation, or any moment of a tilted distribution, is by draws."""
+        plan = self.problem.plan
+        return plan.noisy or not SAMPLED_WAYS.isdisjoint(plan.tilted)
 
     @property
     def stream(self) -> GroupOrder:
@@ -179,14 +186,19 @@ class ProductFactors:
         local: Any,
         alone: bool = False,
     ) -> tuple[LocalResult, None]:
-        """One group's local solve from the current q, tested by its own free energy."""
+        """One group's local solve from the current q, tested by its own free energy; or its moments matched."""
         del rule, local, alone
+        if self.matches_moments:
+            tilted = ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 0))
+            return tilted.visit(index, q, site, state, tilted.alone(index, q)), None
         factor = self._factor(index, site, noise)
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve."""
         del rule
+        if self.matches_moments:
+            return ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 1)).visit_prior(q, site, state)
 
         def expected(moments: FamilyMoments) -> Expected | None:
             return self._prior_expected(moments, noise, site)

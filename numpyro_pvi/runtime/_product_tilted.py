@@ -174,6 +174,16 @@ class ProductTilted:
             return constants, messages.groups
         return self._draws(q, self.problem.plan.likelihood) if self.methods[0] == "importance" else None
 
+    def alone(self, index: Int[Array, ""], q: ProductNatural) -> Any:
+        """What :meth:`shared` gives for one visit at a q that no other group sees: draws of its own, or nothing."""
+        return self.fresh(index, q, None) if self.methods[0] == "importance" else None
+
+    def _alone(self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural) -> tuple[Array, ProductNatural]:
+        """Constant and natural parameters of one group's factor that is affine in the statistics."""
+        stack = SiteStack(jax.tree.map(lambda x: x[None], site), None)
+        message, _, value = self.problem.group_value_and_message(q, stack, index, self.key)
+        return value - self._paired(message, q), message
+
     def _paired(self, message: ProductNatural, q: ProductNatural) -> Array:
         return jnp.asarray(self.problem.family.inner(message, self.problem.family.natural_to_mean(q)))
 
@@ -198,9 +208,8 @@ class ProductTilted:
             What moment matching asks for.
         """
         if self.methods[0] == "exact":
-            constants, messages = shared
-            own = take(messages, index)
-            return linear_tilted(self.problem.family, own, constants[index], q, site, self.solver.power)
+            constant, own = self._alone(index, q, site) if shared is None else take(shared, index)
+            return linear_tilted(self.problem.family, own, constant, q, site, self.solver.power)
         looks = _Looks(
             self.problem.plan.likelihood,
             self.methods[0],

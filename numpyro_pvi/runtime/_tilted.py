@@ -54,7 +54,7 @@ class MomentFactor:
         return self.take_moments(q, site, power, key, memory)
 
 
-def method_of(problem: Factors, prior: bool) -> Any:
+def method_of(problem: Any, prior: bool) -> Any:
     """How a factor's tilted moments are taken.
 
     Args:

@@ -109,7 +109,7 @@ class Asynchronous(ScheduleDefaults):
         return Faults(self.loss_rate, self.duplicate_rate, self.reorder) if faulty else None
 
     def check_families(self, solver: Any) -> None:
-        """Goes with every family under solvers of natural-gradient steps, where rows have no latents of their own."""
+        """Goes with every family under solvers that visit one group alone, where rows have no latents of their own."""
         check_visits(self, solver)
 
     def init(self, problem: Problem, dtype: Any) -> AsynchronousState:

@@ -388,10 +388,11 @@ def check_visits(schedule: Any, solver: Any) -> None:
     Raises:
         PVIError: saying what to write.
     """
-    if solver.stochastic or solver.matches_moments:
+    if solver.stochastic or solver.factors == "row":
+        how = "(factors='row')" if solver.factors == "row" else ""
         raise PVIError(
-            f"{type(schedule).__name__} does not go with {type(solver).__name__} under AutoExponentialFamily: write "
-            "solver=NaturalGradient() or Conjugate(), or schedule=Synchronous()."
+            f"{type(schedule).__name__} does not go with {type(solver).__name__}{how} under AutoExponentialFamily: write "
+            "solver=NaturalGradient(), Conjugate() or PowerEP(), or schedule=Synchronous()."
         )
 
 

@@ -96,21 +96,19 @@ def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refuse
     return Asked(groups if change.prior is None else jnp.concatenate([shift(change.prior)[None], groups]), together)
 
 
-def asked_by_memory(states: Any, prior_state: Any, has_prior: bool) -> Asked:
+def asked_by_memory(moves: Float[Array, "M N"], prior: Float[Array, "N"] | None, has_prior: bool) -> Asked:
     """The same from what solvers that match moments remember: the full move that each asked for in its last visit.
 
     Args:
-        states: of the groups, with a leading axis.
-        prior_state: of the prior factor, or None.
+        moves: of the groups.
+        prior: of the prior factor; None where nobody knows.
         has_prior: whether there is one.
 
     Returns:
         The moves.
     """
-    moves = states.last
     if has_prior:
-        last = getattr(prior_state, "last", None)
-        moves = jnp.concatenate([(jnp.zeros_like(moves[0]) if last is None else last)[None], moves])
+        moves = jnp.concatenate([(jnp.zeros_like(moves[0]) if prior is None else prior)[None], moves])
     return Asked(_largest(moves), _largest(jnp.sum(moves, axis=0)))
 
 
@@ -147,9 +145,13 @@ def asked_of(
 ) -> Asked:
     """What a round's factors asked of q, by whatever this kind of fit knows; see the functions above for the arguments."""
     found = carry.evaluation.groups
-    # A tied site's groups keep no moves of their own.
-    if problem.matches_moments and getattr(states, "last", jnp.zeros((0,))).shape[-1] > 0:
-        return asked_by_memory(states, prior_state, problem.has_prior_factor)
+    if problem.matches_moments and states:
+        moments = carry.evaluation.moments
+        moves = states.asked(problem.family, moments)
+        # A tied site's groups keep no moves of their own.
+        if moves.shape[-1] > 0:
+            prior = prior_state.asked(problem.family, moments) if prior_state else None
+            return asked_by_memory(moves, prior, problem.has_prior_factor)
     told = not (problem.stochastic or problem.matches_moments) and problem.units is None
     if not told or getattr(found, "target", None) is None:
         return asked_by_move(move, moved, share, taken, carry.report)

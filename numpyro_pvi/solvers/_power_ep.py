@@ -62,6 +62,11 @@ class PowerEPState(NamedTuple):
     # Where the factor's chains stand; None where there are none.
     chains: Chains | None = None
 
+    def asked(self, family: Any, moments: Any) -> Float[Array, "*M two_D"]:
+        """The full move that the last visit asked for, as of ``family.moves``; empty where none is kept."""
+        del family, moments
+        return self.last
+
 
 def trouble_of(state: Any, index: int | None = None) -> str | None:
     """What went wrong with a group's tilted moments in its last visit, and the remedy; None where nothing did.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..expectations import LEAST_PER_LATENT, Chains, Tilted
-from ..families import ProductFamily
+from ..families import FamilyMoments, ProductFamily
 from ..sites import MAX_HALVINGS, back_off, next_step, select
 from ._base import LocalResult
 from ._chained import CHAIN_SENTENCES, COLLAPSES, chain_troubles
@@ -84,6 +84,10 @@ class MatchState(NamedTuple):
     # Visits running in which weights have collapsed where chains may take over, and the chains; None where there are none.
     collapses: Int[Array, ""]
     chains: Chains | None = None
+
+    def asked(self, family: ProductFamily, moments: FamilyMoments) -> Float[Array, "*M P"]:
+        """The full move that the last visit asked for, as of ``family.moves``, to first order."""
+        return family.effect(self.last, moments)
 
     def sentence(self) -> str | None:
         """What went wrong in the last visit, and the remedy, without the group's name; None where nothing did."""

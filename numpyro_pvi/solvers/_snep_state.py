@@ -40,6 +40,11 @@ class SNEPState(NamedTuple):
     # Where the factor's chains stand; None where there are none.
     chains: Chains | None = None
 
+    def asked(self, family: Any, moments: Any) -> Float[Array, "*M two_D"]:
+        """The full move that the last visit asked for, as of ``family.moves``."""
+        del family, moments
+        return self.last
+
     def sentence(self) -> str | None:
         """What went wrong in the last visit of one group, and the remedy, without the group's name."""
         trouble = int(self.trouble)

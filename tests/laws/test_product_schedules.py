@@ -8,12 +8,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from scipy import optimize, special
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi.families import LogNormalFamily
 from numpyro_pvi.runtime import _product_factors
 from numpyro_pvi.schedules import Asynchronous, Committee, Decentralized, Streaming
-from numpyro_pvi.solvers import StochasticNaturalGradient
+from numpyro_pvi.solvers import PowerEP, StochasticNaturalGradient
 
 KEY = jax.random.key(0)
 X64 = jnp.result_type(float).name == "float64"
@@ -137,6 +138,55 @@ def test_agents_agree_in_the_end():
     assert "agents" in str(info)
 
 
+# --------------------------------------------------------------------------------------------------------- moments
+
+# Nodes of the slope and of the log precision, far out enough for a prior and one group.
+SLOPES, LOGS = np.linspace(-24.0, 24.0, 1921)[:, None], np.linspace(-7.0, 4.0, 441)[None, :]
+
+
+def matched(cavity, x, y):
+    """The product with the moments of cavity times rows, by sums over nodes."""
+    rate = np.exp(LOGS)
+    log = cavity[0] * SLOPES - 0.5 * cavity[1] * SLOPES**2 + cavity[2] * LOGS - cavity[3] * rate
+    squares = y @ y - 2 * SLOPES * (x @ y) + SLOPES**2 * (x @ x)
+    log = log + 0.5 * len(y) * LOGS - 0.5 * rate * squares
+    weight = np.exp(log - log.max())
+    weight /= weight.sum()
+    loc, mean, mean_log = ((weight * what).sum() for what in (SLOPES, rate, LOGS))
+    precision = 1 / ((weight * SLOPES**2).sum() - loc**2)
+    gap = np.log(mean) - mean_log
+    shape = optimize.brentq(lambda a: np.log(a) - special.psi(a) - gap, 1e-3, 1e5, xtol=1e-12)
+    return np.array([loc * precision, precision, shape, shape / mean])
+
+
+def fixed_point():
+    """Expectation propagation, group by group."""
+    sites, q = dict.fromkeys(ORDER, 0 * PRIOR), PRIOR
+    for _ in range(60):
+        for label in ORDER:
+            new = matched(q - sites[label], *of(label))
+            sites[label], q = sites[label] + new - q, new
+    return q
+
+
+WANTED_MOMENTS = {
+    # Assumed-density filtering.
+    "streaming": lambda: functools.reduce(lambda q, label: matched(q, *of(label)), ORDER, PRIOR),
+    "committee": lambda: PRIOR + sum(matched(PRIOR, *of(label)) - PRIOR for label in ORDER),
+    "asynchronous": fixed_point,
+    "decentralized": fixed_point,
+}
+
+
+@each
+def test_matched_moments_end_where_sums_over_nodes_do(name):
+    schedule, rounds = CASES[name]
+    pvi = made(schedule, solver=PowerEP())
+    result = pvi.run(KEY, rounds, jnp.asarray(X), jnp.asarray(Y), progress_bar=False)
+    np.testing.assert_allclose(natural(result.params), WANTED_MOMENTS[name](), rtol=1e-4 if X64 else 5e-3)
+    assert "quadrature" in result.info.expectation[-1]
+
+
 @pytest.mark.once
 def test_late_messages_are_taken_up_where_they_were_left(tmp_path):
     """Law 9: bit for bit, delays and all."""
@@ -198,9 +248,10 @@ def rates(counts):
     ("options", "words"),
     [
         ({"schedule": Asynchronous(), "solver": StochasticNaturalGradient()}, "or schedule=Synchronous"),
+        ({"schedule": Streaming(), "solver": PowerEP(factors="row")}, r"PowerEP\(factors='row'\).*or PowerEP\(\)"),
         ({"schedule": Decentralized(CHAIN, nodes=["a", "b", "c"], mixing="consensus")}, "write mixing='tracking'"),
     ],
-    ids=["batches", "consensus"],
+    ids=["batches", "rows", "consensus"],
 )
 def test_what_is_not_there_says_what_to_write(options, words):
     with pytest.raises(PVIError, match=words):
