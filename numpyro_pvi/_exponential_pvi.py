@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -28,7 +27,7 @@ from ._initial import away_from, init_optim, initial_params
 from ._inspection import open_call
 from ._posterior_views import agent_natural, factor_labels, last_round, optim_notes, split_notes
 from ._prior_now import with_prior_of_now
-from ._state import Plan, PVIInfo, PVIRunResult, PVIState
+from ._state import Plan, PVIInfo, PVIState
 from ._user_inputs import check_state, float_dtype, positional_names
 from .errors import ImproperError, PVIError, StateError
 from .factors import ValueCall, is_latent, join_arguments, split_arguments
@@ -96,22 +95,6 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         self._memory.keep(state, split_arguments(args, kwargs)[0])
         self._followed.programs.note(state)
         return state
-
-    @follows
-    @functools.wraps(PVI.run)
-    def run(self, rng_key: Any, num_steps: int, *args: Any, loss_every: int = 1, **kwargs: Any) -> PVIRunResult:
-        """Run rounds; see :meth:`PVI.run`. Losses that are left out are not computed where rounds see some rows only."""
-        whole, start = self._engine, kwargs.get("init_state")
-        if isinstance(loss_every, int) and loss_every > 1:
-            self._engine = dataclasses.replace(whole, loss_every=loss_every)
-            if isinstance(start, PVIState) and getattr(start.schedule_state, "loss_from", None) is not None:
-                # In the state, so that no run from another state compiles anew.
-                memory = start.schedule_state._replace(loss_from=jnp.int32(start.step % loss_every))
-                kwargs["init_state"] = dataclasses.replace(start, schedule_state=memory)
-        try:
-            return super().run(rng_key, num_steps, *args, loss_every=loss_every, **kwargs)
-        finally:
-            self._engine = whole
 
     def _demoted(self, state: PVIState, found: list, dynamic: list, static: tuple) -> PVIState:
         return demoted(self, state, found, dynamic, static)

@@ -323,7 +323,10 @@ def check_loss(loss: Any) -> None:
     if getattr(loss, "multi_sample_guide", False):
         raise PVIError(f"{type(loss).__name__}(multi_sample_guide=True) is not supported: q is one Gaussian.")
     if not hasattr(loss, "loss"):
-        raise PVIError(f"loss={loss!r} is not a NumPyro ELBO; pass Trace_ELBO().")
+        raise PVIError(
+            f"loss={loss!r} is not a NumPyro ELBO; pass Trace_ELBO(). Solvers, schedules and runtimes go by name: solver=..., "
+            "schedule=..., runtime=..."
+        )
 
 
 def check_keywords(model: Callable | None, static_kwargs: dict, init: Callable, run: Callable) -> None:

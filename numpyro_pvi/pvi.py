@@ -378,10 +378,14 @@ class PVI(SVI):
         with waiting(int(num_steps), progress_bar) as bar:
             given = self._arguments(args, kwargs)
             refuse_other_rows(self.partition, init_state)
+            if init_state is not None:
+                check_state(init_state)
+                init_state = self._engine.counted(init_state, loss_every)
             kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
             state, *rows = taken(self, before.state, args, kwargs)
             before = dataclasses.replace(before, state=state)
-            run = self._drive(before, *rows, int(num_steps), tol, callback, bar, kept)
+            engine = self._engine.reporting(loss_every)
+            run = self._drive(before, *rows, int(num_steps), tol, callback, bar, kept, engine=engine)
         # On the host: a result is not worth a program.
         shown = np.arange(1, len(run.losses) + 1) % loss_every == 0
         losses = np.asarray(run.losses)
@@ -711,14 +715,16 @@ class PVI(SVI):
     def _make_engine(self, model: Callable, num_particles: int) -> Any:
         return Engine(model, self.solver, self.schedule, self.runtime, self.optim, num_particles)
 
-    def _advance(self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int) -> RoundsDone:
+    def _advance(
+        self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, engine: Any = None
+    ) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
         # A traced call cannot look at values between rounds, so it carries every rule from the start.
         fine = state.plan.fine or is_traced((state, dynamic))
         state = with_prior_of_now(self, state, dynamic, static)
         small = reduced(state, self._engine)
         level = self._level(state.plan, dynamic, static)
-        call = self._engine, small, dynamic, static, count, tol
+        call = engine or self._engine, small, dynamic, static, count, tol
         done = run_rounds(*call, length=length, fine=fine, level=level)
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):
@@ -742,9 +748,9 @@ class PVI(SVI):
     def _level(self, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:
         return level_for(self._followed.programs, self._engine, plan, dynamic, static, often)
 
-    def _drive(self, before: Progress, dynamic: list, static: tuple, *how: Any) -> Run:
+    def _drive(self, before: Progress, dynamic: list, static: tuple, *how: Any, engine: Any = None) -> Run:
         def rounds(state, count, tol, length):
-            return self._advance(state, dynamic, static, count, tol, length)
+            return self._advance(state, dynamic, static, count, tol, length, engine)
 
         return drive(rounds, self.info, before, *how, verify=Verifier(self, dynamic, static))
 

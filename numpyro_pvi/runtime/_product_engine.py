@@ -61,6 +61,18 @@ class ProductEngine(FitsParams):
     # Where rounds see some rows only, the ELBO of all is taken after every so many rounds from that one on.
     loss_every: int = 1
 
+    def reporting(self, loss_every: int) -> ProductEngine:
+        """The engine of a run that reports losses now and then: where rounds see some rows only, others are not computed."""
+        return self if loss_every == self.loss_every else dataclasses.replace(self, loss_every=int(loss_every))
+
+    def counted(self, state: PVIState, loss_every: int) -> PVIState:
+        """The state that such a run begins with, given by the user: it counts rounds from there, without compiling anew."""
+        memory = state.schedule_state
+        if loss_every == 1 or getattr(memory, "loss_from", None) is None:
+            return state
+        memory = memory._replace(loss_from=jnp.int32(state.step % loss_every))
+        return dataclasses.replace(state, schedule_state=memory)
+
     @property
     def settings(self) -> Settings:
         """What rounds take from the solver and the schedule."""
