@@ -278,8 +278,8 @@ def test_choices_that_do_not_go_together_name_what_does():
             r"solver=LocalELBO\(...\).*NaturalGradient\(\), Conjugate\(\), StochasticNaturalGradient\(\) or PowerEP\(\)",
         ),
         (
-            {"schedule": Streaming(), "solver": PowerEP()},
-            r"Streaming does not go with PowerEP.*or schedule=Synchronous",
+            {"schedule": Streaming(), "solver": StochasticNaturalGradient()},
+            r"Streaming does not go with StochasticNaturalGradient.*or schedule=Synchronous",
         ),
         ({"init_sites": "curvature"}, "init_params"),
         ({"solver": NaturalGradient(expectation="stein")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),

@@ -314,8 +314,8 @@ def test_families_are_verified_alike(monkeypatch):
         twin = lambda *args: families(*args, smooth=True)  # noqa: E731
         return exact(components, dataclasses.replace(call, model=twin), key)
 
-    def found(family, natural, terms, key, expectation, where, rows=None):
-        own = find(family, natural, terms, key, expectation, where, rows)
+    def found(family, natural, terms, key, expectation, where, *rest):
+        own = find(family, natural, terms, key, expectation, where, *rest)
         kinds = {"r": ("exact", 0, 1), "w": ("absent", 0, 0), "s": ("exact", 1, 1)}
         roles = tuple(
             dataclasses.replace(role, kind=kinds[role.name][0], first=kinds[role.name][1], signs=kinds[role.name][2])
