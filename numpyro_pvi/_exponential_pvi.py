@@ -14,7 +14,7 @@ from . import diagnostics
 from ._arriving_groups import Newcomers
 from ._closures import follows
 from ._compiling import on_device, owned_jit
-from ._contracts import GAUSSIAN_GUIDES, not_under_families
+from ._contracts import not_under_families
 from ._endings import limits
 from ._exponential_demoted import demoted
 from ._exponential_locals import begun, inside_of, plan_beside
@@ -263,30 +263,19 @@ class ExponentialPVI(PVI, serves=keeps_supports):
     def khat(
         self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, by_group: bool = False, **kwargs: Any
     ) -> Any:
-        """Pareto k-hat of importance weights from q to the exact posterior, in the latents' own supports; see :meth:`PVI.khat`."""
-        if by_group:
-            raise self.refused("khat(by_group=True)")
+        """Pareto k-hat of importance weights from q to the exact posterior, in the latents' own supports; see :meth:`PVI.khat`.
+
+        With ``by_group`` the groups' factors have the latents of their rows beside the shared ones.
+        """
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
+        if by_group:
+            fixed = self._engine, state, args, kwargs
+            return diagnostics.khat_of_product_by_group(rng_key, *fixed, num_samples=num_samples)
         model = state.plan.partition.model(self.model)
         params = self._param_values(state)
         return diagnostics.khat_of_product(rng_key, model, state, args, kwargs, params, num_samples=num_samples)
-
-    # --------------------------------------------------------------------------------------------- what is refused
-
-    def refused(self, what: str) -> PVIError:
-        """The error for what works with Gaussian guides only.
-
-        Args:
-            what: as the user writes it.
-
-        Returns:
-            What to raise.
-        """
-        return PVIError(
-            f"{what} is for Gaussian guides: with AutoExponentialFamily it is not there yet. Use {GAUSSIAN_GUIDES}."
-        )
 
 
 _posterior = owned_jit(posterior, ())

@@ -665,7 +665,7 @@ class PVI(SVI):
                 k-hat is above .7 although the effective sample size is above half of the draws, unless the data are large: a
                 tenth of a thousand draws is too much to be the tail of a q that is nearly right.
             by_group: judge every group's site by itself: k-hat of the weights ``p(y_m | theta) / t_m(theta)``, from q to q with the
-                exact factor of group m in its site's place. Gaussian guides without local latents only.
+                exact factor of group m in its site's place. Under a Gaussian guide only without local latents, which no site has.
             kwargs: the model's keyword arguments.
 
         Returns:

@@ -12,8 +12,8 @@ import numpyro.distributions as dist
 import pytest
 from scipy import stats
 
-from numpyro_pvi import PVI, AutoExponentialFamily, ImproperError, Partition, PVIError
-from numpyro_pvi.diagnostics._khat_product import product_weights
+from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, ImproperError, Partition, PVIError
+from numpyro_pvi.diagnostics._khat_product import product_group_weights, product_weights
 from numpyro_pvi.diagnostics._psis import pareto_khat
 from numpyro_pvi.families import BetaNatural, CategoricalFamily, GammaNatural, ProductNatural
 from numpyro_pvi.sites import posterior
@@ -105,6 +105,69 @@ def mixture(x):
     with numpyro.plate("data", x.shape[0]):
         z = numpyro.sample("z", dist.Categorical(jnp.array([0.5, 0.5])))
         numpyro.sample("x", dist.Normal(jnp.where(z == 0, a, b), 1.0), obs=x)
+
+
+@functools.cache
+def by_thirds():
+    """The same rows in three groups, each with what its own rows say but the second, whose site is four times too narrow."""
+    pvi = PVI(Partition(counts_and_heads, "data", np.arange(12) // 4), AutoExponentialFamily(counts_and_heads))
+    state = pvi.init(KEY, *DATA)
+    counts, ones = COUNTS.reshape(3, 4).sum(1) * 1.0, HEADS.reshape(3, 4).sum(1) * 1.0
+    said = {
+        "rate": GammaNatural(jnp.asarray(counts)[:, None], jnp.array([4.0, 16.0, 4.0])[:, None]),
+        "p": BetaNatural(jnp.asarray(ones)[:, None], jnp.asarray(4.0 - ones)[:, None]),
+    }
+    said = jax.tree.map(lambda x, like: x.reshape(like.shape), ProductNatural(said), state.sites.groups)
+    return pvi, dataclasses.replace(state, sites=dataclasses.replace(state.sites, groups=said))
+
+
+def test_the_group_whose_site_is_off_is_the_one_that_is_told():
+    """At draws from q an exact site has equal weights; ``exp((b_m - 4) theta)`` are those of a site of rate b_m."""
+    pvi, state = by_thirds()
+    found = pvi.khat(state, *DATA, rng_key=KEY, num_samples=200, by_group=True)
+    assert list(found) == [0, 1, 2]
+    own = np.asarray(product_group_weights(KEY, pvi._engine, state, DATA, {}, 50), float)
+    theta = np.asarray(state.plan.family.sample(posterior(state.prior, state.sites), KEY, (50,))["rate"], float)
+    np.testing.assert_allclose(own[:, 1], 12.0 * (theta - theta[0]).reshape(-1), rtol=CLOSE, atol=100 * CLOSE)
+    assert found[1] != 0.0
+    assert np.abs(own[:, [0, 2]]).max() < 100 * CLOSE
+
+
+def test_weights_of_factors_add_up_to_those_of_q():
+    pvi, state = by_thirds()
+    q = posterior(state.prior, state.sites)
+    whole = product_weights(KEY, pvi.model, state.plan, q, DATA, {}, 50)
+    own = product_group_weights(KEY, pvi._engine, state, DATA, {}, 50)
+    np.testing.assert_allclose(own.sum(1), whole, rtol=100 * CLOSE, atol=100 * CLOSE)
+    # A dropped group is seen.
+    assert np.abs(own[:, [0, 2]].sum(1) - whole).max() > 1.0
+
+
+@pytest.fixture(scope="module")
+def rows_of_their_own():
+    """Means under a prior whose precision is a latent, and every row's component: a prior factor, and members by row."""
+
+    def model(x):
+        tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+        a = numpyro.sample("a", dist.Normal(jnp.array([-3.0, 3.0]), 1 / jnp.sqrt(tau)).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            z = numpyro.sample("z", dist.Categorical(jnp.array([0.4, 0.6])))
+            numpyro.sample("x", dist.Normal(a[z], 1.0), obs=x)
+
+    x = jnp.asarray(np.concatenate([RNG.normal(-3, 1, 6), RNG.normal(3, 1, 6)]))
+    pvi = PVI(Partition(model, "data", np.arange(12) % 3), AutoExponentialFamily(model, {"z": CategoricalFamily(2)}))
+    return pvi, pvi.run(KEY, 3, x, progress_bar=False).state, x
+
+
+def test_rows_own_latents_and_the_prior_factor_add_up_as_well(rows_of_their_own):
+    pvi, state, x = rows_of_their_own
+    q = posterior(state.prior, state.sites)
+    whole = product_weights(KEY, pvi.model, state.plan, q, (x,), {}, 50)
+    own = product_group_weights(KEY, pvi._engine, state, (x,), {}, 50)
+    assert own.shape == (50, 4)
+    np.testing.assert_allclose(own.sum(1), whole, rtol=1000 * CLOSE, atol=1000 * CLOSE)
+    found = pvi.khat(state, x, rng_key=KEY, num_samples=200, by_group=True)
+    assert list(found) == [PRIOR, 0, 1, 2] and all(np.isfinite(list(found.values())))
 
 
 @pytest.mark.slow

@@ -191,11 +191,20 @@ def test_khat_of_one_group_is_the_whole_one(skewed):
     assert by_group == {"one": pytest.approx(whole, rel=1e-3)} and whole != 0
 
 
-def test_khat_without_groups_is_the_whole_one(rates):
+def test_khat_of_families_has_groups_too(rates):
     (pvi, state), y = rates, COUNTS
-    with pytest.raises(PVIError, match=r"khat\(by_group=True\) is for Gaussian guides"):
-        pvi.khat(state, y, rng_key=KEY, by_group=True)
     ax = plot_khat(pvi, state, y, rng_key=KEY, num_samples=100)
+    assert [t.get_text() for t in ax.get_xticklabels()] == [*map(str, state.groups), "whole q"]
+
+
+def test_khat_without_groups_is_the_whole_one():
+    class Whole:
+        def khat(self, state, *args, by_group=False, **kwargs):
+            if by_group:
+                raise PVIError("khat(by_group=True) is not there for latents inside the partitioned plate: they are no part of it.")
+            return 0.3
+
+    ax = plot_khat(Whole(), None, rng_key=KEY)
     assert [t.get_text() for t in ax.get_xticklabels()] == ["whole q"]
     assert "by_group" in ax.get_title()
 

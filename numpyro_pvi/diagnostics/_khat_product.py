@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._compiling import owned_jit
 from .._state import PVIState
 from ..factors import ValueCall, join_arguments, site_log_prob, split_arguments
-from ..families import ProductNatural
-from ..runtime import JointBlock, latent_values
+from ..families import ProductNatural, member_family
+from ..handlers import PRIOR
+from ..runtime import JointBlock, ProductEngine, factor_values, latent_values
 from ..sites import posterior
 from ._calls import map_draws
 from ._khat import check_draws, settled
@@ -120,4 +122,88 @@ def _weights(
     return map_draws(weight, draws, num_samples, elements_of=terms)
 
 
-__all__ = ["khat_of_product", "product_weights"]
+def khat_of_product_by_group(
+    rng_key: Any, engine: ProductEngine, state: PVIState, args: tuple, kwargs: dict, *, num_samples: int = 1000
+) -> dict[Hashable, float]:
+    """Pareto k-hat of ``p(y_m | theta) / t_m(theta)`` at draws from a product of families: see :func:`khat_by_group`.
+
+    Where rows have latents of their own, a group's factor is ``p(y_m, z_m | theta)`` and its site has terms in their members.
+
+    Args:
+        rng_key: random key.
+        engine: of the fit.
+        state: a state with all rows at hand; it is only read.
+        args: the model's positional arguments. All rows are read.
+        kwargs: the model's keyword arguments.
+        num_samples: draws S from q, at least 100; more are taken as of :func:`khat`.
+
+    Returns:
+        k-hat by label, ``PRIOR`` first where the prior has a site.
+
+    Raises:
+        PVIError: for fewer than 100 draws.
+        ImproperError: when q is not normalisable.
+    """
+    q, plan = posterior(state.prior, state.sites), state.plan
+    check_draws(num_samples, plan, q)
+    labels = (*((PRIOR,) if state.sites.prior is not None else ()), *plan.partition.table.labels)
+
+    @functools.cache
+    def weights(count: int) -> np.ndarray:
+        return np.asarray(product_group_weights(rng_key, engine, state, args, kwargs, count), np.float64)
+
+    return {
+        label: settled(lambda count, i=i: weights(count)[:, i], num_samples, (q, args, kwargs))
+        for i, label in enumerate(labels)
+    }
+
+
+def product_group_weights(
+    rng_key: Any, engine: ProductEngine, state: PVIState, args: tuple, kwargs: dict, num_samples: int
+) -> Float[Array, "S F"]:
+    """Log weights of every factor over its site at draws of :meth:`ProductFamily.sample`, the prior factor (if any) first.
+
+    Args:
+        rng_key: random key.
+        engine: of the fit.
+        state: a state.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+        num_samples: draws S.
+
+    Returns:
+        In nats, less their values at the first draw; their sum over factors is that of :func:`product_weights`.
+    """
+    arrays, static = split_arguments(args, kwargs)
+    return _factor_weights(engine, static, num_samples, rng_key, state, arrays)
+
+
+@functools.partial(owned_jit, static_argnames=("engine", "static", "num_samples"))
+def _factor_weights(
+    engine: ProductEngine, static: tuple, num_samples: int, rng_key: Any, state: PVIState, arrays: list
+) -> Array:
+    problem, plan, sites = engine.problem(state, *join_arguments(arrays, static)), state.plan, state.sites
+    draws = problem.family.sample(posterior(state.prior, sites), rng_key, (num_samples,))
+    families, values = dict(problem.family.components), []
+
+    def of_sites(values: dict) -> list[Array]:
+        statistics = {n: f.sufficient_statistics(values[n]) for n, f in families.items()}
+
+        def paired(site: ProductNatural) -> Array:
+            return sum((families[n].inner(x, statistics[n]) for n, x in site.parts.items()), start=jnp.zeros(()))
+
+        groups = jax.vmap(paired)(sites.groups)
+        for name, own in () if sites.local is None else sites.local.parts.items():
+            member, natural, mean = member_family(families[name], own, statistics[name])
+            groups = groups + plan.sum_by_group(name, jnp.asarray(member.inner(natural, mean)), problem.packing)
+        return [*(() if sites.prior is None else (paired(sites.prior)[None],)), groups]
+
+    if sites.prior is not None:
+        values.append(factor_values(problem, "prior factor", draws)[0])
+    values.append(factor_values(problem, "likelihood", draws)[0])
+    found = jnp.concatenate(values, axis=1) - jnp.concatenate(jax.lax.map(of_sites, draws), axis=1)
+    # Where the first draw is outside a factor's support nothing is taken off.
+    return found - jnp.where(jnp.isfinite(found[0]), found[0], 0.0)
+
+
+__all__ = ["khat_of_product", "khat_of_product_by_group", "product_group_weights", "product_weights"]

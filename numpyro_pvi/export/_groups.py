@@ -181,8 +181,8 @@ def plot_khat(
 
     Returns:
         The matplotlib axes: one point per group, by ``pvi.khat(by_group=True)``, and last the whole q's, by ``pvi.khat``; lines at
-        .5 and .7. An infinite one is an arrow at the upper edge. Where k-hat by group is not to be had (``AutoExponentialFamily``,
-        local latents) the whole q's is drawn alone, under a title that says so.
+        .5 and .7. An infinite one is an arrow at the upper edge. Where k-hat by group is not to be had (latents inside the plate
+        under a Gaussian guide) the whole q's is drawn alone, under a title that says so.
 
     Raises:
         PVIError: for fewer than 100 draws, or without matplotlib (extra ``plots``).

@@ -19,6 +19,7 @@ from ._product_row_factors import RowMatches, factors_of
 from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 from ._product_subset import Labels, is_partial, most_groups
 from ._product_tilted import jointly_affine
+from ._product_verification import factor_values
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "chains_wanted",
     "curvature_start",
     "check_tilted",
+    "factor_values",
     "factors_of",
     "first_conditionals",
     "first_match_states",

@@ -134,6 +134,13 @@ class ProductPlan(Plan):
             total = jnp.maximum(total, jax.ops.segment_max(rows, owner, count))
         return total
 
+    def sum_by_group(self, name: str, found: Array, packing: Packing | GroupMasks) -> Float[Array, "M"]:
+        """The sum over every group's rows, of an array by member of a latent inside the plate."""
+        axis = self.row_axes[name]
+        rows = jnp.sum(jnp.moveaxis(found, axis, 0).reshape(found.shape[axis], -1), axis=1)
+        owner = owners(packing, rows.shape[0], self.row_key)
+        return jax.ops.segment_sum(rows, owner, len(self.partition.table.labels))
+
     @property
     def num_turns(self) -> int:
         """Steps of a round, each of which moves some components."""

@@ -97,7 +97,7 @@ def _factor_checks(
         settings += [s for pairs, _ in own for s in pairs]
         weights.append(own[0][1])
     if local:
-        checks |= dict(zip(local, _weighed(_evaluated(problem, factor, _stacked(settings)), weights), strict=True))
+        checks |= dict(zip(local, _weighed(factor_values(problem, factor, _stacked(settings)), weights), strict=True))
     return [checks[name] for name in names]
 
 
@@ -175,7 +175,7 @@ def _by_message(problem: ProductProblem, factor: str, role: LatentRole, natural:
     settings = [
         {n: x[b] for n, x in held.items()} | {name: points[b, i]} for b in range(_BACKGROUNDS) for i in range(_FITTED)
     ]
-    values, sizes = _evaluated(problem, factor, _stacked(settings))
+    values, sizes = factor_values(problem, factor, _stacked(settings))
     claimed, moved = (x.reshape(values.shape) for x in (claimed, moved))
     return Check(_where_finite(claimed, values), _allowed(sizes + moved))
 
@@ -203,8 +203,19 @@ def _settings(problem: ProductProblem, role: Any, draws: dict, rng: Any) -> tupl
     return [held | {role.name: x} for x in points], weights
 
 
-def _evaluated(problem: ProductProblem, factor: str, settings: dict) -> tuple[Float[Array, "S F"], Float[Array, "S F"]]:
-    """The factors' values at settings of all components, and the size of their terms."""
+def factor_values(
+    problem: ProductProblem, factor: str, settings: dict
+) -> tuple[Float[Array, "S F"], Float[Array, "S F"]]:
+    """The factors' log densities over base measures at settings of all components, and the size of their terms, in nats.
+
+    Args:
+        problem: the factors.
+        factor: "likelihood", of which there is one a group, or "prior factor".
+        settings: S values of every component, in its own support.
+
+    Returns:
+        Both; where the prior of a component is held exactly it is no part of either.
+    """
     plan, part = problem.plan, problem.plan.partition
 
     def sized(values: dict, size: bool, chunk: Any) -> Array:
@@ -259,4 +270,4 @@ def q_of(problem: ProductProblem, state: PVIState) -> ProductNatural:
     return posterior(problem.prior, sites)
 
 
-__all__ = ["product_claims", "q_of", "verify_product"]
+__all__ = ["factor_values", "product_claims", "q_of", "verify_product"]
