@@ -90,7 +90,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
             raise ImproperError(
                 "q is not normalisable at the start: give every latent a proper prior, or valid init_params."
             )
-        self._labels = plan.partition.table.labels
+        self._memory.labels = plan.partition.table.labels
         state = ready_to_match(self._engine, state, args, kwargs)
         self._memory.keep(state, split_arguments(args, kwargs)[0])
         self._followed.programs.note(state)

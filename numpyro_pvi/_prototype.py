@@ -133,7 +133,7 @@ def prototype(pvi: Any, state: PVIState) -> dict:
         StateError: when neither is there.
     """
     found = pvi.guide.prototype_trace
-    return stored_prototype(pvi._supports, state) if found is None else found
+    return stored_prototype(pvi._memory.supports, state) if found is None else found
 
 
 def stored_prototype(supports: dict[str, Any], state: PVIState) -> dict[str, dict[str, Any]]:

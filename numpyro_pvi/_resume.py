@@ -88,7 +88,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"the checkpoint {str(self.path)!r} is of a run with other {what}, so this one cannot go on from it: {hint}."
                 )
-        self.pvi._supports.update(loaded.supports)
+        self.pvi._memory.supports.update(loaded.supports)
         losses, reports = run["losses"], run["reports"]
         return Progress(loaded.state, *(((losses,), (reports,), len(losses)) if len(losses) else ()))
 
@@ -140,7 +140,7 @@ def begin(
         before = checkpoint.resume()
     if before is not None and checkpoint is not None:
         _check_fits(checkpoint, before, args, kwargs, init_state is None)
-        pvi._labels = before.state.groups
+        pvi._memory.labels = before.state.groups
         return checkpoint, before
     state = pvi.init(rng_key, *args, init_params=init_params, **kwargs) if init_state is None else init_state
     return checkpoint, Progress(state)

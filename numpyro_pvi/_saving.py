@@ -330,7 +330,7 @@ def _shapes(node: Any, decoder: Decoder) -> Any:
 
 def _supports(pvi: Any) -> dict[str, Any]:
     if pvi.guide.prototype_trace is None:
-        return dict(pvi._supports)
+        return dict(pvi._memory.supports)
     sites = pvi.guide.prototype_trace.items()
     return {n: site["fn"].support for n, site in sites if site["type"] == "sample" and not site["is_observed"]}
 

@@ -106,19 +106,28 @@ class _Known(NamedTuple):
 
 
 class Memory:
-    """The data that the plans of a PVI's states were last verified with; kept beside states, which hold nothing of the data.
+    """What a PVI remembers between calls, beside its states.
+
+    The data that their plans were last verified with (states hold nothing of the data), the labels that were seen last, and what
+    a file says of the guide.
 
     Args:
         followed: what the model closes over; data were verified with the model as it was.
+
+    Attributes:
+        labels: of the groups of the last state that was made, loaded or added to.
+        supports: of the latents as a loaded file has them, until the guide is set up.
     """
 
     def __init__(self, followed: Any) -> None:
         self._followed = followed
         self._known: list[_Known] = []
+        self.labels: tuple = ()
+        self.supports: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle has of it: where it is read, everything is verified anew."""
-        return {"_followed": self._followed, "_known": []}
+        return {**vars(self), "_known": []}
 
     def keep(self, state: PVIState, dynamic: list, at: Any = None) -> None:
         """Remember the data of a state, and where its claims were verified."""

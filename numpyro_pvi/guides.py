@@ -67,10 +67,6 @@ def check_guide(guide: Any) -> None:
     )
 
 
-# Where a guide keeps the model it was made with, when it is set up for one with discrete latents summed out.
-_OWN_MODEL = "_numpyro_pvi_model"
-
-
 def setup_guide(
     guide: Any, key: Any, args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable] | None = None
 ) -> None:
@@ -85,10 +81,13 @@ def setup_guide(
             there are none.
     """
     if guide.prototype_trace is None:
-        if wrap is not None:
-            # Set up anew, where the model closes over something else, it is not wrapped twice.
-            guide.model = wrap(vars(guide).setdefault(_OWN_MODEL, guide.model))
-        set_up(guide, key, args, kwargs)
+        own = guide.model
+        try:
+            guide.model = own if wrap is None else wrap(own)
+            set_up(guide, key, args, kwargs)
+        finally:
+            # The model is the user's: what the guide was set up with has the wrapped one.
+            guide.model = own
 
 
 def guide_layout(

@@ -160,12 +160,19 @@ class PVI(SVI):
         self.partition = model if isinstance(model, Partition) else None
         self.num_groups, self.init_sites = num_groups, init_sites
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
-        self._labels: tuple = ()
-        # Supports of the latents as a loaded file has them, until the guide is set up.
-        self._supports: dict[str, Any] = {}
         self._engine = self._make_engine(inner, int(getattr(loss, "num_particles", 1)))
         self._followed = Followed((inner, solver, schedule, runtime, self.optim))
+        # The last to be set: from here on nothing is.
         self._memory = Memory(self._followed)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refused once the PVI is made: a solver put in later would fit nothing, for the rounds are the first one's."""
+        if "_memory" in vars(self):
+            raise AttributeError(
+                f"PVI.{name} cannot be set on a PVI that is made: what it compiles follows its constructor's arguments. Make a new "
+                "one for another choice; states go on under it by run(..., init_state=state) where guide and groups are the same."
+            )
+        super().__setattr__(name, value)
 
     def __init_subclass__(cls, serves: Callable[[Any], bool] = serves_none, **kwargs: Any) -> None:
         """Show the constructor's signature, for help and editors.
@@ -257,7 +264,7 @@ class PVI(SVI):
             state = spread_params(self.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
         state = better_start(self, state, planned.hostile, proper, init_params, dynamic, static)
-        self._labels = plan.partition.table.labels
+        self._memory.labels = plan.partition.table.labels
         self._memory.keep(state, dynamic)
         self._followed.programs.note(state)
         return state
@@ -432,7 +439,7 @@ class PVI(SVI):
                 with another guide, solver, schedule, model or precision. There is never a part of a state.
         """
         loaded = load_state(path, self)
-        self._labels, self._supports = loaded.state.groups, loaded.supports
+        self._memory.labels, self._memory.supports = loaded.state.groups, loaded.supports
         if not loaded.state.plan.signature.by_value:
             # Where the model reads values of arguments, a file cannot be compared with it: its prior is read anew.
             self._followed.programs.note(loaded.state)
@@ -536,7 +543,7 @@ class PVI(SVI):
 
         In the order of every stacked array: those whose rows are not at hand first. A state's own are ``state.groups``.
         """
-        return self._labels
+        return self._memory.labels
 
     @follows
     def add_group(
@@ -777,7 +784,7 @@ class PVI(SVI):
         return Newcomers(self.model, positional_names(self.model), start, self._drive, self.solver, check)
 
     def _named(self, state: PVIState) -> PVIState:
-        self._labels = state.groups
+        self._memory.labels = state.groups
         return state
 
     def _arguments(

@@ -76,6 +76,14 @@ class TestSwap:
         np.testing.assert_allclose(params["auto_loc"], MEAN, rtol=1e-4)
         assert "nothing for it to optimise" in str(result.info)
 
+    def test_nothing_can_be_put_into_a_pvi_that_is_made(self):
+        pvi = PVI(model, ag.AutoNormal(model))
+        before = {n: x for n, x in vars(pvi).items() if n != "_memory"}
+        with pytest.raises(AttributeError, match=r"PVI\.solver cannot be set.*Make a new one"):
+            pvi.solver = PVI(model, ag.AutoNormal(model)).solver
+        pvi.init(KEY, X, Y)
+        assert all(vars(pvi)[n] is x for n, x in before.items()) and vars(pvi).keys() == {*before, "_memory"}
+
     def test_default_is_ten_random_blocks(self):
         pvi = PVI(model, ag.AutoNormal(model))
         pvi.init(KEY, X, Y)

@@ -514,6 +514,10 @@ def test_the_same_posterior_as_a_mixture_distribution(fitted, tolerance):
         np.testing.assert_allclose(result.params[name], value, rtol=1e3 * tolerance, atol=1e3 * tolerance)
 
 
+def test_the_guide_keeps_the_users_model(fitted):
+    assert fitted[0].guide.model is two_components
+
+
 def test_info_and_diagnostics(fitted):
     pvi, result = fitted
     assert set(result.info.structure[1:]) == {"enumerated"}
