@@ -161,11 +161,15 @@ class ProductFactors:
         return Evaluation(q, self.family.moments(q), groups, None, rest, zero, zero, rule, jnp.array(False))
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
-        """Every group's local solve from the same q, or those of some groups."""
+        """Every group's local solve from the same q, or those of some groups; or their moments matched."""
         evaluation, keys = carry.evaluation, jax.random.split(key, self.num_groups)
+        tilted = ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 0))
+        shared = tilted.shared(evaluation.q) if self.matches_moments else None
 
         def solve(xs: tuple) -> LocalResult:
             index, site, state, own, start = xs
+            if self.matches_moments:
+                return tilted.visit(index, evaluation.q, site, state, shared)
             factor = self._factor(index, site, noise)
             return self.solver.solve(factor, cavity(evaluation.q, site), site, state, own, start=start, guarded=True)
 

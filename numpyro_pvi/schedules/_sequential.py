@@ -45,7 +45,6 @@ class Sequential(ScheduleDefaults):
 
     # Sites of single rows go along with the groups'; all groups may share one site.
     in_turn = True
-    fused_families = True
     carries_rows = True
     carries_tied = True
     carries_numbers = True
@@ -60,6 +59,10 @@ class Sequential(ScheduleDefaults):
             raise PVIError(f"Sequential(order={self.order!r}): expected 'cyclic' or 'random'.")
         if not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
             raise PVIError(f"Sequential(damping={self.damping!r}): expected a number in (0, 1]; 1 is the full step.")
+
+    def fuses(self, solver: Any) -> bool:
+        """Under solvers of whole groups: a visit by mini-batches is one of a single group."""
+        return solver.fused_families and not solver.stochastic
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family, but not with mini-batches.

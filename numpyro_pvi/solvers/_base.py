@@ -257,6 +257,11 @@ class LocalSolver(Protocol):
         """Raise when the solver, or a setting of it, is for Gaussian guides only, and not for AutoExponentialFamily."""
         ...
 
+    @property
+    def fused_families(self) -> bool:
+        """Whether an engine has rounds of its own over products of families for this solver, beside visits of single groups."""
+        ...
+
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when the solver cannot treat groups of these sizes (by label), or rows read by this mechanism."""
         ...
@@ -310,6 +315,7 @@ class SolverDefaults:
     tied: bool = False
     moves_alone: Any = False
     by_label: Any = False
+    fused_families: bool = False
 
     @property
     def for_prior(self) -> Any:

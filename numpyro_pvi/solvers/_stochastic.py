@@ -74,6 +74,7 @@ class StochasticNaturalGradient(BatchSolver):
     curvature: str = "auto"
 
     stochastic = True
+    fused_families = True
     num_draws = 8
 
     def __post_init__(self):

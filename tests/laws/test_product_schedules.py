@@ -13,7 +13,7 @@ from scipy import optimize, special
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi.families import LogNormalFamily
 from numpyro_pvi.runtime import _product_factors
-from numpyro_pvi.schedules import Asynchronous, Committee, Decentralized, Streaming
+from numpyro_pvi.schedules import Asynchronous, Committee, Decentralized, StochasticSubset, Streaming, _subset
 from numpyro_pvi.solvers import PowerEP, StochasticNaturalGradient
 
 KEY = jax.random.key(0)
@@ -175,16 +175,49 @@ WANTED_MOMENTS = {
     "committee": lambda: PRIOR + sum(matched(PRIOR, *of(label)) - PRIOR for label in ORDER),
     "asynchronous": fixed_point,
     "decentralized": fixed_point,
+    "subset": fixed_point,
 }
+MATCHING = CASES | {"subset": (StochasticSubset(2), 60)}
 
 
-@each
+@pytest.mark.parametrize("name", MATCHING)
 def test_matched_moments_end_where_sums_over_nodes_do(name):
-    schedule, rounds = CASES[name]
+    schedule, rounds = MATCHING[name]
     pvi = made(schedule, solver=PowerEP())
     result = pvi.run(KEY, rounds, jnp.asarray(X), jnp.asarray(Y), progress_bar=False)
     np.testing.assert_allclose(natural(result.params), WANTED_MOMENTS[name](), rtol=1e-4 if X64 else 5e-3)
     assert "quadrature" in result.info.expectation[-1]
+
+
+def changed(new, old):
+    """Which of the groups have another value of a stack."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return np.any([np.any(np.asarray(a != b).reshape(3, -1), axis=1) for a, b in pairs], axis=0)
+
+
+def those_away_keep_what_they_have(model):
+    """Every group is there in every other round or so: a round changes the sites, and the memories, of those that are."""
+    pvi = made(StochasticSubset(rates=0.5), model, solver=PowerEP())
+    args = jnp.asarray(X), jnp.asarray(Y)
+    state, seen = pvi.init(jax.random.key(1), *args), set()
+    for _ in range(4):
+        before, (state, _) = state, pvi.update(state, *args)
+        moved = changed(state.sites.groups, before.sites.groups)
+        np.testing.assert_array_equal(moved, np.asarray(state.report.step) > 0)
+        np.testing.assert_array_equal(moved, changed(state.solver_state.last, before.solver_state.last))
+        seen.add(int(moved.sum()))
+    assert seen & {1, 2}
+
+
+def test_groups_that_take_no_part_keep_their_sites_and_memories():
+    those_away_keep_what_they_have(line)
+
+
+@pytest.mark.once
+def test_memories_of_groups_that_took_no_part_are_noticed(monkeypatch):
+    monkeypatch.setattr(_subset, "select", lambda _, new, old: new)
+    with pytest.raises(AssertionError):
+        those_away_keep_what_they_have(lambda x, y: line(x, y))
 
 
 @pytest.mark.once
