@@ -20,6 +20,7 @@ from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
 from ._mapping import Vmap
+from ._moments import solver_of_prior
 from ._params import FitsParams
 from ._product_factors import ProductFactors
 from ._product_loop import run_rounds, stepped
@@ -156,7 +157,8 @@ class ProductEngine(FitsParams):
         elif not (self.fused or self.solver.matches_moments):
             one = self.solver.init_among(plan.family, dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
-            prior_solver = self.solver.for_prior.init(plan.family, dtype) if state.sites.prior is not None else None
+            has_prior = state.sites.prior is not None
+            prior_solver = solver_of_prior(self.solver).init(plan.family, dtype) if has_prior else None
         if self.fused:
             memory: Any = self.first_memory(plan, q, dtype)
             if plan.tilted:

@@ -391,10 +391,9 @@ def check_visits(schedule: Any, solver: Any) -> None:
     Raises:
         PVIError: saying what to write.
     """
-    if solver.stochastic or solver.factors == "row":
-        how = "(factors='row')" if solver.factors == "row" else ""
+    if solver.factors == "row":
         raise PVIError(
-            f"{type(schedule).__name__} does not go with {type(solver).__name__}{how} under AutoExponentialFamily: write "
+            f"{type(schedule).__name__} does not go with {type(solver).__name__}(factors='row') under AutoExponentialFamily: write "
             "solver=NaturalGradient(), Conjugate() or PowerEP(), or schedule=Synchronous()."
         )
 

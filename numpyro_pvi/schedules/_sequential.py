@@ -65,16 +65,8 @@ class Sequential(ScheduleDefaults):
         return solver.fused_families and not solver.stochastic
 
     def check_families(self, solver: Any) -> None:
-        """Goes with every family, but not with mini-batches.
-
-        Raises:
-            PVIError: saying what to write.
-        """
-        if solver.stochastic:
-            raise PVIError(
-                f"{type(solver).__name__} does not go with Sequential() under AutoExponentialFamily: write "
-                "schedule=StochasticSubset(1), one random group a round, or Synchronous()."
-            )
+        """Goes with every family and every solver that does."""
+        del solver
 
     def init(self, problem: Problem, dtype: Any) -> Averaging:
         """Nothing averaged yet; the solver remembers each group's step."""
