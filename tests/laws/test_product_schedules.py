@@ -281,7 +281,10 @@ def leads_to_the_posterior(name, model=poisson, solver=SOME):
     """
     schedule, rounds = STEPS[name]
     pvi = made(schedule, model, solver=solver)
-    q = pvi.posterior(pvi.run(KEY, rounds, jnp.asarray(COUNTS), progress_bar=False).state)["rate"]
+    state = pvi.run(KEY, rounds, jnp.asarray(COUNTS), progress_bar=False).state
+    q, sites = pvi.posterior(state)["rate"], [pvi.site(state, label).natural.parts["rate"] for label in pvi.groups]
+    np.testing.assert_allclose(2.0 + sum(site.log for site in sites), q.concentration, rtol=TIGHT)
+    np.testing.assert_allclose(0.5 + sum(site.rate for site in sites), q.rate, rtol=TIGHT)
     a, b = 2.0 + COUNTS.sum(), 12.5
     assert abs(float(q.mean) - a / b) < 0.031 * a**0.5 / b
     assert abs(np.log(float(q.variance) * b**2 / a)) < 0.0044
@@ -320,6 +323,15 @@ def test_any_optimiser_leads_to_the_posterior(solver, error):
     """As near as its last steps are short: 3e-4 sds where they fall to that, and 0.05 of a constant step before averages."""
     found, _ = ends(solver, rounds=24)
     np.testing.assert_allclose(found, [2.0 + COUNTS.sum(), 12.5], rtol=error)
+
+
+@pytest.mark.once
+def test_kept_states_of_numpyros_optimisers_are_those_of_optax():
+    """They hold the point where the last visit ended, and the next one begins at 0 again."""
+    steps = {"num_steps": 5, "optimiser_state": "keep"}
+    found, _ = ends(LocalELBO(numpyro.optim.Adam(0.05), **steps))
+    wanted, _ = ends(LocalELBO(optax.adam(0.05), **steps))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5 if X64 else 1e-3)
 
 
 @pytest.mark.once
