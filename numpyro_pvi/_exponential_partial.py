@@ -35,10 +35,12 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
     Raises:
         PVIError: naming the group, the latent or the argument.
     """
-    if not schedule.fused_families and plan.inside:
+    if not schedule.fuses(solver) and plan.inside:
+        instead = "" if solver.fused_families else "solver=NaturalGradient() and "
         raise PVIError(
-            f"{type(schedule).__name__} under AutoExponentialFamily is for models whose rows have no latents of their own, and "
-            f"{plan.inside[0].name!r} is inside the partitioned plate: write schedule=Synchronous(), or integrate it out."
+            f"{type(schedule).__name__} with {type(solver).__name__} under AutoExponentialFamily is for models whose rows have no "
+            f"latents of their own, and {plan.inside[0].name!r} is inside the partitioned plate: write {instead}"
+            "schedule=Synchronous(), or integrate it out."
         )
     if not is_partial(solver, schedule):
         return

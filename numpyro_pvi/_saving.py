@@ -85,7 +85,7 @@ def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = Non
     encoder = Encoder(_types(pvi))
     fields = {}
     for field in dataclasses.fields(state):
-        encode = encoder.leaves if field.name in _own(state.plan) else encoder.node
+        encode = encoder.leaves if field.name in _own(state.plan, pvi.solver) else encoder.node
         fields[field.name] = encode(getattr(state, field.name), field.name)
     supports, salt = _supports(pvi), new_salt() if salt is None else salt
     header = {
@@ -247,9 +247,11 @@ def _types(pvi: Any) -> dict[str, type]:
     return found | {kind.__name__: kind for kind in _TYPES}
 
 
-def _own(plan: Plan) -> tuple[str, ...]:
-    """Fields whose structure is not in the file; of a product of families it is the optimiser's alone."""
-    return ("optim_state",) if isinstance(plan, ProductPlan) else _OWN
+def _own(plan: Plan, solver: Any) -> tuple[str, ...]:
+    """Fields whose structure is not in the file; of a product of families those that optimisers have made."""
+    if not isinstance(plan, ProductPlan):
+        return _OWN
+    return ("solver_state", "optim_state") if solver.carries_optimiser else ("optim_state",)
 
 
 def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
@@ -268,7 +270,9 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
         raise TypeError("plan")
     if plan.signature.structure.num_leaves != len(plan.signature.leaves):  # type: ignore[attr-defined]
         raise ValueError("signature")
-    values = {name: decoder.value(fields[name], True) for name in names if name not in (*_own(plan), "plan")}
+    values = {
+        name: decoder.value(fields[name], True) for name in names if name not in (*_own(plan, pvi.solver), "plan")
+    }
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
         raise TypeError("a leaf of the state")
     values["plan"] = plan
@@ -276,6 +280,9 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
     if not isinstance(plan, ProductPlan):
         _check_sizes(values, plan)
         structures |= _structures(pvi, plan, values["sites"].groups.precision_mean.dtype)
+    elif pvi.solver.carries_optimiser:
+        dtype = jax.tree.leaves(values["prior"])[0].dtype
+        structures["solver_state"] = jax.eval_shape(lambda: pvi.solver.init(plan.family, dtype))
     for name, like in structures.items():
         values[name] = decoder.leaves(fields[name], like, f"{name} ({type(pvi.solver).__name__})")
     return PVIState(**values)

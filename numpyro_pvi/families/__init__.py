@@ -59,6 +59,7 @@ from ._row_gaussian import RowFamily, RowMoments
 from ._row_prior import RowPrior, see_latents, see_rows
 from ._supports import Support, support_of
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
+from ._whitening import Whitening, whitening
 from ._wishart import WishartFamily, WishartMean, WishartNatural
 
 # What a family says of one member, as rounds ask it.
@@ -151,4 +152,6 @@ __all__ = [
     "see_latents",
     "see_rows",
     "support_of",
+    "Whitening",
+    "whitening",
 ]

@@ -111,6 +111,11 @@ class GaussianDefaults(FamilyDefaults):
         """Length of what :meth:`moves` gives: means and log sds."""
         return 2 * self.dim
 
+    @property
+    def degrees(self) -> int:
+        """Coordinates that an optimiser of q moves: those of the location."""
+        return self.dim
+
     def standard(self: Any, dtype: Any) -> GaussianMoments:
         """The standard normal, to fill a memory with before there is a q."""
         return self.moments(self.from_loc_sd(jnp.zeros((self.dim,), dtype), jnp.ones((self.dim,), dtype)))

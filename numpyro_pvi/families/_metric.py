@@ -74,6 +74,11 @@ class MetricDefaults(FamilyDefaults):
         """Length of what :meth:`moves` gives."""
         return self.dim
 
+    @property
+    def degrees(self: Any) -> int:
+        """Degrees of freedom, which an optimiser of q moves: as many as there are minimal coordinates."""
+        return jax.eval_shape(lambda: self.to_minimal(self.zeros())).shape[-1]
+
     def standard(self: Any, dtype: Any) -> FamilyMoments:
         """Numbers of the right shapes, to fill a memory with before there is a q."""
         one = jnp.ones((self.dim,), dtype)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..expectations import Expected
-from ..solvers import Derivatives
-from ._rows import GroupRows
+from ..solvers import BatchStep, Derivatives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +18,8 @@ class GroupFactor:
     quadratic: bool
     noisy: bool
     expected: Callable[[Any], Expected]
-    group_rows: GroupRows | None = None
+    # GroupRows, or ProductRows under a product of families; None where rows are not offered.
+    group_rows: Any = None
     index: Any = None
 
     @property
@@ -32,6 +32,19 @@ class GroupFactor:
         """Rows of the largest group; 0 where rows are not offered."""
         return 0 if self.group_rows is None else max(self.group_rows.sizes)
 
+    @property
+    def pointwise(self) -> bool:
+        """Whether rows are read at points."""
+        return self.group_rows is None or self.group_rows.pointwise
+
     def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
         return self.group_rows.derivatives(self.index, points, rows, hessian)
+
+    def message(self, cavity: Any, site: Any, key: Any, rows: Any = None) -> Expected:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.message`."""
+        return self.group_rows.message(self.index, cavity, site, key, rows)
+
+    def step(self, cavity: Any, site: Any, share: Any, key: Any, rows: Any = None) -> BatchStep:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.step`."""
+        return self.group_rows.step(self.index, cavity, site, share, key, rows)

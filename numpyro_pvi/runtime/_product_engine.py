@@ -20,6 +20,7 @@ from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
 from ._mapping import Vmap
+from ._moments import solver_of_prior
 from ._params import FitsParams
 from ._product_factors import ProductFactors
 from ._product_loop import run_rounds, stepped
@@ -85,6 +86,11 @@ class ProductEngine(FitsParams):
             num_steps=int(solver.num_steps),
         )
 
+    @property
+    def fused(self) -> bool:
+        """Whether rounds are this engine's own, by turns of components, and not the schedule's."""
+        return self.schedule.fuses(self.solver)
+
     def call(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ValueCall:
         """The model with all rows, at the state's params or at others."""
         if params is None:
@@ -148,11 +154,12 @@ class ProductEngine(FitsParams):
         problem = self.problem(state, args, kwargs or {}, params={})
         if plan.tilted:
             solver, prior_solver = first_match_states(problem, self.solver, dtype)
-        elif not (self.schedule.fused_families or self.solver.matches_moments):
+        elif not (self.fused or self.solver.matches_moments):
             one = self.solver.init_among(plan.family, dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
-            prior_solver = self.solver.for_prior.init(plan.family, dtype) if state.sites.prior is not None else None
-        if self.schedule.fused_families:
+            has_prior = state.sites.prior is not None
+            prior_solver = solver_of_prior(self.solver).init(plan.family, dtype) if has_prior else None
+        if self.fused:
             memory: Any = self.first_memory(plan, q, dtype)
             if plan.tilted:
                 # Moments may be drawn where expectations are not, and the other way round.
@@ -194,7 +201,7 @@ class ProductEngine(FitsParams):
         def factors(state: PVIState) -> ProductProblem:
             return self.problem(state, args, kwargs) if moves else fixed
 
-        if not self.schedule.fused_families:
+        if not self.fused:
             return self._scheduled(state, factors, with_params, moves, count, tol, length)
         if is_partial(self.solver, self.schedule):
             return partial_rounds(self, state, factors, with_params, count, tol, length)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from ..expectations import Expected
 from ..families import FamilyMoments, ProductFamily, ProductNatural
@@ -19,8 +19,10 @@ from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import SiteStack, cavity, posterior
 from ..solvers import LocalResult, LocalSolver
 from ._factor import GroupFactor
+from ._moments import solver_of_prior
 from ._product_moment_choice import SAMPLED_WAYS
 from ._product_problem import ProductProblem
+from ._product_rows import ProductRows, expected_of
 from ._product_tilted import ProductTilted
 
 
@@ -54,7 +56,6 @@ class ProductFactors:
 
     quadratic: bool = dataclasses.field(default=False, init=False)
     units: None = dataclasses.field(default=None, init=False)
-    stochastic: bool = dataclasses.field(default=False, init=False)
     tied: bool = dataclasses.field(default=False, init=False)
     flat: bool = dataclasses.field(default=False, init=False)
 
@@ -87,6 +88,11 @@ class ProductFactors:
     def matches_moments(self) -> bool:
         """Whether visits match the moments of tilted distributions."""
         return bool(self.problem.plan.tilted)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether visits take noisy steps of their own, so that evaluations hold values only."""
+        return self.solver.stochastic
 
     @property
     def noisy(self) -> bool:
@@ -142,9 +148,14 @@ class ProductFactors:
         del probe, again, trial, hopeless
         q = posterior(self.prior_natural, sites)
         moments = self.family.moments(q)
-        values, messages = self.problem.group_values(q, noise, sites)
-        groups = _expected(values, messages.groups)
         prior = self._prior_expected(moments, noise, sites.prior)
+        if self.stochastic:
+            values = self.problem.group_averages(q, noise, sites)
+            groups = expected_of(values, None)
+            prior = None if prior is None else dataclasses.replace(prior, target=None)
+        else:
+            values, messages = self.problem.group_values(q, noise, sites)
+            groups = expected_of(values, messages.groups)
         rest = jnp.sum(self.problem.divergences(q))
         terms = [values, rest[None], *([] if prior is None else [prior.value[None]])]
         every = jnp.concatenate(terms)
@@ -156,16 +167,20 @@ class ProductFactors:
         """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
         rest = jnp.sum(self.problem.divergences(q))
-        groups = _expected(jnp.zeros((self.num_groups,), rest.dtype), None)
+        groups = expected_of(jnp.zeros((self.num_groups,), rest.dtype), None)
         zero = jnp.zeros_like(rest)
         return Evaluation(q, self.family.moments(q), groups, None, rest, zero, zero, rule, jnp.array(False))
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
-        """Every group's local solve from the same q, or those of some groups."""
+        """Every group's local solve from the same q, or those of some groups; or their moments matched."""
         evaluation, keys = carry.evaluation, jax.random.split(key, self.num_groups)
+        tilted = ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 0))
+        shared = tilted.shared(evaluation.q) if self.matches_moments else None
 
         def solve(xs: tuple) -> LocalResult:
             index, site, state, own, start = xs
+            if self.matches_moments:
+                return tilted.visit(index, evaluation.q, site, state, shared)
             factor = self._factor(index, site, noise)
             return self.solver.solve(factor, cavity(evaluation.q, site), site, state, own, start=start, guarded=True)
 
@@ -195,7 +210,7 @@ class ProductFactors:
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
-        """The prior factor's local solve."""
+        """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
         del rule
         if self.matches_moments:
             return ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 1)).visit_prior(q, site, state)
@@ -205,22 +220,26 @@ class ProductFactors:
 
         factor: Any = GroupFactor(self.family, False, self.noisy, expected)
         guarded = start is not None
-        return self.solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=guarded)
+        if self.stochastic:
+            start = None
+        solver = solver_of_prior(self.solver)
+        return solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=guarded)
 
     def _factor(self, index: Any, site: Any, noise: Any) -> Any:
         def expected(moments: FamilyMoments) -> Expected:
             stack = SiteStack(jax.tree.map(lambda x: x[None], site), None)
             message, _, value = self.problem.group_value_and_message(moments.natural, stack, index, noise)
-            return _expected(value, message)
+            return expected_of(value, message)
 
-        return GroupFactor(self.family, False, self.noisy, expected, None, index)
+        return GroupFactor(self.family, False, self.noisy, expected, self._rows(), index)
+
+    def _rows(self) -> ProductRows | None:
+        """The groups' rows, for a solver that takes some of them at a time."""
+        if not self.stochastic:
+            return None
+        solver: Any = self.solver
+        return ProductRows(dataclasses.replace(self.problem, num_draws=solver.num_particles))
 
     def _prior_expected(self, moments: FamilyMoments, noise: Any, site: Any) -> Expected | None:
         found = self.problem.prior_value_and_message(moments.natural, noise, site)
-        return None if found is None else _expected(*found)
-
-
-def _expected(value: Float[Array, "*M"], target: Any) -> Expected:
-    """Without quadrature whose error would be known."""
-    zero = jnp.zeros_like(value)
-    return Expected(value, target, None, zero, zero, zero)
+        return None if found is None else expected_of(*found)

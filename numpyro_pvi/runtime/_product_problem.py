@@ -422,16 +422,7 @@ class ProductProblem:
         q, control = posterior(self.prior, sites) if q is None else q, sites if control is None else control
         valid = self.family.in_domain(q)
         # Only the value is not used where q is outside: a point inside keeps everything finite.
-        space = self._likelihood()
-        variables, rest = space.variables(q)
-
-        def one(own: tuple) -> Array:
-            chunk, group = own
-            known = self._known(control, chunk, group, group)
-            own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
-            return self._chunk_average(space, *own, chunk, key, known)
-
-        groups = self._by_group(self._map_chunks(one, (self.packing.chunks, self.packing.chunk_group)))
+        groups = self.group_averages(q, key, control)
         terms = [groups.reshape(-1), self.divergences(q)]
         prior = self._prior_factor()
         if prior is not None:
@@ -441,6 +432,19 @@ class ProductProblem:
         whole = jnp.concatenate(terms)
         elbo = jnp.where(valid, jnp.sum(whole), jnp.nan)
         return Objective(elbo, jnp.sum(jnp.abs(whole)), valid & jnp.isfinite(elbo))
+
+    def group_averages(self, q: ProductNatural, key: Any, control: SiteStack) -> Float[Array, "M"]:
+        """Every group's ``E_q[log f_m]`` in nats, without its message; see :meth:`objective` for the arguments."""
+        space = self._likelihood()
+        variables, rest = space.variables(q)
+
+        def one(own: tuple) -> Array:
+            chunk, group = own
+            known = self._known(control, chunk, group, group)
+            own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
+            return self._chunk_average(space, *own, chunk, key, known)
+
+        return self._by_group(self._map_chunks(one, (self.packing.chunks, self.packing.chunk_group)))
 
     def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
         """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""

@@ -162,6 +162,35 @@ def move_together(
     return sites + change * step, halvings, good
 
 
+def step_in_turns(
+    problem: ProductProblem, sites: SiteStack, active: Bool[Array, "K"], step_size: Any, noise: Any
+) -> tuple[SiteStack, Int[Array, ""], Bool[Array, "F"]]:
+    """One step by a batch of every component in its turn: rows' own latents all the way, shared ones by the step size.
+
+    Args:
+        problem: the factors, as the batch sees them.
+        sites: where they are.
+        active: which groups move.
+        step_size: share of a message that shared components take.
+        noise: key of the draws.
+
+    Returns:
+        The sites, halvings, and which factors moved, the prior factor (if any) first.
+    """
+    plan, control = problem.plan, sites
+    own = {turn for (name, _), turn in zip(plan.family.components, plan.turns, strict=True) if name in plan.row_axes}
+    dtype = jax.tree.leaves(sites.groups)[0].dtype
+    shares = jnp.stack([jnp.asarray(1.0 if turn in own else step_size, dtype) for turn in range(plan.num_turns)])
+
+    def turn(i: Int[Array, ""], carry: tuple) -> tuple:
+        sites, backoffs, moved = carry
+        sites, halvings, good = move_together(problem, sites, control, i, shares[i], noise, active, taken=True)
+        return sites, backoffs + halvings, moved & good
+
+    everyone = jnp.ones((problem.num_groups + (sites.prior is not None),), bool)
+    return jax.lax.fori_loop(0, plan.num_turns, turn, (sites, jnp.int32(0), everyone))
+
+
 def drawn_of(plan: ProductPlan) -> set[str]:
     """Components that some factor draws."""
     factors = [f for f in (plan.likelihood, plan.prior_factor) if f is not None]

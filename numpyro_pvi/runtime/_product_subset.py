@@ -23,7 +23,7 @@ from ..solvers import StochasticNaturalGradient, plan_batches, resolve
 from ._engine import RoundsDone
 from ._product_loop import run_rounds, stepped
 from ._product_problem import ProductProblem
-from ._product_rounds import ProductMemory, move_together, one_round, with_progress, with_turn
+from ._product_rounds import ProductMemory, one_round, step_in_turns, with_progress, with_turn
 from ._product_view import (
     Chosen,
     batch_rows,
@@ -267,7 +267,7 @@ def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key
         here = whole_groups(few, groups, there) if rows is None else batch_rows(few, groups, there, rows[:, k])
         view, active = view_of(few, here, base), there & (k < steps)
         stack = SiteStack(walk.groups, _own_prior(few, here, walk.prior), local_of(few, here, walk.local))
-        stack, halvings, good = _one_step(view, stack, active, step_size, jax.random.fold_in(draws_key, k))
+        stack, halvings, good = step_in_turns(view, stack, active, step_size, jax.random.fold_in(draws_key, k))
         late = jnp.maximum(k - first + 1, 0)
         weight = jnp.where((late > 0) & (k < windows), 1.0 / jnp.maximum(late, 1), 0.0)
         prior = _whole_prior(few, walk.prior, stack.prior)
@@ -289,28 +289,6 @@ def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key
 def _late(engine: Any, memory: ProductMemory) -> Any:
     """What late steps are shortened by, so that noise averages out; 1 under a damping that was given."""
     return late_share(memory.turns, memory.step.dtype) if engine.schedule.damping == "auto" else 1.0
-
-
-def _one_step(
-    view: Any, sites: SiteStack, active: Bool[Array, "K"], step_size: Any, noise: Any
-) -> tuple[SiteStack, Int[Array, ""], Bool[Array, "F"]]:
-    """One step of every component in its turn: rows' own latents all the way, shared ones by the step size.
-
-    Returns:
-        The sites, halvings, and which factors moved.
-    """
-    plan, control = view.plan, sites
-    own = {turn for (name, _), turn in zip(plan.family.components, plan.turns, strict=True) if name in plan.row_axes}
-    dtype = jax.tree.leaves(sites.groups)[0].dtype
-    shares = jnp.stack([jnp.asarray(1.0 if turn in own else step_size, dtype) for turn in range(plan.num_turns)])
-
-    def turn(i: Int[Array, ""], carry: tuple) -> tuple:
-        sites, backoffs, moved = carry
-        sites, halvings, good = move_together(view, sites, control, i, shares[i], noise, active, taken=True)
-        return sites, backoffs + halvings, moved & good
-
-    everyone = jnp.ones((view.num_groups + (sites.prior is not None),), bool)
-    return jax.lax.fori_loop(0, plan.num_turns, turn, (sites, jnp.int32(0), everyone))
 
 
 def _deal(

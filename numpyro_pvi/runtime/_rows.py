@@ -32,6 +32,9 @@ class GroupRows:
     sizes: tuple[int, ...]
     padded: bool = False
 
+    # Rows give derivatives at points.
+    pointwise = True
+
     @property
     def equal(self) -> bool:
         """Whether all groups have as many rows."""

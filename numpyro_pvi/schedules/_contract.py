@@ -299,17 +299,16 @@ class Schedule(Protocol):
         ...
 
     @property
-    def fused_families(self) -> bool:
-        """Whether rounds over a product of families are the engine's own, by turns of components, and not ``round``."""
-        ...
-
-    @property
     def has_agents(self) -> bool:
         """Whether every group has a q of its own, which ``agent_natural`` gives."""
         ...
 
     def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
         """Natural parameters of one group's own q, where the schedule ``has_agents``."""
+        ...
+
+    def fuses(self, solver: Any) -> bool:
+        """Whether rounds over a product of families are the engine's own, by turns of components, and not ``round``."""
         ...
 
     def check_families(self, solver: Any) -> None:
@@ -353,7 +352,6 @@ class ScheduleDefaults:
     carries_rows: bool = False
     carries_tied: bool = False
     carries_numbers: bool = False
-    fused_families: bool = False
     has_agents: bool = False
 
     def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
@@ -363,6 +361,11 @@ class ScheduleDefaults:
             NotImplementedError: always.
         """
         raise NotImplementedError(f"{type(self).__name__} has one q for all groups")
+
+    def fuses(self, solver: Any) -> bool:
+        """The schedule's own rounds, by visits of single groups."""
+        del solver
+        return False
 
     def check_families(self, solver: Any) -> None:
         """Refused: the round is written for one Gaussian block.
@@ -388,10 +391,9 @@ def check_visits(schedule: Any, solver: Any) -> None:
     Raises:
         PVIError: saying what to write.
     """
-    if solver.stochastic or solver.factors == "row":
-        how = "(factors='row')" if solver.factors == "row" else ""
+    if solver.factors == "row":
         raise PVIError(
-            f"{type(schedule).__name__} does not go with {type(solver).__name__}{how} under AutoExponentialFamily: write "
+            f"{type(schedule).__name__} does not go with {type(solver).__name__}(factors='row') under AutoExponentialFamily: write "
             "solver=NaturalGradient(), Conjugate() or PowerEP(), or schedule=Synchronous()."
         )
 

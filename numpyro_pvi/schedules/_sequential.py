@@ -45,7 +45,6 @@ class Sequential(ScheduleDefaults):
 
     # Sites of single rows go along with the groups'; all groups may share one site.
     in_turn = True
-    fused_families = True
     carries_rows = True
     carries_tied = True
     carries_numbers = True
@@ -61,17 +60,13 @@ class Sequential(ScheduleDefaults):
         if not (isinstance(self.damping, (int, float)) and 0.0 < self.damping <= 1.0):
             raise PVIError(f"Sequential(damping={self.damping!r}): expected a number in (0, 1]; 1 is the full step.")
 
-    def check_families(self, solver: Any) -> None:
-        """Goes with every family, but not with mini-batches.
+    def fuses(self, solver: Any) -> bool:
+        """Under solvers of whole groups: a visit by mini-batches is one of a single group."""
+        return solver.fused_families and not solver.stochastic
 
-        Raises:
-            PVIError: saying what to write.
-        """
-        if solver.stochastic:
-            raise PVIError(
-                f"{type(solver).__name__} does not go with Sequential() under AutoExponentialFamily: write "
-                "schedule=StochasticSubset(1), one random group a round, or Synchronous()."
-            )
+    def check_families(self, solver: Any) -> None:
+        """Goes with every family and every solver that does."""
+        del solver
 
     def init(self, problem: Problem, dtype: Any) -> Averaging:
         """Nothing averaged yet; the solver remembers each group's step."""

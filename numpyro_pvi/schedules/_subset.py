@@ -14,7 +14,7 @@ from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
 from ._acceptance import accept_jointly, accept_once
-from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults
+from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._discount import next_share
 from ._noise import Averaging, average_late, averaging_step, no_averaging
 from ._report import round_report, with_prior
@@ -47,8 +47,8 @@ class StochasticSubset(ScheduleDefaults):
 
     ``tol`` waits for every group: one that took no part counts with its last move.
 
-    Under ``AutoExponentialFamily`` the joint step alone is halved, one number is the damping of all, and under
-    :class:`numpyro_pvi.solvers.StochasticNaturalGradient` "auto" is what is said there.
+    Under ``AutoExponentialFamily`` and natural gradients the joint step alone is halved, one number is the damping of all, and
+    under :class:`numpyro_pvi.solvers.StochasticNaturalGradient` "auto" is what is said there.
 
     Args:
         k: how many groups take part in a round, chosen at random: an int, or a share of all groups in (0, 1); None is all
@@ -72,7 +72,6 @@ class StochasticSubset(ScheduleDefaults):
     damping: Any = "auto"
 
     partial = True
-    fused_families = True
 
     def __post_init__(self):
         k = self.k
@@ -115,18 +114,19 @@ class StochasticSubset(ScheduleDefaults):
             return jnp.ones((problem.num_groups,), dtype)
         return jnp.asarray(resolve(self.damping, "StochasticSubset(damping)", problem, 1.0), dtype)
 
+    def fuses(self, solver: Any) -> bool:
+        """Under natural gradients: no bound has to rise where moments are matched, and groups have steps of their own."""
+        return solver.fused_families and not solver.matches_moments
+
     def check_families(self, solver: Any) -> None:
-        """Goes with every family under natural gradients, all groups of a round by one common step.
+        """Goes with every family; under natural gradients all groups of a round move by one common step.
 
         Raises:
             PVIError: saying what to write.
         """
-        if solver.matches_moments:
-            raise PVIError(
-                f"StochasticSubset does not go with {type(solver).__name__} under AutoExponentialFamily: write "
-                "schedule=Synchronous() or Sequential()."
-            )
-        if not isinstance(self.damping, (str, float)):
+        if not self.fuses(solver):
+            check_visits(self, solver)
+        elif not isinstance(self.damping, (str, float)):
             raise PVIError(
                 f"StochasticSubset(damping={self.damping!r}) by group is for Gaussian guides; under AutoExponentialFamily all "
                 "groups of a round move by one common step: write one number, or 'auto'."

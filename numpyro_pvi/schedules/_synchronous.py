@@ -74,7 +74,6 @@ class Synchronous(ScheduleDefaults):
     damping: float | str = "auto"
 
     # Sites of single rows go along with the groups'; all groups may share one site.
-    fused_families = True
     carries_rows = True
     carries_tied = True
     carries_numbers = True
@@ -92,6 +91,10 @@ class Synchronous(ScheduleDefaults):
         """The joint step that takes all that is asked for."""
         alone = problem.stochastic or problem.solver.moves_alone
         return 1.0 / problem.num_groups if alone else 1.0
+
+    def fuses(self, solver: Any) -> bool:
+        """Under solvers that steps of all groups at once are written for."""
+        return solver.fused_families
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family and every solver that does."""

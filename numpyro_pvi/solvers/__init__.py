@@ -2,7 +2,16 @@
 
 from ..expectations import ImportanceMoments, LaplaceMoments, MCMCMoments
 from ._alpha_divergence import AlphaDivergence
-from ._base import Derivatives, LocalFactor, LocalResult, LocalSolver, SolverDefaults, TiltedFactor, local_free_energy
+from ._base import (
+    BatchStep,
+    Derivatives,
+    LocalFactor,
+    LocalResult,
+    LocalSolver,
+    SolverDefaults,
+    TiltedFactor,
+    local_free_energy,
+)
 from ._chained import COLLAPSES
 from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
@@ -24,6 +33,7 @@ __all__ = [
     "freeze",
     "resolve",
     "AlphaDivergence",
+    "BatchStep",
     "Conjugate",
     "Derivatives",
     "ImportanceMoments",

@@ -21,12 +21,24 @@ class Derivatives(NamedTuple):
     hessian: Float[Array, "S D D"] | None
 
 
+class BatchStep(NamedTuple):
+    """A site after a natural-gradient step by some of its group's rows."""
+
+    site: Any
+    # How often the step was halved to keep q normalisable.
+    backoffs: Int[Array, ""]
+    # Whether the rows' message was finite.
+    moved: Bool[Array, ""]
+
+
 @runtime_checkable
 class LocalFactor(Protocol):
     """One group's exact factor, as a solver sees it."""
 
-    # A Gaussian family, or what stands for one where sites are kept by rows.
+    # A Gaussian family, what stands for one where sites are kept by rows, or a product of families.
     family: Any
+    # Whether rows are read at points of the flat unconstrained space, by ``derivatives``; else by ``message`` and ``step``.
+    pointwise: bool
     # Whether the factor is quadratic in theta jointly, so that one full step is exact.
     quadratic: bool
     # Whether ``expected`` is by draws.
@@ -55,6 +67,38 @@ class LocalFactor(Protocol):
 
         Returns:
             Value, gradient and Hessian at every point.
+        """
+        ...
+
+    def message(self, cavity: Any, site: Any, key: Any, rows: Int[Array, "B"] | None = None) -> Expected:
+        """What some of the group's rows say of a q that is a product of families, unbiased for the group.
+
+        Only for solvers that are ``stochastic``, where rows are not ``pointwise``.
+
+        Args:
+            cavity: natural parameters of q without the site.
+            site: the group's site, natural parameters; q is cavity * site. What it says of latents that are drawn is taken out
+                on the draws and added in closed form.
+            key: of the draws.
+            rows: which rows, counted from 0 within the group; None for all.
+
+        Returns:
+            ``N_m / B`` times the rows' expected log-likelihood in nats, and its gradient in mean parameters as ``target``.
+        """
+        ...
+
+    def step(self, cavity: Any, site: Any, share: Any, key: Any, rows: Int[Array, "B"] | None = None) -> BatchStep:
+        """A natural-gradient step by such a message, each turn's components from the q that the last turn has left.
+
+        Args:
+            cavity: as of :meth:`message`.
+            site: likewise.
+            share: of the way to the message, in (0, 1]; 1 is the full step.
+            key: of the draws.
+            rows: as of :meth:`message`.
+
+        Returns:
+            The site after it; members of latents that are drawn go no further than two posterior sds.
         """
         ...
 
@@ -257,6 +301,16 @@ class LocalSolver(Protocol):
         """Raise when the solver, or a setting of it, is for Gaussian guides only, and not for AutoExponentialFamily."""
         ...
 
+    @property
+    def carries_optimiser(self) -> bool:
+        """Whether groups keep an optimiser's state from visit to visit, whose types are those of its own package."""
+        ...
+
+    @property
+    def fused_families(self) -> bool:
+        """Whether an engine has rounds of its own over products of families for this solver, beside visits of single groups."""
+        ...
+
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when the solver cannot treat groups of these sizes (by label), or rows read by this mechanism."""
         ...
@@ -310,6 +364,8 @@ class SolverDefaults:
     tied: bool = False
     moves_alone: Any = False
     by_label: Any = False
+    fused_families: bool = False
+    carries_optimiser: Any = False
 
     @property
     def for_prior(self) -> Any:
@@ -327,7 +383,7 @@ class SolverDefaults:
         Raises:
             PVIError: naming what is not.
         """
-        wanted = "NaturalGradient(), Conjugate(), StochasticNaturalGradient() or PowerEP()"
+        wanted = "NaturalGradient(), Conjugate(), StochasticNaturalGradient(), LocalELBO() or PowerEP()"
         raise not_under_families("solver", self, wanted)
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:

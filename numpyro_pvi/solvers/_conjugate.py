@@ -28,6 +28,7 @@ class Conjugate(SolverDefaults):
 
     num_draws = 1
     exact_sites = True
+    fused_families = True
     immediate = True
     closed_form = True
 

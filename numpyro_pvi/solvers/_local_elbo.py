@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..errors import PVIError
 from ..expectations import Expected
-from ..families import GaussianFamily
-from ..sites import select
+from ..families import whitening
+from ..sites import MAX_HALVINGS, back_off, select
 from ._base import LocalFactor, LocalResult
 from ._minibatch import (
+    SMALLEST_SHARE,
     BatchSolver,
     check_steps,
     move_precision,
@@ -41,6 +42,17 @@ class _Walk(NamedTuple):
     moment: Any
 
 
+class _Whitened(NamedTuple):
+    """The same over a product of families: ``x`` are whitened coordinates of the site's change since the start."""
+
+    x: Float[Array, "K"]
+    optimiser: Any
+    average: Float[Array, "K"]
+    backoffs: Int[Array, ""]
+    # Whether any step was taken.
+    moved: Bool[Array, ""]
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalELBO(BatchSolver):
     """Maximise the local free energy over the site's own parameters, with any optimiser and mini-batches (PVI alg. 1).
@@ -55,13 +67,26 @@ class LocalELBO(BatchSolver):
     Lambda_m)``. An optimiser of log-sds would crawl there: some thirty Adam steps a visit leave q's sd, and with it the
     site, where they were at the start. The fixed point is that of the natural gradient, whatever q started from.
 
+    Under ``AutoExponentialFamily`` the optimiser moves all natural parameters of the site, ``eta_m <- eta_m + R^-T x``, with
+    ``R R^T`` the Fisher metric of q at the start of the visit, member by member (the root of its diagonal for members with more
+    than 64 coordinates). With ``target`` the gradient of ``E_q[log p(y_m | theta)]`` in mean parameters, of ``batch_size`` rows
+    times ``N_m / B``, it sees the natural gradient of F_m at q = cavity * t_m in these coordinates,
+
+        g = R^T (target - eta_m),
+
+    so that ``optax.sgd(s)`` makes the steps ``eta_m <- eta_m + s (target - eta_m)``, and ``optax.adam(s)`` moves q by s posterior
+    sds or so. One with a line search, which compares values, sees those of F_m and their own gradient ``R^-1 F(q) (target -
+    eta_m)``. A step that goes more than nine tenths of the way out of the domain is halved until it does not, and the
+    optimiser begins anew there; one along a gradient that is not finite is left out. Late x are averaged. The fixed point,
+    ``target = eta_m``, is that of the natural gradient.
+
     Args:
         optim: an optax or ``numpyro.optim`` optimiser (L-BFGS and ``Minimize`` included); None is Adam with step 0.01.
         num_steps: steps per visit; or give ``epochs``.
         epochs: passes over the group's rows per visit; 1 by default.
         batch_size: rows per step, without replacement within an epoch; None takes all rows at every step.
         num_particles: draws per step: 1 (its sign is turned over at the next step), or an even number (pairs of both
-            signs).
+            signs). Independent draws of each latent that is drawn under ``AutoExponentialFamily``.
         average: share of the visit's steps, counted from the end, whose iterates are averaged, in [0, 1); 0 keeps the
             last. "auto" is 1/2, and 0 for an optimiser with a line search.
         optimiser_state: "reset" at every visit, or "keep" from visit to visit.
@@ -114,12 +139,30 @@ class LocalELBO(BatchSolver):
             )
 
     @property
+    def carries_optimiser(self) -> bool:
+        """Whether the optimiser's state is kept."""
+        return self.optimiser_state == "keep"
+
+    @property
     def _optimiser(self) -> Optimiser:
         return as_optimiser(self.optim, "LocalELBO")
 
-    def init(self, family: GaussianFamily, dtype: Any) -> Any:
+    def init(self, family: Any, dtype: Any) -> Any:
         """The optimiser's state where it is kept."""
-        return self._optimiser.init(jnp.zeros((family.dim,), dtype)) if self.optimiser_state == "keep" else ()
+        return self._optimiser.init(jnp.zeros((family.degrees,), dtype)) if self.optimiser_state == "keep" else ()
+
+    def check_families(self) -> None:
+        """Refuse settings that say something about a precision.
+
+        Raises:
+            PVIError: naming the argument and what to write.
+        """
+        for name, plain in (("curvature", "auto"), ("precision_step", 1.0)):
+            if getattr(self, name) != plain:
+                raise PVIError(
+                    f"LocalELBO({name}={getattr(self, name)!r}) is about the precision of a Gaussian guide; under "
+                    "AutoExponentialFamily the optimiser moves all natural parameters of a site. Leave it out."
+                )
 
     def solve(
         self,
@@ -133,6 +176,8 @@ class LocalELBO(BatchSolver):
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
         del start, guarded
+        if not factor.pointwise:
+            return self._solve_whitened(factor, cavity, site, state, key)
         family, q = factor.family, cavity + site
         moments = family.moments(q)
         walk, num_steps = self._walk(factor, cavity, q, moments, state, key)
@@ -156,14 +201,63 @@ class LocalELBO(BatchSolver):
             return not factor.noisy or factor.family.dim <= _SMALL
         return self.curvature == "expected"
 
+    def _first_averaged(self, num_steps: Any) -> Int[Array, ""]:
+        """The step from which on iterates are averaged."""
+        share = (0.0 if self._optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
+        return jnp.minimum(num_steps - 1, jnp.ceil((1.0 - share) * num_steps)).astype(jnp.int32)
+
+    def _solve_whitened(self, factor: LocalFactor, cavity: Any, site: Any, state: Any, key: Any) -> LocalResult:
+        """A visit over a product of families."""
+        family, optimiser, q = factor.family, self._optimiser, cavity + site
+        rows_key, noise_key = jax.random.split(key)
+        batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
+        first, white = self._first_averaged(batches.num_steps), whitening(family, q)
+
+        def loss(k: Any, x: Array) -> tuple[Array, Array]:
+            here = site + white.change(x)
+            at = cavity + here
+            rows = None if batches.rows is None else batches.rows(k)
+            # A line search compares values: it keeps its draws for the whole visit.
+            own = jax.random.fold_in(noise_key, 0 if optimiser.searches else k)
+            found = factor.message(cavity, here, own, rows)
+            gap = found.target - here
+            if not optimiser.searches:
+                return -found.value, -white.coordinates(gap)
+            value = found.value - family.inner(here, family.natural_to_mean(at)) + family.log_partition(at)
+            slope, valid = white.slope(family.fisher_product(at, gap)), family.in_domain(at)
+            return jnp.where(valid, -value, jnp.inf), jnp.where(valid, -slope, 0.0)
+
+        def step(k: Any, walk: _Whitened) -> _Whitened:
+            new, state = optimiser.step(lambda x: loss(k, x), walk.x, walk.optimiser)
+            sound = all_finite(new)
+            change = jnp.where(sound, new - walk.x, 0.0)
+
+            def valid(share: Any) -> Array:
+                return family.in_domain(q + white.change(walk.x + change * (share / (1 - SMALLEST_SHARE))))
+
+            share, tries = back_off(valid, jnp.ones((), change.dtype))
+            x = walk.x + change * jnp.where(tries < MAX_HALVINGS, share, 0.0)
+            state = select(tries > 0, optimiser.init(x), select(sound, state, walk.optimiser))
+            late = jnp.maximum(k - first + 1, 0)
+            average = walk.average + jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0) * (x - walk.average)
+            return _Whitened(x, state, average, walk.backoffs + tries, walk.moved | (sound & (tries < MAX_HALVINGS)))
+
+        zero = jnp.zeros((white.size,), jax.tree.leaves(site)[0].dtype)
+        kept = self.optimiser_state == "keep"
+        begin = _Whitened(zero, state if kept else optimiser.init(zero), zero, jnp.int32(0), jnp.array(False))
+        walk = jax.lax.fori_loop(0, batches.num_steps, step, begin)
+        new = family.symmetrise(site + white.change(walk.average))
+        good = walk.moved & family.in_domain(q) & all_finite(new) & family.in_domain(cavity + new)
+        state = select(good, walk.optimiser, state) if kept else state
+        return LocalResult(select(good, new, site), state, walk.backoffs, good)
+
     def _walk(self, factor: LocalFactor, cavity: Any, q: Any, moments: Any, state: Any, key: Any) -> tuple[_Walk, Any]:
         family, optimiser = factor.family, self._optimiser
         rows_key, noise_key = jax.random.split(key)
         batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
         zero = jnp.zeros_like(moments.loc)
         pull = family.pull(cavity, moments.loc)
-        share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
-        first = jnp.minimum(batches.num_steps - 1, jnp.ceil((1.0 - share) * batches.num_steps)).astype(jnp.int32)
+        first = self._first_averaged(batches.num_steps)
         needs_moment = not self._by_pass(factor)
 
         def step(k, walk: _Walk) -> _Walk:

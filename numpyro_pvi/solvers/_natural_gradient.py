@@ -90,6 +90,7 @@ class NaturalGradient(SolverDefaults):
     blocks: str | tuple[str, ...] = "auto"
 
     exact_sites = True
+    fused_families = True
 
     def __post_init__(self):
         if not isinstance(self.num_steps, int) or self.num_steps < 1:

@@ -125,7 +125,10 @@ def _of_numpyro(optim: Any, searches: bool) -> Optimiser:
             _, state = optim.eval_and_update(lambda x: (function(x), None), state)
         else:
             value, gradient = objective(point)
-            state = optim.update(gradient, state, value=value)
+            before, state = optim.get_params(state), optim.update(gradient, state, value=value)
+            # A state that was kept holds the point where the last visit ended: what counts is the step.
+            after = optim.get_params(state)
+            return jnp.where(before == point, after, point + (after - before)), state
         return optim.get_params(state), state
 
     return Optimiser(optim.init, step, searches)

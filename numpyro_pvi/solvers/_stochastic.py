@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
 from ..errors import PVIError
 from ..expectations import Expected
-from ..families import GaussianFamily
 from ..sites import select
 from ._base import LocalFactor, LocalResult
 from ._minibatch import (
@@ -23,6 +23,18 @@ from ._minibatch import (
     stein_moment,
     stein_precision,
 )
+
+
+class _Walk(NamedTuple):
+    """The way through one visit: the site, the average of late ones, and the last draws where a step takes rows at points."""
+
+    site: Any
+    average: Any
+    noise: Float[Array, "..."]
+    backoffs: Int[Array, ""]
+    # Whether any step was taken.
+    moved: Bool[Array, ""]
+
 
 # Latents up to which the curvature of a batch comes from Hessians.
 _SMALL = 64
@@ -40,11 +52,14 @@ class StochasticNaturalGradient(BatchSolver):
     which is ``eta_m <- (1 - step_size) eta_m + step_size * grad_mu E_q[f_m]`` wherever q stays normalisable; a precision of
     the local q falls by at most nine tenths in a step.
 
-    Under ``AutoExponentialFamily`` a batch's message is ``N_m / B`` times that of its rows, and all groups that take part step
-    together, each turn of latents from the q that the last one left: with one group, B rows and damping 1 that is stochastic
-    variational inference. Latents of the rows' own move first, those of the batch alone and all the way. No round is tested by
-    the ELBO, which would take all rows; losses are computed where ``run(loss_every=...)`` asks for them. Under damping "auto"
-    steps are 10 / (10 + k) of ``step_size`` after k rounds in which q turned back, so that noise averages out.
+    Under ``AutoExponentialFamily`` a batch's message, a gradient in mean parameters, is ``N_m / B`` times that of its rows, and
+    every step takes the latents in turn, each from the q that the last one left, ``eta_m <- eta_m + step_size * (message -
+    eta_m)`` for those that move. Under ``Synchronous`` and ``StochasticSubset`` all groups that take part step together: with one
+    group, B rows and damping 1 that is stochastic variational inference. Latents of the rows' own then move first, those of the
+    batch alone and all the way; no round is tested by the ELBO, which would take all rows; losses are computed where
+    ``run(loss_every=...)`` asks for them; and under damping "auto" steps are 10 / (10 + k) of ``step_size`` after k rounds in
+    which q turned back, so that noise averages out. Under every other schedule a group makes the steps of its visit alone, beside
+    its cavity, as with a Gaussian guide; rows have no latents of their own there.
 
     Args:
         step_size: the step in (0, 1], in natural space; 1 is the full step. Small steps average the noise of batches.
@@ -74,6 +89,7 @@ class StochasticNaturalGradient(BatchSolver):
     curvature: str = "auto"
 
     stochastic = True
+    fused_families = True
     num_draws = 8
 
     def __post_init__(self):
@@ -86,7 +102,7 @@ class StochasticNaturalGradient(BatchSolver):
         if self.curvature not in ("auto", "hessian", "stein"):
             raise PVIError(f"{name}(curvature={self.curvature!r}): expected 'auto', 'hessian' or 'stein'.")
 
-    def init(self, family: GaussianFamily, dtype: Any) -> tuple:
+    def init(self, family: Any, dtype: Any) -> tuple:
         """No state."""
         del family, dtype
         return ()
@@ -121,23 +137,30 @@ class StochasticNaturalGradient(BatchSolver):
         last = jnp.ceil((1.0 - self.average) * batches.num_steps)
         first = jnp.minimum(batches.num_steps - 1, last).astype(jnp.int32)
 
-        def step(k, walk):
-            now, average, noise, halvings = walk
-            noise = next_draws(noise_key, k, noise)
-            rows = None if batches.rows is None else batches.rows(k)
-            now, halved = self._step(factor, cavity, now, rows, batches.weight, noise)
+        def step(k, walk: _Walk) -> _Walk:
+            noise, rows = walk.noise, None if batches.rows is None else batches.rows(k)
+            if factor.pointwise:
+                noise = next_draws(noise_key, k, noise)
+                now, halved = self._step(factor, cavity, walk.site, rows, batches.weight, noise)
+                moved = jnp.array(True)
+            else:
+                own = jax.random.fold_in(noise_key, k)
+                now, halved, moved = factor.step(cavity, walk.site, self.step_size, own, rows)
             late = jnp.maximum(k - first + 1, 0)
             weight = jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0)
-            return now, average + (now - average) * weight, noise, halvings + halved
+            average = walk.average + (now - walk.average) * weight
+            return _Walk(now, average, noise, walk.backoffs + halved, walk.moved | moved)
 
-        noise = jnp.zeros((self.num_particles, family.dim), site.precision_mean.dtype)
-        walk = jax.lax.fori_loop(0, batches.num_steps, step, (site, site, noise, jnp.int32(0)))
-        new = family.symmetrise(walk[1])
-        good = all_finite(new) & family.in_domain(cavity + new)
+        dtype = jax.tree.leaves(site)[0].dtype
+        noise = jnp.zeros((self.num_particles, family.dim) if factor.pointwise else (), dtype)
+        begin = _Walk(site, site, noise, jnp.int32(0), jnp.array(False))
+        walk = jax.lax.fori_loop(0, batches.num_steps, step, begin)
+        new = family.symmetrise(walk.average)
+        good = walk.moved & all_finite(new) & family.in_domain(cavity + new)
         # So much of the way to a target that stands still, on the average of the iterates that are averaged.
         share = 1.0 - (1.0 - self.step_size) ** (0.5 * (first + 1 + batches.num_steps))
-        share = jnp.where(good, jnp.asarray(share, new.precision_mean.dtype), 0.0)
-        return LocalResult(select(good, new, site), state, walk[3], good, share)
+        share = jnp.where(good, jnp.asarray(share, dtype), 0.0)
+        return LocalResult(select(good, new, site), state, walk.backoffs, good, share)
 
     def _step(self, factor: LocalFactor, cavity: Any, site: Any, rows: Any, weight: Any, noise: Any) -> tuple[Any, Any]:
         family, q = factor.family, cavity + site

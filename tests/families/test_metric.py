@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from scipy import special, stats
 
-from numpyro_pvi.families import ProductFamily
+from numpyro_pvi.families import ProductFamily, _whitening, whitening
 
 X64 = jnp.result_type(float).name == "float64"
 TIGHT = 1e-8 if X64 else 2e-3
@@ -73,6 +73,53 @@ def test_sds_that_are_variances_are_noticed(monkeypatch):
     monkeypatch.setattr(ProductFamily, "fisher_diagonal", lambda self, q: jax.tree.map(jnp.square, own(self, q)))
     with pytest.raises(AssertionError):
         metric_is_the_derivative(MEMBERS)
+
+
+def whitened_coordinates_are_isometric(members):
+    """Lengths and angles of changes are those of the metric, and slopes those of its image."""
+    family = ProductFamily.for_distributions(members)
+    q, numbers = family.from_distribution(members), jnp.arange(1.0, family.dim + 1)
+
+    @jax.jit
+    def both():
+        one, other = (symmetric(family.unflat(f(numbers))) for f in (jnp.cos, jnp.sin))
+        white, image = whitening(family, q), family.fisher_product(q, other)
+        x, y = white.coordinates(one), white.coordinates(other)
+        back = family.to_minimal(white.change(x))
+        return (x @ y, back, white.slope(image)), (family.inner(one, image), family.to_minimal(one), y)
+
+    found, wanted = both()
+    for each, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(each, want, rtol=TIGHT, atol=TIGHT)
+    assert found[1].shape == (family.degrees,)
+
+
+@pytest.mark.parametrize("members", [MEMBERS, OTHERS], ids=["vectors and matrices", "chains and others"])
+def test_whitened_coordinates_are_isometric(members):
+    whitened_coordinates_are_isometric(members)
+
+
+@pytest.mark.once
+def test_a_root_that_is_none_is_noticed(monkeypatch):
+    own = _whitening.scaled_cholesky
+    monkeypatch.setattr(_whitening, "scaled_cholesky", lambda x: (own(x)[0] * 1.1, True))
+    with pytest.raises(AssertionError):
+        whitened_coordinates_are_isometric(MEMBERS)
+
+
+@pytest.mark.once
+def test_of_large_members_the_diagonal_stands_for_the_metric(monkeypatch):
+    """Coordinates and slopes are then still those of one linear map, of axes of unit length where nothing is symmetrised."""
+    monkeypatch.setattr(_whitening, "_WHOLE", 0)
+    change = jax.tree.map(jnp.cos, FAMILY.symmetrise(Q))
+    white, image = whitening(FAMILY, Q), FAMILY.fisher_product(Q, change)
+    x = white.coordinates(change)
+    np.testing.assert_allclose(FAMILY.to_minimal(white.change(x)), FAMILY.to_minimal(change), rtol=TIGHT)
+    np.testing.assert_allclose(white.slope(image) @ x, FAMILY.inner(change, image), rtol=TIGHT)
+    axis = jax.tree.map(jnp.zeros_like, Q)
+    axis.parts["p"] = jax.tree.map(lambda leaf: leaf.at[0].set(1.0), axis.parts["p"])
+    length = FAMILY.inner(axis, FAMILY.fisher_product(Q, axis))
+    np.testing.assert_allclose(jnp.sum(white.coordinates(axis) ** 2), length, rtol=TIGHT)
 
 
 def wishart_divergence(q, p):
