@@ -93,7 +93,7 @@ def expected_terms(law: PredictorLaw, values: Mapping[str, Array]) -> Instead:
     """
 
     def read(call: ValueCall, masks: Mapping[str | None, Any]) -> dict[str, Array]:
-        seen: Any = SeenCall(call, values, law.layout)
+        seen = SeenCall(call, values, law.layout)
         return {spec.site: _expected(law, spec, prepare_term(seen, spec), masks) for spec in law.terms}
 
     return read
@@ -113,7 +113,7 @@ def worst_error(
     Returns:
         The largest of the terms'. It is above the tolerance where even the finest rule that is compiled in missed it.
     """
-    seen: Any = SeenCall(call, values, law.layout)
+    seen = SeenCall(call, values, law.layout)
     found = []
     for spec in law.terms:
         data = prepare_term(seen, spec)
@@ -127,7 +127,7 @@ def claimed_terms(law: PredictorLaw, values: Mapping[str, Array], point: Float[A
 
     def read(call: ValueCall, masks: Mapping[str | None, Any]) -> dict[str, Array]:
         del masks
-        seen: Any = SeenCall(call, values, law.layout)
+        seen = SeenCall(call, values, law.layout)
         return {spec.site: claimed_term(seen, spec, point)[0] for spec in law.terms}
 
     return read

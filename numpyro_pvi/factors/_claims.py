@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._model import ModelCall, is_latent, is_observed, rows_first, site_log_prob
+from ._model import ModelCall, TracedAt, is_latent, is_observed, rows_first, site_log_prob
 from ._plan import PartitionPlan
 from ._terms import TermSpec, prepare_term, read_predictors, term_log_prob
 
@@ -102,7 +102,7 @@ def _latent_terms(call: ModelCall, point: Array, names: tuple[str, ...]) -> dict
     return {n: site_log_prob(trace[n], jacobians.get(n)) for n in names if is_latent(trace[n])}
 
 
-def claimed_term(call: ModelCall, spec: TermSpec, point: Array, quadratic: bool = False) -> tuple[Array, Array]:
+def claimed_term(call: TracedAt, spec: TermSpec, point: Array, quadratic: bool = False) -> tuple[Array, Array]:
     """A term's elements in its batch shape where its predictors are affine (and the term quadratic in them), and their size."""
     data, origin = prepare_term(call, spec, design=False), jnp.zeros_like(point)
     offset, slope = jax.jvp(lambda z: read_predictors(call, spec, z), (origin,), (point,))
