@@ -45,12 +45,12 @@ def _remark(state: PVIState, found: Contradiction) -> str:
     if factor == "prior":
         return remark(state, found, f"the prior of {name!r} was held exactly", "it is a factor of its own")
     structure = plan.likelihood if factor == "likelihood" else plan.prior_factor
-    absent = any(role.name == name and role.kind == "absent" for role in structure.roles)
-    kind = "constant" if absent else "conjugate"
+    words = {"absent": "constant in", "predictors": "a function of one or two predictors of"}
+    kind = words.get(next(role.kind for role in structure.roles if role.name == name), "conjugate in")
     if factor == "prior factor":
-        return remark(state, found, f"the prior factor was taken as {kind} in {name!r}", f"{name!r} is drawn")
+        return remark(state, found, f"the prior factor was taken as {kind} {name!r}", f"{name!r} is drawn")
     label = plan.partition.table.labels[found.factor]
-    return remark(state, found, f"its likelihood was taken as {kind} in {name!r}", f"{name!r} is drawn", label)
+    return remark(state, found, f"its likelihood was taken as {kind} {name!r}", f"{name!r} is drawn", label)
 
 
 def _drawn(pvi: Any, state: PVIState, names: dict[str, list[str]], notes: tuple[str, ...]) -> ProductPlan:

@@ -84,7 +84,7 @@ def begun(
 ) -> PVIState:
     """Put q where its rounds begin: at the prior, but for what would stay there for ever, or for very long.
 
-    A latent that is taken by quadrature begins at the curvature of the groups' factors. Where values are summed over, q
+    Latents that are taken by quadrature begin at the curvature of the groups' factors. Where values are summed over, q
     begins where the best of a few short runs ends (not where moments are matched); else latents inside the partitioned plate
     begin half way to a draw each.
 
@@ -100,7 +100,8 @@ def begun(
         The state.
     """
     plan: Any = state.plan
-    if curved and plan.likelihood.by_nodes and not plan.summed:
+    by_predictors = plan.likelihood.by_predictors and not plan.inside
+    if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed:
         arrays, static = split_arguments(args, kwargs)
 
         def curvature(state: PVIState, arrays: list) -> Any:

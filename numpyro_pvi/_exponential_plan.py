@@ -18,8 +18,8 @@ from ._exponential_guide import AutoExponentialFamily
 from ._prior_now import other_family
 from ._state import Plan
 from .errors import GuideError, PVIError
-from .expectations import MAX_TERMS, FactorStructure, find_structure, over_values, probe_values, sums_of
-from .factors import Form, Planned, ValueCall, forms_of, marked, unmarked
+from .expectations import MAX_TERMS, FactorStructure, find_structure, over_values, probe_values, some_values, sums_of
+from .factors import Form, Planned, SeenFactor, ValueCall, forms_of, marked, predictor_terms, unmarked
 from .families import (
     MultivariateNormalFamily,
     ProductFamily,
@@ -142,7 +142,7 @@ def plan_product(
         found = here.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents)
         return {n: plan.over_base_measure(values, n, x) for n, x in found.items()}
 
-    likelihood = structure(likelihood_terms, "groups' likelihood")
+    likelihood = structure(likelihood_terms, "groups' likelihood", partial(_sites, plan, call, True))
     prior_factor, base_site = None, None
     if any(n not in held and n not in plan.row_axes for n, _ in family.components) or part.outside:
 
@@ -151,7 +151,7 @@ def plan_product(
             here = dataclasses.replace(call, params=params)
             return base | here.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents)
 
-        prior_factor = structure(prior_terms, "prior factor")
+        prior_factor = structure(prior_terms, "prior factor", partial(_sites, plan, call, False))
         zero = {*held, *plan.row_axes}
         base_site = ProductNatural(
             {n: jax.tree.map(jnp.zeros_like, x) if n in zero else x for n, x in components.start.parts.items()}
@@ -183,6 +183,11 @@ def _proved(
     return frozenset(n for n, proved in found.items() if proved)
 
 
+def _sites(plan: ProductPlan, call: ValueCall, groups: bool, values: dict, params: dict) -> dict:
+    """The sites that the groups' factors have, or else the prior factor, at values of all latents."""
+    return dataclasses.replace(call, params=params).sites(values, plan.partition.rows, plan.exact_latents, groups)
+
+
 def _structure(
     plan: ProductPlan,
     components: Components,
@@ -191,8 +196,12 @@ def _structure(
     params: tuple[dict, dict],
     terms: Callable,
     where: str,
+    sites: Callable,
 ) -> FactorStructure:
-    """Of one factor, with its terms by name: in the other latents at every value of those with finitely many."""
+    """Of one factor, with its terms by name: in the other latents at every value of those with finitely many.
+
+    ``sites`` are those of the model that the factor has, given values of all latents and params.
+    """
     family = components.family
     continuous = ProductFamily([(n, f) for n, f in family.components if support_of(f) is None])
     start = ProductNatural({n: components.start.parts[n] for n, _ in continuous.components})
@@ -213,7 +222,17 @@ def _structure(
         everywhere = over_values(family, lambda values: _some(terms(values, own), places))
         return _some({"": everywhere(values)})
 
-    found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes, at)
+    def predictors(names: tuple[str, ...]) -> Any:
+        own = [_probed(continuous, start, jax.random.fold_in(key, 300 + i)) for i in range(3)]
+        points = jnp.stack(
+            [jnp.concatenate([x[n].reshape(-1) for n, _ in family.components if n in names]) for x in own]
+        )
+        others = [plan.latent_values(x | y) for x, y in zip(own, some_values(family, 2), strict=False)]
+        return predictor_terms(
+            SeenFactor(sites, plan.vector_layout(names), plan.partition.rows, others, at or {}, points)
+        )
+
+    found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes, at, predictors)
     return sums_of(family, _probed(continuous, start, key), here, found, where)
 
 

@@ -3,7 +3,7 @@
 from ._affine import AffineProgram, SharedAffineProgram, TermNumbers
 from ._affinity import MAX_TERMS, find_structure, probe_values, with_draws
 from ._agreement import disagreement
-from ._cells import over_values, sums_of
+from ._cells import over_values, some_values, sums_of
 from ._chains import Chains, no_chains
 from ._clouds import GRID_DIM, grid_cloud, normal_cloud, shifted_normals
 from ._draws import DrawsProgram
@@ -15,6 +15,7 @@ from ._log_densities import log_densities_at, log_density_at
 from ._mean_space import MeanSpace
 from ._moments import MOMENTS, SAMPLED, ImportanceMoments, LaplaceMoments, MCMCMoments, Moments, with_settings
 from ._points import PointSet, PointsProgram, random_points, sigma_points
+from ._predictors import PredictorLaw, claimed_terms, expected_terms, worst_error
 from ._product_chains import tilted_by_chains
 from ._product_draws import WeightedDraws, draw, paired, tilted_by_draws, weighable
 from ._product_grid import ProductGrid, grid_of, tilted_on_grid
@@ -22,7 +23,7 @@ from ._quadratic import QuadraticProgram
 from ._reparameterised import ReparameterisedProgram
 from ._row_laws import ROW_RULES, RowExpected, RowProgram
 from ._row_numbers import RowNumbers, RowNumbersProgram
-from ._rules import FIXED_RULES, RULES
+from ._rules import FIXED_RULES, RULES, TOLERANCE
 from ._tilted import (
     LEAST_PER_LATENT,
     LEAST_SHARE,
@@ -36,7 +37,7 @@ from ._tilted import (
 from ._tilted_chains import from_chains
 from ._tilted_rows import RowReport, row_sites_zero, row_targets, tilted_rows
 from ._unconstrained import Unconstrained, discrete_of
-from .quadrature import rule_index
+from .quadrature import refined, rule_index
 
 __all__ = [
     "FIXED_RULES",
@@ -48,6 +49,7 @@ __all__ = [
     "MOMENTS",
     "RULES",
     "SAMPLED",
+    "TOLERANCE",
     "AffineProgram",
     "Chains",
     "DrawsProgram",
@@ -66,6 +68,7 @@ __all__ = [
     "MeanSpace",
     "Moments",
     "PointSet",
+    "PredictorLaw",
     "PointsProgram",
     "ProductGrid",
     "Proposal",
@@ -82,7 +85,9 @@ __all__ = [
     "Unconstrained",
     "WeightedDraws",
     "add_expected",
+    "claimed_terms",
     "discrete_of",
+    "expected_terms",
     "disagreement",
     "draw",
     "exact_tilted",
@@ -104,9 +109,11 @@ __all__ = [
     "random_points",
     "row_sites_zero",
     "row_targets",
+    "refined",
     "rule_index",
     "shifted_normals",
     "sigma_points",
+    "some_values",
     "sum_by_group",
     "sums_of",
     "tilted_by_chains",
@@ -115,6 +122,7 @@ __all__ = [
     "tilted_rows",
     "weighable",
     "with_settings",
+    "worst_error",
     "zero_expected",
     "with_draws",
 ]

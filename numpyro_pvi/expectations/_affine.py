@@ -277,9 +277,24 @@ def _error_beyond_rounding(error: Array, size: Array, mean: tuple) -> Array:
 def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level, num_rules: int):
     """Quadrature of every row: ``(E f, E f' by predictor, E f'' by pair, absolute error)``."""
     size = _size(data.fn.batch_shape)
-    row_fn = partial(_evaluate, spec, data)
     mean = tuple(jnp.broadcast_to(m, (size,)) for m in mean)
     spread = {k: jnp.broadcast_to(v, (size,)) for k, v in covariance.items()}
+    return over_predictors(partial(_evaluate, spec, data), mean, spread, level, num_rules)
+
+
+def over_predictors(row_fn: Callable[..., Array], mean: tuple, spread: dict, level: Any, num_rules: int) -> tuple:
+    """Quadrature of rows over their one or two predictors.
+
+    Args:
+        row_fn: log densities of rows at predictors Float[E] each, nats.
+        mean: the predictors' means, Float[E] each.
+        spread: their covariances by pair, Float[E] each.
+        level: Int[] quadrature rule.
+        num_rules: how many of the rules are compiled in.
+
+    Returns:
+        ``(E f, E f' by predictor, E f'' by pair, absolute error)``.
+    """
     if len(mean) == 1:
         sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))
         result = expect_1d(row_fn, mean[0], sd, rule=level, num_rules=num_rules)

@@ -1,4 +1,4 @@
-"""In which latents' statistics a factor is affine: proved on its trace where that can be, and else found by looking at values.
+"""How a factor's expectation is taken: what it is affine in is proved on its trace where that can be, and else found by values.
 
 For every component of the product family, four values x_1 .. x_4 of a member and a pair of points with the same average
 statistics are put into each term: where the term is affine in T given the other latents, both averages agree. Whether terms
@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from .._compiling import Program, look
 from ..errors import PVIError
-from ..factors import Form, forms_of, is_affine, unmarked
+from ..factors import Form, TermSpec, forms_of, is_affine, unmarked
 from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule
 from ._designs import FEW_SIGNS, MANY_SIGNS, strength_three
 from ._factor_structure import FactorStructure, LatentRole
@@ -94,6 +94,7 @@ def find_structure(
     where: str,
     rows: Mapping[str, int] | None = None,
     params: dict | None = None,
+    predictors: Callable[[tuple[str, ...]], tuple[TermSpec, ...] | None] | None = None,
 ) -> FactorStructure:
     """Find how a factor's expectation is to be taken.
 
@@ -107,6 +108,7 @@ def find_structure(
         where: the factor's name, for messages.
         rows: by component whose members belong to rows, the axis of members that runs over them.
         params: values of the model's params. What is proved holds for all values that they may take, what is found at these.
+        predictors: says of some normal components how the factor's terms see them through predictors, if they all do.
 
     Returns:
         The structure.
@@ -129,8 +131,9 @@ def find_structure(
             role = dataclasses.replace(role, first=first, signs=signs)
             first += signs
         roles.append(role)
-    roles = _one_by_nodes(roles)
-    structure = FactorStructure(tuple(roles), "all")
+    asked = None if expectation in ("values", "monte_carlo") else predictors
+    roles, found = _by_predictors(roles, dict(family.components), asked)
+    structure = FactorStructure(tuple(roles), "all", terms=found)
     if first > _MOST_SIGNS:
         structure = dataclasses.replace(structure, design="random")
     elif first > FEW_SIGNS:
@@ -157,6 +160,9 @@ def with_draws(
     Raises:
         PVIError: where something must be drawn that cannot be, or may not be.
     """
+    # What terms see of several components together is not known of some of them.
+    terms = () if set(structure.by_predictors) & set(names) else structure.terms
+    names = {*names, *(() if terms else structure.by_predictors)}
     roles, first = [], 0
     for role in structure.roles:
         kind = "draws" if role.name in names else role.kind
@@ -166,7 +172,7 @@ def with_draws(
             first += role.signs
         roles.append(role)
     design = "all" if first <= MANY_SIGNS else "random"
-    changed = dataclasses.replace(structure, roles=tuple(_one_by_nodes(roles)), design=design)
+    changed = dataclasses.replace(structure, roles=tuple(_one_by_nodes(roles)), design=design, terms=terms)
     _refuse(changed, family, expectation, where)
     return changed
 
@@ -339,6 +345,32 @@ def _one_by_nodes(roles: list[LatentRole]) -> list[LatentRole]:
     return [dataclasses.replace(r, kind="draws") if r.kind == "quadrature" else r for r in roles]
 
 
+def _by_predictors(
+    roles: list[LatentRole], families: dict[str, Any], predictors: Callable | None
+) -> tuple[list[LatentRole], tuple[TermSpec, ...]]:
+    """Quadrature over what terms see of normal components, as many of them as that is found for, where some would be drawn."""
+    asked = [
+        r.name for r in roles if r.kind in ("quadrature", "draws") and r.axis is None and _is_normal(families[r.name])
+    ]
+    lone = [r for r in roles if r.kind in ("quadrature", "draws")]
+    if predictors is None or not asked or (len(lone) == 1 and lone[0].kind == "quadrature"):
+        return _one_by_nodes(roles), ()
+    terms = predictors(tuple(asked))
+    if terms is None and len(asked) > 1:
+        asked = [name for name in asked if predictors((name,)) is not None]
+        terms = predictors(tuple(asked)) if asked else None
+    if terms is None:
+        return _one_by_nodes(roles), ()
+    proved = all(term.proved for term in terms)
+    seen = [dataclasses.replace(r, kind="predictors", proved=proved) if r.name in asked else r for r in roles]
+    return _one_by_nodes(seen), terms
+
+
+def _is_normal(family: Any) -> bool:
+    """Whether a component's values are normal, of which linear functions are."""
+    return getattr(pair_rule(family), "normal", False)
+
+
 def _agree(ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> bool:
     if not (np.all(np.isfinite(ours)) and np.all(np.isfinite(theirs))):
         return False
@@ -387,11 +419,12 @@ def _design(
 def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str, where: str) -> None:
     if expectation == "quadrature" and not structure.exact:
         raise PVIError(
-            f"expectation='quadrature' is for one normal latent, or one Gaussian chain, of which no term sees two members; the "
-            f"{where} is {structure}. Leave expectation='auto'."
+            f"expectation='quadrature' is for one normal latent, or one Gaussian chain, of which no term sees two members, and for "
+            f"normal latents that every term sees one or two affine functions of; the {where} is {structure}. Leave "
+            "expectation='auto'."
         )
-    if expectation == "exact" and (structure.by_nodes or not structure.exact):
-        drawn = structure.drawn or structure.by_nodes
+    if expectation == "exact" and (structure.by_nodes or structure.by_predictors or not structure.exact):
+        drawn = structure.drawn or structure.by_nodes or structure.by_predictors
         what = f"it is {structure}" if drawn else "too many latents meet in one term"
         raise PVIError(
             f"an exact expectation was asked for, but the {where} has none ({what}). Leave expectation='auto', which draws "

@@ -76,8 +76,7 @@ def sums_of(
             f"combination of their values, of which at most {MOST_VALUES} are. Mark some for enumeration "
             "(infer={'enumerate': 'parallel'}) instead of giving them a family."
         )
-    rng = np.random.default_rng(0)
-    random = [{n: rng.integers(0, k, shape) for n, (shape, k) in finite.items()} for _ in range(_CHOICES)]
+    random = some_values(family, _CHOICES)
 
     def each_value(values: dict, chosen: dict) -> tuple[dict, dict]:
         table = jax.lax.map(lambda cell: dict(terms(values | _placed(finite, cell))), jnp.asarray(cells))
@@ -93,6 +92,12 @@ def sums_of(
             found[name].append(term)
         _check_alone(term, {n: finite[n][0] for n in moving}, grid, list(finite), random, seen[term], where)
     return _joined(family, structure, {n: tuple(x) for n, x in found.items()})
+
+
+def some_values(family: ProductFamily, count: int) -> list[dict[str, np.ndarray]]:
+    """Random values of all members of the components that have finitely many, several times."""
+    rng, finite = np.random.default_rng(0), _finite(family)
+    return [{n: rng.integers(0, k, shape) for n, (shape, k) in finite.items()} for _ in range(count)]
 
 
 def _joined(family: ProductFamily, structure: FactorStructure, seen: dict[str, tuple[str, ...]]) -> FactorStructure:
@@ -135,4 +140,4 @@ def _placed(finite: Mapping[str, tuple], cell: Any) -> dict[str, Array]:
     return {name: jnp.full(shape, cell[i]) for i, (name, (shape, _)) in enumerate(finite.items())}
 
 
-__all__ = ["MOST_VALUES", "over_values", "sums_of"]
+__all__ = ["MOST_VALUES", "over_values", "some_values", "sums_of"]

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from jaxtyping import Array
 
+from ..factors import TermSpec
+
 
 @dataclasses.dataclass(frozen=True)
 class LatentRole:
@@ -15,7 +17,8 @@ class LatentRole:
     Attributes:
         name: the component.
         kind: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one: no term sees
-            two members), "draws", or "absent".
+            two members), "predictors" (of normal ones: every term sees one or two affine functions of them), "draws", or
+            "absent".
         signs: how many signs it takes in the design, and where they begin.
         single: whether every term depends on one member at most, so that all members share their signs.
         axis: of members, the axis that runs over rows, of which every term sees one; None where members belong to no row.
@@ -38,12 +41,14 @@ class FactorStructure:
     Attributes:
         roles: one per component.
         design: "all" combinations of signs, an array of "strength 3", or "random" rows.
+        terms: where components are seen through predictors, all terms that see them, and how.
         cells: for every component that is summed over, the names of the terms that see it, each element its own member's value.
     """
 
     roles: tuple[LatentRole, ...]
     design: str = "all"
     cells: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    terms: tuple[TermSpec, ...] = ()
 
     @property
     def num_signs(self) -> int:
@@ -59,6 +64,11 @@ class FactorStructure:
     def by_nodes(self) -> tuple[str, ...]:
         """Components whose expectations are by Gauss-Hermite quadrature: one at most."""
         return tuple(role.name for role in self.roles if role.kind == "quadrature")
+
+    @property
+    def by_predictors(self) -> tuple[str, ...]:
+        """Components whose expectations are by quadrature over what terms see of them, one or two numbers each."""
+        return tuple(role.name for role in self.roles if role.kind == "predictors")
 
     @property
     def conjugate(self) -> tuple[str, ...]:
@@ -84,7 +94,7 @@ class FactorStructure:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is drawn: closed form, or quadrature in one component."""
+        """Whether nothing is drawn: closed form, or quadrature in one component, or over predictors."""
         return not self.drawn and self.design != "random"
 
     @property
@@ -97,15 +107,15 @@ class FactorStructure:
 
     def __str__(self) -> str:
         parts = [f"conjugate in {', '.join(self.conjugate)}"] if self.conjugate else []
-        others = (*self.by_nodes, *self.drawn)
+        others = (*self.by_nodes, *self.by_predictors, *self.drawn)
         parts += [f"not conjugate in {', '.join(others)}"] if others else []
         return "; ".join(parts) or "constant"
 
     @property
     def expectation(self) -> str:
         """In words, how expectations are taken."""
-        if self.exact:
-            return f"quadrature in {', '.join(self.by_nodes)}" if self.by_nodes else "closed form"
-        if not self.drawn:
-            return "drawn signs"
-        return f"draws of {', '.join(self.drawn)}" + (" and of signs" if self.design == "random" else "")
+        parts = [f"quadrature in {', '.join(self.by_nodes)}"] if self.by_nodes else []
+        parts += [f"quadrature over the predictors of {', '.join(self.by_predictors)}"] if self.by_predictors else []
+        signs = " and of signs" if self.design == "random" else ""
+        parts += [f"draws of {', '.join(self.drawn)}{signs}"] if self.drawn else ["drawn signs"] if signs else []
+        return "; ".join(parts) or "closed form"

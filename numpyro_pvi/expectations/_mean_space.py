@@ -5,7 +5,9 @@ average over pairs of points (:mod:`numpyro_pvi.families._pairs`), exact for pro
 ``dF/dmu`` is its derivative. The other latents are drawn; their ``dF/dmu`` is ``I(eta)^-1 dF/deta`` with implicitly
 reparameterised draws and I the Fisher metric, which is solved with and never inverted. A conjugate latent's message is
 averaged over the draws of the others (Rao-Blackwell). Where one latent alone is not conjugate, it is normal (or a Gaussian
-chain), and no term sees two of its members, Gauss and Hermite's rule in every member at once takes the draws' place.
+chain), and no term sees two of its members, Gauss and Hermite's rule in every member at once takes the draws' place. Normal
+latents that terms see through one or two affine predictors are not drawn either: given the others, terms hand in their
+expectations over these (:mod:`._predictors`).
 """
 
 from __future__ import annotations
@@ -65,13 +67,14 @@ class MeanSpace:
         for role, family in self._components("exact"):
             rule, natural = _rule(family), q.parts[role.name]
             own = rule.coordinates(natural)
-            # Continued linearly in all members at once, which is exact where no term has two of them.
-            if rule.anchored and role.single:
+            # Continued linearly in all members at once, which is exact where no term has two of them. The slope of an expectation
+            # over predictors is not differentiated again.
+            if rule.anchored and role.single and not self.structure.terms:
                 at = rule.anchor(natural)
                 beyond[role.name] = jax.tree.map(jnp.subtract, own, at)
                 own = at
             coordinates[role.name] = own
-        for role, family in self._components("quadrature"):
+        for role, family in self._components("quadrature") + self._components("predictors"):
             coordinates[role.name] = _rule(family).coordinates(q.parts[role.name])
         drawn = {role.name: q.parts[role.name] for role, _ in self._components("draws")}
         fixed = {role.name: _typical(family, q.parts[role.name]) for role, family in self._components("absent")}
@@ -92,7 +95,8 @@ class MeanSpace:
             variables: as :meth:`variables` gives them, or where they are moved to.
             rest: what :meth:`variables` gives beside them.
             density: f, of a dict of values by component; where components are summed over, of a dict of weights besides,
-                which it hands to :meth:`FactorStructure.weigh` with each of its terms.
+                which it hands to :meth:`FactorStructure.weigh` with each of its terms; where components are seen through
+                predictors, of ``laws=`` besides, their coordinates by name, and then it is f's expectation over them.
             key: for draws; not used where there are none.
             rows_key: for draws of what belongs to rows, where it differs from one call to another.
 
@@ -141,6 +145,7 @@ class MeanSpace:
     def _average(self, variables: dict, rest: dict, density: Callable[..., Array], signs: Array, draws: dict) -> Array:
         probs = variables.get("probs", {})
         cells, by_nodes = all_values({n: x.shape[-1] for n, x in probs.items()}), self._components("quadrature")
+        seen = self.structure.by_predictors
         count = len(_NODES) if by_nodes else 1
         nodes, shares = (jnp.asarray(x, signs.dtype) for x in (_NODES, _WEIGHTS / np.mean(_WEIGHTS)))
 
@@ -156,12 +161,15 @@ class MeanSpace:
                     values[role.name] = _rule(family).points(coordinates[role.name], nodes[node])
                 return shares[node] * weighted(values, cell) if by_nodes else weighted(values, cell)
 
+            laws = {"laws": {n: coordinates[n] for n in seen}} if seen else {}
+
             def weighted(values: dict, cell: Any) -> Array:
+                values |= {n: coordinates[n].loc for n in seen}
                 if not probs:
-                    return density(values)
+                    return density(values, **laws)
                 chosen = {n: jnp.asarray(cells)[cell, i] for i, n in enumerate(probs)}
                 values |= {n: jnp.full(probs[n].shape[:-1], k) for n, k in chosen.items()}
-                return density(values, {n: (probs[n][..., k], 1.0 * (k == 0)) for n, k in chosen.items()})
+                return density(values, {n: (probs[n][..., k], 1.0 * (k == 0)) for n, k in chosen.items()}, **laws)
 
             counts = len(signs), self.num_draws if draws else 1, len(cells), count
             if draws and np.prod(counts) == counts[1] <= _TOGETHER:
@@ -216,7 +224,7 @@ class MeanSpace:
 
         def of(name: str) -> Any:
             kind, family = kinds[name], families[name]
-            if kind in ("exact", "quadrature"):
+            if kind in ("exact", "quadrature", "predictors"):
                 own = variables["coordinates"][name]
                 return _rule(family).message(own, gradient["coordinates"][name])
             if kind == "draws":
@@ -298,7 +306,7 @@ def _values(family: Any) -> Any:
 
 def _rule(family: Any) -> Any:
     rule = pair_rule(family)
-    assert rule is not None  # only components with a rule are given the roles "exact" and "quadrature"
+    assert rule is not None  # only components with a rule are given the roles "exact", "quadrature" and "predictors"
     return rule
 
 

@@ -20,6 +20,9 @@ SD_LIMITS: dict[str, tuple[float, ...]] = {"float64": (0.1, 0.9, 1.7, 4.0), "flo
 TARGET: dict[str, float] = {"float64": 1e-8, "float32": 1e-6}
 """Relative error aimed at on the value and both derivatives."""
 
+TOLERANCE: dict[str, float] = {"float64": 1e-8, "float32": 1e-5}
+"""Error of all rows' curvature, relative to its sum or to q's precision, that a finer rule is tried for."""
+
 # Range in sds and number of nodes of the coarse trapezoid: an even number, as of the fine one (see `fixed_nodes`).
 _COARSE = {"float64": (7.5, 40), "float32": (6.0, 30)}
 # Nodes of one and of two predictors that a pass over few rows takes at once, and the number of rows up to which it does.

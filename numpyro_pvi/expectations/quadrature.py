@@ -8,7 +8,7 @@ Nothing here decides on concrete values, so everything runs under jit, vmap and 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -281,6 +281,38 @@ def _cheapest(error_of: Callable[[str], Array], dtype: str, target: float | None
         return jax.lax.cond(good, lambda: here, lambda: attempt(index + 1))
 
     return attempt(0)
+
+
+def refined(
+    evaluate: Callable[[Any], tuple[Any, Float[Array, ""]]], first: Any, tolerance: Any, num_rules: int
+) -> tuple[Any, Int[Array, ""], Float[Array, ""]]:
+    """Evaluate with a quadrature rule, and again with finer ones while the error is above a tolerance.
+
+    Args:
+        evaluate: the index of a quadrature rule to ``(result, relative error)``.
+        first: index of the rule to start with.
+        tolerance: largest relative error.
+        num_rules: how many rules there are.
+
+    Returns:
+        ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
+    """
+    # One trace serves for the shapes and for the loop.
+    evaluate = jax.jit(evaluate, inline=True)
+    result, error = jax.eval_shape(evaluate, jnp.int32(0))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), result)
+    first = jnp.minimum(jnp.asarray(first, jnp.int32), num_rules - 1)
+
+    def unfinished(state):
+        _, used, error = state
+        return (used < first) | ((error > tolerance) & (used < num_rules - 1))
+
+    def attempt(state):
+        _, used, _ = state
+        result, error = evaluate(used + 1)
+        return result, used + 1, error
+
+    return jax.lax.while_loop(unfinished, attempt, (zero, first - 1, jnp.asarray(jnp.inf, error.dtype)))
 
 
 def expect_1d(

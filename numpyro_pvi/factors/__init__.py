@@ -4,7 +4,7 @@ from ..handlers import Partition
 from ._arguments import join_arguments, split_arguments
 from ._arrival import Arrival, arrive, count_rows, nobody, pad_rows, padded_length, without_labels
 from ._checks import HOSTILE
-from ._claims import Claim, claimed_exact_prior, claimed_prior_factor, claimed_rows, claims_likelihood
+from ._claims import Claim, claimed_exact_prior, claimed_prior_factor, claimed_rows, claimed_term, claims_likelihood
 from ._degrees import forms_of
 from ._enumerate import enumerated, summed_out
 from ._enumeration import Enumeration
@@ -49,7 +49,8 @@ from ._validate import (
     check_same_signature,
     signature_of,
 )
-from ._values import ValueCall, chunk_log_likelihood, prior_log_density, take_rows, with_values_held
+from ._value_terms import SeenFactor, predictor_terms
+from ._values import Instead, SeenCall, ValueCall, chunk_log_likelihood, prior_log_density, take_rows, with_values_held
 
 # A handler cannot import the planner, which is a later room: the planner hands itself over.
 Partition.planner = staticmethod(make_plan)
@@ -82,6 +83,9 @@ __all__ = [
     "Statistics",
     "TermData",
     "TermSpec",
+    "Instead",
+    "SeenCall",
+    "SeenFactor",
     "ValueCall",
     "abstract_trace",
     "arrive",
@@ -94,6 +98,8 @@ __all__ = [
     "claimed_exact_prior",
     "claimed_prior_factor",
     "claimed_rows",
+    "claimed_term",
+    "predictor_terms",
     "claims_likelihood",
     "count_rows",
     "enumerated",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._model import ModelCall, is_latent, is_observed, rows_first, site_log_prob
+from ._model import ModelCall, TracedAt, is_latent, is_observed, rows_first, site_log_prob
 from ._plan import PartitionPlan
 from ._terms import TermSpec, prepare_term, read_predictors, term_log_prob
 
@@ -45,7 +45,7 @@ def claimed_rows(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"])
     model = _rows(call, part, point)
     if part.terms:
         terms = {
-            s.site: [rows_first(x, s.row_dim) for x in _term(call, s, point, part.likelihood == "quadratic")]
+            s.site: [rows_first(x, s.row_dim) for x in claimed_term(call, s, point, part.likelihood == "quadratic")]
             for s in part.terms
         }
         value, size = ({key: {n: terms[n][i] for n in own} for key, own in model.items()} for i in (0, 1))
@@ -73,7 +73,7 @@ def claimed_exact_prior(call: ModelCall, part: PartitionPlan, point: Float[Array
 
 def claimed_prior_factor(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"]) -> Claim:
     """The prior factor's log density where it is taken by quadrature over affine predictors."""
-    found = [_term(call, spec, point, False) for spec in part.prior_terms]
+    found = [claimed_term(call, spec, point) for spec in part.prior_terms]
     trace, jacobians = call.trace(point)
     model = [jnp.sum(site_log_prob(trace[s.site], jacobians.get(s.site))) for s in part.prior_terms]
     zero = jnp.zeros((), point.dtype)
@@ -102,7 +102,7 @@ def _latent_terms(call: ModelCall, point: Array, names: tuple[str, ...]) -> dict
     return {n: site_log_prob(trace[n], jacobians.get(n)) for n in names if is_latent(trace[n])}
 
 
-def _term(call: ModelCall, spec: TermSpec, point: Array, quadratic: bool) -> tuple[Array, Array]:
+def claimed_term(call: TracedAt, spec: TermSpec, point: Array, quadratic: bool = False) -> tuple[Array, Array]:
     """A term's elements in its batch shape where its predictors are affine (and the term quadratic in them), and their size."""
     data, origin = prepare_term(call, spec, design=False), jnp.zeros_like(point)
     offset, slope = jax.jvp(lambda z: read_predictors(call, spec, z), (origin,), (point,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +118,20 @@ class LocalLayout:
             value = jnp.moveaxis(values[name], jnp.ndim(values[name]) + dim, 0)
             parts.append(value.reshape(value.shape[0], -1))
         return jnp.concatenate(parts, axis=-1)
+
+
+@runtime_checkable
+class TracedAt(Protocol):
+    """A model as a function of one vector of latents, off which terms are read."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of the vector."""
+        ...
+
+    def trace(self, point: Float[Array, "D"]) -> tuple[dict, dict[str, Array]]:
+        """NumPyro's trace at a vector, and the log Jacobian of each of its latents, where it has one."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

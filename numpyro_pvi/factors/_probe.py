@@ -156,7 +156,7 @@ def run_probe(
     static = _StaticArgs(call, rows, reading, params, own_sites, facts)
     traced = trace_look(static.look_at, arrays, static.abstract_params(), call)
     found = jax.device_get(look(partial(static.probe, traced), arrays, packing, key))
-    return _on_host(found, traced, packing, {n: _of_some_rows(f) for n, f in facts.items()})
+    return _on_host(found, traced, packing, {n: facts_of_some_rows(f) for n, f in facts.items()})
 
 
 def _is_sampled(site: dict) -> bool:
@@ -171,7 +171,7 @@ def _on_host(found: dict, look: TracedLook, packing: Packing | GroupMasks, facts
         for point in range(chunked.shape[0]):
             chunked[point, np.asarray(packing.rows)[mask]] = found["chunks"][point][mask]
     return Probe(
-        rays=_rays(2 if found["params"] else 1),
+        rays=rays_of(2 if found["params"] else 1),
         points=found["points"],
         rows=found["rows"],
         latents=found["latents"],
@@ -216,7 +216,7 @@ class _StaticArgs:
             own_loc, own_sd = _robust_moments(own)
             call = dataclasses.replace(call, local=own_loc)
         noise = jax.random.normal(direction_key, (_NUM_DIRECTIONS, call.layout.dim), loc.dtype)
-        looked = _with_sides(_ray_points(loc, sd * noise), loc, sd, noise[0])
+        looked = _with_sides(ray_points(loc, sd * noise), loc, sd, noise[0])
         # What holds at the parameters' start alone is told from what holds for all of their values.
         several = [params, moved_values(params, self.sites, direction_key)] if params else [params]
 
@@ -270,14 +270,8 @@ class _StaticArgs:
         for name, facts in self.facts.items():
             if not _samples(facts) or name not in rows:
                 continue
-            size, dim = facts.batch_shape[facts.row_dim], facts.row_dim
-            chosen = np.linspace(0, size - 1, _MOST_ROWS).astype(int)
-            rows[name] = rows[name][chosen]
-            dims, leaves[name] = dict(facts.leaf_event_dims), dict(leaves[name])
-            for path, leaf in leaves[name].items():
-                axis = dim - (dims.get(path) or 0)
-                if jnp.ndim(leaf) >= -axis and leaf.shape[axis] == size:
-                    leaves[name][path] = jnp.take(leaf, chosen, axis=axis)
+            rows[name] = rows[name][_chosen_rows(facts)]
+            leaves[name] = leaves_of_some_rows(facts, leaves[name])
         return {**seen, "rows": rows, "leaves": leaves}
 
     def _arguments(self, arrays) -> dict:
@@ -414,8 +408,24 @@ def _samples(facts: SiteFacts) -> bool:
     return facts.row_dim is not None and facts.batch_shape[facts.row_dim] > _MOST_ROWS
 
 
-def _of_some_rows(facts: SiteFacts) -> SiteFacts:
-    """A site's facts as :meth:`_StaticArgs._some_rows` leaves it."""
+def _chosen_rows(facts: SiteFacts) -> np.ndarray:
+    return np.linspace(0, facts.batch_shape[facts.row_dim] - 1, _MOST_ROWS).astype(int)
+
+
+def leaves_of_some_rows(facts: SiteFacts, leaves: dict[str, Array]) -> dict[str, Array]:
+    """A site's parameters by path, of some rows only where there are many."""
+    if not _samples(facts):
+        return leaves
+    size, dim, dims, found = facts.batch_shape[facts.row_dim], facts.row_dim, dict(facts.leaf_event_dims), {}
+    for path, leaf in leaves.items():
+        axis = dim - (dims.get(path) or 0)
+        thinned = jnp.ndim(leaf) >= -axis and leaf.shape[axis] == size
+        found[path] = jnp.take(leaf, _chosen_rows(facts), axis=axis) if thinned else leaf
+    return found
+
+
+def facts_of_some_rows(facts: SiteFacts) -> SiteFacts:
+    """A site's facts as :func:`leaves_of_some_rows` leaves it."""
     if not _samples(facts):
         return facts
     shape = list(facts.batch_shape)
@@ -431,7 +441,7 @@ def _may_be_quadratic(fn) -> bool:
     return isinstance(base, GAUSSIAN) or not type(base).__module__.startswith("numpyro.")
 
 
-def _rays(blocks: int) -> Rays:
+def rays_of(blocks: int) -> Rays:
     """The rays, once for every block of points: those at the parameters' start, and those at moved ones."""
     per_ray = POINTS_PER_RAY - 1
     count = _NUM_DIRECTIONS * len(_RAY_SCALES)
@@ -440,7 +450,7 @@ def _rays(blocks: int) -> Rays:
     return Rays(np.concatenate([one + b * (count * per_ray + 1) for b in range(blocks)]), blocks)
 
 
-def _ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float[Array, "P D"]:
+def ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float[Array, "P D"]:
     steps = jnp.asarray(ray_steps()[1:], loc.dtype).reshape(len(directions), -1)
     moved = loc + steps[:, :, None] * directions[:, None, :]
     return jnp.concatenate([loc[None], moved.reshape(moved.shape[0] * moved.shape[1], loc.shape[0])])

@@ -17,7 +17,7 @@ from jax.scipy.special import logit, ndtr, ndtri
 from jaxtyping import Array, Float
 from numpyro.distributions.transforms import biject_to
 
-from ._model import ModelCall
+from ._model import TracedAt
 
 # (link, inverse): a parameter p has predictor link(p). Tried in this order.
 LINKS = {
@@ -155,7 +155,7 @@ def _recompute(fn: dist.Distribution) -> dist.Distribution:
     return fn
 
 
-def read_predictors(call: ModelCall, spec: TermSpec, point: Float[Array, "D"]) -> tuple[Array, ...]:
+def read_predictors(call: TracedAt, spec: TermSpec, point: Float[Array, "D"]) -> tuple[Array, ...]:
     """The term's predictors at a flat point: scalars when shared, else in the site's batch shape."""
     trace, _ = call.trace(point)
     fn = trace[spec.site]["fn"]
@@ -170,7 +170,7 @@ def read_predictors(call: ModelCall, spec: TermSpec, point: Float[Array, "D"]) -
     return tuple(values)
 
 
-def prepare_term(call: ModelCall, spec: TermSpec, few: bool = False, design: bool = True) -> TermData:
+def prepare_term(call: TracedAt, spec: TermSpec, few: bool = False, design: bool = True) -> TermData:
     """Read a term's design, offsets and constant parameters off the model.
 
     Args:
@@ -247,7 +247,7 @@ def data_size(data: TermData) -> tuple[int]:
     return (size,)
 
 
-def _float_dtype(call: ModelCall):
+def _float_dtype(call: TracedAt):
     # The package follows the precision that is switched on, as NumPyro does; a float32 design under x64 would lose
     # digits.
     return jnp.result_type(float)

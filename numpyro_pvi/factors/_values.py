@@ -14,7 +14,7 @@ from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from ..handlers import FullPlates, PlateRows, RowAxes
-from ._model import is_latent, is_observed, rows_first, site_log_prob, with_wide_observations
+from ._model import Layout, is_latent, is_observed, rows_first, site_log_prob, with_wide_observations
 from ._packing import Packing
 from ._reading import GroupMasks, Reading, slice_rows
 
@@ -61,11 +61,14 @@ class ValueCall:
         self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...] = ()
     ) -> dict[str, Array]:
         """Elementwise log density of the groups' sites, in nats: those with a partitioned axis but latents held exactly."""
-        return {
-            name: site_log_prob(site)
-            for name, site in self.trace(values).items()
-            if _counts(name, site, exact) and rows.of(site) is not None
-        }
+        return {name: site_log_prob(site) for name, site in self.sites(values, rows, exact, True).items()}
+
+    def sites(
+        self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...], groups: bool
+    ) -> dict[str, dict]:
+        """The groups' sites of a trace, or else the prior factor's: see :meth:`likelihood_terms` and :meth:`prior_terms`."""
+        found = self.trace(values).items()
+        return {n: s for n, s in found if _counts(n, s, exact) and (rows.of(s) is not None) == groups}
 
     def latent_terms(self, values: Mapping[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
         """Elementwise log prior density of some latents, in nats."""
@@ -74,11 +77,31 @@ class ValueCall:
 
     def prior_terms(self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...]) -> dict[str, Array]:
         """Elementwise log density of the prior factor's sites, in nats: no partitioned axis, and not held exactly."""
-        return {
-            name: site_log_prob(site)
-            for name, site in self.trace(values).items()
-            if _counts(name, site, exact) and rows.of(site) is None
-        }
+        return {name: site_log_prob(site) for name, site in self.sites(values, rows, exact, False).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenCall:
+    """A model as a function of some of its latents in one vector, in their own supports, where predictors are read off it.
+
+    Args:
+        call: the model on one chunk's rows, or on all.
+        values: of the other latents (and any of these), by name.
+        layout: of the vector.
+    """
+
+    call: ValueCall
+    values: Mapping[str, Array]
+    layout: Layout
+
+    def trace(self, point: Array) -> tuple[dict, dict[str, Array]]:
+        """The model's trace at a vector; no Jacobian belongs to a latent in its own support."""
+        return self.call.trace({**self.values, **self.layout.unflatten(point)}), {}
+
+
+# What is said of elementwise terms in the model's place, by sample site, given the model on the rows at hand and which of them
+# count, by partitioned axis.
+Instead = Callable[[ValueCall, Mapping[str | None, Any]], Mapping[str, Array]]
 
 
 def take_rows(tree: Mapping[str, Any], axes: Mapping[str, int], reading: Reading, chunk: Any) -> dict[str, Any]:
@@ -110,6 +133,7 @@ def chunk_log_likelihood(
     chunk: Any,
     exact: tuple[str, ...] = (),
     weigh: Callable[[str, Array], Array] = lambda _, term: term,
+    instead: Instead | None = None,
 ) -> Array:
     """Log-likelihood of one chunk's rows, with the log density of their own latents, in nats.
 
@@ -122,16 +146,19 @@ def chunk_log_likelihood(
         chunk: one entry of the packing's ``chunks``.
         exact: latents whose prior is held exactly.
         weigh: what an elementwise term counts, given its sample site's name.
+        instead: terms that are not the model's at these values, such as their expectations.
 
     Returns:
         One number.
     """
-    trace, masks = call.rows(reading, chunk).trace(values), reading.masks(packing, chunk)
+    here, masks = call.rows(reading, chunk), reading.masks(packing, chunk)
+    trace, given = here.trace(values), {} if instead is None else instead(here, masks)
     total: Any = 0.0
     for name, site in trace.items():
         axis = rows.of(site) if _counts(name, site, exact) else None
         if axis is not None:
-            own = rows_first(weigh(name, site_log_prob(site)), axis.dim)
+            term = given[name] if name in given else site_log_prob(site)
+            own = rows_first(weigh(name, term), axis.dim)
             total = total + jnp.sum(jnp.where(masks[axis.key], own, 0.0))
     return jnp.asarray(total)
 
@@ -142,9 +169,12 @@ def prior_log_density(
     rows: RowAxes,
     exact: tuple[str, ...],
     weigh: Callable[[str, Array], Array] = lambda _, term: term,
+    instead: Instead | None = None,
 ) -> Array:
     """Log density of the prior factor, in nats: see :meth:`ValueCall.prior_terms` and :func:`chunk_log_likelihood`."""
     terms = call.prior_terms(values, rows, exact)
+    if instead is not None:
+        terms |= instead(call, {})
     return sum((jnp.sum(weigh(n, x)) for n, x in terms.items()), start=jnp.zeros((), jnp.result_type(float)))
 
 

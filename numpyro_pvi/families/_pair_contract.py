@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 # Relative half-distance of an anchored pair, and log of the ratio of its geometric to its arithmetic mean.
@@ -28,7 +29,8 @@ class PairRule(Protocol):
 
     ``axes`` is the number of signs per member: 0 stands for one sign without an axis of its own, D for D of them on a last
     axis. ``anchored`` says whether :meth:`anchor` gives other coordinates. A rule may have ``scales = True``: the mean
-    statistics of multiples of values are a function of the values' own.
+    statistics of multiples of values are a function of the values' own; and ``normal = True``: values are normal, and coordinates
+    have the methods of :class:`LocVariance`.
     """
 
     @property
@@ -72,12 +74,40 @@ class LocVariance(NamedTuple):
     loc: Any
     variance: Any
 
+    def between(self, left: Array, right: Array) -> Array:
+        """Covariance of the linear functions ``left @ x`` and ``right @ x`` of all members x (last axis)."""
+        return (left * right) @ self.variance.reshape(-1)
+
+    def narrowed(self, widest: float) -> LocVariance:
+        """The same with variances of at most ``widest``."""
+        return self._replace(variance=jnp.minimum(self.variance, widest))
+
+    def bent(self) -> LocVariance:
+        """Of a derivative in these coordinates, what makes no precision below zero."""
+        return self._replace(variance=jnp.minimum(self.variance, 0.0))
+
 
 class LocRoot(NamedTuple):
-    """Coordinates of normal vectors: location and a square root of the covariance."""
+    """Coordinates of normal vectors: location and a square root of the covariance. Its methods are those of LocVariance."""
 
     loc: Any
     root: Any
+
+    def between(self, left: Array, right: Array) -> Array:
+        """Covariance of linear functions of all vectors, end to end; see :meth:`LocVariance.between`."""
+        dim = self.loc.shape[-1]
+        root = self.root.reshape(-1, dim, dim)
+        a, b = (jnp.einsum("...mi,mij->...mj", x.reshape(*x.shape[:-1], -1, dim), root) for x in (left, right))
+        return jnp.sum(a * b, axis=(-1, -2))
+
+    def narrowed(self, widest: float) -> LocRoot:
+        """The same with smaller covariances, whose variances are at most ``widest``."""
+        largest = jnp.max(jnp.sum(self.root**2, axis=-1), axis=-1)
+        return self._replace(root=self.root * jnp.sqrt(jnp.minimum(1.0, widest / largest))[..., None, None])
+
+    def bent(self) -> LocRoot:
+        """The derivative itself: what it makes is a matrix."""
+        return self
 
 
 class MeanGap(NamedTuple):

@@ -42,6 +42,10 @@ class _Normal:
     # "Signs" of any size are values at that multiple of the sd.
     nodes: bool = True
 
+    @property
+    def normal(self):
+        return not self.log
+
     def coordinates(self, natural):
         first, precision = jax.tree.leaves(natural)
         return LocVariance((first + self.log) / precision, 1 / precision)
@@ -73,6 +77,7 @@ class _Normal:
 class _NormalVector:
     family: MultivariateNormalFamily
     anchored: bool = False
+    normal: bool = True
 
     @property
     def axes(self):

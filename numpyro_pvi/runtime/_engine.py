@@ -14,6 +14,7 @@ from .._state import SKIP_LIMIT, Plan, PVIState
 from ..expectations import (
     FIXED_RULES,
     RULES,
+    TOLERANCE,
 )
 from ..factors import (
     GroupMasks,
@@ -38,7 +39,7 @@ from ._point_choice import settle
 from ._programs import FactorReader, first_conditionals, whole_call
 from ._row_problem import RowProblem, row_problem
 from ._row_starts import first_numbers
-from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE, TOLERANCE
+from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE
 from ._starts import first_local_sites, first_sites
 from ._stream import RowStream
 from ._tilted import keeps_rows, refuse_rows

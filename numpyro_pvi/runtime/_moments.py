@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..expectations import Expected, row_sites_zero, row_targets, tilted_rows
+from ..expectations import TOLERANCE, Expected, row_sites_zero, row_targets, tilted_rows
 from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take, tied_site
 from ..solvers import LocalResult, LocalSolver, NaturalGradient
 from ._chains import side_by_side
 from ._factors import Factors
 from ._integrated import at_conditionals, conditionals_after, look_together, shares_points
-from ._rules import TOLERANCE, cheaper_rule, escalated, first_rule, relative_error
+from ._rules import cheaper_rule, escalated, first_rule, relative_error
 from ._single_rows import whole_factor
 from ._tilted import (
     MomentFactor,

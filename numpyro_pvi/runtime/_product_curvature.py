@@ -30,11 +30,11 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
         The sites, those of other latents as they were; all as they were where no step raises the ELBO.
     """
     found = problem.curvatures(sites, _WIDEST, key)
-    (name,) = problem.plan.likelihood.by_nodes
+    names = (*problem.plan.likelihood.by_nodes, *problem.plan.likelihood.by_predictors)
 
     def kept(own: Any) -> Any:
         """Nothing of the other latents."""
-        return type(own)({n: x if n == name else jax.tree.map(jnp.zeros_like, x) for n, x in own.parts.items()})
+        return type(own)({n: x if n in names else jax.tree.map(jnp.zeros_like, x) for n, x in own.parts.items()})
 
     change = SiteStack(kept(found.groups), None, None if found.local is None else kept(found.local))
     dtype = jax.tree.leaves(sites.groups)[0].dtype

@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import owned_jit
 from .._state import PVIState
+from ..expectations import TOLERANCE
 from ..factors import ValueCall
 from ..families import Family, member_family
 from ..schedules import RoundCarry, Schedule, empty_report, sound
-from ..sites import posterior, sum_slots
+from ..sites import posterior, select, sum_slots
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._engine import RoundsDone
@@ -34,6 +35,7 @@ from ._product_subset import first_partial_memory, is_partial, partial_rounds
 from ._product_sweeps import MatchStates
 from ._product_verification import product_claims, q_of, verify_product
 from ._product_view import Beside
+from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE
 from ._verification import Check
 
 # What is folded into a state's key for the draws of its loss and of its next round.
@@ -189,8 +191,36 @@ class ProductEngine(FitsParams):
         length: int,
         fine: bool,
     ) -> RoundsDone:
-        """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`."""
-        del fine
+        """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`.
+
+        Without the finest quadrature rule, rounds that end where predictors ask for it are not done.
+        """
+        plan, given = state.plan, with_rules(state, fine)
+        done = self._rounds(given, args, kwargs, count, tol, length)
+        if not fine and _over_predictors(plan):
+            moving = done.state.report.total_move > LOOSE_MOVE
+            missed = self._missed(done.state, args, kwargs, moving)
+            back, ran = select(missed, given, done.state), jnp.where(missed, 0, done.done)
+            done = done._replace(state=back, done=ran, missed=missed)
+        return done._replace(state=dataclasses.replace(done.state, plan=plan))
+
+    def _missed(self, state: PVIState, args: tuple, kwargs: dict, moving: Any) -> Bool[Array, ""]:
+        """Whether quadrature over predictors misses its tolerance at a state; a looser one while q still moves."""
+        error = self.problem(state, args, kwargs).quadrature_error(
+            present_alone(state).sites, self.noise(state.rng_key)
+        )
+        return error > jnp.where(moving, LOOSE_TOLERANCE, TOLERANCE[error.dtype.name])
+
+    def _rounds(
+        self,
+        state: PVIState,
+        args: tuple,
+        kwargs: dict,
+        count: Int[Array, ""],
+        tol: Float[Array, ""],
+        length: int,
+    ) -> RoundsDone:
+        """Rounds by the rules that the state's plan has compiled in."""
         # Sites say nothing of params: they move only while all groups' rows are at hand.
         moves = bool(state.plan.partition.params) and state.sites.others is None
         fixed, state = self.problem(state, args, kwargs), present_alone(state)
@@ -290,9 +320,11 @@ class ProductEngine(FitsParams):
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-        """Negative global ELBO at a state in nats; no quadrature is ever missed."""
-        del fine
-        return -self.objective(state, args, kwargs).elbo, jnp.array(False)
+        """Negative global ELBO at a state in nats, and whether predictors asked for a finer rule than was compiled in."""
+        state = with_rules(state, fine)
+        sure = fine or not _over_predictors(state.plan)
+        missed = jnp.array(False) if sure else self._missed(state, args, kwargs, False)
+        return -self.objective(state, args, kwargs).elbo, missed
 
     def objective(self, state: PVIState, args: tuple, kwargs: dict) -> Objective:
         """The global ELBO at a state, on the draws that belong to it."""
@@ -309,6 +341,16 @@ class ProductEngine(FitsParams):
     def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
         """Whether q without each group's site, and without the prior factor's, is normalisable."""
         return _cavities_proper(state=state, level="cheap")
+
+
+def _over_predictors(plan: Any) -> bool:
+    """Whether some factor's expectation is taken by quadrature over predictors."""
+    return any(factor is not None and bool(factor.terms) for factor in (plan.likelihood, plan.prior_factor))
+
+
+def with_rules(state: PVIState, fine: bool) -> PVIState:
+    """A state in whose programs the finest quadrature rule is compiled in, or is not."""
+    return dataclasses.replace(state, plan=dataclasses.replace(state.plan, fine=fine))
 
 
 def _proper_without(state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from .._state import Plan
-from ..expectations import FactorStructure, Unconstrained
-from ..factors import GroupMasks, Packing, ValueCall
+from ..expectations import RULES, FactorStructure, PredictorLaw, Unconstrained
+from ..factors import GroupMasks, Layout, Packing, ValueCall
 from ..families import ProductFamily, ProductNatural
 
 
@@ -185,6 +185,26 @@ class ProductPlan(Plan):
         """A term, over the base measure h where it is the prior of a latent inside the partitioned plate, in nats."""
         own = next((latent for latent in self.inside if latent.name == name), None)
         return term if own is None else term - own.family.log_base_measure(values[name])
+
+    def vector_layout(self, names: Collection[str]) -> Layout:
+        """Of the latents that some components hold, in one vector of the components' values, end to end."""
+        blocks, shapes = {block.name: block for block in self.blocks}, {}
+        for name, family in self.family.components:
+            if name in names:
+                block = blocks.get(name)
+                own = (
+                    {name: tuple(family.event_shape)}
+                    if block is None
+                    else zip(block.latents, block.shapes, strict=True)
+                )
+                shapes |= dict(own)
+        return Layout(tuple(shapes), tuple(shapes.values()))
+
+    def predictor_law(self, factor: FactorStructure, laws: Mapping[str, Any]) -> PredictorLaw:
+        """The law of what a factor sees through predictors, of its components' coordinates by name."""
+        names = factor.by_predictors
+        rules = len(RULES) - (not self.fine)
+        return PredictorLaw(factor.terms, self.vector_layout(names), tuple(laws[n] for n in names), rules)
 
     def latent_values(self, values: Mapping[str, Array]) -> dict[str, Any]:
         """Latent -> value, of component -> value."""

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._derivatives import value_and_grad
 from .._numerics import all_finite
-from ..expectations import MeanSpace
-from ..factors import GroupMasks, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
+from ..expectations import MeanSpace, expected_terms, worst_error
+from ..factors import GroupMasks, Instead, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
 from ..families import ProductFamily, ProductNatural, member_family
 from ..sites import MemberSites, SiteStack, posterior, select, take
 from ._product_plan import ProductPlan, owners
@@ -83,16 +83,21 @@ class ProductProblem:
         """The same, less what is known of it, and the whole."""
         part, plan = self.plan.partition, self.plan
 
-        def density(values: dict, weights: Any = None) -> Array:
+        def density(values: dict, weights: Any = None, laws: Any = None) -> Array:
             def weigh(name: str, term: Array) -> Array:
                 term = plan.over_base_measure(values, name, term)
                 return term if weights is None else plan.likelihood.weigh(weights, name, term)
 
             latents = plan.latent_values(values)
             arguments = part.rows, part.reading, self.packing, chunk, plan.exact_latents
-            return chunk_log_likelihood(self.call, latents, *arguments, weigh)
+            instead = self._instead(space, latents, laws)
+            return chunk_log_likelihood(self.call, latents, *arguments, weigh, instead)
 
         return space.left_over(variables, rest, density, key, self._rows_key(key, chunk), known)
+
+    def _instead(self, space: MeanSpace, latents: dict, laws: Any) -> Instead | None:
+        """Expectations of terms that are taken over predictors, given the other latents."""
+        return None if laws is None else expected_terms(self.plan.predictor_law(space.structure, laws), latents)
 
     def _rows_key(self, key: Any, chunk: Any) -> Any:
         """Key of the draws of a chunk's own rows: those of different chunks are independent."""
@@ -158,10 +163,11 @@ class ProductProblem:
         """The prior factor's log density over base measures at values of all components, in nats."""
         return self._prior_density(values, weights)
 
-    def _prior_density(self, values: dict, weights: Any = None) -> Array:
+    def _prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
         plan, factor = self.plan, self.plan.prior_factor
-        weigh = {} if weights is None or factor is None else {"weigh": partial(factor.weigh, weights)}
-        latents = plan.latent_values(values)
+        weigh: dict = {} if weights is None or factor is None else {"weigh": partial(factor.weigh, weights)}
+        latents, space = plan.latent_values(values), self._prior_factor()
+        weigh |= {} if space is None else {"instead": self._instead(space, latents, laws)}
         density = prior_log_density(self.call, latents, plan.partition.rows, plan.exact_latents, **weigh)
         return density - sum(jnp.sum(x) for x in plan.log_base_measures(values).values())
 
@@ -278,7 +284,7 @@ class ProductProblem:
         return good
 
     def curvatures(self, sites: SiteStack, widest: float, key: Any) -> SiteStack:
-        """Every group's message about the latent that is taken by quadrature, at no more than some variance.
+        """Every group's message about the latents that are taken by quadrature, at no more than some variance.
 
         Args:
             sites: all sites.
@@ -286,21 +292,19 @@ class ProductProblem:
             key: for draws.
 
         Returns:
-            The messages; precisions below zero, of factors that are not log-concave, are zero.
+            The messages; precisions below zero of independent latents, of factors that are not log-concave, are zero.
         """
         q = posterior(self.prior, sites)
-        space = self._likelihood()
+        space, found = self._likelihood(), self.plan.likelihood
         variables, rest = space.variables(q)
-        (name,) = self.plan.likelihood.by_nodes
-        own = variables["coordinates"][name]
-        narrow = own._replace(variance=jnp.minimum(own.variance, widest))
-        variables = variables | {"coordinates": variables["coordinates"] | {name: narrow}}
+        names = (*found.by_nodes, *found.by_predictors)
+        narrow = {n: variables["coordinates"][n].narrowed(widest) for n in names}
+        variables = variables | {"coordinates": variables["coordinates"] | narrow}
 
         def one(own: tuple) -> dict:
             _, gradient = self._chunk_gradient(space, variables, rest, own[0], key)
-            slope = gradient["coordinates"][name]
-            bent = slope._replace(variance=jnp.minimum(slope.variance, 0.0))
-            return gradient | {"coordinates": gradient["coordinates"] | {name: bent}}
+            slopes = gradient["coordinates"]
+            return gradient | {"coordinates": slopes | {n: slopes[n].bent() for n in names}}
 
         return self._messages(space, q, variables, self._map_chunks(one, (self.packing.chunks,)))
 
@@ -398,6 +402,43 @@ class ProductProblem:
         )(variables)
         found = dict(space.message(q, variables, gradient).parts)
         return value, ProductNatural(found | {n: found[n] + x for n, x in known.items()})
+
+    def quadrature_error(self, sites: SiteStack, key: Any) -> Float[Array, ""]:
+        """Largest estimated error of any factor's curvature over its predictors, relative to the curvature.
+
+        Args:
+            sites: all sites.
+            key: for draws of the other latents.
+
+        Returns:
+            The error; zero where no factor is taken over predictors.
+        """
+        q, found = posterior(self.prior, sites), [jnp.zeros(())]
+        space, prior = self._likelihood(), self._prior_factor()
+        if space.structure.terms:
+            reading, (variables, rest) = self.plan.partition.reading, space.variables(q)
+
+            def one(own: tuple) -> Array:
+                chunk = own[0]
+                here, masks = self.call.rows(reading, chunk), reading.masks(self.packing, chunk)
+
+                def error(values: dict, _: Any = None, laws: Any = None) -> Array:
+                    law = self.plan.predictor_law(space.structure, laws)
+                    return worst_error(law, self.plan.latent_values(values), here, masks)
+
+                own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
+                return space.average(*own, error, key, self._rows_key(key, chunk))
+
+            found.append(jnp.max(self._map_chunks(one, (self.packing.chunks,))))
+        if prior is not None and prior.structure.terms:
+
+            def outside(values: dict, _: Any = None, laws: Any = None) -> Array:
+                law = self.plan.predictor_law(prior.structure, laws)
+                return worst_error(law, self.plan.latent_values(values), self.call, {})
+
+            found.append(prior.average(*prior.variables(q), outside, key))
+        worst = jnp.stack(found).max()
+        return jnp.where(jnp.isnan(worst), jnp.inf, worst)
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 

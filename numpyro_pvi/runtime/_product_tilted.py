@@ -86,7 +86,7 @@ def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple
 
 
 def _may_be_affine(factor: FactorStructure) -> bool:
-    return factor.exact and not factor.by_nodes
+    return factor.exact and not (factor.by_nodes or factor.by_predictors)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from jaxtyping import Array, Float
 
 from .._derivatives import value_and_grad
 from .._state import PVIState
-from ..expectations import FactorStructure, LatentRole, MeanSpace
-from ..factors import chunk_log_likelihood, take_rows
+from ..expectations import FactorStructure, LatentRole, MeanSpace, claimed_terms
+from ..factors import Instead, chunk_log_likelihood, take_rows
 from ..families import ProductNatural, members_of, pair_rule
 from ..sites import posterior
 from ._product_plan import ProductPlan
@@ -32,12 +33,16 @@ _TOLERANCE, _UNNOTICED = {"float32": 3e-4, "float64": 1e-8}, 1e-3
 _TOGETHER = 1 << 16
 # What is folded into a state's key for these draws.
 _SEED = 0x5EE6
+# Kinds of roles that claim something of a factor.
+_CLAIMED = ("exact", "absent", "predictors")
 # Points and weights of a third difference between two values: 0 for what is quadratic along the line.
 _LINE, _THIRD = (0.0, 1 / 3, 2 / 3, 1.0), (1.0, -3.0, 3.0, -1.0)
 
 
 def product_claims(plan: ProductPlan) -> tuple[str, ...]:
-    """What a plan claims and nothing has proved, as "factor/component": that it is exact in it, or does not see it.
+    """What a plan claims and nothing has proved, as "factor/component".
+
+    That it is exact in the component, sees it through predictors, or does not see it.
 
     Args:
         plan: the plan.
@@ -48,7 +53,7 @@ def product_claims(plan: ProductPlan) -> tuple[str, ...]:
     claimed, proved = [], plan.partition.proved
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
         if found is not None and factor.split()[0] not in proved:
-            claimed += [f"{factor}/{role.name}" for role in found.roles if role.kind in ("exact", "absent")]
+            claimed += [f"{factor}/{role.name}" for role in found.roles if role.kind in _CLAIMED]
     if "prior" not in proved:
         claimed += [f"prior/{name}" for name in plan.exact]
     return tuple(claimed)
@@ -90,7 +95,10 @@ def _factor_checks(
     anchored = [name for name in names if _is_anchored(problem, roles[name])]
     for name in anchored:
         checks[name] = _by_message(problem, factor, roles[name], natural, draws)
-    local = [name for name in names if name not in anchored]
+    seen = [name for name in names if roles[name].kind == "predictors"]
+    if seen:
+        checks |= dict.fromkeys(seen, _by_claimed_terms(problem, factor, structure, draws))
+    local = [name for name in names if name not in checks]
     rng, settings, weights = np.random.default_rng(0), [], []
     for name in local:
         own = [_settings(problem, roles[name], {n: x[b] for n, x in draws.items()}, rng) for b in range(_BACKGROUNDS)]
@@ -180,6 +188,25 @@ def _by_message(problem: ProductProblem, factor: str, role: LatentRole, natural:
     return Check(_where_finite(claimed, values), _allowed(sizes + moved))
 
 
+def _by_claimed_terms(problem: ProductProblem, factor: str, structure: FactorStructure, draws: dict) -> Check:
+    """A factor at draws of what it sees through predictors, given the others, beside what it would be if they are affine."""
+    names, plan = structure.by_predictors, problem.plan
+    settings = [
+        {n: x[b, 1 + i] if n in names else x[b, 0] for n, x in draws.items()}
+        for b in range(_BACKGROUNDS)
+        for i in range(_FITTED)
+    ]
+    law = plan.predictor_law(structure, dict.fromkeys(names))
+
+    def instead(values: dict) -> Instead:
+        point = jnp.concatenate([values[n].reshape(-1) for n, _ in problem.family.components if n in names])
+        return claimed_terms(law, plan.latent_values(values), point)
+
+    claimed, parts = factor_values(problem, factor, _stacked(settings), instead)
+    values, sizes = factor_values(problem, factor, _stacked(settings))
+    return Check(_where_finite(claimed, values), _allowed(sizes + parts))
+
+
 def _settings(problem: ProductProblem, role: Any, draws: dict, rng: Any) -> tuple[list[dict], list[float]]:
     """Values of all components, and weights of the factor's values there that add up to 0 if what is claimed holds."""
     family, held = dict(problem.family.components)[role.name], {n: x[0] for n, x in draws.items()}
@@ -204,7 +231,7 @@ def _settings(problem: ProductProblem, role: Any, draws: dict, rng: Any) -> tupl
 
 
 def factor_values(
-    problem: ProductProblem, factor: str, settings: dict
+    problem: ProductProblem, factor: str, settings: dict, instead: Callable[[dict], Instead] | None = None
 ) -> tuple[Float[Array, "S F"], Float[Array, "S F"]]:
     """The factors' log densities over base measures at settings of all components, and the size of their terms, in nats.
 
@@ -212,6 +239,7 @@ def factor_values(
         problem: the factors.
         factor: "likelihood", of which there is one a group, or "prior factor".
         settings: S values of every component, in its own support.
+        instead: from a setting to the terms that are taken as they are claimed to be.
 
     Returns:
         Both; where the prior of a component is held exactly it is no part of either.
@@ -225,7 +253,7 @@ def factor_values(
 
         own = plan.latent_values(values)
         arguments = part.rows, part.reading, problem.packing, chunk, plan.exact_latents
-        return chunk_log_likelihood(problem.call, own, *arguments, weigh)
+        return chunk_log_likelihood(problem.call, own, *arguments, weigh, instead and instead(values))
 
     def groups(values: dict) -> tuple[Array, Array]:
         def one(chunk: Any) -> tuple[Array, Array]:
@@ -239,6 +267,7 @@ def factor_values(
 
     def prior(values: dict) -> tuple[Array, Array]:
         terms = problem.call.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents)
+        terms |= {} if instead is None else instead(values)(problem.call, {})
         terms = terms | {f"log h of {n}": -x for n, x in plan.log_base_measures(values).items()}
         value, size = (sum(jnp.sum(f(x)) for x in terms.values()) for f in (lambda x: x, jnp.abs))
         return jnp.asarray(value)[None], jnp.asarray(size)[None]

@@ -105,13 +105,13 @@ class SomeRows(Beside):
         assert isinstance(self.call, _Gathered)
         return self.full._rows_key(key, (self.call.ids[chunk[0]], chunk[1]))
 
-    def _prior_density(self, values: dict, weights: Any = None) -> Array:
+    def _prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
         # The prior factor reads the model's own arguments; it says nothing of rows' latents, whose values are of no account.
         count, axes = self.plan.partition.table.num_rows, self.plan.row_axes
         if not isinstance(self.packing, GroupMasks):
             first = jnp.zeros((count,), jnp.int32)
             values = {n: jnp.take(x, first, axis=axes[n]) if n in axes else x for n, x in values.items()}
-        return self.full._prior_density(values, weights)
+        return self.full._prior_density(values, weights, laws)
 
 
 def whole_groups(problem: ProductProblem, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> Chosen:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..expectations import FIXED_RULES, Expected, rule_index
+from ..expectations import FIXED_RULES, Expected, refined, rule_index
 from ..schedules import Points, Rule
 
 # Relative quadrature error that does no harm while q still moves by more than a posterior sd in a round.
 LOOSE_TOLERANCE = 2e-2
 LOOSE_MOVE = 1.0
-# Relative quadrature error aimed at otherwise, by dtype.
-TOLERANCE = {"float32": 1e-5, "float64": 1e-8}
 
 
 def first_rule(dtype, spread: Float[Array, ""] | None = None, cheaper: Any = 0) -> Rule:
@@ -76,22 +73,7 @@ def escalate(
     Returns:
         ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
     """
-    # One trace serves for the shapes and for the loop.
-    evaluate = jax.jit(evaluate, inline=True)
-    result, error = jax.eval_shape(evaluate, jnp.int32(0))
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), result)
-    first = jnp.minimum(jnp.asarray(rule.level, jnp.int32), num_rules - 1)
-
-    def unfinished(state):
-        _, used, error = state
-        return (used < first) | ((error > rule.tolerance) & (used < num_rules - 1))
-
-    def attempt(state):
-        _, used, _ = state
-        result, error = evaluate(used + 1)
-        return result, used + 1, error
-
-    return jax.lax.while_loop(unfinished, attempt, (zero, first - 1, jnp.asarray(jnp.inf, error.dtype)))
+    return refined(evaluate, rule.level, rule.tolerance, num_rules)
 
 
 def escalated(evaluate: Callable[[Any], Expected], rule: Rule, num_rules: int) -> Expected:
