@@ -275,7 +275,7 @@ def test_choices_that_do_not_go_together_name_what_does():
     for options, words in [
         (
             {"solver": LocalELBO(numpyro.optim.Adam(0.1))},
-            r"solver=LocalELBO\(...\).*NaturalGradient\(\), Conjugate\(\), StochasticNaturalGradient\(\) or PowerEP\(\)",
+            r"solver=LocalELBO\(...\).*NaturalGradient\(\), Conjugate\(\), .*PowerEP\(\), SNEP\(\), StochasticEP\(\) or AlphaDiv",
         ),
         (
             {"schedule": Streaming(), "solver": StochasticNaturalGradient()},

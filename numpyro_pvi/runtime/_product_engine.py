@@ -74,6 +74,11 @@ class ProductEngine(FitsParams):
         return dataclasses.replace(state, schedule_state=memory)
 
     @property
+    def fused(self) -> bool:
+        """Whether rounds are the engine's own, and not those of the schedule."""
+        return self.schedule.fused_families and self.solver.fused_families
+
+    @property
     def settings(self) -> Settings:
         """What rounds take from the solver and the schedule."""
         schedule, solver = self.schedule, self.solver
@@ -148,11 +153,12 @@ class ProductEngine(FitsParams):
         problem = self.problem(state, args, kwargs or {}, params={})
         if plan.tilted:
             solver, prior_solver = first_match_states(problem, self.solver, dtype)
-        elif not (self.schedule.fused_families or self.solver.matches_moments):
+            solver = self.solver.init_groups(ProductFactors(problem, self.solver, known), solver)
+        elif not (self.fused or self.solver.matches_moments):
             one = self.solver.init_among(plan.family, dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
             prior_solver = self.solver.for_prior.init(plan.family, dtype) if state.sites.prior is not None else None
-        if self.schedule.fused_families:
+        if self.fused:
             memory: Any = self.first_memory(plan, q, dtype)
             if plan.tilted:
                 # Moments may be drawn where expectations are not, and the other way round.
@@ -194,7 +200,7 @@ class ProductEngine(FitsParams):
         def factors(state: PVIState) -> ProductProblem:
             return self.problem(state, args, kwargs) if moves else fixed
 
-        if not self.schedule.fused_families:
+        if not self.fused:
             return self._scheduled(state, factors, with_params, moves, count, tol, length)
         if is_partial(self.solver, self.schedule):
             return partial_rounds(self, state, factors, with_params, count, tol, length)
@@ -317,8 +323,10 @@ _cavities_proper = owned_jit(_proper_without, ())
 def _without_groups(state: PVIState, q: Any) -> Bool[Array, "M"]:
     plan: Any = state.plan
     families, sites = dict(plan.family.components), state.sites
-    found = jnp.ones((len(plan.partition.table.labels),), bool)
-    for name, site in sites.groups.parts.items():
+    count = len(plan.partition.table.labels)
+    found = jnp.ones((count,), bool)
+    groups = jax.tree.map(lambda x: x / count, sites.groups) if plan.tied else sites.groups
+    for name, site in groups.parts.items():
         proper = jax.vmap(lambda own, name=name: families[name].in_domain(q.parts[name] - own))(site)
         found = found & proper
     for name, site in () if sites.local is None else sites.local.parts.items():

@@ -121,7 +121,7 @@ class StochasticSubset(ScheduleDefaults):
         Raises:
             PVIError: saying what to write.
         """
-        if solver.matches_moments:
+        if solver.matches_moments and solver.fused_families:
             raise PVIError(
                 f"StochasticSubset does not go with {type(solver).__name__} under AutoExponentialFamily: write "
                 "schedule=Synchronous() or Sequential()."

@@ -150,6 +150,7 @@ class PowerEP(MatchesMoments):
     integrates = True
     # Moments are taken once a visit, of the q that the visit starts from.
     looks_once = True
+    fused_families = True
 
     def __post_init__(self):
         check_share("PowerEP", "power", self.power, "1 is EP; for the limit 0 use NaturalGradient()")
@@ -169,9 +170,6 @@ class PowerEP(MatchesMoments):
         full, none, last = jnp.asarray(self.damping, dtype), jnp.int32(0), jnp.zeros((2 * family.dim,), dtype)
         chains = first_chains(self.moments, family, dtype)
         return PowerEPState(full, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False), none, chains)
-
-    def check_families(self) -> None:
-        """Goes with every family whose tilted moments can be taken; which can is found at ``init``."""
 
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise when the factors' granularity or forced moments do not fit what was found.
