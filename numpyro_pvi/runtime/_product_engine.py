@@ -45,8 +45,8 @@ class ProductEngine(FitsParams):
 
     Args:
         model: the NumPyro model.
-        solver: :class:`numpyro_pvi.solvers.NaturalGradient`, ``Conjugate`` or ``PowerEP``.
-        schedule: :class:`numpyro_pvi.schedules.Synchronous` or ``Sequential``.
+        solver: one that goes with families (:meth:`numpyro_pvi.solvers.LocalSolver.check_families`).
+        schedule: likewise.
         runtime: where passes over rows run.
         num_particles: draws of the loss where it is Monte Carlo.
     """

@@ -30,7 +30,8 @@ _SMALL_SHARE = 0.01
 
 class _Walk(NamedTuple):
     site: Any
-    state: SNEPState
+    # A SNEPState, or a MatchState where q is a product of families.
+    state: Any
     halvings: Int[Array, ""]
     moved: Bool[Array, ""]
 

@@ -311,7 +311,10 @@ def test_moments_of_the_whole_power_are_noticed(monkeypatch):
     monkeypatch.setattr(product_tilted.ProductTilted, "group", whole)
     solver = AlphaDivergence(0.5, optax.sgd(0.2), num_steps=12)
     result = run(weibull, [jnp.asarray(DAYS)], solver, 60, Sequential())[1]
-    assert np.max(np.abs(in_params(result) / ends("sequential", 0.5) - 1)) > 1e-2
+    found = in_params(result)
+    # The two lie 6e-4 apart, thirty times what the comparison lets pass.
+    assert np.max(np.abs(found / ends("sequential", 0.5) - 1)) > 3e-4
+    np.testing.assert_allclose(found, ends("sequential", 1.0), rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------- one site for all groups
@@ -361,7 +364,7 @@ def test_a_tied_site_of_one_group_is_ep(schedule, x64):
 def test_a_forgotten_number_of_copies_is_noticed(monkeypatch):
     """The product of all sites in the place of one of them."""
     monkeypatch.setattr(product_factors, "tied_site", lambda whole, count: jax.tree.map(lambda x: x[0], whole))
-    result = run(weibull, [jnp.asarray(DAYS)], StochasticEP(0.5), 60)[1]
+    result = run(weibull, [jnp.asarray(DAYS)], StochasticEP(0.5, damping=0.9), 60)[1]
     wanted = family_ep.stochastic_ep(["Gamma"], CASES["Gamma"][1], factors_of("Gamma"), 0.5)[0]
     assert np.max(np.abs(in_params(result) / wanted - 1)) > 1e-2
 
