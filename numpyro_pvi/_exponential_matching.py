@@ -59,7 +59,7 @@ def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: 
         return state
     plan: Any = state.plan
     solver: Any = engine.solver
-    check_tilted(plan)
+    check_tilted(plan, type(solver).__name__)
     arrays, static = split_arguments(args, kwargs)
 
     def affine(state: PVIState, arrays: list) -> Any:

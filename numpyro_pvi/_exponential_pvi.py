@@ -74,7 +74,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         turns = turns_of(components, blocks_of(self.solver, inside))
         params = initial_params(planned.params, init_params, self.optim is not None)
         call = ValueCall(planned.plan.model(self.model), args, kwargs, params=params)
-        base = Plan(planned.plan, components.family, opening.signature)
+        base = Plan(planned.plan, components.family, opening.signature, tied=self.solver.tied)
         expectation = expectation_of(self.solver)
         given = expectation, turns, inside, plan_key
         away = away_from(self.guide, params, plan_key)
@@ -107,7 +107,8 @@ class ExponentialPVI(PVI, serves=keeps_supports):
     def _first_state(self, plan: Any, packing: Any, prior: Any, base_site: Any, key: Any) -> PVIState:
         count, dtype = len(plan.partition.table.labels), float_dtype()
         shared = ProductNatural({n: prior.parts[n] for n in plan.shared})
-        groups = jax.tree.map(lambda x: on_device(np.zeros((count, *x.shape)), x.dtype), shared)
+        stack = 1 if plan.tied else count
+        groups = jax.tree.map(lambda x: on_device(np.zeros((stack, *x.shape)), x.dtype), shared)
         rows = {n: jax.tree.map(lambda x: on_device(np.zeros(x.shape), x.dtype), prior.parts[n]) for n in plan.row_axes}
         sites, zero = SiteStack(groups, base_site, MemberSites(rows) if rows else None), on_device(0.0, dtype)
         idle = Points(on_device(np.zeros((2,), bool)), zero, zero)

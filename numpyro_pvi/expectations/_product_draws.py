@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import all_finite, scaled_cholesky
-from ..families import ProductFamily, ProductMean, ProductNatural, base_family
+from ..families import ProductFamily, ProductMean, ProductNatural, base_family, fisher_matrix, minimal_mean
 from ._tilted import TEMPERINGS, Tilted, least_ess
 
 # Newton steps, and shares of one that are compared.
@@ -76,7 +76,7 @@ def weighable(
     Returns:
         The draws.
     """
-    rows = jax.vmap(lambda *leaves: _minimal_mean(family, q, leaves))(*jax.tree.leaves(ProductMean(statistics)))
+    rows = jax.vmap(lambda *leaves: minimal_mean(family, q, leaves))(*jax.tree.leaves(ProductMean(statistics)))
     if weights is None:
         rows = rows - jnp.mean(rows, axis=0)
         root, _ = scaled_cholesky(rows.T @ rows / rows.shape[0])
@@ -87,22 +87,9 @@ def weighable(
     return WeightedDraws(values, statistics, white, root)
 
 
-def _minimal_mean(family: ProductFamily, q: ProductNatural, leaves: Any) -> Float[Array, "P"]:
-    """Mean statistics (their leaves) in minimal coordinates: paired with those of natural parameters they give ``<natural, T>``."""
-    like = jax.tree.unflatten(jax.tree.structure(q), leaves)
-    return jax.linear_transpose(family.from_minimal, family.to_minimal(q))(like)[0]
-
-
 def _metric(family: ProductFamily, q: ProductNatural, root: Float[Array, "P P"]) -> Float[Array, "P P"]:
     """L with ``|L^T d|`` the Fisher norm at q, its sds, of a change that is d in whitened coordinates."""
-    eye = jnp.eye(root.shape[0], dtype=root.dtype)
-
-    def image(column: Array) -> Array:
-        found = family.fisher_product(q, family.from_minimal(column))
-        return _minimal_mean(family, q, jax.tree.leaves(found))
-
-    fisher = jax.vmap(image)(eye)
-    half = jax.scipy.linalg.solve_triangular(root, 0.5 * (fisher + fisher.T), lower=True)
+    half = jax.scipy.linalg.solve_triangular(root, fisher_matrix(family, q), lower=True)
     return scaled_cholesky(jax.scipy.linalg.solve_triangular(root, half.T, lower=True))[0]
 
 

@@ -36,7 +36,7 @@ from ._gaussian_base import GaussianMean, GaussianMoments, GaussianNatural
 from ._grids import GridRule, grid_rule
 from ._independent import IndependentFamily, base_family, member_family, repeated
 from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
-from ._metric import FamilyMoments, MetricDefaults
+from ._metric import FamilyMoments, MetricDefaults, fisher_matrix, minimal_mean
 from ._normal import (
     LogNormalFamily,
     LogNormalMean,
@@ -68,6 +68,8 @@ Moments = GaussianMoments | RowMoments | FamilyMoments
 __all__ = [
     "FamilyMoments",
     "MetricDefaults",
+    "fisher_matrix",
+    "minimal_mean",
     "Moments",
     "BernoulliFamily",
     "BernoulliMean",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._numerics import symmetrise
 from ._base import FamilyDefaults
 
 
@@ -124,3 +125,36 @@ class MetricDefaults(FamilyDefaults):
         """A(eta) up to a constant, in two parts: nothing, and all of it."""
         del natural
         return jnp.zeros_like(moments.log_partition), moments.log_partition
+
+
+def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "P"]:
+    """Mean parameters, or a change of them, in minimal coordinates: paired with those of natural ones they give ``<eta, mu>``.
+
+    Args:
+        family: any.
+        natural: any of its natural parameters, for their shapes.
+        mean_params: of the mean parameters' type, or any tree with their leaves.
+
+    Returns:
+        As many numbers as ``family.to_minimal`` gives.
+    """
+    like = jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(mean_params))
+    return jax.linear_transpose(family.from_minimal, family.to_minimal(natural))(like)[0]
+
+
+def fisher_matrix(family: Any, natural: Any) -> Float[Array, "P P"]:
+    """The Fisher metric in minimal coordinates, the covariance of the statistics that belong to them.
+
+    Args:
+        family: any.
+        natural: where.
+
+    Returns:
+        A symmetric matrix, singular nowhere in the domain.
+    """
+    size = jax.eval_shape(family.to_minimal, natural)
+
+    def image(column: Array) -> Array:
+        return minimal_mean(family, natural, family.fisher_product(natural, family.from_minimal(column)))
+
+    return symmetrise(jax.vmap(image)(jnp.eye(size.shape[-1], dtype=size.dtype)))

@@ -70,6 +70,11 @@ class Factors:
         return self.solver.matches_moments
 
     @property
+    def capped(self) -> bool:
+        """Whether q is mean-field, so that evaluations tell products with the curvature of its factors."""
+        return not self.family.full
+
+    @property
     def tied(self) -> bool:
         """Whether all groups share one site."""
         return self.solver.tied

@@ -48,8 +48,8 @@ class ProductEngine(FitsParams):
 
     Args:
         model: the NumPyro model.
-        solver: :class:`numpyro_pvi.solvers.NaturalGradient`, ``Conjugate`` or ``PowerEP``.
-        schedule: :class:`numpyro_pvi.schedules.Synchronous` or ``Sequential``.
+        solver: one that goes with families (:meth:`numpyro_pvi.solvers.LocalSolver.check_families`).
+        schedule: likewise.
         runtime: where passes over rows run.
         num_particles: draws of the loss where it is Monte Carlo.
     """
@@ -156,6 +156,7 @@ class ProductEngine(FitsParams):
         problem = self.problem(state, args, kwargs or {}, params={})
         if plan.tilted:
             solver, prior_solver = first_match_states(problem, self.solver, dtype)
+            solver = self.solver.init_groups(ProductFactors(problem, self.solver, known), solver)
         elif not (self.fused or self.solver.matches_moments):
             one = self.solver.init_among(plan.family, dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
@@ -366,8 +367,10 @@ _cavities_proper = owned_jit(_proper_without, ())
 def _without_groups(state: PVIState, q: Any) -> Bool[Array, "M"]:
     plan: Any = state.plan
     families, sites = dict(plan.family.components), state.sites
-    found = jnp.ones((len(plan.partition.table.labels),), bool)
-    for name, site in sites.groups.parts.items():
+    count = len(plan.partition.table.labels)
+    found = jnp.ones((count,), bool)
+    groups = jax.tree.map(lambda x: x / count, sites.groups) if plan.tied else sites.groups
+    for name, site in groups.parts.items():
         proper = jax.vmap(lambda own, name=name: families[name].in_domain(q.parts[name] - own))(site)
         found = found & proper
     for name, site in () if sites.local is None else sites.local.parts.items():

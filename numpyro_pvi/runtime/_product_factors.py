@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from ..expectations import Expected
 from ..families import FamilyMoments, ProductFamily, ProductNatural
 from ..schedules import Evaluation, RoundCarry, Rule
-from ..sites import SiteStack, cavity, posterior
+from ..sites import SiteStack, cavity, posterior, take, tied_site
 from ..solvers import LocalResult, LocalSolver
 from ._factor import GroupFactor
 from ._moments import solver_of_prior
@@ -56,7 +56,7 @@ class ProductFactors:
 
     quadratic: bool = dataclasses.field(default=False, init=False)
     units: None = dataclasses.field(default=None, init=False)
-    tied: bool = dataclasses.field(default=False, init=False)
+    capped: bool = dataclasses.field(default=False, init=False)
     flat: bool = dataclasses.field(default=False, init=False)
 
     @property
@@ -95,10 +95,20 @@ class ProductFactors:
         return self.solver.stochastic
 
     @property
+    def tied(self) -> bool:
+        """Whether all groups share one site."""
+        return self.solver.tied
+
+    @property
     def noisy(self) -> bool:
         """Whether any expectation, or any moment of a tilted distribution, is by draws."""
+        return self.problem.plan.noisy or self._sampled
+
+    @property
+    def _sampled(self) -> bool:
+        """Whether visits are by draws."""
         plan = self.problem.plan
-        return plan.noisy or not SAMPLED_WAYS.isdisjoint(plan.tilted)
+        return not SAMPLED_WAYS.isdisjoint(plan.tilted) if plan.tilted else plan.noisy
 
     @property
     def stream(self) -> GroupOrder:
@@ -106,9 +116,9 @@ class ProductFactors:
         return GroupOrder(self.problem.packing, self.problem.plan.partition.table.sizes)
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
-        """Whether expectations are by draws, whatever the rule."""
+        """Whether visits are by draws, whatever the rule: of the ELBO alone q does not hover."""
         del rule
-        return jnp.array(self.noisy)
+        return jnp.array(self._sampled)
 
     def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
         """Nothing: values on common draws compare."""
@@ -155,7 +165,8 @@ class ProductFactors:
             prior = None if prior is None else dataclasses.replace(prior, target=None)
         else:
             values, messages = self.problem.group_values(q, noise, sites)
-            groups = expected_of(values, messages.groups)
+            # Where moments are matched nobody asks for the messages.
+            groups = expected_of(values, None if self.matches_moments else messages.groups)
         rest = jnp.sum(self.problem.divergences(q))
         terms = [values, rest[None], *([] if prior is None else [prior.value[None]])]
         every = jnp.concatenate(terms)
@@ -174,13 +185,11 @@ class ProductFactors:
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Every group's local solve from the same q, or those of some groups; or their moments matched."""
         evaluation, keys = carry.evaluation, jax.random.split(key, self.num_groups)
-        tilted = ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 0))
-        shared = tilted.shared(evaluation.q) if self.matches_moments else None
+        if self.matches_moments:
+            return self._match_all(carry, key, only)
 
         def solve(xs: tuple) -> LocalResult:
             index, site, state, own, start = xs
-            if self.matches_moments:
-                return tilted.visit(index, evaluation.q, site, state, shared)
             factor = self._factor(index, site, noise)
             return self.solver.solve(factor, cavity(evaluation.q, site), site, state, own, start=start, guarded=True)
 
@@ -188,6 +197,27 @@ class ProductFactors:
         if only is not None:
             operands = jax.tree.map(lambda x: x[only], operands)
         return jax.lax.map(solve, operands)
+
+    def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
+        """Every group's moments matched, from one q and on draws that all share."""
+        q, sites = carry.evaluation.q, carry.sites.groups
+        tilted = ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 0))
+        shared, numbers = tilted.shared(q), jnp.arange(self.num_groups)
+        if not self.tied:
+            operands = numbers, sites, carry.solver
+            if only is not None:
+                operands = take(operands, only)
+            return jax.lax.map(lambda xs: tilted.visit(xs[0], q, *xs[1:], shared), operands)
+        site = tied_site(sites, self.num_groups)
+
+        def visit(total: Any, xs: tuple) -> tuple[Any, LocalResult]:
+            result = tilted.visit(xs[0], q, site, xs[1], shared)
+            return total + (result.site - site), result._replace(site=None)
+
+        # Of the mean of what groups ask for M copies make the sum.
+        zero = jax.tree.map(jnp.zeros_like, site)
+        change, results = jax.lax.scan(visit, zero, (numbers, carry.solver))
+        return results._replace(site=sites + change)
 
     def visit_group(
         self,

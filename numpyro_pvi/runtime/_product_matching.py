@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float
 
 from ..expectations import MCMCMoments, Unconstrained, no_chains, with_settings
 from ..schedules import Asked, RoundReport, asked_by_move
-from ..sites import SiteStack, late_share, posterior
-from ..solvers import MatchState, first_match_state
+from ..sites import SiteStack, late_share, posterior, take, tied_site
+from ..solvers import MatchState
 from ._chains import lanes_pay
 from ._product_moment_choice import SAMPLED_WAYS
 from ._product_plan import touched
@@ -33,21 +33,22 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> Matc
     Returns:
         The memory.
     """
-    plan, damping = problem.plan, float(solver.damping)
+    plan = problem.plan
 
-    def first(factor: Any, method: str) -> MatchState:
+    def first(who: Any, factor: Any, method: str, count: int) -> MatchState:
         chains, settings = None, with_settings(solver.moments)
         if method == "mcmc":
             assert isinstance(settings, MCMCMoments)  # the plan says so
             chains = no_chains(settings, Unconstrained(touched(plan.family, factor)).dim, dtype, True)
-        return first_match_state(jax.tree.map(jnp.zeros_like, problem.prior), damping, dtype, chains)
+        return who.init_families(jax.tree.map(jnp.zeros_like, problem.prior), dtype, chains, count)
 
     if solver.factors == "row":
         groups: Any = first_row_matches(problem, solver, dtype)
     else:
-        one = first(plan.likelihood, plan.tilted[0])
+        one = first(solver, plan.likelihood, plan.tilted[0], problem.num_groups)
         groups = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *jnp.shape(x))), one)
-    return MatchStates(groups, None if plan.prior_factor is None else first(plan.prior_factor, plan.tilted[1]))
+    prior = plan.prior_factor
+    return MatchStates(groups, None if prior is None else first(solver.for_prior, prior, plan.tilted[1], 1))
 
 
 class Matched(NamedTuple):
@@ -151,7 +152,7 @@ def product_evidence(
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
     ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, where A of the prior counts the components
-    whose prior is held exactly; see :func:`numpyro_pvi.runtime._moments.evidence`.
+    whose prior is held exactly; see :func:`numpyro_pvi.runtime._moments.evidence`, also for tied sites and anchors.
 
     Args:
         problem: the factors.
@@ -169,15 +170,18 @@ def product_evidence(
         own = factors.site_of_rows(own, states.groups.sites)
 
     def look(operands: tuple) -> tuple[Array, Array]:
-        index, site, chains = operands
-        found = tilted.group(index, q, site, tilted.fresh(index, q, shared), chains)
+        index, state, chains = operands
+        at, power = solver.vantage(state, q)
+        site = tied_site(own, factors.num_groups) if problem.plan.tied else take(own, index)
+        found = tilted.group(index, at, site, tilted.fresh(index, at, shared), chains, power)
         return found.value, found.variance
 
-    chains = getattr(states.groups, "chains", None)
-    values, variances = jax.lax.map(look, (jnp.arange(factors.num_groups), own, chains))
+    chains, anchored = getattr(states.groups, "chains", None), states.groups if solver.anchored else ()
+    values, variances = jax.lax.map(look, (jnp.arange(factors.num_groups), anchored, chains))
     value, variance = jnp.sum(values), jnp.sum(variances)
     if sites.prior is not None:
-        own = tilted.prior(q, sites.prior, getattr(states.prior, "chains", None))
+        at, power = solver.for_prior.vantage(states.prior, q)
+        own = tilted.prior(at, sites.prior, getattr(states.prior, "chains", None), power)
         value, variance = value + own.value, variance + own.variance
     exact = [f.log_partition(problem.prior.parts[n]) for n, f in family.components if n in problem.plan.exact]
     base = sum((jnp.asarray(x) for x in exact), start=jnp.zeros(()))

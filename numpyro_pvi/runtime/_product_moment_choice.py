@@ -22,7 +22,7 @@ from ._product_plan import ProductPlan, touched
 SAMPLED_WAYS = frozenset({"importance", "laplace", "mcmc"})
 
 
-def method_of_factor(family: ProductFamily, affine: bool, moments: Any, where: str) -> str:
+def method_of_factor(family: ProductFamily, affine: bool, moments: Any, where: str, owner: str = "PowerEP") -> str:
     """How a factor's tilted moments are taken.
 
     Args:
@@ -30,6 +30,7 @@ def method_of_factor(family: ProductFamily, affine: bool, moments: Any, where: s
         affine: whether it is affine in their statistics jointly.
         moments: what was asked for.
         where: the factor's name.
+        owner: the solver's name.
 
     Returns:
         "exact", "quadrature", "importance", "laplace" or "mcmc".
@@ -39,7 +40,7 @@ def method_of_factor(family: ProductFamily, affine: bool, moments: Any, where: s
     """
     wanted, fits = with_settings(moments), affine or not family.components
     if isinstance(wanted, LaplaceMoments | MCMCMoments) and family.components:
-        return _of_points(family, wanted, moments, where)
+        return _of_points(family, wanted, moments, where, owner)
     if isinstance(wanted, ImportanceMoments | LaplaceMoments | MCMCMoments):
         return "importance" if family.components else "exact"
     if fits and wanted in ("auto", "exact"):
@@ -47,42 +48,43 @@ def method_of_factor(family: ProductFamily, affine: bool, moments: Any, where: s
     names = ", ".join(n for n, _ in family.components)
     if wanted == "exact":
         raise PVIError(
-            f"PowerEP(moments='exact'): the {where} is not affine in the statistics of {names} jointly; leave moments='auto'."
+            f"{owner}(moments='exact'): the {where} is not affine in the statistics of {names} jointly; leave moments='auto'."
         )
     if not family.components or grid_of(family) is not None:
         return "quadrature" if family.components else "exact"
     if wanted == "quadrature":
         raise PVIError(
-            f"PowerEP(moments='quadrature'): the {where} sees {names}, and quadrature takes at most {GRID_DIM} numbers of "
+            f"{owner}(moments='quadrature'): the {where} sees {names}, and quadrature takes at most {GRID_DIM} numbers of "
             "scalar or normal latents (or a Dirichlet's three shares) together, with a few values of discrete ones; use "
             "moments='importance'."
         )
     return "importance"
 
 
-def _of_points(family: ProductFamily, wanted: Any, moments: Any, where: str) -> str:
+def _of_points(family: ProductFamily, wanted: Any, moments: Any, where: str, owner: str) -> str:
     """The way of a Laplace approximation or of chains, which need every latent to be continuous."""
     discrete = discrete_of(family)
     if discrete:
         raise PVIError(
-            f"PowerEP(moments={moments!r}): the {where} sees {', '.join(discrete)} with finitely many values, where no gradient "
+            f"{owner}(moments={moments!r}): the {where} sees {', '.join(discrete)} with finitely many values, where no gradient "
             "leads; use moments='importance', or leave discrete latents without a family so that they are summed out."
         )
     if isinstance(wanted, LaplaceMoments):
         return "laplace"
     if wanted.kernel == "langevin":
         raise PVIError(
-            f"PowerEP(moments={moments!r}): chains on mini-batches are for Gaussian guides; under AutoExponentialFamily use "
+            f"{owner}(moments={moments!r}): chains on mini-batches are for Gaussian guides; under AutoExponentialFamily use "
             "kernel='nuts', 'hmc' or 'lockstep'."
         )
     return "mcmc"
 
 
-def check_tilted(plan: ProductPlan) -> None:
+def check_tilted(plan: ProductPlan, owner: str) -> None:
     """Refuse what moments are not matched of.
 
     Args:
         plan: the plan.
+        owner: the solver's name.
 
     Raises:
         PVIError: naming the latents inside the plate.
@@ -90,7 +92,7 @@ def check_tilted(plan: ProductPlan) -> None:
     if plan.inside:
         names = ", ".join(latent.name for latent in plan.inside)
         raise PVIError(
-            f"PowerEP under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate, where moments are not "
+            f"{owner} under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate, where moments are not "
             "matched: use solver=NaturalGradient(), leave discrete ones without a family so that they are summed out, or use "
             "PowerEP with AutoMultivariateNormal, which integrates out continuous ones."
         )
@@ -114,7 +116,9 @@ def with_tilted(plan: ProductPlan, solver: Any, affine: tuple[bool, bool]) -> Pr
     found = []
     for (factor, where), flag in zip(factors, affine, strict=True):
         if factor is not None:
-            found.append(method_of_factor(touched(plan.family, factor), flag, solver.moments, where))
+            found.append(
+                method_of_factor(touched(plan.family, factor), flag, solver.moments, where, type(solver).__name__)
+            )
     if found[0] == "mcmc" and solver.factors == "row":
         raise PVIError(
             f"PowerEP(factors='row', moments={solver.moments!r}): every row would have chains of its own; leave moments='auto', or "

@@ -16,7 +16,7 @@ from .._numerics import all_finite
 from ..expectations import MeanSpace, expected_terms, worst_error
 from ..factors import GroupMasks, Instead, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
 from ..families import ProductFamily, ProductNatural, member_family
-from ..sites import MemberSites, SiteStack, posterior, select, take
+from ..sites import MemberSites, SiteStack, posterior, select, take, tied_site
 from ._product_plan import ProductPlan, owners
 
 # Rows that are evaluated together, times the points of an expectation.
@@ -130,7 +130,8 @@ class ProductProblem:
             return {}
         drawn, axes = self.plan.likelihood.drawn, self.plan.row_axes
         chunks = self.packing.offsets[group + 1] - self.packing.offsets[group]
-        own = {n: x for n, x in take(sites.groups, place).parts.items() if n in drawn}
+        site = tied_site(sites.groups, self.num_groups) if self.plan.tied else take(sites.groups, place)
+        own = {n: x for n, x in site.parts.items() if n in drawn}
         found = jax.tree.map(lambda x: x / chunks, own)
         rows = {} if sites.local is None else sites.local.parts
         for name in (n for n in drawn if n in rows):
@@ -258,6 +259,7 @@ class ProductProblem:
             return {n: x if n in drawn else jax.tree.map(jnp.zeros_like, x) for n, x in parts.items()}
 
         groups = ProductNatural(kept(sites.groups.parts))
+        groups = groups * (1.0 / self.num_groups) if self.plan.tied else groups
         local = None if sites.local is None else MemberSites(kept(sites.local.parts))
         return SiteStack(groups, None, local)
 

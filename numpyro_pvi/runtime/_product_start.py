@@ -59,7 +59,9 @@ def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteS
         if name in inside:
             rows[name] = rows[name] + own
             continue
-        groups[name] = jax.tree.map(lambda site, x: site + share * x, groups[name], own)
+        # A tied site's stack holds the product of all groups'.
+        copies = count if plan.tied else 1
+        groups[name] = jax.tree.map(lambda site, x, s=share * copies: site + s * x, groups[name], own)
         if prior is not None:
             prior[name] = jax.tree.map(lambda site, x: site + share * x, prior[name], own)
     local = MemberSites(rows) if rows else None

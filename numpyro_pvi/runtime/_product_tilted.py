@@ -33,7 +33,7 @@ from ..expectations import (
 from ..factors import chunk_log_likelihood
 from ..families import ProductFamily, ProductNatural
 from ..sites import SiteStack, posterior, take
-from ..solvers import LocalResult, MatchRules, MatchState, match_visit
+from ..solvers import LocalResult, MatchRules, MatchState
 from ._product_laplace import tilted_by_laplace
 from ._product_plan import touched
 from ._product_problem import ProductProblem
@@ -44,6 +44,8 @@ TOGETHER = 1 << 16
 _PROBES, _AFFINE = 24, {"float64": 1e-8, "float32": 3e-4}
 # What is folded into a round's key for the draws of its moments, for chains of groups, and for points of the prior factor.
 _MOMENTS, _CHAINS, _PRIOR = 0x51, 0x52, 0x53
+# What is folded in for the draws of a visit's own steps.
+_STEPS = 0x54
 
 
 def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple[Array, Array]:
@@ -87,6 +89,21 @@ def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple
 
 def _may_be_affine(factor: FactorStructure) -> bool:
     return factor.exact and not (factor.by_nodes or factor.by_predictors)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchedFactor:
+    """One factor as a solver's visit sees it: see :class:`numpyro_pvi.solvers.TiltedFactor`.
+
+    Args:
+        family: of q.
+        rules: how far visits go, and what collapsed weights are.
+        tilted: of q, a site, a power, a key (None for the draws that all groups share) and chains.
+    """
+
+    family: ProductFamily
+    rules: MatchRules
+    tilted: Callable[..., Tilted]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +210,13 @@ class ProductTilted:
         return draw(family, _some(q, family), jax.random.fold_in(self.key, _MOMENTS), count)
 
     def group(
-        self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, shared: Any, chains: Chains | None = None
+        self,
+        index: Int[Array, ""],
+        q: ProductNatural,
+        site: ProductNatural,
+        shared: Any,
+        chains: Chains | None = None,
+        power: Any = None,
     ) -> Tilted:
         """One group's tilted moments.
 
@@ -203,13 +226,15 @@ class ProductTilted:
             site: the group's site.
             shared: as of :meth:`shared` at this q.
             chains: where its chains stand, if it has any.
+            power: of the factor; None for the solver's.
 
         Returns:
             What moment matching asks for.
         """
+        power = self.solver.power if power is None else power
         if self.methods[0] == "exact":
             constant, own = self._alone(index, q, site) if shared is None else take(shared, index)
-            return linear_tilted(self.problem.family, own, constant, q, site, self.solver.power)
+            return linear_tilted(self.problem.family, own, constant, q, site, power)
         looks = _Looks(
             self.problem.plan.likelihood,
             self.methods[0],
@@ -217,10 +242,11 @@ class ProductTilted:
             self._group_slopes(index),
             jax.random.fold_in(jax.random.fold_in(self.key, _CHAINS), index),
         )
-        return self._pointed(looks, q, site, shared, chains)
+        return self._pointed(looks, q, site, shared, chains, power)
 
-    def prior(self, q: ProductNatural, site: ProductNatural, chains: Chains | None = None) -> Tilted:
+    def prior(self, q: ProductNatural, site: ProductNatural, chains: Chains | None = None, power: Any = None) -> Tilted:
         """The prior factor's tilted moments: see :meth:`group`."""
+        power = self.solver.power if power is None else power
         factor = self.problem.plan.prior_factor
         assert factor is not None  # asked for where there is one
         if self.methods[1] == "exact":
@@ -228,16 +254,16 @@ class ProductTilted:
             assert found is not None
             value, message = found
             constant = value - self._paired(message, q)
-            return linear_tilted(self.problem.family, message, constant, q, site, self.solver.power)
+            return linear_tilted(self.problem.family, message, constant, q, site, power)
         draws = self._draws(q, factor) if self.methods[1] == "importance" else None
         key = jax.random.fold_in(self.key, _PRIOR)
         looks = _Looks(factor, self.methods[1], self._prior_values, self._prior_slopes, key)
-        return self._pointed(looks, q, site, draws, chains)
+        return self._pointed(looks, q, site, draws, chains, power)
 
     def visit(
         self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, state: MatchState, shared: Any
     ) -> LocalResult:
-        """One group's visit: see :func:`numpyro_pvi.solvers.match_visit`.
+        """One group's visit: see :meth:`numpyro_pvi.solvers.LocalSolver.solve_families`.
 
         Args:
             index: its position.
@@ -249,12 +275,29 @@ class ProductTilted:
         Returns:
             The site and the new memory.
         """
-        found = self.group(index, q, site, shared, state.chains)
-        return match_visit(self.problem.family, q, site, found, state, self._rules(0))
+
+        def tilted(at: Any, own: Any, power: Any, key: Any, chains: Chains | None = None) -> Tilted:
+            if key is None:
+                return self.group(index, at, own, shared, chains, power)
+            fresh = dataclasses.replace(self, key=key)
+            # Draws are of one q; what factors have in common otherwise is the same at every q.
+            common = fresh.alone(index, at) if self.methods[0] == "importance" else shared
+            return fresh.group(index, at, own, common, chains, power)
+
+        factor = MatchedFactor(self.problem.family, self._rules(0), tilted)
+        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), index)
+        return self.solver.solve_families(factor, q, site, state, key)
 
     def visit_prior(self, q: ProductNatural, site: ProductNatural, state: MatchState) -> LocalResult:
         """The prior factor's: see :meth:`visit`."""
-        return match_visit(self.problem.family, q, site, self.prior(q, site, state.chains), state, self._rules(1))
+
+        def tilted(at: Any, own: Any, power: Any, key: Any, chains: Chains | None = None) -> Tilted:
+            fresh = self if key is None else dataclasses.replace(self, key=key)
+            return fresh.prior(at, own, chains, power)
+
+        factor = MatchedFactor(self.problem.family, self._rules(1), tilted)
+        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), _PRIOR)
+        return self.solver.for_prior.solve_families(factor, q, site, state, key)
 
     def _rules(self, which: int) -> MatchRules:
         """What a visit of a group (0) or of the prior factor (1) reads beside its moments."""
@@ -287,10 +330,10 @@ class ProductTilted:
         return _over_points(self.problem._prior_density, values, 1)
 
     def _pointed(
-        self, looks: _Looks, q: ProductNatural, site: ProductNatural, draws: Any, chains: Chains | None
+        self, looks: _Looks, q: ProductNatural, site: ProductNatural, draws: Any, chains: Chains | None, power: Any
     ) -> Tilted:
         """Moments from points of the components that the factor sees; of the others its site is taken out in closed form."""
-        family, power = self.problem.family, self.solver.power
+        family = self.problem.family
         seen = touched(family, looks.factor)
         others = ProductFamily([(n, f) for n, f in family.components if n not in dict(seen.components)])
         fixed = others.sample(_some(q, others), jax.random.key(0))

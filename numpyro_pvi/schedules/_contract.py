@@ -150,6 +150,8 @@ class Problem(Protocol):
     matches_moments: bool
     # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
     tied: bool
+    # Whether evaluations tell products with the curvature of a mean-field q's factors, by which parallel steps are capped.
+    capped: bool
     # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
     # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
     flat: bool

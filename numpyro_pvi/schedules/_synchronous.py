@@ -102,7 +102,7 @@ class Synchronous(ScheduleDefaults):
 
     def init(self, problem: Problem, dtype: Any) -> SynchronousState:
         """Start at the largest step."""
-        dim = 0 if problem.family.full or problem.stochastic else problem.family.dim
+        dim = problem.family.dim if problem.capped and not problem.stochastic else 0
         probe = jnp.ones((dim,), dtype) / jnp.sqrt(jnp.asarray(max(dim, 1), dtype))
         one = jnp.ones((), dtype)
         averaging = no_averaging(problem.family.dim if problem.noisy and not problem.stochastic else 0, dtype)
@@ -148,7 +148,7 @@ class Synchronous(ScheduleDefaults):
         return self._finish(problem, carry, results, prior, done, scale)
 
     def _probe(self, problem: Problem, carry: RoundCarry):
-        if problem.family.full:
+        if not problem.capped:
             return None, None
         # The curvature at the target, not q's own precision, is what the next parallel step divides by.
         scale = _curvature_diagonal(problem, carry.evaluation)
@@ -194,7 +194,7 @@ class Synchronous(ScheduleDefaults):
         refused = done.step if problem.stochastic else 0.125
         step = jnp.where(done.accepted, jnp.maximum(step, 2.0**-MAX_HALVINGS), refused)
         probe, eigenvalue = state.probe, state.eigenvalue
-        if not problem.family.full and not problem.stochastic:
+        if problem.capped and not problem.stochastic:
             product = _curvature_product(problem, state, done.evaluation, scale)
             estimate, direction = power_iteration_step(product, scale, state.probe)
             usable = done.accepted & jnp.isfinite(estimate) & jnp.all(jnp.isfinite(direction))

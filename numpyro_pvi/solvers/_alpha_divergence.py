@@ -7,16 +7,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._derivatives import value_and_grad
+from .._numerics import all_finite, scaled_cholesky
 from ..errors import PVIError
 from ..expectations import Expected, Moments, Tilted
-from ..families import GaussianFamily, GaussianMoments, GaussianNatural
-from ._base import LocalResult, TiltedFactor
+from ..families import (
+    GaussianFamily,
+    GaussianMoments,
+    GaussianNatural,
+    ProductFamily,
+    ProductNatural,
+    fisher_matrix,
+    minimal_mean,
+)
+from ..sites import back_off, select
+from ._base import FamilyFactor, LocalResult, TiltedFactor
 from ._matching import MatchesMoments, check_moments, check_share
 from ._optimiser import Optimiser, as_optimiser
 from ._power_ep import PowerEP, PowerEPState
+from ._product_visits import MatchState, match_visit
 
 
 class _Walk(NamedTuple):
@@ -88,6 +99,24 @@ class _Whitened:
         precision = 0.5 * (precision + precision.T)
         return self.family.natural(precision @ (self.moments.loc + scale @ shift) + back @ shift, precision)
 
+    def within(self, last: Float[Array, "P"], new: Float[Array, "P"]) -> Float[Array, "P"]:
+        """The new point: there is none that is not normalisable."""
+        del last
+        return new
+
+    def toward(
+        self, point: Float[Array, "P"], gap: GaussianNatural
+    ) -> tuple[Float[Array, ""], Float[Array, "P"], Bool[Array, ""]]:
+        """``KL(other || local q)`` in nats up to a constant, its gradient, and whether the other is normalisable.
+
+        Args:
+            point: the local q.
+            gap: natural parameters of the other less those of the local q.
+        """
+        other = self.family.moments(self.q + self.change(point) + gap)
+        value, slope = value_and_grad(self.divergence)(point, jax.lax.stop_gradient(other))
+        return value, slope, other.valid
+
     def divergence(self, point: Float[Array, "P"], other: GaussianMoments) -> Float[Array, ""]:
         """``KL(other || local q)`` in nats, up to a constant."""
         shift, root = self.split(point)
@@ -99,6 +128,66 @@ class _Whitened:
         back = self.back
         distance, spread = root.T @ (back.T @ gap - shift), root.T @ (back.T @ other.scale)
         return -jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * (jnp.sum(spread**2) + jnp.sum(distance**2))
+
+
+@dataclasses.dataclass(frozen=True)
+class _MetricCoordinates:
+    """Coordinates of local q's in a product of families in which the visit's first q is 0, with the identity for its metric.
+
+    A point is ``L^T (eta - eta_q)`` of every component, in minimal coordinates, ``L L^T`` the Fisher metric of the first q: lengths
+    are in its sds. Points of an open convex set about 0 are normalisable.
+    """
+
+    family: ProductFamily
+    q: ProductNatural
+
+    @property
+    def roots(self) -> dict[str, Float[Array, "P P"]]:
+        """L by component."""
+        return {n: scaled_cholesky(fisher_matrix(f, self.q.parts[n]))[0] for n, f in self.family.components}
+
+    @property
+    def size(self) -> int:
+        """Length of a point."""
+        return jax.eval_shape(self.family.to_minimal, self.q).shape[-1]
+
+    def change(self, point: Float[Array, "P"]) -> ProductNatural:
+        """Natural parameters of the local q less the first one's."""
+        roots, parts, begin = self.roots, {}, 0
+        for name, family in self.family.components:
+            end = begin + roots[name].shape[0]
+            own = jax.scipy.linalg.solve_triangular(roots[name], point[begin:end], trans=1, lower=True)
+            parts[name], begin = family.from_minimal(own), end
+        return ProductNatural(parts)
+
+    def within(self, last: Float[Array, "P"], new: Float[Array, "P"]) -> Float[Array, "P"]:
+        """The new point, or one nearer to the last one that is normalisable."""
+        new = jnp.where(all_finite(new), new, last)
+        step, _ = back_off(lambda s: self.family.in_domain(self.q + self.change(last + s * (new - last))), 1.0)
+        at = last + step * (new - last)
+        return jnp.where(self.family.in_domain(self.q + self.change(at)), at, last)
+
+    def toward(
+        self, point: Float[Array, "P"], gap: ProductNatural
+    ) -> tuple[Float[Array, ""], Float[Array, "P"], Bool[Array, ""]]:
+        """``KL(other || local q)`` in nats up to a constant, its gradient, and whether both are normalisable.
+
+        Args:
+            point: the local q.
+            gap: natural parameters of the other less those of the local q.
+        """
+        family, change = self.family, self.change(point)
+        now = self.q + change
+        valid = family.in_domain(now) & family.in_domain(now + gap)
+        # Numbers that are finite, for a gradient that is not asked for.
+        now, gap = select(valid, now, self.q), select(valid, gap, jax.tree.map(jnp.zeros_like, gap))
+        mean, other = family.natural_to_mean(now), family.natural_to_mean(now + gap)
+        value = family.log_partition(now) - family.log_partition(self.q) - family.inner(change, other)
+        slopes = []
+        for name, own in family.components:
+            pull = minimal_mean(own, now.parts[name], mean.parts[name] - other.parts[name])
+            slopes.append(jax.scipy.linalg.solve_triangular(self.roots[name], pull, lower=True))
+        return value, jnp.concatenate(slopes), valid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +205,10 @@ class AlphaDivergence(MatchesMoments):
     optimiser moves location and precision root of q in coordinates whitened by the visit's first q, where every point is
     normalisable; it starts afresh at every visit. ``PowerEP`` reaches the same limits with one set of moments per visit, where
     this takes ``num_steps``; an optimiser cannot overshoot within a visit.
+
+    Under :class:`numpyro_pvi.AutoExponentialFamily` it moves the natural parameters of q, in coordinates whitened by the Fisher
+    metric of the visit's first q; a step that would leave the families' domain is halved until it does not. Moments are of all
+    latents that a factor sees together, as of :class:`PowerEP`.
 
     Every step takes the tilted moments of the whole group: in closed form, by a grid, by quadrature (groups of a single
     row) or from weighted draws, as ``moments`` says, fresh at every step but under a line search. A prior outside the family
@@ -200,7 +293,17 @@ class AlphaDivergence(MatchesMoments):
         found = walk.found._replace(change=local.change(walk.average))
         return self.for_prior.solve(_Found(family, found), cavity, site, state, key, start, guarded)
 
-    def _walk(self, factor: TiltedFactor, local: _Whitened, q: Any, site: Any, key: Any) -> _Walk:
+    def solve_families(
+        self, factor: FamilyFactor, q: ProductNatural, site: ProductNatural, state: MatchState, key: Any
+    ) -> LocalResult:
+        """The same in the site's natural parameters, where q is a product of families."""
+        local = _MetricCoordinates(factor.family, q)
+        walk = self._walk(factor, local, q, site, key)
+        found = walk.found._replace(change=local.change(walk.average))
+        # No chains: they would start at every step.
+        return match_visit(factor.family, q, site, found, state, factor.rules._replace(may_chain=False))
+
+    def _walk(self, factor: Any, local: Any, q: Any, site: Any, key: Any) -> _Walk:
         optimiser: Optimiser = as_optimiser(self.optim, "AlphaDivergence")
         share = (0.0 if optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
         first = min(self.num_steps - 1, int((1.0 - share) * self.num_steps))
@@ -219,25 +322,25 @@ class AlphaDivergence(MatchesMoments):
                 return self._loss(local, q, point, found)
 
             point, state = optimiser.step(loss, walk.point, walk.optimiser)
+            point = local.within(walk.point, point)
             # What a line search saw on its way is its own.
             found = look(point, own) if optimiser.searches else seen[0]
             late = jnp.maximum(k - first + 1, 0)
             weight = jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0)
             return _Walk(point, state, walk.average + weight * (point - walk.average), found)
 
-        zero = jnp.zeros((local.size,), q.precision_mean.dtype)
+        zero = jnp.zeros((local.size,), jax.tree.leaves(q)[0].dtype)
         shapes = jax.eval_shape(lambda: look(zero, key))
         empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return jax.lax.fori_loop(0, self.num_steps, step, _Walk(zero, optimiser.init(zero), zero, empty))
 
-    def _loss(self, local: _Whitened, q: Any, point: Float[Array, "P"], found: Tilted) -> tuple[Array, Array]:
+    def _loss(self, local: Any, q: Any, point: Float[Array, "P"], found: Tilted) -> tuple[Array, Array]:
         """The divergence up to a constant, in nats, and its gradient; where moments fail, infinity and no direction."""
         family, now = local.family, q + local.change(point)
         used = self.alpha * found.temper
-        matched = family.moments(now + found.change * used)
-        # At its own q the KL from the matched Gaussian has the divergence's slope.
-        value, slope = value_and_grad(local.divergence)(point, jax.lax.stop_gradient(matched))
+        # At its own q the KL from the matched member has the divergence's slope.
+        value, slope, matched = local.toward(point, found.change * used)
         if self.alpha < 1.0:
             value = -(family.log_partition(now) - family.log_partition(q) + found.value) / (1.0 - self.alpha)
-        good = found.valid & matched.valid & jnp.all(jnp.isfinite(slope))
+        good = found.valid & matched & jnp.all(jnp.isfinite(slope))
         return jnp.where(good & jnp.isfinite(value), value, jnp.inf), jnp.where(good, slope / used, 0.0)

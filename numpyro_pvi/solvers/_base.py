@@ -125,6 +125,18 @@ class TiltedFactor(Protocol):
         ...
 
 
+@runtime_checkable
+class FamilyFactor(TiltedFactor, Protocol):
+    """The same where q is a product of families.
+
+    Its ``tilted`` takes a random key for draws of its own at the q given, and None for those that all groups of a round share,
+    which are of the q that the visit starts from.
+    """
+
+    # How far visits go, and what collapsed weights are (:class:`numpyro_pvi.solvers.MatchRules`).
+    rules: Any
+
+
 class LocalResult(NamedTuple):
     """A solver's answer for one group."""
 
@@ -289,6 +301,24 @@ class LocalSolver(Protocol):
         """The stacked states of all groups from one that is the same for all, where settings differ by group."""
         ...
 
+    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> Any:
+        """:meth:`init` of a solver that ``matches_moments``, where q is a product of families.
+
+        Args:
+            zeros: natural parameters of a unit site.
+            dtype: floating dtype.
+            chains: those that take the group's moments from the first visit on, or None.
+            count: number of groups.
+
+        Returns:
+            The state for one group.
+        """
+        ...
+
+    def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: Any, key: Any) -> LocalResult:
+        """One visit of a solver that ``matches_moments``, where q is a product of families: see :meth:`solve`."""
+        ...
+
     def init(self, family: Any, dtype: Any) -> Any:
         """The solver's state for one group, a pytree of arrays."""
         ...
@@ -377,13 +407,29 @@ class SolverDefaults:
         del state
         return q, self.power
 
+    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> Any:
+        """Nothing: no moments are matched."""
+        del zeros, dtype, chains, count
+        return ()
+
+    def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: Any, key: Any) -> LocalResult:
+        """No moments are matched.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{type(self).__name__} matches no moments of products of families")
+
     def check_families(self) -> None:
         """Refused: the visit is written for one Gaussian block.
 
         Raises:
             PVIError: naming what is not.
         """
-        wanted = "NaturalGradient(), Conjugate(), StochasticNaturalGradient(), LocalELBO() or PowerEP()"
+        wanted = (
+            "NaturalGradient(), Conjugate(), StochasticNaturalGradient(), LocalELBO(), PowerEP(), SNEP(), StochasticEP() or "
+            "AlphaDivergence(...)"
+        )
         raise not_under_families("solver", self, wanted)
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from ..errors import PVIError
 from ..expectations import MOMENTS, SAMPLED, MCMCMoments, Moments
-from ._base import SolverDefaults
+from ._base import FamilyFactor, LocalResult, SolverDefaults
 from ._minibatch import check_batch_size
+from ._product_visits import MatchState, first_match_state, match_visit
 
 
 def check_share(owner: str, name: str, value: Any, remedy: str) -> None:
@@ -53,7 +54,10 @@ class MatchesMoments(SolverDefaults):
     matches_moments = True
     # Whether latents of the groups' own are integrated out of their factors.
     integrates = False
+    # Under families the server's own rounds are PowerEP's; other visits are taken one by one by a schedule's round.
+    fused_families = False
     moments: Moments
+    damping: float
 
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise when forced moments do not fit what was found.
@@ -83,6 +87,20 @@ class MatchesMoments(SolverDefaults):
                 f"{owner}(moments='exact') needs a factor that is quadratic in the latents, but the {where} was found to be "
                 f"{structure!r}; leave moments='auto'."
             )
+
+    def check_families(self) -> None:
+        """Goes with every family whose tilted moments can be taken; which can is found at ``init``."""
+
+    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> MatchState:
+        """Start every group at the largest step: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        del count
+        return first_match_state(zeros, float(self.damping), dtype, chains)
+
+    def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: MatchState, key: Any) -> LocalResult:
+        """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, by the draws that groups share."""
+        del key
+        found = factor.tilted(q, site, self.power, None, state.chains)
+        return match_visit(factor.family, q, site, found, state, factor.rules)
 
     @property
     def moments_batch(self) -> int | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import inverse_root, scaled_cholesky, symmetrise
-from ..families import GaussianFamily, GaussianNatural
+from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, fisher_matrix
 
 
 def posterior_step(family: GaussianFamily, q: Any, gap: Any, step: Float[Array, ""]) -> GaussianNatural:
@@ -95,6 +96,46 @@ def widening(family: GaussianFamily, q: Any, gap: Any) -> Float[Array, ""]:
         return 1.0 / jnp.min(1.0 + gap.precision * scale**2)
     bend = symmetrise(scale.T @ gap.precision @ scale)
     return 1.0 / (1.0 + jnp.linalg.eigvalsh(bend)[0])
+
+
+def mean_step(family: ProductFamily, q: Any, gap: Any, step: Float[Array, ""]) -> ProductNatural:
+    """:func:`posterior_step` of any family: ``grad A*((1 - step) mu + step mu_hat) - eta``.
+
+    Args:
+        family: the family of q.
+        q: its natural parameters, with mean parameters mu.
+        gap: natural parameters of the other member less those of q.
+        step: share of the way, in [0, 1], in mean space.
+
+    Returns:
+        The change, in natural space; zero to the letter where the gap is.
+    """
+    here, there = family.natural_to_mean(q), family.natural_to_mean(q + gap)
+    # The rounding of the way back is that of both.
+    return family.mean_to_natural(here + (there - here) * step) - family.mean_to_natural(here)
+
+
+def metric_widening(family: ProductFamily, q: Any, gap: Any) -> Float[Array, ""]:
+    """The largest ratio, over all directions, of another member's Fisher metric to that of q.
+
+    Of Gaussians that is the square of the largest ratio of variances, where that is above 1: see :func:`widening`.
+
+    Args:
+        family: the family of q.
+        q: its natural parameters.
+        gap: natural parameters of the other member, which is normalisable, less those of q.
+
+    Returns:
+        A positive number; 1 where the two are the same.
+    """
+    ratios = []
+    for name, own in family.components:
+        root, _ = scaled_cholesky(fisher_matrix(own, q.parts[name]))
+        other = fisher_matrix(own, q.parts[name] + gap.parts[name])
+        half = jax.scipy.linalg.solve_triangular(root, other, lower=True)
+        whole = jax.scipy.linalg.solve_triangular(root, half.T, lower=True)
+        ratios.append(jnp.linalg.eigvalsh(symmetrise(whole))[-1])
+    return jnp.max(jnp.stack(ratios))
 
 
 def _inverse(matrix: Float[Array, "D D"]) -> Float[Array, "D D"]:

@@ -171,9 +171,6 @@ class PowerEP(MatchesMoments):
         chains = first_chains(self.moments, family, dtype)
         return PowerEPState(full, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False), none, chains)
 
-    def check_families(self) -> None:
-        """Goes with every family whose tilted moments can be taken; which can is found at ``init``."""
-
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise when the factors' granularity or forced moments do not fit what was found.
 

@@ -20,23 +20,25 @@ _NOISES = 3.0
 
 # Why a group's moments were not what was asked for.
 FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER = range(6)
+_SMALLER = "a smaller power (PowerEP(power=0.5), AlphaDivergence(0.5)) or a smaller damping"
+_LARGER = "a larger beta (SNEP(beta=2.0)) or a smaller step_size"
 _SENTENCES = {
     NOT_FINITE: "its log density is not finite anywhere under q: narrow the prior, scale the columns, or check that "
     "the observations lie in the likelihood's support",
     NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity (q without its site) is "
-    "improper, or the points that its moments were taken from did not reach it: use a smaller power (PowerEP(power=0.5)) or a "
-    "smaller damping, moments taken another way ('importance', 'laplace' or 'mcmc') or with more draws, or "
-    "solver=NaturalGradient(), which needs no proper cavity",
-    NO_STEP: "no step towards its tilted moments left q normalisable: use a smaller power (PowerEP(power=0.5)) or a smaller "
-    "damping",
+    "improper, or the points that its moments were taken from did not reach it: use {smaller}, moments taken another way "
+    "('importance', 'laplace' or 'mcmc') or with more draws, or solver=NaturalGradient(), which needs no proper cavity",
+    NO_STEP: "no step towards its tilted moments left q normalisable: use {smaller}",
     COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
-    "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace' or 'mcmc', a smaller power, or split the group",
+    "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace' or 'mcmc', {smaller}, or split the group",
     IMPROPER: "its tilted distribution is improper at the full power, so its moments were taken at {temper:.2g} of it: where "
-    "this lasts the limit is not that of the power asked for; use a smaller power or a smaller damping",
+    "this lasts the limit is not that of the power asked for; use {smaller}",
 }
 
 
-def trouble_sentence(trouble: int, ess: float, temper: float, chains: Chains | None = None) -> str | None:
+def trouble_sentence(
+    trouble: int, ess: float, temper: float, chains: Chains | None = None, smaller: str = _SMALLER
+) -> str | None:
     """What went wrong in a visit, and the remedy, without the group's name.
 
     Args:
@@ -44,6 +46,7 @@ def trouble_sentence(trouble: int, ess: float, temper: float, chains: Chains | N
         ess: effective sample size.
         temper: share of the power that was used.
         chains: the factor's, if it has any.
+        smaller: what there is to make the steps smaller.
 
     Returns:
         A sentence; None where nothing did.
@@ -52,7 +55,7 @@ def trouble_sentence(trouble: int, ess: float, temper: float, chains: Chains | N
     if found is None:
         return None
     said = {} if chains is None else {"rhat": float(chains.rhat), "divergent": float(chains.divergent)}
-    return found.format(ess=ess, temper=temper, **said)
+    return found.format(ess=ess, temper=temper, smaller=smaller, **said)
 
 
 class MatchRules(NamedTuple):
@@ -73,7 +76,8 @@ class MatchState(NamedTuple):
 
     # The step that it takes: halved while its moves turn back, grown again while they do not.
     step: Float[Array, ""]
-    # The last change that was asked for, natural parameters.
+    # The last change that was asked for, natural parameters; None where the site is all groups', whose changes say nothing of
+    # each other.
     last: Any
     # Effective sample size (NaN where nothing is sampled), and the standard error of a full step's move, in sds of q.
     ess: Float[Array, ""]
@@ -84,14 +88,20 @@ class MatchState(NamedTuple):
     # Visits running in which weights have collapsed where chains may take over, and the chains; None where there are none.
     collapses: Int[Array, ""]
     chains: Chains | None = None
+    # Of a solver whose tilted distributions are taken at a q of its own: its natural parameters, the steps taken since the
+    # start, and one over the power.
+    anchor: Any = None
+    age: Int[Array, ""] | None = None
+    beta: Float[Array, ""] | None = None
 
     def asked(self, family: ProductFamily, moments: FamilyMoments) -> Float[Array, "*M P"]:
-        """The full move that the last visit asked for, as of ``family.moves``, to first order."""
-        return family.effect(self.last, moments)
+        """The full move that the last visit asked for, as of ``family.moves``, to first order; empty where none is kept."""
+        return self.step[..., None][..., :0] if self.last is None else family.effect(self.last, moments)
 
     def sentence(self) -> str | None:
         """What went wrong in the last visit, and the remedy, without the group's name; None where nothing did."""
-        return trouble_sentence(int(self.trouble), float(self.ess), float(self.temper), self.chains)
+        smaller = _SMALLER if self.anchor is None else _LARGER
+        return trouble_sentence(int(self.trouble), float(self.ess), float(self.temper), self.chains, smaller)
 
 
 def first_match_state(zeros: Any, damping: float, dtype: Any, chains: Chains | None = None) -> MatchState:
@@ -129,35 +139,50 @@ def match_visit(
     usable = found.valid & all_finite(found.change)
     change = select(usable, found.change, jax.tree.map(jnp.zeros_like, site))
     noise = jnp.where(usable, found.noise, state.noise)
-    own = _own_step(family, q, change, noise, state, rules.damping)
+    own = own_family_step(family, q, change, noise, state, rules.damping)
     taken, tries = back_off(lambda step: family.in_domain(q + change * step), own)
     good = usable & family.in_domain(q + change * taken)
+    new = after_match(found, state, rules, found.valid, usable & ~good)._replace(
+        step=jnp.where(good, own, state.step),
+        last=None if state.last is None else select(good, change, state.last),
+        noise=noise,
+    )
+    halvings = jnp.round(-jnp.log2(found.temper)).astype(jnp.int32)
+    tries = jnp.minimum(tries, MAX_HALVINGS) + jnp.where(usable, halvings, 0)
+    return LocalResult(select(good, site + change * taken, site), new, tries, good, jnp.where(good, taken, 0.0))
+
+
+def after_match(
+    found: Tilted, state: MatchState, rules: MatchRules, valid: Bool[Array, ""], stuck: Bool[Array, ""]
+) -> MatchState:
+    """What a visit leaves of its moments in a group's memory: effective sample size, share of the power, trouble and chains.
+
+    Args:
+        found: the moments.
+        state: the memory before.
+        rules: what collapsed weights are.
+        valid: whether there were moments of a normalisable member.
+        stuck: whether there were, and no step towards them left q normalisable.
+
+    Returns:
+        The memory; steps and what they are compared with as they were.
+    """
     by_chains = jnp.array(False) if state.chains is None else state.chains.used
     weighed = ~jnp.isnan(found.ess) & ~by_chains
     collapsed = weighed & (found.ess < rules.least)
     collapses, chains, said = _after(found, state, collapsed, rules)
     reasons = [
         (~found.finite, NOT_FINITE),
-        (~found.valid, NO_TILTED),
-        (usable & ~good, NO_STEP),
+        (~valid, NO_TILTED),
+        (stuck, NO_STEP),
         *said,
         ((found.temper < 1) & collapsed, COLLAPSED),
         (found.temper < 1, IMPROPER),
     ]
     trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
-    new = MatchState(
-        jnp.where(good, own, state.step),
-        select(good, change, state.last),
-        found.ess,
-        noise,
-        found.temper,
-        trouble.astype(jnp.int32),
-        collapses,
-        chains,
+    return state._replace(
+        ess=found.ess, temper=found.temper, trouble=trouble.astype(jnp.int32), collapses=collapses, chains=chains
     )
-    halvings = jnp.round(-jnp.log2(found.temper)).astype(jnp.int32)
-    tries = jnp.minimum(tries, MAX_HALVINGS) + jnp.where(usable, halvings, 0)
-    return LocalResult(select(good, site + change * taken, site), new, tries, good, jnp.where(good, taken, 0.0))
 
 
 def _after(
@@ -174,10 +199,24 @@ def _after(
     return collapses, chains._replace(used=chains.used | (collapses >= COLLAPSES)), said
 
 
-def _own_step(
+def own_family_step(
     family: ProductFamily, q: Any, change: Any, noise: Any, state: MatchState, damping: float
 ) -> Float[Array, ""]:
-    """The step of a visit: halved where the change asked for turns back on the last one, and grown again where it goes on."""
+    """The step of a visit: halved where the change asked for turns back on the last one, and grown again where it goes on.
+
+    Args:
+        family: of q.
+        q: natural parameters.
+        change: what a full step would add to the site.
+        noise: standard error of that, in sds of q.
+        state: the group's memory.
+        damping: the largest step in (0, 1]; 1 is the full step.
+
+    Returns:
+        The step; the last one where no changes are kept to compare with.
+    """
+    if state.last is None:
+        return state.step
     image = family.fisher_product(q, change)
     size, last = family.inner(change, image), family.inner(state.last, family.fisher_product(q, state.last))
     # Of draws' noise late rounds are averaged.

@@ -15,10 +15,11 @@ from ..errors import PVIError
 from ..expectations import Expected, Moments
 from ..families import GaussianFamily
 from ..sites import MAX_HALVINGS, back_off, damp, select
-from ._base import LocalResult, TiltedFactor
+from ._base import FamilyFactor, LocalResult, TiltedFactor
 from ._chained import first_chains
 from ._matching import MatchesMoments, check_moments, check_share
-from ._mean_steps import posterior_step, site_step, widening
+from ._mean_steps import mean_step, metric_widening, posterior_step, site_step, widening
+from ._product_visits import MatchState, after_match, own_family_step
 from ._settings import ByLabel, Labelled, by_label, freeze, resolve
 from ._snep_state import SNEPState, reported
 from ._step_shortening import own_step
@@ -29,7 +30,8 @@ _SMALL_SHARE = 0.01
 
 class _Walk(NamedTuple):
     site: Any
-    state: SNEPState
+    # A SNEPState, or a MatchState where q is a product of families.
+    state: Any
     halvings: Int[Array, ""]
     moved: Bool[Array, ""]
 
@@ -60,6 +62,9 @@ class SNEP(MatchesMoments):
     ``1 / (1 + sum_m beta_m)`` of what is left, which is the price. A period longer than a visit spans rounds; sites are then moved
     as if alone, and schedules in parallel take a joint step of one over the number of groups.
 
+    Under :class:`numpyro_pvi.AutoExponentialFamily` T are the statistics of the latents' own families, moments are those of
+    :class:`PowerEP`, and r^2 below is the largest ratio of a tilted distribution's Fisher metric to that of q.
+
     A worker reads its anchor, its own site and the current sum ``eta_q``, and nothing else; its draws are fresh at every
     inner step, and the schedules average late rounds. Of a large group, ``moments=MCMCMoments(kernel="langevin",
     batch_size=...)`` reads mini-batches.
@@ -79,7 +84,8 @@ class SNEP(MatchesMoments):
         damping: share of a visit's change that is taken, in (0, 1]; 1 is the full step, as in earlier PVI code.
         metric: "posterior" (as above: sites may be improper), or "site": the step is taken in the site's own mean coordinates,
             ``gamma_m <- gamma_m + step (s_m - mu_q)`` with ``eta_m = grad A*(gamma_m)``. That needs sites normalisable by
-            themselves, shrinks steps until they stay so, and crawls where a group has fewer rows than latents.
+            themselves, shrinks steps until they stay so, and crawls where a group has fewer rows than latents; under
+            AutoExponentialFamily it is refused, because a site says nothing of latents that its rows do not see.
 
     Raises:
         PVIError: on construction, for values outside these ranges; at ``init``, for a number of betas that does not fit, or a
@@ -191,9 +197,38 @@ class SNEP(MatchesMoments):
         Of the rest of the fit it reads ``cavity + site``, the current sum of naturals, and nothing else.
         """
         del start, guarded
+        return self._visit(self._step, factor, cavity, site, state, key)
+
+    def check_families(self) -> None:
+        """Goes with every family whose tilted moments can be taken, in the metric of q.
+
+        Raises:
+            PVIError: for the metric of the sites, of which there need be none.
+        """
+        if self.metric == "site":
+            raise PVIError(
+                "SNEP(metric='site') takes steps in the mean parameters of a site that is normalisable by itself. Under "
+                "AutoExponentialFamily a group's site of a latent that its rows do not see is the unit factor, which is no member "
+                "of any family on an unbounded support, and of an inverse gamma no site near it is: write metric='posterior', "
+                "which asks for a normalisable q alone."
+            )
+
+    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> MatchState:
+        """As :meth:`init`, where q is a product of families."""
+        state = super().init_families(zeros, dtype, chains, count)
+        beta = jnp.asarray(self.beta if isinstance(self.beta, float) else 1.0, dtype)
+        # Steps of a visit are a share of step_size; damping counts after the last of them.
+        return state._replace(step=jnp.ones((), dtype), anchor=zeros, age=jnp.int32(0), beta=beta)
+
+    def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: MatchState, key: Any) -> LocalResult:
+        """The same where q is a product of families."""
+        return self._visit(self._family_step, factor, q - site, site, state, key)
+
+    def _visit(self, step_of: Callable, factor: Any, cavity: Any, site: Any, state: Any, key: Any) -> LocalResult:
+        """``num_steps`` inner steps, and the share of them that is taken."""
 
         def step(k, walk: _Walk) -> _Walk:
-            return self._step(factor, cavity, walk, k, jax.random.fold_in(key, k))
+            return step_of(factor, cavity, walk, k, jax.random.fold_in(key, k))
 
         walk = _Walk(site, state, jnp.int32(0), jnp.array(False))
         if self.num_steps == 1:
@@ -202,8 +237,32 @@ class SNEP(MatchesMoments):
             walk = jax.lax.fori_loop(0, self.num_steps, step, walk)
         new = damp(site, walk.site, self.damping)
         good = walk.moved & all_finite(new) & factor.family.in_domain(cavity + new)
-        taken = jnp.where(good, jnp.ones_like(state.share), 0.0)
+        taken = jnp.where(good, jnp.ones_like(state.noise), 0.0)
         return LocalResult(select(good, new, site), walk.state, walk.halvings, good, taken)
+
+    def _family_step(self, factor: FamilyFactor, cavity: Any, walk: _Walk, k: Any, key: Any) -> _Walk:
+        """One inner step where q is a product of families."""
+        family, state, site = factor.family, walk.state, walk.site
+        q, power = cavity + site, 1.0 / state.beta
+        anchor = select(state.age % self.outer_period == 0, q, state.anchor)
+        found = factor.tilted(anchor, site, power, key, state.chains)
+        used = power * found.temper
+        gap = family.symmetrise((anchor - q) + found.change * used)
+        usable = found.valid & all_finite(gap) & family.in_domain(q + gap)
+        gap = select(usable, gap, jax.tree.map(jnp.zeros_like, gap))
+        share = own_family_step(family, q, gap, found.noise * used, state, 1.0)
+        share, last = jnp.where(k == 0, share, state.step), select((k == 0) & usable, gap, state.last)
+        size = share * self._size(state, lambda: metric_widening(family, q, gap))
+        change = family.symmetrise(mean_step(family, q, gap, size))
+        good = usable & all_finite(change) & family.in_domain(q + change)
+        new = after_match(found, state, factor.rules, usable, usable & ~good)._replace(
+            step=jnp.where(usable, share, state.step),
+            last=last,
+            noise=jnp.where(usable, found.noise * used * size, state.noise),
+            anchor=anchor,
+            age=state.age + 1,
+        )
+        return _Walk(select(good, site + change, site), new, walk.halvings, walk.moved | good)
 
     def _step(self, factor: TiltedFactor, cavity: Any, walk: _Walk, k: Any, key: Any) -> _Walk:
         """One inner step."""
@@ -220,7 +279,8 @@ class SNEP(MatchesMoments):
         gap = select(usable, gap, family.zeros((), q.precision_mean.dtype))
         share, move = own_step(family, q, gap, state.share, state.last, usable, 1.0)
         share, move = (jnp.where(k == 0, a, b) for a, b in ((share, state.share), (move, state.last)))
-        size = share * self._size(family, state, q, gap)
+        # Second moments weigh as squares of variances in the Hessian.
+        size = share * self._size(state, lambda: widening(family, q, gap) ** 2)
         change, size, halvings, inside = self._change(family, site, q, gap, size)
         change = family.symmetrise(change)
         good = usable & inside & all_finite(change) & family.in_domain(q + change)
@@ -246,14 +306,14 @@ class SNEP(MatchesMoments):
         size, halvings = back_off(inside, size)
         return site_step(family, site, q, gap, size)[0], size, halvings, halvings < MAX_HALVINGS
 
-    def _size(self, family: GaussianFamily, state: SNEPState, q: Any, gap: Any) -> Float[Array, ""]:
+    def _size(self, state: Any, wider: Callable[[], Float[Array, ""]]) -> Float[Array, ""]:
+        """The inner step; ``wider`` gives the largest ratio of the tilted distribution's Fisher metric to that of q."""
         if callable(self.step_size):
-            wanted = jnp.asarray(self.step_size(state.age), state.share.dtype)
+            wanted = jnp.asarray(self.step_size(state.age), state.noise.dtype)
             return jnp.clip(wanted, 0.0, 1.0)
         if self.step_size == "auto":
-            # Second moments weigh as squares of variances in the Hessian.
-            return state.beta / (state.beta + jnp.maximum(widening(family, q, gap), 1.0) ** 2)
-        return jnp.full_like(state.share, cast(float, self.step_size))
+            return state.beta / (state.beta + jnp.maximum(wider(), 1.0))
+        return jnp.full_like(state.noise, cast(float, self.step_size))
 
 
 def _is_share(value: Any) -> bool:

@@ -12,6 +12,7 @@ from ..families import GaussianFamily
 from ._base import LocalResult, TiltedFactor
 from ._matching import MatchesMoments, check_moments, check_share
 from ._power_ep import PowerEP, PowerEPState
+from ._product_visits import MatchState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,9 @@ class StochasticEP(MatchesMoments):
     is the variational one. The state holds one site (as its product ``t^M``) and a few numbers per group. What one group
     said cannot be told from what the others did: ``pvi.site(state, label)`` is t for every label, and ``add_group``, ``revisit``
     and ``forget_group`` are refused. A prior outside the family has a PRIOR site of its own, refined as PowerEP does.
+
+    Under :class:`numpyro_pvi.AutoExponentialFamily` one round of ``Synchronous()`` is exact where factors are affine in the
+    statistics of all latents jointly, and moments are those of :class:`PowerEP`.
 
     ``log_evidence`` is PowerEP's with t for every site. Where factors are quadratic it is exact for M = 1 and as the power
     tends to 0; else it is larger by how much the groups differ.
@@ -84,6 +88,11 @@ class StochasticEP(MatchesMoments):
         """
         state = self.init(family, dtype)
         return state if count == 1 else state._replace(last=jnp.zeros((0,), dtype))
+
+    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> MatchState:
+        """As :meth:`init_among`, where q is a product of families."""
+        state = super().init_families(zeros, dtype, chains, count)
+        return state if count == 1 else state._replace(last=None)
 
     def solve(
         self,

@@ -172,6 +172,43 @@ def _iterated(plane, prior, factors, power, sweeps):
     return q, evidence
 
 
+def stochastic_ep(families, prior, factors, power, rounds=400, sweeps=None):
+    """One site t for all M factors, ``eta_q = eta_0 + M eta_t``: t moves half way to the mean of what they ask for.
+
+    Args:
+        families: as of :func:`power_ep`.
+        prior: natural parameters of the prior.
+        factors: log densities, one per group.
+        power: alpha.
+        rounds: at most.
+        sweeps: None for the limit, else so many sweeps in which every factor moves t in its turn, by steps 10 / (10 + k).
+
+    Returns:
+        ``(natural parameters of q, log evidence)``.
+    """
+    plane, prior, count = _Plane(families), np.asarray(prior, float), len(factors)
+    logs = [factor(*plane.values) for factor in factors]
+    site = np.zeros_like(prior)
+
+    def asked(factor):
+        q = prior + count * site
+        base = plane.base + (q - power * site) @ plane.statistics
+        return (plane.matched(base + power * factor) - q) / (power * count)
+
+    for _ in range(rounds if sweeps is None else 0):
+        step = sum(asked(factor) for factor in logs)
+        site = site + 0.5 * step
+        if np.max(np.abs(step)) < 1e-13:
+            break
+    for k in range(sweeps or 0):
+        for factor in logs:
+            site = site + 10 / (10 + k) * asked(factor)
+    q = prior + count * site
+    evidence = plane.log_mass(q) - plane.log_mass(prior)
+    evidence += sum((plane.log_mass(q - power * site, power * f) - plane.log_mass(q)) / power for f in logs)
+    return q, evidence
+
+
 def variational(families, prior, factors, sweeps=400):
     """The fixed point of natural-gradient steps ``site <- d E_q[log f] / d mu``, which power EP tends to as the power does to 0.
 

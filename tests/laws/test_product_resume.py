@@ -11,8 +11,15 @@ import pytest
 
 from numpyro_pvi import PVI, AutoExponentialFamily, CheckpointError, Partition, StateError
 from numpyro_pvi.families import CategoricalFamily, LogNormalFamily
-from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous
-from numpyro_pvi.solvers import NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
+from numpyro_pvi.solvers import (
+    SNEP,
+    AlphaDivergence,
+    NaturalGradient,
+    PowerEP,
+    StochasticEP,
+    StochasticNaturalGradient,
+)
 
 from .test_resume import numbers
 
@@ -63,9 +70,12 @@ CASES = {
     "joint-random": (line, Y, {"joint": [("a", "b")]}, NaturalGradient(), Sequential("random")),
     "rows-stochastic": (rates, COUNTS, {}, BATCHES, StochasticSubset(2)),
     "matched": (shaped, Y, {}, PowerEP(0.5, moments="importance"), Synchronous()),
+    "tied": (shaped, Y, {}, StochasticEP(0.5, moments="importance"), Sequential("random")),
+    "anchored": (shaped, Y, {}, SNEP({"a": 2.0}, num_steps=2, outer_period=3), StochasticSubset(2)),
+    "searched": (shaped, Y, {}, AlphaDivergence(0.5, num_steps=2), Asynchronous(delays=1.5)),
     "mixture": (mixture, Y, {"families": {"z": CategoricalFamily(2)}}, NaturalGradient(), Synchronous()),
 }
-SLOW = ("mixture", "drawn", "joint-random")
+SLOW = ("mixture", "drawn", "joint-random", "tied", "searched")
 each = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 
 
