@@ -59,7 +59,7 @@ from ._row_gaussian import RowFamily, RowMoments
 from ._row_prior import RowPrior, see_latents, see_rows
 from ._supports import Support, support_of
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
-from ._whitening import Whitening, whitening
+from ._whitening import Whitening, member_metrics, whitening
 from ._wishart import WishartFamily, WishartMean, WishartNatural
 
 # What a family says of one member, as rounds ask it.
@@ -69,6 +69,7 @@ __all__ = [
     "FamilyMoments",
     "MetricDefaults",
     "fisher_matrix",
+    "member_metrics",
     "minimal_mean",
     "Moments",
     "BernoulliFamily",

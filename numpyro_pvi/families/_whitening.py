@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from .._numerics import scaled_cholesky, symmetrise
 from ._independent import member_family
+from ._metric import minimal_mean
 from ._product import ProductFamily, ProductNatural
 
 # Coordinates of a member up to which its whole metric is factorised; beyond, its diagonal stands for it.
@@ -77,7 +78,7 @@ class Whitening:
             zeros = family.zeros((), jax.tree.leaves(gradient)[0].dtype)
             dual = jax.tree.unflatten(jax.tree.structure(zeros), jax.tree.leaves(gradient.parts[name]))
             own, dual = member_family(family, dual)
-            parts[name] = self._solve(name, _paired(own, dual), transposed=False)
+            parts[name] = self._solve(name, minimal_mean(own, dual, dual), transposed=False)
         return _joined(parts)
 
     def _times(self, name: str, u: Float[Array, "*members P"], transposed: bool) -> Array:
@@ -111,21 +112,28 @@ def whitening(family: ProductFamily, natural: ProductNatural) -> Whitening:
             spread = jnp.abs(own.to_minimal(own.fisher_diagonal(at)))
             roots[name] = jnp.sqrt(jnp.maximum(spread, jnp.finfo(point.dtype).tiny))
             continue
-        eye = jnp.eye(point.shape[-1], dtype=point.dtype)
-        basis = jnp.broadcast_to(eye, (*point.shape, point.shape[-1]))
-        columns = jax.vmap(
-            lambda v, own=own, at=at: _paired(own, own.fisher_product(at, own.from_minimal(v))), in_axes=-2, out_axes=-1
-        )
-        roots[name] = scaled_cholesky(symmetrise(columns(basis)))[0]
+        roots[name] = scaled_cholesky(member_metrics(part, natural.parts[name]))[0]
     return Whitening(family, roots)
 
 
-def _paired(own: Any, gradient: Any) -> Float[Array, "*members P"]:
-    """A direction of mean space paired with each basis direction of natural space."""
-    leaves = jax.tree.leaves(gradient)
-    treedef = jax.tree.structure(jax.eval_shape(lambda: own.zeros()))
-    point = jax.eval_shape(own.to_minimal, jax.tree.unflatten(treedef, leaves))
-    return jax.linear_transpose(own.from_minimal, point)(jax.tree.unflatten(treedef, leaves))[0]
+def member_metrics(family: Any, natural: Any) -> Float[Array, "*members P P"]:
+    """The Fisher metric of every member of a component, in minimal coordinates.
+
+    Args:
+        family: of the component.
+        natural: its natural parameters.
+
+    Returns:
+        Symmetric matrices, singular nowhere in the domain; of all members together they are the blocks of the whole metric.
+    """
+    own, at = member_family(family, natural)
+    point = own.to_minimal(at)
+    eye = jnp.eye(point.shape[-1], dtype=point.dtype)
+    basis = jnp.broadcast_to(eye, (*point.shape, point.shape[-1]))
+    columns = jax.vmap(
+        lambda v: minimal_mean(own, at, own.fisher_product(at, own.from_minimal(v))), in_axes=-2, out_axes=-1
+    )
+    return symmetrise(columns(basis))
 
 
 def _joined(parts: dict[str, Array]) -> Float[Array, "K"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._derivatives import value_and_grad
-from .._numerics import all_finite, scaled_cholesky
+from .._numerics import all_finite
 from ..errors import PVIError
 from ..expectations import Expected, Moments, Tilted
 from ..families import (
@@ -19,8 +19,8 @@ from ..families import (
     GaussianNatural,
     ProductFamily,
     ProductNatural,
-    fisher_matrix,
-    minimal_mean,
+    Whitening,
+    whitening,
 )
 from ..sites import back_off, select
 from ._base import FamilyFactor, LocalResult, TiltedFactor
@@ -140,25 +140,17 @@ class _MetricCoordinates:
 
     family: ProductFamily
     q: ProductNatural
-
-    @property
-    def roots(self) -> dict[str, Float[Array, "P P"]]:
-        """L by component."""
-        return {n: scaled_cholesky(fisher_matrix(f, self.q.parts[n]))[0] for n, f in self.family.components}
+    # The coordinates, at q.
+    metric: Whitening
 
     @property
     def size(self) -> int:
         """Length of a point."""
-        return jax.eval_shape(self.family.to_minimal, self.q).shape[-1]
+        return self.metric.size
 
     def change(self, point: Float[Array, "P"]) -> ProductNatural:
         """Natural parameters of the local q less the first one's."""
-        roots, parts, begin = self.roots, {}, 0
-        for name, family in self.family.components:
-            end = begin + roots[name].shape[0]
-            own = jax.scipy.linalg.solve_triangular(roots[name], point[begin:end], trans=1, lower=True)
-            parts[name], begin = family.from_minimal(own), end
-        return ProductNatural(parts)
+        return self.metric.change(point)
 
     def within(self, last: Float[Array, "P"], new: Float[Array, "P"]) -> Float[Array, "P"]:
         """The new point, or one nearer to the last one that is normalisable."""
@@ -183,11 +175,7 @@ class _MetricCoordinates:
         now, gap = select(valid, now, self.q), select(valid, gap, jax.tree.map(jnp.zeros_like, gap))
         mean, other = family.natural_to_mean(now), family.natural_to_mean(now + gap)
         value = family.log_partition(now) - family.log_partition(self.q) - family.inner(change, other)
-        slopes = []
-        for name, own in family.components:
-            pull = minimal_mean(own, now.parts[name], mean.parts[name] - other.parts[name])
-            slopes.append(jax.scipy.linalg.solve_triangular(self.roots[name], pull, lower=True))
-        return value, jnp.concatenate(slopes), valid
+        return value, self.metric.slope(jax.tree.map(jnp.subtract, mean, other)), valid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +285,7 @@ class AlphaDivergence(MatchesMoments):
         self, factor: FamilyFactor, q: ProductNatural, site: ProductNatural, state: MatchState, key: Any
     ) -> LocalResult:
         """The same in the site's natural parameters, where q is a product of families."""
-        local = _MetricCoordinates(factor.family, q)
+        local = _MetricCoordinates(factor.family, q, whitening(factor.family, q))
         walk = self._walk(factor, local, q, site, key)
         found = walk.found._replace(change=local.change(walk.average))
         # No chains: they would start at every step.

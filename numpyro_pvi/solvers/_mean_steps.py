@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import inverse_root, scaled_cholesky, symmetrise
-from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, fisher_matrix
+from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, member_metrics
 
 
 def posterior_step(family: GaussianFamily, q: Any, gap: Any, step: Float[Array, ""]) -> GaussianNatural:
@@ -130,11 +130,11 @@ def metric_widening(family: ProductFamily, q: Any, gap: Any) -> Float[Array, ""]
     """
     ratios = []
     for name, own in family.components:
-        root, _ = scaled_cholesky(fisher_matrix(own, q.parts[name]))
-        other = fisher_matrix(own, q.parts[name] + gap.parts[name])
+        root, _ = scaled_cholesky(member_metrics(own, q.parts[name]))
+        other = member_metrics(own, q.parts[name] + gap.parts[name])
         half = jax.scipy.linalg.solve_triangular(root, other, lower=True)
-        whole = jax.scipy.linalg.solve_triangular(root, half.T, lower=True)
-        ratios.append(jnp.linalg.eigvalsh(symmetrise(whole))[-1])
+        whole = jax.scipy.linalg.solve_triangular(root, jnp.swapaxes(half, -1, -2), lower=True)
+        ratios.append(jnp.max(jnp.linalg.eigvalsh(symmetrise(whole))))
     return jnp.max(jnp.stack(ratios))
 
 
