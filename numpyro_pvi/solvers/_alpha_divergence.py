@@ -155,7 +155,8 @@ class _MetricCoordinates:
     def within(self, last: Float[Array, "P"], new: Float[Array, "P"]) -> Float[Array, "P"]:
         """The new point, or one nearer to the last one that is normalisable."""
         new = jnp.where(all_finite(new), new, last)
-        step, _ = back_off(lambda s: self.family.in_domain(self.q + self.change(last + s * (new - last))), 1.0)
+        full = jnp.ones((), last.dtype)
+        step, _ = back_off(lambda s: self.family.in_domain(self.q + self.change(last + s * (new - last))), full)
         at = last + step * (new - last)
         return jnp.where(self.family.in_domain(self.q + self.change(at)), at, last)
 

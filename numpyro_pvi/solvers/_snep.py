@@ -163,7 +163,7 @@ class SNEP(MatchesMoments):
             chains,
         )
 
-    def init_groups(self, groups: Labelled, state: SNEPState) -> SNEPState:
+    def init_groups(self, groups: Labelled, state: Any) -> Any:
         """The start of every group, with its own beta.
 
         Args:
@@ -178,7 +178,7 @@ class SNEP(MatchesMoments):
         """
         return state._replace(beta=jnp.asarray(resolve(self.beta, "SNEP(beta)", groups, 1.0), state.beta.dtype))
 
-    def vantage(self, state: SNEPState, q: Any) -> tuple[Any, Float[Array, ""]]:
+    def vantage(self, state: Any, q: Any) -> tuple[Any, Float[Array, ""]]:
         """Where a group's tilted distribution is taken: its anchor (q before its first visit), and the power 1 / beta."""
         return select(state.age == 0, q, state.anchor), 1.0 / state.beta
 
