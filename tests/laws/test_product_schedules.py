@@ -446,6 +446,9 @@ def test_what_is_not_there_says_what_to_write(options, words):
 
 @pytest.mark.once
 def test_rows_own_latents_are_refused_by_name():
-    pvi = made(Asynchronous(), rates)
+    counts = jnp.asarray(RNG.poisson(3.0, 12))
     with pytest.raises(PVIError, match="'rate' is inside the partitioned plate: write schedule=Synchronous"):
-        pvi.init(KEY, jnp.asarray(RNG.poisson(3.0, 12)))
+        made(Asynchronous(), rates).init(KEY, counts)
+    words = r"Synchronous with LocalELBO .* write solver=NaturalGradient\(\) and schedule=Synchronous\(\)"
+    with pytest.raises(PVIError, match=words):
+        made(Synchronous(), rates, solver=LocalELBO()).init(KEY, counts)

@@ -86,8 +86,20 @@ def test_a_linear_model_ends_at_its_posterior(name):
     assert stretched < 1e-4
 
 
+class AtPoints:
+    """Rows that are read at points: a Gaussian's steps ask for nothing else."""
+
+    pointwise = True
+
+    def message(self, cavity, site, key, rows=None):
+        raise NotImplementedError
+
+    def step(self, cavity, site, share, key, rows=None):
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class NormalRows:
+class NormalRows(AtPoints):
     """Rows ``N(y_n; theta, 1)`` of one group: every batch has curvature B, and the group N."""
 
     y: Any
@@ -213,7 +225,7 @@ def test_a_prior_outside_the_family_gets_its_natural_gradient():
 
 
 @dataclasses.dataclass
-class Rows:
+class Rows(AtPoints):
     """A factor of which only the number of rows is asked."""
 
     num_rows: Any
