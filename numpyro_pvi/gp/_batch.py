@@ -156,9 +156,7 @@ def mixed(old: RowSites, new: RowSites, damping: Any) -> RowSites:
     return jax.tree.map(lambda a, b: a + damping * (b - a), old, new)
 
 
-def best_rows(
-    local: Local, rows: RowSites, likelihood: Likelihood, params: Any, y: Array
-) -> tuple[RowSites, Bound]:
+def best_rows(local: Local, rows: RowSites, likelihood: Likelihood, params: Any, y: Array) -> tuple[RowSites, Bound]:
     """Natural-gradient steps of rows' numbers until the bound stands still; a step that lowers it is halved.
 
     Args:

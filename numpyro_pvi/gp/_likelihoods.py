@@ -38,9 +38,7 @@ class Likelihood(Protocol):
         """Where the parameters start: a tree of unconstrained floating arrays, or an empty one."""
         ...
 
-    def expected(
-        self, params: Any, y: Array, mean: Float[Array, "N"], variance: Float[Array, "N"]
-    ) -> RowExpectations:
+    def expected(self, params: Any, y: Array, mean: Float[Array, "N"], variance: Float[Array, "N"]) -> RowExpectations:
         """Expectations under every row's Gaussian; differentiable in all that is floating."""
         ...
 
@@ -113,9 +111,7 @@ class LogDensity:
     def _rows(self, params: Any, y: Array) -> Callable[[Array], Array]:
         return lambda f: self.function(f, y) if self.params is None else self.function(f, y, params)
 
-    def expected(
-        self, params: Any, y: Array, mean: Float[Array, "N"], variance: Float[Array, "N"]
-    ) -> RowExpectations:
+    def expected(self, params: Any, y: Array, mean: Float[Array, "N"], variance: Float[Array, "N"]) -> RowExpectations:
         """By quadrature in every row."""
         found = expect_1d(self._rows(params, y), mean, jnp.sqrt(variance), rule=self.rule)
         return RowExpectations(found.value, found.grad, found.hess)
@@ -158,7 +154,7 @@ class _FromFactory:
                 f"The likelihood's factory gave {type(made).__name__}, not a NumPyro distribution: write lambda f: "
                 "dist.Bernoulli(logits=f), or gp.LogDensity(lambda f, y: ...) for a log-density."
             )
-        return made.log_prob(y)
+        return jnp.asarray(made.log_prob(y))
 
 
 def as_likelihood(given: Any) -> Likelihood:

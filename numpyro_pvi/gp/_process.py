@@ -154,17 +154,13 @@ def evidence(process: Process) -> Float[Array, ""]:
     return process.constant + square - jnp.sum(jnp.log(diagonal(process.factor)))
 
 
-def reach(
-    prior: Prior, process: Process, x: Float[Array, "N D"]
-) -> tuple[Float[Array, "N"], Float[Array, "C N"]]:
+def reach(prior: Prior, process: Process, x: Float[Array, "N D"]) -> tuple[Float[Array, "N"], Float[Array, "C N"]]:
     """Means of f at inputs, and B with ``cov(x, z) = k(x, z) - B(x)^T B(z)``: O(N C^2)."""
     half = solve_triangular(process.factor, process.root.T @ prior.covariance(process.inputs, x), lower=True)
     return half.T @ solve_triangular(process.factor, process.target, lower=True), half
 
 
-def marginals(
-    prior: Prior, process: Process, x: Float[Array, "N D"]
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+def marginals(prior: Prior, process: Process, x: Float[Array, "N D"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Means and variances of f at inputs, given the sites."""
     mean, half = reach(prior, process, x)
     return mean, jnp.maximum(prior.variance(x) - jnp.sum(half**2, axis=0), 0.0)

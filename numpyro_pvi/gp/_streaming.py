@@ -50,7 +50,7 @@ class BatchSite:
         site: in the values at its pseudo-inputs (private) or at all (shared): natural parameters and a log scale, in nats.
         slope: of its term of the bound by the flat hyperparameters, for visits to others; zero where they are not a point.
         q_site: its site in the hyperparameters, natural parameters of independent Gaussians; zero where they are a point.
-        bound: what its last visit added to the bound, in nats; under q over hyperparameters only.
+        bound: what it added to the bound, in nats; under q over hyperparameters only.
     """
 
     site: PseudoSite
@@ -110,7 +110,9 @@ class SparseGP:
       site for every batch. A batch moves it by ``E_q [increment of the log bound] - KL(q || q without the batch)`` along
       reparameterised draws. Other than in the paper q over pseudo-values is conditional on hyperparameters (prior times
       sites, renormalised at each), which bounds the evidence no worse than a factorised one; sites in pseudo-values are
-      made at q's location, and an increment counts what the batch adds at hyperparameters while older sites stay.
+      made at q's location, and an increment counts what the batch adds at hyperparameters while older sites stay. Increments
+      add up in the order of arrival only, so that :meth:`revisit` fits q anew to the whole bound of all sites,
+      ``E_q [log bound] - KL(q || prior)``, and puts the change down to its batch.
     - ``"fixed"``.
 
     Args:
@@ -254,7 +256,7 @@ class SparseGP:
         zeros = jnp.zeros_like(ravel_pytree(state.params)[0])
         problem = Problem(X, y, others, self._base(state, None), self._base_inputs(state, at), zeros, state.q)
         moved = self.pseudo == "shared" and (pseudo_inputs is not None or self.move_pseudo_inputs)
-        found, setting = self._visited(state, name, problem, at, moved)
+        found, setting = self._visited(state, name, problem, at, moved, False)
         return self._joined(state, name, problem, found, setting, None)
 
     def revisit(self, state: SparseGPState, name: Hashable, X: Float[Array, "N D"], y: Array) -> SparseGPState:
@@ -272,7 +274,7 @@ class SparseGP:
 
         Raises:
             PVIError: there is no such batch, or arrays do not fit.
-            ImproperError: the bound is not finite at the batch, or q over hyperparameters is not proper without it.
+            ImproperError: the bound is not finite at the batch.
         """
         k = self._place(state, name)
         X, y = self._rows(state, name, X, y)
@@ -284,16 +286,14 @@ class SparseGP:
         else:
             at = state.pseudo_inputs[0]
         slopes = sum((b.slope for b in without.batches), jnp.zeros_like(ravel_pytree(state.params)[0]))
-        around = None if state.q is None else state.q - state.batches[k].q_site
-        if around is not None and not is_traced(around) and not bool(jnp.all(around.precision > 0)):
-            raise ImproperError(
-                f"batch {name!r}: q over the hyperparameters is not proper without its site, so there is nothing to revisit it "
-                "from. Start anew without it, or use a smaller prior_sd."
-            )
+        around = state.q
+        for batch in state.batches:
+            around = None if around is None else around - batch.q_site
         base = self._base(state, k)
         problem = Problem(X, y, process, base, self._base_inputs(state, at), slopes, around)
         moved = self.pseudo == "shared" and self.move_pseudo_inputs
-        found, setting = self._visited(state, name, problem, at, moved)
+        whole = self.hyperparameters == "distribution"
+        found, setting = self._visited(state, name, problem, at, moved, whole)
         return self._joined(state, name, problem, found, setting, k)
 
     def forget(self, state: SparseGPState, name: Hashable) -> SparseGPState:
@@ -304,8 +304,8 @@ class SparseGP:
             name: of the batch.
 
         Returns:
-            The state without it. Under Gaussian noise at fixed hyperparameters and shared pseudo-inputs that never moved it is that of
-            never having seen it; private sites that came after it were made with it there. Point hyperparameters stay.
+            The state without it. Under Gaussian noise at fixed hyperparameters and shared pseudo-inputs that never moved it is
+            that of never having seen it; private sites that came after it were made with it there. Point hyperparameters stay.
 
         Raises:
             PVIError: there is no such batch.
@@ -329,9 +329,7 @@ class SparseGP:
         )
         return self._refactored(state)
 
-    def predict(
-        self, state: SparseGPState, X: Float[Array, "N D"]
-    ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    def predict(self, state: SparseGPState, X: Float[Array, "N D"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
         """Mean and variance of f, the predictor, at inputs.
 
         Args:
@@ -369,9 +367,9 @@ class SparseGP:
             state: with any number of batches.
 
         Returns:
-            ``-log int p(u) prod_m t_m(u_m) du`` at ``state.params``, in which every site counts its rows as its last visit did. After
-            one batch, or visits to all at a fixed point, it is the free energy of those rows. Under q over hyperparameters it is
-            minus the sum of what visits added.
+            ``-log int p(u) prod_m t_m(u_m) du`` at ``state.params``, in which every site counts its rows as its last visit did.
+            After one batch, or visits to all at a fixed point, it is the free energy of those rows. Under q over hyperparameters
+            it is minus the sum of what visits added.
         """
         if self.hyperparameters == "distribution":
             return -sum((b.bound for b in state.batches), jnp.zeros((), state.process.root.dtype))
@@ -393,13 +391,13 @@ class SparseGP:
         size = len(inputs)
         process = state.process
         root, target = process.root[:size, :size], process.target[:size]
-        return inputs, self._programs.of(_posterior, (("setting", self._setting(False)),))(
+        return inputs, self._programs.of(_posterior, (("setting", self._setting()),))(
             params=state.params, inputs=inputs, root=root, target=target
         )
 
     # ---------------------------------------------------------------------------------------------------- behind them
 
-    def _setting(self, moved: bool) -> Setting:
+    def _setting(self, moved: bool = False, whole: bool = False) -> Setting:
         learn = {"point": {"params"}, "distribution": {"q"}, "fixed": set()}[self.hyperparameters]
         if self.num_steps and self.move_pseudo_inputs:
             learn = learn | {"inputs"}
@@ -414,25 +412,26 @@ class SparseGP:
             frozenset(learn),
             moved,
             self.num_nodes,
+            whole,
         )
 
     def _run(self, function: Any, state: SparseGPState, **arrays: Any) -> Any:
-        static = (("setting", self._setting(False)),)
+        static = (("setting", self._setting()),)
         return self._programs.of(function, static)(
             params=state.params, q=state.q, process=state.process, key=state.rng_key, **arrays
         )
 
     def _visited(
-        self, state: SparseGPState, name: Hashable, problem: Problem, at: Array, moved: bool
+        self, state: SparseGPState, name: Hashable, problem: Problem, at: Array, moved: bool, whole: bool
     ) -> tuple[Visit, Setting]:
-        setting = self._setting(moved)
+        setting = self._setting(moved, whole)
         key = jax.random.fold_in(state.rng_key, state.arrived) if "q" in setting.learn else None
         program = self._programs.of(visit, (("setting", setting),))
         # About how many numbers a visit makes: small ones are compiled at XLA's cheapest level.
         room = 0 if problem.process is None else len(problem.process.inputs)
         work = len(problem.X) * (_NODES + len(at) ** 2 + room**2) + room**3
         level = level_of(work * (1 + self.num_steps * (self.num_nodes if key is not None else 1)))
-        found = program(level=level, params=state.params, inputs=at, problem=problem, key=key)
+        found = program(level=level, params=state.params, q=state.q, inputs=at, problem=problem, key=key)
         if not is_traced(found) and not bool(found.valid):
             raise ImproperError(
                 f"batch {name!r}: the bound is not finite there. Pseudo-inputs that nearly coincide need a larger jitter; "
@@ -451,8 +450,13 @@ class SparseGP:
     ) -> SparseGPState:
         """The state with what a visit found, in the place of the batch's old site or after all others."""
         zeros = jnp.zeros_like(ravel_pytree(state.params)[0])
-        q_site = GaussianNatural(zeros, zeros) if found.q is None else found.q - problem.around
-        new = BatchSite(found.site, zeros, q_site, found.value)
+        q_site, bound = GaussianNatural(zeros, zeros), found.value
+        if found.q is not None:
+            # Whatever a visit moves is put down to its batch.
+            q_site = found.q - state.q if k is None else found.q - state.q + state.batches[k].q_site
+            others = [b.bound for i, b in enumerate(state.batches) if i != k]
+            bound = bound if k is None else bound - sum(others, jnp.zeros_like(bound))
+        new = BatchSite(found.site, zeros, q_site, bound)
         batches, held = list(state.batches), list(state.pseudo_inputs)
         if setting.moved:
             project = self._programs.of(_projected, (("setting", setting),))
@@ -492,7 +496,7 @@ class SparseGP:
     def _with_slope(self, state: SparseGPState, problem: Problem, found: Visit, k: int) -> SparseGPState:
         after = state.process if self.pseudo == "private" else self._base(state, None)
         problem = problem._replace(base=self._base(state, k), base_inputs=found.inputs)
-        program = self._programs.of(slope, (("setting", self._setting(False)),))
+        program = self._programs.of(slope, (("setting", self._setting()),))
         value = program(params=found.params, inputs=found.inputs, problem=problem, rows=found.rows, after=after)
         batches = list(state.batches)
         batches[k] = dataclasses.replace(batches[k], slope=value)
@@ -521,7 +525,7 @@ class SparseGP:
             capacity = max(16, 1 << (max(total, 1) - 1).bit_length())
             process = self._factored(state, range(len(state.batches)), capacity)
         else:
-            static = (("setting", self._setting(False)),)
+            static = (("setting", self._setting()),)
             process = self._programs.of(_of_one, static)(
                 params=state.params, inputs=state.pseudo_inputs[0], site=self._base(state, None)
             )
@@ -538,7 +542,7 @@ class SparseGP:
                 site=state.batches[i].site,
                 offset=jnp.asarray(int(offsets[i])),
             )
-        return self._programs.of(_conditioned, (("setting", self._setting(False)),))(params=state.params, process=process)
+        return self._programs.of(_conditioned, (("setting", self._setting()),))(params=state.params, process=process)
 
     def _base(self, state: SparseGPState, k: int | None) -> PseudoSite:
         """The sum of shared sites without one; a site that says nothing where pseudo-inputs are private."""
@@ -559,7 +563,7 @@ class SparseGP:
             return _inputs(f"batch {name!r}: pseudo_inputs", given, X.shape[1], X.dtype)
         if given < 1:
             raise PVIError(f"batch {name!r}: pseudo_inputs={given}: expected at least one, or an array of them.")
-        static = (("setting", self._setting(False)), ("count", min(int(given), len(X))))
+        static = (("setting", self._setting()), ("count", min(int(given), len(X))))
         return self._programs.of(_spread, static)(params=state.params, process=state.process, X=X)
 
     def _place(self, state: SparseGPState, name: Hashable) -> int:
@@ -572,7 +576,9 @@ class SparseGP:
         X = _inputs(f"batch {name!r}: X", X, state.process.inputs.shape[1], state.process.root.dtype)
         y = jnp.asarray(y)
         if y.shape != X.shape[:1]:
-            raise PVIError(f"batch {name!r}: y has shape {y.shape}, expected ({len(X)},), one observation for every row of X.")
+            raise PVIError(
+                f"batch {name!r}: y has shape {y.shape}, expected ({len(X)},), one observation for every row of X."
+            )
         if not is_traced(y) and not bool(jnp.all(jnp.isfinite(y))):
             raise PVIError(f"batch {name!r}: y has entries that are not finite.")
         return X, y

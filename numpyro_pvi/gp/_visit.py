@@ -52,6 +52,7 @@ class Setting:
         learn: "params" (a point), "q" (a Gaussian over hyperparameters), "inputs".
         moved: whether the base is at other pseudo-inputs than the batch's.
         num_nodes: draws of hyperparameters a step.
+        whole: whether q over hyperparameters answers to the whole bound, not to what the batch adds to it.
     """
 
     kernel: Kernel
@@ -62,6 +63,7 @@ class Setting:
     learn: frozenset[str]
     moved: bool
     num_nodes: int
+    whole: bool
 
     def prior(self, params: Any) -> Prior:
         """The kernel at parameters."""
@@ -77,7 +79,7 @@ class Problem(NamedTuple):
     base: PseudoSite  # the other batches' sites where pseudo-inputs are shared
     base_inputs: Float[Array, "m D"]
     slopes: Float[Array, "P"]  # of the other batches' terms by the hyperparameters, revisited ones only
-    around: GaussianNatural | None  # q over hyperparameters without the batch
+    around: GaussianNatural | None  # over hyperparameters: q before a new batch, the prior at a visit again
 
 
 class Visit(NamedTuple):
@@ -87,7 +89,8 @@ class Visit(NamedTuple):
     inputs: Float[Array, "m D"]
     site: PseudoSite
     rows: RowSites
-    value: Float[Array, ""]  # the bound, all that was known before included; under q over hyperparameters its increment
+    # The bound, all that was known before included; under q over hyperparameters its increment, or all of it.
+    value: Float[Array, ""]
     q: GaussianNatural | None
     valid: Array
 
@@ -108,27 +111,25 @@ def _bound(setting: Setting, problem: Problem, params: Any, local: Local, rows: 
 def _stepped(
     setting: Setting, problem: Problem, params: Any, inputs: Array, rows: RowSites
 ) -> tuple[Array, RowSites, Array]:
-    """The bound after a step of the rows' numbers, the numbers there, and what was known before, in nats."""
+    """The bound after a step of the rows' numbers, the numbers there, and what of it was known before, in nats."""
     local = _localised(setting, problem, params, inputs)
     held = jax.lax.stop_gradient((params, local))
     target = _bound(setting, problem, *held, rows).target
     rows = mixed(rows, target, 1.0 if setting.likelihood.exact else _SHORT)
     value = _bound(setting, problem, params, local, rows).value
-    known = local.known
-    if problem.process is None and "q" in setting.learn:
+    known = jnp.zeros_like(value) if setting.whole else local.known
+    if problem.process is None and "q" in setting.learn and not setting.whole:
         known = site_evidence(setting.prior(params), problem.base_inputs, problem.base)
     return value, rows, known
 
 
-def _start(setting: Setting, params: Any, inputs: Array, around: GaussianNatural | None) -> dict[str, Any]:
+def _start(setting: Setting, params: Any, inputs: Array, q: GaussianNatural | None) -> dict[str, Any]:
     """What the optimiser moves."""
     moved: dict[str, Any] = {}
     if "params" in setting.learn:
         moved["params"] = params
-    if "q" in setting.learn:
-        assert around is not None
-        # At the location that was reached, which is that of what is known without the batch when it is new.
-        moved["loc"], moved["log_sd"] = ravel_pytree(params)[0], -0.5 * jnp.log(around.precision)
+    if q is not None and "q" in setting.learn:
+        moved["loc"], moved["log_sd"] = ravel_pytree(params)[0], -0.5 * jnp.log(q.precision)
     if "inputs" in setting.learn:
         moved["inputs"] = inputs
     return moved
@@ -141,13 +142,20 @@ def _params_of(moved: dict[str, Any], params: Any) -> Any:
 
 
 def visit(
-    *, setting: Setting, params: Any, inputs: Float[Array, "m D"], problem: Problem, key: Array | None
+    *,
+    setting: Setting,
+    params: Any,
+    q: GaussianNatural | None,
+    inputs: Float[Array, "m D"],
+    problem: Problem,
+    key: Array | None,
 ) -> Visit:
     """Fit a batch's site, and what the setting says beside it.
 
     Args:
         setting: static.
         params: hyperparameters to start at, unconstrained.
+        q: over them, to start at; None where they are a point.
         inputs: pseudo-inputs to start at.
         problem: the batch.
         key: for draws of hyperparameters.
@@ -155,7 +163,7 @@ def visit(
     Returns:
         The visit.
     """
-    moved = _start(setting, params, inputs, problem.around)
+    moved = _start(setting, params, inputs, q)
     loss = _loss(setting, params, inputs, problem)
     zeros = jnp.zeros_like(problem.X[:, 0])
     rows = RowSites(zeros, zeros)
@@ -173,7 +181,7 @@ def visit(
     now, at = _params_of(moved, params), moved.get("inputs", inputs)
     local = _localised(setting, problem, now, at)
     rows, found = best_rows(local, rows, setting.likelihood, now["likelihood"], problem.y)
-    value, q = found.value, None
+    value = found.value
     if problem.around is not None:
         value = -loss(moved, rows, draws(setting, params, key))[0]
         q = NormalFamily(len(moved["loc"])).from_loc_sd(moved["loc"], jnp.exp(moved["log_sd"]))
