@@ -30,6 +30,7 @@ NAMES = {
     "dinno": "DELBO map of dinno_floorplan.npz by seven agents, a picture with --out",
     "cvi-glm": "logistic regression on a1a, australian, breast cancer, colon cancer and covtype beside L-BFGS on (m, L)",
     "cvi-gp": "Gaussian-process classification (USPS, ionosphere) by two numbers per row, against the dense optimum",
+    "streaming-gp": "sparse Gaussian processes over batches, private and shared pseudo-points: cost, banana by regions, SARCOS",
     "kalman": "counts along a random walk: linear in T, and equal to dense covariances at T = 500",
     "vmp": "a mixture and LDA beside textbook coordinate ascent, iterate by iterate; a message beside NC-VMP's",
     "cvi-gamma": "gamma factors of CyTOF counts and Poisson-gamma factors of MNIST beside Adam on the same gammas",
@@ -53,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn, continual) and the maps' data",
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="with banana, intel or dinno: folder for the pictures (extra plots)"
+        "--out", metavar="DIR", help="with banana, intel, dinno or streaming-gp: folder for the pictures (extra plots)"
     )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")

@@ -61,6 +61,41 @@ def scaled_cholesky(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*
     return jnp.where(good[..., None, None], scaled, eye), good
 
 
+def with_jitter(
+    gram: Float[Array, "*batch D D"], variance: Float[Array, "*batch D"], share: float | None
+) -> Float[Array, "*batch D D"]:
+    """A Gram matrix of values of a Gaussian process that carry a little independent noise each.
+
+    Args:
+        gram: positive semi-definite matrices.
+        variance: of each value, which the noise is a share of.
+        share: of the noise; None for 1e-6 in float64 and 1e-5 in float32.
+
+    Returns:
+        ``A + share * diag(variance)``: as a covariance exact for the noisy values, whatever the share.
+    """
+    if share is None:
+        share = 1e-6 if gram.dtype == jnp.float64 else 1e-5
+    return gram + (share * variance)[..., :, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
+
+
+def psd_root(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*batch D D"], Float[Array, "*batch D D"]]:
+    """A square root of positive semi-definite matrices, of any rank, and its pseudo-inverse. Not to be differentiated.
+
+    Args:
+        matrix: symmetric matrices A.
+
+    Returns:
+        ``(R, P)`` with ``R R^T = A`` and ``P = R^-1``. Eigenvalues below rounding of the largest are raised to it, so that ``P``
+        exists; ``R P`` is the identity.
+    """
+    values, vectors = jnp.linalg.eigh(symmetrise(matrix))
+    info = jnp.finfo(matrix.dtype)
+    least = jnp.maximum(info.eps * values[..., -1:], info.tiny)
+    roots = jnp.sqrt(jnp.maximum(values, least))
+    return vectors * roots[..., None, :], jnp.swapaxes(vectors / roots[..., None, :], -1, -2)
+
+
 def inverse_root(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
     """Upper-triangular ``S = L^-T``, so that ``S S^T`` is the inverse of ``L L^T``.
 

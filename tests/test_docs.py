@@ -20,6 +20,7 @@ PAGES = (
     "no_server",
     "streaming",
     "forgetting",
+    "gaussian_processes_streaming",
     "saving",
     "families",
 )
