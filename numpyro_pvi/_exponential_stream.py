@@ -52,7 +52,7 @@ def start_of(engine: ProductEngine, state: PVIState, known: Any) -> dict[str, An
 
 
 def refuse_own_rows(state: PVIState, call: str) -> None:
-    """Raise where groups cannot come or go: where q has members of their rows, or moments are matched.
+    """Raise where groups cannot come or go: where q has members of their rows.
 
     Args:
         state: a state.
@@ -62,11 +62,6 @@ def refuse_own_rows(state: PVIState, call: str) -> None:
         PVIError: naming the latent and what to write.
     """
     plan: Any = state.plan
-    if plan.tilted:
-        raise PVIError(
-            f"{call} is not possible where moments are matched under AutoExponentialFamily: make the fit with "
-            "solver=NaturalGradient(), or run all groups together."
-        )
     if plan.inside:
         raise PVIError(
             f"{call} is not possible where latents are inside the partitioned plate under AutoExponentialFamily "

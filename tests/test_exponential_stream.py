@@ -221,13 +221,23 @@ def test_rows_own_latents_neither_come_nor_go():
 
 
 @pytest.mark.once
-def test_groups_whose_moments_are_matched_neither_come_nor_go():
-    def common(counts):
-        rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
-        with numpyro.plate("data", counts.shape[0]):
-            numpyro.sample("count", dist.Poisson(rate), obs=counts)
+@pytest.mark.parametrize("solver", [PowerEP(), PowerEP(0.5), PowerEP(factors="row")], ids=["ep", "half", "rows"])
+def test_groups_whose_moments_are_matched_come_and_go(solver):
+    """Of conjugate factors every site is exact: beside absent groups, come back, and with one forgotten."""
+    first = LABELS != "c"
+    pvi = PVI(Partition(poisson, "data", LABELS[first]), AutoExponentialFamily(poisson), solver=solver)
+    state = pvi.run(KEY, 1, jnp.asarray(COUNTS[first]), progress_bar=False).state
+    state = pvi.add_group(state, "c", rows("c"))
 
-    pvi = PVI(Partition(common, "data", LABELS), AutoExponentialFamily(common), solver=PowerEP())
-    state = pvi.init(KEY, jnp.asarray(COUNTS))
-    with pytest.raises(PVIError, match=r"forget_group is not possible where moments are matched.*NaturalGradient\(\)"):
-        pvi.forget_group(state, "a")
+    def check(state, counts):
+        found = pvi.get_params(state)
+        np.testing.assert_allclose(found["rate_auto_concentration"], 2.0 + counts.sum(), rtol=TIGHT)
+        np.testing.assert_allclose(found["rate_auto_rate"], 0.5 + len(counts), rtol=TIGHT)
+
+    check(state, COUNTS)
+    state = pvi.revisit(state, LABELS[first], jnp.asarray(COUNTS[first]))
+    check(state, COUNTS)
+    check(pvi.forget_group(state, "c"), COUNTS[first])
+    # A group whose site stays in is seen.
+    with pytest.raises(AssertionError):
+        check(state, COUNTS[first])
