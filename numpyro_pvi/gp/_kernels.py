@@ -36,7 +36,7 @@ def kernel_params(dim: int, sd: float = 1.0, length: float = 1.0, dtype: Any = N
 
 
 def _squares(
-    params: Mapping[str, Array], x: Float[Array, "N D"], z: Float[Array, "J D"]
+    params: Mapping[str, Any], x: Float[Array, "N D"], z: Float[Array, "J D"]
 ) -> tuple[Float[Array, "N J"], Float[Array, ""]]:
     """Squared distances in length-scales, and the prior variance."""
     x, z = (a * jnp.exp(-params["log_length"]) for a in (x, z))
@@ -45,7 +45,7 @@ def _squares(
 
 
 def squared_exponential(
-    params: Mapping[str, Array], x: Float[Array, "N D"], z: Float[Array, "J D"]
+    params: Mapping[str, Any], x: Float[Array, "N D"], z: Float[Array, "J D"]
 ) -> Float[Array, "N J"]:
     """``sd^2 exp(-1/2 sum_d (x_d - z_d)^2 / length_d^2)``: automatic relevance determination.
 
@@ -78,7 +78,7 @@ def matern(nu: float) -> Kernel:
     return _MATERN[nu]
 
 
-def _matern(nu: float, params: Mapping[str, Array], x: Array, z: Array) -> Array:
+def _matern(nu: float, params: Mapping[str, Any], x: Array, z: Array) -> Array:
     squares, variance = _squares(params, x, z)
     # The distance has no derivative at 0, where the covariance has one (or, for nu = 1/2, is not asked for it).
     apart = squares > 0
@@ -88,7 +88,7 @@ def _matern(nu: float, params: Mapping[str, Array], x: Array, z: Array) -> Array
 
 
 def _made(nu: float) -> Kernel:
-    def kernel(params: Mapping[str, Array], x: Array, z: Array) -> Array:
+    def kernel(params: Mapping[str, Any], x: Array, z: Array) -> Array:
         return _matern(nu, params, x, z)
 
     return kernel

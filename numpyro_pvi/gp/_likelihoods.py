@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -26,6 +26,7 @@ class RowExpectations(NamedTuple):
     hess: Float[Array, "N"]
 
 
+@runtime_checkable
 class Likelihood(Protocol):
     """What :class:`SparseGP` asks of a likelihood; rows are independent given their predictors."""
 
@@ -169,7 +170,7 @@ def as_likelihood(given: Any) -> Likelihood:
     Raises:
         PVIError: for anything else.
     """
-    if all(callable(getattr(given, verb, None)) for verb in ("init_params", "expected", "log_predictive")):
+    if isinstance(given, Likelihood):
         return given
     if callable(given):
         return from_distribution(given)

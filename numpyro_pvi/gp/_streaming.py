@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.scipy.special import logsumexp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from .._compiling import Programs, is_traced, level_of
@@ -134,8 +135,8 @@ class SparseGP:
 
     kernel: Kernel
     likelihood: Any
-    pseudo: Literal["private", "shared"] = "private"
-    hyperparameters: Literal["point", "distribution", "fixed"] = "point"
+    pseudo: str = "private"
+    hyperparameters: str = "point"
     optim: Any = None
     num_steps: int = 100
     move_pseudo_inputs: bool = False
@@ -170,12 +171,12 @@ class SparseGP:
 
     def init(
         self,
-        rng_key: Array,
+        rng_key: ArrayLike,
         num_inputs: int,
         *,
         kernel_params: Any = None,
         likelihood_params: Any = None,
-        pseudo_inputs: Float[Array, "m D"] | None = None,
+        pseudo_inputs: ArrayLike | None = None,
     ) -> SparseGPState:
         """The prior, before any batch.
 
@@ -185,7 +186,7 @@ class SparseGP:
             kernel_params: where the kernel's parameters start, unconstrained; by default :func:`kernel_params` of D columns, which
                 fits the kernels of this module.
             likelihood_params: where the likelihood's start; by default where it says.
-            pseudo_inputs: the set of ``pseudo="shared"``.
+            pseudo_inputs: Float[m D], the set of ``pseudo="shared"``.
 
         Returns:
             A state without batches.
@@ -218,18 +219,18 @@ class SparseGP:
     def add_batch(
         self,
         state: SparseGPState,
-        X: Float[Array, "N D"],
-        y: Array,
+        X: ArrayLike,
+        y: ArrayLike,
         *,
         name: Hashable = None,
-        pseudo_inputs: int | Float[Array, "m D"] | None = None,
+        pseudo_inputs: int | ArrayLike | None = None,
     ) -> SparseGPState:
         """Take a new batch in, with a site of its own.
 
         Args:
             state: before it.
-            X: its rows' inputs.
-            y: its observations, one a row.
+            X: Float[N D], its rows' inputs.
+            y: [N], its observations, one a row.
             name: to address it by; by default the number of batches before it.
             pseudo_inputs: with ``pseudo="private"`` its own: an array, or how many of its rows to take, those at which
                 f is least known (10 by default). With ``pseudo="shared"`` an array moves the set there; by default it stays.
@@ -259,14 +260,14 @@ class SparseGP:
         found, setting = self._visited(state, name, problem, at, moved, False)
         return self._joined(state, name, problem, found, setting, None)
 
-    def revisit(self, state: SparseGPState, name: Hashable, X: Float[Array, "N D"], y: Array) -> SparseGPState:
+    def revisit(self, state: SparseGPState, name: Hashable, X: ArrayLike, y: ArrayLike) -> SparseGPState:
         """Fit a batch's site again from its rows, the others' as they are; hyperparameters move as well.
 
         Args:
             state: with the batch.
             name: of the batch.
-            X: the inputs of its rows, those that it came with.
-            y: their observations.
+            X: Float[N D], the inputs of its rows, those that it came with.
+            y: [N], their observations.
 
         Returns:
             The state with its site replaced. Visits to all batches in turn, of few steps each, end at the optimum of the bound
@@ -329,12 +330,12 @@ class SparseGP:
         )
         return self._refactored(state)
 
-    def predict(self, state: SparseGPState, X: Float[Array, "N D"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    def predict(self, state: SparseGPState, X: ArrayLike) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
         """Mean and variance of f, the predictor, at inputs.
 
         Args:
             state: with any number of batches.
-            X: inputs.
+            X: Float[N D], inputs.
 
         Returns:
             Means and variances, of q over hyperparameters' mixture where there is one. Noise is not in them: see
@@ -345,13 +346,13 @@ class SparseGP:
         mean = jnp.mean(means, axis=0)
         return mean, jnp.mean(spreads + (means - mean) ** 2, axis=0)
 
-    def log_predictive(self, state: SparseGPState, X: Float[Array, "N D"], y: Array) -> Float[Array, "N"]:
+    def log_predictive(self, state: SparseGPState, X: ArrayLike, y: ArrayLike) -> Float[Array, "N"]:
         """``log q(y_n | x_n)`` of new rows, one by one, in nats.
 
         Args:
             state: with any number of batches.
-            X: inputs.
-            y: observations.
+            X: Float[N D], inputs.
+            y: [N], observations.
 
         Returns:
             Log densities, those of q over hyperparameters' mixture where there is one.

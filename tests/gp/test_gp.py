@@ -20,6 +20,7 @@ from numpyro_pvi.gp import _batch, _process, _streaming, _visit
 from tests.conftest import X64
 
 EXACT = 1e-8 if X64 else 2e-3
+QUADRATURE = 1e-6 if X64 else 2e-4
 RNG = np.random.default_rng(0)
 X = np.linspace(0.0, 6.0, 12)[:, None]
 Y = np.sin(X[:, 0]) + 0.3 * RNG.normal(size=12)
@@ -186,7 +187,7 @@ def test_forgetting_is_never_having_seen(pseudo):
 
 @pytest.mark.parametrize("pseudo", ["private", "shared"])
 def test_bernoulli_is_the_dense_optimum(pseudo):
-    assert gap_of_bernoulli(pseudo) < (1e-6 if X64 else 2e-4)
+    assert gap_of_bernoulli(pseudo) < QUADRATURE
 
 
 def test_moved_pseudo_inputs_project_older_sites():
@@ -249,7 +250,7 @@ FAULTS = {
         "_base",
         lambda *_: _batch.unit_site(4, None),
     ),
-    "one step": (gap_of_bernoulli, "shared", _batch, "_MOST_STEPS", 3),
+    "one step": (gap_of_bernoulli, "shared", _batch, "_MOST_STEPS", 2),
     "factor kept": (gap_of_forgetting, "private", gp.SparseGP, "_refactored", lambda self, state: state),
     "no loss in moving": (gap_of_moving, "shared", _streaming, "projected", no_trace),
     "noise in pseudo-values": (gap_of_one_batch, "private", _process.Prior, "gram", lambda self, z: _noisy(self, z)),
@@ -266,7 +267,7 @@ def test_laws_see_faults(fault, monkeypatch):
     monkeypatch.setattr(owner, name, wrong)
     model.cache_clear()
     try:
-        assert not law(pseudo) < 10 * EXACT
+        assert not law(pseudo) < 3 * (QUADRATURE if law is gap_of_bernoulli else EXACT)
     finally:
         model.cache_clear()
 
@@ -399,7 +400,7 @@ def test_kernels_at_known_distances():
         assert np.all(np.isfinite(jax.grad(lambda x, nu=nu: gp.matern(nu)(params, x, z).sum())(x)))
     assert np.allclose(gp.squared_exponential(params, x, z), [[4 * np.exp(-0.5), 4.0]])
     with pytest.raises(PVIError, match="0.5, 1.5 or 2.5"):
-        gp.matern(2)
+        gp.matern(2.0)
 
 
 def test_rows_that_are_known_are_not_taken_for_pseudo_inputs():
