@@ -228,16 +228,10 @@ def test_groups_whose_moments_are_matched_come_and_go(solver):
     pvi = PVI(Partition(poisson, "data", LABELS[first]), AutoExponentialFamily(poisson), solver=solver)
     state = pvi.run(KEY, 1, jnp.asarray(COUNTS[first]), progress_bar=False).state
     state = pvi.add_group(state, "c", rows("c"))
-
-    def check(state, counts):
-        found = pvi.get_params(state)
-        np.testing.assert_allclose(found["rate_auto_concentration"], 2.0 + counts.sum(), rtol=TIGHT)
-        np.testing.assert_allclose(found["rate_auto_rate"], 0.5 + len(counts), rtol=TIGHT)
-
-    check(state, COUNTS)
+    gamma_is(pvi, state, COUNTS)
     state = pvi.revisit(state, LABELS[first], jnp.asarray(COUNTS[first]))
-    check(state, COUNTS)
-    check(pvi.forget_group(state, "c"), COUNTS[first])
+    gamma_is(pvi, state, COUNTS)
+    gamma_is(pvi, pvi.forget_group(state, "c"), COUNTS[first])
     # A group whose site stays in is seen.
     with pytest.raises(AssertionError):
-        check(state, COUNTS[first])
+        gamma_is(pvi, state, COUNTS[first])

@@ -141,10 +141,16 @@ class _RowTilted(ProductTilted):
     problem: RowFactors
 
     def group(
-        self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, shared: Any, chains: Chains | None = None
+        self,
+        index: Int[Array, ""],
+        q: ProductNatural,
+        site: ProductNatural,
+        shared: Any,
+        chains: Chains | None = None,
+        power: Any = None,
     ) -> Tilted:
         """One row's tilted moments: see :meth:`ProductTilted.group`."""
-        found, there = super().group(index, q, site, shared, chains), self.problem.counted[index]
+        found, there = super().group(index, q, site, shared, chains, power), self.problem.counted[index]
         change = jax.tree.map(lambda x: jnp.where(there, x, 0.0), found.change)
         quiet = {name: jnp.where(there, getattr(found, name), 0.0) for name in ("value", "variance", "noise")}
         temper = jnp.where(there, found.temper, 1.0)
