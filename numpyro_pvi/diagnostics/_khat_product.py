@@ -182,7 +182,8 @@ def product_group_weights(
 def _factor_weights(
     engine: ProductEngine, static: tuple, num_samples: int, rng_key: Any, state: PVIState, arrays: list
 ) -> Array:
-    problem, plan, sites = engine.problem(state, *join_arguments(arrays, static)), state.plan, state.sites
+    plan: Any = state.plan
+    problem, sites = engine.problem(state, *join_arguments(arrays, static)), state.sites
     draws = problem.family.sample(posterior(state.prior, sites), rng_key, (num_samples,))
     families, values = dict(problem.family.components), []
 
