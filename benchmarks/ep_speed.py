@@ -16,7 +16,7 @@ from benchmarks._ep import kl
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.expectations import from_chains, no_chains
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily
-from numpyro_pvi.runtime._chains import lanes_pay
+from numpyro_pvi.runtime._tilted import lanes_pay
 from numpyro_pvi.solvers import MCMCMoments, PowerEP
 
 _DIM, _GROUPS = 8, 32

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._driver import Progress
 from ._group_lifecycle import all_absent, position, refuse_tied, rows_of
-from ._resume import Progress
 from ._state import Plan, PVIState
 from ._user_inputs import check_run, check_state
 from .errors import NonFiniteLossError, PartitionError, SkippedGroupError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -12,31 +12,463 @@ import numpy as np
 
 from . import diagnostics
 from ._arriving_groups import Newcomers
-from ._closures import follows
-from ._compiling import on_device, owned_jit
-from ._contracts import not_under_families
-from ._endings import limits
-from ._exponential_demoted import demoted
-from ._exponential_locals import begun, inside_of, plan_beside
-from ._exponential_matching import expectation_of, matching_info, ready_to_match
-from ._exponential_partial import blocks_of, check_partial
+from ._closures import follows, with_prior_of_now
+from ._compiling import look, on_device, owned_jit
+from ._exponential_guide import AutoExponentialFamily
 from ._exponential_plan import components_of, plan_product, product_prior_now, turns_of
-from ._exponential_stream import ProductNewcomers, refuse_own_rows, start_of
 from ._group_lifecycle import refuse_absent
 from ._initial import away_from, init_optim, initial_params
-from ._inspection import open_call
-from ._posterior_views import agent_natural, factor_labels, last_round, optim_notes, split_notes
-from ._prior_now import with_prior_of_now
+from ._posterior_views import (
+    agent_natural,
+    chain_reading,
+    factor_labels,
+    last_round,
+    limits,
+    moment_notes,
+    optim_notes,
+    split_notes,
+)
 from ._state import Plan, PVIInfo, PVIState
-from ._user_inputs import check_state, float_dtype, positional_names
-from .errors import ImproperError, PVIError, StateError
-from .factors import ValueCall, is_latent, join_arguments, split_arguments
-from .families import ProductNatural
+from ._user_inputs import check_state, float_dtype, open_call, positional_names
+from ._verified import Contradiction, cannot_go_on, remark
+from .errors import GuideError, ImproperError, PVIError, StateError, not_under_families
+from .expectations import with_draws
+from .factors import (
+    Arrival,
+    Planned,
+    ValueCall,
+    abstract_trace,
+    arrive,
+    choose_chunk_rows,
+    is_latent,
+    join_arguments,
+    pack_rows,
+    plan_factors,
+    split_arguments,
+    with_values_held,
+)
+from .families import ProductFamily, ProductNatural, base_family
 from .guides import NOT_SET_UP, keeps_supports
+from .handlers import GroupTable, Partition, RowAxes
 from .pvi import PVI
-from .runtime import LaxMap, ProductEngine, Vmap, spread
+from .runtime import (
+    Labels,
+    LaxMap,
+    ProductEngine,
+    ProductPlan,
+    RowLatent,
+    Vmap,
+    apart,
+    best_of_short_runs,
+    check_tilted,
+    curvature_start,
+    factors_of,
+    first_weights,
+    is_partial,
+    jointly_affine,
+    most_groups,
+    spread,
+    with_tilted,
+)
 from .schedules import Points, Rule
 from .sites import MemberSites, SiteStack, posterior
+from .solvers import resolve
+
+# ---------------------------------------------------------------------------------------- random groups and random rows
+# Random groups and random rows under AutoExponentialFamily: what goes together, and in which order latents then move.
+
+
+def blocks_of(solver: Any, inside: tuple[RowLatent, ...]) -> Any:
+    """The order in which latents move: under mini-batches the rows' own first, since shared ones look at them.
+
+    Args:
+        solver: of the fit.
+        inside: latents inside the partitioned plate.
+
+    Returns:
+        What :func:`turns_of` takes.
+    """
+    if solver.stochastic:
+        return tuple(latent.name for latent in inside) or "auto"
+    return solver.blocks
+
+
+def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
+    """Refuse random groups and rows that do not fit the groups or the model.
+
+    Args:
+        solver: of the fit.
+        schedule: of the fit.
+        plan: of the fit.
+
+    Raises:
+        PVIError: naming the group, the latent or the argument.
+    """
+    if not schedule.fuses(solver) and plan.inside:
+        instead = "" if solver.fused_families else "solver=NaturalGradient() and "
+        raise PVIError(
+            f"{type(schedule).__name__} with {type(solver).__name__} under AutoExponentialFamily is for models whose rows have no "
+            f"latents of their own, and {plan.inside[0].name!r} is inside the partitioned plate: write {instead}"
+            "schedule=Synchronous(), or integrate it out."
+        )
+    if not is_partial(solver, schedule):
+        return
+    table = plan.partition.table
+    if solver.stochastic:
+        sizes = dict(zip(table.labels, table.sizes, strict=True))
+        solver.check_groups(sizes, plan.partition.reading.mechanism)
+    if schedule.partial:
+        if most_groups(schedule, table.num_groups) > table.num_groups:
+            raise PVIError(f"StochasticSubset(k={schedule.k}): there are only {table.num_groups} groups.")
+        if schedule.rates is not None:
+            resolve(schedule.rates, "StochasticSubset(rates)", Labels(table.num_groups, table.labels), 1.0)
+
+
+# ---------------------------------------------------------------------------------------------- groups that come and go
+# Groups that come and go under AutoExponentialFamily: how their rows are packed, and where their sites start.
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductNewcomers(Newcomers):
+    """:class:`Newcomers` where q is a product of families. What factors are conjugate in is what ``init`` found."""
+
+    def arrival(self, plan: Plan, table: GroupTable, rows: dict[str, int]) -> Arrival:
+        """The same; batches of rows are taken from a packing without empty slots."""
+        found = arrive(plan.partition, table, rows, False)
+        if not (found.padded_rows and self.solver.stochastic):
+            return found
+        length = choose_chunk_rows(table.sizes)
+        part = dataclasses.replace(found.plan, chunk_rows=length, num_chunks=-(-table.num_rows // length))
+        return Arrival(part, pack_rows(table, length), 0)
+
+
+def start_of(engine: ProductEngine, state: PVIState, known: Any) -> dict[str, Any]:
+    """Fields of a state whose groups have come: a new group's site is 1, and the schedule begins anew.
+
+    Args:
+        engine: of the fit.
+        state: with the plan, packing and sites of the rows that came.
+        known: Bool[M], which groups have a site.
+
+    Returns:
+        Fields to replace.
+    """
+    last, dtype = state.report, state.report.move.dtype
+    fields = engine.unvisited(state, posterior(state.prior, state.sites), dtype, known)
+    report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    if bool(np.all(known)):
+        # Sites that were fitted before are as settled as they were.
+        report = report._replace(total_move=jnp.asarray(last.total_move))
+    return fields | {"sites": state.sites, "report": report}
+
+
+def refuse_own_rows(state: PVIState, call: str) -> None:
+    """Raise where groups cannot come or go: where q has members of their rows.
+
+    Args:
+        state: a state.
+        call: the method that was called.
+
+    Raises:
+        PVIError: naming the latent and what to write.
+    """
+    plan: Any = state.plan
+    if plan.inside:
+        raise PVIError(
+            f"{call} is not possible where latents are inside the partitioned plate under AutoExponentialFamily "
+            f"({plan.inside[0].name!r}): q has members for the rows that init saw. Make a fit of the other rows, "
+            "pvi.init(key, *args, init_params=...) with the shared latents' params of this one."
+        )
+
+
+# ------------------------------------------------------------------------------------------- local and discrete latents
+# Latents inside the partitioned plate and discrete ones under AutoExponentialFamily: planned around, and begun apart.
+
+
+def plan_beside(
+    partition: Partition, family: ProductFamily, held: tuple[str, ...], args: tuple, kwargs: dict, key: Any
+) -> Planned:
+    """Plan how groups are read, with the discrete latents that q holds at one value.
+
+    Args:
+        partition: the model with its grouping.
+        family: of q.
+        held: the latents.
+        args: positional arguments as arrays.
+        kwargs: keyword arguments as arrays.
+        key: a random key.
+
+    Returns:
+        The plan, in which those latents are no observations.
+    """
+    if partition.mode == "auto" and any(base_family(f).chained for _, f in family.components):
+        # A chain has as many states as there are rows: looking up a chunk's states in it costs as much as all rows.
+        partition = partition._copy(mode="mask")
+    if not held:
+        return plan_factors(partition, args, kwargs, key=key)
+    assert partition.fn is not None  # PVI was given a model
+    planned = plan_factors(partition._copy(fn=with_values_held(partition.fn, held)), args, kwargs, key=key)
+    plan = dataclasses.replace(
+        planned.plan,
+        observed=tuple(n for n in planned.plan.observed if n not in held),
+        outside=tuple(n for n in planned.plan.outside if n not in held),
+    )
+    return dataclasses.replace(planned, plan=plan)
+
+
+def inside_of(trace: dict, rows: RowAxes, guide: AutoExponentialFamily) -> tuple[RowLatent, ...]:
+    """The latents inside the partitioned plate.
+
+    Args:
+        trace: an abstract trace of the model.
+        rows: the partitioned axes.
+        guide: set up.
+
+    Returns:
+        The latents.
+
+    Raises:
+        GuideError: for a joint block with one of them, or where they are in several partitioned plates.
+    """
+    axes = {n: axis for n, s in trace.items() if is_latent(s) and (axis := rows.of(s)) is not None}
+    blocked = [n for n in axes if n not in guide._latents]
+    if blocked:
+        raise GuideError(
+            f"joint={[list(block.names) for block in guide._blocks]}: latent {blocked[0]!r} is inside the partitioned plate, one "
+            "per row, and a Gaussian with full covariance would couple the rows: leave it out of the block."
+        )
+    if len({axis.key for axis in axes.values()}) > 1:
+        raise GuideError(
+            f"latents {', '.join(map(repr, axes))} are in several partitioned plates: keep those of one plate inside it, and "
+            "declare the others outside, in plates of their own."
+        )
+    ranks = {n: len(trace[n]["fn"].batch_shape) for n in axes}
+    return tuple(RowLatent(n, ranks[n] + axis.dim, guide._latents[n].family, axis.key) for n, axis in axes.items())
+
+
+def begun(
+    engine: ProductEngine, state: PVIState, start: ProductNatural, args: tuple, kwargs: dict, curved: bool
+) -> PVIState:
+    """Put q where its rounds begin: at the prior, but for what would stay there for ever, or for very long.
+
+    Latents that are taken by quadrature begin at the curvature of the groups' factors. Where values are summed over, q
+    begins where the best of a few short runs ends (not where moments are matched); else latents inside the partitioned plate
+    begin half way to a draw each.
+
+    Args:
+        engine: of the fit.
+        state: with sites at 1.
+        start: the prior, or the members of the families nearest to it.
+        args: positional arguments as arrays.
+        kwargs: keyword arguments as arrays.
+        curved: whether sites may begin at curvatures.
+
+    Returns:
+        The state.
+    """
+    plan: Any = state.plan
+    by_predictors = plan.likelihood.by_predictors and not plan.inside
+    if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed:
+        arrays, static = split_arguments(args, kwargs)
+
+        def curvature(state: PVIState, arrays: list) -> Any:
+            args, kwargs = join_arguments(arrays, static)
+            return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
+
+        return dataclasses.replace(state, sites=look(curvature, state, arrays))
+    if engine.solver.matches_moments or (not plan.inside and not plan.summed):
+        return state
+    key, old = jax.random.fold_in(state.rng_key, 0), posterior(state.prior, state.sites)
+    q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
+    if not plan.summed:
+        q = look(lambda q, key: apart(plan.family, tuple(plan.row_axes), q, key), q, key)
+    else:
+        arrays, static = split_arguments(args, kwargs)
+
+        def run(state: PVIState, q: Any, weights: dict, arrays: list) -> Any:
+            args, kwargs = join_arguments(arrays, static)
+            return best_of_short_runs(engine.problem(state, args, kwargs), q, weights, engine.noise(state.rng_key))
+
+        q = look(run, state, q, first_weights(plan, key), arrays)
+    return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))
+
+
+# ------------------------------------------------------------------------------------------------------ matched moments
+# PowerEP under AutoExponentialFamily: what is decided at init, and what a state says of its visits.
+
+# How tilted moments are taken, in words.
+_WORDS = {
+    "exact": "closed form",
+    "quadrature": "quadrature over the latents",
+    "importance": "weighted draws",
+    "laplace": "weighted draws of a Laplace approximation",
+    "mcmc": "mcmc",
+}
+
+
+def expectation_of(solver: Any) -> str:
+    """How a solver has the expectations of factors taken: as of :func:`numpyro_pvi.expectations.find_structure`."""
+    if solver.matches_moments:
+        return "values"
+    return "exact" if solver.closed_form else solver.expectation
+
+
+def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
+    """A first state with the ways to take tilted moments, where the solver matches them.
+
+    Args:
+        engine: of the fit.
+        state: with a normalisable q.
+        args: positional arguments as arrays.
+        kwargs: keyword arguments as arrays.
+
+    Returns:
+        The state; as it is under solvers that match no moments.
+
+    Raises:
+        PVIError: for latents inside the partitioned plate, or moments that do not fit a factor.
+    """
+    if not engine.solver.matches_moments:
+        return state
+    plan: Any = state.plan
+    solver: Any = engine.solver
+    check_tilted(plan, type(solver).__name__)
+    arrays, static = split_arguments(args, kwargs)
+
+    def affine(state: PVIState, arrays: list) -> Any:
+        args, kwargs = join_arguments(arrays, static)
+        problem = factors_of(engine.problem(state, args, kwargs), solver)
+        return jointly_affine(problem, state.sites, engine.noise(state.rng_key))
+
+    likelihood, prior = look(affine, state, arrays)
+    plan = with_tilted(plan, solver, (bool(likelihood), bool(prior)))
+    state = dataclasses.replace(state, plan=plan)
+    fields = engine.unvisited(state, posterior(state.prior, state.sites), float_dtype(), None, args, kwargs)
+    return dataclasses.replace(state, **fields | {"report": state.report})
+
+
+def matching_info(state: PVIState) -> dict[str, Any]:
+    """What the last visits found, as fields of :class:`numpyro_pvi.PVIInfo`.
+
+    Args:
+        state: of a fit that matches moments.
+
+    Returns:
+        Fields by name: ``ess``, ``expectation``, ``notes``, ``rhat`` and ``divergent``.
+    """
+    plan: Any = state.plan
+    groups, prior = jax.device_get((state.solver_state, state.prior_solver_state))
+    count = len(plan.partition.table.labels)
+    ways = [(groups, _WORDS[plan.tilted[0]], count)]
+    if prior is not None:
+        ways.insert(0, (prior, _WORDS[plan.tilted[1]], 1))
+
+    def read(of: Callable[[Any], Any]) -> np.ndarray:
+        return np.concatenate([np.broadcast_to(of(one), size) for one, _, size in ways])
+
+    def of_chains(name: str) -> np.ndarray:
+        readings = {id(one): chain_reading(one, name) for one, *_ in ways}
+        return read(lambda one: np.nan if readings[id(one)] is None else readings[id(one)])
+
+    rhat, divergent = of_chains("rhat"), of_chains("divergent")
+    words = [word for _, word, size in ways for _ in range(size)]
+    return {
+        "ess": read(lambda one: np.asarray(one.ess)),
+        "expectation": tuple("mcmc" if x == x else word for x, word in zip(rhat, words, strict=True)),
+        "notes": moment_notes(state),
+        "rhat": rhat,
+        "divergent": divergent,
+    }
+
+
+# --------------------------------------------------------------------------------------------------- structure given up
+# What a fit under AutoExponentialFamily does when the model contradicts its structure: components are drawn, q stays.
+
+
+def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list, static: tuple) -> PVIState:
+    """The state with the contradicted structure given up: see :func:`numpyro_pvi._verified.demoted`."""
+    args, kwargs = join_arguments(dynamic, static)
+    names: dict[str, list[str]] = {"likelihood": [], "prior factor": [], "prior": []}
+    for one in found:
+        factor, name = one.claim.split("/")
+        names[factor].append(name)
+    notes = tuple(_remark(state, one) for one in found)
+    try:
+        if names["prior"]:
+            state = _with_prior_factor(pvi, state, names["prior"], args, kwargs)
+        state = dataclasses.replace(state, plan=_drawn(pvi, state, names, notes))
+    except PVIError as error:
+        raise cannot_go_on(error, notes) from error
+    return _begun_again(pvi, state, args, kwargs)
+
+
+def _remark(state: PVIState, found: Contradiction) -> str:
+    factor, name = found.claim.split("/")
+    plan: Any = state.plan
+    if factor == "prior":
+        return remark(state, found, f"the prior of {name!r} was held exactly", "it is a factor of its own")
+    structure = plan.likelihood if factor == "likelihood" else plan.prior_factor
+    words = {"absent": "constant in", "predictors": "a function of one or two predictors of"}
+    kind = words.get(next(role.kind for role in structure.roles if role.name == name), "conjugate in")
+    if factor == "prior factor":
+        return remark(state, found, f"the prior factor was taken as {kind} {name!r}", f"{name!r} is drawn")
+    label = plan.partition.table.labels[found.factor]
+    return remark(state, found, f"its likelihood was taken as {kind} {name!r}", f"{name!r} is drawn", label)
+
+
+def _drawn(pvi: Any, state: PVIState, names: dict[str, list[str]], notes: tuple[str, ...]) -> ProductPlan:
+    """The plan with contradicted components drawn."""
+    plan: Any = state.plan
+    expectation = expectation_of(pvi.solver)
+    likelihood, prior_factor = plan.likelihood, plan.prior_factor
+    if names["likelihood"]:
+        likelihood = with_draws(likelihood, plan.family, names["likelihood"], expectation, "groups' likelihood")
+    if names["prior factor"] and prior_factor is not None:
+        prior_factor = with_draws(prior_factor, plan.family, names["prior factor"], expectation, "prior factor")
+    part = dataclasses.replace(plan.partition, remarks=(*plan.partition.remarks, *notes))
+    return dataclasses.replace(plan, partition=part, likelihood=likelihood, prior_factor=prior_factor, tilted=())
+
+
+def _with_prior_factor(pvi: Any, state: PVIState, names: list[str], args: tuple, kwargs: dict) -> PVIState:
+    """The same q, with the priors of some components in the PRIOR site; what the factor is conjugate in is found around q."""
+    plan: Any = state.plan
+    key, q = jax.random.fold_in(state.rng_key, 0xD1), posterior(state.prior, state.sites)
+    trace = abstract_trace(pvi.model, key, args, kwargs)
+    components = components_of(pvi.guide, {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
+    components = dataclasses.replace(components, start=q)
+    base = Plan(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)})
+    planned = Planned(plan.partition, state.packing, jnp.zeros(0), jnp.zeros(0), {})
+    kept = {*names, *(n for n, _ in plan.family.components if n not in plan.exact)}
+    given = expectation_of(pvi.solver), plan.turns, plan.inside, key, kept
+    call = pvi._engine.call(state, args, kwargs)
+    new, _, _ = plan_product(planned, components, call, base, *given, away=away_from(pvi.guide, call.params, key))
+    # What was found of the groups before stands, with what was already given up of it.
+    proved = new.partition.proved & plan.partition.proved
+    new = dataclasses.replace(
+        new, likelihood=plan.likelihood, partition=dataclasses.replace(new.partition, proved=proved)
+    )
+
+    def only(parts: dict, moved: bool) -> ProductNatural:
+        return ProductNatural(
+            {n: x if (n in names) == moved else jax.tree.map(jnp.zeros_like, x) for n, x in parts.items()}
+        )
+
+    own = only(state.prior.parts, True)
+    own = own if state.sites.prior is None else own + state.sites.prior
+    sites = dataclasses.replace(state.sites, prior=own)
+    return dataclasses.replace(state, plan=new, prior=only(state.prior.parts, False), sites=sites)
+
+
+def _begun_again(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
+    """The state with its schedule and solver at their beginnings."""
+    dtype, last = float_dtype(), state.report
+    fields = pvi._engine.unvisited(state, posterior(state.prior, state.sites), dtype)
+    report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    fresh = dataclasses.replace(state, **fields | {"report": report})
+    return ready_to_match(pvi._engine, fresh, args, kwargs)
+
+
+# -------------------------------------------------------------------------------------------------------------- the fit
 
 _RUNTIMES = Vmap, LaxMap
 

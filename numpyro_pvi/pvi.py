@@ -13,10 +13,9 @@ from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
 from ._arriving_groups import Newcomers, arrival_mode
-from ._closures import Followed, check_picklable, follows
+from ._closures import Followed, check_picklable, follows, read_prior, with_prior_of_now
 from ._compiling import is_traced, on_device
-from ._demoted import demoted
-from ._driver import BLOCK, Run, drive, waiting
+from ._driver import BLOCK, Progress, Run, begin, drive, waiting
 from ._group_lifecycle import (
     begin_chains,
     check_rows,
@@ -30,6 +29,7 @@ from ._group_lifecycle import (
 from ._initial import (
     better_start,
     check_structure,
+    default_partitions,
     init_optim,
     initial_params,
     param_values,
@@ -37,18 +37,12 @@ from ._initial import (
     spread_params,
     start_mode,
     streams,
+    taken,
 )
-from ._inspection import open_call
-from ._locals import by_unit
 from ._posterior_views import NaturalView, describe, trace_of
-from ._prior_now import read_prior, with_prior_of_now
-from ._prototype import prepare_guide
-from ._resume import Progress, begin
-from ._row_states import choose_rows, dense_form
-from ._saving import load_state, save_state
+from ._saving import load_state, prepare_guide, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._state_marginals import group_view, guide_params, marginals, own_marginals
-from ._swap import default_partitions, taken
+from ._state_marginals import by_unit, choose_rows, dense_form, group_view, guide_params, marginals, own_marginals
 from ._user_inputs import (
     arrive_groups,
     check_choices,
@@ -62,6 +56,7 @@ from ._user_inputs import (
     float_dtype,
     introduce,
     level_for,
+    open_call,
     positional_names,
     refuse_two_starts,
     run_rounds,
@@ -69,7 +64,7 @@ from ._user_inputs import (
     shell_for,
     start_arrays,
 )
-from ._verified import Memory, Verifier, after_update
+from ._verified import Memory, Verifier, after_update, demoted
 from .factors import (
     Layout,
     abstract_trace,

@@ -13,11 +13,10 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PRIOR, PVI, DataError, Partition, PartitionError, PVIError, SkippedGroupError, StateError
-from numpyro_pvi.factors._arrival import _pack_padded
-from numpyro_pvi.runtime._rows import GroupRows
+from numpyro_pvi.factors._plan import _pack_padded
+from numpyro_pvi.runtime._factors import GroupRows
 from numpyro_pvi.schedules import Streaming, Synchronous
-from numpyro_pvi.sites import posterior
-from numpyro_pvi.sites._slots import add_slots, keep_slots, stack_sites
+from numpyro_pvi.sites import add_slots, keep_slots, posterior, stack_sites
 from numpyro_pvi.solvers import Conjugate, LocalELBO
 
 KEY = jax.random.key(0)

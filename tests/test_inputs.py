@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, DataError, GuideError, Partition, PartitionError, PVIError
 from numpyro_pvi.schedules import Asynchronous, Decentralized
-from numpyro_pvi.schedules._delays import delay_sampler
+from numpyro_pvi.schedules._network import delay_sampler
 
 KEY = jax.random.key(0)
 N = 12

@@ -11,9 +11,7 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, PVIError
-from numpyro_pvi.diagnostics._calls import map_draws
-from numpyro_pvi.diagnostics._khat import USABLE, log_importance_weights, settled
-from numpyro_pvi.diagnostics._psis import pareto_khat
+from numpyro_pvi.diagnostics import USABLE, log_importance_weights, map_draws, pareto_khat, settled
 from numpyro_pvi.factors import Layout
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
 
@@ -95,12 +93,12 @@ class TestLogImportanceWeights:
 
     def test_batches_do_not_change_the_result(self, rng_key, data, monkeypatch, tolerance):
         at_once = weights(rng_key, data, [0.0, 0.0], np.eye(2), num_samples=37)
-        monkeypatch.setattr("numpyro_pvi.diagnostics._calls.BATCH_ELEMENTS", 70)
+        monkeypatch.setattr("numpyro_pvi.diagnostics.BATCH_ELEMENTS", 70)
         in_batches = weights(rng_key, data, [0.0, 0.0], np.eye(2), num_samples=37)
         np.testing.assert_allclose(at_once, in_batches, rtol=tolerance, atol=10 * tolerance)
 
     def test_batch_is_bounded(self, monkeypatch):
-        monkeypatch.setattr("numpyro_pvi.diagnostics._calls.BATCH_ELEMENTS", 100)
+        monkeypatch.setattr("numpyro_pvi.diagnostics.BATCH_ELEMENTS", 100)
         jaxpr = str(jax.make_jaxpr(lambda d: map_draws(lambda z: jnp.outer(z, z), d, 50))(jnp.ones((50, 5))))
         assert "[4,5,5]" in jaxpr and "[12,4,5,5]" in jaxpr
 

@@ -13,8 +13,7 @@ import pytest
 from scipy import stats
 
 from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, ImproperError, Partition, PVIError
-from numpyro_pvi.diagnostics._khat_product import product_group_weights, product_weights
-from numpyro_pvi.diagnostics._psis import pareto_khat
+from numpyro_pvi.diagnostics import pareto_khat, product_group_weights, product_weights
 from numpyro_pvi.families import BetaNatural, CategoricalFamily, GammaNatural, ProductNatural
 from numpyro_pvi.sites import posterior
 

@@ -21,8 +21,8 @@ from scipy import optimize
 from numpyro_pvi import PVI, Partition, PartitionError
 from numpyro_pvi.factors import ModelCall, row_log_likelihood
 from numpyro_pvi.factors import _enumerate as enumeration
+from numpyro_pvi.factors._arguments import as_arrays
 from numpyro_pvi.factors._planner import plan_factors
-from numpyro_pvi.factors._validate import as_arrays
 from numpyro_pvi.schedules import Sequential, Synchronous
 
 KEY = jax.random.key(0)

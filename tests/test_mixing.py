@@ -12,7 +12,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.families import GaussianNatural
-from numpyro_pvi.schedules import Synchronous, _mixing
+from numpyro_pvi.schedules import Synchronous, _synchronous
 from numpyro_pvi.solvers import NaturalGradient
 
 NUM_ROWS = 24
@@ -41,7 +41,7 @@ def _pvi(num_groups: int = 1, schedule: Synchronous | None = None) -> PVI:
 def _fit(num_groups: int, rounds: int) -> np.ndarray:
     """Losses by round."""
     fit = _pvi(num_groups).run(jax.random.key(0), rounds, *_data(), progress_bar=False)
-    assert (fit.state.schedule_state.mixing is not None) == (NUM_ROWS >= _mixing.LEAST_ROWS)
+    assert (fit.state.schedule_state.mixing is not None) == (NUM_ROWS >= _synchronous.LEAST_ROWS)
     return np.asarray(fit.losses)
 
 
@@ -49,7 +49,7 @@ def _fit(num_groups: int, rounds: int) -> np.ndarray:
 def extrapolated(monkeypatch):
     """The rule for many rows on few, and no program compiled under another."""
     jax.clear_caches()
-    monkeypatch.setattr(_mixing, "LEAST_ROWS", 16)
+    monkeypatch.setattr(_synchronous, "LEAST_ROWS", 16)
     yield
     jax.clear_caches()
 
@@ -79,13 +79,13 @@ def test_fewer_rounds_reach_the_same_optimum_whatever_the_partition(plain, extra
 
 
 def test_a_mixture_that_looks_back_is_seen(plain, extrapolated, monkeypatch):
-    right = _mixing.mixing_shares
+    right = _synchronous.mixing_shares
 
     def back(gram, filled):
         shares = -right(gram, filled)[:-1]
         return jnp.append(shares, 1.0 - jnp.sum(shares))
 
-    monkeypatch.setattr(_mixing, "mixing_shares", back)
+    monkeypatch.setattr(_synchronous, "mixing_shares", back)
     with pytest.raises(AssertionError):
         _pays(plain, _fit(1, 30))
 

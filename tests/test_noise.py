@@ -11,9 +11,9 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.expectations import Expected
 from numpyro_pvi.families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
-from numpyro_pvi.runtime import _contradictions
+from numpyro_pvi.runtime import _local
 from numpyro_pvi.schedules import Evaluation, move_in_nats
-from numpyro_pvi.schedules._noise import Averaging, averaging_step
+from numpyro_pvi.schedules._acceptance import Averaging, averaging_step
 from numpyro_pvi.sites import SiteStack
 from numpyro_pvi.solvers import NaturalGradient
 
@@ -137,10 +137,10 @@ def largest_steps(pairs):
 
 
 def test_steps_do_not_wither_where_draws_contradict_themselves(monkeypatch):
-    monkeypatch.setattr(_contradictions, "_MOST_PAIRS", 1)
+    monkeypatch.setattr(_local, "_MOST_PAIRS", 1)
     assert np.mean(largest_steps(14) < 0.05) < 0.15
     # Judged by the draws' word alone, a step in two is halved to nothing.
-    monkeypatch.setattr(_contradictions, "_NOISE_SHARE", 0.0)
+    monkeypatch.setattr(_local, "_NOISE_SHARE", 0.0)
     assert np.mean(largest_steps(15) < 0.05) > 0.3
 
 
@@ -155,7 +155,7 @@ def excused(shift, step, units=None):
         (sites, Evaluation(q, family.moments(q), groups, None, zero, zero, zero, None, jnp.array(False)))
         for q in (new, old)
     )
-    return float(_contradictions.fall_explained(family, [None], after, before, jnp.asarray(step), units))
+    return float(_local.fall_explained(family, [None], after, before, jnp.asarray(step), units))
 
 
 def test_noise_excuses_falls_near_the_optimum_and_none_of_a_step_that_throws_q_far(monkeypatch):
@@ -165,5 +165,5 @@ def test_noise_excuses_falls_near_the_optimum_and_none_of_a_step_that_throws_q_f
     assert excused(1.5, 1.0) == 0.0
     assert excused(1.5, 1.0, (4, 3)) == pytest.approx(2 * 1.5**2)
     assert excused(3.0, 1.0, (4, 3)) == 0.0
-    monkeypatch.setattr(_contradictions, "_FARTHEST", np.inf)
+    monkeypatch.setattr(_local, "_FARTHEST", np.inf)
     assert excused(30.0, 1.0) == pytest.approx(2 * 30.0**2)

@@ -17,11 +17,9 @@ PACKAGE = ROOT / "numpyro_pvi"
 
 # A module may import its own room and the rooms before it in this list.
 ROOMS = (
-    "_compiling",
-    "_derivatives",
-    "_numerics",
     "errors",
-    "_contracts",
+    "_compiling",
+    "_numerics",
     "families",
     "sites",
     "handlers",
@@ -40,40 +38,20 @@ ROOMS = (
 # Private modules beside pvi.py that are parts of the shell: same room, same rights.
 _SHELL = (
     "_arriving_groups",
-    "_cache",
     "_checkpoint",
     "_closures",
-    "_codec",
-    "_demoted",
     "_driver",
-    "_endings",
-    "_exponential_demoted",
-    "_exponential_files",
-    "_exponential_locals",
-    "_exponential_matching",
-    "_exponential_partial",
     "_exponential_plan",
     "_exponential_pvi",
-    "_exponential_stream",
-    "_fingerprint",
     "_group_lifecycle",
     "_initial",
-    "_inspection",
-    "_locals",
     "_posterior_views",
-    "_prior_now",
-    "_prototype",
-    "_resume",
-    "_row_states",
     "_saving",
-    "_snapshot",
     "_state_marginals",
-    "_swap",
     "_user_inputs",
     "_verified",
-    "_wording",
 )
-_GUIDES = ("_exponential_guide", "_guide_setup", "_latent_families", "_marginals", "_quantiles")
+_GUIDES = ("_exponential_guide",)
 PARTS = dict.fromkeys(_SHELL, "pvi") | dict.fromkeys(_GUIDES, "guides")
 PUBLIC_MODULES = (
     "numpyro_pvi",

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.factors import _planner
-from numpyro_pvi.factors._checks import is_hostile
+from numpyro_pvi.factors._mechanism import is_hostile
 from numpyro_pvi.runtime import _starts
 
 

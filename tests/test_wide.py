@@ -15,7 +15,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.families import MultivariateNormalFamily
-from numpyro_pvi.runtime import _extrapolate, _wide
+from numpyro_pvi.runtime import _refinement
 
 NUM_ROWS, DIM, SCALE = 48, 3, 8.0
 SIZES = {1: (48,), 3: (9, 25, 14)}
@@ -71,8 +71,8 @@ def _lowest() -> float:
 def apart(monkeypatch):
     """The rule for many rows on few, and no program compiled under another."""
     jax.clear_caches()
-    monkeypatch.setattr(_wide, "LEAST_ROWS", 16)
-    monkeypatch.setattr(_wide, "SHARE", 6)
+    monkeypatch.setattr(_refinement, "LEAST_ROWS", 16)
+    monkeypatch.setattr(_refinement, "SHARE", 6)
     yield
     jax.clear_caches()
 
@@ -100,7 +100,7 @@ def test_few_rounds_reach_the_optimum_whatever_the_partition(apart):
 
 
 def test_without_rows_apart_rounds_are_many():
-    assert NUM_ROWS < _wide.LEAST_ROWS
+    assert NUM_ROWS < _refinement.LEAST_ROWS
     with pytest.raises(AssertionError):
         _reaches(np.asarray(_fit(1, 8)[1].losses), _lowest())
 
@@ -135,19 +135,19 @@ def test_a_pass_with_rows_apart_is_the_pass(apart, num_groups):
 
 
 def test_rows_counted_twice_are_seen(apart, monkeypatch):
-    monkeypatch.setattr(_wide.WideRows, "without", lambda self, chunks, slots: chunks)
+    monkeypatch.setattr(_refinement.WideRows, "without", lambda self, chunks, slots: chunks)
     with pytest.raises(AssertionError):
         _same_pass(3)
 
 
 def test_a_search_whose_change_has_the_wrong_sign_is_seen(apart, monkeypatch):
-    whole = _wide.climb
+    whole = _refinement.climb
 
     def turned(start, found, value):
         best, usable = whole(start, found, value)
         return best._replace(numbers=jax.tree.map(lambda new, old: 2 * old - new, best.numbers, start.numbers)), usable
 
-    monkeypatch.setattr(_wide, "climb", turned)
+    monkeypatch.setattr(_refinement, "climb", turned)
     with pytest.raises(AssertionError):
         _reaches(np.asarray(_fit(1, 8)[1].losses), _lowest())
 
@@ -164,10 +164,10 @@ def test_mixing_converges_where_plain_steps_run_away():
         target = family.natural(goal.precision_mean + slopes * off, 0.5 * (point.natural.precision + goal.precision))
         away = point.natural.precision - goal.precision
         energy = -jnp.sum(off**2) - jnp.sum(away**2)
-        return energy, jnp.abs(energy), family.moments(point.natural), _wide._Rows(target, ())
+        return energy, jnp.abs(energy), family.moments(point.natural), _refinement._Rows(target, ())
 
-    start = _wide._Rows(family.natural(goal.precision_mean + 1.0, 1.5 * goal.precision), ())
-    best, usable = _extrapolate.climb(start, value(start), value)
+    start = _refinement._Rows(family.natural(goal.precision_mean + 1.0, 1.5 * goal.precision), ())
+    best, usable = _refinement.climb(start, value(start), value)
     assert bool(usable)
     for a, b in zip(jax.tree.leaves(best.natural), jax.tree.leaves(goal), strict=True):
         assert np.asarray(a) == pytest.approx(np.asarray(b), abs=1e-3)

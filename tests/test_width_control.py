@@ -13,7 +13,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily
-from numpyro_pvi.schedules import _width_control
+from numpyro_pvi.schedules import _synchronous
 from numpyro_pvi.sites import SiteStack
 from numpyro_pvi.solvers import NaturalGradient
 
@@ -42,7 +42,7 @@ def setting(lowest, seed=0):
 
 
 def held(problem, proposal, old, moved=(True,) * GROUPS, before=0):
-    return _width_control.hold_width(problem, proposal, old, jnp.asarray(moved), jnp.int32(before))
+    return _synchronous.hold_width(problem, proposal, old, jnp.asarray(moved), jnp.int32(before))
 
 
 def total_of(proposal):
@@ -66,7 +66,7 @@ def test_missing_precision_is_q_s_own(lowest, tolerance):
 
 
 @pytest.mark.parametrize(
-    "lowest, before", [(0.1, 0), (-0.3, _width_control._MOST_HELD)], ids=["normalisable", "late"]
+    "lowest, before", [(0.1, 0), (-0.3, _synchronous._MOST_HELD)], ids=["normalisable", "late"]
 )  # fmt: skip
 def test_other_rounds_are_left_alone(lowest, before):
     problem, proposal, old, _ = setting(lowest)
@@ -128,6 +128,6 @@ def test_held_rounds_do_not_depend_on_the_partition(tolerance):
 
 
 def test_q_widens_without(monkeypatch):
-    monkeypatch.setattr(_width_control, "_MOST_HELD", 0)
+    monkeypatch.setattr(_synchronous, "_MOST_HELD", 0)
     # A number of draws of its own keeps compiled programs apart.
     assert max(widths(*first_rounds(2, 9, 8))) > 1.5

@@ -1,4 +1,4 @@
-"""Expectations of factors whose rows see the latents through one or two affine predictors: 1-D and 2-D quadrature.
+"""Expectations of factors whose rows see the latents through affine predictors: whole factors, single rows, terms.
 
 With predictors ``u_i = a_i^T theta + c_i`` a row's gradient and Hessian are ``sum_i a_i psi_i`` and ``sum_ij psi_ij a_i
 a_j^T``, so the expectations need the Gaussian law of (u_1, u_2) only, and a factor's natural parameters are two or five
@@ -8,20 +8,37 @@ numbers per row, contracted with the design once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+import numpyro.distributions as dist
+from jax.custom_derivatives import SymbolicZero
+from jax.scipy.stats import norm
+from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import clip_psd_2x2
-from ..factors import ModelCall, TermData, TermSpec, prepare_term, term_log_prob
-from ..families import GaussianFamily, GaussianMoments
+from ..errors import PVIError
+from ..factors import (
+    Instead,
+    Layout,
+    ModelCall,
+    SeenCall,
+    TermData,
+    TermSpec,
+    ValueCall,
+    claimed_term,
+    prepare_term,
+    term_log_prob,
+)
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ._expected import Expected
-from ._rules import RULES
-from .quadrature import expect_1d, expect_2d
+from ._rules import RULES, TOLERANCE, fixed_nodes
+from .quadrature import derivatives, expect_1d, expect_2d, refined, rule_index
 
 # Which rows count, by partitioned axis.
 Masks = Mapping[str | None, Bool[Array, "R"]]
@@ -342,3 +359,496 @@ def _size(shape: tuple[int, ...]) -> int:
     for length in shape:
         size *= length
     return size
+
+
+# ---------------------------------------------------------------------------------------------------------- single rows
+# Expectations of single rows under the Gaussian law of their affine predictors: what streaming updates are made of.
+#
+# A row of a term with P predictors and E elements sees K = P E numbers ``u = A theta + c``, so that an update needs the
+# law of u only: its mean, its covariance ``A V A^T``, and what the row's log-likelihood says there.
+
+# Slope of the probit that stands in for the logistic function: sigma(x) is about Phi(.61 x) (003, lemma 4).
+PROBIT_SLOPE = 0.61
+# Below this sd a row's curvature is read from second derivatives, above it from Stein's identity, which sees kinks.
+_STEIN_SD = 0.03
+# How much wider than the fitted law the rule for a row's normaliser reaches.
+_WIDER = 1.5
+ROW_RULES = ("exact", "quadrature", "probit")
+
+
+class RowExpected(NamedTuple):
+    """What a row says at a Gaussian law of its K predictors."""
+
+    # E log l, nats.
+    value: Float[Array, ""]
+    gradient: Float[Array, "K"]
+    # -E hess log l.
+    curvature: Float[Array, "K K"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowProgram:
+    """Single rows of affine terms.
+
+    Args:
+        terms: the structure of every term.
+        rule: "exact" (quadratic log-likelihoods, in closed form: 003, lemma 7), "quadrature", or "probit" (a Bernoulli
+            response whose logistic function is taken for a probit: 003, lemma 4).
+    """
+
+    terms: tuple[TermSpec, ...]
+    rule: str
+
+    def check(self, data: tuple[TermData, ...]) -> None:
+        """Refuse what the rule does not fit.
+
+        Args:
+            data: the arrays of one row, of which only structure is read.
+
+        Raises:
+            PVIError: naming the sample site.
+        """
+        if self.rule != "probit":
+            return
+        for spec, term in zip(self.terms, data, strict=True):
+            if not _is_logistic(spec, term.fn):
+                raise PVIError(
+                    f"expectation='probit' takes the logistic function for a probit, but sample site {spec.site!r} is "
+                    f"{type(term.fn).__name__}, not a Bernoulli with affine logits: leave expectation='quadrature'."
+                )
+
+    def linear(self, data: tuple[TermData, ...]) -> tuple[Float[Array, "K D"], Float[Array, "K"]]:
+        """The design rows and the offsets of one row's predictors.
+
+        Args:
+            data: the arrays of one row.
+
+        Returns:
+            ``(A, c)``.
+        """
+        rows, offsets = [], []
+        for term in data:
+            size = _num_elements(term)
+            for design, offset in zip(term.design, term.offset, strict=True):
+                rows.append(jnp.broadcast_to(design, (size, design.shape[-1])))
+                offsets.append(jnp.broadcast_to(offset, (size,)))
+        return jnp.concatenate(rows), jnp.concatenate(offsets)
+
+    def expected(
+        self, data: tuple[TermData, ...], mean: Float[Array, "K"], covariance: Float[Array, "K K"], value: bool = True
+    ) -> RowExpected:
+        """Expectations of one row.
+
+        Args:
+            data: the arrays of one row.
+            mean: of its predictors.
+            covariance: of its predictors.
+            value: whether the value is asked for; 0 stands for it where it is not.
+
+        Returns:
+            The row's expectations.
+        """
+        at, total = 0, jnp.zeros((), mean.dtype)
+        gradient, curvature = jnp.zeros_like(mean), jnp.zeros_like(covariance)
+        for spec, term in zip(self.terms, data, strict=True):
+            count, size = len(term.design), _num_elements(term)
+            here = slice(at, at + count * size)
+            block = covariance[here, here].reshape(count, size, count, size)
+            pairs = {(i, j): jnp.diagonal(block[i, :, j]) for i in range(count) for j in range(i, count)}
+            means = tuple(mean[here].reshape(count, size))
+            found, slopes, bends = self._term(spec, term, means, pairs, value)
+            total = total + jnp.sum(found)
+            gradient = gradient.at[here].set(jnp.concatenate(slopes))
+            rows = [
+                jnp.concatenate([jnp.diag(-bends[min(i, j), max(i, j)]) for j in range(count)], 1) for i in range(count)
+            ]
+            curvature = curvature.at[here, here].set(jnp.concatenate(rows))
+            at += count * size
+        return RowExpected(total, gradient, curvature)
+
+    def value(self, data: tuple[TermData, ...], mean: Float[Array, "K"], covariance: Float[Array, "K K"]) -> Array:
+        """``E log l`` of one row in nats, by the row's own likelihood whatever the rule."""
+        rule = dataclasses.replace(self, rule="quadrature") if self.rule == "probit" else self
+        return rule.expected(data, mean, covariance).value
+
+    def log_normaliser(self, data, weight, mean, sd, new_mean, new_sd) -> Float[Array, ""]:
+        """``log int l(u)^w N(u; mean, sd^2) du`` of a row with one predictor, in nats.
+
+        Args:
+            data: the arrays of one row, of one term with one element.
+            weight: w.
+            mean: of the predictor before the update.
+            sd: its standard deviation.
+            new_mean: the mean after it, around which the nodes are laid.
+            new_sd: the standard deviation after it.
+
+        Returns:
+            The log normaliser of the exact update.
+        """
+        nodes, weights = (jnp.asarray(x, mean.dtype) for x in fixed_nodes("trapezoid", mean.dtype.name))
+        wide = _WIDER * new_sd
+        points = new_mean + wide * nodes
+        (spec,), (term,) = self.terms, data
+        values = jax.vmap(lambda u: term_log_prob(spec, term, (u[None],))[0])(points)
+        logs = weight * values + norm.logpdf(points, mean, sd) - norm.logpdf(points, new_mean, wide)
+        return jax.scipy.special.logsumexp(logs, b=weights)
+
+    def _term(self, spec: TermSpec, term: TermData, mean: tuple[Array, ...], pairs: dict, value: bool):
+        """Value, slopes and second derivatives of every element of one term."""
+        if self.rule == "probit":
+            response, scale = jnp.reshape(jnp.asarray(term.value, mean[0].dtype), (-1,)), PROBIT_SLOPE
+            scale = scale / jnp.sqrt(1.0 + scale**2 * pairs[0, 0])
+            slope = response - norm.cdf(scale * mean[0])
+            bend = -scale * norm.pdf(scale * mean[0])
+            return jnp.zeros_like(slope), (term.scale * slope,), {(0, 0): term.scale * bend}
+        first = mean[0]
+        if len(mean) > 1:
+            level = RULES.index("gh20" if self.rule == "quadrature" else "gh8")
+            return _row_expectations(spec, term, mean, pairs, level, len(RULES) - 1)[:3]
+
+        def row_fn(u):
+            return term_log_prob(spec, term, (u,))
+
+        if self.rule == "exact":
+            value_, slope, bend = derivatives(row_fn, first)
+            return value_ + 0.5 * bend * pairs[0, 0], (slope,), {(0, 0): bend}
+        return _by_nodes(row_fn, first, jnp.sqrt(jnp.maximum(pairs[0, 0], 0.0)), value)
+
+
+def _by_nodes(row_fn, mean: Float[Array, "E"], sd: Float[Array, "E"], value: bool):
+    """All nodes at once: a row is too short for a loop over them."""
+    nodes, weights = (jnp.asarray(x, mean.dtype) for x in fixed_nodes("trapezoid", mean.dtype.name))
+    values, slopes, bends = jax.vmap(lambda z: derivatives(row_fn, mean + sd * z))(nodes)
+    slope = weights @ slopes
+    safe = jnp.maximum(sd, _STEIN_SD)
+    bend = jnp.where(sd > _STEIN_SD, (weights * nodes) @ slopes / safe, weights @ bends)
+    return weights @ values if value else jnp.zeros_like(slope), (slope,), {(0, 0): bend}
+
+
+def _num_elements(term: TermData) -> int:
+    return int(np.prod(term.fn.batch_shape))
+
+
+def _is_logistic(spec: TermSpec, fn: Any) -> bool:
+    kinds = {"logits": dist.BernoulliLogits, "probs": dist.BernoulliProbs}
+    if len(spec.predictors) != 1 or len(spec.leaves) != 1:
+        return False
+    ((path, link),) = {(p.path, p.link) for p in spec.predictors}
+    wanted = {"logits": "identity", "probs": "logit"}.get(path)
+    return link == wanted and isinstance(fn, kinds[path])
+
+
+# -------------------------------------------------------------------------------------------------- two numbers per row
+# Expectations of rows with one affine predictor each, as two numbers per row and nothing over the latents.
+
+
+class RowNumbers(NamedTuple):
+    """Of every row: value in nats, the site that it wants, and how good its quadrature is."""
+
+    value: Float[Array, "P"]
+    target: GaussianNatural
+    error: Float[Array, "P"]
+    weight: Float[Array, "P"]
+    spread: Float[Array, "P"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowNumbersProgram:
+    """Quadrature over one predictor per row. Its predictors are ``offset + z`` with z as q has it.
+
+    Args:
+        terms: the structure of every term.
+        data: their arrays on all rows.
+        num_rules: how many of the quadrature rules are compiled in.
+        dim: D, the number of latents.
+    """
+
+    terms: tuple[TermSpec, ...]
+    data: tuple[TermData, ...]
+    num_rules: int
+    dim: int
+
+    def rows(
+        self, loc: Float[Array, "P"], variance: Float[Array, "P"], counted: Bool[Array, "P"], level: Any, clip: Any
+    ) -> RowNumbers:
+        """One pass over all rows.
+
+        Args:
+            loc: mean of z.
+            variance: of z.
+            counted: which rows belong to a group.
+            level: Int[] quadrature rule.
+            clip: whether (a bool, traced or not) to raise curvatures to zero.
+
+        Returns:
+            Expectations by row: the site wanted has ``l = -E[f'']`` and ``h = E[f'] + l E[z]``.
+        """
+        parts, start = [], 0
+        for spec, data in zip(self.terms, self.data, strict=True):
+            where = slice(start, start + _num_elements(data))
+            parts.append(self._term(spec, data, loc[where], variance[where], counted[where], level, clip))
+            start = where.stop
+        value, vector, weight, error, size = (jnp.concatenate(column) for column in zip(*parts, strict=True))
+        spread = jnp.sqrt(jnp.where(counted, variance, 0.0))
+        return RowNumbers(value, GaussianNatural(vector, weight), error, size, spread)
+
+    def _term(self, spec: TermSpec, data: TermData, loc, variance, counted, level, clip):
+        mean, covariance = (loc + data.offset[0],), {(0, 0): variance}
+        value, slopes, hess, error = _row_expectations(spec, data, mean, covariance, level, self.num_rules)
+        size = jnp.where(counted, jnp.abs(hess[0, 0]) * jnp.abs(variance), 0.0)
+        wrong = jnp.where(counted, _error_beyond_rounding(error, size, mean), 0.0)
+        weight = jnp.where(counted, -hess[0, 0], 0.0)
+        if clip is not False:
+            weight = jnp.where(clip, jnp.clip(weight, 0.0, None), weight)
+        vector = jnp.where(counted, slopes[0], 0.0) + weight * loc
+        return jnp.where(counted, value, 0.0), vector, weight, wrong, size
+
+    def sums(self, rows: RowNumbers, group: Int[Array, "P"], count: int) -> Expected:
+        """Rows summed by group; the sites that all of them want stay row by row, under a leading axis of 1."""
+        # What is nobody's goes to a place beyond the last.
+        owner = jnp.where(group < 0, count, group)
+
+        def total(x):
+            return jnp.zeros((count + 1,), x.dtype).at[owner].add(x)[:count]
+
+        spread = jnp.zeros((count + 1,), rows.spread.dtype).at[owner].max(rows.spread)[:count]
+        target = GaussianNatural(rows.target.precision_mean[None], rows.target.precision[None])
+        # The relative error of a pass is judged against the number of latents, which the product's length tells.
+        product = jnp.zeros((count, self.dim), rows.value.dtype)
+        return Expected(total(rows.value), target, product, total(rows.error), total(rows.weight), spread)
+
+    def one_group(self, rows: RowNumbers, mine: Bool[Array, "P"]) -> Expected:
+        """The sums of one group, with the sites that its rows want, zero for others."""
+
+        def total(x):
+            return jnp.sum(jnp.where(mine, x, 0.0))
+
+        vector, precision = (jnp.where(mine, x, 0.0) for x in (rows.target.precision_mean, rows.target.precision))
+        spread = jnp.max(jnp.where(mine, rows.spread, 0.0))
+        product = jnp.zeros((self.dim,), rows.value.dtype)
+        target = GaussianNatural(vector, precision)
+        return Expected(total(rows.value), target, product, total(rows.error), total(rows.weight), spread)
+
+
+# ---------------------------------------------------------------------------------------------- given all other latents
+# Expectations of terms that see normal latents through one or two affine predictors, given all other latents.
+#
+# Element e of a term is ``f_e(u)`` with ``u_i = a_ei^T w + c_ei``. Under a normal q of w the predictors have a normal
+# law of their own, with means ``a^T m + c`` and covariances ``a_i^T V a_j``, and quadrature over that law gives ``E
+# f``, ``E f_i`` and ``E f_ij``. They are the derivatives of ``E f`` in the law (Bonnet's and Price's theorems),
+#
+#     d E f / d mean_i = E f_i,    d E f / d cov_ii = 1/2 E f_ii,    d E f / d cov_12 = E f_12,
+#
+# so that the transpose of the map from (m, V) to the law makes the message. What else f depends on (a dispersion that
+# is drawn, a precision at a sign's point) has the derivative ``E df/dx``, by the same rule.
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictorLaw:
+    """The law of the normal latents that a factor sees through predictors.
+
+    Args:
+        terms: what was found of every term that sees them.
+        layout: of the latents in one vector, end to end.
+        laws: coordinates of the components that they make, in the vector's order: locations and variances of independent
+            normals, or locations and roots of the covariances of normal vectors.
+        num_rules: how many of the quadrature rules are compiled in.
+    """
+
+    terms: tuple[TermSpec, ...]
+    layout: Layout
+    laws: tuple[Any, ...]
+    num_rules: int
+
+    @property
+    def loc(self) -> Float[Array, "D"]:
+        """The vector's mean."""
+        return jnp.concatenate([own.loc.reshape(-1) for own in self.laws])
+
+    def covariance(self, left: Array, right: Array) -> Array:
+        """Covariance of two predictors of the same elements.
+
+        Args:
+            left: a design, Float[E D], or Float[D] of a predictor that all elements share.
+            right: the other's.
+
+        Returns:
+            Float[E], or a number where both are shared.
+        """
+        total: Any = 0.0
+        begin = 0
+        for own in self.laws:
+            here = slice(begin, begin + own.loc.size)
+            total = total + own.between(left[..., here], right[..., here])
+            begin = here.stop
+        return total
+
+
+def expected_terms(law: PredictorLaw, values: Mapping[str, Array]) -> Instead:
+    """Expectations of a factor's terms over the normal latents, given the others.
+
+    Args:
+        law: of the normal latents.
+        values: of all latents, by name; those of the law's are not looked at.
+
+    Returns:
+        A function of the model on some rows, and of which rows count, that gives the terms by sample site, elementwise in nats.
+        It is differentiable once in everything, in reverse mode, too.
+    """
+
+    def read(call: ValueCall, masks: Mapping[str | None, Any]) -> dict[str, Array]:
+        seen = SeenCall(call, values, law.layout)
+        return {spec.site: _expected(law, spec, prepare_term(seen, spec), masks) for spec in law.terms}
+
+    return read
+
+
+def worst_error(
+    law: PredictorLaw, values: Mapping[str, Array], call: ValueCall, masks: Mapping[str | None, Any]
+) -> Float[Array, ""]:
+    """Estimated error of the terms' curvature by the rule that :func:`expected_terms` ends with, relative to the curvature.
+
+    Args:
+        law: of the normal latents.
+        values: of all latents, by name.
+        call: the model on some rows.
+        masks: which of them count, by partitioned axis.
+
+    Returns:
+        The largest of the terms'. It is above the tolerance where even the finest rule that is compiled in missed it.
+    """
+    seen = SeenCall(call, values, law.layout)
+    found = []
+    for spec in law.terms:
+        data = prepare_term(seen, spec)
+        row_fn = partial(_density, spec, data)
+        found.append(_settled(row_fn, *_law_of(law, data), _elements(data, spec, masks), law.num_rules)[1])
+    return jnp.stack(found).max()
+
+
+def claimed_terms(law: PredictorLaw, values: Mapping[str, Array], point: Float[Array, "D"]) -> Instead:
+    """The same terms at one value of the vector, as they would be if their predictors are affine."""
+
+    def read(call: ValueCall, masks: Mapping[str | None, Any]) -> dict[str, Array]:
+        del masks
+        seen = SeenCall(call, values, law.layout)
+        return {spec.site: claimed_term(seen, spec, point)[0] for spec in law.terms}
+
+    return read
+
+
+def _expected(law: PredictorLaw, spec: TermSpec, data: TermData, masks: Mapping[str | None, Any]) -> Array:
+    """One term's expectation, elementwise in its batch shape."""
+    shape, counted = data.fn.batch_shape, _elements(data, spec, masks)
+    # The density reads nothing else of the term.
+    leaves, structure = jax.tree.flatten(dataclasses.replace(data, design=(), offset=()))
+
+    def density(leaves: tuple, *predictors: Array) -> Array:
+        return _density(spec, structure.unflatten(leaves), *predictors)
+
+    expected = _expectation_of(density, shape, law.num_rules)
+    return expected(*_law_of(law, data), counted, tuple(leaves)).reshape(shape)
+
+
+def _density(spec: TermSpec, data: TermData, *predictors: Array) -> Array:
+    return term_log_prob(spec, data, predictors)
+
+
+def _law_of(law: PredictorLaw, data: TermData) -> tuple[tuple, dict]:
+    """Means of a term's predictors, and their covariances by pair, for every element."""
+    count, size = range(len(data.design)), math.prod(data.fn.batch_shape)
+
+    def every(x: Any) -> Array:
+        return jnp.broadcast_to(x, (size,))
+
+    mean = tuple(every(a @ law.loc + c) for a, c in zip(data.design, data.offset, strict=True))
+    pairs = [(i, j) for i in count for j in count if i <= j]
+    return mean, {(i, j): every(law.covariance(data.design[i], data.design[j])) for i, j in pairs}
+
+
+def _expectation_of(density: Callable, shape: tuple[int, ...], num_rules: int) -> Callable:
+    """``E f`` of every element as a function of the predictors' law and of what else f depends on, with its derivatives."""
+
+    def moments(row_fn: Callable, mean: tuple, covariance: dict, counted: Array) -> tuple:
+        return _settled(row_fn, mean, covariance, counted, num_rules)[0]
+
+    @jax.custom_jvp
+    def expected(mean: tuple, covariance: dict, counted: Array, leaves: tuple) -> Array:
+        return moments(partial(density, leaves), mean, covariance, counted)[0]
+
+    def along(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+        mean, covariance, counted, leaves = primals
+        value, slope, bend = moments(partial(density, leaves), mean, covariance, counted)
+        moved = jnp.zeros_like(value)
+        for own, step in zip(slope, tangents[0], strict=True):
+            moved = moved if _still(step) else moved + own * step
+        for pair, step in tangents[1].items():
+            half = 0.5 if pair[0] == pair[1] else 1.0
+            moved = moved if _still(step) else moved + half * bend[pair] * step
+        for k, step in enumerate(tangents[3]):
+            if not _still(step):
+                own = _slope_in(density, leaves, k, shape)
+                moved = moved + moments(own, mean, covariance, counted)[0] * _elementwise(step, shape)
+        return value, moved
+
+    expected.defjvp(along, symbolic_zeros=True)
+    return expected
+
+
+def _slope_in(density: Callable, leaves: tuple, k: int, shape: tuple[int, ...]) -> Callable:
+    """Elementwise derivative of a density in one of the numbers that it depends on, each element's its own."""
+
+    def slope(*predictors: Array) -> Array:
+        def at(x: Array) -> Array:
+            return density((*leaves[:k], x, *leaves[k + 1 :]), *predictors)
+
+        x = jnp.broadcast_to(leaves[k], shape)
+        return jax.jvp(at, (x,), (jnp.ones_like(x),))[1]
+
+    return slope
+
+
+def _elementwise(x: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(x, shape).reshape(-1)
+
+
+def _still(step: Any) -> bool:
+    """Whether a tangent is zero whatever the direction."""
+    return isinstance(step, SymbolicZero) or not jnp.issubdtype(jnp.result_type(step), jnp.inexact)
+
+
+def _settled(
+    row_fn: Callable, mean: tuple, covariance: dict, counted: Array, num_rules: int
+) -> tuple[tuple[Array, tuple, dict], Array]:
+    """``(E f, E f_i, E f_ij)`` of every element by the cheapest rule whose error does no harm, and that error.
+
+    Elements that do not count have zeros.
+    """
+
+    def at(level: Any) -> tuple[Any, Array]:
+        value, slope, bend, error = over_predictors(row_fn, mean, covariance, level, num_rules)
+        size = jnp.where(counted, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in bend.items()), 0.0)
+        wrong = jnp.where(counted, _error_beyond_rounding(error, size, mean), 0.0)
+        found = jax.tree.map(lambda x: jnp.where(counted, x, 0.0), (value, slope, bend))
+        # Curvature much smaller than q's precision needs no relative accuracy.
+        return found, largest(jnp.sum(wrong) / jnp.maximum(jnp.sum(size), 1.0))
+
+    widths = [jnp.max(jnp.where(counted, v, 0.0), initial=0.0) for (i, j), v in covariance.items() if i == j]
+    widest = largest(jnp.sqrt(jnp.maximum(jnp.stack(widths).max(), 0.0)))
+    found, _, error = refined(at, rule_index(widest), TOLERANCE[widest.dtype.name], num_rules)
+    return found, error
+
+
+@jax.custom_batching.custom_vmap
+def largest(x: Array) -> Array:
+    """A number as it is; the largest of all where many are mapped over together, for all of them.
+
+    All rows that are evaluated together then take one rule: a branch that differed between them would be taken by all, twice.
+    """
+    return x
+
+
+@largest.def_vmap
+def _largest_of_all(axis_size: int, in_batched: list[bool], x: Array) -> tuple[Array, bool]:
+    del axis_size
+    return largest(jnp.max(x, axis=0) if in_batched[0] else x), False

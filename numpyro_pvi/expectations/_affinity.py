@@ -1,4 +1,4 @@
-"""How a factor's expectation is taken: what it is affine in is proved on its trace where that can be, and else found by values.
+"""In which latents' statistics a factor is affine: proved on its trace where that can be, else found by values.
 
 For every component of the product family, four values x_1 .. x_4 of a member and a pair of points with the same average
 statistics are put into each term: where the term is affine in T given the other latents, both averages agree. Whether terms
@@ -22,12 +22,85 @@ from jaxtyping import Array
 
 from .._compiling import Program, look
 from ..errors import PVIError
-from ..factors import Form, TermSpec, forms_of, is_affine, unmarked
-from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule
-from ._designs import FEW_SIGNS, MANY_SIGNS, strength_three
-from ._factor_structure import FactorStructure, LatentRole
-from ._mean_space import count_signs, sign_shape
-from ._statistics import marked_component, statistics_of
+from ..factors import Form, Statistics, TermSpec, forms_of, is_affine, marked, unmarked
+from ..families import (
+    BetaFamily,
+    DirichletFamily,
+    ExponentialLawFamily,
+    GammaFamily,
+    InverseGammaFamily,
+    LogNormalFamily,
+    MarkovGaussianFamily,
+    MultivariateNormalFamily,
+    NormalFamily,
+    ProductFamily,
+    ProductNatural,
+    ScalarNormalFamily,
+    VonMisesFamily,
+    base_family,
+    members_of,
+    pair_rule,
+    support_of,
+)
+from ._mean_space import (
+    FEW_SIGNS,
+    MANY_SIGNS,
+    FactorStructure,
+    LatentRole,
+    all_values,
+    count_signs,
+    sign_shape,
+    strength_three,
+)
+
+# -------------------------------------------------------------------------------------------------- statistics as forms
+# Every family's sufficient statistics as the interpreter of traces knows them.
+
+_LOG = frozenset(("log",))
+_QUADRATIC = Statistics(2)
+# A product of two members counts as affine in those of either, given the other's. Of a chain this is so for terms that see one
+# state; (log x)^2, of a log-normal, is not followed.
+_STATISTICS: dict[type, tuple[Statistics, str]] = {
+    ScalarNormalFamily: (_QUADRATIC, ""),
+    NormalFamily: (_QUADRATIC, ""),
+    MultivariateNormalFamily: (_QUADRATIC, ""),
+    MarkovGaussianFamily: (_QUADRATIC, ""),
+    GammaFamily: (Statistics(1, (), _LOG), "+"),
+    InverseGammaFamily: (Statistics(0, (-1.0,), _LOG), "+"),
+    ExponentialLawFamily: (Statistics(1), "+"),
+    LogNormalFamily: (Statistics(0, (), _LOG), "+"),
+    BetaFamily: (Statistics(0, (), frozenset(("log", "log1m"))), "unit"),
+    DirichletFamily: (Statistics(0, (), _LOG), "unit"),
+    VonMisesFamily: (Statistics(0, (), frozenset(("cos", "sin"))), "angle"),
+}
+
+
+def statistics_of(family: Any) -> Statistics:
+    """Functions of a value that a factor may be affine in to be conjugate; none of a family that is not known.
+
+    Args:
+        family: a family; repetitions are looked through.
+
+    Returns:
+        The statistics.
+    """
+    return _STATISTICS.get(type(base_family(family)), (Statistics(), ""))[0]
+
+
+def marked_component(name: str, family: Any) -> Form:
+    """The form of a component's values, with what their support says of their sign.
+
+    Args:
+        name: the component.
+        family: of it.
+
+    Returns:
+        The form.
+    """
+    return marked(name, _STATISTICS.get(type(base_family(family)), (None, ""))[1])
+
+
+# ------------------------------------------------------------------------------------------------------------- affinity
 
 # Values whose average statistics a pair is fitted to, and the backgrounds that the other latents are held at.
 _FITTED, _BACKGROUNDS = 4, 3
@@ -438,3 +511,128 @@ def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str,
                 "which would take draws that are not differentiable: use AutoNormal or AutoMultivariateNormal, or another "
                 f"prior for {name!r}."
             )
+
+
+# ------------------------------------------------------------------------------------ latents with finitely many values
+# Which terms of a factor see a latent with finitely many values, and that every term sees one member of it only.
+
+# Combinations of values that are summed over, and random choices of values that single members are told apart by.
+MOST_VALUES = 256
+_CHOICES = 3
+
+
+def over_values(family: ProductFamily, terms: Callable[[dict], Array]) -> Callable[[dict], Array]:
+    """Terms at every combination of the values of the finite components, all members at the same one.
+
+    Args:
+        family: of q.
+        terms: a factor's terms Float[E] at a dict of values by component.
+
+    Returns:
+        The terms Float[C E] flattened, a function of the values of the other components.
+    """
+    finite = _finite(family)
+    if not finite:
+        return terms
+    cells = all_values({n: k for n, (_, k) in finite.items()})
+    return lambda values: jax.vmap(lambda cell: terms(values | _placed(finite, cell)))(jnp.asarray(cells)).reshape(-1)
+
+
+def sums_of(
+    family: ProductFamily,
+    values: Mapping[str, Array],
+    terms: Callable[[dict], Mapping[str, Array]],
+    structure: FactorStructure,
+    where: str,
+) -> FactorStructure:
+    """Add the components with finitely many values to a factor's structure.
+
+    A term whose elements see the members of such a component one by one, as batch axes align, has the expectation ``sum_k q(k)
+    term(k)``, element by element. That is tested at random values of all members.
+
+    Args:
+        family: of q.
+        values: of the other components.
+        terms: the factor's terms by name, elementwise.
+        structure: found for the other components.
+        where: the factor's name, for messages.
+
+    Returns:
+        The structure, its roles in the family's order.
+
+    Raises:
+        PVIError: for a term that sees several members at once, and where there are too many combinations of values.
+    """
+    finite = _finite(family)
+    if not finite:
+        return structure
+    sizes = {name: size for name, (_, size) in finite.items()}
+    cells = all_values(sizes) if np.prod(list(sizes.values()), dtype=float) <= MOST_VALUES else None
+    if cells is None:
+        raise PVIError(
+            f"latents {', '.join(f'{n} ({k} values)' for n, k in sizes.items())}: the {where} would be summed over every "
+            f"combination of their values, of which at most {MOST_VALUES} are. Mark some for enumeration "
+            "(infer={'enumerate': 'parallel'}) instead of giving them a family."
+        )
+    random = some_values(family, _CHOICES)
+
+    def each_value(values: dict, chosen: dict) -> tuple[dict, dict]:
+        table = jax.lax.map(lambda cell: dict(terms(values | _placed(finite, cell))), jnp.asarray(cells))
+        return table, jax.lax.map(lambda own: dict(terms(values | own)), chosen)
+
+    stacked = {n: jnp.asarray(np.stack([own[n] for own in random])) for n in finite}
+    table, seen = jax.device_get(look(each_value, dict(values), stacked))
+    found: dict[str, list[str]] = {name: [] for name in finite}
+    for term, each in table.items():
+        grid = each.reshape(*sizes.values(), *each.shape[1:])
+        moving = [n for i, n in enumerate(finite) if np.any(grid != np.take(grid, [0], axis=i))]
+        for name in moving:
+            found[name].append(term)
+        _check_alone(term, {n: finite[n][0] for n in moving}, grid, list(finite), random, seen[term], where)
+    return _joined(family, structure, {n: tuple(x) for n, x in found.items()})
+
+
+def some_values(family: ProductFamily, count: int) -> list[dict[str, np.ndarray]]:
+    """Random values of all members of the components that have finitely many, several times."""
+    rng, finite = np.random.default_rng(0), _finite(family)
+    return [{n: rng.integers(0, k, shape) for n, (shape, k) in finite.items()} for _ in range(count)]
+
+
+def _joined(family: ProductFamily, structure: FactorStructure, seen: dict[str, tuple[str, ...]]) -> FactorStructure:
+    own = {role.name: role for role in structure.roles}
+    own |= {name: LatentRole(name, "sum" if names else "absent") for name, names in seen.items()}
+    cells = tuple((name, names) for name, names in seen.items() if names)
+    return dataclasses.replace(structure, roles=tuple(own[n] for n, _ in family.components), cells=cells)
+
+
+def _check_alone(term, moving: dict, grid, names: list[str], random: list, seen, where: str) -> None:
+    """Every element of a term must have the value that its own members' values give."""
+    shape = grid.shape[len(names) :]
+    try:
+        aligned = all(np.broadcast_shapes(own, shape) == shape for own in moving.values())
+    except ValueError:
+        aligned = False
+    tolerance = _TOLERANCE[grid.dtype.name] if moving else 0.0
+    for own, got in zip(random, seen if aligned else (), strict=False):
+        index = [np.broadcast_to(own[n], shape) if n in moving else np.zeros(shape, int) for n in names]
+        wanted = grid[tuple(index) + tuple(np.indices(shape))]
+        both = np.isfinite(wanted) & np.isfinite(got)
+        apart = np.abs(np.where(both, wanted - got, 0.0)) > tolerance * (np.abs(wanted) + np.abs(got) + 1e-30)
+        aligned = aligned and not np.any(both & apart)
+    if moving and not aligned:
+        latents = ", ".join(map(repr, moving))
+        raise PVIError(
+            f"the {where}: elements of {term!r} see several members of discrete latent(s) {latents}, or one by an index: with a "
+            "family each element may depend on the member at its own place in the plates alone. Declare the latent inside the "
+            "plate of the rows that it belongs to, or mark it for enumeration (infer={'enumerate': 'parallel'})."
+        )
+
+
+def _finite(family: ProductFamily) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Members' axes and number of values of every component that has finitely many."""
+    supports = {name: (own, support_of(own)) for name, own in family.components}
+    return {name: (members_of(own), support.size) for name, (own, support) in supports.items() if support is not None}
+
+
+def _placed(finite: Mapping[str, tuple], cell: Any) -> dict[str, Array]:
+    return {name: jnp.full(shape, cell[i]) for i, (name, (shape, _)) in enumerate(finite.items())}

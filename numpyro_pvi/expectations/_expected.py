@@ -1,4 +1,4 @@
-"""What an expectation hands to a solver."""
+"""What an expectation hands to a solver, and the closed form of factors that are quadratic in theta."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..families import GaussianFamily
+from ..families import GaussianFamily, GaussianMoments, MultivariateNormalFamily
 
 
 @jax.tree_util.register_dataclass
@@ -75,3 +75,57 @@ def sum_by_group(chunks: Expected, chunk_group: Int[Array, "C"], num_groups: int
         jax.ops.segment_max(chunks.spread, chunk_group, num_groups, indices_are_sorted=True),
         chunks.local,
     )
+
+
+# ------------------------------------------------------------------------------------------------------------ quadratic
+# Expectations of factors that are quadratic in theta: read off once, in closed form ever after (CVI's conjugate
+# computation).
+
+
+@dataclasses.dataclass(frozen=True)
+class QuadraticProgram:
+    """``f(theta) = c + h^T theta - 1/2 theta^T P theta``, one (c, h, P) per group.
+
+    Args:
+        reader: the program that evaluates the factor at a point (its curvature and gradient there are (P, h)).
+        family: the Gaussian family of q.
+    """
+
+    reader: Any
+    family: GaussianFamily
+    noisy: bool = dataclasses.field(default=False, init=False)
+
+    def working_bytes(self, chunks: Any) -> int:
+        """What a pass over one group holds beside its arrays, in bytes: nothing to speak of."""
+        del chunks
+        return 0
+
+    def expected(
+        self, factor: Expected, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
+    ) -> Expected:
+        """Closed-form expectations of one group's factor.
+
+        Args:
+            factor: value c, and natural parameters (h, P) as the full-covariance target, read at the origin.
+            moments: q.
+            probe: Float[D] vector for the curvature product, or None.
+            level: unused.
+            noise: unused.
+            clip: unused; a quadratic factor is what it is.
+
+        Returns:
+            The group's expectations; for a full-covariance q the target is (h, P) itself, to the last bit.
+        """
+        del level, noise, clip
+        full = MultivariateNormalFamily(self.family.dim)
+        vector, precision = factor.target.precision_mean, factor.target.precision
+        loc = moments.loc
+        dense = moments if self.family.full else moments._replace(scale=jnp.diag(moments.scale))
+        value = factor.value + full.expect_quadratic(factor.target, dense)
+        product = jnp.zeros_like(loc) if probe is None else precision @ probe
+        if self.family.full:
+            target = factor.target
+        else:
+            diag = jnp.diagonal(precision)
+            target = self.family.natural(vector - precision @ loc + diag * loc, diag)
+        return Expected(value, target, product, *(jnp.zeros_like(value),) * 3)

@@ -1,4 +1,4 @@
-"""E_q of a log density of latents of different families, and its natural gradient.
+"""E_q of a log density of latents of different families, latent by latent, and its natural gradient.
 
 ``F(q) = E_q[f(theta)]`` depends on a latent in whose statistics f is affine through its mean parameters alone. F is then an
 average over pairs of points (:mod:`numpyro_pvi.families._pairs`), exact for products of such latents over a sign design, and
@@ -7,12 +7,13 @@ reparameterised draws and I the Fisher metric, which is solved with and never in
 averaged over the draws of the others (Rao-Blackwell). Where one latent alone is not conjugate, it is normal (or a Gaussian
 chain), and no term sees two of its members, Gauss and Hermite's rule in every member at once takes the draws' place. Normal
 latents that terms see through one or two affine predictors are not drawn either: given the others, terms hand in their
-expectations over these (:mod:`._predictors`).
+expectations over these (:mod:`._affine`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -21,9 +22,162 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ..factors import TermSpec
 from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule, support_of
-from ._designs import all_signs, strength_three
-from ._factor_structure import FactorStructure, LatentRole
+
+# -------------------------------------------------------------------------------------------------- structure by latent
+# How a factor's expectation is taken, latent by latent: what was found, static and hashable.
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentRole:
+    """How one component of the product family enters a factor.
+
+    Attributes:
+        name: the component.
+        kind: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one: no term sees
+            two members), "predictors" (of normal ones: every term sees one or two affine functions of them), "draws", or
+            "absent".
+        signs: how many signs it takes in the design, and where they begin.
+        single: whether every term depends on one member at most, so that all members share their signs.
+        axis: of members, the axis that runs over rows, of which every term sees one; None where members belong to no row.
+        proved: whether that is so for all values of all latents, and was not found at a few.
+    """
+
+    name: str
+    kind: str
+    first: int = 0
+    signs: int = 0
+    single: bool = True
+    axis: int | None = None
+    proved: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorStructure:
+    """How a factor's expectation is taken. Static and hashable.
+
+    Attributes:
+        roles: one per component.
+        design: "all" combinations of signs, an array of "strength 3", or "random" rows.
+        terms: where components are seen through predictors, all terms that see them, and how.
+        cells: for every component that is summed over, the names of the terms that see it, each element its own member's value.
+    """
+
+    roles: tuple[LatentRole, ...]
+    design: str = "all"
+    cells: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    terms: tuple[TermSpec, ...] = ()
+
+    @property
+    def num_signs(self) -> int:
+        """K, columns of the design."""
+        return sum(role.signs for role in self.roles)
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Components whose expectations are by draws."""
+        return tuple(role.name for role in self.roles if role.kind == "draws")
+
+    @property
+    def by_nodes(self) -> tuple[str, ...]:
+        """Components whose expectations are by Gauss-Hermite quadrature: one at most."""
+        return tuple(role.name for role in self.roles if role.kind == "quadrature")
+
+    @property
+    def by_predictors(self) -> tuple[str, ...]:
+        """Components whose expectations are by quadrature over what terms see of them, one or two numbers each."""
+        return tuple(role.name for role in self.roles if role.kind == "predictors")
+
+    @property
+    def conjugate(self) -> tuple[str, ...]:
+        """Components in whose statistics the factor is affine given the others."""
+        return tuple(role.name for role in self.roles if role.kind in ("exact", "sum"))
+
+    def weigh(self, weights: Mapping[str, tuple[Array, Array]], name: str, term: Array) -> Array:
+        """A term times the probability of the values that the components summed over have.
+
+        Args:
+            weights: what a density is given beside the values: by component, the probability of its value for every member,
+                and 1 where that is the first value, else 0.
+            name: of the term.
+            term: elementwise, in nats.
+
+        Returns:
+            The term's share of a sum over all values; terms that do not see a component count with its first value.
+        """
+        for component, names in self.cells:
+            own, first = weights[component]
+            term = term * (own if name in names else first)
+        return term
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is drawn: closed form, or quadrature in one component, or over predictors."""
+        return not self.drawn and self.design != "random"
+
+    @property
+    def evidence(self) -> str:
+        """How the claims are known: "proved" for all values of all latents, "found" at a few, or "" where there are none."""
+        claimed = [role for role in self.roles if role.kind != "draws"]
+        if not claimed:
+            return ""
+        return "proved" if self.design != "strength 3" and all(role.proved for role in claimed) else "found"
+
+    def __str__(self) -> str:
+        parts = [f"conjugate in {', '.join(self.conjugate)}"] if self.conjugate else []
+        others = (*self.by_nodes, *self.by_predictors, *self.drawn)
+        parts += [f"not conjugate in {', '.join(others)}"] if others else []
+        return "; ".join(parts) or "constant"
+
+    @property
+    def expectation(self) -> str:
+        """In words, how expectations are taken."""
+        parts = [f"quadrature in {', '.join(self.by_nodes)}"] if self.by_nodes else []
+        parts += [f"quadrature over the predictors of {', '.join(self.by_predictors)}"] if self.by_predictors else []
+        signs = " and of signs" if self.design == "random" else ""
+        parts += [f"draws of {', '.join(self.drawn)}{signs}"] if self.drawn else ["drawn signs"] if signs else []
+        return "; ".join(parts) or "closed form"
+
+
+# --------------------------------------------------------------------------------------------------------- sign designs
+# Sign designs: rows of +1 and -1 over which low-order products of signs average to zero.
+#
+# An average over all combinations of signs is exact for every function of them, and takes 2^K evaluations. A function
+# in which at most three signs meet in any product has the same average over an orthogonal array of strength 3, which
+# takes about 2 K: the rows of a Hadamard matrix and their negatives.
+
+# Signs up to which all combinations are taken without asking for more structure.
+FEW_SIGNS = 4
+# Signs up to which all combinations are taken where three or more meet in a product.
+MANY_SIGNS = 9
+
+
+def all_signs(count: int) -> np.ndarray:
+    """All combinations of ``count`` signs, Float[2^count count]."""
+    rows = list(itertools.product([1.0, -1.0], repeat=count))
+    return np.asarray(rows).reshape(2**count, count)
+
+
+def strength_three(count: int) -> np.ndarray:
+    """An orthogonal array of strength 3.
+
+    Args:
+        count: signs, K >= 1.
+
+    Returns:
+        Float[R K] with R the power of two from 2 K on: every product of one, two or three different columns sums to zero.
+
+    References:
+        Hedayat, Sloane and Stufken, Orthogonal Arrays, 1999, theorem 7.5.
+    """
+    matrix = np.ones((1, 1))
+    while len(matrix) < count:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.concatenate([matrix, -matrix])[:, :count]
+
+
+# ----------------------------------------------------------------------------------------------------------- mean space
 
 # Antithetic pairs of sign rows where no fixed design is known to be exact.
 _RANDOM_PAIRS = 16

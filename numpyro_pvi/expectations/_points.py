@@ -1,4 +1,4 @@
-"""Expectations from values and gradients at symmetric points: sigma points, and random rotations of them.
+"""Expectations from sigma points and from antithetic draws, whether they agree, and log densities at any points.
 
 A set of P antithetic pairs ``loc +- S eps_k`` with weights ``w_k``, ``sum_k w_k eps_k eps_k^T = I``, and its centre give
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache
+from functools import cache, singledispatch
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._derivatives import value_and_grad
-from .._numerics import clip_to_psd, invert_lower
-from ..families import GaussianFamily, GaussianMoments
-from ._expected import Expected
+from .._numerics import clip_to_psd, grad, hessian_of, invert_lower, value_and_grad
+from ..factors import term_log_prob
+from ..families import GaussianFamily, GaussianMoments, NormalFamily
+from ._affine import AffineProgram, SharedAffineProgram
+from ._expected import Expected, QuadraticProgram
+from ._local_latents import IntegratedProgram
 
 # Low-discrepancy steps of the radii: any run of them is spread evenly.
 _GOLDEN = 0.6180339887498949
@@ -289,3 +291,308 @@ def random_points(key: Any, dim: int, num_pairs: int, dtype: Any) -> PointSet:
     table = jnp.asarray(_radius_quantiles(dim), dtype)
     radius = jnp.interp(level * _QUANTILES - 0.5, jnp.arange(_QUANTILES, dtype=dtype), table).reshape(blocks, pairs)
     return PointSet(axes * radius[..., None], 1.0 / (rotations * radius**2), blocks)
+
+
+# ------------------------------------------------------------------------------------------------------------ agreement
+# Whether a few random draws agree with what sigma points say about a factor.
+
+# Differences that do no harm: of the value in nats, of the gradient in nats per posterior sd, and of the whitened
+# curvature's trace per root of the dimension. To second order they cost q half their square, and a quarter.
+VALUE_TOLERANCE = 0.05
+GRADIENT_TOLERANCE = 0.1
+CURVATURE_TOLERANCE = 0.2
+# Standard errors by which draws must differ before they count (few draws know their own error badly); and the sd of a
+# draw's value, in nats, above which so few draws cannot tell, and the factor is too far from its quadratic model for
+# sigma points to be believed.
+_ERRORS = 6.0
+_UNTELLING = 0.5
+# The sd of a draw's value below which draws confirm points that others have contradicted.
+_CONFIRMING = 0.1
+
+
+def disagreement(
+    family: GaussianFamily,
+    moments: GaussianMoments,
+    factor: Expected,
+    eps: Float[Array, "K D"],
+    pairs: Expected,
+    again: Bool[Array, ""] | bool = False,
+) -> Bool[Array, ""]:
+    """Whether antithetic draws contradict the expectations of a factor beyond their own standard errors, or vary too much.
+
+    The factor's value v, gradient g and curvature -H make a quadratic model of f whose expectations are these; the means
+    over draws of f minus the model, of the gradient of that, and of ``eps`` times it estimate what the expectations miss.
+
+    Args:
+        family: the family of q.
+        moments: q.
+        factor: expectations by sigma points, summed over groups.
+        eps: K standard normal draws, at least two.
+        pairs: what :meth:`PointsProgram.pair` found for each (leading axis K), summed over groups.
+        again: whether such points have been contradicted before. Heavy tails hide from most sets of draws: the points are
+            then believed only where draws hardly differ from the quadratic model.
+
+    Returns:
+        True when one of the three differs, or the first varies too much to tell; False where the draws are not finite.
+    """
+    count, dim = eps.shape
+    precision, scale = factor.target.precision, moments.scale
+    gradient = family.pull(factor.target, moments.loc)
+    if family.full:
+        curvature = scale.T @ precision @ scale
+        whiten, image, trace = (lambda v: v @ scale), eps @ curvature, jnp.trace(curvature)
+    else:
+        curvature = precision * scale**2
+        whiten, image, trace = (lambda v: v * scale), eps * curvature, jnp.sum(curvature)
+    square = jnp.sum(eps * image, axis=-1)
+    value = pairs.value - (factor.value - 0.5 * (square - trace))
+    even = whiten(pairs.target.precision_mean - gradient)
+    odd = jnp.sum(eps * (whiten(pairs.product) + image), axis=-1)
+
+    def differs(sample, tolerance):
+        error = jnp.std(sample, ddof=1) / count**0.5
+        return jnp.abs(jnp.mean(sample)) > tolerance + _ERRORS * error
+
+    mean = jnp.mean(even, axis=0)
+    spread = jnp.sum((even - mean) ** 2) / (count - 1)
+    # Unbiased for the squared length of the mean; its own sd is at most the last factor below.
+    excess = jnp.sum(mean**2) - spread / count
+    noise = spread * (2.0 / (count * (count - 1))) ** 0.5
+    wrong = differs(value, VALUE_TOLERANCE) | (excess > GRADIENT_TOLERANCE**2 + 3 * _ERRORS * noise)
+    wrong = wrong | differs(odd, CURVATURE_TOLERANCE * dim**0.5)
+    wrong = wrong | (jnp.std(value, ddof=1) > jnp.where(again, _CONFIRMING, _UNTELLING))
+    drawn = jnp.isfinite(jnp.sum(pairs.value) + jnp.sum(even) + jnp.sum(odd))
+    known = jnp.isfinite(factor.value) & jnp.all(jnp.isfinite(image))
+    finite = jnp.isfinite(jnp.sum(pairs.value)) & jnp.all(jnp.isfinite(pairs.target.precision_mean))
+    return jnp.where(known, drawn & wrong, finite)
+
+
+# --------------------------------------------------------------------------------------------------------- random draws
+# Expectations by antithetic draws with automatic derivatives: the fallback where no structure is found.
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawsProgram:
+    """``E_q`` by pairs ``loc +- S eps``, with the Hessian of every draw.
+
+    A pair is exact for linear and cubic terms; the quadratic part of the value is replaced by its closed form, so that
+    a quadratic factor comes out exactly from a single pair.
+
+    Args:
+        log_density: ``(data, point) -> nats``, the factor on one chunk's rows.
+        family: the Gaussian family of q.
+    """
+
+    log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
+    family: GaussianFamily
+    noisy: bool = dataclasses.field(default=True, init=False)
+
+    def prepare(self, data: Any, mask: Bool[Array, "R"] | None) -> tuple:
+        """Keep one chunk's arguments and mask."""
+        return data, mask
+
+    def working_bytes(self, chunks: Any) -> int:
+        """What a pass over one chunk holds beside its arrays, in bytes: not known of a model in general."""
+        del chunks
+        return 0
+
+    def expected(
+        self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
+    ) -> Expected:
+        """Expectations of one chunk.
+
+        Args:
+            chunk: ``(data, mask)``.
+            moments: q.
+            probe: Float[D] vector for the curvature product, or None.
+            level: unused; there is no rule to choose.
+            noise: Float[S D] standard normal draws; each is used with both signs. One row of zeros evaluates at
+                ``loc``.
+            clip: whether (a bool, traced or not) to raise the curvature to positive semi-definite.
+
+        Returns:
+            The chunk's expectations.
+        """
+        del level
+        eps = jnp.concatenate([noise, -noise])
+        points = self.family.draw(moments, eps)
+
+        def one(point):
+            value, gradient = value_and_grad(self.log_density, argnums=1)(chunk, point)
+            hessian = hessian_of(self.log_density, argnums=1)(chunk, point)
+            return value, gradient, hessian
+
+        value, gradient, hessian = jax.tree.map(lambda x: jnp.mean(x, axis=0), jax.vmap(one)(points))
+        value = value + self._quadratic_correction(hessian, moments, points - moments.loc)
+        curvature = -0.5 * (hessian + hessian.T)
+        if clip is not False:
+            curvature = jnp.where(clip, clip_to_psd(curvature), curvature)
+        product = jnp.zeros_like(moments.loc) if probe is None else curvature @ probe
+        precision = curvature if self.family.full else jnp.diagonal(curvature)
+        vector = gradient + (precision @ moments.loc if self.family.full else precision * moments.loc)
+        return Expected(value, self.family.natural(vector, precision), product, *(jnp.zeros_like(value),) * 3)
+
+    def _quadratic_correction(self, hessian, moments: GaussianMoments, deviation: Float[Array, "S D"]):
+        sampled = jnp.mean(jnp.einsum("si,ij,sj->s", deviation, hessian, deviation))
+        if self.family.full:
+            exact = jnp.sum(moments.scale * (hessian @ moments.scale))
+        else:
+            exact = jnp.sum(jnp.diagonal(hessian) * moments.scale**2)
+        return 0.5 * (exact - sampled)
+
+
+# ------------------------------------------------------------------------------------------------------ reparameterised
+# Expectations by antithetic reparameterised draws for a mean-field q in many dimensions: nothing is D x D.
+
+# Pairs from which the correction by the others' coefficient lowers the variance.
+_ENOUGH = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class ReparameterisedProgram:
+    """``E_q`` by pairs ``theta = loc +- sd * eps``, with two gradients and no Hessian a pair.
+
+    The gradient is ``E[grad f]``; the diagonal of the curvature is Stein's identity under the reparameterisation,
+
+        -E[hess f]_dd = -E[(eps_d / sd_d) grad_d f],
+
+    from the half-difference of a pair's gradients, which the gradient at ``loc`` has left. The part of it that is
+    proportional to ``eps_d^2 - 1`` (all of it for a factor that is quadratic and separable) is taken off with the
+    coefficient that the *other* draws give, so that the estimate stays unbiased (of S pairs this leaves a variance of
+    8 / (S (S - 1)) squared curvatures in place of 2 / S, so it is done from six pairs on). It needs no second derivative, hence is
+    right where the gradient jumps (ReLU, Laplace). Memory is a handful of vectors of length D, whatever the number of
+    draws.
+
+    Args:
+        log_density: ``(data, point) -> nats``, the factor on one chunk's rows.
+        family: the mean-field Gaussian family of q.
+
+    References:
+        Khan and Rue, The Bayesian Learning Rule, eq. 10 and 11 (Bonnet's and Price's theorems).
+    """
+
+    log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
+    family: NormalFamily
+    noisy: bool = dataclasses.field(default=True, init=False)
+
+    def prepare(self, data: Any, mask: Bool[Array, "R"] | None) -> tuple:
+        """Keep one chunk's arguments and mask."""
+        return data, mask
+
+    def working_bytes(self, chunks: Any) -> int:
+        """What a pass over one chunk holds beside its arrays, in bytes: a few vectors of length D."""
+        del chunks
+        return 8 * self.family.dim * jnp.dtype(jnp.result_type(float)).itemsize
+
+    def expected(
+        self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
+    ) -> Expected:
+        """Expectations of one chunk.
+
+        Args:
+            chunk: ``(data, mask)``.
+            moments: q.
+            probe: Float[D] vector for the curvature product, or None. The product is a central difference of the mean
+                gradient along it, on the same draws.
+            level: unused; there is no rule to choose.
+            noise: Float[S D] standard normal draws; each is used with both signs.
+            clip: whether (a bool, traced or not) to raise negative curvatures to zero.
+
+        Returns:
+            The chunk's expectations.
+        """
+        del level
+        loc, sd = moments.loc, moments.scale
+        value_and_gradient = value_and_grad(self.log_density, argnums=1)
+        zero = jnp.zeros_like(loc)
+
+        def pair(total, eps):
+            value, gradient, bend, weighted, product = total
+            up, grad_up = value_and_gradient(chunk, loc + sd * eps)
+            down, grad_down = value_and_gradient(chunk, loc - sd * eps)
+            turn = 0.5 * eps * (grad_up - grad_down)
+            product = product if probe is None else product + self._secant(chunk, moments, eps, probe)
+            added = (value + 0.5 * (up + down), gradient + 0.5 * (grad_up + grad_down))
+            return (*added, bend + turn, weighted + turn * eps**2, product), None
+
+        first = (jnp.zeros((), loc.dtype), zero, zero, zero, zero)
+        totals, _ = jax.lax.scan(pair, first, noise)
+        count = noise.shape[0]
+        value, gradient, bend, weighted, product = totals
+        if count >= _ENOUGH:
+            square = jnp.sum(noise**2, axis=0)
+            bend = bend - (bend * (square - count + 1) - weighted) / (count - 1)
+        precision = -bend / (count * sd)
+        if clip is not False:
+            precision = jnp.where(clip, jnp.clip(precision, 0.0, None), precision)
+        gradient = gradient / count
+        target = self.family.natural(gradient + precision * loc, precision)
+        nothing = jnp.zeros((), loc.dtype)
+        return Expected(value / count, target, product / count, nothing, nothing, nothing)
+
+    def _secant(self, chunk: tuple, moments: GaussianMoments, eps, probe) -> Float[Array, "D"]:
+        """``-E[hess f] @ probe`` from one draw: a difference of gradients sees the jumps that a Hessian misses."""
+        gradient = grad(self.log_density, argnums=1)
+        point = moments.loc + moments.scale * eps
+        return 0.5 * (gradient(chunk, point - probe) - gradient(chunk, point + probe))
+
+
+# ---------------------------------------------------------------------------------------------- log densities at points
+# Log densities of one chunk's rows at points, whatever the structure that was found.
+
+# Rows times points that are evaluated at once.
+_AT_ONCE = 1 << 18
+
+
+@singledispatch
+def log_density_at(program: Any, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
+    """The log density of one chunk's rows at one point of the flat unconstrained space, in nats.
+
+    Args:
+        program: the program of the expectations of the chunk.
+        chunk: its arrays.
+        point: where.
+
+    Returns:
+        The sum over the chunk's rows; differentiable in ``point``.
+    """
+    raise TypeError(f"{type(program).__name__} has no log density at a point of the shared latents alone")
+
+
+@log_density_at.register
+def _(program: AffineProgram, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
+    total = jnp.zeros((), point.dtype)
+    for spec, (data, mask) in zip(program.terms, chunk, strict=True):
+        predictors = tuple(a @ point + c for a, c in zip(data.design, data.offset, strict=True))
+        total = total + jnp.sum(jnp.where(mask, term_log_prob(spec, data, predictors), 0.0))
+    return total
+
+
+@log_density_at.register
+def _(program: SharedAffineProgram, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
+    return log_density_at(program.program, program.program.mask(program.data, program.masks(chunk)), point)
+
+
+@log_density_at.register
+def _(program: QuadraticProgram, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
+    target = chunk.target
+    return chunk.value + point @ target.precision_mean - 0.5 * point @ (target.precision @ point)
+
+
+@log_density_at.register(DrawsProgram)
+@log_density_at.register(IntegratedProgram)
+@log_density_at.register(PointsProgram)
+@log_density_at.register(ReparameterisedProgram)
+def _(program: Any, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
+    return program.log_density(chunk, point)
+
+
+def log_densities_at(program: Any, chunk: Any, points: Float[Array, "S D"]) -> Float[Array, "S"]:
+    """:func:`log_density_at` at many points, in batches of bounded size."""
+    rows = max((x.shape[0] for x in jax.tree.leaves(chunk) if jnp.ndim(x) > 0), default=1)
+    if isinstance(program, IntegratedProgram):
+        rows = program.cost(chunk.rows.linear.shape[-1])
+    batch = max(1, min(points.shape[0], _AT_ONCE // rows))
+    if batch >= points.shape[0]:
+        return jax.vmap(lambda point: log_density_at(program, chunk, point))(points)
+    return jax.lax.map(lambda point: log_density_at(program, chunk, point), points, batch_size=batch)

@@ -1,15 +1,19 @@
-"""Moments of the tilted distribution ``q (p / t)^alpha`` from weighted points, and what every way to take them returns."""
+"""Moments of the tilted distribution ``q (p / t)^alpha`` from weighted points, and the ways there are to take them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import ndtri
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite, inverse_root, scaled_cholesky, symmetrise
+from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 
 # Powers are halved so often before a group's moments are given up: 2^-12 of its power.
@@ -273,3 +277,248 @@ def linear_tilted(family: Any, factor: Any, constant: Float[Array, ""], q: Any, 
     zero, one = jnp.zeros_like(value), jnp.ones_like(value)
     finite = jnp.isfinite(constant) & all_finite(change)
     return Tilted(change, value, zero, zero + jnp.nan, zero, one, jnp.int32(0), jnp.array(False), finite, finite)
+
+
+# ------------------------------------------------------------------------------------------------- ways to take moments
+# Ways to take the moments of a tilted distribution, with their settings, and which one fits a factor.
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportanceMoments:
+    """Moments from weighted draws of q, with the draws' own moments as control variates.
+
+    Args:
+        num_draws: draws per factor and round, at least 16; quasi-random up to 32 latents.
+
+    Raises:
+        PVIError: on construction, for fewer draws.
+    """
+
+    num_draws: int = 1024
+
+    def __post_init__(self):
+        _check_count(type(self).__name__, self.num_draws)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaplaceMoments:
+    """Moments from weighted draws of a Laplace approximation of the tilted distribution.
+
+    A damped Newton search from q's location finds the tilted distribution's mode; its curvature there gives the Gaussian
+    that is drawn from. For groups that say much more than q knows yet, whose draws from q would hardly ever hit. Under
+    :class:`numpyro_pvi.AutoExponentialFamily` the search is in unconstrained coordinates, and draws are of the Student's t of 5
+    degrees of freedom there, because logarithms of gammas have longer tails than a Gaussian's.
+
+    Args:
+        num_draws: draws per factor and round, at least 16; quasi-random up to 32 latents.
+        num_steps: most Newton steps.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges.
+    """
+
+    num_draws: int = 1024
+    num_steps: int = 20
+
+    def __post_init__(self):
+        _check_count(type(self).__name__, self.num_draws)
+        if not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise PVIError(f"LaplaceMoments(num_steps={self.num_steps!r}): expected a positive int.")
+
+
+@dataclasses.dataclass(frozen=True)
+class MCMCMoments:
+    """Moments from Hamiltonian chains, or NumPyro's NUTS, on the tilted distribution, with the score as control variate.
+
+    Chains run in coordinates whitened by q, those of all groups (of about equal size) in one vectorised program. A first
+    visit starts from draws of q and warms up; later ones go on from where the chains stood, with the step sizes they had,
+    after a few transitions that are thrown away. The gradient of the log density has mean zero under the tilted
+    distribution and makes its mean and covariance exact where it is Gaussian, so that their noise is far below that of plain
+    draws. The evidence needs a normaliser, which chains do not have: it is a bridge from the Gaussian with these moments,
+    with a Monte Carlo error.
+
+    Under :class:`numpyro_pvi.AutoExponentialFamily` chains move in unconstrained coordinates. Their draws are matched as a
+    family of their own, with one over the weights that draws of q would have: exact, with the evidence, where the factor is
+    conjugate.
+
+    For factors whose weights collapse however many draws of q are weighted. Unlike weighted draws, chains need gradients.
+
+    Args:
+        num_warmup: transitions of a first visit that adapt the step size and are thrown away.
+        num_samples: transitions kept in every visit, per chain.
+        num_chains: chains per factor.
+        kernel: NumPyro's "nuts" or "hmc" (a quarter period of q), or "lockstep": Hamiltonian chains of that length, all of a
+            group in the same number of leapfrog steps, a handful, and so several times faster side by side, where every
+            lane of NUTS waits for the deepest tree. NUTS is surer where a tilted distribution is far from q's shape.
+            "langevin" is for large groups: underdamped Langevin dynamics without an accept step, on mini-batches.
+        batch_size: "langevin" only: rows of a group that one step reads, an even number, taken with replacement; None for all
+            of them. Gradients are differences from the whole gradient at q's location, so that their noise vanishes with
+            q's width. A visit also takes 15 passes over the group's rows, for that gradient, the step size, and the evidence.
+        num_refresh: transitions of later visits that are thrown away.
+        target_accept: mean acceptance that step sizes aim at, in (0, 1).
+        max_tree_depth: NUTS doubles a trajectory at most so often; "lockstep" takes at most ``2^max_tree_depth - 1`` steps.
+
+    Raises:
+        PVIError: on construction, for values outside these ranges.
+    """
+
+    num_warmup: int = 200
+    num_samples: int = 256
+    num_chains: int = 4
+    kernel: str = "nuts"
+    num_refresh: int = 8
+    target_accept: float = 0.8
+    max_tree_depth: int = 6
+    batch_size: int | None = None
+
+    def __post_init__(self):
+        least = {"num_warmup": 10, "num_samples": 16, "num_chains": 2, "num_refresh": 0, "max_tree_depth": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise PVIError(f"MCMCMoments({name}={value!r}): expected an int of {low} or more.")
+        if self.kernel not in ("nuts", "hmc", "lockstep", "langevin"):
+            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'nuts', 'hmc', 'lockstep' or 'langevin'.")
+        self._check_batch()
+        if not isinstance(self.target_accept, float) or not 0.0 < self.target_accept < 1.0:
+            raise PVIError(f"MCMCMoments(target_accept={self.target_accept!r}): expected a number between 0 and 1.")
+
+    def _check_batch(self) -> None:
+        size = self.batch_size
+        if size is None:
+            return
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
+            raise PVIError(
+                f"MCMCMoments(batch_size={size!r}): expected an even int of 2 or more (the noise of a batch is told by the "
+                "difference of its halves), or None for all rows."
+            )
+        if self.kernel != "langevin":
+            raise PVIError(
+                f"MCMCMoments(kernel={self.kernel!r}, batch_size={size}): a step that is accepted or refused needs all rows. "
+                "Mini-batches are of kernel='langevin'."
+            )
+
+    @property
+    def num_draws(self) -> int:
+        """Draws per visit, of all chains."""
+        return self.num_samples * self.num_chains
+
+
+# Words for ``moments=``: one of these, or an instance with settings.
+MOMENTS = ("auto", "exact", "quadrature", "importance", "laplace", "mcmc")
+# Classes of settings; the moments that they stand for are sampled.
+SAMPLED = (ImportanceMoments, LaplaceMoments, MCMCMoments)
+
+Moments = ImportanceMoments | LaplaceMoments | MCMCMoments | str
+
+
+def with_settings(moments: Moments) -> Moments:
+    """The default settings behind a word that has some."""
+    words = {"importance": ImportanceMoments(), "laplace": LaplaceMoments(), "mcmc": MCMCMoments()}
+    return words.get(moments, moments) if isinstance(moments, str) else moments
+
+
+def _check_count(name: str, count: int) -> None:
+    if not isinstance(count, int) or count < 16:
+        raise PVIError(f"{name}(num_draws={count!r}): expected an int of 16 or more.")
+
+
+# ------------------------------------------------------------------------------------------------------ points to weigh
+# Points to weigh: quasi-random or random draws of a standard normal, and dense grids in one and two dimensions.
+
+# Dimensions up to which quasi-random points are worth their static table.
+_QUASI_DIM = 32
+# Grids: half-width in sds of q and spacing.
+_GRIDS = {"float64": (12.0, 0.25), "float32": (12.0, 0.4)}
+# Latents that a dense grid can have.
+GRID_DIM = 2
+
+
+def normal_cloud(key: Any, dim: int, count: int, dtype: Any) -> PointCloud:
+    """Standard normal draws whose own mean is 0 and whose own covariance is the identity.
+
+    Up to 32 dimensions they are Sobol points, shifted at random (modulo 1) by the key; beyond, pairs of both signs.
+
+    Args:
+        key: random key.
+        dim: D.
+        count: S, more than D + 1.
+        dtype: floating dtype.
+
+    Returns:
+        The points, of equal weight.
+    """
+    if dim <= _QUASI_DIM:
+        shifted = (jnp.asarray(_sobol(dim, count), dtype) + jax.random.uniform(key, (dim,), dtype)) % 1.0
+        # Within the open unit interval: as far from its ends as half of the mean distance of the points.
+        eps = ndtri(jnp.clip(shifted, 0.5 / count, 1.0 - 0.5 / count))
+    else:
+        half = jax.random.normal(key, (-(-count // 2), dim), dtype)
+        eps = jnp.concatenate([half, -half])[:count]
+    eps = eps - jnp.mean(eps, axis=0)
+    factor, _ = scaled_cholesky(eps.T @ eps / count)
+    eps = jax.scipy.linalg.solve_triangular(factor, eps.T, lower=True).T
+    return PointCloud(eps, jnp.zeros((count,), dtype), jnp.zeros((count,), bool))
+
+
+def shifted_normals(key: Any, dim: int, width: int, count: int, units: int, dtype: Any) -> tuple[Array, Array]:
+    """Standard normal draws for shared latents and for those of every unit, even jointly: unbiased, each as if drawn alone.
+
+    Up to 32 dimensions together, the shared draws and those of any one unit are Sobol points shifted at random (modulo 1),
+    with a shift of its own for every unit; beyond, they are independent.
+
+    Args:
+        key: random key.
+        dim: D, shared latents.
+        width: K, latents of a unit; 0 without any.
+        count: S.
+        units: U.
+        dtype: floating dtype.
+
+    Returns:
+        Float[S D] and Float[U S K].
+    """
+    shared_key, own_key = jax.random.split(key)
+    shape = (units, count, width)
+    if dim + width > _QUASI_DIM:
+        return jax.random.normal(shared_key, (count, dim), dtype), jax.random.normal(own_key, shape, dtype)
+    table = jnp.asarray(_sobol(dim + width, count), dtype)
+    shared = (table[:, :dim] + jax.random.uniform(shared_key, (dim,), dtype)) % 1.0
+    own = (table[:, dim:] + jax.random.uniform(own_key, (units, 1, width), dtype)) % 1.0
+    # As random.normal does, which is cheaper than ndtri; the ends of the interval are kept out.
+    most = 1.0 - 0.5 * float(jnp.finfo(dtype).eps)
+    shared, own = (np.sqrt(2) * jax.lax.erf_inv(jnp.clip(2.0 * u - 1.0, -most, most)) for u in (shared, own))
+    return shared, own
+
+
+def grid_cloud(dim: int, dtype: Any) -> PointCloud:
+    """A trapezoidal grid over plus and minus 12 sds in one or two dimensions, coarser in float32.
+
+    As wide in both precisions, because a long tail needs the width: where its mass reaches the border, less of the power is
+    taken. Its error is of the order of rounding for tilted distributions down to about half the sd of q, in each direction.
+
+    Args:
+        dim: 1 or 2.
+        dtype: floating dtype.
+
+    Returns:
+        The points with the standard normal's log density for weights.
+    """
+    eps, border = _grid(dim, jnp.dtype(dtype).name)
+    return PointCloud(jnp.asarray(eps, dtype), jnp.asarray(-0.5 * np.sum(eps**2, axis=-1), dtype), jnp.asarray(border))
+
+
+@functools.cache
+def _sobol(dim: int, count: int) -> np.ndarray:
+    from scipy.stats import qmc
+
+    power = max(int(np.ceil(np.log2(count))), 0)
+    return qmc.Sobol(dim, scramble=True, rng=np.random.default_rng(0)).random_base2(power)[:count]
+
+
+@functools.cache
+def _grid(dim: int, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
+    limit, step = _GRIDS[dtype_name]
+    axis = np.linspace(-limit, limit, 2 * round(limit / step) + 1)
+    eps = np.stack([g.ravel() for g in np.meshgrid(*[axis] * dim, indexing="ij")], axis=-1)
+    return eps, np.max(np.abs(eps), axis=-1) >= limit

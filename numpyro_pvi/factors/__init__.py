@@ -1,56 +1,86 @@
 """The exact side: a partitioned model as log-likelihoods of single groups, packed rows, and the structure they have."""
 
 from ..handlers import Partition
-from ._arguments import join_arguments, split_arguments
-from ._arrival import Arrival, arrive, count_rows, nobody, pad_rows, padded_length, without_labels
-from ._checks import HOSTILE
-from ._claims import Claim, claimed_exact_prior, claimed_prior_factor, claimed_rows, claimed_term, claims_likelihood
-from ._degrees import forms_of
+from ._arguments import (
+    ArgumentSignature,
+    LeafSignature,
+    as_arrays,
+    check_finite_arguments,
+    check_same_signature,
+    join_arguments,
+    signature_of,
+    split_arguments,
+)
+from ._chunks import GroupMasks, Packing, Reading, choose_chunk_rows, gather_rows, pack_rows, slice_rows
 from ._enumerate import enumerated, summed_out
-from ._enumeration import Enumeration
-from ._forms import Form, Statistics, is_affine, marked, unmarked
+from ._log_densities import (
+    Claim,
+    Instead,
+    SeenCall,
+    ValueCall,
+    chunk_log_likelihood,
+    claimed_exact_prior,
+    claimed_prior_factor,
+    claimed_rows,
+    claimed_term,
+    claims_likelihood,
+    prior_log_density,
+    take_rows,
+    with_values_held,
+)
+from ._mechanism import HOSTILE
 from ._model import (
+    Enumeration,
     FlatLatents,
     Layout,
     LocalLayout,
     ModelCall,
     abstract_trace,
     base_distribution,
+    exact_diagonal_prior,
+    exact_log_constant,
+    exact_prior,
     is_latent,
     is_observed,
     model_work,
     observed_log_likelihood,
+    prior_factor_log_density,
     row_log_likelihood,
     site_log_prob,
 )
-from ._packing import Packing, choose_chunk_rows, gather_rows, pack_rows
-from ._plan import PartitionPlan
+from ._plan import (
+    Arrival,
+    PartitionPlan,
+    arrive,
+    count_rows,
+    look_at_rows,
+    nobody,
+    num_elements,
+    pad_rows,
+    padded_length,
+    read_row_prior,
+    read_rows,
+    why_not_rows,
+    without_labels,
+)
 from ._planner import (
+    KeyWatch,
     Planned,
+    check_data,
+    check_observed_shapes,
+    explained,
     make_plan,
     model_layout,
     move_to_prior_factor,
     plan_factors,
+    refuse_randomness,
     refuse_unsupported,
+    trace_arguments,
     with_expectation,
 )
-from ._prior import exact_diagonal_prior, exact_log_constant, exact_prior, prior_factor_log_density
-from ._probe import GAUSSIAN
-from ._reading import GroupMasks, Reading, slice_rows
-from ._refusals import KeyWatch, check_observed_shapes, explained, refuse_randomness
-from ._row_sites import look_at_rows, num_elements, read_row_prior, read_rows, why_not_rows
-from ._terms import DerivedLeaf, Predictor, TermData, TermSpec, prepare_term, term_log_prob
-from ._tracing import check_data, trace_arguments
-from ._validate import (
-    ArgumentSignature,
-    LeafSignature,
-    as_arrays,
-    check_finite_arguments,
-    check_same_signature,
-    signature_of,
-)
-from ._value_terms import SeenFactor, predictor_terms
-from ._values import Instead, SeenCall, ValueCall, chunk_log_likelihood, prior_log_density, take_rows, with_values_held
+from ._probe import GAUSSIAN, SeenFactor, predictor_terms
+from ._proof import Form, Statistics, forms_of, is_affine, marked, unmarked
+from ._structure import DerivedLeaf, Predictor, TermData, TermSpec, prepare_term, term_log_prob
 
 # A handler cannot import the planner, which is a later room: the planner hands itself over.
 Partition.planner = staticmethod(make_plan)

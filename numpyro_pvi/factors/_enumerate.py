@@ -17,8 +17,9 @@ from .._compiling import look
 from ..errors import PartitionError, PVIError
 from ..handlers import RowAxes
 from ._arguments import is_dynamic
-from ._enumeration import EnumeratedRows, Enumeration
 from ._model import (
+    EnumeratedRows,
+    Enumeration,
     ModelCall,
     abstract_trace,
     base_distribution,

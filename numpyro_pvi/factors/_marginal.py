@@ -22,8 +22,7 @@ from numpyro.primitives import Messenger
 
 from ..errors import PartitionError
 from ..handlers import FullPlates
-from ._enumeration import EnumeratedRows, Enumeration
-from ._model import ModelCall
+from ._model import EnumeratedRows, Enumeration, ModelCall
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Reading a NumPyro model at a point of the flat unconstrained space."""
+"""Reading a NumPyro model at a point of the flat unconstrained space; which latents are summed out; the exact prior."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 from numpyro.distributions.util import sum_rightmost
 from numpyro.primitives import Messenger
 
 from .._compiling import work_of
+from .._numerics import grad
 from ..handlers import FullPlates, RowAxes
 from ._arguments import join_arguments, split_arguments
 
@@ -398,3 +400,120 @@ def model_work(model: Callable, args: tuple, kwargs: dict) -> int:
 
     with numpyro.validation_enabled(False):
         return work_of(jax.make_jaxpr(density)(jax.random.key(0), arrays).jaxpr)
+
+
+# ------------------------------------------------------------------------------------------ latents that are summed out
+# Which discrete latents are summed out.
+
+
+class EnumeratedRows(dist.Unit):
+    """The log-likelihood of every row with its discrete latents summed out, as an observed site's distribution.
+
+    A type of its own, since no structure may be looked for in a log of sums: wherever one value of a latent explains
+    every row it passes for a quadratic, which it is not elsewhere.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Enumeration:
+    """Which discrete latents of a model are summed out, and where. Static and hashable.
+
+    Args:
+        plates: partitioned plates that hold discrete latents; none where the model is kept whole.
+        dims: their batch dimensions, negative.
+        latents: the discrete latents.
+        names: per plate, the name of the site that stands for its rows: the observed sites' names, joined by "+".
+        depth: batch dimensions that the model's plates take; enumeration uses those to the left.
+    """
+
+    plates: tuple[str, ...]
+    dims: tuple[int, ...]
+    latents: tuple[str, ...]
+    names: tuple[str, ...]
+    depth: int
+
+    def __str__(self) -> str:
+        if not self.plates:
+            return f"{', '.join(self.latents)}, summed out exactly"
+        where = " and ".join(repr(plate) for plate in self.plates)
+        return f"{', '.join(self.latents)} in plate {where}, summed out exactly row by row"
+
+
+# ------------------------------------------------------------------------------------------------------ the exact prior
+# The exactly held part of the prior, and the prior factor.
+
+
+def exact_log_constant(call: ModelCall, exact: tuple[str, ...]) -> Float[Array, ""]:
+    """What the exactly held prior's log density has beside its quadratic part, in nats: its value at the origin.
+
+    It is ``-A(eta_0)`` for a normalised prior, ``-s A(eta_0)`` for one that ``handlers.scale`` multiplies by s, and 0 for a flat
+    one or an exponential tilt (an ``ImproperUniform`` on a bounded support, of which the Jacobian alone is left), which have no
+    normaliser to compute it from.
+
+    Args:
+        call: the model and its arguments.
+        exact: latents whose priors are jointly quadratic in the flat vector.
+
+    Returns:
+        Nats, with the gradient of the model's ``numpyro.param`` values.
+    """
+    origin = jnp.zeros((call.layout.dim,), jnp.result_type(float))
+    return _log_prior(call, exact, origin) if exact else jnp.zeros((), origin.dtype)
+
+
+def _log_prior(call: ModelCall, exact: tuple[str, ...], point: Float[Array, "D"]) -> Float[Array, ""]:
+    terms = latent_log_density(call, point)
+    return sum((terms[n] for n in exact), start=jnp.zeros((), point.dtype))
+
+
+def exact_prior(
+    call: ModelCall, exact: tuple[str, ...], point: Float[Array, "D"]
+) -> tuple[Float[Array, "D"], Float[Array, "D D"]]:
+    """Natural parameters of the quadratic part of the log prior.
+
+    Args:
+        call: the model and its arguments.
+        exact: latents whose priors are jointly quadratic in the flat vector.
+        point: where to read them (anywhere: they are quadratic).
+
+    Returns:
+        ``(precision_mean, precision)``; zero on every other coordinate.
+    """
+    slope = grad(partial(_log_prior, call, exact))
+    gradient, precision = slope(point), -jax.jacfwd(slope)(point)
+    return gradient + precision @ point, precision
+
+
+def exact_diagonal_prior(
+    call: ModelCall, exact: tuple[str, ...], point: Float[Array, "D"]
+) -> tuple[Float[Array, "D"], Float[Array, "D"], Bool[Array, ""]]:
+    """The quadratic part of the log prior where it is separable, from two Hessian-vector products.
+
+    A diagonal Hessian H satisfies ``H v = (H 1) * v`` for every v; one v with no two entries equal tells it from another.
+
+    Args:
+        call: the model and its arguments.
+        exact: latents whose priors are jointly quadratic in the flat vector.
+        point: where to read them (anywhere: they are quadratic).
+
+    Returns:
+        ``(precision_mean, precision, coupled)``: zero on every other coordinate, and whether some coordinates are
+        coupled, in which case the other two mean nothing.
+    """
+    gradient, product = jax.linearize(grad(partial(_log_prior, call, exact)), point)
+    precision = -product(jnp.ones_like(point))
+    probe = 0.5 + jax.random.uniform(jax.random.key(0), point.shape, point.dtype)
+    image = -product(probe)
+    rest = jnp.abs(image - precision * probe)
+    coupled = jnp.any(rest > 1e3 * jnp.finfo(point.dtype).eps * (jnp.abs(image) + jnp.abs(precision)))
+    return gradient + precision * point, precision, coupled
+
+
+def prior_factor_log_density(
+    call: ModelCall, point: Float[Array, "D"], latents: tuple[str, ...], outside: tuple[str, ...], rows: RowAxes
+) -> Float[Array, ""]:
+    """Log density of the prior factor at a flat point: priors outside the family, and likelihood that no group owns, in nats."""
+    trace, jacobians = call.trace(point)
+    terms = [jnp.sum(site_log_prob(trace[n], jacobians[n])) for n in latents if is_latent(trace[n])]
+    total = sum(terms, start=jnp.zeros((), point.dtype))
+    return total + outside_log_likelihood(call, point, rows) if outside else total

@@ -1,30 +1,144 @@
-"""Planning: which mechanism evaluates one group, checked against the untouched model, and what structure the factors have."""
+"""Planning: what a model cannot be fitted with, which mechanism evaluates one group, and what structure factors have."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
+from numpyro.infer import init_to_uniform
+from numpyro.primitives import Messenger
 
-from ..errors import PartitionError
-from ..handlers import Partition, RowAxes, refuse_latents
-from ._checks import is_hostile
+from ..errors import DataError, GuideError, PartitionError, PVIError
+from ..handlers import FullPlates, Partition, RowAxes, refuse_latents
+from ._arguments import as_arrays, check_finite_arguments, is_dynamic, join_arguments, split_arguments
+from ._chunks import GroupMasks, Packing
 from ._enumerate import check_enumerated, enumerated
-from ._mechanism import choose_reading
-from ._model import Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed
-from ._packing import Packing
+from ._mechanism import choose_reading, is_hostile
+from ._model import DrawImproper, Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed, site_log_prob
 from ._plan import PartitionPlan
-from ._probe import Probe
-from ._reading import GroupMasks
-from ._structure import find_term, judge_quadratic
-from ._terms import TermSpec
-from ._tracing import trace_arguments
-from ._validate import as_arrays
+from ._probe import Probe, draw_trace
+from ._structure import TermSpec, find_term, judge_quadratic
+
+# ------------------------------------------------------------------------------------------------------ the first trace
+# The first trace of a model with its arguments: which of them are traced, and which a model reads values of.
+
+_PRIOR_DRAWS = 3
+
+# What reading a value of a traced array raises.
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+def trace_arguments(model: Callable, key: Any, args: tuple, kwargs: dict) -> tuple[dict, tuple[int, ...]]:
+    """Trace a model with all of its arrays abstract but those whose values it reads in Python.
+
+    ``numpyro.plate("J", len(np.unique(idx)))`` needs the values of ``idx``, as a loop or an ``if`` may. Where a trace with
+    all arrays abstract fails for want of values, integer arrays are given values, then all; and each is taken back whose
+    values are not missed.
+
+    Args:
+        model: the NumPyro model.
+        key: a random key.
+        args: positional arguments, converted.
+        kwargs: keyword arguments, converted.
+
+    Returns:
+        ``(trace, by_value)``: the abstract trace, and the places of the arrays that are read by value.
+    """
+    leaves = jax.tree.leaves((args, kwargs))
+    arrays = [i for i, x in enumerate(leaves) if is_dynamic(x)]
+    try:
+        return _trace(model, key, args, kwargs, ()), ()
+    except _NEEDS_VALUES as error:
+        whole = [i for i in arrays if not jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
+        for by_value in (whole, arrays):
+            found = _try(model, key, args, kwargs, by_value)
+            if found is not None:
+                break
+        else:
+            raise error
+    # Floats first: the data are best left traced.
+    for place in sorted(by_value, key=lambda i: i in whole):
+        fewer = [i for i in by_value if i != place]
+        if (trace := _try(model, key, args, kwargs, fewer)) is not None:
+            found, by_value = trace, fewer
+    return found, tuple(by_value)
+
+
+def check_data(model: Callable, args: tuple, kwargs: dict, names: Sequence[str]) -> None:
+    """Refuse NaN and infinity in the arguments, but for a model that deals with them itself.
+
+    A model that masks or imputes missing entries has a finite log density all the same: it is looked at, at draws from the
+    prior, only where entries are not finite.
+
+    Args:
+        model: the NumPyro model.
+        args: positional arguments, converted.
+        kwargs: keyword arguments, converted.
+        names: names of the positional arguments, for messages.
+
+    Raises:
+        DataError: as of ``check_finite_arguments``.
+    """
+    try:
+        check_finite_arguments(args, kwargs, names)
+    except DataError:
+        if not _finite_at_prior(model, args, kwargs):
+            raise
+
+
+def _finite_at_prior(model: Callable, args: tuple, kwargs: dict) -> bool:
+    arrays, static = split_arguments(args, kwargs)
+
+    @jax.jit
+    def density(arrays: list, key: Any) -> Any:
+        trace = draw_trace(model, key, *join_arguments(arrays, static), {})
+        return sum(jnp.sum(site_log_prob(s)) for s in trace.values() if s["type"] == "sample")
+
+    with numpyro.validation_enabled(False):
+        found = [density(arrays, key) for key in jax.random.split(jax.random.key(0), _PRIOR_DRAWS)]
+    return bool(np.all(np.isfinite(np.asarray(found))))
+
+
+def _try(model: Callable, key: Any, args: tuple, kwargs: dict, by_value: Collection[int]) -> dict | None:
+    try:
+        return _trace(model, key, args, kwargs, by_value)
+    except _NEEDS_VALUES:
+        return None
+
+
+def _trace(model: Callable, key: Any, args: tuple, kwargs: dict, by_value: Collection[int]) -> dict:
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    abstract = [i for i, x in enumerate(leaves) if is_dynamic(x) and i not in by_value]
+    concrete = {i: np.asarray(leaves[i]) for i in by_value}
+    found: dict = {}
+
+    def run(values: list, key: Any) -> Any:
+        given = dict(zip(abstract, values, strict=True)) | concrete
+        args, kwargs = structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
+        found.clear()
+        found.update(abstract_trace(model, key, args, kwargs))
+        return key
+
+    jax.eval_shape(run, [leaves[i] for i in abstract], key)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- planner
 
 # Latents above which a mean-field q takes its curvature from a few draws' gradients instead of 2D points (or a Hessian a
 # draw, which costs D tangents of the gradient and D^2 numbers: measured on a small net, 70 times a gradient at D = 64, 170
@@ -305,3 +419,158 @@ def _prior(probe: Probe, outside: tuple[str, ...], layout: Layout) -> tuple[dict
 def _term(probe: Probe, name: str, own: Any = None) -> TermSpec | None:
     forms, first = probe.leaf_forms[name], probe.first_leaves[name]
     return find_term(probe.facts[name], probe.leaves[name], own, probe.rays, forms, first)
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be fitted
+# What a model cannot be fitted with, found by running it: observations of another shape, randomness, no finite density.
+
+# What NumPyro says where it has looked for a start in vain, and where a distribution's parameters are checked.
+_NO_START = ("valid initial parameters", "invalid")
+
+
+def check_observed_shapes(trace: dict, rows: RowAxes) -> None:
+    """Refuse observations that broadcast every row against every other: a column of shape (N, 1) in a plate of N.
+
+    Args:
+        trace: an abstract trace of the model.
+        rows: which axis of which sample site runs over the partitioned rows.
+
+    Raises:
+        PartitionError: naming the sample site, its shape and its distribution's.
+    """
+    for name, site in trace.items():
+        axis = rows.of(site) if is_observed(site) else None
+        if axis is None:
+            continue
+        fn, value = site["fn"], tuple(jnp.shape(site["value"]))
+        own = tuple(fn.shape())
+        place = axis.dim - fn.event_dim
+        if len(value) < -place or len(own) < -place or value[place] == own[place]:
+            continue
+        # One number for all rows is no column of them; sizes that do not go together at all are refused where they meet.
+        if value[place] != 1 or all(size == 1 for size in value[:place]):
+            continue
+        column = ", such as y[:, 0]" if value[-1] == 1 else ""
+        raise PartitionError(
+            f"sample site {name!r} is observed with shape {value}, but its distribution, in plate {axis.key!r}, has "
+            f"shape {own}: every row would be compared with every other. Pass observations of shape {own}{column}; columns of "
+            "one row belong to the event: numpyro.sample(name, fn.to_event(1), obs=y)."
+        )
+
+
+class KeyWatch(Messenger):
+    """Watches a model ask for random keys with ``numpyro.prng_key()``, and answers with its own where it has one."""
+
+    def __init__(self, fn: Callable, key: Any = None) -> None:
+        self.key, self.asked = key, 0
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Count, and answer."""
+        if msg["type"] == "prng_key":
+            self.asked += 1
+            if self.key is not None and msg["value"] is None:
+                msg["value"] = jax.random.fold_in(self.key, self.asked)
+
+
+def refuse_randomness(watch: KeyWatch, key: Any, args: tuple, kwargs: dict) -> None:
+    """Refuse a model whose log density changes with keys that it asks for: it is no function of its latents.
+
+    Keys that leave the density alone pass: first values of a network's params, simulations beside the observations.
+
+    Args:
+        watch: the model, watched while it was traced.
+        key: a random key.
+        args: the model's positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        PVIError: saying what to write instead.
+    """
+    if not watch.asked:
+        return
+    model = FullPlates(watch.fn)
+
+    def values(key: Any) -> dict:
+        trace = handlers.trace(handlers.seed(DrawImproper(KeyWatch(model, key), key), key)).get_trace(*args, **kwargs)
+        return {n: s["value"] for n, s in trace.items() if s["type"] == "param" or is_latent(s)}
+
+    def density(point: dict, asked: Any) -> Any:
+        held = handlers.substitute(KeyWatch(model, asked), data=point)
+        trace = handlers.trace(handlers.seed(held, key)).get_trace(*args, **kwargs)
+        return sum(jnp.sum(site_log_prob(s)) for s in trace.values() if s["type"] == "sample")
+
+    with numpyro.validation_enabled(False):
+        point, both = jax.jit(values)(key), jax.jit(density)
+        one, other = (np.asarray(both(point, k)) for k in jax.random.split(key))
+    if not np.array_equal(one, other, equal_nan=True):
+        raise PVIError(
+            "the model draws random numbers with numpyro.prng_key(), and its log density changes with them: it is another "
+            "function of the latents at every key, which no posterior belongs to. Pass the random numbers as an argument of the "
+            "model, so that they stay the same, or make them a latent with numpyro.sample; a network's dropout (apply_rng) has to "
+            "be switched off."
+        )
+
+
+@contextlib.contextmanager
+def explained(guide: Any, key: Any, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Around a guide's set-up: say which sample site is not finite where NumPyro finds no start, and what to write.
+
+    Args:
+        guide: the guide.
+        key: a random key.
+        args: the model's positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        DataError: naming the sample site, where observations are outside of its support.
+        GuideError: naming the sample site.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, PVIError) or not any(words in str(error) for words in _NO_START):
+            raise
+        name, (outside, where) = type(guide).__name__, _not_finite(guide, key, args, kwargs)
+        if outside:
+            raise DataError(
+                f"the observations of sample site {', '.join(outside)} are outside of the distribution's support, so that there is "
+                f"no finite log density to start from: {where}. Look for negative counts, for labels that begin at 1, for shares "
+                "of 0 or 1, or choose a distribution that has them."
+            ) from error
+        raise GuideError(
+            f"the guide {name} found no point with a finite log density to start from ({str(error).split('. ')[0].rstrip('.')}): "
+            f"{where}. Check the observations against the distribution's support and its "
+            f"parameters against their ranges, or start elsewhere: {name}(model, init_loc_fn=numpyro.infer.init_to_median()), or "
+            "init_to_value(values={...}) from there."
+        ) from error
+
+
+def _not_finite(guide: Any, key: Any, args: tuple, kwargs: dict) -> tuple[list[str], str]:
+    """Observed sites outside of their supports, and which are not finite at a draw of the guide's strategy; no values of theirs."""
+    with warnings.catch_warnings(), numpyro.validation_enabled(False):
+        warnings.simplefilter("ignore")
+        # Seeded inside: strategies draw with the keys that sample sites have been given.
+        seeded, strategy = handlers.seed(guide.model, key), getattr(guide, "init_loc_fn", init_to_uniform)
+        trace = handlers.trace(handlers.substitute(seeded, substitute_fn=strategy)).get_trace(*args, **kwargs)
+        found, off = [], []
+        for name, site in trace.items():
+            if site["type"] != "sample":
+                continue
+            terms = np.asarray(site_log_prob(site))
+            bad = int((~np.isfinite(terms)).sum())
+            if bad:
+                outside = is_observed(site) and not bool(jnp.all(site["fn"].support(site["value"])))
+                off += [repr(name)] * outside
+                why = ", whose observations are outside of its support" if outside else ""
+                found.append(f"{name!r} ({_kind(site['fn'])}{why}) in {bad} of {terms.size} entries")
+    if not found:
+        return off, "every sample site is finite at a draw of its init strategy, but a gradient is not"
+    return off, f"at a draw of its init strategy the log density is not finite at sample site {', '.join(found)}"
+
+
+def _kind(fn: Any) -> str:
+    """A distribution's name as the model has it, without what plates and handlers have put around it."""
+    while isinstance(fn, dist.ExpandedDistribution | dist.MaskedDistribution | dist.Independent):
+        fn = fn.base_dist
+    return type(fn).__name__

@@ -1,13 +1,19 @@
 """Exponential families: natural and mean parameters, log-partition, and the maps between them."""
 
-from ._base import Family, FamilyDefaults, Vector, implicit_inverse, inner, natural_parameters
-from ._conditional import (
-    ConditionalMoments,
-    ConditionalNatural,
-    bounded_precision,
-    conditional_divergence,
-    conditional_moments,
-    schur_complement,
+from ._base import (
+    Family,
+    FamilyDefaults,
+    FamilyMoments,
+    MetricDefaults,
+    Vector,
+    fisher_matrix,
+    implicit_inverse,
+    inner,
+    marginal_distance,
+    minimal_mean,
+    natural_parameters,
+    register_family,
+    registered_families,
 )
 from ._dirichlet import BetaFamily, BetaMean, BetaNatural, DirichletFamily, DirichletMean, DirichletNatural
 from ._discrete import (
@@ -17,9 +23,9 @@ from ._discrete import (
     CategoricalFamily,
     CategoricalMean,
     CategoricalNatural,
+    Support,
+    support_of,
 )
-from ._distance import marginal_distance
-from ._family_for import family_for
 from ._gamma import (
     ExponentialLawFamily,
     ExponentialMean,
@@ -31,35 +37,55 @@ from ._gamma import (
     InverseGammaMean,
     InverseGammaNatural,
 )
-from ._gaussian import GaussianFamily, MultivariateNormalFamily, NormalFamily
-from ._gaussian_base import GaussianMean, GaussianMoments, GaussianNatural
-from ._grids import GridRule, grid_rule
-from ._independent import IndependentFamily, base_family, member_family, repeated
-from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
-from ._metric import FamilyMoments, MetricDefaults, fisher_matrix, minimal_mean
-from ._normal import (
+from ._gaussian import (
+    ConditionalMoments,
+    ConditionalNatural,
+    GaussianFamily,
+    GaussianMean,
+    GaussianMoments,
+    GaussianNatural,
     LogNormalFamily,
     LogNormalMean,
     LogNormalNatural,
+    MultivariateNormalFamily,
+    NormalFamily,
     ScalarNormalFamily,
     ScalarNormalMean,
     ScalarNormalNatural,
+    bounded_precision,
+    conditional_divergence,
+    conditional_moments,
+    schur_complement,
 )
-from ._pair_contract import PairRule
-from ._pairs import members_of, pair_rule
+from ._grids import GridRule, grid_rule
+from ._markov import MarkovGaussianFamily, MarkovMean, MarkovNatural, MarkovNormal
+from ._pairs import PairRule, members_of, pair_rule
 from ._product import (
     BlockNormalFamily,
+    IndependentFamily,
     ProductFamily,
     ProductMean,
     ProductNatural,
+    Whitening,
+    base_family,
+    family_for,
+    member_family,
+    member_metrics,
+    repeated,
+    whitening,
 )
-from ._registry import register_family, registered_families
-from ._row_distribution import RowGaussian, RowRoot, dense_natural, row_gaussian
-from ._row_gaussian import RowFamily, RowMoments
-from ._row_prior import RowPrior, see_latents, see_rows
-from ._supports import Support, support_of
+from ._row_gaussian import (
+    RowFamily,
+    RowGaussian,
+    RowMoments,
+    RowPrior,
+    RowRoot,
+    dense_natural,
+    row_gaussian,
+    see_latents,
+    see_rows,
+)
 from ._von_mises import VonMisesFamily, VonMisesMean, VonMisesNatural
-from ._whitening import Whitening, member_metrics, whitening
 from ._wishart import WishartFamily, WishartMean, WishartNatural
 
 # What a family says of one member, as rounds ask it.

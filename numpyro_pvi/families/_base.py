@@ -1,12 +1,13 @@
-"""The contract of an exponential family and the arithmetic of its natural parameters."""
+"""The contract of an exponential family: arithmetic of natural parameters, the Fisher metric, and the registry."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, dataclass_transform, runtime_checkable
+from typing import Any, NamedTuple, Protocol, dataclass_transform, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import scaled_cholesky, symmetrise
+from ..errors import lacking
 
 
 @dataclass_transform(frozen_default=True)
@@ -384,3 +386,261 @@ def inner(natural: Any, mean_params: Any) -> Float[Array, ""]:
     """The pairing ``<eta, mu>`` of one (unbatched) natural and mean parameter, in nats."""
     pairs = zip(jax.tree.leaves(natural), jax.tree.leaves(mean_params), strict=True)
     return sum((jnp.vdot(a, b) for a, b in pairs), start=jnp.zeros(()))
+
+
+# ------------------------------------------------------------------------------------------------------------- registry
+# Which exponential family a NumPyro distribution belongs to.
+
+# Distribution class -> family, or a function that makes the family from a distribution of that class.
+_REGISTRY: dict[type, Family | Callable[[Any], Family]] = {}
+
+
+def register_family(distribution_class: type, family: Any) -> None:
+    """Say which family a latent whose prior is a distribution of this class is given.
+
+    Args:
+        distribution_class: a subclass of ``numpyro.distributions.Distribution``. Its subclasses are covered too, unless
+            they have an entry of their own.
+        family: the family, or a function of the distribution that makes it, for families that depend on a size. Its
+            ``from_distribution`` must accept distributions of this class. A later entry replaces an earlier one.
+
+    Raises:
+        TypeError: when the first argument is not a distribution class, or the second neither a family nor a function.
+    """
+    if not (isinstance(distribution_class, type) and issubclass(distribution_class, dist.Distribution)):
+        raise TypeError(
+            f"register_family: {distribution_class!r} is not a distribution class. numpyro.distributions.Bernoulli, "
+            "Categorical and a few others are functions: register the classes they return, such as BernoulliProbs."
+        )
+    if not callable(family):
+        check_family(family, f"register_family({distribution_class.__name__}, ...)")
+    _REGISTRY[distribution_class] = family
+
+
+def check_family(family: Any, where: str) -> None:
+    """Refuse what is no family, saying what it lacks.
+
+    Args:
+        family: what was given.
+        where: how it was given, for the message.
+
+    Raises:
+        TypeError: naming what is missing.
+    """
+    if not isinstance(family, Family):
+        said = lacking(family, Family, FamilyDefaults, "numpyro_pvi.families")
+        raise TypeError(f"{where}: {family!r} is not a family.{said}")
+
+
+def registered_families() -> dict[type, Any]:
+    """A copy of the registry: distribution class -> family, or function of the distribution."""
+    return dict(_REGISTRY)
+
+
+def base_of(distribution: dist.Distribution) -> Any:
+    """The distribution inside ``expand`` and ``to_event``."""
+    while isinstance(distribution, dist.ExpandedDistribution | dist.Independent):
+        distribution = distribution.base_dist
+    return distribution
+
+
+def read_parameters(distribution: dist.Distribution, *names: str) -> list[Float[Array, "..."]]:
+    """Scalar parameters of a distribution, broadcast to its batch and independent axes, in one dtype.
+
+    Args:
+        distribution: a distribution of scalar events, possibly inside ``expand`` and ``to_event``.
+        names: its attributes.
+
+    Returns:
+        One array per name.
+    """
+    base = base_of(distribution)
+    shape = distribution.batch_shape + distribution.event_shape
+    values = [getattr(base, name) for name in names]
+    dtype = jnp.result_type(float, *values)
+    return [jnp.broadcast_to(jnp.asarray(value, dtype), shape) for value in values]
+
+
+# ---------------------------------------------------------------------------------------------------- the Fisher metric
+# The Fisher metric of any exponential family in flat vectors: what schedules measure moves of q by.
+
+
+class FamilyMoments(NamedTuple):
+    """One member of a family as its mean statistics, their sds, and what else rounds ask of it."""
+
+    natural: Any
+    # E_q[T] and the sds of T under q, entry by entry in one vector.
+    loc: Float[Array, "P"]
+    scale: Float[Array, "P"]
+    # A(eta) in nats.
+    log_partition: Float[Array, ""]
+    valid: Bool[Array, ""]
+
+
+class MetricDefaults(FamilyDefaults):
+    """Moves of q in its own Fisher metric; a Gaussian family has the same verbs over its coordinates.
+
+    Sufficient statistics stand where a Gaussian has coordinates: a move is a change of their means in units of their sds, as
+    the mean of a Gaussian moves in units of posterior sds.
+    """
+
+    @property
+    def dim(self: Any) -> int:
+        """P, the number of sufficient statistics."""
+        return sum(math.prod(shape) for shape in self._leaf_shapes())
+
+    def flat(self: Any, tree: Any) -> Float[Array, "*batch P"]:
+        """Natural or mean parameters, or a stack of them, as vectors."""
+        parts = [
+            leaf.reshape(leaf.shape[: leaf.ndim - len(shape)] + (math.prod(shape),))
+            for shape, leaf in zip(self._leaf_shapes(), jax.tree.leaves(tree), strict=True)
+        ]
+        return jnp.concatenate(parts, axis=-1)
+
+    def unflat(self: Any, vector: Float[Array, "P"]) -> Any:
+        """Natural parameters of a vector."""
+        leaves, begin = [], 0
+        for shape in self._leaf_shapes():
+            end = begin + math.prod(shape)
+            leaves.append(vector[begin:end].reshape(shape))
+            begin = end
+        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(lambda: self.zeros())), leaves)
+
+    def moments(self: Any, natural: Any) -> FamilyMoments:
+        """Mean statistics with their sds; ``valid`` is False where the member is not normalisable."""
+        valid, mean = self.in_domain(natural), self.natural_to_mean(natural)
+        variances = self.flat(self.fisher_diagonal(natural))
+        # A latent that has come to one value has no sd to measure moves by, and makes none.
+        scale = jnp.sqrt(jnp.maximum(variances, jnp.finfo(variances.dtype).tiny))
+        return FamilyMoments(natural, self.flat(mean), scale, self.log_partition(natural), valid)
+
+    def sds(self, moments: FamilyMoments) -> Float[Array, "P"]:
+        """Sds of the sufficient statistics."""
+        return moments.scale
+
+    def variances(self, moments: FamilyMoments) -> Float[Array, "P"]:
+        """Variances of the sufficient statistics."""
+        return moments.scale**2
+
+    @property
+    def num_moves(self) -> int:
+        """Length of what :meth:`moves` gives."""
+        return self.dim
+
+    @property
+    def degrees(self: Any) -> int:
+        """Degrees of freedom, which an optimiser of q moves: as many as there are minimal coordinates."""
+        return jax.eval_shape(lambda: self.to_minimal(self.zeros())).shape[-1]
+
+    def standard(self: Any, dtype: Any) -> FamilyMoments:
+        """Numbers of the right shapes, to fill a memory with before there is a q."""
+        one = jnp.ones((self.dim,), dtype)
+        return FamilyMoments(self.zeros((), dtype), 0 * one, one, jnp.zeros((), dtype), jnp.array(True))
+
+    def moves(self, new: FamilyMoments, old: FamilyMoments) -> Float[Array, "P"]:
+        """How far apart two members are: differences of mean statistics in the new one's sds."""
+        return (new.loc - old.loc) / new.scale
+
+    def pull(self: Any, change: Any, loc: Float[Array, "P"]) -> Float[Array, "*batch P"]:
+        """A change of natural parameters as a vector: its slope in the statistics is the same everywhere."""
+        del loc
+        return self.flat(change)
+
+    def covariance_product(
+        self: Any, moments: FamilyMoments, vector: Float[Array, "*batch P"]
+    ) -> Float[Array, "*batch P"]:
+        """``F(eta) v``: the change of mean statistics by a change of natural parameters, or by each of a stack of them."""
+
+        def one(own: Array) -> Array:
+            return self.flat(self.fisher_product(moments.natural, self.unflat(own)))
+
+        return one(vector) if vector.ndim == 1 else jax.vmap(one)(vector)
+
+    def precision_product(self: Any, natural: Any, vector: Float[Array, "P"]) -> Float[Array, "P"]:
+        """``F(eta)^-1 v`` by the metric's diagonal: for angles between moves, not for their lengths."""
+        return vector / self.flat(self.fisher_diagonal(natural))
+
+    def shift(self: Any, change: Any, moments: FamilyMoments) -> Float[Array, "*batch P"]:
+        """First-order change of the mean statistics by a change of natural parameters, in sds."""
+        return self.covariance_product(moments, self.pull(change, moments.loc)) / moments.scale
+
+    def effect(self: Any, change: Any, moments: FamilyMoments, exact: Any = True) -> Float[Array, "*batch P"]:
+        """The same: a family's statistics tell all of its spread as well."""
+        del exact
+        return self.shift(change, moments)
+
+    def expect_quadratic(self: Any, natural: Any, moments: FamilyMoments) -> Float[Array, "*batch"]:
+        """``<eta, mu>`` of (a batch of) natural parameters under one member, in nats."""
+        return self.flat(natural) @ moments.loc
+
+    def log_partition_parts(self, natural: Any, moments: FamilyMoments) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """A(eta) up to a constant, in two parts: nothing, and all of it."""
+        del natural
+        return jnp.zeros_like(moments.log_partition), moments.log_partition
+
+
+def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "P"]:
+    """Mean parameters, or a change of them, in minimal coordinates: paired with those of natural ones they give ``<eta, mu>``.
+
+    Args:
+        family: any.
+        natural: any of its natural parameters, for their shapes.
+        mean_params: of the mean parameters' type, or any tree with their leaves.
+
+    Returns:
+        As many numbers as ``family.to_minimal`` gives.
+    """
+    like = jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(mean_params))
+    return jax.linear_transpose(family.from_minimal, family.to_minimal(natural))(like)[0]
+
+
+def fisher_matrix(family: Any, natural: Any) -> Float[Array, "P P"]:
+    """The Fisher metric in minimal coordinates, the covariance of the statistics that belong to them.
+
+    Args:
+        family: any.
+        natural: where.
+
+    Returns:
+        A symmetric matrix, singular nowhere in the domain.
+    """
+    size = jax.eval_shape(family.to_minimal, natural)
+
+    def image(column: Array) -> Array:
+        return minimal_mean(family, natural, family.fisher_product(natural, family.from_minimal(column)))
+
+    return symmetrise(jax.vmap(image)(jnp.eye(size.shape[-1], dtype=size.dtype)))
+
+
+# ------------------------------------------------------------------------------------------------ distance of Gaussians
+# How far apart two Gaussians are, in a metric that adds up along the way.
+
+
+def marginal_distance(
+    loc: Float[Array, "*batch D"],
+    sd: Float[Array, "*batch D"],
+    other_loc: Float[Array, "*batch D"],
+    other_sd: Float[Array, "*batch D"],
+) -> Float[Array, "*batch"]:
+    """Fisher-Rao distance between independent Gaussians, root mean square over coordinates.
+
+    With ``u = ((m - m')^2 / 2 + (s - s')^2) / (s s')`` a coordinate's distance is ``2 sqrt(2) arsinh(sqrt(u) / 2)``: about
+    ``|m - m'| / s`` for small shifts, and logarithmic for large ones. It is a metric, so that a path is never shorter than
+    what it bridges.
+
+    Args:
+        loc: locations.
+        sd: standard deviations.
+        other_loc: locations of the other.
+        other_sd: standard deviations of the other.
+
+    Returns:
+        The distance, in standard deviations where it is small.
+
+    References:
+        Costa, Santos and Strapasson, Fisher information distance: a geometrical reading, Discrete Appl. Math. 197 (2015),
+        eq. 5.
+    """
+    square = (0.5 * (loc - other_loc) ** 2 + (sd - other_sd) ** 2) / (sd * other_sd)
+    each = 2 * 2**0.5 * jnp.arcsinh(0.5 * jnp.sqrt(square))
+    return jnp.sqrt(jnp.mean(each**2, axis=-1))

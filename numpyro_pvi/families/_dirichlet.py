@@ -13,8 +13,15 @@ from jax.scipy.special import gammaln
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import above_minus_one, inside_support, newton_in_bracket, snap_to_positive
-from ._base import FamilyDefaults, Vector, implicit_inverse, natural_parameters
-from ._registry import base_of, read_parameters, register_family
+from ._base import (
+    FamilyDefaults,
+    Vector,
+    base_of,
+    implicit_inverse,
+    natural_parameters,
+    read_parameters,
+    register_family,
+)
 from ._special import (
     HALF_LOG_2PI,
     digamma,

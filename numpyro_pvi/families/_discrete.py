@@ -1,9 +1,9 @@
-"""Bernoulli and categorical distributions."""
+"""Bernoulli and categorical distributions, and messages of families over finitely many values."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import finite_logits
-from ._base import FamilyDefaults, Vector, natural_parameters
-from ._registry import base_of, read_parameters, register_family
+from ._base import Family, FamilyDefaults, Vector, base_of, natural_parameters, read_parameters, register_family
+from ._product import base_family
 
 
 @natural_parameters
@@ -216,3 +216,54 @@ register_family(dist.BernoulliProbs, BernoulliFamily())
 register_family(dist.BernoulliLogits, BernoulliFamily())
 register_family(dist.CategoricalProbs, _categorical)
 register_family(dist.CategoricalLogits, _categorical)
+
+
+# ------------------------------------------------------------------------------------------------- finitely many values
+# Families over finitely many values: their probabilities, and messages from what each value contributes.
+#
+# Every function of a latent with finitely many values is affine in its indicators, so its expectation is the sum over
+# the values and the derivative in the mean parameters is the function itself.
+
+
+class Support(NamedTuple):
+    """The values ``0 .. size - 1`` of a family; leading axes of everything are batch axes and members'.
+
+    Attributes:
+        size: K.
+        binary: whether the natural parameter is one logit.
+    """
+
+    size: int
+    binary: bool
+
+    def probs(self, natural: Any) -> Float[Array, "*batch K"]:
+        """The probability of every value under given natural parameters."""
+        if self.binary:
+            return jnp.stack([jax.nn.sigmoid(-natural.logit), jax.nn.sigmoid(natural.logit)], axis=-1)
+        return jax.nn.softmax(natural.logits, axis=-1)
+
+    def message(self, gradient: Float[Array, "*batch K"]) -> Any:
+        """Natural parameters ``dF/dmu`` from the derivative of F in the probabilities, each taken on its own."""
+        if self.binary:
+            return BernoulliNatural(gradient[..., 1] - gradient[..., 0])
+        # Adding a number to all logits changes nothing; without a large one they keep their digits in sums.
+        return CategoricalNatural(gradient - jnp.max(gradient, axis=-1, keepdims=True))
+
+    def natural(self, probs: Float[Array, "*batch K"]) -> Any:
+        """Natural parameters of given probabilities, all positive."""
+        return self.message(jnp.log(probs))
+
+
+def support_of(family: Family) -> Support | None:
+    """The values of a family.
+
+    Args:
+        family: a family; repetitions are looked through.
+
+    Returns:
+        The values; None where there are infinitely many.
+    """
+    family = base_family(family)
+    if isinstance(family, BernoulliFamily):
+        return Support(2, True)
+    return Support(family.dim, False) if isinstance(family, CategoricalFamily) else None

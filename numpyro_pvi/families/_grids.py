@@ -25,9 +25,8 @@ from ._gamma import (
     InverseGammaFamily,
     InverseGammaMean,
 )
-from ._gaussian import MultivariateNormalFamily, NormalFamily
-from ._independent import base_family
-from ._normal import LogNormalFamily, LogNormalMean, ScalarNormalFamily
+from ._gaussian import LogNormalFamily, LogNormalMean, MultivariateNormalFamily, NormalFamily, ScalarNormalFamily
+from ._product import base_family
 from ._von_mises import VonMisesFamily
 
 

@@ -1,8 +1,9 @@
-"""Products of named families, and block-diagonal Gaussians."""
+"""Products of named families, independent repetitions, the family of a distribution, and whitened coordinates."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -11,14 +12,204 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax.scipy.linalg import block_diag
+from jax.scipy.linalg import block_diag, solve_triangular
 from jaxtyping import Array, Bool, Float
 
-from ._base import FamilyDefaults, Vector, natural_parameters
-from ._family_for import family_for
-from ._gaussian import MultivariateNormalFamily
-from ._independent import repeated
-from ._metric import MetricDefaults
+from .._numerics import scaled_cholesky, symmetrise
+from ..errors import GuideError
+from ._base import Family, FamilyDefaults, MetricDefaults, Vector, minimal_mean, natural_parameters, registered_families
+from ._gaussian import MultivariateNormalFamily, NormalFamily, ScalarNormalFamily
+
+# ---------------------------------------------------------------------------------------------- independent repetitions
+# Independent repetitions of a family.
+
+
+@dataclasses.dataclass(frozen=True)
+class IndependentFamily(FamilyDefaults):
+    """Independent members of one family along axes that belong to the event, as NumPyro's ``to_event`` makes them.
+
+    Parameters are the base family's own, with ``shape`` as their last batch axes; densities, divergences and validity are
+    taken together over those axes.
+
+    Args:
+        base: the family repeated.
+        shape: the axes.
+    """
+
+    base: Any
+    shape: tuple[int, ...] = ()
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """The repeated axes, then the base's event."""
+        return (*self.shape, *self.base.event_shape)
+
+    def _sum(self, values):
+        return jnp.sum(values, axis=tuple(range(-len(self.shape), 0)))
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> Any:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return self.base.zeros((*batch_shape, *self.shape), dtype)
+
+    def sufficient_statistics(self, theta: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.sufficient_statistics(theta)
+
+    def log_base_measure(self, theta: Any) -> Float[Array, "*batch"]:
+        """The base's, summed over members."""
+        return self._sum(self.base.log_base_measure(theta))
+
+    def log_partition(self, natural: Any) -> Float[Array, "*batch"]:
+        """The base's, summed over members, in nats."""
+        return self._sum(self.base.log_partition(natural))
+
+    def natural_to_mean(self, natural: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.natural_to_mean(natural)
+
+    def mean_to_natural(self, mean_params: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.mean_to_natural(mean_params)
+
+    def to_distribution(self, natural: Any) -> dist.Distribution:
+        """The base's distribution with ``to_event`` over the repeated axes."""
+        return self.base.to_distribution(natural).to_event(len(self.shape))
+
+    def from_distribution(self, distribution: dist.Distribution) -> Any:
+        """Natural parameters of a distribution whose event has the repeated axes."""
+        return self.base.from_distribution(distribution)
+
+    def in_domain(self, natural: Any) -> Bool[Array, "*batch"]:
+        """Whether all members are."""
+        return jnp.all(self.base.in_domain(natural), axis=tuple(range(-len(self.shape), 0)))
+
+    def nearest_valid(self, natural: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.nearest_valid(natural)
+
+    def sample(self, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> Any:
+        """The base's draws."""
+        return self.base.sample(natural, key, shape)
+
+    def entropy(self, natural: Any) -> Float[Array, "*batch"]:
+        """The base's, summed over members, in nats."""
+        return self._sum(self.base.entropy(natural))
+
+    def kl(self, natural: Any, other: Any) -> Float[Array, "*batch"]:
+        """The base's, summed over members, in nats."""
+        return self._sum(self.base.kl(natural, other))
+
+    def fisher_product(self, natural: Any, tangent: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.fisher_product(natural, tangent)
+
+    def fisher_diagonal(self, natural: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.fisher_diagonal(natural)
+
+    def symmetrise(self, natural: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.symmetrise(natural)
+
+    def fisher_solve(self, natural: Any, tangent: Any) -> Any:
+        """The base's, of every member."""
+        return self.base.fisher_solve(natural, tangent)
+
+    def to_minimal(self, natural: Any) -> Float[Array, "*batch P"]:
+        """The base's coordinates of all members, one after another."""
+        each = self.base.to_minimal(natural)
+        return each.reshape(each.shape[: each.ndim - 1 - len(self.shape)] + (-1,))
+
+    def from_minimal(self, coordinates: Float[Array, "*batch P"]) -> Any:
+        """The inverse of :meth:`to_minimal`."""
+        return self.base.from_minimal(coordinates.reshape((*coordinates.shape[:-1], *self.shape, -1)))
+
+
+def repeated(base: Family, shape: tuple[int, ...]) -> Family:
+    """The family of independent members along some event axes: :class:`IndependentFamily`, where nothing fits better.
+
+    Args:
+        base: the family of one member.
+        shape: the axes.
+
+    Returns:
+        ``base`` itself without axes, the diagonal :class:`NormalFamily` for a vector of scalar normals.
+    """
+    if not shape:
+        return base
+    if base == ScalarNormalFamily() and len(shape) == 1:
+        return NormalFamily(shape[0])
+    return IndependentFamily(base, shape)
+
+
+def member_family(family: Family, *trees: Any) -> tuple[Any, ...]:
+    """The family of one member: repetitions looked through, and coordinates that are independent of one another taken apart.
+
+    Args:
+        family: a family.
+        trees: natural parameters of it.
+
+    Returns:
+        A family under which all axes of the parameters that are no single member's are batch axes, and the parameters as its own.
+    """
+    base = base_family(family)
+    own = base.by_coordinate or base
+    structure = jax.tree.structure(jax.eval_shape(lambda: own.zeros()))
+    return own, *(jax.tree.unflatten(structure, jax.tree.leaves(tree)) for tree in trees)
+
+
+def base_family(family: Family) -> Family:
+    """The family of one member, repetitions looked through.
+
+    Args:
+        family: a family.
+
+    Returns:
+        The family itself where it is no repetition.
+    """
+    while isinstance(family, IndependentFamily):
+        family = family.base
+    return family
+
+
+# ----------------------------------------------------------------------------------------- the family of a distribution
+# The family of a distribution.
+
+
+def family_for(distribution: dist.Distribution) -> Family:
+    """The family of a distribution.
+
+    Batch axes of the distribution stay leading axes of the parameters; axes that ``to_event`` has made part of an event
+    become an :class:`IndependentFamily` (for a normal, the diagonal :class:`NormalFamily`).
+
+    Args:
+        distribution: a NumPyro distribution; ``expand`` and ``to_event`` are looked through.
+
+    Returns:
+        The family, such that ``family_for(d).from_distribution(d)`` are the natural parameters of ``d``.
+
+    Raises:
+        GuideError: where no family is registered for the distribution's class.
+    """
+    if isinstance(distribution, dist.ExpandedDistribution):
+        return family_for(distribution.base_dist)
+    if isinstance(distribution, dist.Independent):
+        base = distribution.base_dist
+        shape = base.batch_shape[len(base.batch_shape) - distribution.reinterpreted_batch_ndims :]
+        return repeated(family_for(base), tuple(shape))
+    known = registered_families()
+    for cls in type(distribution).__mro__:
+        if cls in known:
+            found = known[cls]
+            return found if isinstance(found, Family) else found(distribution)
+    names = ", ".join(sorted(cls.__name__ for cls in known))
+    raise GuideError(
+        f"no exponential family is registered for {type(distribution).__name__}. Registered are {names}. Name a family "
+        f"for this latent, or add one with numpyro_pvi.families.register_family({type(distribution).__name__}, family)."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- product
 
 
 @natural_parameters
@@ -270,3 +461,131 @@ class BlockNormalFamily(FamilyDefaults):
         """The inverse of :meth:`to_minimal`."""
         sizes = [size + size * (size + 1) // 2 for size in self.blocks]
         return ProductNatural(self._map("from_minimal", self._split(coordinates, sizes)))
+
+
+# ------------------------------------------------------------------------------------------------- whitened coordinates
+# Coordinates of natural parameters in which the Fisher metric at one q is the identity: optimisers of q take their
+# steps there.
+
+# Coordinates of a member up to which its whole metric is factorised; beyond, its diagonal stands for it.
+_WHOLE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Whitening:
+    """Changes of natural parameters as whitened coordinates ``x = R^T u``, with u minimal and ``R R^T`` the Fisher metric at q.
+
+    A step of length 1 in x is one of length 1 in that metric: for a shift of a normal, one posterior sd. Each member has an R of
+    its own. Of one with more than 64 coordinates R is the root of the metric's diagonal (for entries off a matrix's diagonal, up
+    to a factor), and lengths are right along axes only.
+
+    Args:
+        family: of q.
+        roots: by component, of every member the lower Cholesky factor ``[*members, P, P]``, or roots of the diagonal
+            ``[*members, P]``.
+    """
+
+    family: ProductFamily
+    roots: dict[str, Array]
+
+    @property
+    def size(self) -> int:
+        """Numbers in x."""
+        return self.family.degrees
+
+    def coordinates(self, change: ProductNatural) -> Float[Array, "K"]:
+        """x of a change of natural parameters."""
+        parts = {}
+        for name, family in self.family.components:
+            own, step = member_family(family, change.parts[name])
+            parts[name] = self._times(name, own.to_minimal(step), transposed=True)
+        return _joined(parts)
+
+    def change(self, x: Float[Array, "K"]) -> ProductNatural:
+        """The change of natural parameters that has these coordinates."""
+        found, begin = {}, 0
+        for name, family in self.family.components:
+            zeros = family.zeros((), x.dtype)
+            own, step = member_family(family, zeros)
+            shape = own.to_minimal(step).shape
+            end = begin + math.prod(shape)
+            part = own.from_minimal(self._solve(name, x[begin:end].reshape(shape), transposed=True))
+            # A member's parameters are those of its family under another name.
+            found[name] = jax.tree.unflatten(jax.tree.structure(zeros), jax.tree.leaves(part))
+            begin = end
+        return ProductNatural(found)
+
+    def slope(self, gradient: Any) -> Float[Array, "K"]:
+        """The gradient in x of a function of the natural parameters.
+
+        Args:
+            gradient: its gradient in natural parameters, which has the type of mean parameters.
+
+        Returns:
+            ``R^-1 J^T g``, with J the linear map from minimal coordinates.
+        """
+        parts = {}
+        for name, family in self.family.components:
+            zeros = family.zeros((), jax.tree.leaves(gradient)[0].dtype)
+            dual = jax.tree.unflatten(jax.tree.structure(zeros), jax.tree.leaves(gradient.parts[name]))
+            own, dual = member_family(family, dual)
+            parts[name] = self._solve(name, minimal_mean(own, dual, dual), transposed=False)
+        return _joined(parts)
+
+    def _times(self, name: str, u: Float[Array, "*members P"], transposed: bool) -> Array:
+        root = self.roots[name]
+        if root.ndim == u.ndim:
+            return root * u
+        return jnp.einsum("...ji,...j->...i" if transposed else "...ij,...j->...i", root, u)
+
+    def _solve(self, name: str, x: Float[Array, "*members P"], transposed: bool) -> Array:
+        root = self.roots[name]
+        if root.ndim == x.ndim:
+            return x / root
+        return solve_triangular(root, x[..., None], trans=1 if transposed else 0, lower=True)[..., 0]
+
+
+def whitening(family: ProductFamily, natural: ProductNatural) -> Whitening:
+    """The whitened coordinates of changes at one q.
+
+    Args:
+        family: of q.
+        natural: natural parameters of q.
+
+    Returns:
+        The coordinates.
+    """
+    roots = {}
+    for name, part in family.components:
+        own, at = member_family(part, natural.parts[name])
+        point = own.to_minimal(at)
+        if point.shape[-1] > _WHOLE:
+            spread = jnp.abs(own.to_minimal(own.fisher_diagonal(at)))
+            roots[name] = jnp.sqrt(jnp.maximum(spread, jnp.finfo(point.dtype).tiny))
+            continue
+        roots[name] = scaled_cholesky(member_metrics(part, natural.parts[name]))[0]
+    return Whitening(family, roots)
+
+
+def member_metrics(family: Any, natural: Any) -> Float[Array, "*members P P"]:
+    """The Fisher metric of every member of a component, in minimal coordinates.
+
+    Args:
+        family: of the component.
+        natural: its natural parameters.
+
+    Returns:
+        Symmetric matrices, singular nowhere in the domain; of all members together they are the blocks of the whole metric.
+    """
+    own, at = member_family(family, natural)
+    point = own.to_minimal(at)
+    eye = jnp.eye(point.shape[-1], dtype=point.dtype)
+    basis = jnp.broadcast_to(eye, (*point.shape, point.shape[-1]))
+    columns = jax.vmap(
+        lambda v: minimal_mean(own, at, own.fisher_product(at, own.from_minimal(v))), in_axes=-2, out_axes=-1
+    )
+    return symmetrise(columns(basis))
+
+
+def _joined(parts: dict[str, Array]) -> Float[Array, "K"]:
+    return jnp.concatenate([x.reshape(-1) for x in parts.values()])

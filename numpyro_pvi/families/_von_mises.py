@@ -12,8 +12,7 @@ from jax.scipy.special import i0e
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import inside_unit, keep_positive
-from ._base import FamilyDefaults, Vector, implicit_inverse, natural_parameters
-from ._registry import read_parameters, register_family
+from ._base import FamilyDefaults, Vector, implicit_inverse, natural_parameters, read_parameters, register_family
 from ._special import bessel_ratio_parts, inverse_bessel_ratio, log_bessel_i0
 
 _LOG_2PI = math.log(2 * math.pi)

@@ -23,8 +23,7 @@ from .._numerics import (
     symmetric_to_lower,
     symmetrise,
 )
-from ._base import FamilyDefaults, Vector, implicit_inverse, natural_parameters
-from ._registry import base_of, register_family
+from ._base import FamilyDefaults, Vector, base_of, implicit_inverse, natural_parameters, register_family
 from ._special import (
     HALF_LOG_2PI,
     lgamma_bregman_rest,

@@ -17,11 +17,10 @@ from jaxtyping import Array, Float
 from .._compiling import Programs, is_traced, level_of
 from ..errors import ImproperError, PVIError, StateError
 from ..families import GaussianNatural, MultivariateNormalFamily, NormalFamily
-from ._batch import PseudoSite, projected, unit_site
-from ._kernels import Kernel, kernel_params, spread_rows
 from ._likelihoods import Likelihood, as_likelihood
 from ._process import (
     Block,
+    Kernel,
     Prior,
     Process,
     appended,
@@ -30,11 +29,13 @@ from ._process import (
     empty,
     evidence,
     grown,
+    kernel_params,
     marginals,
     placed,
     reach,
+    spread_rows,
 )
-from ._visit import Problem, Setting, Visit, draws, slope, visit
+from ._visit import Problem, PseudoSite, Setting, Visit, draws, projected, slope, unit_site, visit
 
 # Nodes of a quadrature with their derivatives, about.
 _NODES = 300

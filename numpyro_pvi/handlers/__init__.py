@@ -1,10 +1,20 @@
 """Effect handlers: which rows of a NumPyro model belong to which group."""
 
-from ._axes import Axis, RowAxes
 from ._groups import PRIOR, GroupTable, known_labels, labels_table, numbered_table, one_group_table, plain
-from ._partition import Partition, WholePartition
-from ._plates import PlateInfo, choose_plate, find_plates, pick_plate, refuse_latents
-from ._rows import BatchPlates, FullPlates, PlateRows
+from ._partition import (
+    Axis,
+    BatchPlates,
+    FullPlates,
+    Partition,
+    PlateInfo,
+    PlateRows,
+    RowAxes,
+    WholePartition,
+    choose_plate,
+    find_plates,
+    pick_plate,
+    refuse_latents,
+)
 
 __all__ = [
     "PRIOR",

@@ -8,18 +8,429 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from ..errors import PartitionError
-from ._axes import RowAxes
-from ._groups import PRIOR, GroupTable, known_labels, labels_table, one_group_table
-from ._plates import pick_plate, pick_plates, require_observed
-from ._rows import BatchPlates
-from ._splits import as_int, checked_axes, checked_group, parse_splits, split_table
+from ._groups import (
+    PRIOR,
+    GroupTable,
+    as_int,
+    checked_axes,
+    checked_group,
+    known_labels,
+    labels_table,
+    one_group_table,
+    parse_splits,
+    split_table,
+)
 
-__all__ = ["Partition", "WholePartition"]
+# ----------------------------------------------------------------------------------------------------------------- rows
+# Handlers that decide which indices a plate runs over: all of them, or the rows of one chunk.
+
+
+class FullPlates(Messenger):
+    """Run every plate over all of its indices, in order: a fit visits all rows, so a plate's own mini-batch is not drawn.
+
+    Args:
+        fn: The model.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Give a subsampled plate all of its indices; one that has values already passes."""
+        if msg["type"] == "plate" and msg["value"] is None:
+            size, drawn = msg["args"]
+            msg["drawn"] = size if drawn is None else drawn
+            msg["args"], msg["value"] = (size, size), jnp.arange(size)
+
+
+class BatchPlates(Messenger):
+    """Keep the mini-batch of every plate that draws one, as its first indices, scaled as the model scales it.
+
+    For a model whose arguments are themselves the mini-batch, so that the plate's size is only the number to scale up to.
+
+    Args:
+        fn: The model.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Give a subsampled plate as many indices as it draws."""
+        if msg["type"] == "plate" and msg["value"] is None and msg["args"][1] is not None:
+            msg["value"] = jnp.arange(msg["args"][1])
+
+
+class PlateRows(Messenger):
+    """Run one plate over given rows, without the factor N/B by which NumPyro scales a mini-batch's terms.
+
+    The plate keeps its full size, so that `numpyro.subsample` and `numpyro.param(event_dim=)` inside take the same rows
+    as the model's own indexing. With as many rows as the plate has indices they take nothing: give those in order.
+
+    Args:
+        fn: The model.
+        plate: The plate's name.
+        rows: Indices that the plate runs over.
+    """
+
+    def __init__(self, fn: Callable[..., Any], plate: str, rows: Int[Array, " R"]) -> None:
+        super().__init__(fn)
+        self.plate, self.rows = plate, rows
+        self.size: int | None = None
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Set the plate's indices; divide the mini-batch scale out of the sample sites inside."""
+        if msg["type"] == "plate" and msg["name"] == self.plate:
+            self.size = msg["args"][0]
+            msg["args"], msg["value"] = (self.size, self.rows.shape[0]), self.rows
+        if msg["type"] != "sample" or self.size is None or self.size == self.rows.shape[0]:
+            return
+        # Plates are further in: the frames are there, and the scale already holds N/B once for each of them.
+        count = sum(frame.name == self.plate for frame in msg["cond_indep_stack"])
+        if count:
+            scale = msg["scale"] * (self.rows.shape[0] / self.size) ** count
+            one = isinstance(scale, float) and abs(scale - 1.0) < 1e-12
+            msg["scale"] = None if one else scale
+
+
+# ----------------------------------------------------------------------------------------------------------------- axes
+# Where the rows that groups split lie in each sample site: a plate's axis, or a labelled batch axis.
+
+# Key of the one row that a model has whose likelihood is kept whole.
+WHOLE = "likelihood"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The partitioned batch axis of one sample site.
+
+    Attributes:
+        key: The plate's name, or the sample site's where a batch axis was labelled.
+        dim: The axis, negative, counted from the right of the batch shape; 0 where all terms of the site are one row.
+        size: Rows along it as the plate has them; the batch shape must agree.
+    """
+
+    key: str
+    dim: int
+    size: int
+
+
+@dataclass(frozen=True)
+class RowAxes:
+    """Which batch axes run over rows.
+
+    Attributes:
+        plates: Partitioned plates; several are split together.
+        sites: Sample sites in no plate with the batch axis that was labelled.
+        whole: Whether nothing is split: every observed sample site is one row, the sum of its terms, of one group.
+    """
+
+    plates: tuple[str, ...] = ()
+    sites: tuple[tuple[str, int], ...] = ()
+    whole: bool = False
+
+    def of(self, site: Mapping[str, Any]) -> Axis | None:
+        """The partitioned axis of a sample site.
+
+        Args:
+            site: An entry of a NumPyro trace.
+
+        Returns:
+            The axis, or None for a site that has none.
+
+        Raises:
+            PartitionError: For a labelled axis that the site's batch shape lacks, or a site inside two partitioned
+                plates.
+        """
+        if self.whole:
+            return Axis(WHOLE, 0, 1) if site["type"] == "sample" and site["is_observed"] else None
+        if self.sites:
+            return self._labelled(site)
+        frames = [frame for frame in site["cond_indep_stack"] if frame.name in self.plates]
+        if len(frames) > 1:
+            names = ", ".join(repr(frame.name) for frame in frames)
+            raise PartitionError(
+                f"sample site {site['name']!r} is inside the partitioned plates {names}, whose labels disagree on some "
+                "of its terms: split one of the plates only."
+            )
+        return Axis(frames[0].name, frames[0].dim, frames[0].size) if frames else None
+
+    def _labelled(self, site: Mapping[str, Any]) -> Axis | None:
+        dim = dict(self.sites).get(site["name"])
+        if dim is None:
+            return None
+        shape = tuple(site["fn"].batch_shape)
+        if len(shape) < -dim:
+            raise PartitionError(
+                f"sample site {site['name']!r} has batch shape {shape} and event shape "
+                f"{tuple(site['fn'].event_shape)}, so there is no batch axis {dim}: a joint term over all rows cannot "
+                "be split. Leave out to_event or the sum over rows."
+            )
+        return Axis(site["name"], dim, shape[dim])
+
+    def sizes(self, trace: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+        """Rows along every partitioned axis of a traced model, plates in the order in which they were given."""
+        if self.whole:
+            return {WHOLE: 1}
+        found: dict[str, int] = {}
+        for msg in trace.values():
+            if msg["type"] == "plate" and msg["name"] in self.plates:
+                found[msg["name"]] = msg["args"][0]
+            if msg["type"] == "sample" and (axis := self.of(msg)) is not None:
+                found.setdefault(axis.key, axis.size)
+        order = self.plates or tuple(name for name, _ in self.sites)
+        return {key: found[key] for key in order if key in found}
+
+
+# --------------------------------------------------------------------------------------------------------------- plates
+# What plates a traced model has, and which of them can be split into groups.
+
+
+@dataclass(frozen=True)
+class PlateInfo:
+    """What one plate of a traced model holds.
+
+    Attributes:
+        size: Full number of indices of the plate.
+        subsample_size: Indices drawn per evaluation; `size` where the plate is not subsampled.
+        dims: Batch dimensions it takes (negative, counted from the right), ascending; one unless it is entered at
+            several.
+        observed: Names of the observed sample sites inside, `numpyro.factor` included, in order of appearance.
+        latents: Names of the latent sample sites inside, in order of appearance.
+    """
+
+    size: int
+    subsample_size: int
+    dims: tuple[int, ...]
+    observed: tuple[str, ...]
+    latents: tuple[str, ...]
+
+
+def find_plates(trace: Mapping[str, Mapping[str, Any]]) -> dict[str, PlateInfo]:
+    """List the plates of a traced model with what is inside each.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+
+    Returns:
+        Plate name to its `PlateInfo`, in order of appearance. A plate inside a `scan` body shows through its sample
+        sites.
+    """
+    plates: dict[str, tuple[int, int]] = {}
+    inside: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for msg in trace.values():
+        if msg["type"] == "plate":
+            size, subsample_size = msg["args"]
+            plates[msg["name"]] = (size, size if subsample_size is None else subsample_size)
+        if msg["type"] != "sample":
+            continue
+        for frame in msg["cond_indep_stack"]:
+            plates.setdefault(frame.name, (frame.size, frame.size))
+            inside.setdefault(frame.name, []).append((frame.dim, msg))
+    return {name: _plate_info(*sizes, inside.get(name, [])) for name, sizes in plates.items()}
+
+
+def choose_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None = None) -> str:
+    """Choose the plate to split, and refuse a model that cannot be split along it.
+
+    Observed sample sites outside the plate are legal: they belong to the prior factor.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        plate: Name of the plate, or None for the only one with observed sample sites.
+
+    Returns:
+        The plate's name.
+
+    Raises:
+        PartitionError: If there is no such plate, no observed sample site in it, or several candidates; if a discrete
+            latent couples all groups.
+    """
+    name = pick_plate(trace, plate)
+    refuse_latents(trace, (name,))
+    return name
+
+
+def pick_plates(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Check several plates that are split together: all are there, and at least one holds an observed sample site.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        names: The plates.
+
+    Returns:
+        Their names.
+
+    Raises:
+        PartitionError: If there is no such plate, or nothing observed in any of them.
+    """
+    plates = find_plates(trace)
+    for name in names:
+        if name not in plates:
+            pick_plate(trace, name)
+    if not any(plates[name].observed for name in names):
+        pick_plate(trace, names[0])
+    return names
+
+
+def require_observed(trace: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Refuse a labelled sample site that the model lacks, or does not observe.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        name: The sample site.
+
+    Raises:
+        PartitionError: Naming the site and the observed ones.
+    """
+    observed = [msg["name"] for msg in trace.values() if msg["type"] == "sample" and msg["is_observed"]]
+    if name not in observed:
+        what = "a latent, not observed" if name in trace else "not there"
+        raise PartitionError(
+            f"sites names sample site {name!r}, which is {what}; the observed sample sites are: {_names(observed)}."
+        )
+
+
+def refuse_latents(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> None:
+    """Refuse latents that plates to be split cannot do with.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        names: The plates to be split.
+
+    Raises:
+        PartitionError: For discrete latents outside them, which couple all groups.
+    """
+    plates = find_plates(trace)
+    inside = {latent for name in names for latent in plates[name].latents}
+    for name in names:
+        _refuse_latents(trace, name, plates[name], inside)
+
+
+def pick_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None) -> str:
+    """Choose the plate to split by its observed sample sites alone.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+        plate: Name of the plate, or None for the only one with observed sample sites.
+
+    Returns:
+        The plate's name.
+
+    Raises:
+        PartitionError: If there is no such plate, no observed sample site in it, or several candidates.
+    """
+    plates = find_plates(trace)
+    observed = [msg for msg in trace.values() if msg["type"] == "sample" and msg["is_observed"]]
+    if plate is not None and plate not in plates:
+        raise PartitionError(
+            f"the model has no plate {plate!r}; {_plates_text(plates)} {_advice(plate, plates, observed)}"
+        )
+    if plate is not None and not plates[plate].observed:
+        raise PartitionError(
+            f"plate {plate!r} (size {plates[plate].size}) has no observed sample site inside (latents inside: "
+            f"{_names(plates[plate].latents)}), so there is no likelihood to split. {_advice(plate, plates, observed)}"
+        )
+    if plate is not None:
+        return plate
+    candidates = {name: info for name, info in plates.items() if info.observed}
+    if len(candidates) == 1:
+        return next(iter(candidates))
+    if candidates:
+        raise PartitionError(
+            f"several plates hold observed sample sites: {_sizes(candidates)}; name the one to split, "
+            f"Partition(model, {next(iter(candidates))!r}, groups), or split them together, Partition(model, "
+            f"groups={{{', '.join(f'{name!r}: labels_{i}' for i, name in enumerate(candidates, 1))}}}), one label per row of each."
+        )
+    raise PartitionError(
+        f"no plate of the model holds an observed sample site; {_plates_text(plates)} "
+        f"{_advice('data', plates, observed)}"
+    )
+
+
+def _plate_info(size: int, subsample_size: int, inside: list[tuple[int, Mapping[str, Any]]]) -> PlateInfo:
+    return PlateInfo(
+        size=size,
+        subsample_size=subsample_size,
+        dims=tuple(sorted({dim for dim, _ in inside})),
+        observed=tuple(msg["name"] for _, msg in inside if msg["is_observed"]),
+        latents=tuple(msg["name"] for _, msg in inside if not msg["is_observed"]),
+    )
+
+
+def _refuse_latents(trace: Mapping[str, Mapping[str, Any]], name: str, info: PlateInfo, inside: set[str]) -> None:
+    latents = [msg for msg in trace.values() if msg["type"] == "sample" and not msg["is_observed"]]
+    coupling = [msg["name"] for msg in latents if msg["name"] not in inside and _is_discrete(msg)]
+    if coupling:
+        raise PartitionError(
+            f"discrete latent(s) {_names(coupling)} outside plate {name!r} couple all groups: summed out, log sum_k "
+            "p(k) prod_m "
+            f"p(y_m | k) is not a sum over groups. Move the discrete latent into plate {name!r}, or replace it by "
+            "continuous "
+            "mixing weights."
+        )
+
+
+def _is_discrete(msg: Mapping[str, Any]) -> bool:
+    support = msg["fn"].support
+    return support is not None and support.is_discrete
+
+
+def _advice(wanted: str, plates: Mapping[str, PlateInfo], observed: list[Mapping[str, Any]]) -> str:
+    """The line to write instead, from what the model does have."""
+    candidates = [name for name, info in plates.items() if info.observed]
+    if candidates:
+        return f"The likelihood is in plate {candidates[0]!r}: write Partition(model, {candidates[0]!r}, groups)."
+    if not observed:
+        return "No sample site is observed: pass the data to the model, so that `obs=` is not None."
+    for msg in observed:
+        shape = tuple(msg["fn"].batch_shape)
+        if shape:
+            return _advice_on_axes(wanted, msg["name"], shape)
+    events = ", ".join(f"{msg['name']!r} (event shape {tuple(msg['fn'].event_shape)})" for msg in observed)
+    return (
+        f"No observed sample site has a batch axis: {events}. One joint term over all rows (to_event over rows, a "
+        "multivariate "
+        "normal or Gaussian process over all rows, a summed numpyro.factor) cannot be split into groups. If the rows "
+        "are "
+        f"independent given the latents, leave the sum and to_event out and put the site inside `with "
+        f"numpyro.plate({wanted!r}, N):`."
+    )
+
+
+def _advice_on_axes(wanted: str, name: str, shape: tuple[int, ...]) -> str:
+    """The axes of a site in no plate that can be split, the longest first."""
+    dims = sorted((d for d in range(-len(shape), 0) if shape[d] > 1), key=lambda d: -shape[d]) or [-1]
+    axes = " or ".join(
+        f"Partition(model, groups=labels, sites={{{name!r}: {dim}}}) ({shape[dim]} rows)" for dim in dims
+    )
+    plates = " or ".join(
+        f"`with numpyro.plate({wanted!r}, {shape[dim]}{'' if dim == -1 else f', dim={dim}'}):`" for dim in dims
+    )
+    return (
+        f"Observed sample site {name!r} has batch shape {shape} and is in no plate. Name the axis that runs over rows, "
+        f"{axes}, which is the way for steps of a scan; or put the site inside {plates}."
+    )
+
+
+def _plates_text(plates: Mapping[str, PlateInfo]) -> str:
+    return f"its plates are: {_sizes(plates)}." if plates else "it has no plates."
+
+
+def _sizes(plates: Mapping[str, PlateInfo]) -> str:
+    return ", ".join(f"{name!r} (size {info.size})" for name, info in plates.items())
+
+
+def _names(names: Any) -> str:
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+# ------------------------------------------------------------------------------------------------------------ partition
 
 MODES = ("auto", "args", "index", "mask")
 

@@ -1,26 +1,29 @@
 """Runtimes: where the groups' passes over their rows are run."""
 
-from ._base import Runtime
-from ._chains import by_chains, chains_wanted, with_chains
-from ._data import FactorData
-from ._engine import Engine, RoundsDone
-from ._forms import gradient_jumps
+from ._base import LaxMap, Runtime, Vmap
+from ._engine import Engine, RoundsDone, gradient_jumps
+from ._factors import FactorData
 from ._local import LocalProblem
-from ._mapping import LaxMap, Vmap
 from ._moments import noise_floor, solver_of_prior
-from ._product_curvature import curvature_start
 from ._product_engine import ProductEngine
-from ._product_matching import first_match_states
-from ._product_moment_choice import SAMPLED_WAYS, check_tilted, with_tilted
-from ._product_plan import JointBlock, ProductPlan, RowLatent, latent_values
-from ._product_prior import prior_members
+from ._product_matching import RowMatches, factors_of, first_match_states
+from ._product_plan import (
+    SAMPLED_WAYS,
+    JointBlock,
+    ProductPlan,
+    RowLatent,
+    check_tilted,
+    latent_values,
+    prior_members,
+    with_tilted,
+)
 from ._product_rounds import ProductMemory
-from ._product_row_factors import RowMatches, factors_of
-from ._product_start import apart, best_of_short_runs, first_weights, site_with_rows, spread
 from ._product_subset import Labels, is_partial, most_groups
 from ._product_tilted import jointly_affine
-from ._product_verification import factor_values
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
+from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread
+from ._tilted import by_chains, chains_wanted, with_chains
+from ._verification import factor_values
 
 __all__ = [
     "chunk_log_likelihoods",

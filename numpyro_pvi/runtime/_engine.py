@@ -9,42 +9,209 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import biject_to
 
+from .._numerics import either_mode, grad, hessian_of
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import (
-    FIXED_RULES,
-    RULES,
-    TOLERANCE,
-)
+from ..expectations import FIXED_RULES, RULES, TOLERANCE, Expected, PointsProgram, disagreement
 from ..factors import (
     GroupMasks,
     ModelCall,
     Packing,
+    abstract_trace,
     exact_diagonal_prior,
     exact_log_constant,
     exact_prior,
     read_row_prior,
 )
-from ..schedules import RoundCarry, RoundReport, Schedule, empty_report, finished, sound
-from ..sites import posterior, sum_slots, tie
+from ..schedules import Evaluation, Points, RoundCarry, RoundReport, Schedule, empty_report, finished, sound
+from ..sites import SiteStack, posterior, sum_slots, tie
 from ..solvers import LocalSolver
-from ._arrivals import Comparison, start_arrivals
 from ._base import Runtime
-from ._chains import chains_wanted, most_chunks, with_chains
-from ._data import FactorData
+from ._factors import Draws, FactorData
 from ._local import LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
-from ._params import FitsParams
-from ._point_choice import settle
-from ._programs import FactorReader, first_conditionals, whole_call
-from ._row_problem import RowProblem, row_problem
-from ._row_starts import first_numbers
-from ._rules import LOOSE_MOVE, LOOSE_TOLERANCE
-from ._starts import first_local_sites, first_sites
-from ._stream import RowStream
-from ._tilted import keeps_rows, refuse_rows
+from ._programs import FactorReader, RowStream, first_conditionals, whole_call
+from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
+from ._row_problem import RowProblem, first_numbers, row_problem
+from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
+from ._tilted import chains_wanted, keeps_rows, most_chunks, refuse_rows, with_chains
 from ._verification import Check, begin_again, claims_of, verify_claims
-from ._wide import wide_rows
+
+# -------------------------------------------------------------------------------------------------- numpyro.param sites
+# Values of a model's ``numpyro.param`` sites: constrained for the model, and moved by one step of the user's optimiser.
+
+
+class FitsParams:
+    """What engines know of the model's params; a base class for those that have ``model`` and ``optim``."""
+
+    model: Callable
+    optim: Any
+
+    def param_transforms(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """Bijections from unconstrained space to the supports of the model's ``numpyro.param`` sites."""
+        trace = abstract_trace(self.model, jax.random.key(0), args, kwargs)
+        return {
+            n: biject_to(s["kwargs"].get("constraint", constraints.real))
+            for n, s in trace.items()
+            if s["type"] == "param"
+        }
+
+    def constrain(self, plan: Plan, args: tuple, kwargs: dict, optim_state: Any) -> dict[str, Any]:
+        """Constrained values of the model's ``numpyro.param`` sites held in an optimiser state."""
+        if not plan.partition.params:
+            return {}
+        transforms = self.param_transforms(args, kwargs)
+        return {n: transforms[n](v) for n, v in self.optim.get_params(optim_state).items()}
+
+    def moved_params(
+        self, loss: Callable[[dict], Float[Array, ""]], optim_state: Any, args: tuple, kwargs: dict
+    ) -> tuple[Any, dict[str, Any]]:
+        """One step of the optimiser (PVI eq. 5); none where the loss, or what it leads to, is not finite.
+
+        Args:
+            loss: negative ELBO in nats at constrained values, q held fixed.
+            optim_state: the optimiser's state.
+            args: the model's positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The optimiser's state and the constrained values after it.
+        """
+        transforms = self.param_transforms(args, kwargs)
+
+        def constrained(values: dict) -> dict:
+            return {n: transforms[n](v) for n, v in values.items()}
+
+        # The optimiser looks at the objective itself: its value, and as often as a line search or a minimiser wants.
+        def step(forward: bool):
+            own = {"forward_mode_differentiation": forward}
+            return self.optim.eval_and_update(lambda values: (loss(constrained(values)), None), optim_state, **own)
+
+        (value, _), moved = either_mode(step)
+        numbers = [value, *jax.tree.leaves(self.optim.get_params(moved))]
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
+        moved = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, optim_state)
+        return moved, constrained(self.optim.get_params(moved))
+
+
+# ------------------------------------------------------------------------------------------ sigma points or random ones
+# Between rounds: sigma points or random ones, and an evaluation under the choice and on fresh draws.
+
+# Posterior sds that q moves before sigma points are compared with draws again.
+COMPARED_MOVE = 0.5
+# Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again; how many times as long a
+# failed retry waits for the next.
+RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
+# Antithetic pairs of the comparison that a pass over the rows takes at once.
+_PAIRS_AT_ONCE = 4
+
+
+def settle(
+    problem: LocalProblem | RowProblem,
+    sites: SiteStack,
+    evaluation: Evaluation,
+    noise: Draws | None,
+    moved: Float[Array, ""],
+    stale: bool,
+    again: bool = False,
+) -> Evaluation:
+    """Decide whether sigma points still serve, and evaluate q under the decision.
+
+    Sigma points stay while a few random draws agree with them; the comparison is made whenever q has moved by half a
+    posterior sd since the last one, and every eight rounds: what the points do not see, q may grow into until it stands
+    still at an optimum of theirs. Once contradicted they are tried again when q has become narrower, and every eight
+    rounds; from then on draws have to confirm them.
+
+    Args:
+        problem: the factors.
+        sites: where the sites are.
+        evaluation: an evaluation at these sites, or one of the right shapes when ``stale``.
+        noise: draws for this evaluation and the next round.
+        moved: how far q has moved since the last call, in posterior sds.
+        stale: whether the evaluation must be made afresh.
+        again: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points.
+
+    Returns:
+        The evaluation; its rule carries the decision.
+    """
+    able = jnp.asarray([getattr(p, "mode", "") == "auto" for p in (problem.program, problem.prior_program)])
+    old = evaluation.rule.points
+    if not (problem.can_switch and noise is not None):
+        return problem.evaluate(sites, evaluation.rule, noise, again=again) if stale else evaluation
+    spread = -0.5 * cast(Any, evaluation.moments).log_det_precision / problem.family.dim
+    any_sampled = jnp.any(old.sampled)
+    # Noise moves q for ever: where draws are in use, rounds count and not moves. Looking again is no round.
+    least = COMPARED_MOVE / RETRY_ROUNDS
+    travelled = old.moved if again else old.moved + jnp.where(any_sampled, least, jnp.maximum(moved, least))
+    due = travelled >= COMPARED_MOVE
+    # Before the first evaluation there is no spread to go by.
+    retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & (not stale)
+    ask = able & ~(old.sampled & ~retry) & (due | retry)
+    points = Points(old.sampled & ~retry, old.anchor, jnp.where(due, 0.0, travelled))
+    by_draws = problem.sampled(evaluation.rule)
+    return _settled(problem, sites, evaluation, noise, points, ask, by_draws | stale, again)
+
+
+def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask, stale, again: bool) -> Evaluation:
+    # Finite once they have been contradicted.
+    before = jnp.isfinite(points.anchor)
+
+    def unfinished(state):
+        _, ask, stale = state
+        return jnp.any(ask) | stale
+
+    def step(state):
+        evaluation, ask, stale = state
+        rule = evaluation.rule
+        evaluation = jax.lax.cond(stale, lambda: problem.evaluate(sites, rule, noise, again=again), lambda: evaluation)
+        wrong = ask & jax.lax.cond(
+            jnp.any(ask), lambda: _contradicted(problem, evaluation, noise, before), lambda: jnp.zeros((2,), bool)
+        )
+        spread = -0.5 * evaluation.moments.log_det_precision / problem.family.dim
+        found = evaluation.rule.points
+        wait = jnp.where(jnp.any(wrong & before), (1 - _LONGER) * COMPARED_MOVE, found.moved)
+        found = Points(found.sampled | wrong, jnp.where(wrong, spread, found.anchor), wait.astype(found.moved.dtype))
+        rule = evaluation.rule._replace(points=found)
+        return evaluation._replace(rule=rule), jnp.zeros_like(ask), jnp.any(wrong)
+
+    first = evaluation._replace(rule=evaluation.rule._replace(points=points))
+    return jax.lax.while_loop(unfinished, step, (first, ask, jnp.asarray(stale)))[0]
+
+
+def _contradicted(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Bool[Array, "2"]) -> Any:
+    """Whether draws contradict the sigma points of the likelihood, and of the prior factor, or do not confirm them again."""
+    return jnp.stack(
+        [_likelihood(problem, evaluation, noise, before[0]), _prior(problem, evaluation, noise, before[1])]
+    )
+
+
+def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Bool[Array, ""]) -> Any:
+    program, moments = problem.program, evaluation.moments
+    if not isinstance(program, PointsProgram):
+        return jnp.array(False)
+
+    def total(groups: Expected) -> Expected:
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), groups)
+
+    def pair(eps: Float[Array, "D"]) -> Expected:
+        return total(problem.sum_groups(lambda chunk: program.pair(chunk, moments, eps)))
+
+    pairs = jax.lax.map(pair, noise.compared, batch_size=_PAIRS_AT_ONCE)
+    return disagreement(problem.family, moments, total(evaluation.groups), noise.compared, pairs, before)
+
+
+def _prior(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Bool[Array, ""]) -> Any:
+    program, moments = problem.prior_program, evaluation.moments
+    if not isinstance(program, PointsProgram) or evaluation.prior is None:
+        return jnp.array(False)
+    eps = noise.compared
+    pairs = jax.vmap(lambda e: program.pair(problem.data.prior, moments, e))(eps)
+    return disagreement(problem.family, moments, evaluation.prior, eps, pairs, before)
+
+
+# --------------------------------------------------------------------------------------------------------------- engine
 
 # Seed of the draws on which losses under a stochastic solver are taken.
 _LOSS_DRAWS = 0x9E37
@@ -405,7 +572,7 @@ class Engine(FitsParams):
     def arrive(
         self, state: PVIState, args: tuple, kwargs: dict, known: Bool[Array, "M"], mode: str
     ) -> tuple[dict[str, Any], Comparison]:
-        """Fields of the state of groups that have come: see :func:`numpyro_pvi.runtime._arrivals.start_arrivals`."""
+        """Fields of the state of groups that have come: see :func:`numpyro_pvi.runtime._starts.start_arrivals`."""
         return start_arrivals(self, state, args, kwargs, known, mode)
 
     def claims(self, plan: Plan) -> tuple[str, ...]:
@@ -452,3 +619,91 @@ def _present(state: PVIState) -> PVIState:
 
 def _outside(exact: Bool[Array, "D"], leaf: Array) -> Array:
     return ~exact if leaf.ndim == 1 else ~exact[:, None] & ~exact[None, :]
+
+
+# --------------------------------------------------------------------------------------------- two forms of the Hessian
+# Two forms of an expected Hessian compared on the same draws: second derivatives, and Stein's identity.
+
+# Antithetic pairs of the comparison, chunks that it reads at most, and standard errors that count.
+_PAIRS, _CHUNKS, _ERRORS = 64, 8, 5.0
+
+
+def gradient_jumps(
+    engine: Engine,
+    plan: Plan,
+    packing: Any,
+    args: tuple,
+    kwargs: dict,
+    params: dict,
+    loc: Float[Array, "D"],
+    sd: Float[Array, "D"],
+    key: Any,
+) -> Bool[Array, ""]:
+    """Whether second derivatives miss part of the curvature, because some factor's gradient jumps.
+
+    Args:
+        engine: the model and its engine.
+        plan: the plan, its factors without structure.
+        packing: rows of each chunk.
+        args: positional arguments (arrays).
+        kwargs: keyword arguments.
+        params: values of the model's ``numpyro.param`` sites.
+        loc: prior location.
+        sd: prior standard deviations.
+        key: random key.
+
+    Returns:
+        True when ``E[eps grad f^T]`` and ``E[hess f]`` differ beyond their standard errors in some coordinate, or in
+        their trace, over a few chunks and the prior factor.
+    """
+    draws = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, unstructured="hessian"))
+    prior = (plan.family.zeros((), loc.dtype), jnp.zeros(loc.shape, bool))
+    problem: Any = engine.problem(draws, packing, args, kwargs, params, prior, 1)
+    chunks = jax.tree.map(lambda x: x[:_CHUNKS], problem.data.chunks)
+
+    def density(point):
+        rows = jax.lax.map(lambda chunk: problem.program.log_density(chunk, point), chunks)
+        total = jnp.sum(rows)
+        if problem.prior_program is None or plan.partition.prior_kind != "draws":
+            return total
+        return total + problem.prior_program.log_density(problem.data.prior, point)
+
+    return forms_differ(density, loc, sd, jax.random.normal(key, (_PAIRS, loc.shape[0]), loc.dtype))
+
+
+def forms_differ(
+    density: Callable[[Float[Array, "D"]], Float[Array, ""]],
+    loc: Float[Array, "D"],
+    sd: Float[Array, "D"],
+    eps: Float[Array, "S D"],
+) -> Bool[Array, ""]:
+    """Compare ``E[eps_i grad_i f]`` with ``E[hess_ii f]`` (whitened) on antithetic pairs.
+
+    Their difference on a pair, less what the mean Hessian H explains, ``eps_i (H eps)_i - H_ii``, has mean zero when the
+    gradient is continuous, and vanishes for a quadratic f.
+
+    Args:
+        density: f, in nats.
+        loc: location of the draws.
+        sd: their standard deviations.
+        eps: standard normal draws; each is used with both signs.
+
+    Returns:
+        Whether some coordinate, or the trace, is more than five standard errors away.
+    """
+
+    def whitened(e):
+        return density(loc + sd * e)
+
+    def one(e):
+        gradient, hessian = jax.vmap(grad(whitened))(jnp.stack([e, -e])), hessian_of(whitened)
+        return 0.5 * (gradient[0] - gradient[1]), 0.5 * (hessian(e) + hessian(-e))
+
+    odd, hessian = jax.lax.map(one, eps)
+    mean = jnp.mean(hessian, axis=0)
+    explained = eps * (eps @ mean) - jnp.diagonal(mean)
+    gap = eps * odd - jnp.diagonal(hessian, axis1=1, axis2=2) - explained
+    gap = jnp.concatenate([gap, jnp.sum(gap, axis=1, keepdims=True)], axis=1)
+    error = jnp.std(gap, axis=0, ddof=1) / eps.shape[0] ** 0.5
+    rounding = 100 * jnp.finfo(loc.dtype).eps * (1.0 + jnp.mean(jnp.abs(eps * odd)))
+    return jnp.any(jnp.abs(jnp.mean(gap, axis=0)) > _ERRORS * error + rounding)

@@ -1,20 +1,153 @@
-"""What is known of the factors of a fit before anything is evaluated."""
+"""What is known of the factors of a fit before anything is evaluated: their arrays, their rows, one group's own."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from jaxtyping import Array, Bool
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
-from ..expectations import LocalLatentProgram, LocalNoise, PointsProgram
+from .._numerics import hessian_of, value_and_grad
+from ..expectations import Expected, LocalLatentProgram, LocalNoise, PointSet, PointsProgram
+from ..factors import GroupMasks, Packing
 from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
-from ..solvers import LocalSolver
+from ..sites import take
+from ..solvers import BatchStep, Derivatives, LocalSolver
 from ._base import Runtime
-from ._data import Draws, FactorData
-from ._rows import GroupRows
-from ._wide import WideRows
+from ._refinement import WideRows
+
+# --------------------------------------------------------------------------------------------------------------- arrays
+# Arrays that a problem is made of: those of its factors, and a round's draws.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactorData:
+    """Arrays of all factors, prepared once per run from the model's arguments."""
+
+    # Leading chunk axis C; a quadratic likelihood has one "chunk" per group.
+    chunks: Any
+    chunk_group: Int[Array, "C"]
+    offsets: Int[Array, "ends"]
+    prior: Any
+    prior_natural: GaussianNatural
+    # Which flat coordinates the exactly held prior covers, and minus its log density at the origin in nats: its log partition
+    # function, where it is normalised.
+    exact: Bool[Array, "D"]
+    prior_partition: Float[Array, ""]
+    # Product of the sites of groups whose rows are not at hand; None without any.
+    others: GaussianNatural | None = None
+
+
+class Draws(NamedTuple):
+    """A round's standard normal draws; one row of zeros among ``pairs`` evaluates at the location."""
+
+    pairs: Float[Array, "S D"]
+    # For the comparison with sigma points.
+    compared: Float[Array, "K D"]
+    # Random point sets of the likelihood and of the prior factor, where they have no structure.
+    points: PointSet | None
+    prior_points: PointSet | None
+    # For every unit's local latents, Float[U S K], so that a unit's draws do not depend on the partition; or None.
+    local: Float[Array, "U S K"] | None = None
+
+
+# ------------------------------------------------------------------------------------------------------- rows at points
+# Log-likelihoods of a group's rows at points: what stochastic solvers take their steps from, and rounds are tested by.
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRows:
+    """The rows of all groups, gathered when they are asked for and never copied as a whole.
+
+    Args:
+        density: ``(chunk, point) -> nats``, the log-likelihood of the rows that a chunk names.
+        packing: where each group's rows stand.
+        sizes: rows of each group; with ``padded``, those there is room for.
+        padded: whether the packing's masks say how many of them there are.
+    """
+
+    density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
+    packing: Packing | GroupMasks
+    sizes: tuple[int, ...]
+    padded: bool = False
+
+    # Rows give derivatives at points.
+    pointwise = True
+
+    @property
+    def equal(self) -> bool:
+        """Whether all groups have as many rows."""
+        return len(set(self.sizes)) == 1
+
+    def num_rows(self, group: Int[Array, ""]) -> int | Int[Array, ""]:
+        """Rows of one group: a number known beforehand where it is the same for all."""
+        if self.padded and isinstance(self.packing, Packing):
+            counts = jnp.sum(self.packing.mask, axis=1, dtype=jnp.int32)
+            return jax.ops.segment_sum(counts, self.packing.chunk_group, len(self.sizes))[group]
+        return self.sizes[0] if self.equal else jnp.asarray(self.sizes, jnp.int32)[group]
+
+    def derivatives(
+        self, group: Int[Array, ""], points: Float[Array, "S D"], rows: Int[Array, "B"] | None, hessian: bool
+    ) -> Derivatives:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`.
+
+        Args:
+            group: which group.
+            points: where.
+            rows: positions within the group, or None for all.
+            hessian: whether second derivatives are wanted.
+
+        Returns:
+            Value, gradient and Hessian of the sum over those rows at every point.
+        """
+        packing = self.packing
+        # Masks have no rows to take; settings that ask for some are refused beforehand.
+        if rows is None or isinstance(packing, GroupMasks):
+            return self._all(group, points, hessian)
+        length = packing.rows.shape[1]
+        taken = packing.rows[packing.offsets[group] + rows // length, rows % length]
+        return self._at((taken, jnp.ones(taken.shape, bool)), points, hessian)
+
+    def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
+        """Each group's log-likelihood in nats, averaged over points; one chunk of rows at a time."""
+        chunks, owner, count = self.packing.chunks, self.packing.chunk_group, len(self.sizes)
+
+        def one(chunk):
+            if points.shape[0] == 1:
+                return self.density(chunk, points[0])
+            return jnp.mean(jax.lax.map(lambda point: self.density(chunk, point), points))
+
+        return jax.ops.segment_sum(jax.lax.map(one, chunks), owner, count, indices_are_sorted=True)
+
+    def _all(self, group, points, hessian: bool) -> Derivatives:
+        chunks, offsets = self.packing.chunks, self.packing.offsets
+        if offsets.shape[0] - 1 == self.packing.chunk_group.shape[0]:
+            return self._at(take(chunks, group), points, hessian)
+        shapes = jax.eval_shape(lambda: self._at(take(chunks, 0), points, hessian))
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        def add(chunk, total):
+            return jax.tree.map(jnp.add, total, self._at(take(chunks, chunk), points, hessian))
+
+        return jax.lax.fori_loop(offsets[group], offsets[group + 1], add, zero)
+
+    def _at(self, chunk, points, hessian: bool) -> Derivatives:
+        def one(point):
+            value, gradient = value_and_grad(self.density, argnums=1)(chunk, point)
+            bend = hessian_of(self.density, argnums=1)(chunk, point) if hessian else None
+            return Derivatives(value, gradient, bend)
+
+        if points.shape[0] == 1:
+            return jax.tree.map(lambda x: x[None], one(points[0]))
+        return jax.vmap(one)(points)
+
+
+# -------------------------------------------------------------------------------------------------------------- factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,3 +258,47 @@ class Factors:
         random = None if noise is None else noise.prior_points if prior else noise.points
         sampled = False if rule is None else rule.points.sampled[int(prior)]
         return program.choose(random, sampled, self.dtype, trial)
+
+
+# --------------------------------------------------------------------------------------------------- one group's factor
+# One group's exact factor, as a local solver sees it.
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFactor:
+    """One factor as a solver sees it: implements :class:`numpyro_pvi.solvers.LocalFactor`."""
+
+    family: Any
+    quadratic: bool
+    noisy: bool
+    expected: Callable[[Any], Expected]
+    # GroupRows, or ProductRows under a product of families; None where rows are not offered.
+    group_rows: Any = None
+    index: Any = None
+
+    @property
+    def num_rows(self) -> Any:
+        """N_m; 0 where rows are not offered."""
+        return 0 if self.group_rows is None else self.group_rows.num_rows(self.index)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest group; 0 where rows are not offered."""
+        return 0 if self.group_rows is None else max(self.group_rows.sizes)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether rows are read at points."""
+        return self.group_rows is None or self.group_rows.pointwise
+
+    def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
+        return self.group_rows.derivatives(self.index, points, rows, hessian)
+
+    def message(self, cavity: Any, site: Any, key: Any, rows: Any = None) -> Expected:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.message`."""
+        return self.group_rows.message(self.index, cavity, site, key, rows)
+
+    def step(self, cavity: Any, site: Any, share: Any, key: Any, rows: Any = None) -> BatchStep:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.step`."""
+        return self.group_rows.step(self.index, cavity, site, share, key, rows)

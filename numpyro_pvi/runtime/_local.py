@@ -20,22 +20,127 @@ from ..expectations import (
     PointsProgram,
     shifted_normals,
 )
-from ..families import GaussianMoments, conditional_moments
-from ..schedules import Evaluation, RoundCarry, Rule
+from ..families import GaussianFamily, GaussianMoments, conditional_moments
+from ..schedules import Evaluation, RoundCarry, Rule, move_in_nats
 from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, tie
 from ..solvers import LocalResult
-from ._conditionals import visit_with_locals
-from ._contradictions import affordable_pairs, fall_explained
-from ._data import Draws
-from ._factor import GroupFactor
-from ._factors import Factors
-from ._integrated import chunks_with, conditionals_proposal
-from ._mapping import sum_one_group
+from ._base import sum_one_group
+from ._factors import Draws, Factors, GroupFactor
+from ._local_latents import chunks_with, conditionals_proposal, visit_with_locals
 from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
-from ._rules import cheaper_rule, escalate, escalated, next_rule, relative_error
+from ._refinement import cheaper_rule, escalate, escalated, expect_wide, joined, next_rule, refine, relative_error
 from ._tilted import is_sampled
-from ._values import values_at
-from ._wide import expect_wide, joined, refine
+
+# --------------------------------------------------------------------------------------------------------- values alone
+# Values of the factors alone, for solvers that take gradients of their own.
+
+
+def values_at(problem: Any, q: Any, rule: Rule, noise: Any) -> Evaluation:
+    """The ELBO at a Gaussian and nothing that only a natural gradient would read.
+
+    Args:
+        problem: the factors.
+        q: its natural parameters.
+        rule: quadrature rule to start from.
+        noise: the draws of the loss, or None.
+
+    Returns:
+        The evaluation, without targets.
+    """
+    moments = problem.family.moments(q)
+    if not problem.program.noisy:
+        found = problem.evaluate_at(q, moments, rule, noise)
+        return found._replace(groups=_values_only(found.groups), prior=_values_only(found.prior))
+    values = problem.rows.values(problem.family.draw(moments, noise.pairs))
+    zero = jnp.zeros_like(values)
+    groups = Expected(values, None, None, zero, zero, zero)
+    draws = problem.draws_of(problem.prior_program, noise, rule)
+
+    def prior_at(level):
+        prior = problem.prior_expected(moments, None, level, draws, False)
+        return prior, relative_error(prior)
+
+    prior, error = None, jnp.zeros((), values.dtype)
+    if problem.has_prior_factor:
+        prior, used, error = escalate(prior_at, rule, problem.num_rules)
+        rule = next_rule(rule, used, prior.spread)
+    rest = problem.rest(moments)
+    own = jnp.zeros((), values.dtype) if prior is None else prior.value
+    elbo, size = jnp.sum(values) + rest + own, jnp.sum(jnp.abs(values)) + jnp.abs(rest) + jnp.abs(own)
+    return Evaluation(q, moments, groups, _values_only(prior), rest, elbo, size, rule, error > rule.tolerance)
+
+
+def _values_only(expected: Expected | None) -> Expected | None:
+    return None if expected is None else dataclasses.replace(expected, target=None, product=None)
+
+
+# ------------------------------------------------------------------------------------- draws that contradict themselves
+# Expectations by draws with second derivatives: how many draws, and how far to believe their ELBO.
+
+# Local latents of few units are so cheap that a round takes more than the solver's pairs: up to so many, or so many tangents.
+_MOST_PAIRS, _FEW_TANGENTS = 64, 1 << 14
+# Falls of the ELBO on common draws, as a share of the gain a step promises, that are their own contradiction (up to 1.9
+# were seen with 16 pairs at an optimum).
+_NOISE_SHARE = 2.0
+# Nats per coordinate that noise may promise at most: a jitter of one sd. At the optima of hierarchies of 10 to 90 coordinates
+# it promised 0.1 to 2 nats in all; steps that throw a scale to the far side of its posterior promise hundreds.
+_FARTHEST = 0.5
+
+
+def affordable_pairs(units: int, width: int, dim: int) -> int:
+    """Antithetic pairs that cost little where local latents are few: tangents of a draw, one per coordinate and unit.
+
+    Args:
+        units: how many units have local latents.
+        width: local latents of each.
+        dim: shared latents.
+
+    Returns:
+        The pairs; 0 where even one has more tangents than is little.
+    """
+    tangents = 2 * units * width * (dim + width)
+    return min(_MOST_PAIRS, _FEW_TANGENTS // max(tangents, 1))
+
+
+def fall_explained(
+    family: GaussianFamily,
+    noisy: list[Any],
+    new: tuple[SiteStack, Evaluation],
+    old: tuple[SiteStack, Evaluation],
+    step: Float[Array, ""],
+    units: tuple[int, int] | None = None,
+) -> Any:
+    """Twice what a joint step promises, its squared length over its share, where draws contradict themselves; else 0.
+
+    Curvature from second derivatives is not the derivative of the draws' mean value, so that near the optimum their ELBO
+    falls along most targets, in proportion to the step: no halving would mend it, and q would stand still where the noise
+    of its last draws left it. The fall is of the size of the gain that a natural-gradient step promises to first order. A
+    step that overshoots by far loses more, and is still halved; and what promises more than a jitter of one sd in every
+    coordinate, half their number, is no noise but a step that far, and must keep its word. Random points with gradients
+    do not contradict themselves: their curvature is the derivative of their mean value.
+
+    Args:
+        family: the family of q(theta).
+        noisy: programs of the factors whose expectations are by draws.
+        new: sites and evaluation after the step.
+        old: before it, on the same draws.
+        step: share of the way to the targets, in (0, 1].
+        units: how many units have how many local latents each; None without any.
+
+    Returns:
+        Nats, or the number 0.
+    """
+    if all(isinstance(p, PointsProgram) for p in noisy):
+        return 0.0
+    (sites, after), (before, was) = new, old
+    rows = None if sites.local is None else (sites.local.rows, before.local.rows)
+    length = move_in_nats(family, after.q, was.q, after.moments, was.moments, rows)
+    promised = length / jnp.maximum(step, jnp.finfo(length.dtype).tiny)
+    coordinates = family.dim + (0 if units is None else units[0] * units[1])
+    return jnp.where(promised <= _FARTHEST * coordinates, _NOISE_SHARE * promised, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- local
 
 # Antithetic pairs that sigma points are compared with.
 COMPARED_PAIRS = 16

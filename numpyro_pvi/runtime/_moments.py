@@ -14,11 +14,9 @@ from ..expectations import TOLERANCE, Expected, row_sites_zero, row_targets, til
 from ..schedules import RoundCarry, RoundReport, Rule
 from ..sites import RowSites, SiteStack, cavity, posterior, take, tied_site
 from ..solvers import LocalResult, LocalSolver, NaturalGradient
-from ._chains import side_by_side
 from ._factors import Factors
-from ._integrated import at_conditionals, conditionals_after, look_together, shares_points
-from ._rules import cheaper_rule, escalated, first_rule, relative_error
-from ._single_rows import whole_factor
+from ._local_latents import at_conditionals, conditionals_after, look_together, shares_points
+from ._refinement import cheaper_rule, escalated, first_rule, relative_error
 from ._tilted import (
     MomentFactor,
     method_of,
@@ -26,6 +24,8 @@ from ._tilted import (
     own_coordinates,
     prior_factor,
     settings_of,
+    side_by_side,
+    whole_factor,
     with_arrays,
 )
 

@@ -1,4 +1,4 @@
-"""What is decided beforehand about a fit whose q is a product of families."""
+"""What is decided beforehand about a fit whose q is a product of families: blocks, exact priors, tilted moments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,30 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from .._state import Plan
-from ..expectations import RULES, FactorStructure, PredictorLaw, Unconstrained
+from ..errors import GuideError, PVIError
+from ..expectations import (
+    GRID_DIM,
+    RULES,
+    FactorStructure,
+    ImportanceMoments,
+    LaplaceMoments,
+    MCMCMoments,
+    PredictorLaw,
+    Unconstrained,
+    discrete_of,
+    grid_of,
+    with_settings,
+)
 from ..factors import GroupMasks, Layout, Packing, ValueCall
-from ..families import ProductFamily, ProductNatural
+from ..families import (
+    MultivariateNormalFamily,
+    NormalFamily,
+    ProductFamily,
+    ProductNatural,
+    ScalarNormalFamily,
+    family_for,
+    repeated,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,3 +275,204 @@ def latent_values(blocks: tuple[JointBlock, ...], values: Mapping[str, Array]) -
     for block in blocks:
         found |= block.split(found.pop(block.name))
     return found
+
+
+# --------------------------------------------------------------------------------------------------------- exact priors
+# The priors that are members of the latents' own families, read off the model.
+
+_GAUSSIAN = (ScalarNormalFamily, NormalFamily, MultivariateNormalFamily)
+
+
+def prior_members(
+    call: ValueCall, family: ProductFamily, blocks: tuple[JointBlock, ...], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Natural parameters of every component whose prior, given the others, is a member of its family.
+
+    Args:
+        call: the model with its arguments.
+        family: of q.
+        blocks: joint blocks.
+        values: of all components.
+
+    Returns:
+        Natural parameters by component.
+    """
+    trace, found = call.trace(latent_values(blocks, values)), {}
+    for name, own in family.components:
+        block = next((b for b in blocks if b.name == name), None)
+        natural = _member(trace[name], own) if block is None else _gaussian_block(trace, block, own)
+        if natural is not None:
+            found[name] = natural
+    return found
+
+
+def exact_prior_of(plan: ProductPlan, call: ValueCall, q: ProductNatural) -> ProductNatural:
+    """The exactly held prior as the model's params have it.
+
+    Args:
+        plan: of a fit.
+        call: the model with all rows.
+        q: where the other latents are looked at, of which it does not depend.
+
+    Returns:
+        Natural parameters by component, zero where the prior is a factor.
+    """
+    values = plan.family.sample(q, jax.random.key(0))
+    held = prior_members(call, plan.family, plan.blocks, values)
+    return ProductNatural(
+        {n: held[n] if n in plan.exact else jax.tree.map(jnp.zeros_like, x) for n, x in q.parts.items()}
+    )
+
+
+def _member(site: dict, family: Any) -> Any:
+    """Natural parameters of a latent's prior; None where it is not a member of the latent's family."""
+    if site["scale"] is not None:
+        return None
+    try:
+        own = repeated(family_for(site["fn"]), site["fn"].batch_shape)
+    except GuideError:
+        return None
+    if own != family:
+        return None
+    natural = family.from_distribution(site["fn"])
+    dtype = jnp.result_type(float)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), natural)
+
+
+def _gaussian_block(trace: dict, block: JointBlock, family: MultivariateNormalFamily) -> Any:
+    """That of a joint block whose latents have normal priors."""
+    locs, sizes, covariance, begin = [], 0, jnp.zeros((family.dim, family.dim)), 0
+    for name in block.latents:
+        site = trace[name]
+        fn = site["fn"]
+        try:
+            base = family_for(fn)
+        except GuideError:
+            return None
+        while (inner := getattr(base, "base", None)) is not None:
+            base = inner
+        if site["scale"] is not None or not isinstance(base, _GAUSSIAN):
+            return None
+        locs.append(jnp.broadcast_to(fn.mean, fn.shape()).reshape(-1))
+        sizes = int(np.prod(fn.shape()))
+        if base.full:
+            if fn.shape() != tuple(fn.event_shape):
+                return None
+            own = fn.covariance_matrix
+        else:
+            own = jnp.diag(jnp.broadcast_to(fn.variance, fn.shape()).reshape(-1))
+        covariance = covariance.at[begin : begin + sizes, begin : begin + sizes].set(own)
+        begin += sizes
+    return family.from_loc_covariance(jnp.concatenate(locs), covariance)
+
+
+# ------------------------------------------------------------------------------------------ ways to take tilted moments
+# Which way of taking tilted moments fits a factor of a product of families, and what moments are not matched of.
+
+# Ways that are noisy: late rounds are averaged.
+SAMPLED_WAYS = frozenset({"importance", "laplace", "mcmc"})
+
+
+def method_of_factor(family: ProductFamily, affine: bool, moments: Any, where: str, owner: str = "PowerEP") -> str:
+    """How a factor's tilted moments are taken.
+
+    Args:
+        family: the components that the factor depends on.
+        affine: whether it is affine in their statistics jointly.
+        moments: what was asked for.
+        where: the factor's name.
+        owner: the solver's name.
+
+    Returns:
+        "exact", "quadrature", "importance", "laplace" or "mcmc".
+
+    Raises:
+        PVIError: where what was asked for does not fit.
+    """
+    wanted, fits = with_settings(moments), affine or not family.components
+    if isinstance(wanted, LaplaceMoments | MCMCMoments) and family.components:
+        return _of_points(family, wanted, moments, where, owner)
+    if isinstance(wanted, ImportanceMoments | LaplaceMoments | MCMCMoments):
+        return "importance" if family.components else "exact"
+    if fits and wanted in ("auto", "exact"):
+        return "exact"
+    names = ", ".join(n for n, _ in family.components)
+    if wanted == "exact":
+        raise PVIError(
+            f"{owner}(moments='exact'): the {where} is not affine in the statistics of {names} jointly; leave moments='auto'."
+        )
+    if not family.components or grid_of(family) is not None:
+        return "quadrature" if family.components else "exact"
+    if wanted == "quadrature":
+        raise PVIError(
+            f"{owner}(moments='quadrature'): the {where} sees {names}, and quadrature takes at most {GRID_DIM} numbers of "
+            "scalar or normal latents (or a Dirichlet's three shares) together, with a few values of discrete ones; use "
+            "moments='importance'."
+        )
+    return "importance"
+
+
+def _of_points(family: ProductFamily, wanted: Any, moments: Any, where: str, owner: str) -> str:
+    """The way of a Laplace approximation or of chains, which need every latent to be continuous."""
+    discrete = discrete_of(family)
+    if discrete:
+        raise PVIError(
+            f"{owner}(moments={moments!r}): the {where} sees {', '.join(discrete)} with finitely many values, where no gradient "
+            "leads; use moments='importance', or leave discrete latents without a family so that they are summed out."
+        )
+    if isinstance(wanted, LaplaceMoments):
+        return "laplace"
+    if wanted.kernel == "langevin":
+        raise PVIError(
+            f"{owner}(moments={moments!r}): chains on mini-batches are for Gaussian guides; under AutoExponentialFamily use "
+            "kernel='nuts', 'hmc' or 'lockstep'."
+        )
+    return "mcmc"
+
+
+def check_tilted(plan: ProductPlan, owner: str) -> None:
+    """Refuse what moments are not matched of.
+
+    Args:
+        plan: the plan.
+        owner: the solver's name.
+
+    Raises:
+        PVIError: naming the latents inside the plate.
+    """
+    if plan.inside:
+        names = ", ".join(latent.name for latent in plan.inside)
+        raise PVIError(
+            f"{owner} under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate, where moments are not "
+            "matched: use solver=NaturalGradient(), leave discrete ones without a family so that they are summed out, or use "
+            "PowerEP with AutoMultivariateNormal, which integrates out continuous ones."
+        )
+
+
+def with_tilted(plan: ProductPlan, solver: Any, affine: tuple[bool, bool]) -> ProductPlan:
+    """The plan with the ways in which tilted moments are taken.
+
+    Args:
+        plan: the plan.
+        solver: whose ``moments`` count.
+        affine: as of :func:`jointly_affine`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PVIError: where what was asked for does not fit.
+    """
+    factors = ((plan.likelihood, "groups' likelihood"), (plan.prior_factor, "prior factor"))
+    found = []
+    for (factor, where), flag in zip(factors, affine, strict=True):
+        if factor is not None:
+            found.append(
+                method_of_factor(touched(plan.family, factor), flag, solver.moments, where, type(solver).__name__)
+            )
+    if found[0] == "mcmc" and solver.factors == "row":
+        raise PVIError(
+            f"PowerEP(factors='row', moments={solver.moments!r}): every row would have chains of its own; leave moments='auto', or "
+            "use factors='group'."
+        )
+    return dataclasses.replace(plan, tilted=tuple(found))

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._derivatives import value_and_grad
-from .._numerics import all_finite
+from .._numerics import all_finite, value_and_grad
 from ..expectations import MeanSpace, expected_terms, worst_error
 from ..factors import GroupMasks, Instead, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
 from ..families import ProductFamily, ProductNatural, member_family

@@ -1,24 +1,42 @@
-"""Where the groups' sites start."""
+"""Where the groups' sites start: at first, when rows come to a state, and where q is a product of families."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from numpyro.distributions.transforms import biject_to
 
 from .._numerics import all_finite, clip_to_psd
+from .._state import Plan, PVIState
 from ..errors import PVIError
 from ..expectations import FIXED_RULES, LocalNoise, PointsProgram, rule_index
-from ..families import ConditionalNatural, GaussianMoments, GaussianNatural, RowMoments
+from ..factors import GroupMasks, ModelCall, Packing, PartitionPlan, claimed_rows, claims_likelihood, row_log_likelihood
+from ..families import (
+    ConditionalNatural,
+    GaussianMoments,
+    GaussianNatural,
+    ProductFamily,
+    ProductNatural,
+    RowMoments,
+    members_of,
+    support_of,
+)
 from ..schedules import Rule
-from ..sites import LocalSites, OwnConditionals, SiteStack, keep_groups, posterior, select
+from ..sites import LocalSites, MemberSites, OwnConditionals, SiteStack, keep_groups, posterior, select, sum_slots, take
 from ._local import LocalProblem
+from ._product_plan import ProductPlan
+from ._product_problem import ProductProblem
+from ._programs import first_conditionals, whole_call
+from ._refinement import escalate, first_rule, relative_error
 from ._row_problem import RowProblem
-from ._rules import escalate, first_rule, relative_error
+from ._tilted import refuse_arrivals
 
 # The first step from the prior may be cruder still: at worst a step is halved.
 START_TOLERANCE = 0.3
@@ -240,3 +258,352 @@ def _finite_sites(problem: LocalProblem, natural: GaussianNatural) -> GaussianNa
     finite &= jnp.isfinite(precision).all((-2, -1) if problem.family.full else -1)
     zero = problem.family.zeros((problem.num_groups,), problem.dtype)
     return select(finite, problem.family.natural(natural.precision_mean, precision), zero)
+
+
+# ----------------------------------------------------------------------------------------------------- groups that come
+# The first arrays of groups whose rows have come to a state that was fitted before.
+
+# Points at which arriving rows are compared with the structure that was found before, and draws of local latents' priors.
+_POINTS, _PRIOR_DRAWS = 2, 64
+
+
+class Comparison(NamedTuple):
+    """Log-likelihoods of arriving rows at points drawn from q, in nats: two ways to get them, and the size of their parts."""
+
+    # Sum over the rows, from the untouched model and from the program of the structure found before.
+    model: Float[Array, "P"]
+    program: Float[Array, "P"]
+    # The largest difference of a row's value when half as many rows are evaluated together.
+    split: Float[Array, "P"]
+    size: Float[Array, "P"]
+
+
+def start_arrivals(
+    engine: Any, state: PVIState, args: tuple, kwargs: dict, known: Bool[Array, "M"], mode: str
+) -> tuple[dict[str, Any], Comparison]:
+    """Solver and schedule states of groups that have come, and where their sites start.
+
+    Args:
+        engine: the model and the choices.
+        state: the state, with the plan and packing of the new rows; ``sites.groups`` holds the site that each group
+            already has, zero where it has none.
+        args: the new rows.
+        kwargs: likewise.
+        known: which groups have a site.
+        mode: "prior" (a new group's site is 1) or "curvature" (its factor's positive semi-definite curvature at q's
+            location).
+
+    Returns:
+        Fields of the state to replace, and the comparison with the untouched model.
+    """
+    plan, packing = state.plan, state.packing
+    others = None if state.sites.others is None else sum_slots(state.sites.others)
+    params = engine.constrain(plan, args, kwargs, state.optim_state)
+    problem = engine.problem(plan, packing, args, kwargs, params, (state.prior, state.exact), len(FIXED_RULES), others)
+    refuse_arrivals(problem)
+    moments = plan.family.moments(posterior(state.prior, state.sites))
+    key = jax.random.fold_in(state.rng_key, 0xA77)
+    groups, local = state.sites.groups, None
+    if plan.partition.local is None:
+        if mode == "curvature":
+            groups = select(known, groups, first_sites(problem, moments, moments.loc, mode)[0].groups)
+    else:
+        loc, sd = _local_prior(engine, plan, args, kwargs, params, moments.loc, key)
+        rows = first_conditionals(plan, packing, loc, sd)
+        # Without coupling to the shared latents, integrating the local ones out leaves a known site as it is.
+        local = OwnConditionals(rows) if problem.matches_moments else LocalSites(groups, rows)
+        if problem.matches_moments:
+            refuse_curvature(problem.solver, mode)
+        elif mode == "curvature":
+            fresh = first_local_sites(problem, moments, moments.loc, mode, rows)[0].local
+            chunk_known = known[packing.chunk_group]
+            local = LocalSites(select(known, groups, fresh.shared), select(chunk_known, rows, fresh.rows))
+    sites = problem.tidy(SiteStack(groups, state.sites.prior, local))
+    sites = dataclasses.replace(sites, others=state.sites.others)
+    fields = engine.unvisited(dataclasses.replace(problem, known=known))
+    last = state.report
+    report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    # Sites that were fitted before are as settled as they were: a first round at loose accuracy would only be refused.
+    report = report._replace(total_move=jnp.where(jnp.all(known), last.total_move, report.total_move))
+    fields |= {"sites": sites, "rule": first_rule(problem.dtype), "report": report}
+    call = whole_call(engine.model, plan.partition, args, kwargs, params)
+    return fields, compare(problem, plan, packing, call, moments, key)
+
+
+def compare(
+    problem: LocalProblem,
+    plan: Plan,
+    packing: Packing | GroupMasks,
+    call: ModelCall,
+    moments: GaussianMoments,
+    key: Any,
+) -> Comparison:
+    """Evaluate arriving rows by the structure found before, by the untouched model, and in halves.
+
+    Args:
+        problem: the factors of the arriving rows.
+        plan: the plan.
+        packing: the arriving rows' packing.
+        call: the model on all of them.
+        moments: q, from which the points are drawn.
+        key: a random key.
+
+    Returns:
+        The comparison; where there is no structure, or local latents, only what applies.
+    """
+    part, family = plan.partition, problem.family
+    points = family.draw(moments, jax.random.normal(key, (_POINTS, family.dim), problem.dtype))
+
+    def rows_at(at: ModelCall, point) -> Float[Array, "N"]:
+        terms = row_log_likelihood(at, point, part.rows)
+        if len(terms) and len({key for key, _ in terms.values()}) > 1:
+            return jnp.concatenate([values for _, values in terms.values()])
+        return sum((values for _, values in terms.values()), start=jnp.zeros((), point.dtype))
+
+    def total(point):
+        rows = rows_at(call, point)
+        rows = jnp.where(_counted(part, packing, rows.shape[0]), rows, 0.0)
+        return rows, jnp.sum(rows), jnp.sum(jnp.abs(rows))
+
+    rows, model, size = jax.vmap(total)(points)
+    # A quadratic is read at the origin, so its rounding is that of the values there.
+    _, _, at_origin = total(jnp.zeros((family.dim,), problem.dtype))
+    program = model
+    if claims_likelihood(part):
+        program = jax.lax.map(partial(_claimed_sum, part, packing, call), points)
+    split = jnp.zeros_like(model)
+    if isinstance(packing, Packing) and part.mechanism == "args" and packing.rows.shape[1] % 2 == 0:
+        halves = packing.rows.reshape(packing.rows.shape[0] * 2, -1)
+
+        def by_halves(point):
+            values = jax.lax.map(lambda chunk: rows_at(part.reading.call(call, (chunk, None)), point), halves)
+            found = jnp.zeros(rows.shape[1:], point.dtype).at[halves.reshape(-1)].set(values.reshape(-1))
+            return jnp.where(_counted(part, packing, found.shape[0]), found, 0.0)
+
+        split = jnp.max(jnp.abs(jax.lax.map(by_halves, points) - rows), axis=1)
+    return Comparison(model, program, split, size + at_origin)
+
+
+def _claimed_sum(
+    part: PartitionPlan, packing: Packing | GroupMasks, call: ModelCall, point: Float[Array, "D"]
+) -> Float[Array, ""]:
+    """The rows' log-likelihood at a point, as the structure found before has it: see :func:`numpyro_pvi.factors.claimed_rows`."""
+    rows = (own.claimed for own in claimed_rows(call, part, point).values())
+    counted = (jnp.sum(jnp.where(_counted(part, packing, x.shape[0]), x, 0.0)) for x in rows)
+    return sum(counted, start=jnp.zeros((), point.dtype))
+
+
+def _counted(part: Any, packing: Packing | GroupMasks, num_rows: int) -> Bool[Array, "N"]:
+    """Which of the arguments' rows count, in their own order."""
+    if isinstance(packing, GroupMasks) or part.mechanism != "args":
+        return jnp.ones((num_rows,), bool)
+    return jnp.zeros((num_rows,), bool).at[packing.rows.reshape(-1)].max(packing.mask.reshape(-1))
+
+
+def _local_prior(
+    engine: Any, plan: Plan, args: tuple, kwargs: dict, params: dict, loc: Float[Array, "D"], key: Any
+) -> tuple[Float[Array, "U K"], Float[Array, "U K"]]:
+    """Location and sd of every unit's local latents under their prior at one value of the shared ones, from draws."""
+    part = plan.partition
+    call = ModelCall(part.model(engine.model), part.layout, args, kwargs, params)
+
+    def one(key):
+        trace, _ = call.trace(loc, key)
+        drawn = {n: biject_to(trace[n]["fn"].support).inv(trace[n]["value"]) for n in part.local.names}
+        return part.local.flatten(drawn)
+
+    draws = jax.vmap(one)(jax.random.split(key, _PRIOR_DRAWS)).astype(loc.dtype)
+    spread = jnp.std(draws, axis=0)
+    return jnp.mean(draws, axis=0), jnp.where(jnp.isfinite(spread) & (spread > 0), spread, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------- products of families
+# Where q starts: changes spread over sites, and short runs from random groupings where values are summed over.
+#
+# At the prior all components of a mixture are equal, and so is every message to them: a fixed point. Several runs of a
+# few rounds start from weights that differ between the components, and the one with the highest ELBO goes on
+# (Biernacki, Celeux and Govaert's em-EM).
+
+# Short runs, and rounds of each after the one that its weights start.
+_RUNS, _ROUNDS = 10, 4
+
+
+def site_with_rows(plan: ProductPlan, sites: SiteStack, group: int) -> ProductNatural:
+    """One group's site: of a latent inside the plate, its own rows' members, zero elsewhere.
+
+    Args:
+        plan: the plan.
+        sites: all sites.
+        group: the group's position.
+
+    Returns:
+        Natural parameters.
+    """
+    own = jnp.asarray(plan.partition.table.index_of_row == group)
+    rows = () if sites.local is None else sites.local.parts.items()
+    return ProductNatural(take(sites.groups, group).parts | {n: plan.masked(n, x, own) for n, x in rows})
+
+
+def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteStack:
+    """Add a change of q to the sites: in equal shares, but that of a row's own latents to its group's site.
+
+    Args:
+        plan: the plan.
+        sites: all sites.
+        change: natural parameters.
+
+    Returns:
+        Sites whose sum has moved by the change.
+    """
+    count, inside = len(plan.partition.table.labels), plan.row_axes
+    share = 1.0 / (count + (sites.prior is not None))
+    groups, prior = dict(sites.groups.parts), None if sites.prior is None else dict(sites.prior.parts)
+    rows = {} if sites.local is None else dict(sites.local.parts)
+    for name, own in change.parts.items():
+        if name in inside:
+            rows[name] = rows[name] + own
+            continue
+        # A tied site's stack holds the product of all groups'.
+        copies = count if plan.tied else 1
+        groups[name] = jax.tree.map(lambda site, x, s=share * copies: site + s * x, groups[name], own)
+        if prior is not None:
+            prior[name] = jax.tree.map(lambda site, x: site + share * x, prior[name], own)
+    local = MemberSites(rows) if rows else None
+    return SiteStack(ProductNatural(groups), None if prior is None else ProductNatural(prior), local)
+
+
+def apart(family: ProductFamily, inside: tuple[str, ...], q: ProductNatural, key: Any) -> ProductNatural:
+    """Move the latents inside the plate half way from their mean statistics to those of a draw, each of its own.
+
+    Where a loading and a score are both zero on average, neither learns from the other; members that differ do.
+
+    Args:
+        family: of q.
+        inside: the latents.
+        q: natural parameters.
+        key: a random key.
+
+    Returns:
+        Natural parameters.
+    """
+    parts, families = dict(q.parts), dict(family.components)
+    for i, name in enumerate(inside):
+        own, natural = families[name], parts[name]
+        draw = own.sufficient_statistics(own.sample(natural, jax.random.fold_in(key, i)))
+        middle = jax.tree.map(lambda a, b: 0.5 * (a + b), own.natural_to_mean(natural), draw)
+        parts[name] = own.mean_to_natural(middle)
+    return ProductNatural(parts)
+
+
+def first_weights(plan: ProductPlan, key: Any) -> dict[str, Float[Array, "..."]]:
+    """Weights of the values of every component that is summed over, one set for each short run.
+
+    Every other run takes one row for each value and leaves the other rows out; the rest take random probabilities.
+
+    Args:
+        plan: the plan.
+        key: a random key.
+
+    Returns:
+        By component, Float[runs members K].
+    """
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
+    found, families = {}, dict(plan.family.components)
+    for name in plan.summed:
+        support = support_of(families[name])
+        assert support is not None
+        shape, axis = members_of(families[name]), plan.row_axes.get(name)
+        weights = rng.dirichlet(np.ones(support.size), (_RUNS, *shape))
+        if axis is not None and shape[axis] >= support.size:
+            for run in range(0, _RUNS, 2):
+                rows = rng.choice(shape[axis], support.size, replace=False)
+                chosen = np.zeros((shape[axis], support.size))
+                chosen[rows, np.arange(support.size)] = 1.0
+                across = [1] * len(shape)
+                across[axis] = shape[axis]
+                weights[run] = chosen.reshape(*across, support.size)
+        found[name] = jnp.asarray(weights, jnp.result_type(float))
+    return found
+
+
+def best_of_short_runs(
+    problem: ProductProblem, q: ProductNatural, weights: dict[str, Float[Array, "..."]], key: Any
+) -> ProductNatural:
+    """Run a few rounds of coordinate ascent from every set of weights, and keep the q with the highest ELBO.
+
+    Args:
+        problem: the factors.
+        q: where all runs start but for the weights.
+        weights: as :func:`first_weights` gives them.
+        key: of draws.
+
+    Returns:
+        Natural parameters of the best.
+    """
+    turns, families = problem.plan.num_turns, dict(problem.family.components)
+
+    def turn(i: Int[Array, ""], carry: tuple, own: dict) -> tuple:
+        q, _ = carry
+        probs = {}
+        for name, x in own.items():
+            support = support_of(families[name])
+            assert support is not None
+            probs[name] = jnp.where(i < turns, x, support.probs(q.parts[name]))
+        values, messages = problem.values_and_messages(q, key, probs)
+        target = posterior(problem.prior, messages)
+        elbo = jnp.sum(values) + jnp.sum(problem.divergences(q))
+        prior = problem.prior_value_and_message(q, key)
+        if prior is not None:
+            elbo, target = elbo + prior[0], target + prior[1]
+        new = q + problem.only(target - q, i % turns)
+        good = all_finite(new) & problem.family.in_domain(new)
+        return select(good, new, q), elbo
+
+    def run(own: dict) -> tuple:
+        return jax.lax.fori_loop(0, turns * (1 + _ROUNDS), lambda i, c: turn(i, c, own), (q, jnp.zeros(())))
+
+    found, elbos = jax.lax.map(run, weights)
+    best = jnp.argmax(jnp.where(jnp.isfinite(elbos), elbos, -jnp.inf))
+    return jax.tree.map(lambda x: x[best], found)
+
+
+# ------------------------------------------------------------------------------------ curvature of products of families
+# Where sites start that are taken by quadrature: at the curvature of their factors, near the prior's location.
+#
+# Under a wide prior the expected curvature of a log-linear factor is that of its far tail, and q would shrink towards
+# the data by one unit of the predictor a round. Looked at with a moderate sd it says where the data are.
+
+# Largest variance at which a latent is looked at, and how often the step to its sites may be halved.
+_WIDEST, _HALVINGS = 1.0, 8
+
+
+def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> SiteStack:
+    """Sites at the curvature of factors that are taken by quadrature, as far towards it as the ELBO is highest.
+
+    Args:
+        problem: the factors.
+        sites: where they are.
+        key: for draws, of which there are none.
+
+    Returns:
+        The sites, those of other latents as they were; all as they were where no step raises the ELBO.
+    """
+    found = problem.curvatures(sites, _WIDEST, key)
+    names = (*problem.plan.likelihood.by_nodes, *problem.plan.likelihood.by_predictors)
+
+    def kept(own: Any) -> Any:
+        """Nothing of the other latents."""
+        return type(own)({n: x if n in names else jax.tree.map(jnp.zeros_like, x) for n, x in own.parts.items()})
+
+    change = SiteStack(kept(found.groups), None, None if found.local is None else kept(found.local))
+    dtype = jax.tree.leaves(sites.groups)[0].dtype
+    shares = jnp.concatenate([0.5 ** jnp.arange(_HALVINGS + 1), jnp.zeros(1)]).astype(dtype)
+
+    def at(share: Any) -> SiteStack:
+        step = change * share
+        return SiteStack(
+            sites.groups + step.groups, sites.prior, None if sites.local is None else sites.local + step.local
+        )
+
+    elbos = jax.lax.map(lambda share: problem.objective(at(share), key).elbo, shares)
+    return at(shares[jnp.argmax(jnp.where(jnp.isfinite(elbos), elbos, -jnp.inf))])

@@ -1,20 +1,24 @@
-"""Factors as solvers that match moments see them: which moments fit, and how they are taken."""
+"""Factors as solvers that match moments see them: which moments fit, and how they are taken, by weights or chains."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from .._derivatives import hessian_of, value_and_grad
+from .._compiling import on_device
+from .._numerics import all_finite, hessian_of, value_and_grad
 from ..errors import PVIError
 from ..expectations import (
     GRID_DIM,
     SAMPLED,
     AffineProgram,
+    Chains,
     Expected,
     LaplaceMoments,
     MCMCMoments,
@@ -22,21 +26,281 @@ from ..expectations import (
     SharedAffineProgram,
     Tilted,
     exact_tilted,
+    from_chains,
     from_points,
     grid_cloud,
     log_densities_at,
     log_density_at,
+    no_chains,
     normal_cloud,
+    row_sites_zero,
     tilted_rows,
     with_settings,
 )
+from ..factors import Packing
 from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
-from ..sites import RowSites, take
-from ._chains import chained_moments, group_total
-from ._factors import Factors
-from ._laplace import laplace_proposal
-from ._rules import cheaper_rule, escalated, relative_error
+from ..sites import RowSites, cavity, select, take
+from ..solvers import COLLAPSES, LocalSolver
+from ._factors import Factors, GroupRows
+from ._refinement import cheaper_rule, escalated, relative_error
+
+# --------------------------------------------------------------------------------------------- the Gaussian at the mode
+# The Gaussian at a tilted distribution's mode.
+
+# Step of Newton's search, in sds of q, below which it has arrived; halvings of a step.
+_ARRIVED = 1e-3
+_HALVINGS = 12
+
+
+def laplace_proposal(
+    family: GaussianFamily,
+    look: Callable[[Float[Array, "D"]], tuple],
+    q: Any,
+    site: Any,
+    power: float | Float[Array, ""],
+    num_steps: int,
+) -> Proposal:
+    """Search the mode of ``q (p / t)^power`` by Newton's method, and take the curvature there.
+
+    Args:
+        family: the Gaussian family of q.
+        look: a point to value, gradient and Hessian of the factor's log density.
+        q: natural parameters of q.
+        site: the factor's site.
+        power: alpha.
+        num_steps: most steps.
+
+    Returns:
+        The Gaussian of the last point's curvature (q's own precision where that is not positive definite); q itself
+        where the factor is not finite.
+    """
+    rest, own = cavity(q, site, power), family.moments(q)
+    sd = family.sds(own)
+
+    def at(point):
+        value, slope, bend = look(point)
+        curvature = -bend if family.full else -jnp.diagonal(bend)
+        image = family.precision_product(rest, point)
+        total = power * value + point @ (rest.precision_mean - 0.5 * image)
+        slope = power * slope + rest.precision_mean - image
+        precision = rest.precision + power * 0.5 * (curvature + curvature.T)
+        proper = family.in_domain(family.natural(slope, precision))
+        precision = select(proper, precision, q.precision)
+        gaussian = family.natural(family.precision_product(family.natural(slope, precision), point) + slope, precision)
+        return total, family.moments(gaussian).loc, precision
+
+    def unfinished(carry):
+        _, count, (_, aim, _), gain = carry
+        return (count < num_steps) & (gain > _ARRIVED) & all_finite(aim)
+
+    def step(carry):
+        point, count, (total, aim, precision), _ = carry
+
+        def worse(state):
+            share, (now, *_), tries = state
+            return ~(now >= total - 1e-6 * jnp.abs(total)) & (tries < _HALVINGS)
+
+        def shorten(state):
+            share, _, tries = state
+            return 0.5 * share, at(point + 0.5 * share * (aim - point)), tries + 1
+
+        first = jnp.ones((), point.dtype), at(aim), jnp.int32(0)
+        share, found, tries = jax.lax.while_loop(worse, shorten, first)
+        moved = share * (aim - point)
+        good = tries < _HALVINGS
+        kept = jax.tree.map(
+            lambda a, b: jnp.where(good, a, b), (point + moved, found), (point, (total, aim, precision))
+        )
+        gain = jnp.where(good, jnp.max(jnp.abs(moved) / sd), 0.0)
+        return kept[0], count + 1, kept[1], gain
+
+    start = own.loc, jnp.int32(0), at(own.loc), jnp.asarray(jnp.inf, own.loc.dtype)
+    point, _, (_, _, precision), _ = jax.lax.while_loop(unfinished, step, start)
+    vector = family.precision_product(family.natural(point, precision), point)
+    natural = family.natural(vector, precision)
+    natural = select(family.in_domain(natural), natural, q)
+    return Proposal(natural, family.moments(natural))
+
+
+# --------------------------------------------------------------------------------------------------------------- chains
+# Factors whose tilted moments are taken by Markov chains: which groups run side by side, and when weights give way to
+# chains.
+
+# Rows of a group up to which lanes pay on a CPU: beyond, arithmetic fills it, and lanes that wait for one another waste it
+# (draws a second side by side over in turn: 2.7 times at 50 rows, 0.9 at 500, 0.8 at 3,000).
+_LANE_ROWS = 256
+# Groups run side by side while filling each up to the largest costs at most half of the rows.
+_LARGEST_FILL = 1.5
+
+
+def by_chains(solver: LocalSolver) -> bool:
+    """Whether a solver's moments are taken by chains from the start."""
+    return isinstance(chain_settings(solver), MCMCMoments) and solver.moments != "auto"
+
+
+def chain_settings(solver: LocalSolver) -> MCMCMoments | None:
+    """The chains' settings: those asked for, the default ones where weights may give way to chains, or None."""
+    moments = solver.moments
+    if isinstance(moments, MCMCMoments):
+        return moments
+    return MCMCMoments() if isinstance(moments, str) and moments in ("auto", "mcmc") else None
+
+
+def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
+    """Whether some group's weights have collapsed so often that chains should be compiled in.
+
+    Args:
+        solver: the groups' solver.
+        state: the groups' solver states.
+
+    Returns:
+        False where there are chains already, or none were allowed.
+    """
+    if solver.moments != "auto" or not hasattr(state, "collapses") or state.chains is not None:
+        return on_device(False)
+    return jnp.any(state.collapses >= COLLAPSES)
+
+
+def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any) -> Any:
+    """Solver states with room for chains that have not started.
+
+    Args:
+        solver: the groups' solver.
+        state: solver states, one or stacked.
+        dim: D.
+        dtype: floating dtype.
+
+    Returns:
+        The states; as they are where they have chains or can have none.
+    """
+    settings = chain_settings(solver)
+    if settings is None or not hasattr(state, "chains") or state.chains is not None:
+        return state
+    fresh = no_chains(settings, dim, dtype, False)
+    batch = state.collapses.shape
+    return state._replace(chains=jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), fresh))
+
+
+def most_chunks(sizes: tuple[int, ...], packing: Any) -> int:
+    """Chunks of the largest group, or 0 where sizes are not known beforehand."""
+    if not isinstance(packing, Packing) or not any(sizes):
+        return 0
+    return max(-(-size // packing.rows.shape[1]) for size in sizes)
+
+
+def lanes_pay(rows: int) -> bool:
+    """Whether chains of groups of up to so many rows are faster side by side than in turn, on the default device."""
+    return rows <= _LANE_ROWS or jax.default_backend() != "cpu"
+
+
+def side_by_side(problem: Factors) -> bool:
+    """Whether chains of all groups run in one vectorised program, each group filled up to the largest."""
+    count, chunks = problem.num_groups, problem.data.chunk_group.shape[0]
+    if not by_chains(problem.solver) or not lanes_pay(problem.longest):
+        return False
+    return count == chunks or 0 < count * problem.most_chunks <= _LARGEST_FILL * chunks
+
+
+def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable], Any]:
+    """How to sum a function of the program and a chunk over one group's chunks.
+
+    Args:
+        problem: the factors.
+        index: which group.
+
+    Returns:
+        ``total(look)``; the chunks are picked once, outside of whatever loop calls it, where groups run side by side.
+    """
+    data, program = problem.data, problem.program
+    chunks = data.chunk_group.shape[0]
+    if problem.quadratic or chunks == problem.num_groups:
+        own = take(data.chunks, index)
+        return lambda look: look(program, own)
+    if side_by_side(problem):
+        places = data.offsets[index] + jnp.arange(problem.most_chunks)
+        mine = places < data.offsets[index + 1]
+        # Filled up with the group's first chunk, whose numbers are finite wherever the group's are.
+        picked = take(data.chunks, jnp.where(mine, places, data.offsets[index]))
+
+        def add_up(look: Callable) -> Any:
+            found = jax.vmap(lambda chunk: look(program, chunk))(picked)
+            return jax.tree.map(lambda x: jnp.sum(jnp.where(_like(mine, x), x, 0.0), axis=0), found)
+
+        return add_up
+
+    def total(look: Callable) -> Any:
+        shapes = jax.eval_shape(lambda: look(program, take(data.chunks, 0)))
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        def add(c, sums):
+            return jax.tree.map(jnp.add, sums, look(program, take(data.chunks, c)))
+
+        return jax.lax.fori_loop(data.offsets[index], data.offsets[index + 1], add, zero)
+
+    return total
+
+
+def chained_moments(
+    problem: Factors, total: Callable, by_weights: Callable | None, index: Int[Array, ""] | None = None
+) -> Callable[[Any, Any, float, Any, Chains | None], Tilted]:
+    """Moments by chains, or by weights until a factor's memory says otherwise.
+
+    Args:
+        problem: the factors.
+        total: sums a function of the program and a chunk over the factor's chunks.
+        by_weights: the way to take moments that chains stand in for; None where there are chains only.
+        index: the group whose rows chains may read in mini-batches; None for a factor without rows.
+
+    Returns:
+        A function of q, site, power, key and memory.
+    """
+    settings = chain_settings(problem.solver)
+    assert settings is not None
+
+    def look(point):
+        def of(program, chunk):
+            return value_and_grad(log_density_at, argnums=2)(program, chunk, point)
+
+        return total(of)
+
+    look_rows = None
+    if settings.batch_size is not None and index is not None and problem.rows is not None:
+        look_rows = partial(_batch_gradients, problem.rows, index, settings.batch_size // 2)
+
+    def moments_of(q, site, power, key, memory=None):
+        def run():
+            return from_chains(problem.family, look, q, site, power, key, settings, memory, look_rows)
+
+        if by_weights is None:
+            return run()
+        weighed = by_weights
+        if memory is None:
+            return weighed(q, site, power, key)
+        return jax.lax.cond(memory.used, run, lambda: weighed(q, site, power, key)._replace(memory=memory))
+
+    return moments_of
+
+
+def _batch_gradients(
+    rows: GroupRows, index: Int[Array, ""], half: int, point: Float[Array, "D"], other: Float[Array, "D"], key: Any
+) -> Float[Array, "2 D"]:
+    """The difference of a group's gradients at two points, from each of two independent halves of a mini-batch."""
+    count = rows.num_rows(index)
+    taken = jax.random.randint(key, (2, half), 0, count)
+
+    def one(some):
+        at = rows.derivatives(index, jnp.stack([point, other]), some, False).gradient
+        return (at[0] - at[1]) * (count / half)
+
+    return jax.vmap(one)(taken)
+
+
+def _like(mine: Bool[Array, "K"], leaf: Array) -> Array:
+    return mine.reshape(mine.shape + (1,) * (leaf.ndim - 1))
+
+
+# --------------------------------------------------------------------------------------------------------------- tilted
 
 # A latent's own value, as the predictor of a term.
 _OWN = "value"
@@ -293,5 +557,46 @@ def _pointed_factor(problem: Factors, method: Any, total: Callable) -> MomentFac
         points = family.draw(proposal.moments, cloud.eps)
         factor = total(lambda program, chunk: log_densities_at(program, chunk, points))
         return from_points(family, cloud, factor, q, site, proposal, power)
+
+    return MomentFactor(family, moments_of)
+
+
+# ----------------------------------------------------------------------------------------------- groups of a single row
+# Factors whose site is a group's as a whole: a group of a single row by quadrature, whatever its site.
+
+
+def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Callable | None = None) -> MomentFactor:
+    """One group's factor, for a site that is any member of the family.
+
+    Of a single row with affine predictors moments are integrals over these. The cavity takes the place of q, and a unit
+    site that of the row's: ``q (p / t)^alpha = cavity p^alpha``.
+
+    Args:
+        problem: the factors.
+        index: which group.
+        rule: quadrature rule to start from, and the error aimed at.
+        looked: how moments are taken from points at which the factor has been evaluated already, or None.
+
+    Returns:
+        The factor; its tilted distribution counts as invalid where the cavity is not normalisable.
+    """
+    if method_of(problem, False) != "row":
+        return group_factor(problem, index, looked)
+    family = problem.family
+    program, chunk = with_arrays(problem.program, take(problem.data.chunks, index))
+
+    def moments_of(q, site, power, key, memory):
+        del key, memory
+        rest = cavity(q, site, power)
+        moments, unit = family.moments(rest), row_sites_zero(program, chunk, q.precision_mean.dtype)
+        found = escalated(
+            lambda level: tilted_rows(program, chunk, unit, moments, power, level, problem.num_rules),
+            cheaper_rule(rule),
+            problem.num_rules,
+        )
+        tilted = of_rows(found, rule)
+        shift = (family.log_partition(rest) - family.log_partition(q)) / power
+        usable = tilted.valid & moments.valid
+        return tilted._replace(change=tilted.change - site, value=tilted.value + shift, valid=usable)
 
     return MomentFactor(family, moments_of)

@@ -1,21 +1,26 @@
 """Schedules: who moves when, and how far."""
 
-from ._acceptance import accept_jointly, accept_once, elbo_has_not_fallen
+from ._acceptance import accept_jointly, accept_once, elbo_has_not_fallen, move_in_nats
 from ._asynchronous import Asynchronous
 from ._committee import Committee
 from ._contract import Accepted, Evaluation, Points, Problem, RoundCarry, RoundReport, Rule, Schedule, ScheduleDefaults
 from ._convergence import (
+    BY_FACTOR,
     CRAWL,
     FELL,
     IMPROPER,
     NOT_FINITE,
     STALL_ROUNDS,
+    UNHEARD_MOVE,
     VISITS,
     Asked,
     asked_by_move,
+    empty_report,
     finished,
+    natural_gradient_proposal,
     pace,
     refusals,
+    round_report,
     rounding,
     settled,
     sketch,
@@ -24,10 +29,7 @@ from ._convergence import (
     within_noise,
 )
 from ._decentralized import Decentralized
-from ._delays import MeasuredDelays, measured_delays
-from ._noise import move_in_nats
-from ._proposal import natural_gradient_proposal
-from ._report import BY_FACTOR, UNHEARD_MOVE, empty_report, round_report
+from ._network import MeasuredDelays, measured_delays
 from ._sequential import Sequential
 from ._streaming import Streaming
 from ._subset import StochasticSubset

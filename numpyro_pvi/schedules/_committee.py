@@ -14,8 +14,7 @@ from ..families import Moments
 from ..sites import SiteStack, damp, select
 from ._acceptance import shorten
 from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults, check_visits
-from ._convergence import Approach, Asked, approach, at_rest
-from ._report import round_report, with_prior
+from ._convergence import Approach, Asked, approach, at_rest, round_report, with_prior
 
 # Relative quadrature error that members' fits, of which there is only one, aim at.
 _TOLERANCE = {"float32": 1e-5, "float64": 1e-8}

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
-from .._contracts import not_under_families
-from ..errors import PVIError
+from ..errors import PVIError, not_under_families
 from ..expectations import Expected
 from ..families import Moments
 from ..sites import SiteStack

@@ -1,4 +1,4 @@
-"""When rounds may be called converged, and when they have stalled: what q is still asked to do, not what it last did.
+"""What is kept of every round, and when rounds have converged or stalled: what q is still asked to do.
 
 A move may be small because q has arrived, or because steps were refused, are small by a solver's own choice, or shrink slowly.
 Three numbers tell these apart, all from what a round has at hand anyway: the move that was *asked for* (the effect on q of all
@@ -8,14 +8,48 @@ every step was refused.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ._contract import Problem, RoundCarry, RoundReport
-from ._proposal import natural_gradient_proposal
+from .._numerics import all_finite
+from ..expectations import Expected
+from ..sites import SiteStack, select
+from ._contract import Accepted, Evaluation, Problem, RoundCarry, RoundReport
+
+# ----------------------------------------------------------------------------------------------------- what is proposed
+# What the natural gradient at one q asks of every site.
+
+
+def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:
+    """Every site's natural-gradient target at the carry's q (PVI eq. 10): small joint steps towards it raise the ELBO.
+
+    Args:
+        problem: the factors.
+        carry: where things stand.
+
+    Returns:
+        Targets; a site whose factor was not finite stays.
+    """
+
+    def usable(expected: Expected, site: Any) -> Any:
+        expected = dataclasses.replace(expected, local=None)
+        good = jax.vmap(all_finite)(expected) if jnp.ndim(expected.value) else all_finite(expected)
+        return select(good, expected.target, site)
+
+    if problem.flat:
+        return cast(Any, problem).natural_gradient_proposal(carry)
+    sites, evaluation = carry.sites, carry.evaluation
+    prior = None if evaluation.prior is None or sites.prior is None else usable(evaluation.prior, sites.prior)
+    local = problem.local_proposal(carry, jnp.ones((problem.num_groups,), bool))
+    return SiteStack(usable(evaluation.groups, sites.groups), sites.prior if prior is None else prior, local)
+
+
+# ---------------------------------------------------------------------------------------------------------- convergence
 
 # Rounds running with every step refused before they count as stalled: line searches begin anew in between.
 STALL_ROUNDS = 5
@@ -377,3 +411,202 @@ def stalled(report: RoundReport, tol: Any, floor: Any) -> Any:
 def finished(report: RoundReport, tol: Any, floor: Any) -> Bool[Array, ""]:
     """Whether rounds end here: converged, or stalled."""
     return settled(report, tol, floor) | stalled(report, tol, floor)
+
+
+# ---------------------------------------------------------------------------------------------------- reports of rounds
+# What is kept of every round, and how far it moved each factor.
+
+# What a factor that has not been heard lately counts for at most, in posterior sds: no tolerance is as large.
+UNHEARD_MOVE = 0.5
+
+
+# The fields of a report with one entry per factor.
+BY_FACTOR = ("move", "step", "backoffs", "skipped", "skip_run", "staleness", "asked")
+
+
+def empty_report(count: int, dtype: Any) -> RoundReport:
+    """The report of a state that no round has touched.
+
+    Args:
+        count: factors, the prior factor included.
+        dtype: floating dtype.
+
+    Returns:
+        The report; nothing has moved by less than infinity yet.
+    """
+    none, zero = np.zeros((count,), np.int32), np.zeros((), dtype)
+    # Made on the host: here every line would be a program of its own.
+    report = RoundReport(
+        move=np.full((count,), np.inf, dtype),
+        step=np.zeros((count,), dtype),
+        backoffs=none,
+        skipped=np.zeros((count,), bool),
+        skip_run=none,
+        staleness=none,
+        total_move=np.asarray(np.inf, dtype),
+        valid=np.array(True),
+        clock=zero,
+        messages=np.zeros((2,), np.int32),
+        consensus=zero,
+        delbo=np.full((3,), np.nan, dtype),
+        asked=np.full((count,), np.inf, dtype),
+        estimate=np.asarray(np.inf, dtype),
+        before=np.asarray(np.inf, dtype),
+        left=np.asarray(np.inf, dtype),
+        rate=zero,
+        trail=np.zeros((TRAIL,), dtype),
+        paced=zero,
+        refused=np.asarray(0, np.int32),
+        why=np.asarray(NOTHING, np.int32),
+        finite=np.array(True),
+    )
+    return jax.device_put(report)
+
+
+def round_report(
+    problem: Problem,
+    carry: RoundCarry,
+    done: Accepted,
+    *,
+    step: Float[Array, "F"],
+    backoffs: Int[Array, "F"],
+    skipped: Bool[Array, "F"],
+    exchanges: Any,
+    elapsed: Any = 1.0,
+    staleness: Int[Array, "F"] | None = None,
+    heard: Bool[Array, "F"] | None = None,
+    states: Any = None,
+    prior_state: Any = None,
+    largest: Any = 1.0,
+    full: Any = 1.0,
+    late: Any = 1.0,
+    own: Any = None,
+    asked: Asked | None = None,
+) -> RoundReport:
+    """Report on a round that ends at ``done``.
+
+    Args:
+        problem: the factors.
+        carry: where things stood before the round.
+        done: sites after the round with their evaluation.
+        step: share of each factor's proposed change that was taken.
+        backoffs: halvings of each factor.
+        skipped: which factors made no proposal.
+        exchanges: how often q went out to a group and an answer came back, in this round.
+        elapsed: simulated time that the round took.
+        staleness: changes of q that each factor's site had not seen; None is none.
+        heard: which factors took part; None is all. The others keep their last move, and q does not count as settled
+            before they have moved little as well.
+        states: the groups' solver states after the round, which may tell what they asked for.
+        prior_state: the prior factor's.
+        largest: the joint step of a round in which nothing is held back.
+        full: the joint step that takes all that is asked for.
+        late: weight of the round in an average of late rounds.
+        own: share of what it asks for that a solver takes by its own settings; a number, or one per group; None is all.
+        asked: what the factors asked for, where the schedule knows.
+
+    Returns:
+        The report, with running totals continued from the carry's.
+    """
+    last, moments = carry.report, done.evaluation.moments
+    if problem.flat:
+        move, moved = cast(Any, problem).moves(done.sites, carry.sites, done.evaluation, carry.evaluation)
+    else:
+        move = factor_moves(problem, done.sites, carry.sites, done.evaluation)
+        moved = total_move(problem.family, done.evaluation, carry.evaluation)
+    skip_run = jnp.where(skipped, last.skip_run + 1, 0)
+    if heard is not None:
+        move, skip_run = jnp.where(heard, move, last.move), jnp.where(heard, skip_run, last.skip_run)
+        waiting = jnp.max(jnp.where(heard, 0.0, move), initial=0.0)
+        moved = jnp.maximum(moved, jnp.minimum(waiting, UNHEARD_MOVE).astype(moved.dtype))
+    taken = done.accepted & (done.step >= CRAWL * largest)
+    if asked is None:
+        share = done.step / full * (1.0 if own is None else jnp.min(jnp.asarray(own)))
+        asked = asked_of(problem, carry, states, prior_state, move, moved, share, taken)
+    noisy = problem.noisy | problem.stochastic
+    trail, still = _trail(problem, done, carry), _is_rounding(problem, done, carry)
+    ahead = pace(last, trail, moved, asked.together, _longest(step, taken), noisy, late, still)
+    finite = sound(done.evaluation.elbo)
+    refused, why = refusals(last, taken, done.why)
+    return RoundReport(
+        move=move,
+        step=step,
+        backoffs=backoffs,
+        skipped=skipped,
+        skip_run=skip_run,
+        staleness=jnp.zeros_like(last.staleness) if staleness is None else staleness,
+        total_move=moved,
+        valid=moments.valid,
+        clock=last.clock + jnp.asarray(elapsed, last.clock.dtype),
+        messages=last.messages + jnp.asarray(exchanges, jnp.int32),
+        consensus=last.consensus,
+        delbo=last.delbo,
+        asked=asked.factors.astype(last.asked.dtype),
+        **ahead._asdict(),
+        refused=refused,
+        why=why,
+        finite=finite,
+    )
+
+
+def _longest(step: Float[Array, "F"], taken: Any) -> Float[Array, ""]:
+    """The longest step of any factor, 0 where all were refused."""
+    return jnp.where(taken, jnp.max(step), 0.0)
+
+
+def _trail(problem: Problem, done: Accepted, carry: RoundCarry) -> Float[Array, "16"]:
+    """A sketch of how the round moved the means and log sds of q."""
+    new, old = done.evaluation.moments, carry.evaluation.moments
+    if problem.flat:
+        moves = cast(Any, problem).shifts(done.evaluation, carry.evaluation)
+    else:
+        moves = problem.family.moves(new, old)
+    return sketch(jnp.where(old.valid, moves, 0.0))
+
+
+def _is_rounding(problem: Problem, done: Accepted, carry: RoundCarry) -> Bool[Array, ""]:
+    """Whether q has moved by rounding only."""
+    new, old = done.evaluation.moments, carry.evaluation.moments
+    if problem.flat:
+        # Two numbers a row: q itself, beside a prior that does not move.
+        return rounding(done.evaluation.q - carry.evaluation.q, done.evaluation.q)
+    sd = problem.family.sds(new)
+    return rounding((new.loc - old.loc, sd - problem.family.sds(old)), (new.loc, sd))
+
+
+def total_move(family: Any, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+    """Largest change of a posterior mean, or of a log sd, in posterior sd units."""
+    largest = jnp.max(jnp.abs(family.moves(new.moments, old.moments)))
+    if new.local is not None and old.local is not None:
+        (mean_new, own_new), (mean_old, own_old) = new.local, old.local
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(mean_new - mean_old) / own_new))
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(jnp.log(own_new) - jnp.log(own_old))))
+    return jnp.where(old.moments.valid, largest, jnp.inf)
+
+
+def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: Evaluation) -> Float[Array, "F"]:
+    """First-order change of the posterior means by each factor's step, largest coordinate, in posterior sds.
+
+    Args:
+        problem: the factors.
+        new: sites after the round.
+        old: sites before it.
+        evaluation: evaluation of the q after the round.
+
+    Returns:
+        One number per factor, the prior factor (if any) first.
+    """
+    family, moments = problem.family, evaluation.moments
+    change = new - old
+
+    def move(natural):
+        return jnp.max(jnp.abs(family.shift(natural, moments)), axis=-1)
+
+    # A tied site is moved by all groups together.
+    moves = jnp.broadcast_to(move(change.groups), (problem.num_groups,))
+    return moves if change.prior is None else jnp.concatenate([move(change.prior)[None], moves])
+
+
+def with_prior(prior: Any, groups: Array) -> Array:
+    """Put the prior factor's entry, if there is one, before the groups'."""
+    return groups if prior is None else jnp.concatenate([jnp.reshape(prior, (1,)).astype(groups.dtype), groups])

@@ -1,20 +1,337 @@
-"""No server: agents on a graph track the sum of all sites by one-hop messages."""
+"""No server: agents on a graph track the sum of all sites by one-hop messages, or mix their whole posteriors."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
+from ..families import GaussianMoments, GaussianNatural
 from ..sites import SiteStack, back_off, damp, select
-from ._consensus import check_consensus, consensus_round
-from ._contract import Accepted, Problem, RoundCarry, check_visits
-from ._graph_settings import DecentralizedState, GraphSettings
-from ._report import round_report, with_prior
+from ._contract import Accepted, Evaluation, Problem, RoundCarry, ScheduleDefaults, check_visits
+from ._convergence import round_report, with_prior
+from ._graph import Gossip, Graph, read_graph
+from ._stream import Replay, Stream, draw_seen, sort_classes, take_rows
+
+# ------------------------------------------------------------------------------------------- what agents have in common
+# What agents on a graph have in common: settings, what is refused of them, and what each of them holds.
+
+# What belongs to consensus alone, with its defaults.
+_ALONE = {
+    "likelihood_weight": "agents",
+    "batch_size": None,
+    "updates_per_exchange": 1,
+    "exchanges_per_round": 1,
+    "replay": 0,
+    "exhausted": "gossip",
+    "expectation": "auto",
+}
+
+
+def check_consensus_settings(schedule: GraphSettings) -> None:
+    """Refuse settings of consensus that are out of range, or beside another mixing.
+
+    Args:
+        schedule: its settings.
+
+    Raises:
+        PVIError: naming the setting.
+    """
+    given = {name: getattr(schedule, name) for name in _ALONE}
+    if schedule.mixing != "consensus":
+        for name, value in given.items():
+            if value != _ALONE[name]:
+                raise PVIError(
+                    f"Decentralized({name}={value!r}) belongs to mixing='consensus'; leave it out, or write that."
+                )
+        return
+    if schedule.damping != 1.0:
+        raise PVIError(
+            f"Decentralized(mixing='consensus', damping={schedule.damping!r}): rows are taken once, and what is left of one is "
+            "lost; leave damping out, or give the likelihood another likelihood_weight."
+        )
+    for name, least in (("batch_size", 1), ("updates_per_exchange", 1), ("exchanges_per_round", 1), ("replay", 0)):
+        value = given[name]
+        if value is None and name == "batch_size":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PVIError(f"Decentralized({name}={value!r}): expected an int of at least {least}.")
+    weight = schedule.likelihood_weight
+    if weight != "agents" and not (isinstance(weight, (int, float)) and weight > 0):
+        raise PVIError(f"Decentralized(likelihood_weight={weight!r}): expected 'agents' or a positive number.")
+    words = {"exhausted": ("gossip", "again"), "expectation": ("auto", "quadrature", "probit")}
+    for name, choices in words.items():
+        if given[name] not in choices:
+            raise PVIError(f"Decentralized({name}={given[name]!r}): expected one of {', '.join(map(repr, choices))}.")
+
+
+def check_network(schedule: GraphSettings, graph: Graph, reliable: bool) -> None:
+    """Refuse settings of the network that are out of range.
+
+    Args:
+        schedule: its settings.
+        graph: the graph.
+        reliable: whether all agents are there all the time.
+
+    Raises:
+        PVIError: naming the setting.
+    """
+    if schedule.mixing not in ("tracking", "consensus"):
+        raise PVIError(f"Decentralized(mixing={schedule.mixing!r}): expected 'tracking' or 'consensus'.")
+    steps = schedule.steps_per_round
+    if steps != "auto" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise PVIError(f"Decentralized(steps_per_round={steps!r}): expected a positive int or 'auto'.")
+    if not (isinstance(schedule.damping, (int, float)) and 0.0 < schedule.damping <= 1.0):
+        raise PVIError(f"Decentralized(damping={schedule.damping!r}): expected a number in (0, 1]; 1 is the full step.")
+    if not (isinstance(schedule.link_failure, (int, float)) and 0.0 <= schedule.link_failure < 1.0):
+        raise PVIError(f"Decentralized(link_failure={schedule.link_failure!r}): expected a probability below 1.")
+    if (schedule.link_failure > 0 or not reliable) and not graph.symmetric:
+        raise PVIError(
+            "Decentralized: links that fail and agents that are away need a graph whose links go both ways with equal "
+            "weights: with one-way links the weights that are left cannot be doubly stochastic."
+        )
+
+
+class DecentralizedState(NamedTuple):
+    """What every agent holds beside its site; all with a leading axis of agents."""
+
+    # Estimate of the mean over the network of what the agents contribute, natural parameters.
+    tracked: Any
+    # The agent's own contribution when it was last added to the estimate.
+    seen: Any
+    # The agent's own copy of the prior factor's site, of which it contributes 1/n; None without a prior factor.
+    prior: Any
+    # Gossip steps so far.
+    mixed: Int[Array, ""]
+    # Rows that every agent has taken so far (consensus only).
+    taken: Int[Array, "n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphSettings(ScheduleDefaults):
+    """The settings of :class:`numpyro_pvi.schedules.Decentralized`, and what they mean to every agent."""
+
+    adjacency: Any = dataclasses.field(repr=False)
+    mixing: str = "tracking"
+    steps_per_round: int | str = "auto"
+    damping: float | str = "auto"
+    nodes: Sequence[Hashable] | None = dataclasses.field(default=None, repr=False)
+    link_failure: float = 0.0
+    availability: float | Sequence[float] = 1.0
+    likelihood_weight: float | str = "agents"
+    batch_size: int | None = None
+    updates_per_exchange: int = 1
+    exchanges_per_round: int = 1
+    replay: int = 0
+    exhausted: str = "gossip"
+    expectation: str = "auto"
+
+    has_agents = True
+
+    def __post_init__(self):
+        graph = self.adjacency if isinstance(self.adjacency, Graph) else read_graph(self.adjacency, self.nodes)
+        object.__setattr__(self, "adjacency", graph)
+        object.__setattr__(self, "nodes", graph.nodes)
+        if self.damping == "auto":
+            object.__setattr__(self, "damping", 1.0 if self.streams else 0.5)
+        self._read_availability(graph)
+        check_network(self, graph, self.reliable)
+        check_consensus_settings(self)
+
+    def _read_availability(self, graph: Graph) -> None:
+        share = self.availability
+        shares = tuple(float(p) for p in share) if isinstance(share, Sequence) else (float(share),) * graph.size
+        if len(shares) != graph.size or not all(0.0 < p <= 1.0 for p in shares):
+            raise PVIError(
+                f"Decentralized(availability={share!r}): expected a probability in (0, 1], or one for each of {graph.size} agents."
+            )
+        object.__setattr__(self, "availability", shares)
+
+    @property
+    def reliable(self) -> bool:
+        """Whether all agents are there all the time."""
+        return all(p == 1.0 for p in self.availability)  # type: ignore[union-attr]
+
+    @property
+    def gossip(self) -> Gossip:
+        """How agents mix."""
+        steps = 1 if self.streams and self.steps_per_round == "auto" else self.steps_per_round
+        return Gossip(self.adjacency, steps, float(self.link_failure), self.reliable)
+
+    @property
+    def streams(self) -> bool:
+        """Whether rows are taken as they come, so that nothing passes over all of them."""
+        return self.mixing == "consensus"
+
+    def own_q(self, problem: Problem, z: Any) -> Any:
+        """Natural parameters of the q of an agent that holds z."""
+        return jax.tree.map(lambda eta, x: eta + self.adjacency.size * x, problem.prior_natural, z)
+
+    def disagreement(self, problem: Problem, state: DecentralizedState, evaluation: Evaluation) -> Float[Array, ""]:
+        """Largest distance of an agent's mean from that of the network's q, in its sds."""
+        sd = problem.family.sds(evaluation.moments)
+
+        def apart(z):
+            moments = problem.family.moments(self.own_q(problem, z))
+            return jnp.where(moments.valid, jnp.max(jnp.abs(moments.loc - evaluation.moments.loc) / sd), jnp.inf)
+
+        return jnp.max(jax.lax.map(apart, state.tracked))
+
+
+# ------------------------------------------------------------------------------------------------------------ consensus
+# A round of consensus (DELBO): agents mix their whole posteriors, then each takes rows that it has not taken before.
+
+
+def check_consensus(schedule: GraphSettings, problem: Problem) -> None:
+    """Refuse what consensus cannot do, when a fit is set up.
+
+    Args:
+        schedule: its settings.
+        problem: the factors.
+
+    Raises:
+        PVIError: for a prior outside the family, another solver than the natural gradient's full step, rows without affine
+            predictors, or an expectation that does not fit them.
+    """
+    if problem.has_prior_factor:
+        raise PVIError(
+            "Decentralized(mixing='consensus') absorbs every row once and refines nothing, but part of this model's prior is "
+            "outside the Gaussian family and would have to be refined with q (Partition.plan(*args) shows which latents): use "
+            "mixing='tracking', where every agent refines it, or give those latents Gaussian priors."
+        )
+    solver = problem.solver
+    if not (solver.immediate and solver.step_size == 1.0):
+        raise PVIError(
+            f"Decentralized(mixing='consensus') takes one full natural-gradient step per batch of rows, which {solver!r} is not: "
+            "leave solver=NaturalGradient(), or use mixing='tracking'."
+        )
+    problem.stream.program(schedule.expectation)
+
+
+def consensus_round(
+    schedule: GraphSettings, problem: Problem, carry: RoundCarry, present: Bool[Array, "n"], key: Any
+) -> RoundCarry:
+    """One round: ``exchanges_per_round`` times gossip, then ``updates_per_exchange`` updates of every agent.
+
+    Args:
+        schedule: its settings.
+        problem: the factors.
+        carry: where things stand.
+        present: which agents are there.
+        key: random key.
+
+    Returns:
+        The carry after the round; its ELBO is DELBO on the rows that the round took.
+    """
+    state, n, family = carry.schedule, schedule.adjacency.size, problem.family
+    stream, gossip = problem.stream, schedule.gossip
+    program = stream.program(schedule.expectation)
+    replay = sort_classes(stream) if schedule.replay else None
+    weight = float(n) if schedule.likelihood_weight == "agents" else float(schedule.likelihood_weight)
+    # What was changed from outside since (init_params, groups that came or went) counts from here on.
+    tracked = state.tracked + (carry.sites.groups - state.seen)
+
+    def exchange(at, step):
+        tracked, sites, taken = at
+        mix_key, draw_key = jax.random.split(jax.random.fold_in(key, step))
+        tracked, sent = gossip.mix(tracked, mix_key, present, state.mixed + step * gossip.count)
+        rows = _next_rows(schedule, stream, replay, taken, present, draw_key)
+        own = jax.tree.map(lambda eta, z: eta + n * z, problem.prior_natural, tracked)
+        done = take_rows(family, program, stream, own, *rows[:2], weight)
+        change = done.change * (1.0 / n)
+        return (tracked + change, sites + change, taken + rows[2]), (sent, rows[2], done.refused, done.value, done.gap)
+
+    start = (tracked, carry.sites.groups, state.taken)
+    (tracked, sites, taken), record = jax.lax.scan(exchange, start, jnp.arange(schedule.exchanges_per_round))
+    sent, rows, refused, value, gap = (jnp.sum(x, axis=0, dtype=x.dtype) for x in record)
+    sites = problem.tidy(SiteStack(sites, None))
+    tracked = family.symmetrise(tracked)
+    mixed = state.mixed + gossip.count * schedule.exchanges_per_round
+    after = state._replace(tracked=tracked, seen=sites.groups, mixed=mixed, taken=taken)
+    evaluation = problem.unread(sites, carry.evaluation.rule)._replace(elbo=value)
+    return _finish(schedule, problem, carry, evaluation, sites, after, (sent, rows, refused, gap))
+
+
+def _finish(schedule, problem, carry, evaluation: Evaluation, sites, after: DecentralizedState, record) -> RoundCarry:
+    sent, rows, refused, gap = record
+    one = jnp.ones((), evaluation.elbo.dtype)
+    done = Accepted(sites, evaluation, one, jnp.int32(0), jnp.array(True), jnp.int32(0))
+    report = round_report(
+        problem,
+        carry,
+        done,
+        step=jnp.where(rows > 0, one, 0.0),
+        backoffs=refused,
+        # An agent without rows, or away, is not one that is stuck.
+        skipped=jnp.zeros(rows.shape, bool),
+        exchanges=sent,
+    )
+    apart = schedule.disagreement(problem, after, evaluation)
+    consensus = _consensus_gap(schedule, problem, after, evaluation)
+    report = report._replace(
+        consensus=apart,
+        total_move=jnp.maximum(report.total_move, apart),
+        left=jnp.maximum(report.left, apart),
+        delbo=jnp.stack([evaluation.elbo, consensus, gap]),
+    )
+    return RoundCarry(sites, evaluation, carry.solver, carry.prior_solver, after, report)
+
+
+def _next_rows(schedule: GraphSettings, stream: Stream, replay: Replay | None, taken, present, key):
+    """Which rows every agent takes next: positions and which count, Int and Bool[n U B], and the number of fresh ones."""
+    n, count = schedule.adjacency.size, schedule.updates_per_exchange
+    sizes = jnp.asarray(stream.sizes, jnp.int32)
+    batch = max(stream.sizes) if schedule.batch_size is None else schedule.batch_size
+    steps = taken[:, None, None] + jnp.arange(count)[:, None] * batch + jnp.arange(batch)
+    again = schedule.exhausted == "again"
+    # A batch of all rows is every row once, whatever the sizes of the groups.
+    if again and schedule.batch_size is None:
+        fresh = jnp.broadcast_to((jnp.arange(batch) < sizes[:, None])[:, None], steps.shape)
+        positions = jnp.broadcast_to(jnp.arange(batch), steps.shape)
+    else:
+        positions = steps % sizes[:, None, None] if again else steps
+        fresh = jnp.ones(steps.shape, bool) if again else steps < sizes[:, None, None]
+    fresh = fresh & present[:, None, None]
+    rows = jnp.sum(fresh, axis=(1, 2), dtype=jnp.int32)
+    if replay is None:
+        return positions, fresh, rows
+    seen = steps[:, :, 0]
+    keys = jax.random.split(key, (n, count))
+    groups = jnp.broadcast_to(jnp.arange(n)[:, None], (n, count))
+
+    def draw(group, seen, key):
+        return draw_seen(replay, group, jnp.minimum(seen, sizes[group]), key, schedule.replay)
+
+    old, any_seen = jax.vmap(jax.vmap(draw))(groups, seen, keys)
+    # Replays come with fresh rows, and stop with them.
+    any_seen = any_seen & jnp.any(fresh, axis=2, keepdims=True)
+    return jnp.concatenate([positions, old], axis=2), jnp.concatenate([fresh, any_seen], axis=2), rows
+
+
+def _consensus_gap(schedule, problem: Problem, state: DecentralizedState, evaluation: Evaluation) -> Float[Array, ""]:
+    """``log(1 / K)`` of 003, (8): the mean of the KLs from the network's mean to every agent's q, in nats."""
+    family, center = problem.family, cast(GaussianMoments, evaluation.moments)
+    zero = jnp.zeros_like(center.loc)
+    at_zero = GaussianMoments(zero, center.scale, center.log_det_precision, center.valid)
+
+    def divergence(tracked):
+        own = jax.tree.map(lambda eta, z: eta + schedule.adjacency.size * z, problem.prior_natural, tracked)
+        moments = family.moments(own)
+        shift = moments.loc - center.loc
+        trace = -2.0 * family.expect_quadratic(GaussianNatural(zero, own.precision), at_zero)
+        square = jnp.dot(shift, family.precision_product(own, shift))
+        logs = center.log_det_precision - moments.log_det_precision
+        return jnp.where(moments.valid, 0.5 * (trace - family.dim + square + logs), jnp.inf)
+
+    return jnp.mean(jax.lax.map(divergence, state.tracked))
+
+
+# -------------------------------------------------------------------------------------------------------- decentralized
 
 
 class _Visits(NamedTuple):

@@ -12,10 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..families import Moments
 from ..sites import SiteStack, damp, posterior, select
+from ._acceptance import Averaging, average_late, averaging_step, no_averaging
 from ._contract import Accepted, Problem, RoundCarry, Rule, ScheduleDefaults, check_visits
-from ._convergence import Approach, Asked, approach, at_rest
-from ._noise import Averaging, average_late, averaging_step, no_averaging
-from ._report import round_report, with_prior
+from ._convergence import Approach, Asked, approach, at_rest, round_report, with_prior
 
 # Visits at most where "auto" is asked for: a solver of exact expectations stops long before; a stochastic one has no
 # tolerance to stop at.

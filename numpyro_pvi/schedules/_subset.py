@@ -13,11 +13,10 @@ from jaxtyping import Array, Bool, Float
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
-from ._acceptance import accept_jointly, accept_once
+from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, no_averaging
 from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, check_visits
-from ._discount import next_share
-from ._noise import Averaging, average_late, averaging_step, no_averaging
-from ._report import round_report, with_prior
+from ._convergence import round_report, with_prior
+from ._network import next_share
 
 
 class SubsetState(NamedTuple):

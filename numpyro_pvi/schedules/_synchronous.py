@@ -1,4 +1,4 @@
-"""All sites from the same q, absorbed together."""
+"""All sites from the same q, absorbed together; extrapolated over rounds, and kept from widening at first."""
 
 from __future__ import annotations
 
@@ -7,17 +7,156 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import power_iteration_step
+from .._numerics import all_finite, congruent, invert_lower, missing_eigenvalues, mixing_shares, power_iteration_step
 from ..errors import PVIError
-from ..sites import MAX_HALVINGS, SiteStack, select
-from ._acceptance import accept_jointly, accept_once, elbo_gain
-from ._contract import Problem, RoundCarry, ScheduleDefaults
-from ._mixing import Mixing, mixture, no_mixing
-from ._noise import Averaging, average_late, averaging_step, no_averaging
-from ._report import round_report, with_prior
-from ._width_control import hold_width, may_hold
+from ..families import GaussianNatural
+from ..sites import MAX_HALVINGS, SiteStack, posterior, select
+from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, elbo_gain, no_averaging
+from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults
+from ._convergence import round_report, with_prior
+
+# ------------------------------------------------------------------------------------------------------ Anderson mixing
+# Extrapolation over rounds where sites are two numbers per row: Anderson mixing of their last targets.
+
+# Rounds remembered; rows from which on a round costs so much that fewer rounds matter; and the residual, in posterior sds and
+# their like for the precision, beyond which steps say too little of one another.
+WINDOW, LEAST_ROWS, NEAR = 6, 128, 5.0
+
+
+class Mixing(NamedTuple):
+    """The last rounds' sites and what they asked for, oldest first; a leading axis of :data:`WINDOW`."""
+
+    points: GaussianNatural
+    targets: GaussianNatural
+    filled: Int[Array, ""]
+    # Whether the last mixture was refused: the next round then takes its plain step.
+    refused: Bool[Array, ""]
+
+
+def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
+    """An empty memory, or None where rounds are not extrapolated.
+
+    Args:
+        problem: the factors.
+        whole: whether the schedule takes full steps of its own accord.
+        dtype: of q.
+
+    Returns:
+        The memory: only for sites by rows, from :data:`LEAST_ROWS` rows on, under a solver of one full step a visit.
+    """
+    solver = problem.solver
+    if not (problem.flat and whole) or not solver.immediate or solver.step_size != 1.0:
+        return None
+    rows = problem.prior_natural.precision.shape[0]
+    if rows < LEAST_ROWS:
+        return None
+    zeros = jnp.zeros((WINDOW, rows), dtype)
+    empty = GaussianNatural(zeros, zeros)
+    return Mixing(empty, empty, jnp.int32(0), jnp.array(False))
+
+
+def mixture(problem: Any, mixing: Mixing, carry: Any, proposal: SiteStack) -> tuple[Mixing, SiteStack, Bool[Array, ""]]:
+    """Remember a round's sites and targets, and extrapolate from those remembered.
+
+    Args:
+        problem: the factors, with sites by rows.
+        mixing: the memory.
+        carry: where things stand.
+        proposal: what every row asks for there.
+
+    Returns:
+        The memory, the mixture of targets whose residuals are least in q's Fisher metric (Anderson 1965), and whether to try it.
+    """
+
+    def push(stack, new):
+        return jnp.roll(stack, -1, axis=0).at[-1].set(new[0])
+
+    points = jax.tree.map(push, mixing.points, carry.sites.groups)
+    targets = jax.tree.map(push, mixing.targets, proposal.groups)
+    filled = jnp.minimum(mixing.filled + 1, WINDOW)
+    residuals = targets - points
+    change = jax.tree.map(lambda r: jnp.append(r[-1] - r[:-1], r[-1:], axis=0), residuals)
+    gram = problem.family.inner_products(carry.evaluation.moments, change)
+    shares = mixing_shares(gram, filled)
+    mixed = jax.tree.map(lambda t: jnp.tensordot(shares, t, 1)[None], targets)
+    attempt = (filled > 1) & ~mixing.refused & (_length(gram) <= NEAR) & carry.evaluation.moments.valid
+    return Mixing(points, targets, filled, mixing.refused), SiteStack(mixed, proposal.prior), attempt
+
+
+def _length(gram: Float[Array, "W W"]) -> Float[Array, ""]:
+    """Of the newest residual; infinity where it is no number."""
+    square = gram[-1, -1]
+    return jnp.where(jnp.isfinite(square), jnp.sqrt(jnp.maximum(square, 0.0)), jnp.inf)
+
+
+# ---------------------------------------------------------------------------------------------------- control of widths
+# First rounds without structure, far from any optimum: q may narrow but not widen where its sites ask for no Gaussian.
+
+# After so many held rounds q is as near an optimum as holding brings it.
+_MOST_HELD = 30
+
+
+def may_hold(problem: Problem) -> bool:
+    """Whether rounds can be held at all: expectations that may be by draws, a full covariance, one global ELBO.
+
+    Args:
+        problem: the factors.
+
+    Returns:
+        Known when tracing: other problems' programs have nothing of it.
+    """
+    one_bound = not problem.stochastic and not problem.matches_moments and problem.units is None
+    return problem.noisy and one_bound and problem.family.full and not problem.flat
+
+
+def hold_width(
+    problem: Problem, proposal: SiteStack, old: Evaluation, moved: Bool[Array, "M"], held: Int[Array, ""]
+) -> tuple[SiteStack, Int[Array, ""]]:
+    """Add what a round's sites lack of q's own precision, where together they ask for no normalisable q.
+
+    With ``L`` the old precision, ``S S^T = L^-1``, and ``P`` the precision that prior and proposals sum to,
+
+        P + S^-T (W' - W) S^-1,    W = S^T P S,    W' = W with eigenvalues raised to 1 at least,
+
+    takes the place of ``P``; the gradient at the old location stays, and the groups that moved share what is added in
+    equal parts, so that sites still sum to q and q does not depend on the partition. It is a Levenberg-Marquardt step
+    with q's own precision for its damping. Far from an optimum, curvatures of models such as networks are indefinite; a
+    fraction of the step towards them goes to the next saddle and widens q in those directions, until latents (a hidden
+    unit) are lost to their prior, which no later step mends. A later round's proposals replace the sites as
+    ever, so nothing of what was added is left at a fixed point.
+
+    Args:
+        problem: the factors.
+        proposal: where the local solves want the sites.
+        old: evaluation before the round.
+        moved: which groups made a proposal.
+        held: rounds held so far; the 31st and later ones are not.
+
+    Returns:
+        ``(proposal, held)``: unchanged where q is normalisable at the proposal, and where that is not finite.
+
+    References:
+        Marquardt, An algorithm for least-squares estimation of nonlinear parameters, SIAM J. Appl. Math. 11 (1963).
+        Khan and Rue, The Bayesian Learning Rule, section 4 (natural-gradient steps as Newton steps).
+    """
+    total = posterior(problem.prior_natural, proposal)
+    due = ~problem.family.in_domain(total) & old.moments.valid
+    due = due & all_finite(total) & jnp.any(moved) & (held < _MOST_HELD)
+
+    def added():
+        whitened = congruent(old.moments.scale.T, total.precision)
+        precision = congruent(invert_lower(old.moments.scale.T), missing_eigenvalues(whitened, 1.0))
+        extra = problem.family.natural(precision @ old.moments.loc, precision)
+        share = moved / jnp.sum(moved)
+        return jax.tree.map(lambda site, x: site + jnp.multiply.outer(share.astype(x.dtype), x), proposal.groups, extra)
+
+    groups = jax.lax.cond(due, added, lambda: proposal.groups)
+    return dataclasses.replace(proposal, groups=groups), held + due.astype(held.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- synchronous
 
 
 class SynchronousState(NamedTuple):

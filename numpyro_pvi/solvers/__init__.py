@@ -4,26 +4,24 @@ from ..expectations import ImportanceMoments, LaplaceMoments, MCMCMoments
 from ._alpha_divergence import AlphaDivergence
 from ._base import (
     BatchStep,
+    ByLabel,
     Derivatives,
     LocalFactor,
     LocalResult,
     LocalSolver,
     SolverDefaults,
     TiltedFactor,
+    by_label,
+    freeze,
     local_free_energy,
+    resolve,
 )
-from ._chained import COLLAPSES
-from ._conjugate import Conjugate
 from ._local_elbo import LocalELBO
-from ._minibatch import plan_batches
-from ._natural_gradient import NaturalGradient
-from ._optimiser import of_params
-from ._power_ep import PowerEP, trouble_of
-from ._product_visits import MatchRules, MatchState, first_match_state, match_visit, trouble_sentence
-from ._settings import ByLabel, by_label, freeze, resolve
+from ._matching import COLLAPSES, MatchRules, MatchState, first_match_state, match_visit, trouble_sentence
+from ._minibatch import of_params, plan_batches
+from ._natural_gradient import Conjugate, NaturalGradient, StochasticNaturalGradient
+from ._power_ep import PowerEP, StochasticEP, trouble_of
 from ._snep import SNEP
-from ._stochastic import StochasticNaturalGradient
-from ._stochastic_ep import StochasticEP
 
 __all__ = [
     "plan_batches",

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._derivatives import value_and_grad
-from .._numerics import all_finite
+from .._numerics import all_finite, value_and_grad
 from ..errors import PVIError
 from ..expectations import Expected, Moments, Tilted
 from ..families import (
@@ -24,10 +23,9 @@ from ..families import (
 )
 from ..sites import back_off, select
 from ._base import FamilyFactor, LocalResult, TiltedFactor
-from ._matching import MatchesMoments, check_moments, check_share
-from ._optimiser import Optimiser, as_optimiser
+from ._matching import MatchesMoments, MatchState, check_moments, check_share, match_visit
+from ._minibatch import Optimiser, as_optimiser
 from ._power_ep import PowerEP, PowerEPState
-from ._product_visits import MatchState, match_visit
 
 
 class _Walk(NamedTuple):

@@ -18,6 +18,8 @@ from ._base import LocalFactor, LocalResult
 from ._minibatch import (
     SMALLEST_SHARE,
     BatchSolver,
+    Optimiser,
+    as_optimiser,
     check_steps,
     move_precision,
     next_draws,
@@ -25,7 +27,6 @@ from ._minibatch import (
     stein_moment,
     stein_precision,
 )
-from ._optimiser import Optimiser, as_optimiser
 
 # Latents up to which curvatures of factors without structure come from Hessians rather than from the steps' gradients.
 _SMALL = 64

@@ -10,19 +10,268 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite
+from .._numerics import all_finite, inverse_root, scaled_cholesky, symmetrise
 from ..errors import PVIError
-from ..expectations import Expected, Moments
-from ..families import GaussianFamily
+from ..expectations import Chains, Expected, Moments, Tilted
+from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, member_metrics
 from ..sites import MAX_HALVINGS, back_off, damp, select
-from ._base import FamilyFactor, LocalResult, TiltedFactor
-from ._chained import first_chains
-from ._matching import MatchesMoments, check_moments, check_share
-from ._mean_steps import mean_step, metric_widening, posterior_step, site_step, widening
-from ._product_visits import MatchState, after_match, own_family_step
-from ._settings import ByLabel, Labelled, by_label, freeze, resolve
-from ._snep_state import SNEPState, reported
-from ._step_shortening import own_step
+from ._base import ByLabel, FamilyFactor, Labelled, LocalResult, TiltedFactor, by_label, freeze, resolve
+from ._matching import (
+    CHAIN_SENTENCES,
+    MatchesMoments,
+    MatchState,
+    after_match,
+    after_visit,
+    check_moments,
+    check_share,
+    first_chains,
+    own_family_step,
+    own_step,
+)
+
+# -------------------------------------------------------------------------------------------- steps in mean coordinates
+# Steps in mean coordinates: how a site moves when expected statistics are asked to move by a share.
+
+
+def posterior_step(family: GaussianFamily, q: Any, gap: Any, step: Float[Array, ""]) -> GaussianNatural:
+    """The change of a site when q's mean parameters go a share of the way to those of another Gaussian.
+
+    ``grad A*((1 - step) mu + step mu_hat) - eta`` with mu, eta of q and mu_hat of the Gaussian with natural parameters
+    ``eta + gap``. The mean domain is convex, so q is normalisable after any step in [0, 1] where both Gaussians are. With the
+    covariance ``V = S S^T`` and ``eps = S^-1 (theta - loc)`` everything follows from the gap, without a difference of large
+    numbers: ``B = S^T D S`` for the precision's gap D,
+
+        delta = (1 + B)^-1 S^T (gap in h - D loc),        E = (1 - step) delta delta^T - (1 + B)^-1 B,
+        dLambda = -step S^-T (1 + step E)^-1 E S^-1,      dh = dLambda (loc + step S delta) + step S^-T delta.
+
+    Args:
+        family: the Gaussian family of q.
+        q: its natural parameters.
+        gap: natural parameters of the other Gaussian less those of q.
+        step: share of the way, in [0, 1], in mean space.
+
+    Returns:
+        The change, in natural space.
+    """
+    moments = family.moments(q)
+    force = family.pull(gap, moments.loc)
+    if not family.full:
+        sd = moments.scale
+        bend = gap.precision * sd**2
+        delta = sd * force / (1.0 + bend)
+        spread = (1.0 - step) * delta**2 - bend / (1.0 + bend)
+        precision = -step * spread / ((1.0 + step * spread) * sd**2)
+        return GaussianNatural(precision * (moments.loc + step * sd * delta) + step * delta / sd, precision)
+    root, eye = moments.scale, jnp.eye(family.dim, dtype=moments.scale.dtype)
+    bend = symmetrise(root.T @ gap.precision @ root)
+    shrink = _inverse(eye + bend)
+    delta = shrink @ (root.T @ force)
+    spread = symmetrise((1.0 - step) * delta[:, None] * delta - shrink @ bend)
+    # S^-T of the covariance root S.
+    back = q.precision @ root
+    precision = -step * symmetrise(back @ (_inverse(eye + step * spread) @ spread) @ back.T)
+    vector = precision @ (moments.loc + step * (root @ delta)) + step * (back @ delta)
+    return GaussianNatural(vector, precision)
+
+
+def site_step(
+    family: GaussianFamily, site: Any, q: Any, gap: Any, step: Float[Array, ""]
+) -> tuple[GaussianNatural, Bool[Array, ""]]:
+    """The change of a site when its own mean parameters take a step: ``grad A*(gamma + step (mu_hat - mu)) - eta_m``.
+
+    Here ``gamma = grad A(eta_m)`` are the site's own mean parameters, so the site has to be normalisable by itself, before and
+    after.
+
+    Args:
+        family: the Gaussian family of q.
+        site: natural parameters of the site, normalisable.
+        q: natural parameters of q, with mean parameters mu.
+        gap: natural parameters of the Gaussian with mean parameters mu_hat, less those of q.
+        step: the step, in mean space.
+
+    Returns:
+        The change, in natural space, and whether the step stays in the mean domain.
+    """
+    own, here, there = (family.natural_to_mean(x) for x in (site, q, q + gap))
+    new = own + (there - here) * step
+    if family.full:
+        inside = scaled_cholesky(-2 * new.second - new.first[:, None] * new.first)[1]
+    else:
+        inside = jnp.all(-2 * new.second > new.first**2)
+    return family.mean_to_natural(new) - site, inside
+
+
+def widening(family: GaussianFamily, q: Any, gap: Any) -> Float[Array, ""]:
+    """The largest ratio, over all directions, of another Gaussian's variance to that of q.
+
+    Args:
+        family: the Gaussian family of q.
+        q: its natural parameters.
+        gap: natural parameters of the other Gaussian, which is normalisable, less those of q.
+
+    Returns:
+        A positive number; 1 where the two have the same covariance.
+    """
+    scale = family.moments(q).scale
+    if not family.full:
+        return 1.0 / jnp.min(1.0 + gap.precision * scale**2)
+    bend = symmetrise(scale.T @ gap.precision @ scale)
+    return 1.0 / (1.0 + jnp.linalg.eigvalsh(bend)[0])
+
+
+def mean_step(family: ProductFamily, q: Any, gap: Any, step: Float[Array, ""]) -> ProductNatural:
+    """:func:`posterior_step` of any family: ``grad A*((1 - step) mu + step mu_hat) - eta``.
+
+    Args:
+        family: the family of q.
+        q: its natural parameters, with mean parameters mu.
+        gap: natural parameters of the other member less those of q.
+        step: share of the way, in [0, 1], in mean space.
+
+    Returns:
+        The change, in natural space; zero to the letter where the gap is.
+    """
+    here, there = family.natural_to_mean(q), family.natural_to_mean(q + gap)
+    # The rounding of the way back is that of both.
+    return family.mean_to_natural(here + (there - here) * step) - family.mean_to_natural(here)
+
+
+def metric_widening(family: ProductFamily, q: Any, gap: Any) -> Float[Array, ""]:
+    """The largest ratio, over all directions, of another member's Fisher metric to that of q.
+
+    Of Gaussians that is the square of the largest ratio of variances, where that is above 1: see :func:`widening`.
+
+    Args:
+        family: the family of q.
+        q: its natural parameters.
+        gap: natural parameters of the other member, which is normalisable, less those of q.
+
+    Returns:
+        A positive number; 1 where the two are the same.
+    """
+    ratios = []
+    for name, own in family.components:
+        root, _ = scaled_cholesky(member_metrics(own, q.parts[name]))
+        other = member_metrics(own, q.parts[name] + gap.parts[name])
+        half = jax.scipy.linalg.solve_triangular(root, other, lower=True)
+        whole = jax.scipy.linalg.solve_triangular(root, jnp.swapaxes(half, -1, -2), lower=True)
+        ratios.append(jnp.max(jnp.linalg.eigvalsh(symmetrise(whole))))
+    return jnp.max(jnp.stack(ratios))
+
+
+def _inverse(matrix: Float[Array, "D D"]) -> Float[Array, "D D"]:
+    root = inverse_root(scaled_cholesky(matrix)[0])
+    return root @ root.T
+
+
+# ---------------------------------------------------------------------------------------------- what a worker remembers
+# What a worker of SNEP remembers, and what its last visit found.
+
+# Why a visit was not what was asked for.
+FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
+_LARGER = "a larger beta (SNEP(beta=2.0)) or a smaller step_size"
+
+
+class SNEPState(NamedTuple):
+    """One worker's memory, and what its last visit found."""
+
+    # theta': the natural parameters that its tilted distribution is anchored at, and the inner steps taken since the start.
+    anchor: Any
+    age: Int[Array, ""]
+    beta: Float[Array, ""]
+    # Its own share of the step size: halved while its moves turn back. The last move, in sds of q.
+    share: Float[Array, ""]
+    last: Float[Array, "two_D"]
+    # Effective sample size (NaN where nothing is sampled), and the standard error of a visit's move, in sds of q.
+    ess: Float[Array, ""]
+    noise: Float[Array, ""]
+    # Share of the power that was used, rows that kept their sites, and what went wrong (0: nothing).
+    temper: Float[Array, ""]
+    held: Int[Array, ""]
+    trouble: Int[Array, ""]
+    # Whether quadrature asked for a finer rule than was compiled in.
+    missed: Bool[Array, ""]
+    # Inner steps running in which the weights of draws of the anchor have collapsed, where chains may take over.
+    collapses: Int[Array, ""]
+    # Where the factor's chains stand; None where there are none.
+    chains: Chains | None = None
+
+    def asked(self, family: Any, moments: Any) -> Float[Array, "*M two_D"]:
+        """The full move that the last visit asked for, as of ``family.moves``."""
+        del family, moments
+        return self.last
+
+    def sentence(self) -> str | None:
+        """What went wrong in the last visit of one group, and the remedy, without the group's name."""
+        trouble = int(self.trouble)
+        if self.chains is not None and trouble in CHAIN_SENTENCES:
+            found = {"rhat": float(self.chains.rhat), "divergent": float(self.chains.divergent), "ess": float(self.ess)}
+            return CHAIN_SENTENCES[trouble].format(**found)
+        return {
+            NOT_FINITE: "its log density is not finite anywhere under its anchor: narrow the prior, scale the columns, or check "
+            "that the observations lie in the likelihood's support",
+            NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity is improper or its "
+            f"weights have collapsed: use {_LARGER}, moments='laplace', or solver=NaturalGradient(), which needs no proper "
+            "cavity",
+            NO_STEP: f"no step towards its tilted moments left q normalisable: use {_LARGER}",
+            COLLAPSED: f"the effective sample size of its weights is {float(self.ess):.0f}, so its moments were taken at "
+            f"{float(self.temper):.2g} of the power: pass more draws (ImportanceMoments(num_draws=...)), moments='laplace', a "
+            "larger beta, or split the group",
+            IMPROPER: "its cavity (its anchor without its site) is improper at the full power, so these moments were taken at "
+            f"less: where this lasts the limit is not that of the beta asked for; use {_LARGER}",
+            HELD: f"the moments of {int(self.held)} row(s) were not finite, and these kept their sites: look for observations "
+            "that are all but impossible",
+        }.get(trouble)
+
+
+def reported(
+    moments: Moments,
+    family: GaussianFamily,
+    state: SNEPState,
+    found: Tilted,
+    weight: Float[Array, ""],
+    usable: Bool[Array, ""],
+    good: Bool[Array, ""],
+) -> SNEPState:
+    """The state with what an inner step found.
+
+    Args:
+        moments: the solver's setting.
+        family: the Gaussian family of q.
+        state: the state before the step.
+        found: the tilted moments.
+        weight: share of a full step's move that was taken.
+        usable: whether the moments were those of a normalisable Gaussian.
+        good: whether a step was taken.
+
+    Returns:
+        The state; its anchor, age and steps are as they were.
+    """
+    sampled = ~jnp.isnan(found.ess)
+    collapses, chains, said = after_visit(moments, family, found, state)
+    reasons = [
+        (~found.finite, NOT_FINITE),
+        (~usable, NO_TILTED),
+        (~good, NO_STEP),
+        *said,
+        ((found.temper < 1) & sampled & ~(False if chains is None else chains.used), COLLAPSED),
+        (found.temper < 1, IMPROPER),
+        (found.held > 0, HELD),
+    ]
+    trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
+    return state._replace(
+        ess=found.ess,
+        noise=found.noise * weight,
+        temper=found.temper,
+        held=found.held,
+        trouble=trouble.astype(jnp.int32),
+        missed=found.missed,
+        collapses=collapses,
+        chains=chains,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- snep
 
 # Share of q that a site which is not normalisable by itself starts from under metric="site".
 _SMALL_SHARE = 0.01

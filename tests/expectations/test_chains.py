@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import numpyro_pvi.expectations._lockstep as lockstep
-import numpyro_pvi.expectations._tilted_chains as tilted_chains
+import numpyro_pvi.expectations._chains as chains_room
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import MCMCMoments, Tilted, from_chains, no_chains
 from numpyro_pvi.expectations._chains import batch_variance, effective_size, split_rhat
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.solvers import PowerEP
-from numpyro_pvi.solvers._chained import DIVERGENT, NOT_MIXED, SLOW, after_visit
+from numpyro_pvi.solvers._matching import DIVERGENT, NOT_MIXED, SLOW, after_visit
 
 POWER = 0.6
 LOC, PRECISION = np.array([1.0, -0.5]), np.array([[2.0, 0.3], [0.3, 1.0]])
@@ -264,10 +263,10 @@ def test_hmc_and_the_mean_field_family_have_the_same_law(family, kernel, x64):
 def test_faults_are_seen(monkeypatch, x64, fault):
     """A gradient without the whitening's root, and a step that forgets to divide by the power, move even the Gaussian case."""
     if fault == "jacobian":
-        monkeypatch.setattr(tilted_chains, "_pull", lambda family, moments, slope: slope)
+        monkeypatch.setattr(chains_room, "_pull", lambda family, moments, slope: slope)
     else:
-        right = tilted_chains.matched_change
-        monkeypatch.setattr(tilted_chains, "matched_change", lambda *args: right(*args) * POWER)
+        right = chains_room.matched_change
+        monkeypatch.setattr(chains_room, "matched_change", lambda *args: right(*args) * POWER)
     found = visit(MCMCMoments(num_warmup=10, num_samples=32, kernel="hmc"))(0, T(), GAUSSIAN)
     gap = np.abs(np.asarray(found.change.precision) - (FACTOR[1] - SITE[1])).max()
     assert not gap < 1e-2
@@ -276,7 +275,7 @@ def test_faults_are_seen(monkeypatch, x64, fault):
 @pytest.mark.slow
 def test_trajectories_that_are_always_taken_are_seen(monkeypatch):
     """Without the test of the energy chains in step sample another distribution: of wide steps a Gaussian of the wrong width."""
-    honest = lockstep._move
+    honest = chains_room._move
 
     def always(settings, many, walk, key, rate):
         never_refused = lambda points: (0.0 * many(points)[0], many(points)[1])  # noqa: E731
@@ -287,9 +286,9 @@ def test_trajectories_that_are_always_taken_are_seen(monkeypatch):
         places, steps = jnp.zeros((4, 1)), jnp.full((4,), 1.5)
         energy = lambda eps: (0.5 * jnp.sum(eps**2), eps)  # noqa: E731
         return float(
-            jnp.var(lockstep.run_lockstep(settings, energy, jax.random.key(0), places, steps, jnp.array(False)).eps)
+            jnp.var(chains_room.run_lockstep(settings, energy, jax.random.key(0), places, steps, jnp.array(False)).eps)
         )
 
     assert 0.9 < widths() < 1.1
-    monkeypatch.setattr(lockstep, "_move", always)
+    monkeypatch.setattr(chains_room, "_move", always)
     assert not 0.9 < widths() < 1.1

@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
-import numpyro_pvi.expectations._tilted_chains as tilted_chains
+import numpyro_pvi.expectations._chains as chains
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import MCMCMoments, from_chains
@@ -105,9 +105,9 @@ def test_noise_of_batches_does_not_shrink_the_control_variates_weight(joint):
     draws = RNG.normal(size=(40_000, 2)) * [1.0, 2.0]
     halves = (-draws / [1.0, 4.0])[:, None] + RNG.normal(size=(40_000, 2, 2))
     eps, score = jnp.asarray(draws), jnp.asarray(halves.mean(axis=1))
-    found = np.asarray(tilted_chains._coefficients(eps, score, joint, jnp.asarray(halves)))
+    found = np.asarray(chains._coefficients(eps, score, joint, jnp.asarray(halves)))
     np.testing.assert_allclose(np.diag(found) if joint else found, [1.0, 4.0], rtol=0.1)
-    fault = np.asarray(tilted_chains._coefficients(eps, score, joint, None))
+    fault = np.asarray(chains._coefficients(eps, score, joint, None))
     assert np.all((np.diag(fault) if joint else fault) < [0.75, 1.75])
 
 

@@ -11,7 +11,7 @@ from scipy import integrate, special, stats
 
 from numpyro_pvi import PVIError
 from numpyro_pvi.expectations import MeanSpace, find_structure
-from numpyro_pvi.expectations._designs import all_signs, strength_three
+from numpyro_pvi.expectations._mean_space import all_signs, strength_three
 from numpyro_pvi.families import GammaFamily, NormalFamily, ProductFamily, ScalarNormalFamily, VonMisesFamily
 
 KEY = jax.random.key(0)

@@ -9,7 +9,7 @@ import pytest
 
 from numpyro_pvi.expectations import DrawsProgram, PointsProgram, disagreement, random_points, sigma_points
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
-from numpyro_pvi.runtime._forms import forms_differ
+from numpyro_pvi.runtime._engine import forms_differ
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)

@@ -20,9 +20,9 @@ from numpyro_pvi.expectations import (
     tilted_by_draws,
     weighable,
 )
-from numpyro_pvi.expectations._product_draws import matched
+from numpyro_pvi.expectations._product_moments import matched
 from numpyro_pvi.families import GammaFamily, ProductFamily, ScalarNormalFamily, VonMisesFamily
-from numpyro_pvi.runtime._product_laplace import tilted_by_laplace
+from numpyro_pvi.runtime._product_tilted import tilted_by_laplace
 from numpyro_pvi.solvers import MatchRules, first_match_state, match_visit
 
 KEY = jax.random.key(3)

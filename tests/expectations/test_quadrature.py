@@ -13,12 +13,12 @@ from jax.scipy.special import ndtr
 from numpy.testing import assert_allclose
 from scipy import special
 
-from numpyro_pvi.expectations._quadrature_2d import gaussian_law
 from numpyro_pvi.expectations.quadrature import (
     RULES,
     choose_rule,
     expect_1d,
     expect_2d,
+    gaussian_law,
     rule_index,
 )
 

@@ -8,7 +8,7 @@ import pytest
 from jax.scipy.special import erf, logit, ndtr
 
 from numpyro_pvi.factors import Form, Statistics, forms_of, is_affine, marked, unmarked
-from numpyro_pvi.factors import _degrees as degrees
+from numpyro_pvi.factors import _proof as degrees
 
 RNG = np.random.default_rng(0)
 X, T, Y = RNG.normal(size=(5, 3)), np.linspace(-1, 1, 5), RNG.normal(size=5)

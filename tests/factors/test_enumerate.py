@@ -20,8 +20,8 @@ from numpyro_pvi import PVI, Partition, PartitionError, PVIError
 from numpyro_pvi.factors import ModelCall, row_log_likelihood
 from numpyro_pvi.factors import _enumerate as enumerate_rows
 from numpyro_pvi.factors import _marginal as marginal
+from numpyro_pvi.factors._arguments import as_arrays
 from numpyro_pvi.factors._planner import plan_factors
-from numpyro_pvi.factors._validate import as_arrays
 
 N, K, J, T = 7, 3, 4, 3
 RNG = np.random.default_rng(5)

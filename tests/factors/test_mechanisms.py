@@ -22,8 +22,8 @@ from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_pvi import PVI, Partition, PartitionError
 from numpyro_pvi.factors import ModelCall, row_log_likelihood
+from numpyro_pvi.factors._arguments import as_arrays
 from numpyro_pvi.factors._planner import plan_factors
-from numpyro_pvi.factors._validate import as_arrays
 
 N, J, T = 7, 3, 5
 RNG = np.random.default_rng(3)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numpyro_pvi.errors import DataError
-from numpyro_pvi.factors._packing import choose_chunk_rows, gather_rows, pack_rows
+from numpyro_pvi.factors._chunks import choose_chunk_rows, gather_rows, pack_rows
 from numpyro_pvi.handlers import Partition
 
 

@@ -14,14 +14,14 @@ import pytest
 
 from numpyro_pvi import Partition, PartitionError
 from numpyro_pvi.factors import ModelCall, abstract_trace, model_layout
-from numpyro_pvi.factors import _degrees as degrees
+from numpyro_pvi.factors import _proof as degrees
 from numpyro_pvi.factors import _proof as proof
-from numpyro_pvi.factors._checks import CoupledLatentError, check_local
-from numpyro_pvi.factors._forms import Form
+from numpyro_pvi.factors._chunks import Reading, group_masks
+from numpyro_pvi.factors._mechanism import CoupledLatentError, check_local
 from numpyro_pvi.factors._model import LocalLayout, is_observed
 from numpyro_pvi.factors._planner import _structure, plan_factors
 from numpyro_pvi.factors._probe import LocalProbe, Probe, _facts, _is_sampled, _on_host, _StaticArgs
-from numpyro_pvi.factors._reading import Reading, group_masks
+from numpyro_pvi.factors._proof import Form
 from numpyro_pvi.factors._structure import find_term, is_quadratic
 
 N, KEYS = 6, 24

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numpyro_pvi.errors import DataError, StateError
-from numpyro_pvi.factors._validate import as_arrays, check_finite_arguments, check_same_signature, signature_of
+from numpyro_pvi.factors._arguments import as_arrays, check_finite_arguments, check_same_signature, signature_of
 
 X = np.arange(12.0).reshape(6, 2)
 

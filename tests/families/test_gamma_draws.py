@@ -7,7 +7,7 @@ import pytest
 from scipy import special, stats
 
 from numpyro_pvi.families import GammaFamily, GammaNatural, InverseGammaFamily, InverseGammaNatural
-from numpyro_pvi.families._gamma_draws import log_gamma_draws, log_gamma_slope
+from numpyro_pvi.families._gamma import log_gamma_draws, log_gamma_slope
 
 DTYPE = jnp.result_type(float)
 LOOSE, TIGHT = {"float32": (2e-3, 2e-6), "float64": (1e-4, 1e-6)}[DTYPE.name]

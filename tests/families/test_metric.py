@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from scipy import special, stats
 
-from numpyro_pvi.families import ProductFamily, _whitening, whitening
+from numpyro_pvi.families import ProductFamily, _product, whitening
 
 X64 = jnp.result_type(float).name == "float64"
 TIGHT = 1e-8 if X64 else 2e-3
@@ -101,8 +101,8 @@ def test_whitened_coordinates_are_isometric(members):
 
 @pytest.mark.once
 def test_a_root_that_is_none_is_noticed(monkeypatch):
-    own = _whitening.scaled_cholesky
-    monkeypatch.setattr(_whitening, "scaled_cholesky", lambda x: (own(x)[0] * 1.1, True))
+    own = _product.scaled_cholesky
+    monkeypatch.setattr(_product, "scaled_cholesky", lambda x: (own(x)[0] * 1.1, True))
     with pytest.raises(AssertionError):
         whitened_coordinates_are_isometric(MEMBERS)
 
@@ -110,7 +110,7 @@ def test_a_root_that_is_none_is_noticed(monkeypatch):
 @pytest.mark.once
 def test_of_large_members_the_diagonal_stands_for_the_metric(monkeypatch):
     """Coordinates and slopes are then still those of one linear map, of axes of unit length where nothing is symmetrised."""
-    monkeypatch.setattr(_whitening, "_WHOLE", 0)
+    monkeypatch.setattr(_product, "_WHOLE", 0)
     change = jax.tree.map(jnp.cos, FAMILY.symmetrise(Q))
     white, image = whitening(FAMILY, Q), FAMILY.fisher_product(Q, change)
     x = white.coordinates(change)

@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_pvi import gp
 from numpyro_pvi.errors import ImproperError, PVIError
-from numpyro_pvi.gp import _batch, _process, _streaming, _visit
+from numpyro_pvi.gp import _process, _streaming, _visit
 from tests.conftest import X64
 
 EXACT = 1e-8 if X64 else 2e-3
@@ -216,19 +216,19 @@ def test_private_stream_revisited_is_no_worse():
 # -------------------------------------------------------------------------------------------------------- what they see
 
 
-def no_rest(*arguments, found=_batch.localised):
+def no_rest(*arguments, found=_visit.localised):
     """Forgets what pseudo-values leave open of the predictors."""
     local = found(*arguments)
     return local._replace(rest=jnp.zeros_like(local.rest))
 
 
-def no_centre(*arguments, found=_batch.localised):
+def no_centre(*arguments, found=_visit.localised):
     """Takes the process before the batch for one without a mean at the pseudo-inputs."""
     local = found(*arguments)
     return local._replace(start=jnp.zeros_like(local.start))
 
 
-def no_trace(prior, old, site, new, found=_batch.projected):
+def no_trace(prior, old, site, new, found=_visit.projected):
     """Forgets what new pseudo-values leave open of the old ones."""
     return dataclasses.replace(found(prior, old, site, new), log_scale=site.log_scale)
 
@@ -248,9 +248,9 @@ FAULTS = {
         "shared",
         gp.SparseGP,
         "_base",
-        lambda *_: _batch.unit_site(4, None),
+        lambda *_: _visit.unit_site(4, None),
     ),
-    "one step": (gap_of_bernoulli, "shared", _batch, "_MOST_STEPS", 2),
+    "one step": (gap_of_bernoulli, "shared", _visit, "_MOST_STEPS", 2),
     "factor kept": (gap_of_forgetting, "private", gp.SparseGP, "_refactored", lambda self, state: state),
     "no loss in moving": (gap_of_moving, "shared", _streaming, "projected", no_trace),
     "noise in pseudo-values": (gap_of_one_batch, "private", _process.Prior, "gram", lambda self, z: _noisy(self, z)),
@@ -279,10 +279,10 @@ def test_gradient_is_that_of_the_bound_of_titsias():
     of = model("shared", hyperparameters="point")
     state = start(of, FEW)
     zeros = jnp.zeros(12)
-    base = _batch.unit_site(4, zeros.dtype)
+    base = _visit.unit_site(4, zeros.dtype)
     problem = _visit.Problem(jnp.asarray(X), jnp.asarray(Y), None, base, jnp.asarray(FEW), jnp.zeros(3), None)
     loss = _visit._loss(of._setting(), state.params, jnp.asarray(FEW), problem)
-    found = jax.jit(jax.grad(lambda p: loss({"params": p}, _batch.RowSites(zeros, zeros), None)[0]))(state.params)
+    found = jax.jit(jax.grad(lambda p: loss({"params": p}, _visit.RowSites(zeros, zeros), None)[0]))(state.params)
     at = np.asarray(ravel_pytree(state.params)[0], float)
     steps = 1e-5 * np.eye(3)
     wanted = [(dense_titsias(at + s) - dense_titsias(at - s)) / 2e-5 for s in steps]

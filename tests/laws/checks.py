@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numpyro_pvi.runtime._rules import LOOSE_MOVE
+from numpyro_pvi.runtime._refinement import LOOSE_MOVE
 
 from . import oracles
 from .fits import guide_moments, numbers, scale_of

@@ -20,7 +20,7 @@ from numpyro.infer.util import potential_energy
 from scipy.stats import multivariate_normal
 
 from numpyro_pvi import PVI, Partition
-from numpyro_pvi import _row_states as readings
+from numpyro_pvi import _state_marginals as readings
 from numpyro_pvi.runtime import _local as local_problem
 from numpyro_pvi.runtime import _programs as programs
 from numpyro_pvi.schedules import Synchronous

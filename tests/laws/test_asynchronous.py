@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
+import numpyro_pvi.schedules._asynchronous as asynchronous
 import numpyro_pvi.schedules._convergence as convergence
-import numpyro_pvi.schedules._messages as messages
 import numpyro_pvi.schedules._network as network
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.expectations import ImportanceMoments
@@ -142,7 +142,7 @@ def test_a_missing_version_check_is_seen(monkeypatch):
 
 def test_differences_instead_of_absolute_sites_are_seen(monkeypatch):
     """A server that adds what it is sent to what it has: every message that it hears counts once more."""
-    right = messages.Messages._absorb
+    right = asynchronous.Messages._absorb
 
     def differences(self, walk, m, change, usable):
         return right(self, walk, m, change + jax.tree.map(lambda x: x[m], walk.sites), usable)
@@ -153,7 +153,7 @@ def test_differences_instead_of_absolute_sites_are_seen(monkeypatch):
         return checks.distance(fitted, *oracles.batch_vi_logistic(X, CLASSES))
 
     assert distance() < 1e-2
-    monkeypatch.setattr(messages.Messages, "_absorb", differences)
+    monkeypatch.setattr(asynchronous.Messages, "_absorb", differences)
     assert not distance() < 1e-2
 
 

@@ -10,7 +10,7 @@ import pytest
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.families import MarkovNatural
-from numpyro_pvi.families._pairs_chain import ChainPairs
+from numpyro_pvi.families._pairs import ChainPairs
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
 
 STEPS, SCALE, NOISE = 12, 0.4, 0.7

@@ -18,15 +18,13 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
-import numpyro_pvi._fingerprint as fingerprint
-import numpyro_pvi._snapshot as snapshot
+import numpyro_pvi._closures as closures
 from numpyro_pvi import PVI, AutoExponentialFamily, CheckpointError, Partition, PVIError, StateError
 from numpyro_pvi._checkpoint import read_checkpoint
-from numpyro_pvi._closures import Followed
+from numpyro_pvi._closures import Followed, Snapshot
 from numpyro_pvi._compiling import Program
 from numpyro_pvi._numerics import nearly_same
 from numpyro_pvi._saving import fingerprint as digits
-from numpyro_pvi._snapshot import Snapshot
 from numpyro_pvi._verified import Memory
 from numpyro_pvi.solvers import Conjugate
 
@@ -277,7 +275,7 @@ def test_a_model_that_counts_its_calls_is_no_other_model_each_time():
 
 def test_a_model_that_reaches_more_than_is_looked_at_is_traced(monkeypatch):
     """A package that is not known may lead anywhere; what lies beyond the objects looked at is followed all the same."""
-    a_crowd = [types.SimpleNamespace(number=i) for i in range(3 * snapshot._MOST)]
+    a_crowd = [types.SimpleNamespace(number=i) for i in range(3 * closures._MOST)]
     zz_sd = 1.0
 
     def model(y):
@@ -404,7 +402,7 @@ def test_digests_without_constants_let_other_data_pass(files, monkeypatch):
     """A planted fault."""
     pvi = make("mask")
     state = pvi.load(files / "state")
-    monkeypatch.setattr(fingerprint._Graph, "number", lambda self, value: self.hash("number"))
+    monkeypatch.setattr(closures._Graph, "number", lambda self, value: self.hash("number"))
     pvi.save(files / "blind", state)
     set_in_place(monkeypatch)
     make("mask").load(files / "blind")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from numpyro_pvi import PVI, Partition
-from numpyro_pvi.runtime._rules import escalate
+from numpyro_pvi.runtime._refinement import escalate
 from numpyro_pvi.schedules import Rule
 from numpyro_pvi.solvers import Conjugate
 

@@ -15,8 +15,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 import numpyro_pvi._group_lifecycle as groups_part
 import numpyro_pvi.runtime._engine as engine
 import numpyro_pvi.runtime._local as local
-import numpyro_pvi.sites._algebra as algebra
-import numpyro_pvi.sites._slots as slots
+import numpyro_pvi.sites as sites_room
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, StochasticSubset, Streaming, Synchronous
 from numpyro_pvi.solvers import (
@@ -302,7 +301,7 @@ def test_a_hyperparameter_waits_for_all_groups():
 
 @pytest.mark.once
 def test_absent_groups_left_out_of_q_are_seen_by_law_1(monkeypatch):
-    monkeypatch.setattr(algebra, "sum_slots", lambda others: jax.tree.map(lambda x: 0 * x[0], others))
+    monkeypatch.setattr(sites_room, "sum_slots", lambda others: jax.tree.map(lambda x: 0 * x[0], others))
     monkeypatch.setattr(engine, "sum_slots", lambda others: jax.tree.map(lambda x: 0 * x[0], others))
     # Readings of states are programs of the process.
     jax.clear_caches()
@@ -329,14 +328,16 @@ def test_absent_groups_left_out_of_the_bound_are_seen_by_law_6(monkeypatch):
 
 @pytest.mark.once
 def test_the_wrong_slot_kept_is_seen_by_law_10(monkeypatch):
-    monkeypatch.setattr(groups_part, "keep_slots", lambda others, kept: slots.keep_slots(others, np.roll(kept, 1) * 0))
+    monkeypatch.setattr(
+        groups_part, "keep_slots", lambda others, kept: sites_room.keep_slots(others, np.roll(kept, 1) * 0)
+    )
     pvi, state = shared()
     assert conjugate_gap(pvi, pvi.forget_group(state, "b"), ["first", "c", "d"]) > FAR
 
 
 @pytest.mark.once
 def test_padding_that_counts_is_seen_by_law_2(monkeypatch):
-    import numpyro_pvi.factors._arrival as arrival
+    import numpyro_pvi.factors._plan as arrival
 
     right = arrival._pack_padded
 

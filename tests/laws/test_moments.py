@@ -13,7 +13,7 @@ import numpyro_pvi.runtime._tilted as moments
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.expectations import AffineProgram, row_sites_zero, tilted_rows
 from numpyro_pvi.factors import TermData, TermSpec
-from numpyro_pvi.factors._terms import DerivedLeaf, Predictor
+from numpyro_pvi.factors._structure import DerivedLeaf, Predictor
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import PowerEP

@@ -10,7 +10,7 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from scipy import integrate, stats
 
-from numpyro_pvi.schedules import Decentralized, _decentralized, _gossip, _graph, _row_updates, _stream
+from numpyro_pvi.schedules import Decentralized, _decentralized, _graph, _stream
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
 
 from . import checks, oracles
@@ -118,7 +118,7 @@ def test_gossip_contracts_at_the_second_modulus(name, x64):
     if not x64:
         pytest.skip("a ratio of small numbers")
     graph = _graph.read_graph(GRAPHS[name])
-    mix = jax.jit(lambda z, k: _gossip.Gossip(graph, 1).mix(z, KEY, jnp.ones(graph.size, bool), k)[0])
+    mix = jax.jit(lambda z, k: _graph.Gossip(graph, 1).mix(z, KEY, jnp.ones(graph.size, bool), k)[0])
     values = jax.random.normal(KEY, (graph.size, 1))
     spread = []
     for k in range(60):
@@ -133,7 +133,7 @@ def test_gossip_contracts_at_the_second_modulus(name, x64):
 @pytest.mark.parametrize("name", ["ring", "path", "star", "grid", "geometric"])
 def test_chebyshev_gossip_shrinks_tenfold_in_fewer_steps_and_keeps_the_mean(name, x64):
     graph = _graph.read_graph(GRAPHS[name])
-    gossip = _gossip.Gossip(graph)
+    gossip = _graph.Gossip(graph)
     values = jax.random.normal(KEY, (graph.size, 3))
     mixed, sent = gossip.mix(values, KEY, jnp.ones(graph.size, bool), jnp.int32(0))
     np.testing.assert_allclose(mixed.mean(0), values.mean(0), atol=1e-12 if x64 else 1e-5)
@@ -148,7 +148,7 @@ def test_gossip_with_memory_shrinks_fivefold_where_links_fail_and_keeps_the_mean
     """In fewer steps than plain gossip; median of 20 seeds, twofold for chance."""
     for name in ("ring", "star"):
         graph = _graph.read_graph(GRAPHS[name])
-        gossip = _gossip.Gossip(graph, link_failure=failure)
+        gossip = _graph.Gossip(graph, link_failure=failure)
         values = jax.random.normal(KEY, (graph.size, 3))
         mix = jax.jit(jax.vmap(lambda key: gossip.mix(values, key, jnp.ones(graph.size, bool), jnp.int32(0))[0]))  # noqa: B023
         mixed = mix(jax.random.split(KEY, 20))
@@ -166,15 +166,15 @@ def test_too_much_memory_does_not_survive_failing_links(monkeypatch):
     values = jax.random.normal(KEY, (32, 3))
 
     def left():
-        gossip = _gossip.Gossip(graph, link_failure=0.5)
+        gossip = _graph.Gossip(graph, link_failure=0.5)
         mixed, _ = gossip.mix(values, KEY, jnp.ones(32, bool), jnp.int32(0))
         return np.linalg.norm(mixed - mixed.mean(0)) / np.linalg.norm(values - values.mean(0))
 
     assert left() < 2 * _graph.FAILING_SHRINK
     bold = functools.partial(_graph.failing_modulus, link_failure=0.5)
-    steps = _gossip.auto_steps(graph, True, 0.5)
-    monkeypatch.setattr(_gossip, "chebyshev_interval", lambda modulus, failure: bold(modulus))
-    monkeypatch.setattr(_gossip, "auto_steps", lambda *arguments: steps)
+    steps = _graph.auto_steps(graph, True, 0.5)
+    monkeypatch.setattr(_graph, "chebyshev_interval", lambda modulus, failure: bold(modulus))
+    monkeypatch.setattr(_graph, "auto_steps", lambda *arguments: steps)
     assert left() > 1.0
 
 
@@ -417,13 +417,13 @@ class TestFaults:
             up = jax.random.bernoulli(key, 1 - link_failure, weights.shape) | jnp.eye(len(weights), dtype=bool)
             return weights * up, jnp.int32(0)
 
-        monkeypatch.setattr(_gossip, "realised_weights", leaky)
+        monkeypatch.setattr(_graph, "realised_weights", leaky)
         schedule = Decentralized(RING, link_failure=0.3)
         assert mean_gap(fit(make_linear(), X, Y, groups(N), Conjugate(), schedule, 4)) > 1e-2
 
     def test_a_polynomial_that_loses_the_mean(self, monkeypatch):
         right = _graph.chebyshev_coefficients
-        monkeypatch.setattr(_gossip, "chebyshev_coefficients", lambda rho, k: right(rho, k) * [1.0, 0.9])
+        monkeypatch.setattr(_graph, "chebyshev_coefficients", lambda rho, k: right(rho, k) * [1.0, 0.9])
         assert mean_gap(fit(make_linear(), X, Y, groups(N), Conjugate(), Decentralized(RING), 4)) > 1e-2
 
     def test_weight_one_leaves_a_share_of_the_precision(self):
@@ -436,12 +436,12 @@ class TestFaults:
 
     def test_a_mean_that_moves_by_the_old_information(self, monkeypatch):
         """003, (13) as printed."""
-        monkeypatch.setattr(_row_updates, "_new_gradient", lambda gradient, spread, gain: gradient)
+        monkeypatch.setattr(_stream, "_new_gradient", lambda gradient, spread, gain: gradient)
         fitted = alone(make_logistic(), LABELS, AutoMultivariateNormal, expectation="probit")
         assert np.abs(numbers(fitted.last).moments[0] - probit_steps(X, LABELS, 2.0)[0]).max() > 1e-2
 
     def test_mixing_exponents_that_do_not_sum_to_one(self, monkeypatch):
         """003, (11) has A_ij / n for A_ij."""
-        right = _gossip._apply
-        monkeypatch.setattr(_gossip, "_apply", lambda weights, values: right(weights / len(weights), values))
+        right = _graph._apply
+        monkeypatch.setattr(_graph, "_apply", lambda weights, values: right(weights / len(weights), values))
         assert mean_gap(fit(make_linear(), X, Y, EVEN, Conjugate(), consensus(batch_size=1), 3)) > 1e-2

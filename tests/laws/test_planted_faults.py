@@ -18,7 +18,7 @@ from scipy import stats
 import numpyro_pvi.factors._model as model_room
 import numpyro_pvi.runtime._engine as engine_room
 import numpyro_pvi.schedules._network as network
-import numpyro_pvi.schedules._row_updates as row_updates
+import numpyro_pvi.schedules._stream as stream
 import numpyro_pvi.schedules._subset as subset
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.schedules import Asynchronous, Decentralized, StochasticSubset
@@ -69,8 +69,8 @@ class TestDelbo:
         assert abs(self.found() - self.bound()) < (1e-8 if x64 else 1e-3)
 
     def test_a_divergence_that_is_not_divided_by_the_weight(self, monkeypatch):
-        right = row_updates._bound
-        monkeypatch.setattr(row_updates, "_bound", lambda *args: right(*args[:-1], 1.0))
+        right = stream._bound
+        monkeypatch.setattr(stream, "_bound", lambda *args: right(*args[:-1], 1.0))
         assert abs(self.found() - self.bound()) > FAR
 
 

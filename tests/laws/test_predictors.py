@@ -21,9 +21,9 @@ from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi import _exponential_plan as product_plan
 from numpyro_pvi._group_lifecycle import rows_of
 from numpyro_pvi._verified import contradictions
-from numpyro_pvi.expectations import PredictorLaw, _predictors
+from numpyro_pvi.expectations import PredictorLaw, _affine
 from numpyro_pvi.factors import DerivedLeaf, Predictor, TermSpec
-from numpyro_pvi.families._pair_contract import LocRoot, LocVariance
+from numpyro_pvi.families._pairs import LocRoot, LocVariance
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import StochasticNaturalGradient
@@ -170,13 +170,13 @@ def test_both_engines_agree_at_the_same_gaussian(name, guide):
 
 
 def test_a_missing_second_derivative_is_seen(monkeypatch):
-    settled = _predictors._settled
+    settled = _affine._settled
 
     def flat(*given):
         (value, slope, bend), error = settled(*given)
         return (value, slope, jax.tree.map(lambda x: 0.5 * x, bend)), error
 
-    monkeypatch.setattr(_predictors, "_settled", flat)
+    monkeypatch.setattr(_affine, "_settled", flat)
     fitted.cache_clear()
     posteriors, losses, messages = disagreement("logistic", AutoMultivariateNormal)
     fitted.cache_clear()
@@ -321,7 +321,7 @@ def test_an_expectation_and_all_of_its_derivatives():
     """In means, variances and the covariance of the predictors, and in a number beside them that all elements share."""
     mean, df = np.array([[0.3, -0.2], [-1.0, 0.1]]), np.array(4.0)
     cov, y = np.array([[0.30, 0.05], [0.05, 0.10]]), np.array([0.5, 2.0])
-    expected = _predictors._expectation_of(density, (2,), 4)
+    expected = _affine._expectation_of(density, (2,), 4)
 
     def total(mean, uu, uv, vv, df):
         ones = jnp.ones(2)
@@ -362,9 +362,9 @@ def test_what_rows_see_of_several_blocks_is_the_sum_of_what_they_see_of_each():
 def test_all_that_is_mapped_over_takes_one_rule():
     """The rule of the widest of all, whatever maps over it, so that no branch differs between them."""
     x = jnp.asarray([1.0, 3.0, 2.0])
-    found = jax.vmap(jax.vmap(_predictors.largest))(jnp.stack([x, 0.5 * x]))
+    found = jax.vmap(jax.vmap(_affine.largest))(jnp.stack([x, 0.5 * x]))
     np.testing.assert_array_equal(found, jnp.full((2, 3), 3.0))
-    rows = jax.make_jaxpr(jax.vmap(lambda x: jax.lax.cond(_predictors.largest(x) > 2, jnp.sin, jnp.cos, x)))(x)
+    rows = jax.make_jaxpr(jax.vmap(lambda x: jax.lax.cond(_affine.largest(x) > 2, jnp.sin, jnp.cos, x)))(x)
     assert "cond[" in str(rows)
 
 

@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-import numpyro_pvi.expectations._product_chains as product_chains
+import numpyro_pvi.expectations._product_moments as product_moments
 from numpyro_pvi import PVIError
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import LaplaceMoments, MCMCMoments, PowerEP
@@ -105,7 +105,7 @@ def test_limits_are_an_independent_eps_within_the_draws_error(name, moments):
 
 def test_a_site_that_stays_in_is_noticed(monkeypatch):
     """The comparison can fail: draws weighted by the factor alone, not by the factor over its site."""
-    monkeypatch.setattr(product_chains, "paired", lambda family, natural, statistics: 0.0)
+    monkeypatch.setattr(product_moments, "paired", lambda family, natural, statistics: 0.0)
     wanted, _ = limit("Gamma", 0.7)
     _, result = run(CASES["Gamma"][0], [jnp.asarray(DAYS)], PowerEP(0.7, MCMCMoments(20, 65, 2)), 4)
     assert np.max(np.abs(np.array(natural_leaves(result, "x")) / wanted - 1)) > 0.2

@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-import numpyro_pvi.runtime._product_row_factors as row_factors
+import numpyro_pvi.runtime._product_matching as row_factors
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import ImportanceMoments, PowerEP

@@ -9,7 +9,7 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 import numpyro_pvi.runtime._moments as visits
-import numpyro_pvi.schedules._tied as sweeps
+import numpyro_pvi.schedules._sequential as sweeps
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.schedules import (

@@ -19,8 +19,8 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, _verified
 from numpyro_pvi import _exponential_plan as product_plan
 from numpyro_pvi import pvi as shell
+from numpyro_pvi._driver import Progress
 from numpyro_pvi._group_lifecycle import reduced, rows_of
-from numpyro_pvi._resume import Progress
 from numpyro_pvi._verified import Fingerprint, Verifier, contradictions
 from numpyro_pvi._verified import verify_arrays as look
 from numpyro_pvi.errors import PVIError

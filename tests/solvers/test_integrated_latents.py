@@ -15,8 +15,8 @@ from scipy.special import gammaln, logsumexp
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import owners
-from numpyro_pvi.expectations._integrated import integrate_units
-from numpyro_pvi.runtime import _integrated
+from numpyro_pvi.expectations._local_latents import integrate_units
+from numpyro_pvi.runtime import _local_latents
 from numpyro_pvi.schedules import Sequential
 from numpyro_pvi.sites import posterior
 from numpyro_pvi.solvers import SNEP, PowerEP, StochasticEP
@@ -259,8 +259,8 @@ def doubled(terms):
 @pytest.mark.parametrize("fault", [pytest.param(dropped, marks=pytest.mark.slow), doubled])
 def test_a_prior_of_own_latents_that_is_miscounted_is_seen(fault, tolerance, monkeypatch):
     """The mutants of the test above."""
-    honest = _integrated.row_log_likelihood
-    monkeypatch.setattr(_integrated, "row_log_likelihood", lambda *args: fault(honest(*args)))
+    honest = _local_latents.row_log_likelihood
+    monkeypatch.setattr(_local_latents, "row_log_likelihood", lambda *args: fault(honest(*args)))
 
     def model(y):
         """Another model to the cache of compiled programs."""

@@ -14,7 +14,7 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 import numpyro_pvi.solvers._minibatch as minibatch
-import numpyro_pvi.solvers._stochastic as stochastic
+import numpyro_pvi.solvers._natural_gradient as natural_gradient
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.families import NormalFamily
@@ -136,8 +136,8 @@ def test_a_batch_stands_for_all_rows_of_its_group(monkeypatch):
     precision, loc, mean = batched_site()
     assert precision == pytest.approx(8.0, rel=1e-4)
     assert loc == pytest.approx(mean, abs=0.15)
-    right = stochastic.plan_batches
-    monkeypatch.setattr(stochastic, "plan_batches", lambda *given: right(*given)._replace(weight=1.0))
+    right = natural_gradient.plan_batches
+    monkeypatch.setattr(natural_gradient, "plan_batches", lambda *given: right(*given)._replace(weight=1.0))
     assert batched_site()[0] < 3.0
 
 

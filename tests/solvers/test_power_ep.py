@@ -14,8 +14,8 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 import numpyro_pvi.solvers._power_ep as power_ep
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi._driver import _raise_if_stuck
+from numpyro_pvi._posterior_views import words_of
 from numpyro_pvi._state import PVIState
-from numpyro_pvi._wording import words_of
 from numpyro_pvi.errors import PVIError, SkippedGroupError
 from numpyro_pvi.expectations import RULES, Proposal, Tilted, from_points, grid_cloud, normal_cloud
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily

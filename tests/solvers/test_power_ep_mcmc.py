@@ -21,7 +21,7 @@ from numpyro_pvi.runtime import LaxMap, Vmap, chains_wanted
 from numpyro_pvi.runtime._tilted import method_of
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import SNEP, MCMCMoments, PowerEP
-from numpyro_pvi.solvers._chained import COLLAPSES, DIVERGENT, NOT_MIXED, SLOW
+from numpyro_pvi.solvers._matching import COLLAPSES, DIVERGENT, NOT_MIXED, SLOW
 from tests.laws import ep_oracles
 
 LABELS = np.repeat(["a", "b", "c"], 6)

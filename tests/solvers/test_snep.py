@@ -13,8 +13,7 @@ from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import Tilted
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.solvers import SNEP, trouble_of
-from numpyro_pvi.solvers._mean_steps import posterior_step, site_step, widening
-from numpyro_pvi.solvers._snep_state import HELD
+from numpyro_pvi.solvers._snep import HELD, posterior_step, site_step, widening
 
 FAMILY = MultivariateNormalFamily(2)
 Q = GaussianNatural(jnp.array([1.0, -0.5]), jnp.array([[2.0, 0.3], [0.3, 1.0]]))

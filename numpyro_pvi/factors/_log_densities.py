@@ -1,0 +1,353 @@
+"""Log densities of a model at given values, term by term: the model's own, and what the structure in use claims."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from numpyro import handlers
+from numpyro.primitives import Messenger
+
+from ..handlers import FullPlates, PlateRows, RowAxes
+from ._chunks import GroupMasks, Packing, Reading, slice_rows
+from ._model import (
+    Layout,
+    ModelCall,
+    TracedAt,
+    is_latent,
+    is_observed,
+    rows_first,
+    site_log_prob,
+    with_wide_observations,
+)
+from ._plan import PartitionPlan
+from ._structure import TermSpec, prepare_term, read_predictors, term_log_prob
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueCall:
+    """A model with its arguments, to be evaluated at given values of all its latents.
+
+    Args:
+        model: the NumPyro model.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        params: constrained values of the model's ``numpyro.param`` sites.
+    """
+
+    model: Callable
+    args: tuple
+    kwargs: dict
+    params: dict = dataclasses.field(default_factory=dict, kw_only=True)
+
+    def trace(self, values: Mapping[str, Array], rng_key: Any = None) -> dict:
+        """The model's trace with every latent at the value given, in its own support; others are drawn from their prior."""
+        key = jax.random.key(0) if rng_key is None else rng_key
+
+        # A substitution function is the one handler that also reaches the sample sites inside a scan's body.
+        def given(site: dict) -> Array | None:
+            return values.get(site["name"]) if is_latent(site) else None
+
+        model = handlers.substitute(FullPlates(self.model), data=self.params)
+        seeded = handlers.seed(handlers.substitute(model, substitute_fn=given), key)
+        with jax.named_scope("numpyro_model"):
+            return with_wide_observations(handlers.trace(seeded).get_trace(*self.args, **self.kwargs))
+
+    def rows(self, reading: Reading, chunk: Any) -> ValueCall:
+        """The model on one chunk's rows (on all of them where the others are masked)."""
+        if reading.mechanism == "mask":
+            return self
+        if reading.mechanism == "index":
+            return dataclasses.replace(self, model=PlateRows(self.model, reading.keys[0], chunk[0]))
+        args, kwargs = slice_rows((self.args, self.kwargs), reading.axes, chunk[0])
+        return dataclasses.replace(self, model=reading.sized(self.model, chunk[0].shape[0]), args=args, kwargs=kwargs)
+
+    def likelihood_terms(
+        self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...] = ()
+    ) -> dict[str, Array]:
+        """Elementwise log density of the groups' sites, in nats: those with a partitioned axis but latents held exactly."""
+        return {name: site_log_prob(site) for name, site in self.sites(values, rows, exact, True).items()}
+
+    def sites(
+        self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...], groups: bool
+    ) -> dict[str, dict]:
+        """The groups' sites of a trace, or else the prior factor's: see :meth:`likelihood_terms` and :meth:`prior_terms`."""
+        found = self.trace(values).items()
+        return {n: s for n, s in found if _counts(n, s, exact) and (rows.of(s) is not None) == groups}
+
+    def latent_terms(self, values: Mapping[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
+        """Elementwise log prior density of some latents, in nats."""
+        trace = self.trace(values)
+        return {name: site_log_prob(trace[name]) for name in names}
+
+    def prior_terms(self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...]) -> dict[str, Array]:
+        """Elementwise log density of the prior factor's sites, in nats: no partitioned axis, and not held exactly."""
+        return {name: site_log_prob(site) for name, site in self.sites(values, rows, exact, False).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenCall:
+    """A model as a function of some of its latents in one vector, in their own supports, where predictors are read off it.
+
+    Args:
+        call: the model on one chunk's rows, or on all.
+        values: of the other latents (and any of these), by name.
+        layout: of the vector.
+    """
+
+    call: ValueCall
+    values: Mapping[str, Array]
+    layout: Layout
+
+    def trace(self, point: Array) -> tuple[dict, dict[str, Array]]:
+        """The model's trace at a vector; no Jacobian belongs to a latent in its own support."""
+        return self.call.trace({**self.values, **self.layout.unflatten(point)}), {}
+
+
+# What is said of elementwise terms in the model's place, by sample site, given the model on the rows at hand and which of them
+# count, by partitioned axis.
+Instead = Callable[[ValueCall, Mapping[str | None, Any]], Mapping[str, Array]]
+
+
+def take_rows(tree: Mapping[str, Any], axes: Mapping[str, int], reading: Reading, chunk: Any) -> dict[str, Any]:
+    """One chunk's rows of everything that belongs to latents inside the partitioned plate.
+
+    Args:
+        tree: arrays (or pytrees of them) by latent.
+        axes: by latent inside the plate, the axis that runs over its rows.
+        reading: how a chunk is read; where others are masked, all rows stay.
+        chunk: one entry of the packing's ``chunks``.
+
+    Returns:
+        The same, with R rows for the latents named in ``axes``.
+    """
+    if reading.mechanism == "mask" or not axes:
+        return dict(tree)
+    return {
+        name: jax.tree.map(lambda x, name=name: jnp.take(x, chunk[0], axis=axes[name]), own) if name in axes else own
+        for name, own in tree.items()
+    }
+
+
+def chunk_log_likelihood(
+    call: ValueCall,
+    values: Mapping[str, Array],
+    rows: RowAxes,
+    reading: Reading,
+    packing: Packing | GroupMasks,
+    chunk: Any,
+    exact: tuple[str, ...] = (),
+    weigh: Callable[[str, Array], Array] = lambda _, term: term,
+    instead: Instead | None = None,
+) -> Array:
+    """Log-likelihood of one chunk's rows, with the log density of their own latents, in nats.
+
+    Args:
+        call: the model on all rows.
+        values: every latent's value in its own support; of those inside the partitioned plate, the chunk's.
+        rows: the partitioned axes.
+        reading: how a chunk is read.
+        packing: rows of each chunk.
+        chunk: one entry of the packing's ``chunks``.
+        exact: latents whose prior is held exactly.
+        weigh: what an elementwise term counts, given its sample site's name.
+        instead: terms that are not the model's at these values, such as their expectations.
+
+    Returns:
+        One number.
+    """
+    here, masks = call.rows(reading, chunk), reading.masks(packing, chunk)
+    trace, given = here.trace(values), {} if instead is None else instead(here, masks)
+    total: Any = 0.0
+    for name, site in trace.items():
+        axis = rows.of(site) if _counts(name, site, exact) else None
+        if axis is not None:
+            term = given[name] if name in given else site_log_prob(site)
+            own = rows_first(weigh(name, term), axis.dim)
+            total = total + jnp.sum(jnp.where(masks[axis.key], own, 0.0))
+    return jnp.asarray(total)
+
+
+def prior_log_density(
+    call: ValueCall,
+    values: Mapping[str, Array],
+    rows: RowAxes,
+    exact: tuple[str, ...],
+    weigh: Callable[[str, Array], Array] = lambda _, term: term,
+    instead: Instead | None = None,
+) -> Array:
+    """Log density of the prior factor, in nats: see :meth:`ValueCall.prior_terms` and :func:`chunk_log_likelihood`."""
+    terms = call.prior_terms(values, rows, exact)
+    if instead is not None:
+        terms |= instead(call, {})
+    return sum((jnp.sum(weigh(n, x)) for n, x in terms.items()), start=jnp.zeros((), jnp.result_type(float)))
+
+
+def with_values_held(model: Callable, latents: tuple[str, ...]) -> Callable:
+    """A model whose discrete latents are observed at 0: what it says of the others can be planned without them.
+
+    Args:
+        model: the NumPyro model.
+        latents: names of discrete latents.
+
+    Returns:
+        A model of the same arguments; the model itself where there are none.
+    """
+    if not latents:
+        return model
+
+    @functools.wraps(model)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        with _Held(latents):
+            return model(*args, **kwargs)
+
+    return held
+
+
+class _Held(Messenger):
+    """Observes some latents at 0."""
+
+    def __init__(self, latents: tuple[str, ...]):
+        super().__init__(None)
+        self.latents = latents
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Give a latent the value 0 at every place, and count it as observed."""
+        if msg["type"] == "sample" and msg["name"] in self.latents:
+            msg["value"], msg["is_observed"] = jnp.zeros(msg["fn"].shape(), int), True
+
+
+def _counts(name: str, site: dict, exact: tuple[str, ...]) -> bool:
+    return is_observed(site) or (is_latent(site) and name not in exact)
+
+
+# -------------------------------------------------------------------------------------------- what the structure claims
+# What the structure in use says of a model's log densities at a point, row by row, beside the model itself.
+#
+# A structure that was found by values on a few rays is a claim about all other points. Its claims are read off the
+# model as programs read them: predictors by their value and slope at the origin, a quadratic by its value, slope and
+# bend there.
+
+
+class Claim(NamedTuple):
+    """Log densities in nats, of rows (by sample site) or whole: what is claimed, what the model says, and their parts' size."""
+
+    claimed: Any
+    model: Any
+    size: Any
+
+
+def claims_likelihood(part: PartitionPlan) -> bool:
+    """Whether the rows' likelihood is taken for anything but what the model computes at draws."""
+    return part.local is None and part.likelihood in ("quadratic", "affine")
+
+
+def claimed_rows(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"]) -> dict[str, Claim]:
+    """Every row's log-likelihood at a point, as claimed and as it is.
+
+    Args:
+        call: the model on all rows.
+        part: the plan, of which :func:`claims_likelihood` holds.
+        point: unconstrained latents.
+
+    Returns:
+        By partitioned axis, Float[N] each: what its sites say, summed by row.
+    """
+    model = _rows(call, part, point)
+    if part.terms:
+        terms = {
+            s.site: [rows_first(x, s.row_dim) for x in claimed_term(call, s, point, part.likelihood == "quadratic")]
+            for s in part.terms
+        }
+        value, size = ({key: {n: terms[n][i] for n in own} for key, own in model.items()} for i in (0, 1))
+    else:
+        value, size = _quadratic(lambda z: _rows(call, part, z), point)
+    size = jax.tree.map(lambda x, m: x + jnp.abs(m), size, model)
+
+    def whole(rows: dict[str, Array]) -> Array:
+        return sum(rows.values(), start=jnp.zeros((), point.dtype))
+
+    return {key: Claim(whole(value[key]), whole(model[key]), whole(size[key])) for key in model}
+
+
+def claimed_exact_prior(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"]) -> Claim:
+    """The log prior of the latents whose prior is held exactly: the quadratic that is read at the origin, and the model's own."""
+
+    def density(z: Array) -> tuple[Array, Array]:
+        terms = _latent_terms(call, z, part.exact)
+        return sum_of(terms), sum_of({n: jnp.abs(x) for n, x in terms.items()})
+
+    (claimed, _), (size, _) = _quadratic(density, point)
+    model, own = density(point)
+    return Claim(claimed, model, size + own)
+
+
+def claimed_prior_factor(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"]) -> Claim:
+    """The prior factor's log density where it is taken by quadrature over affine predictors."""
+    found = [claimed_term(call, spec, point) for spec in part.prior_terms]
+    trace, jacobians = call.trace(point)
+    model = [jnp.sum(site_log_prob(trace[s.site], jacobians.get(s.site))) for s in part.prior_terms]
+    zero = jnp.zeros((), point.dtype)
+    claimed, size = (sum((jnp.sum(pair[i]) for pair in found), start=zero) for i in (0, 1))
+    return Claim(claimed, sum(model, start=zero), size)
+
+
+def sum_of(terms: dict[str, Array]) -> Float[Array, ""]:
+    """All elements of all terms, summed."""
+    return sum((jnp.sum(x) for x in terms.values()), start=jnp.zeros(()))
+
+
+def _rows(call: ModelCall, part: PartitionPlan, point: Array) -> dict[str, dict[str, Array]]:
+    """Log-likelihood of rows, by partitioned axis and observed site."""
+    trace, _ = call.trace(point)
+    found: dict[str, dict[str, Array]] = {}
+    for name, site in trace.items():
+        axis = part.rows.of(site) if is_observed(site) else None
+        if axis is not None:
+            found.setdefault(axis.key, {})[name] = rows_first(site_log_prob(site), axis.dim)
+    return found
+
+
+def _latent_terms(call: ModelCall, point: Array, names: tuple[str, ...]) -> dict[str, Array]:
+    trace, jacobians = call.trace(point)
+    return {n: site_log_prob(trace[n], jacobians.get(n)) for n in names if is_latent(trace[n])}
+
+
+def claimed_term(call: TracedAt, spec: TermSpec, point: Array, quadratic: bool = False) -> tuple[Array, Array]:
+    """A term's elements in its batch shape where its predictors are affine (and the term quadratic in them), and their size."""
+    data, origin = prepare_term(call, spec, design=False), jnp.zeros_like(point)
+    offset, slope = jax.jvp(lambda z: read_predictors(call, spec, z), (origin,), (point,))
+
+    def along(step: Array) -> Array:
+        at = tuple(
+            (o + step * s).reshape(-1) if jnp.ndim(o) else o + step * s for o, s in zip(offset, slope, strict=True)
+        )
+        return term_log_prob(spec, data, at).reshape(data.fn.batch_shape)
+
+    if quadratic:
+        return _bent(along, point.dtype)
+    value = along(jnp.ones((), point.dtype))
+    return value, jnp.abs(value)
+
+
+def _quadratic(density: Callable, point: Array) -> tuple[Any, Any]:
+    """What a density would be if it were quadratic, by its derivatives at the origin, and the size of the parts."""
+    return _bent(lambda step: density(step * point), point.dtype)
+
+
+def _bent(along: Callable, dtype: Any) -> tuple[Any, Any]:
+    """``(v + v' + v''/2, |v| + |v'| + |v''|/2)`` of a function of one number, at 0."""
+    zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
+
+    def moved(step: Array) -> tuple[Any, Any]:
+        return jax.jvp(along, (step,), (one,))
+
+    (value, first), (_, second) = jax.jvp(moved, (zero,), (one,))
+    claimed = jax.tree.map(lambda v, f, s: v + f + 0.5 * s, value, first, second)
+    size = jax.tree.map(lambda v, f, s: jnp.abs(v) + jnp.abs(f) + 0.5 * jnp.abs(s), value, first, second)
+    return claimed, size
