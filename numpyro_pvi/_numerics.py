@@ -217,23 +217,6 @@ def all_finite(tree) -> Bool[Array, ""]:
     return jnp.all(jnp.stack(leaves)) if leaves else jnp.array(True)
 
 
-def all_finite_per_group(tree, num_groups: int) -> Bool[Array, "M"]:
-    """Whether every floating entry of each group's slice of a stacked pytree is finite.
-
-    Args:
-        tree: arrays with a leading group axis of length ``num_groups``.
-        num_groups: M.
-
-    Returns:
-        One flag per group.
-    """
-    flags = jnp.ones((num_groups,), bool)
-    for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            flags &= jnp.all(jnp.isfinite(leaf).reshape(num_groups, -1), axis=-1)
-    return flags
-
-
 def power_iteration_step(
     product: Float[Array, "D"], scale: Float[Array, "D"], probe: Float[Array, "D"]
 ) -> tuple[Float[Array, ""], Float[Array, "D"]]:

@@ -1,7 +1,6 @@
 """Expectations of a factor and its gradients under q: closed form, quadrature over affine predictors, points, draws."""
 
 from ._affine import (
-    ROW_RULES,
     AffineProgram,
     PredictorLaw,
     RowExpected,
@@ -16,7 +15,7 @@ from ._affine import (
 )
 from ._affinity import MAX_TERMS, find_structure, over_values, probe_values, some_values, sums_of, with_draws
 from ._chains import Chains, from_chains, no_chains
-from ._expected import Expected, QuadraticProgram, add_expected, sum_by_group, zero_expected
+from ._expected import Expected, QuadraticProgram, add_expected, sum_by_group
 from ._local_latents import (
     IntegratedProgram,
     LocalChunk,
@@ -78,7 +77,6 @@ from .quadrature import refined, rule_index
 
 __all__ = [
     "FIXED_RULES",
-    "ROW_RULES",
     "GRID_DIM",
     "LEAST_PER_LATENT",
     "LEAST_SHARE",
@@ -160,6 +158,5 @@ __all__ = [
     "weighable",
     "with_settings",
     "worst_error",
-    "zero_expected",
     "with_draws",
 ]

@@ -373,7 +373,6 @@ PROBIT_SLOPE = 0.61
 _STEIN_SD = 0.03
 # How much wider than the fitted law the rule for a row's normaliser reaches.
 _WIDER = 1.5
-ROW_RULES = ("exact", "quadrature", "probit")
 
 
 class RowExpected(NamedTuple):

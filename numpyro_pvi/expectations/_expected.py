@@ -36,18 +36,6 @@ class Expected:
     local: Any = None
 
 
-def zero_expected(family: GaussianFamily, dtype) -> Expected:
-    """The expectations of a factor without rows."""
-    return Expected(
-        jnp.zeros((), dtype),
-        family.zeros((), dtype),
-        jnp.zeros((family.dim,), dtype),
-        jnp.zeros((), dtype),
-        jnp.zeros((), dtype),
-        jnp.zeros((), dtype),
-    )
-
-
 def add_expected(left: Expected, right: Expected) -> Expected:
     """Sum two sets of rows."""
     return Expected(
