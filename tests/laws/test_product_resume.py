@@ -70,17 +70,20 @@ CASES = {
     "joint-random": (line, Y, {"joint": [("a", "b")]}, NaturalGradient(), Sequential("random")),
     "rows-stochastic": (rates, COUNTS, {}, BATCHES, StochasticSubset(2)),
     "matched": (shaped, Y, {}, PowerEP(0.5, moments="importance"), Synchronous()),
+    "mixture": (mixture, Y, {"families": {"z": CategoricalFamily(2)}}, NaturalGradient(), Synchronous()),
+}
+# Beside those whose trajectories are stored.
+MORE = {
     "tied": (shaped, Y, {}, StochasticEP(0.5, moments="importance"), Sequential("random")),
     "anchored": (shaped, Y, {}, SNEP({"a": 2.0}, num_steps=2, outer_period=3), StochasticSubset(2)),
     "searched": (shaped, Y, {}, AlphaDivergence(0.5, num_steps=2), Asynchronous(delays=1.5)),
-    "mixture": (mixture, Y, {"families": {"z": CategoricalFamily(2)}}, NaturalGradient(), Synchronous()),
 }
 SLOW = ("mixture", "drawn", "joint-random", "tied", "searched")
-each = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
+each = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES | MORE])
 
 
 def fresh(name, **changes):
-    model, data, options, solver, schedule = CASES[name]
+    model, data, options, solver, schedule = (CASES | MORE)[name]
     guide = AutoExponentialFamily(changes.get("model", model), **(options | changes.get("options", {})))
     return PVI(Partition(guide.model, "data", LABELS), guide, solver=solver, schedule=schedule), data
 
