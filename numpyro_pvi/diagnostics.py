@@ -482,7 +482,10 @@ def _factor_weights(
     plan: Any = state.plan
     problem, sites = engine.problem(state, *join_arguments(arrays, static)), state.sites
     draws = problem.family.sample(posterior(state.prior, sites), rng_key, (num_samples,))
-    families, values = dict(problem.family.components), []
+    families, values, own_sites = dict(problem.family.components), [], sites.groups
+    if engine.solver.tied:
+        one = tied_site(own_sites, problem.num_groups)
+        own_sites = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *x.shape)), one)
 
     def of_sites(values: dict) -> list[Array]:
         statistics = {n: f.sufficient_statistics(values[n]) for n, f in families.items()}
@@ -490,7 +493,7 @@ def _factor_weights(
         def paired(site: ProductNatural) -> Array:
             return sum((families[n].inner(x, statistics[n]) for n, x in site.parts.items()), start=jnp.zeros(()))
 
-        groups = jax.vmap(paired)(sites.groups)
+        groups = jax.vmap(paired)(own_sites)
         for name, own in () if sites.local is None else sites.local.parts.items():
             member, natural, mean = member_family(families[name], own, statistics[name])
             groups = groups + plan.sum_by_group(name, jnp.asarray(member.inner(natural, mean)), problem.packing)

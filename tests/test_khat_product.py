@@ -16,6 +16,7 @@ from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, ImproperError, Partit
 from numpyro_pvi.diagnostics import pareto_khat, product_group_weights, product_weights
 from numpyro_pvi.families import BetaNatural, CategoricalFamily, GammaNatural, ProductNatural
 from numpyro_pvi.sites import posterior
+from numpyro_pvi.solvers import StochasticEP
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -140,6 +141,19 @@ def test_weights_of_factors_add_up_to_those_of_q():
     np.testing.assert_allclose(own.sum(1), whole, rtol=100 * CLOSE, atol=100 * CLOSE)
     # A dropped group is seen.
     assert np.abs(own[:, [0, 2]].sum(1) - whole).max() > 1.0
+
+
+def test_a_site_that_all_groups_share_counts_once_for_each():
+    pvi = PVI(
+        Partition(counts_and_heads, "data", np.arange(12) // 4),
+        AutoExponentialFamily(counts_and_heads),
+        solver=StochasticEP(),
+    )
+    state = pvi.run(KEY, 1, *DATA, progress_bar=False).state
+    whole = product_weights(KEY, pvi.model, state.plan, posterior(state.prior, state.sites), DATA, {}, 50)
+    own = product_group_weights(KEY, pvi._engine, state, DATA, {}, 50)
+    assert own.shape == (50, 3)
+    np.testing.assert_allclose(own.sum(1), whole, atol=1000 * CLOSE)
 
 
 @pytest.fixture(scope="module")
