@@ -723,7 +723,7 @@ def local(y):
 def test_latents_inside_the_plate_are_refused_by_name():
     for solver in (PowerEP(), StochasticEP()):
         with pytest.raises(
-            PVIError, match=f"{type(solver).__name__}.*x are inside the partitioned plate.*NaturalGradient"
+            PVIError, match=f"{type(solver).__name__}.*x.* inside the partitioned plate.*NaturalGradient"
         ):
             run(local, [jnp.asarray(COUNTS)], solver, 1)
 
