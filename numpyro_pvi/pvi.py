@@ -161,8 +161,11 @@ class PVI(SVI):
         self._memory = Memory(self._followed)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refused once the PVI is made: a solver put in later would fit nothing, for the rounds are the first one's."""
-        if "_memory" in vars(self):
+        """Refused for what the constructor has set: a solver put in later would fit nothing, for the rounds are the first one's.
+
+        A subclass may still set attributes of its own.
+        """
+        if "_memory" in vars(self) and name in vars(self):
             raise AttributeError(
                 f"PVI.{name} cannot be set on a PVI that is made: what it compiles follows its constructor's arguments. Make a new "
                 "one for another choice; states go on under it by run(..., init_state=state) where guide and groups are the same."

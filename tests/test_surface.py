@@ -84,6 +84,13 @@ class TestSwap:
         pvi.init(KEY, X, Y)
         assert all(vars(pvi)[n] is x for n, x in before.items()) and vars(pvi).keys() == {*before, "_memory"}
 
+        class Named(PVI):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self.name = "mine"
+
+        assert Named(model, ag.AutoNormal(model)).name == "mine"
+
     def test_default_is_ten_random_blocks(self):
         pvi = PVI(model, ag.AutoNormal(model))
         pvi.init(KEY, X, Y)
