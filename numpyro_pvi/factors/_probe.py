@@ -450,6 +450,7 @@ def rays_of(blocks: int) -> Rays:
 
 
 def ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float[Array, "P D"]:
+    """Points along K rays in unconstrained space: their common origin first, then every ray's steps of :func:`ray_steps`."""
     steps = jnp.asarray(ray_steps()[1:], loc.dtype).reshape(len(directions), -1)
     moved = loc + steps[:, :, None] * directions[:, None, :]
     return jnp.concatenate([loc[None], moved.reshape(moved.shape[0] * moved.shape[1], loc.shape[0])])
