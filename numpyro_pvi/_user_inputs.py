@@ -40,7 +40,7 @@ from .factors import (
 )
 from .guides import setup_guide
 from .handlers import Partition, RowAxes
-from .runtime import Engine, Runtime, gradient_jumps
+from .runtime import Engine, Runtime, RuntimeDefaults, gradient_jumps
 from .schedules import Schedule, ScheduleDefaults
 from .solvers import LocalSolver, NaturalGradient, SolverDefaults
 
@@ -157,7 +157,7 @@ def placed(engine: Any, state: PVIState, dynamic: list, static: tuple) -> tuple[
     rows, packing = runtime.place(dynamic, row_axes(state.plan, static), state.packing, not engine.solver.immediate)
     if state.sites.local is not None and packing.chunk_group.shape != state.packing.chunk_group.shape:
         raise StateError(
-            "the state was made by a PVI with another runtime, and what its groups hold of their own rows is laid out for that one: "
+            "the state was made by a PVI with another runtime, and what its groups hold of their own rows is laid out for that: "
             "make it anew with `init`, or go on with the runtime that it was made with."
         )
     rest = runtime.publish(dataclasses.replace(state, packing=None))
@@ -320,7 +320,7 @@ def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, sch
     kinds = (
         (solver, LocalSolver, "solver", SolverDefaults, "numpyro_pvi.solvers"),
         (schedule, Schedule, "schedule", ScheduleDefaults, "numpyro_pvi.schedules"),
-        (runtime, Runtime, "runtime", None, "numpyro_pvi.runtime"),
+        (runtime, Runtime, "runtime", RuntimeDefaults, "numpyro_pvi.runtime"),
     )
     for value, kind, word, base, room in kinds:
         if isinstance(value, type) or not isinstance(value, kind):

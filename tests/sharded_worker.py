@@ -239,7 +239,17 @@ def on_devices():
     found["refusals"] = refusals(runtime)
     with mock.patch("numpyro_pvi.runtime._sharded._total", lambda x, axis: x):
         found["planted sum"] = gap("gradient", Sharded(batch_bytes=1 << 20))
+    checked = functools.partial(_with_check, jax.shard_map)
+    with mock.patch("jax.shard_map", checked):
+        try:
+            found["planted check"] = gap("optimiser", Sharded(batch_bytes=1 << 19))
+        except (ValueError, TypeError):
+            found["planted check"] = None
     return found
+
+
+def _with_check(shard_map, *args, **settings):
+    return shard_map(*args, **{**settings, "check_vma": True})
 
 
 def on_processes(port, rank):

@@ -371,9 +371,7 @@ class LaxMap(RuntimeDefaults):
         return jax.lax.map(lambda xs: solve(*xs), operands)
 
 
-def sum_span(
-    expect: Callable[[Any], Expected], chunks: Any, first: Int[Array, ""], last: Int[Array, ""]
-) -> Expected:
+def sum_span(expect: Callable[[Any], Expected], chunks: Any, first: Int[Array, ""], last: Int[Array, ""]) -> Expected:
     """Add up neighbouring chunks in a loop of as many steps as there are.
 
     Args:

@@ -351,7 +351,9 @@ class Engine(FitsParams):
             found = jax.tree.leaves(self.exact_prior(plan, call)[0]), exact_log_constant(call, part.exact)
             if not part.has_prior_factor:
                 return jax.tree.leaves(found)
-            own = [prior_factor_log_density(call, loc + x, part.prior_latents, part.outside, part.rows) for x in (0, 0.5)]
+            own = [
+                prior_factor_log_density(call, loc + x, part.prior_latents, part.outside, part.rows) for x in (0, 0.5)
+            ]
             return jax.tree.leaves((found, own))
 
         seen = numbers(whole), numbers(part.reading.call(whole, take(packing.chunks, 0)))
@@ -532,7 +534,9 @@ class Engine(FitsParams):
 
         def loss(params):
             # Each device differentiates what its own rows say, and all of them what is not of the rows.
-            rows = at(problem.runtime.shared(params)).rows_elbo_at(moments, noise, carry.evaluation.rule, state.sites.local)
+            rows = at(problem.runtime.shared(params)).rows_elbo_at(
+                moments, noise, carry.evaluation.rule, state.sites.local
+            )
             return -rows - at(params).rest_elbo_at(moments, noise, carry.evaluation.rule)
 
         optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)

@@ -349,7 +349,7 @@ class RowStream:
             )
         if self.packing.places is not None:
             raise PVIError(
-                "Decentralized(mixing='consensus') reads single rows of every agent in turn, which Sharded() has on one device only: "
+                "Decentralized(mixing='consensus') reads single rows of every agent in turn, which Sharded() has on one device: "
                 "write runtime=Vmap(), or mixing='tracking'."
             )
         if self.padded:

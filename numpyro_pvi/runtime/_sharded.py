@@ -61,7 +61,7 @@ class _OwnGroups(RuntimeDefaults):
     def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
         """A group's chunks among those held here; none where they are elsewhere."""
         first = jax.lax.axis_index(self.axis) * count
-        return tuple(jnp.clip(x - first, 0, count) for x in (offsets[group], offsets[group + 1]))
+        return jnp.clip(offsets[group] - first, 0, count), jnp.clip(offsets[group + 1] - first, 0, count)
 
     def holds(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> Any:
         """Whether a group begins here; what fills the devices' shares up may count to it elsewhere."""
@@ -171,7 +171,7 @@ class Sharded(RuntimeDefaults):
                 "Write NaturalGradient(sites='dense'), with a site of D x D numbers a group; or runtime=Vmap()."
             )
         if mechanism != "args" or not isinstance(packing, Packing):
-            how = "by the plate's indices" if mechanism == "index" else "with masks, every group on all rows with the others' masked"
+            how = "with masks, every group on all rows" if mechanism == "mask" else "by the plate's indices"
             raise PVIError(
                 f"Sharded() divides the rows of the arguments among the devices, but this model is read {how}: each device would "
                 "need all of them. Pass the data as arguments whose leading axis is the plate's, and let rows depend on no other "
@@ -205,7 +205,9 @@ class Sharded(RuntimeDefaults):
         ]
         own = _spec(self._axis, 0)
         ends = self.publish((packing.chunk_group, packing.offsets))
-        return placed, Packing(self._put(np.asarray(packing.rows), own), self._put(np.asarray(packing.mask), own), *ends)
+        return placed, Packing(
+            self._put(np.asarray(packing.rows), own), self._put(np.asarray(packing.mask), own), *ends
+        )
 
     def _put(self, array: np.ndarray, spec: PartitionSpec) -> Array:
         return jax.make_array_from_callback(array.shape, NamedSharding(self.devices, spec), lambda index: array[index])
@@ -310,7 +312,7 @@ class Sharded(RuntimeDefaults):
 
 
 class _Placed:
-    """Arrays that were placed before, by the arrays that they were made of; these are immutable, so that one is as its identity says."""
+    """Arrays that were placed before, by the arrays that they were made of: these cannot change, so identity tells."""
 
     def __init__(self) -> None:
         self._known: list[tuple[list, Any, Any]] = []
@@ -353,7 +355,9 @@ def _zeros(shapes: Any, skipped: int) -> Any:
 
     def one(s: Any) -> Array:
         if jnp.issubdtype(s.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(jnp.zeros(jax.eval_shape(jax.random.key_data, s).shape[skipped:], jnp.uint32))
+            return jax.random.wrap_key_data(
+                jnp.zeros(jax.eval_shape(jax.random.key_data, s).shape[skipped:], jnp.uint32)
+            )
         return jnp.zeros(s.shape[skipped:], s.dtype)
 
     return jax.tree.map(one, shapes)
