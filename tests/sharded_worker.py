@@ -36,7 +36,7 @@ LABELS = _random.permutation(np.repeat(np.arange(5), [9, 5, 4, 3, 2]))
 
 def logistic(X, y):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
-    with numpyro.plate("data", ROWS):
+    with numpyro.plate("data", X.shape[0]):
         numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
@@ -49,7 +49,7 @@ def linear(X, y):
 def scaled(X, y):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
     s = numpyro.sample("s", dist.HalfNormal(1))
-    with numpyro.plate("data", X.shape[0]):
+    with numpyro.plate("data", ROWS):
         numpyro.sample("y", dist.Normal(X @ w, s), obs=y)
 
 
