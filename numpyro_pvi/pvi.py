@@ -736,7 +736,7 @@ class PVI(SVI):
         small = reduced(state, self._engine)
         level = self._level(state.plan, dynamic, static)
         small, rows = placed(self._engine, small, dynamic, static)
-        call = engine or self._engine, small, rows, static, *self.runtime.publish((count, tol))
+        call = engine or self._engine, small, rows, static, count, tol
         done = self.runtime.fetch(run_rounds(*call, length=length, fine=fine, level=level))
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):

@@ -205,7 +205,7 @@ def arrivals(runtime):
 
 def whole_run(runtime):
     """``run``, whose rows are placed once, evidence, and a step under ``jit``."""
-    pvi, rows = build(CASES["moments"], runtime)
+    pvi, rows = build(CASES["quadratic"], runtime)
     result = pvi.run(jax.random.key(0), 4, *rows, progress_bar=False)
     state, loss = jax.jit(pvi.update)(result.state, *map(jnp.asarray, rows))
     return [float(result.losses[-1]), float(pvi.log_evidence(result.state, *rows)), float(loss)]

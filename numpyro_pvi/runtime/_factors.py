@@ -18,7 +18,7 @@ from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
 from ..sites import take
 from ..solvers import BatchStep, Derivatives, LocalSolver
-from ._base import Runtime
+from ._base import Runtime, Vmap
 from ._refinement import WideRows
 
 # --------------------------------------------------------------------------------------------------------------- arrays
@@ -61,6 +61,10 @@ class Draws(NamedTuple):
 # Log-likelihoods of a group's rows at points: what stochastic solvers take their steps from, and rounds are tested by.
 
 
+# Where rows are that nobody has placed.
+_HERE = Vmap()
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupRows:
     """The rows of all groups, gathered when they are asked for and never copied as a whole.
@@ -69,15 +73,15 @@ class GroupRows:
         density: ``(chunk, point) -> nats``, the log-likelihood of the rows that a chunk names.
         packing: where each group's rows stand.
         sizes: rows of each group; with ``padded``, those there is room for.
-        runtime: where rows are.
         padded: whether the packing's masks say how many of them there are.
+        runtime: where rows are.
     """
 
     density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
     packing: Packing | GroupMasks
     sizes: tuple[int, ...]
-    runtime: Runtime
     padded: bool = False
+    runtime: Runtime = _HERE
 
     # Rows give derivatives at points.
     pointwise = True

@@ -199,7 +199,7 @@ class FactorReader:
         part, call = self.plan.partition, self.call
         density = partial(_chunk_log_likelihood, part, self.packing, lambda c: part.reading.call(call, c))
         padded = self.plan.padded_rows > 0
-        rows = self.packing, part.table.sizes, self.runtime, padded
+        rows = self.packing, part.table.sizes, padded, self.runtime
         return GroupRows(lambda chunk, point: density((chunk, None), point), *rows)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from .._compiling import is_traced
+from .._compiling import is_traced, on_device
 from ..errors import PVIError
 from ..expectations import Expected
 from ..factors import Packing, even_packing
@@ -226,8 +226,16 @@ class Sharded(RuntimeDefaults):
         return jax.tree.map(one, tree)
 
     def fetch(self, tree: Any) -> Any:
-        """The copy of this process's first device."""
-        return tree if is_traced(tree) else jax.tree.map(lambda x: x.addressable_data(0), tree)
+        """The copy of this process's first device, as arrays that are bound to no device: a program of the user's may take them."""
+
+        def one(x: Array) -> Array:
+            here = x.addressable_data(0)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                data = on_device(jax.random.key_data(here))
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(here))
+            return on_device(here)
+
+        return tree if is_traced(tree) else jax.tree.map(one, tree)
 
     def over_rows(self, program: Callable, rows: list, axes: tuple[int | None, ...], packing: Any, *others: Any) -> Any:
         """The program on every device, with its share of the rows: see :class:`numpyro_pvi.runtime.Runtime`."""
