@@ -78,6 +78,7 @@ class Newcomers:
         drive: ``(progress, dynamic, static, num_steps, tol) -> Run``, compiled rounds.
         solver: the local solver.
         check: whether rows are compared with the untouched model.
+        runtime: where the rows are to be.
     """
 
     model: Callable
@@ -86,6 +87,7 @@ class Newcomers:
     drive: Callable
     solver: Any
     check: bool
+    runtime: Any
 
     def add(self, state: PVIState, label: Hashable, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.add_group`."""
@@ -140,6 +142,8 @@ class Newcomers:
                 stacklevel=7,
             )
         arrival = self.arrival(plan, table, rows)
+        laid = self.runtime.lay_out(arrival.packing, not self.solver.immediate, plan.partition.mechanism)
+        arrival = dataclasses.replace(arrival, packing=laid)
         self.solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), plan.partition.mechanism)
         slots = [position(plan, label) if label in plan.groups else -1 for label in table.labels]
         signature = signature_of(args, kwargs, self.names, plan.signature.by_value)

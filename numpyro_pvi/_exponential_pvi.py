@@ -668,7 +668,8 @@ class ExponentialPVI(PVI, serves=keeps_supports):
             return start_of(self._engine, state, known), None
 
         # What init found is not looked for again.
-        return ProductNewcomers(self.model, positional_names(self.model), start, self._drive, self.solver, False)
+        how = self.solver, False, self.runtime
+        return ProductNewcomers(self.model, positional_names(self.model), start, self._drive, *how)
 
     def add_group(self, state: PVIState, label: Hashable, /, *args: Any, **kwargs: Any) -> PVIState:
         """Add a group of rows beside the sites of all others; see :meth:`PVI.add_group`. Not with latents of the rows' own."""

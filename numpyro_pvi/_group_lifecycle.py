@@ -57,7 +57,7 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
 
 
 def restored(done: PVIState, before: PVIState) -> PVIState:
-    """What a compiled program made of a reduced state, with labels and absent groups put back.
+    """What a compiled program made of a reduced state, with labels, absent groups and the places of the rows put back.
 
     Args:
         done: the program's result.
@@ -67,7 +67,7 @@ def restored(done: PVIState, before: PVIState) -> PVIState:
         The state.
     """
     sites = dataclasses.replace(done.sites, others=before.sites.others)
-    return dataclasses.replace(done, plan=before.plan, sites=sites)
+    return dataclasses.replace(done, plan=before.plan, sites=sites, packing=before.packing)
 
 
 def begin_chains(solver: Any, state: PVIState) -> PVIState:

@@ -40,7 +40,7 @@ from .factors import (
 )
 from .guides import setup_guide
 from .handlers import Partition, RowAxes
-from .runtime import Engine, Runtime, gradient_jumps
+from .runtime import Engine, Runtime, RuntimeDefaults, gradient_jumps
 from .schedules import Schedule, ScheduleDefaults
 from .solvers import LocalSolver, NaturalGradient, SolverDefaults
 
@@ -83,23 +83,85 @@ def constructor_signature(cls: type) -> inspect.Signature:
 
 @functools.partial(owned_jit, static_argnames=("engine", "static", "length", "fine"))
 def run_rounds(engine: Any, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
-    """Engine.rounds on split arguments, compiled."""
-    args, kwargs = join_arguments(dynamic, static)
-    return engine.rounds(state, args, kwargs, count, tol, length, fine)
+    """Engine.rounds on split arguments, compiled; the state comes back without its packing."""
+
+    def program(state, args, kwargs, count, tol):
+        done = engine.rounds(state, args, kwargs, count, tol, length, fine)
+        return done._replace(state=dataclasses.replace(done.state, packing=None))
+
+    return _over_rows(engine, program, state, dynamic, static, count, tol)
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "static", "fine"))
 def evaluate_loss(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool):
     """Engine.loss on split arguments, compiled."""
-    args, kwargs = join_arguments(dynamic, static)
-    return engine.loss(state, args, kwargs, fine)
+
+    def program(state, args, kwargs):
+        return engine.loss(state, args, kwargs, fine)
+
+    return _over_rows(engine, program, state, dynamic, static)
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "static", "fine"))
 def evaluate_evidence(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool):
     """Engine.evidence on split arguments, compiled."""
-    args, kwargs = join_arguments(dynamic, static)
-    return engine.evidence(state, args, kwargs, fine)
+
+    def program(state, args, kwargs):
+        return engine.evidence(state, args, kwargs, fine)
+
+    return _over_rows(engine, program, state, dynamic, static)
+
+
+def _over_rows(engine: Any, program: Callable, state: PVIState, dynamic: list, static: tuple, *others: Any) -> Any:
+    """A program of a state and the model's arguments, where the engine's runtime has the rows."""
+
+    def with_rows(rows, packing, state, *others):
+        args, kwargs = join_arguments(rows, static)
+        return program(dataclasses.replace(state, packing=packing), args, kwargs, *others)
+
+    bare, axes = dataclasses.replace(state, packing=None), row_axes(state.plan, static)
+    return engine.runtime.over_rows(with_rows, dynamic, axes, state.packing, bare, *others)
+
+
+def row_axes(plan: Plan, static: tuple) -> tuple[int | None, ...]:
+    """Of every array of the model's arguments, the axis that runs over the rows, or None.
+
+    Args:
+        plan: the plan.
+        static: the static leaves, which stand between the arrays.
+
+    Returns:
+        One entry per array.
+    """
+    _, kept = static
+    axes = plan.partition.reading.axes or (None,) * len(kept)
+    return tuple(axis for axis, leaf in zip(axes, kept, strict=True) if leaf is None)
+
+
+def placed(engine: Any, state: PVIState, dynamic: list, static: tuple) -> tuple[PVIState, list]:
+    """A state and the model's arrays as programs over rows take them: see :meth:`numpyro_pvi.runtime.Runtime.place`.
+
+    Args:
+        engine: the fit's choices.
+        state: a state.
+        dynamic: arrays of the model's arguments.
+        static: the static leaves.
+
+    Returns:
+        The state and the arrays.
+
+    Raises:
+        StateError: for a state of another runtime's, whose own latents are in other chunks.
+    """
+    runtime = engine.runtime
+    rows, packing = runtime.place(dynamic, row_axes(state.plan, static), state.packing, not engine.solver.immediate)
+    if state.sites.local is not None and packing.chunk_group.shape != state.packing.chunk_group.shape:
+        raise StateError(
+            "the state was made by a PVI with another runtime, and what its groups hold of their own rows is laid out for that: "
+            "make it anew with `init`, or go on with the runtime that it was made with."
+        )
+    rest = runtime.publish(dataclasses.replace(state, packing=None))
+    return dataclasses.replace(rest, packing=packing), rows
 
 
 # Evaluations of the model that the start of a fit makes, about.
@@ -158,10 +220,11 @@ def evidence_of(engine: Any, state: PVIState, arguments: tuple, loss: Callable, 
         return (value, error) if with_error else value
     dynamic, static = rows_of(state.plan, *arguments)
     fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
-    value, error, missed = evaluate_evidence(engine, state, dynamic, static, fine=fine)
-    if not fine and bool(missed):
-        value, error, _ = evaluate_evidence(engine, state, dynamic, static, fine=True)
-    return (value, error) if with_error else value
+    state, dynamic = placed(engine, state, dynamic, static)
+    found = engine.runtime.fetch(evaluate_evidence(engine, state, dynamic, static, fine=fine))
+    if not fine and bool(found[2]):
+        found = engine.runtime.fetch(evaluate_evidence(engine, state, dynamic, static, fine=True))
+    return found[:2] if with_error else found[0]
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "plan", "static", "mode"))
@@ -189,6 +252,38 @@ def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tu
     return gradient_jumps(
         engine, plan, packing, args, kwargs, params, jnp.asarray(loc, dtype), jnp.asarray(sd, dtype), key
     )
+
+
+@functools.partial(owned_jit, static_argnames=("engine", "plan", "static"))
+def _prior_gap(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc):
+    """How far the prior is another on one chunk of rows than on all, and the size of its numbers."""
+    args, kwargs = join_arguments(dynamic, static)
+    return engine.prior_gap(plan, packing, args, kwargs, optim_state, jnp.asarray(loc, float_dtype()))
+
+
+def refuse_prior_of_rows(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc) -> None:
+    """Raise where rows are on several devices and the prior depends on them, so that no device could evaluate it.
+
+    Args:
+        engine: the fit's choices.
+        plan: the plan.
+        packing: rows of each chunk.
+        dynamic: arrays of the model's arguments.
+        static: the static leaves.
+        optim_state: of the model's params, or None.
+        loc: Float[D] prior location, near which the prior is looked at.
+
+    Raises:
+        PVIError: saying what to write.
+    """
+    if engine.runtime.alone is engine.runtime or plan.rows is not None:
+        return
+    gap, size = _prior_gap(engine, plan, packing, dynamic, static, optim_state, loc, level="cheap")
+    if float(gap) > 1e-3 * float(size):
+        raise PVIError(
+            "the model's prior depends on the rows of its arguments (a scale that is X.std(), say), and no device of Sharded() has "
+            "all of them: compute that number beforehand and pass it as an argument of its own; or write runtime=Vmap()."
+        )
 
 
 _EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtime": "Vmap()"}
@@ -225,7 +320,7 @@ def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, sch
     kinds = (
         (solver, LocalSolver, "solver", SolverDefaults, "numpyro_pvi.solvers"),
         (schedule, Schedule, "schedule", ScheduleDefaults, "numpyro_pvi.schedules"),
-        (runtime, Runtime, "runtime", None, "numpyro_pvi.runtime"),
+        (runtime, Runtime, "runtime", RuntimeDefaults, "numpyro_pvi.runtime"),
     )
     for value, kind, word, base, room in kinds:
         if isinstance(value, type) or not isinstance(value, kind):

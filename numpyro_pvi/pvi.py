@@ -57,7 +57,9 @@ from ._user_inputs import (
     introduce,
     level_for,
     open_call,
+    placed,
     positional_names,
+    refuse_prior_of_rows,
     refuse_two_starts,
     run_rounds,
     serves_none,
@@ -238,6 +240,10 @@ class PVI(SVI):
             plan = dataclasses.replace(plan, partition=planned.plan)
         arguments = dynamic, static
         plan = choose_rows(self._engine, self.guide, plan, planned, opening.trace, arguments, init_params, plan_key)
+        how = not self.solver.immediate, planned.plan.mechanism, plan.rows is not None
+        packing = self.runtime.lay_out(planned.packing, *how)
+        planned = dataclasses.replace(planned, packing=packing)
+        refuse_prior_of_rows(self._engine, plan, packing, dynamic, static, optim_state, planned.prior_loc)
         local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
 
         def start(plan, mode=None):
@@ -729,8 +735,9 @@ class PVI(SVI):
         state = with_prior_of_now(self, state, dynamic, static)
         small = reduced(state, self._engine)
         level = self._level(state.plan, dynamic, static)
-        call = engine or self._engine, small, dynamic, static, count, tol
-        done = run_rounds(*call, length=length, fine=fine, level=level)
+        small, rows = placed(self._engine, small, dynamic, static)
+        call = engine or self._engine, small, rows, static, count, tol
+        done = self.runtime.fetch(run_rounds(*call, length=length, fine=fine, level=level))
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
@@ -744,10 +751,12 @@ class PVI(SVI):
     def _loss_under(self, engine: Any, state: PVIState, dynamic: list, static: tuple) -> Float[Array, ""]:
         state = with_prior_of_now(self, state, dynamic, static)
         fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
-        call, level = (engine, state, dynamic, static), self._level(state.plan, dynamic, static)
-        loss, missed = evaluate_loss(*call, fine=fine, level=level)
+        level = self._level(state.plan, dynamic, static)
+        state, dynamic = placed(engine, state, dynamic, static)
+        call = engine, state, dynamic, static
+        loss, missed = self.runtime.fetch(evaluate_loss(*call, fine=fine, level=level))
         if not fine and bool(missed):
-            loss, _ = evaluate_loss(*call, fine=True, level=level)
+            loss, _ = self.runtime.fetch(evaluate_loss(*call, fine=True, level=level))
         return loss
 
     def _level(self, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:
@@ -779,7 +788,8 @@ class PVI(SVI):
             return arrive_groups(self._engine, small, dynamic, static, known, mode=mode)
 
         check = self.partition is None or self.partition.check
-        return Newcomers(self.model, positional_names(self.model), start, self._drive, self.solver, check)
+        how = self.solver, check, self.runtime
+        return Newcomers(self.model, positional_names(self.model), start, self._drive, *how)
 
     def _named(self, state: PVIState) -> PVIState:
         self._memory.labels = state.groups

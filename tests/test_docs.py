@@ -23,6 +23,7 @@ PAGES = (
     "gaussian_processes_streaming",
     "saving",
     "families",
+    "several_devices",
 )
 
 

@@ -201,7 +201,9 @@ def test_khat_without_groups_is_the_whole_one():
     class Whole:
         def khat(self, state, *args, by_group=False, **kwargs):
             if by_group:
-                raise PVIError("khat(by_group=True) is not there for latents inside the partitioned plate: they are no part of it.")
+                raise PVIError(
+                    "khat(by_group=True) is not there for latents inside the partitioned plate: they are no part of it."
+                )
             return 0.3
 
     ax = plot_khat(Whole(), None, rng_key=KEY)

@@ -11,7 +11,7 @@ from ._arguments import (
     signature_of,
     split_arguments,
 )
-from ._chunks import GroupMasks, Packing, Reading, choose_chunk_rows, gather_rows, pack_rows, slice_rows
+from ._chunks import GroupMasks, Packing, Reading, choose_chunk_rows, even_packing, gather_rows, pack_rows, slice_rows
 from ._enumerate import enumerated, summed_out
 from ._log_densities import (
     Claim,
@@ -139,6 +139,7 @@ __all__ = [
     "exact_prior",
     "explained",
     "forms_of",
+    "even_packing",
     "gather_rows",
     "is_affine",
     "is_latent",

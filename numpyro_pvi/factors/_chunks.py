@@ -47,17 +47,26 @@ class Packing:
         mask: True where a slot holds a row, False where it is padding. Every row is in exactly one such slot.
         chunk_group: Position of each chunk's group in the group table; ascending.
         offsets: First chunk of each group, and the number of chunks at the end; G = M + 1 entries.
+        places: Where each slot's row stands in the arguments, where these hold the rows in the order of the slots (one device's
+            share of them, where there are several: `rows`, `mask` and `places` are then of its own chunks, E of them, and
+            `chunk_group` and `offsets` of all); None where rows stand at their plate index.
     """
 
-    rows: Int[Array, "C R"]
-    mask: Bool[Array, "C R"]
+    rows: Int[Array, "E R"]
+    mask: Bool[Array, "E R"]
     chunk_group: Int[Array, " C"]
     offsets: Int[Array, " G"]
+    places: Int[Array, "E R"] | None = None
 
     @property
-    def chunks(self) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
-        """What identifies each chunk: its rows, and which of them are no padding."""
-        return self.rows, self.mask
+    def chunks(self) -> tuple[Int[Array, "E R"], Bool[Array, "E R"]]:
+        """What identifies each chunk: where its rows stand, and which of them are no padding."""
+        return self.stands, self.mask
+
+    @property
+    def stands(self) -> Int[Array, "E R"]:
+        """Where each slot's row stands in the arguments."""
+        return self.rows if self.places is None else self.places
 
     def first_rows(self) -> Int[Array, " M"]:
         """Index of every group's first row."""
@@ -146,7 +155,67 @@ def gather_rows(leaf: Shaped[Array, "..."], packing: Packing, axis: int = 0) -> 
     if not -leaf.ndim <= axis < leaf.ndim:
         raise DataError(f"an array of shape {leaf.shape} has no axis {axis} for its rows.")
     axis %= leaf.ndim
+    if packing.places is not None:
+        # They stand in the order of the slots already.
+        shape = leaf.shape[:axis] + packing.places.shape + leaf.shape[axis + 1 :]
+        return jnp.moveaxis(jnp.reshape(leaf, shape), axis, 0)
     return jnp.moveaxis(jnp.take(leaf, packing.rows, axis=axis), axis, 0)
+
+
+def even_packing(packing: Packing, parts: int, whole: bool) -> Packing:
+    """Fill a packing up with empty chunks until it falls into parts of as many chunks.
+
+    Args:
+        packing: rows of each chunk, on the host.
+        parts: how many parts.
+        whole: whether all chunks of a group have to be in one part.
+
+    Returns:
+        The packing; empty chunks count to the group before them. One that is so already is handed back.
+    """
+    rows, mask, group = (np.asarray(x) for x in (packing.rows, packing.mask, packing.chunk_group))
+    kept = mask.any(axis=1)
+    if not kept.any():
+        return packing
+    full = np.flatnonzero(kept)
+    count = len(packing.offsets) - 1
+    if whole:
+        ends = _even_ends(np.bincount(group[full], minlength=count), parts)
+    else:
+        ends = np.minimum(-(-len(full) // parts) * np.arange(1, parts + 1), len(full))
+    starts = np.concatenate([[0], ends[:-1]])
+    slots = starts[:, None] + np.arange(int(max(ends - starts)))
+    held = (slots < ends[:, None]).reshape(-1)
+    # What fills a part up is empty, and counts to the last group so far.
+    source = full[np.minimum(slots, ends[:, None] - 1).reshape(-1)]
+    filled = mask[source] & held[:, None]
+    if filled.shape == mask.shape and np.array_equal(filled, mask) and np.array_equal(group[source], group):
+        return packing
+    return Packing(
+        rows=on_device(rows[source], np.int32),
+        mask=on_device(filled),
+        chunk_group=on_device(group[source], np.int32),
+        offsets=on_device(np.searchsorted(group[source], np.arange(count + 1)), np.int32),
+    )
+
+
+def _even_ends(chunks: np.ndarray, parts: int) -> np.ndarray:
+    """Ends of runs of whole groups, in chunks: those whose longest run is shortest, found by halving its length."""
+    ends = np.cumsum(chunks)
+
+    def cut(limit: int) -> np.ndarray:
+        found, done = [], 0
+        for _ in range(parts):
+            place = int(np.searchsorted(ends, done + limit, side="right"))
+            done = int(ends[place - 1]) if place else done
+            found.append(done)
+        return np.asarray(found)
+
+    low, high = int(chunks.max()), int(ends[-1])
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if cut(middle)[-1] == ends[-1] else (middle + 1, high)
+    return cut(low)
 
 
 def _candidates(rows_of: np.ndarray, shortest: int, safe: int) -> np.ndarray:

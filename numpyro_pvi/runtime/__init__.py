@@ -1,6 +1,6 @@
 """Runtimes: where the groups' passes over their rows are run."""
 
-from ._base import LaxMap, Runtime, Vmap
+from ._base import LaxMap, Runtime, RuntimeDefaults, Vmap
 from ._engine import Engine, RoundsDone, gradient_jumps
 from ._factors import FactorData
 from ._local import LocalProblem
@@ -21,6 +21,7 @@ from ._product_rounds import ProductMemory
 from ._product_subset import Labels, is_partial, most_groups
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
+from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread
 from ._tilted import by_chains, chains_wanted, with_chains
 from ._verification import factor_values
@@ -42,7 +43,9 @@ __all__ = [
     "RowLatent",
     "RowMatches",
     "Runtime",
+    "RuntimeDefaults",
     "SAMPLED_WAYS",
+    "Sharded",
     "Vmap",
     "apart",
     "best_of_short_runs",

@@ -23,7 +23,98 @@ class Runtime(Protocol):
     Frozen and hashable (settings only). Results do not depend on the runtime beyond rounding. Functions handed in are
     pure and traceable; a runtime across machines evaluates them where a group's rows live and moves only their small
     arguments (q, a site, a key) and results.
+
+    Programs over rows run between :meth:`lay_out` and :meth:`fetch`: rows are placed once, everything else (q, sites, memories,
+    what groups know of their own latents) is on every device alike, and each device runs the same program over the chunks that
+    it holds. Within that program :meth:`span`, :meth:`mine`, :meth:`total` and :meth:`gathered` are where the devices' shares
+    meet. On one device they are nothing: :class:`RuntimeDefaults` answers for those.
     """
+
+    @property
+    def alone(self) -> Runtime:
+        """The runtime of programs that have all rows on one device: planning, starts, verification."""
+        ...
+
+    @property
+    def within(self) -> Runtime:
+        """The runtime inside a group's visit that a device makes by itself: the group's rows are all its own."""
+        ...
+
+    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
+        """The packing whose chunks can be divided among the devices; refuses one that cannot.
+
+        Args:
+            packing: rows of each chunk, or masks.
+            whole: whether a group's chunks have to be on one device, for visits that read its rows again and again.
+            mechanism: how a model's rows are read: "args", "index" or "mask".
+            by_rows: whether sites are two numbers per row, and q is made of all of them.
+        """
+        ...
+
+    def place(self, rows: list, axes: tuple[int | None, ...], packing: Any, whole: bool) -> tuple[list, Any]:
+        """The model's arrays and the packing as programs over rows take them; the same arrays are placed once.
+
+        Args:
+            rows: arrays of the model's arguments.
+            axes: of each, the axis that runs over the rows, or None.
+            packing: rows of each chunk, laid out where it is not.
+            whole: as of :meth:`lay_out`.
+        """
+        ...
+
+    def publish(self, tree: Any) -> Any:
+        """What is on every device alike, put there."""
+        ...
+
+    def fetch(self, tree: Any) -> Any:
+        """What is on every device alike, as arrays of one."""
+        ...
+
+    def over_rows(self, program: Callable, rows: list, axes: tuple[int | None, ...], packing: Any, *others: Any) -> Any:
+        """``program(rows, packing, *others)``, on every device with its share of the rows and of the packing.
+
+        Args:
+            program: traceable; its results are the same on every device.
+            rows: what :meth:`place` made of the arrays.
+            axes: of each, the axis that runs over the rows, or None.
+            packing: what :meth:`place` made of the packing.
+            others: on every device alike.
+        """
+        ...
+
+    def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
+        """First chunk of a group among those held here, and past its last.
+
+        Args:
+            offsets: first chunk of each group among all, and C.
+            group: which.
+            count: how many chunks are held here.
+        """
+        ...
+
+    def holds(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> Any:
+        """Whether a group begins here: True on one of the devices."""
+        ...
+
+    def mine(self, tree: Any, count: int) -> Any:
+        """Of arrays with a leading axis of all chunks, the ``count`` that are held here."""
+        ...
+
+    def gathered(self, tree: Any) -> Any:
+        """The inverse of :meth:`mine`: for what groups hold of their rows, never for the rows."""
+        ...
+
+    def total(self, tree: Any, holds: Any = True) -> Any:
+        """Sums over the devices, of those of them for which ``holds``."""
+        ...
+
+    def total_expected(self, found: Expected) -> Expected:
+        """The same for expectations, whose widest predictor is the widest of any device."""
+        ...
+
+    def shared(self, tree: Any) -> Any:
+        """What every device knows alike, for a sum over rows that is differentiated by it in reverse mode."""
+        ...
 
     def sum_chunks(
         self,
@@ -47,18 +138,121 @@ class Runtime(Protocol):
         """
         ...
 
-    def map_groups(self, solve: Callable[..., Any], operands: Any, reads_rows: bool) -> Any:
+    def sum_group(
+        self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
+    ) -> Expected:
+        """Evaluate one group's chunks and add the results up.
+
+        Args:
+            expect: one chunk's arrays to its expectations.
+            chunks: arrays with a leading axis of the chunks held here, sorted by group.
+            offsets: first chunk of each group among all, and C.
+            group: which group.
+
+        Returns:
+            The group's expectations.
+        """
+        ...
+
+    def map_groups(
+        self,
+        solve: Callable[..., Any],
+        operands: Any,
+        reads_rows: bool,
+        side_by_side: bool = False,
+        holds: Any = True,
+    ) -> Any:
         """Run a per-group computation on stacked operands.
 
         Args:
-            solve: one group's operands to its result.
+            solve: one group's operands to its result; where it reads rows, under :attr:`within`.
             operands: a tuple of pytrees with a leading group axis M.
             reads_rows: whether ``solve`` passes over the group's rows.
+            side_by_side: whether it may do so for all groups in one vectorised program.
+            holds: Bool[M], whose rows are held here.
 
         Returns:
             Results with a leading group axis M.
         """
         ...
+
+
+# ------------------------------------------------------------------------------------------------------------ one device
+
+
+class RuntimeDefaults:
+    """What runtimes of one device answer where devices would meet: there is nothing to meet. A base class to derive from."""
+
+    @property
+    def alone(self) -> Any:
+        """All rows are here."""
+        return self
+
+    @property
+    def within(self) -> Any:
+        """All groups are here."""
+        return self
+
+    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
+        """As it is."""
+        del whole, mechanism, by_rows
+        return packing
+
+    def place(self, rows: list, axes: tuple[int | None, ...], packing: Any, whole: bool) -> tuple[list, Any]:
+        """As they are."""
+        del axes, whole
+        return rows, packing
+
+    def publish(self, tree: Any) -> Any:
+        """As it is."""
+        return tree
+
+    def fetch(self, tree: Any) -> Any:
+        """As it is."""
+        return tree
+
+    def over_rows(self, program: Callable, rows: list, axes: tuple[int | None, ...], packing: Any, *others: Any) -> Any:
+        """The program itself."""
+        del axes
+        return program(rows, packing, *others)
+
+    def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
+        """All of the group's chunks."""
+        del count
+        return offsets[group], offsets[group + 1]
+
+    def holds(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> Any:
+        """Every group is here."""
+        del offsets, group, count
+        return True
+
+    def mine(self, tree: Any, count: int) -> Any:
+        """All of it."""
+        del count
+        return tree
+
+    def gathered(self, tree: Any) -> Any:
+        """As it is."""
+        return tree
+
+    def total(self, tree: Any, holds: Any = True) -> Any:
+        """The sum of one."""
+        del holds
+        return tree
+
+    def total_expected(self, found: Expected) -> Expected:
+        """The sum of one."""
+        return found
+
+    def shared(self, tree: Any) -> Any:
+        """As it is."""
+        return tree
+
+    def sum_group(
+        self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
+    ) -> Expected:
+        """In a loop over the group's chunks."""
+        return sum_span(expect, chunks, offsets[group], offsets[group + 1])
 
 
 # ------------------------------------------------------------------------------------------------------ two ways to run
@@ -69,7 +263,7 @@ _LARGE_RESULTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Vmap:
+class Vmap(RuntimeDefaults):
     """All chunks in one vectorised program, in batches whose arrays stay below ``batch_bytes``.
 
     Args:
@@ -96,6 +290,19 @@ class Vmap:
         working_bytes: int,
     ) -> Expected:
         """Evaluate chunks in batches: see :class:`numpyro_pvi.runtime.Runtime`."""
+        one_each = chunk_group.shape[0] == offsets.shape[0] - 1
+        return self.sum_held(expect, chunks, chunk_group, offsets, working_bytes, one_each)
+
+    def sum_held(
+        self,
+        expect: Callable[[Any], Expected],
+        chunks: Any,
+        chunk_group: Int[Array, "C"],
+        offsets: Int[Array, "ends"],
+        working_bytes: int,
+        one_each: bool,
+    ) -> Expected:
+        """The same where groups may have no chunk among them; ``one_each`` says that every group has exactly one."""
         count, num_groups = chunk_group.shape[0], offsets.shape[0] - 1
         batch = self._batch_size(chunks, count, working_bytes)
         if batch == 1 and num_groups < count and self._results_are_large(expect, chunks, count):
@@ -105,11 +312,19 @@ class Vmap:
             results = jax.vmap(expect)(chunks)
         else:
             results = jax.lax.map(expect, chunks, batch_size=batch if batch > 1 else None)
-        return results if count == num_groups else sum_by_group(results, chunk_group, num_groups)
+        return results if one_each else sum_by_group(results, chunk_group, num_groups)
 
-    def map_groups(self, solve: Callable[..., Any], operands: Any, reads_rows: bool) -> Any:
+    def map_groups(
+        self,
+        solve: Callable[..., Any],
+        operands: Any,
+        reads_rows: bool,
+        side_by_side: bool = False,
+        holds: Any = True,
+    ) -> Any:
         """Vectorise over groups, or loop when each reads rows of its own (groups differ in their number of chunks)."""
-        if reads_rows:
+        del holds
+        if reads_rows and not side_by_side:
             return jax.lax.map(lambda xs: solve(*xs), operands)
         return jax.vmap(solve)(*operands)
 
@@ -124,7 +339,7 @@ class Vmap:
 
 
 @dataclasses.dataclass(frozen=True)
-class LaxMap:
+class LaxMap(RuntimeDefaults):
     """One chunk after another: the least temporary memory, one group's result at a time."""
 
     def sum_chunks(
@@ -141,31 +356,33 @@ class LaxMap:
         if jax.eval_shape(expect, first).local is not None:
             # What rows want of their own latents is kept, not summed, so each chunk leaves its result.
             return sum_by_group(jax.lax.map(expect, chunks), chunk_group, offsets.shape[0] - 1)
-        return jax.lax.map(lambda m: sum_one_group(expect, chunks, offsets, m), jnp.arange(offsets.shape[0] - 1))
+        return jax.lax.map(lambda m: self.sum_group(expect, chunks, offsets, m), jnp.arange(offsets.shape[0] - 1))
 
-    def map_groups(self, solve: Callable[..., Any], operands: Any, reads_rows: bool) -> Any:
+    def map_groups(
+        self,
+        solve: Callable[..., Any],
+        operands: Any,
+        reads_rows: bool,
+        side_by_side: bool = False,
+        holds: Any = True,
+    ) -> Any:
         """Loop over groups."""
-        del reads_rows
+        del reads_rows, side_by_side, holds
         return jax.lax.map(lambda xs: solve(*xs), operands)
 
 
-def sum_one_group(
-    expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
-) -> Expected:
-    """Add up one group's chunks in a loop of as many steps as the group has chunks.
+def sum_span(expect: Callable[[Any], Expected], chunks: Any, first: Int[Array, ""], last: Int[Array, ""]) -> Expected:
+    """Add up neighbouring chunks in a loop of as many steps as there are.
 
     Args:
         expect: one chunk's arrays to its expectations.
-        chunks: arrays with a leading chunk axis C, sorted by group.
-        offsets: first chunk of each group, and C.
-        group: which group.
+        chunks: arrays with a leading chunk axis.
+        first: the first of them.
+        last: past the last.
 
     Returns:
-        The group's expectations.
+        The sum of their expectations; zero where there are none.
     """
-    first = offsets[group]
     shapes = jax.eval_shape(expect, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.fori_loop(
-        first, offsets[group + 1], lambda c, total: add_expected(total, expect(take(chunks, c))), zero
-    )
+    return jax.lax.fori_loop(first, last, lambda c, total: add_expected(total, expect(take(chunks, c))), zero)

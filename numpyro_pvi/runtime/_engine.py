@@ -23,16 +23,17 @@ from ..factors import (
     exact_diagonal_prior,
     exact_log_constant,
     exact_prior,
+    prior_factor_log_density,
     read_row_prior,
 )
 from ..schedules import Evaluation, Points, RoundCarry, RoundReport, Schedule, empty_report, finished, sound
-from ..sites import SiteStack, posterior, sum_slots, tie
+from ..sites import SiteStack, posterior, sum_slots, take, tie
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._factors import Draws, FactorData
 from ._local import LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
-from ._programs import FactorReader, RowStream, first_conditionals, whole_call
+from ._programs import FactorReader, RowStream, beside_rows, first_conditionals, whole_call
 from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
 from ._row_problem import RowProblem, first_numbers, row_problem
 from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
@@ -293,18 +294,20 @@ class Engine(FitsParams):
             if prior is None:
                 prior = read_row_prior(call, part, packing, plan.rows == "latents"), None
             return row_problem(plan, call, prior[0], self.solver, packing.offsets.shape[0] - 1, num_rules)
-        natural, exact = prior if prior is not None else self.exact_prior(plan, call)[:2]
-        reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
+        few = beside_rows(part, packing, call)
+        natural, exact = prior if prior is not None else self.exact_prior(plan, few)[:2]
+        runtime = self.runtime_of(packing)
+        reader = FactorReader(plan, call, packing, self.solver, runtime, self.num_particles, num_rules)
         program, chunks, group, offsets = reader.likelihood()
         prior_program, prior_data = reader.prior_factor()
-        partition = -exact_log_constant(call, part.exact)
+        partition = -exact_log_constant(few, part.exact)
         data = FactorData(chunks, group, offsets, prior_data, natural, exact, partition, others)
         quadratic = part.likelihood == "quadratic"
         units = None if part.local is None else (part.local.size, part.local.width)
         return LocalProblem(
             plan.family,
             self.solver,
-            self.runtime,
+            runtime,
             program,
             prior_program,
             quadratic,
@@ -313,12 +316,49 @@ class Engine(FitsParams):
             units=units,
             rows=reader.group_rows(),
             labels=part.table.labels,
-            stream=RowStream(part, call, packing, plan.padded_rows > 0),
+            stream=RowStream(part, call, packing, runtime, plan.padded_rows > 0),
+            one_chunk_each=part.num_chunks == part.table.num_groups,
             most_chunks=most_chunks(part.table.sizes, packing),
             longest=max(part.table.sizes),
             chained=plan.chained,
             wide=wide_rows(plan, program, self.solver, packing, reader.chunk_of_rows),
         )
+
+    def runtime_of(self, packing: Packing | GroupMasks) -> Runtime:
+        """Where the rows of a packing are read: on the devices that they were placed on, or on the one where all of them are."""
+        placed = isinstance(packing, Packing) and packing.places is not None
+        return self.runtime if placed else self.runtime.alone
+
+    def prior_gap(self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, optim_state: Any, loc: Array) -> Any:
+        """How far the prior is another on the rows of one chunk than on all of them, at a point.
+
+        Args:
+            plan: the static plan.
+            packing: rows of each chunk.
+            args: positional arguments (arrays).
+            kwargs: keyword arguments.
+            optim_state: of the params, or None.
+            loc: where the prior is looked at.
+
+        Returns:
+            The largest difference of its numbers, and the largest of them (1 at least).
+        """
+        part = plan.partition
+        params = self.constrain(plan, args, kwargs, optim_state)
+        whole = whole_call(self.model, part, args, kwargs, params)
+
+        def numbers(call: ModelCall) -> list[Array]:
+            found = jax.tree.leaves(self.exact_prior(plan, call)[0]), exact_log_constant(call, part.exact)
+            if not part.has_prior_factor:
+                return jax.tree.leaves(found)
+            own = [
+                prior_factor_log_density(call, loc + x, part.prior_latents, part.outside, part.rows) for x in (0, 0.5)
+            ]
+            return jax.tree.leaves((found, own))
+
+        seen = numbers(whole), numbers(part.reading.call(whole, take(packing.chunks, 0)))
+        gaps = jnp.stack([jnp.max(jnp.abs(a - b)) for a, b in zip(*seen, strict=True)])
+        return jnp.max(gaps), jnp.max(jnp.stack([jnp.ones((), loc.dtype), *(jnp.max(jnp.abs(x)) for x in seen[0])]))
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
         """Read the exactly held prior off the model.
@@ -489,12 +529,19 @@ class Engine(FitsParams):
         moments = carry.evaluation.moments
         noise = self.noise(problem, state.rng_key)
 
+        def at(params) -> Any:
+            return self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
+
         def loss(params):
-            at: Any = self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
-            return -at.elbo_at(moments, noise, carry.evaluation.rule, state.sites.local)
+            # Each device differentiates what its own rows say, and all of them what is not of the rows.
+            rows = at(problem.runtime.shared(params)).rows_elbo_at(
+                moments, noise, carry.evaluation.rule, state.sites.local
+            )
+            return -rows - at(params).rest_elbo_at(moments, noise, carry.evaluation.rule)
 
         optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)
-        call = whole_call(self.model, state.plan.partition, args, kwargs, params)
+        part = state.plan.partition
+        call = beside_rows(part, state.packing, whole_call(self.model, part, args, kwargs, params))
         prior = self.exact_prior(state.plan, call)[0]
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
 from ..sites import take
 from ..solvers import BatchStep, Derivatives, LocalSolver
-from ._base import Runtime
+from ._base import Runtime, Vmap
 from ._refinement import WideRows
 
 # --------------------------------------------------------------------------------------------------------------- arrays
@@ -60,6 +61,10 @@ class Draws(NamedTuple):
 # Log-likelihoods of a group's rows at points: what stochastic solvers take their steps from, and rounds are tested by.
 
 
+# Where rows are that nobody has placed.
+_HERE = Vmap()
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupRows:
     """The rows of all groups, gathered when they are asked for and never copied as a whole.
@@ -69,12 +74,14 @@ class GroupRows:
         packing: where each group's rows stand.
         sizes: rows of each group; with ``padded``, those there is room for.
         padded: whether the packing's masks say how many of them there are.
+        runtime: where rows are.
     """
 
     density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
     packing: Packing | GroupMasks
     sizes: tuple[int, ...]
     padded: bool = False
+    runtime: Runtime = _HERE
 
     # Rows give derivatives at points.
     pointwise = True
@@ -88,8 +95,14 @@ class GroupRows:
         """Rows of one group: a number known beforehand where it is the same for all."""
         if self.padded and isinstance(self.packing, Packing):
             counts = jnp.sum(self.packing.mask, axis=1, dtype=jnp.int32)
-            return jax.ops.segment_sum(counts, self.packing.chunk_group, len(self.sizes))[group]
+            owner = self.runtime.mine(self.packing.chunk_group, self.held)
+            return self.runtime.total(jax.ops.segment_sum(counts, owner, len(self.sizes)))[group]
         return self.sizes[0] if self.equal else jnp.asarray(self.sizes, jnp.int32)[group]
+
+    @property
+    def held(self) -> int:
+        """How many chunks are here."""
+        return jax.tree.leaves(self.packing.chunks)[0].shape[0]
 
     def derivatives(
         self, group: Int[Array, ""], points: Float[Array, "S D"], rows: Int[Array, "B"] | None, hessian: bool
@@ -109,32 +122,38 @@ class GroupRows:
         # Masks have no rows to take; settings that ask for some are refused beforehand.
         if rows is None or isinstance(packing, GroupMasks):
             return self._all(group, points, hessian)
-        length = packing.rows.shape[1]
-        taken = packing.rows[packing.offsets[group] + rows // length, rows % length]
-        return self._at((taken, jnp.ones(taken.shape, bool)), points, hessian)
+        length, runtime = packing.rows.shape[1], self.runtime
+        first, _ = runtime.span(packing.offsets, group, self.held)
+        taken = packing.stands[first + rows // length, rows % length]
+        found = self._at((taken, jnp.ones(taken.shape, bool)), points, hessian)
+        return runtime.total(found, runtime.holds(packing.offsets, group, self.held))
 
     def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
         """Each group's log-likelihood in nats, averaged over points; one chunk of rows at a time."""
-        chunks, owner, count = self.packing.chunks, self.packing.chunk_group, len(self.sizes)
+        chunks, count = self.packing.chunks, len(self.sizes)
+        owner = self.runtime.mine(self.packing.chunk_group, self.held)
 
         def one(chunk):
             if points.shape[0] == 1:
                 return self.density(chunk, points[0])
             return jnp.mean(jax.lax.map(lambda point: self.density(chunk, point), points))
 
-        return jax.ops.segment_sum(jax.lax.map(one, chunks), owner, count, indices_are_sorted=True)
+        values = jax.ops.segment_sum(jax.lax.map(one, chunks), owner, count, indices_are_sorted=True)
+        return self.runtime.total(values)
 
     def _all(self, group, points, hessian: bool) -> Derivatives:
-        chunks, offsets = self.packing.chunks, self.packing.offsets
+        chunks, offsets, runtime = self.packing.chunks, self.packing.offsets, self.runtime
+        span = runtime.span(offsets, group, self.held)
         if offsets.shape[0] - 1 == self.packing.chunk_group.shape[0]:
-            return self._at(take(chunks, group), points, hessian)
+            found = self._at(take(chunks, span[0]), points, hessian)
+            return runtime.total(found, runtime.holds(offsets, group, self.held))
         shapes = jax.eval_shape(lambda: self._at(take(chunks, 0), points, hessian))
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
         def add(chunk, total):
             return jax.tree.map(jnp.add, total, self._at(take(chunks, chunk), points, hessian))
 
-        return jax.lax.fori_loop(offsets[group], offsets[group + 1], add, zero)
+        return runtime.total(jax.lax.fori_loop(*span, add, zero))
 
     def _at(self, chunk, points, hessian: bool) -> Derivatives:
         def one(point):
@@ -168,6 +187,7 @@ class Factors:
         labels: the groups' labels, in the order of every stacked array.
         known: which groups had a site before their rows came back; None when none had.
         stream: the groups' rows one by one.
+        one_chunk_each: whether every group is one chunk.
         most_chunks: chunks of the largest group where sizes are known beforehand, else 0.
         longest: its rows, likewise.
         chained: whether chains are compiled in beside weighted draws.
@@ -187,6 +207,7 @@ class Factors:
     labels: tuple = ()
     known: Bool[Array, "M"] | None = None
     stream: Any = None
+    one_chunk_each: bool = False
     most_chunks: int = 0
     longest: int = 0
     chained: bool = False
@@ -211,6 +232,43 @@ class Factors:
     def tied(self) -> bool:
         """Whether all groups share one site."""
         return self.solver.tied
+
+    @property
+    def passes(self) -> Runtime:
+        """Where passes over what programs read are run; a quadratic likelihood leaves as little as a site, which is everywhere."""
+        return self.runtime.alone if self.quadratic else self.runtime
+
+    @property
+    def held(self) -> int:
+        """How many of the chunks are here."""
+        return jax.tree.leaves(self.data.chunks)[0].shape[0]
+
+    def span(self, index: Int[Array, "*k"]) -> tuple[Any, Any]:
+        """First chunk of a group among those that are here, and past its last."""
+        return self.passes.span(self.data.offsets, index, self.held)
+
+    def map_groups(self, solve: Callable, operands: Any, reads_rows: bool, side_by_side: bool = False) -> Any:
+        """A computation for many groups, each where its rows are.
+
+        Args:
+            solve: these factors as one device sees them that visits groups of its own, and a group's operands, to its result.
+            operands: a tuple of pytrees with a leading group axis, the groups' places the first.
+            reads_rows: whether it passes over the group's rows.
+            side_by_side: whether it may do so for all groups in one vectorised program.
+
+        Returns:
+            Results with a leading group axis.
+        """
+        runtime = self.passes if self.rows is None else self.runtime
+        if not reads_rows:
+            return runtime.map_groups(partial(solve, self), operands, False)
+        rows = None if self.rows is None else dataclasses.replace(self.rows, runtime=runtime.within)
+        own = dataclasses.replace(self, runtime=runtime.within, rows=rows)
+        if self.rows is None:
+            holds = runtime.holds(self.data.offsets, operands[0], self.held)
+        else:
+            holds = runtime.holds(self.rows.packing.offsets, operands[0], self.rows.held)
+        return runtime.map_groups(partial(solve, own), operands, True, side_by_side, holds)
 
     @property
     def num_groups(self) -> int:

@@ -24,7 +24,6 @@ from ..families import GaussianFamily, GaussianMoments, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule, move_in_nats
 from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, tie
 from ..solvers import LocalResult
-from ._base import sum_one_group
 from ._factors import Draws, Factors, GroupFactor
 from ._local_latents import chunks_with, conditionals_proposal, visit_with_locals
 from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
@@ -290,8 +289,10 @@ class LocalProblem(Factors):
         slots = None if apart is None else apart.slots
         return Evaluation(q, moments, groups, prior, rest, values + rest, size, rule, missed, own, slots)
 
-    def elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
-        """The global ELBO at a fixed q under a fixed quadrature rule: reverse-mode differentiable in the factors' arrays.
+    def rows_elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
+        """What the rows add to the global ELBO at a fixed q under a fixed quadrature rule.
+
+        Reverse-mode differentiable in the factors' arrays, as :meth:`rest_elbo_at` is, which is the other part.
 
         Args:
             moments: q.
@@ -300,17 +301,31 @@ class LocalProblem(Factors):
             local: what groups hold of their local latents, or None.
 
         Returns:
-            The ELBO in nats.
+            Nats.
         """
-        draws, prior_draws = (self.draws_of(p, noise, rule) for p in (self.program, self.prior_program))
+        draws = self.draws_of(self.program, noise, rule)
         # A static rule: loops of traced length have no reverse mode.
         level = len(FIXED_RULES) - 1
         values = jax.lax.map(
             lambda chunk: self.program.expected(chunk, moments, None, level, draws, False).value,
-            chunks_with(self.data.chunks, local),
+            chunks_with(self, local),
         )
-        prior = self.prior_expected(moments, None, level, prior_draws, False)
-        return jnp.sum(values) + self.rest(moments) + (0.0 if prior is None else prior.value)
+        return self.passes.total(jnp.sum(values))
+
+    def rest_elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule) -> Float[Array, ""]:
+        """What is not of the rows: prior and entropy.
+
+        Args:
+            moments: q.
+            noise: the round's draws, or None.
+            rule: says which points are in use where there is no structure.
+
+        Returns:
+            Nats.
+        """
+        draws = self.draws_of(self.prior_program, noise, rule)
+        prior = self.prior_expected(moments, None, len(FIXED_RULES) - 1, draws, False)
+        return self.rest(moments) + (0.0 if prior is None else prior.value)
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites for all groups, and the given site (or None) for the prior factor."""
@@ -350,8 +365,8 @@ class LocalProblem(Factors):
         keys = jax.random.split(key, self.num_groups)
         noise = self._visit_noise(key, noise)
 
-        def solve(index, site, state, key, start):
-            factor = self._factor(index, evaluation.rule, noise)
+        def solve(problem, index, site, state, key, start):
+            factor = problem._factor(index, evaluation.rule, noise)
             rest = cavity(evaluation.q, site)
             return self.solver.solve(factor, rest, site, state, key, start=start, guarded=True)
 
@@ -359,7 +374,8 @@ class LocalProblem(Factors):
         operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, start)
         if only is not None:
             operands = jax.tree.map(lambda x: x[only], operands)
-        return self.runtime.map_groups(solve, operands, reads_rows=self._solver_reads_rows)
+        reads = self.rows is not None or self.solver.rereads
+        return self.map_groups(solve, operands, reads_rows=reads, side_by_side=self._side_by_side)
 
     def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
         """What all groups propose together, gone on with by the rows set apart: see :func:`refine`."""
@@ -412,16 +428,14 @@ class LocalProblem(Factors):
         return noise._replace(pairs=jax.random.normal(jax.random.fold_in(key, 1), shape, self.dtype))
 
     @property
-    def _solver_reads_rows(self) -> bool:
-        if self.rows is not None:
-            # Side by side while the working set of all visits stays small, and where they are equally long.
-            size = _VISIT_VECTORS * self.num_groups * self.family.dim * self.dtype.itemsize
-            return size > _SIDE_BY_SIDE or not self.rows.equal
-        return self.solver.rereads
+    def _side_by_side(self) -> bool:
+        """Whether visits that read single rows run side by side: while the working set of all stays small, and equally long."""
+        size = _VISIT_VECTORS * self.num_groups * self.family.dim * self.dtype.itemsize
+        return self.rows is not None and size <= _SIDE_BY_SIDE and self.rows.equal
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
         """A pass over all chunks but rows set apart, summed by group; with local latents, integrated out of the targets."""
-        data, chunks = self.data, chunks_with(self.data.chunks, local)
+        data, chunks = self.data, chunks_with(self, local)
         if apart is not None:
             chunks = self.wide.without(chunks, apart.slots)
         if isinstance(self.program, MaskedLocalProgram | MaskedIntegratedProgram):
@@ -430,7 +444,7 @@ class LocalProblem(Factors):
             working = self.program.working_bytes(chunks)
             # Runtimes may ask for its shapes first: one trace serves both.
             expect = jax.jit(expect, inline=True)
-            found = self.runtime.sum_chunks(expect, chunks, data.chunk_group, data.offsets, working)
+            found = self.passes.sum_chunks(expect, chunks, data.chunk_group, data.offsets, working)
         if found.local is None:
             return found
         joint = LocalSites(found.target, found.local)
@@ -458,7 +472,7 @@ class LocalProblem(Factors):
                 )
                 if self.quadratic:
                     return expect(jax.tree.map(lambda x: x[index], self.data.chunks))
-                return sum_one_group(expect, self.data.chunks, self.data.offsets, index)
+                return self.runtime.sum_group(expect, self.data.chunks, self.data.offsets, index)
 
             return escalated(at, rule, self.num_rules)
 

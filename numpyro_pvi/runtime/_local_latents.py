@@ -40,32 +40,33 @@ _ROUNDING = 20
 class _Move:
     """One group's way from where its sites are to its natural-gradient target.
 
-    ``old`` and ``shared`` are the joint sites' part over theta, there and at the target; ``local.rows`` and ``rows`` those of
-    the group's own latents given theta.
+    ``old`` and ``shared`` are the joint sites' part over theta, there and at the target; ``mine`` and ``rows`` those of
+    the group's own latents given theta, in the chunks that are here.
     """
 
     problem: Factors
-    # The group's chunks, first and past the last.
+    # The group's chunks that are here, first and past the last.
     span: tuple
     q: Any
     site: Any
     old: GaussianNatural
     shared: GaussianNatural
-    local: LocalSites
+    mine: Any
     rows: Any
     noise: Any
 
     def site_at(self, step: Float[Array, ""]) -> GaussianNatural:
         """The site over theta, the group's own latents integrated out, at a share of the way."""
         joint = damp(self.old, self.shared, step)
-        if not self.local.rows.full:
+        if not self.mine.full:
             return joint
 
         def subtract(c, total: GaussianNatural) -> GaussianNatural:
             vector, matrix = schur_complement(self._rows_at(c, step))
             return GaussianNatural(total.precision_mean - vector, total.precision - matrix)
 
-        return jax.lax.fori_loop(*self.span, subtract, joint)
+        zero = jax.tree.map(jnp.zeros_like, joint)
+        return joint + self.problem.runtime.total(jax.lax.fori_loop(*self.span, subtract, zero))
 
     def usable(self, new: GaussianNatural) -> Bool[Array, ""]:
         """Whether q is normalisable with this site."""
@@ -89,7 +90,8 @@ class _Move:
             return total + self.problem.program.expected(chunk, moments, None, 0, self.noise, False).value
 
         zero = jnp.zeros((), moments.loc.dtype)
-        found = Expected(jax.lax.fori_loop(*self.span, add, zero), None, None, zero, zero, zero)
+        value = self.problem.runtime.total(jax.lax.fori_loop(*self.span, add, zero))
+        found = Expected(value, None, None, zero, zero, zero)
         energy, _ = local_free_energy(family, found, new, q, moments)
         return moments.valid & jnp.isfinite(found.value) & ((energy >= least) | ~jnp.isfinite(least))
 
@@ -97,13 +99,13 @@ class _Move:
         """The own latents' sites of all groups, with this group's moved."""
 
         def settle(c, kept):
-            mixed = select(moved, self._rows_at(c, step), take(self.local.rows, c))
+            mixed = select(moved, self._rows_at(c, step), take(self.mine, c))
             return jax.tree.map(lambda x, value: x.at[c].set(value), kept, mixed)
 
-        return jax.lax.fori_loop(*self.span, settle, self.local.rows)
+        return self.problem.runtime.gathered(jax.lax.fori_loop(*self.span, settle, self.mine))
 
     def _rows_at(self, c: Any, step: Float[Array, ""]) -> Any:
-        return damp(take(self.local.rows, c), take(self.rows, c), step)
+        return damp(take(self.mine, c), take(self.rows, c), step)
 
 
 def visit_with_locals(
@@ -138,18 +140,19 @@ def visit_with_locals(
     """
     family, data = problem.family, problem.data
     moments, old, draws = family.moments(q), take(local.shared, index), problem.draws_of(problem.program, noise, rule)
-    span = data.offsets[index], data.offsets[index + 1]
+    span, mine = problem.span(index), problem.runtime.mine(local.rows, problem.held)
 
     def expect(c, carry):
         value, shared, rows = carry
-        chunk = LocalChunk(*take(data.chunks, c), take(local.rows, c))
+        chunk = LocalChunk(*take(data.chunks, c), take(mine, c))
         found = problem.program.expected(chunk, moments, None, 0, draws, False)
         rows = jax.tree.map(lambda x, new: x.at[c].set(new), rows, found.local)
         return value + found.value, shared + found.target, rows
 
     zero = family.zeros((), moments.loc.dtype)
-    value, shared, rows = jax.lax.fori_loop(*span, expect, (jnp.zeros((), moments.loc.dtype), zero, local.rows))
-    move = _Move(problem, span, q, site, old, shared, local, rows, draws)
+    value, shared, rows = jax.lax.fori_loop(*span, expect, (jnp.zeros((), moments.loc.dtype), zero, mine))
+    value, shared = problem.runtime.total((value, shared))
+    move = _Move(problem, span, q, site, old, shared, mine, rows, draws)
     least = move.least_energy(value) if alone else None
 
     def attempt(step, tries):
@@ -164,8 +167,8 @@ def visit_with_locals(
     )
     moved = found & jnp.isfinite(value)
     step = jnp.where(moved, step, 0.0)
-    mine = select(moved, damp(old, shared, step), old)
-    joint = jax.tree.map(lambda x, value: x.at[index].set(value), local.shared, mine)
+    kept = select(moved, damp(old, shared, step), old)
+    joint = jax.tree.map(lambda x, value: x.at[index].set(value), local.shared, kept)
     return LocalResult(select(moved, new, site), state, tries, moved), LocalSites(joint, move.settled(step, moved))
 
 
@@ -290,13 +293,15 @@ def at_conditionals(problem: Factors, local: Any) -> Factors:
     """The factors with what q says of their groups' own latents in the chunks, where integrals are searched from."""
     if not isinstance(local, OwnConditionals):
         return problem
-    chunks = LocalChunk(*problem.data.chunks, local.rows)
-    return dataclasses.replace(problem, data=dataclasses.replace(problem.data, chunks=chunks))
+    return dataclasses.replace(problem, data=dataclasses.replace(problem.data, chunks=chunks_with(problem, local)))
 
 
-def chunks_with(chunks: Any, local: Any) -> Any:
+def chunks_with(problem: Factors, local: Any) -> Any:
     """Chunks with what groups hold of their own latents; sites of single rows are the solver's own."""
-    return LocalChunk(*chunks, local.rows) if isinstance(local, LocalSites | OwnConditionals) else chunks
+    chunks = problem.data.chunks
+    if not isinstance(local, LocalSites | OwnConditionals):
+        return chunks
+    return LocalChunk(*chunks, problem.runtime.mine(local.rows, problem.held))
 
 
 def conditionals_at(problem: Factors, q: Any, local: OwnConditionals) -> OwnConditionals:
@@ -310,10 +315,11 @@ def conditionals_at(problem: Factors, q: Any, local: OwnConditionals) -> OwnCond
     Returns:
         The conditionals.
     """
-    moments, chunks = problem.family.moments(q), chunks_with(problem.data.chunks, local)
+    moments, chunks = problem.family.moments(q), chunks_with(problem, local)
     if isinstance(problem.program, MaskedIntegratedProgram):
         return OwnConditionals(problem.program.match_all(chunks, q, moments))
-    return OwnConditionals(jax.lax.map(lambda chunk: problem.program.match(chunk, q, moments), chunks))
+    found = jax.lax.map(lambda chunk: problem.program.match(chunk, q, moments), chunks)
+    return OwnConditionals(problem.runtime.gathered(found))
 
 
 def conditionals_proposal(problem: Factors, carry: RoundCarry, moved: Bool[Array, "M"]) -> OwnConditionals | None:
@@ -338,14 +344,14 @@ def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: A
     """
     if not isinstance(local, OwnConditionals):
         return local
-    moments, chunks = problem.family.moments(q), chunks_with(problem.data.chunks, local)
+    moments, chunks = problem.family.moments(q), chunks_with(problem, local)
 
     def settle(c, rows):
         found = problem.program.match(take(chunks, c), q, moments)
         return jax.tree.map(lambda x, new: x.at[c].set(new), rows, found)
 
-    span = problem.data.offsets[index], problem.data.offsets[index + 1]
-    return OwnConditionals(jax.lax.fori_loop(*span, settle, local.rows))
+    mine = problem.runtime.mine(local.rows, problem.held)
+    return OwnConditionals(problem.runtime.gathered(jax.lax.fori_loop(*problem.span(index), settle, mine)))
 
 
 # ------------------------------------------------------------------------------------------------------- shared points

@@ -95,17 +95,16 @@ def visit_all_moments(
     if shares_points(problem, method_of(problem, False)):
         together = look_together(problem, method_of(problem, False), q, jax.random.fold_in(key, 1))
 
-    def solve_group(index, site, state, key):
+    def solve_group(problem, index, site, state, key):
         factor = whole_factor(problem, index, rule, None if together is None else together(index))
         return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
 
     if problem.tied:
-        return _visit_all_tied(problem, solve_group, carry, keys)
+        return _visit_all_tied(problem, partial(solve_group, problem), carry, keys)
     operands = (jnp.arange(problem.num_groups), carry.sites.groups, carry.solver, keys)
     if only is not None:
         operands = jax.tree.map(lambda x: x[only], operands)
-    alike = problem.quadratic or side_by_side(problem)
-    return problem.runtime.map_groups(solve_group, operands, reads_rows=not alike)
+    return problem.map_groups(solve_group, operands, not problem.quadratic, side_by_side(problem))
 
 
 def _visit_all_tied(problem: Factors, solve_group: Any, carry: RoundCarry, keys: Any) -> LocalResult:
@@ -134,14 +133,14 @@ def visit_group_moments(
         factor = whole_factor(at_conditionals(problem, local), index, rule)
         result = problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
         return result._replace(step=None), conditionals_after(problem, index, cavity(q, site) + result.site, local)
-    moments = problem.family.moments(q)
+    moments, mine = problem.family.moments(q), problem.runtime.mine(local, problem.held)
 
     def at(level):
         def add(c, carry):
             total, rows = carry
             program, chunk = with_arrays(problem.program, take(problem.data.chunks, c))
             new = tilted_rows(
-                program, chunk, take(local, c), moments, settings_of(problem).power, level, problem.num_rules
+                program, chunk, take(mine, c), moments, settings_of(problem).power, level, problem.num_rules
             )
             rows = jax.tree.map(lambda x, y: x.at[c].set(y), rows, new.local)
             new = dataclasses.replace(new, local=None)
@@ -150,9 +149,8 @@ def visit_group_moments(
 
         start = jax.eval_shape(lambda: _one_chunk(problem, local, moments, level))
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(start, local=None))
-        span = problem.data.offsets[index], problem.data.offsets[index + 1]
-        total, rows = jax.lax.fori_loop(*span, add, (zero, local * 0.0))
-        return dataclasses.replace(total, local=rows)
+        total, rows = jax.lax.fori_loop(*problem.span(index), add, (zero, mine * 0.0))
+        return dataclasses.replace(problem.runtime.total_expected(total), local=problem.runtime.gathered(rows))
 
     found = escalated(at, cheaper_rule(rule), problem.num_rules)
     old = problem.family.symmetrise(found.target.old)
@@ -189,7 +187,7 @@ def all_rows(problem: Factors, q: Any, local: RowSites, rule: Rule) -> Expected:
     working = problem.program.working_bytes(data.chunks)
 
     def at(level):
-        chunks = (data.chunks, local)
+        chunks = (data.chunks, problem.runtime.mine(local, problem.held))
         return problem.runtime.sum_chunks(partial(expect, level=level), chunks, data.chunk_group, data.offsets, working)
 
     return escalated(at, cheaper_rule(rule), problem.num_rules)
@@ -269,15 +267,14 @@ def evidence(
     else:
         count = problem.num_groups
 
-        def look(index, state, key):
+        def look(problem, index, state, key):
             at, power = vantage(state)
             site = tied_site(sites.groups, count) if problem.tied else take(sites.groups, index)
             one = whole_factor(problem, index, tight).tilted(at, site, power, key, getattr(state, "chains", None))
             return one.value, one.variance, one.missed
 
         operands = (jnp.arange(count), solver[0], jax.random.split(group_key, count))
-        alike = problem.quadratic or side_by_side(problem)
-        found = problem.runtime.map_groups(look, operands, reads_rows=not alike)
+        found = problem.map_groups(look, operands, not problem.quadratic, side_by_side(problem))
         value, variance, missed = jnp.sum(found[0]), jnp.sum(found[1]), jnp.any(found[2])
     if problem.has_prior_factor:
         at, power = vantage(solver[1])

@@ -38,6 +38,7 @@ from ..factors import (
     row_log_likelihood,
 )
 from ..families import ConditionalNatural, GaussianMoments, MultivariateNormalFamily
+from ..sites import take
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._factors import GroupRows
@@ -109,7 +110,8 @@ class FactorReader:
         if part.params or isinstance(packing, GroupMasks):
             # Params are differentiated, where a runtime's loop of traced length has no reverse mode; and masks hold all
             # rows, of which one group at a time is enough.
-            found = sum_by_group(jax.lax.map(read, packing.chunks), groups, count - 1)
+            owner = self.runtime.mine(groups, jax.tree.leaves(packing.chunks)[0].shape[0])
+            found = self.runtime.total(sum_by_group(jax.lax.map(read, packing.chunks), owner, count - 1))
         else:
             found = self.runtime.sum_chunks(read, packing.chunks, groups, offsets, 0)
         return QuadraticProgram(reader, family), found, jnp.arange(count - 1), jnp.arange(count)
@@ -177,6 +179,7 @@ class FactorReader:
         """The program and the arrays of the prior factor; a pair of None when there is none."""
         plan, call, num_rules = self.plan, self.call, self.num_rules
         part = plan.partition
+        call = beside_rows(part, self.packing, call)
         if not part.has_prior_factor:
             return None, None
         if part.prior_kind == "affine":
@@ -196,13 +199,21 @@ class FactorReader:
         part, call = self.plan.partition, self.call
         density = partial(_chunk_log_likelihood, part, self.packing, lambda c: part.reading.call(call, c))
         padded = self.plan.padded_rows > 0
-        return GroupRows(lambda chunk, point: density((chunk, None), point), self.packing, part.table.sizes, padded)
+        rows = self.packing, part.table.sizes, padded, self.runtime
+        return GroupRows(lambda chunk, point: density((chunk, None), point), *rows)
 
 
 def whole_call(model: Callable, part: PartitionPlan, args: tuple, kwargs: dict, params: dict) -> ModelCall:
     """The model on all rows; its local latents, if any, at zero: what they touch is read chunk by chunk."""
     own = None if part.local is None else jnp.zeros((part.local.size, part.local.width))
     return ModelCall(part.model(model), part.layout, args, kwargs, params, part.local, own)
+
+
+def beside_rows(part: PartitionPlan, packing: Packing | GroupMasks, call: ModelCall) -> ModelCall:
+    """The model for what is not of its rows, its prior: on all rows, or on one chunk of those that a device holds."""
+    if isinstance(packing, GroupMasks) or packing.places is None:
+        return call
+    return part.reading.call(call, take(packing.chunks, 0))
 
 
 def _unit_slots(part: PartitionPlan, packing: Packing | GroupMasks) -> tuple[Int[Array, "C R"], Bool[Array, "C R"]]:
@@ -285,12 +296,14 @@ class RowStream:
         part: the static plan.
         call: the model on all rows.
         packing: where each group's rows stand.
+        runtime: where they are.
         padded: whether rows were filled up after a group came, so that the plan does not know how many there are.
     """
 
     part: PartitionPlan
     call: ModelCall
     packing: Any
+    runtime: Runtime
     padded: bool = False
 
     @property
@@ -300,7 +313,13 @@ class RowStream:
 
     def first_rows(self) -> Int[Array, "M"]:
         """Index of every group's first row."""
-        return self.packing.first_rows()
+        packing, runtime = self.packing, self.runtime
+        if not isinstance(packing, Packing):
+            return packing.first_rows()
+        # A chunk's padding repeats its own first row.
+        groups, held = jnp.arange(len(self.sizes)), packing.rows.shape[0]
+        first, _ = runtime.span(packing.offsets, groups, held)
+        return runtime.total(jnp.min(packing.rows, axis=1)[first], runtime.holds(packing.offsets, groups, held))
 
     def program(self, expectation: str) -> RowProgram:
         """How a row's expectations are taken.
@@ -327,6 +346,11 @@ class RowStream:
             raise PVIError(
                 "Decentralized(mixing='consensus') reads rows one by one, but this model is read with masks: pass the data as "
                 "arguments whose leading axis is the plate's, or index them by the plate's value."
+            )
+        if self.packing.places is not None:
+            raise PVIError(
+                "Decentralized(mixing='consensus') reads single rows of every agent in turn, which Sharded() has on one device: "
+                "write runtime=Vmap(), or mixing='tracking'."
             )
         if self.padded:
             raise PVIError(

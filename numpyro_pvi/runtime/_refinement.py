@@ -269,6 +269,9 @@ def wide_rows(plan: Any, program: Any, solver: Any, packing: Any, read: Callable
     """
     if not isinstance(program, AffineProgram) or not isinstance(packing, Packing) or plan.partition.local is not None:
         return None
+    if packing.places is not None:
+        # The widest of all rows are on any device; to know them would be to gather a number of every row, and then them.
+        return None
     family, size = plan.family, packing.rows.size
     if not (family.full and solver.immediate and size >= LEAST_ROWS and family.dim <= MOST_LATENTS):
         return None

@@ -214,18 +214,21 @@ def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable],
     """
     data, program = problem.data, problem.program
     chunks = data.chunk_group.shape[0]
+    first, last = problem.span(index)
     if problem.quadratic or chunks == problem.num_groups:
-        own = take(data.chunks, index)
-        return lambda look: look(program, own)
+        own, here = take(data.chunks, first), problem.passes.holds(data.offsets, index, problem.held)
+        return lambda look: problem.passes.total(look(program, own), here)
     if side_by_side(problem):
-        places = data.offsets[index] + jnp.arange(problem.most_chunks)
-        mine = places < data.offsets[index + 1]
+        places = first + jnp.arange(problem.most_chunks)
+        mine = places < last
         # Filled up with the group's first chunk, whose numbers are finite wherever the group's are.
-        picked = take(data.chunks, jnp.where(mine, places, data.offsets[index]))
+        picked = take(data.chunks, jnp.where(mine, places, first))
 
         def add_up(look: Callable) -> Any:
             found = jax.vmap(lambda chunk: look(program, chunk))(picked)
-            return jax.tree.map(lambda x: jnp.sum(jnp.where(_like(mine, x), x, 0.0), axis=0), found)
+            return problem.runtime.total(
+                jax.tree.map(lambda x: jnp.sum(jnp.where(_like(mine, x), x, 0.0), axis=0), found)
+            )
 
         return add_up
 
@@ -236,7 +239,7 @@ def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable],
         def add(c, sums):
             return jax.tree.map(jnp.add, sums, look(program, take(data.chunks, c)))
 
-        return jax.lax.fori_loop(data.offsets[index], data.offsets[index + 1], add, zero)
+        return problem.runtime.total(jax.lax.fori_loop(first, last, add, zero))
 
     return total
 
@@ -429,8 +432,7 @@ def _single_rows(problem: Factors) -> bool:
     # One element a group: its tilted distribution differs from the cavity in one predictor only.
     if not isinstance(problem.program, AffineProgram) or len(problem.program.terms) != 1:
         return False
-    mask = problem.data.chunks[0][1]
-    return mask.shape == (problem.num_groups, 1)
+    return problem.one_chunk_each and problem.data.chunks[0][1].shape[1:] == (1,)
 
 
 def _own_values(program: Any) -> bool:
@@ -583,7 +585,8 @@ def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Ca
     if method_of(problem, False) != "row":
         return group_factor(problem, index, looked)
     family = problem.family
-    program, chunk = with_arrays(problem.program, take(problem.data.chunks, index))
+    here = problem.runtime.holds(problem.data.offsets, index, problem.held)
+    program, chunk = with_arrays(problem.program, take(problem.data.chunks, problem.span(index)[0]))
 
     def moments_of(q, site, power, key, memory):
         del key, memory
@@ -594,7 +597,7 @@ def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Ca
             cheaper_rule(rule),
             problem.num_rules,
         )
-        tilted = of_rows(found, rule)
+        tilted = problem.runtime.total(of_rows(found, rule), here)
         shift = (family.log_partition(rest) - family.log_partition(q)) / power
         usable = tilted.valid & moments.valid
         return tilted._replace(change=tilted.change - site, value=tilted.value + shift, valid=usable)

@@ -354,6 +354,7 @@ MOST_UNBUILT_FEATURES = 3
 RUNTIMES: dict[str, Verdict] = {
     "Vmap": Verdict(HOLDS, "the reference"),
     "LaxMap": Verdict(HOLDS, "the same sums, one chunk at a time"),
+    "Sharded": Verdict(HOLDS, "the same sums, those of every device added up (tests/test_sharded.py)"),
 }
 
 # Laws that compare several fits are checked in files of their own.
