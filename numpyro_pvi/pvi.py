@@ -741,10 +741,12 @@ class PVI(SVI):
     def _read_prior(self, state: PVIState, dynamic: list, static: tuple) -> Any:
         return read_prior(self._engine, state, dynamic, static)
 
-    def _loss_under(self, engine: Any, state: PVIState, dynamic: list, static: tuple) -> Float[Array, ""]:
+    def _loss_under(
+        self, engine: Any, state: PVIState, dynamic: list, static: tuple, often: bool = True
+    ) -> Float[Array, ""]:
         state = with_prior_of_now(self, state, dynamic, static)
         fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
-        call, level = (engine, state, dynamic, static), self._level(state.plan, dynamic, static)
+        call, level = (engine, state, dynamic, static), self._level(state.plan, dynamic, static, often)
         loss, missed = evaluate_loss(*call, fine=fine, level=level)
         if not fine and bool(missed):
             loss, _ = evaluate_loss(*call, fine=True, level=level)
