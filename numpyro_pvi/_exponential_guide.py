@@ -20,6 +20,7 @@ from numpyro.distributions.util import periodic_repeat
 from numpyro.infer import init_to_median
 from numpyro.infer.autoguide import AutoGuide
 
+from ._compiling import look
 from .errors import GuideError, lacking
 from .families import (
     BernoulliFamily,
@@ -96,13 +97,27 @@ def make_latent(name: str, fn: Any, given: Any) -> Latent:
         GuideError: where there is no family, or one with other shapes or another support.
     """
     family = _family_of(name, fn, given)
-    member, rank = _bare(family.to_distribution(_start(name, family, fn, given is not None)))
-    kind = type(member)
-    if kind is MarkovNormal:
-        return Latent(family, kind, rank, *_chain_start(member))
-    wanted = _PARAMETERS.get(kind) or tuple(kind.arg_constraints)
-    start = {p: jnp.asarray(getattr(member, p)) for p in wanted}
-    return Latent(family, kind, rank, start, {p: kind.arg_constraints[p] for p in wanted})
+    conjugate = _is_member(family, fn, given is not None)
+    origin = fn if conjugate else _matched(name, family, fn)
+    about: list[Any] = []
+
+    def read(origin: Any) -> dict[str, Array]:
+        natural = family.from_distribution(origin) if conjugate else origin
+        member, rank = _bare(family.to_distribution(natural))
+        kind = type(member)
+        if kind is MarkovNormal:
+            start, constraint = _chain_start(member)
+        else:
+            wanted = _PARAMETERS.get(kind) or tuple(kind.arg_constraints)
+            start = {p: jnp.asarray(getattr(member, p)) for p in wanted}
+            constraint = {p: kind.arg_constraints[p] for p in wanted}
+        about[:] = kind, rank, constraint
+        return start
+
+    # One program: by themselves these are dozens, as many as the family has operations.
+    start = look(read, origin)
+    kind, rank, constraint = about
+    return Latent(family, kind, rank, {p: start[p] for p in constraint}, constraint)
 
 
 def _family_of(name: str, fn: dist.Distribution, given: Any) -> Family:
@@ -161,13 +176,16 @@ def _same_interval(one: Any, other: Any) -> bool:
     return all((a is None) == (b is None) and (a is None or bool(np.all(a == b))) for a, b in zip(*ends, strict=True))
 
 
-def _start(name: str, family: Family, fn: Any, given: bool) -> Any:
-    """The prior as a member of the family, or the member with the prior's mean statistics, by draws."""
+def _is_member(family: Family, fn: Any, given: bool) -> bool:
+    """Whether a prior is a member of the family, so that q may start there."""
     try:
-        if (not given or fn.support.is_discrete) and family_for(fn) == family:
-            return family.from_distribution(fn)
+        return (not given or fn.support.is_discrete) and family_for(fn) == family
     except GuideError:
-        pass
+        return False
+
+
+def _matched(name: str, family: Family, fn: Any) -> Any:
+    """The member of the family with the prior's mean statistics, by draws."""
     draws = fn.sample(jax.random.key(0), (NUM_MATCHED,))
     member = family.to_distribution
     mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), family.sufficient_statistics(draws))

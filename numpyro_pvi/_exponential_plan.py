@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from . import families
 from ._closures import other_family
-from ._compiling import Program, look
+from ._compiling import Program, look, on_device
 from ._exponential_guide import AutoExponentialFamily
 from ._state import Plan
 from .errors import GuideError, PVIError, StateError
@@ -148,7 +148,7 @@ def components_of(guide: AutoExponentialFamily, latents: dict[str, tuple[int, ..
             f"{', '.join(f'{n} {shape}' for n, shape in differ)}. Make a fresh one, AutoExponentialFamily(model), from the model "
             "given to PVI."
         )
-    families, start = {}, {}
+    families: dict[str, Any] = {}
     for name, latent in guide._latents.items():
         fn: Any = guide.prototype_trace[name]["fn"]
         if fn.support.is_discrete and support_of(latent.family) is None:
@@ -157,8 +157,12 @@ def components_of(guide: AutoExponentialFamily, latents: dict[str, tuple[int, ..
                 f"write families={{{name!r}: CategoricalFamily(n)}} or BernoulliFamily(), or marginalise it in the model."
             )
         families[name] = repeated(latent.family, fn.batch_shape)
-        start[name] = families[name].from_distribution(latent.member(latent.start))
-    blocks = []
+    given = {name: latent.start for name, latent in guide._latents.items()}
+
+    def members(given: dict) -> dict:
+        return {n: families[n].from_distribution(guide._latents[n].member(x)) for n, x in given.items()}
+
+    start, blocks = look(members, given), []
     for block in guide._blocks:
         name = "+".join(block.names)
         blocks.append(JointBlock(name, block.names, block.shapes))
@@ -219,7 +223,7 @@ def plan_product(
     held = {n: x for n, x in held.items() if n not in factors}
     exact = tuple(sorted(held))
     plan = dataclasses.replace(plan, exact=exact)
-    prior = ProductNatural({n: held.get(n, jax.tree.map(jnp.zeros_like, x)) for n, x in components.start.parts.items()})
+    prior = ProductNatural({n: held[n] if n in held else _zeros(x) for n, x in components.start.parts.items()})
 
     structure = partial(_structure, plan, components, key, expectation, (away or {}, call.params))
 
@@ -239,9 +243,7 @@ def plan_product(
 
         prior_factor = structure(prior_terms, "prior factor", partial(_sites, plan, call, False))
         zero = {*held, *plan.row_axes}
-        base_site = ProductNatural(
-            {n: jax.tree.map(jnp.zeros_like, x) if n in zero else x for n, x in components.start.parts.items()}
-        )
+        base_site = ProductNatural({n: _zeros(x) if n in zero else x for n, x in components.start.parts.items()})
     partition = dataclasses.replace(
         part,
         likelihood="draws",
@@ -396,7 +398,7 @@ def product_prior_now(guide: AutoExponentialFamily, plan: ProductPlan, call: Val
         if name not in held:
             raise other_family(name)
     kept = {n: x for n, x in held.items() if n in plan.exact}
-    return ProductNatural({n: kept.get(n, jax.tree.map(jnp.zeros_like, x)) for n, x in components.start.parts.items()})
+    return ProductNatural({n: kept[n] if n in kept else _zeros(x) for n, x in components.start.parts.items()})
 
 
 def _exact_prior(components: Components, call: ValueCall, key: Any) -> tuple[dict[str, Any], bool]:
@@ -410,14 +412,19 @@ def _exact_prior(components: Components, call: ValueCall, key: Any) -> tuple[dic
         return prior_members(dataclasses.replace(call, params=params), components.family, components.blocks, values)
 
     family, start = components.family, components.start
-    values = [look(lambda k: probe_values(family, start, k), jax.random.fold_in(key, i)) for i in (100, 101)]
+    values = look(lambda k: [probe_values(family, start, jax.random.fold_in(k, i)) for i in (100, 101)], key)
     # The params are any: what holds, holds for all of their values.
     closed, shapes = jax.make_jaxpr(read, return_shape=True)(values[0], call.params)
     tree, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     own = [unmarked() for _ in jax.tree.leaves(call.params)]
     flat = forms_of(closed, [*(marked("latents") for _ in jax.tree.leaves(values[0])), *own])
     forms = {name: jax.tree.leaves(own, is_leaf=_is_form) for name, own in jax.tree.unflatten(tree, flat).items()}
-    one, other = (jax.tree.unflatten(tree, look(run, *jax.tree.leaves((x, call.params)))) for x in values)
+
+    def at(*leaves: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = jax.tree.unflatten(tree, run(*leaves))
+        return found, {name: families[name].in_domain(natural) for name, natural in found.items()}
+
+    (one, valid), (other, _) = (look(at, *jax.tree.leaves((x, call.params))) for x in values)
 
     def same(a: Any, b: Any) -> bool:
         return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
@@ -425,11 +432,14 @@ def _exact_prior(components: Components, call: ValueCall, key: Any) -> tuple[dic
     held = {
         name: natural
         for name, natural in one.items()
-        if not any(form.kink for form in forms[name])
-        and same(natural, other[name])
-        and bool(families[name].in_domain(natural))
+        if not any(form.kink for form in forms[name]) and same(natural, other[name]) and bool(valid[name])
     }
     return held, all(form.constant for name in held for form in forms[name])
+
+
+def _zeros(natural: Any) -> Any:
+    """Zero natural parameters of the same shapes, made on the host."""
+    return jax.tree.map(lambda x: on_device(np.zeros(jnp.shape(x)), jnp.result_type(x)), natural)
 
 
 def _is_form(x: Any) -> bool:

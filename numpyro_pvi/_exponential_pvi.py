@@ -278,19 +278,21 @@ def begun(
         return dataclasses.replace(state, sites=look(curvature, state, arrays))
     if engine.solver.matches_moments or (not plan.inside and not plan.summed):
         return state
-    key, old = jax.random.fold_in(state.rng_key, 0), posterior(state.prior, state.sites)
-    q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
-    if not plan.summed:
-        q = look(lambda q, key: apart(plan.family, tuple(plan.row_axes), q, key), q, key)
-    else:
-        arrays, static = split_arguments(args, kwargs)
+    key = look(lambda key: jax.random.fold_in(key, 0), state.rng_key)
+    weights = first_weights(plan, key) if plan.summed else None
+    arrays, static = split_arguments(args, kwargs)
 
-        def run(state: PVIState, q: Any, weights: dict, arrays: list) -> Any:
+    def run(state: PVIState, start: Any, key: Any, weights: Any, arrays: list) -> Any:
+        old = posterior(state.prior, state.sites)
+        q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
+        if weights is None:
+            q = apart(plan.family, tuple(plan.row_axes), q, key)
+        else:
             args, kwargs = join_arguments(arrays, static)
-            return best_of_short_runs(engine.problem(state, args, kwargs), q, weights, engine.noise(state.rng_key))
+            q = best_of_short_runs(engine.problem(state, args, kwargs), q, weights, engine.noise(state.rng_key))
+        return spread(plan, state.sites, q - old)
 
-        q = look(run, state, q, first_weights(plan, key), arrays)
-    return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))
+    return dataclasses.replace(state, sites=look(run, state, start, key, weights, arrays))
 
 
 # ------------------------------------------------------------------------------------------------------ matched moments
@@ -607,14 +609,18 @@ class ExponentialPVI(PVI, serves=keeps_supports):
     def _params(self, state: PVIState, natural: Any) -> dict[str, Any]:
         if self.guide.prototype_trace is None:
             raise StateError(NOT_SET_UP)
-        members, found = state.plan.family.to_distribution(natural), {}
-        for block in _product_plan(state).blocks:
-            whole = members[block.name]
-            found[self.guide._name(block.latents[0], "joint_loc")] = whole.mean
-            found[self.guide._name(block.latents[0], "joint_scale_tril")] = whole.scale_tril
-        for name, latent in self.guide._latents.items():
-            found |= {self.guide._name(name, p): x for p, x in latent.params(members[name]).items()}
-        return found
+
+        def read(natural: Any) -> dict[str, Any]:
+            members, found = state.plan.family.to_distribution(natural), {}
+            for block in _product_plan(state).blocks:
+                whole = members[block.name]
+                found[self.guide._name(block.latents[0], "joint_loc")] = whole.mean
+                found[self.guide._name(block.latents[0], "joint_scale_tril")] = whole.scale_tril
+            for name, latent in self.guide._latents.items():
+                found |= {self.guide._name(name, p): x for p, x in latent.params(members[name]).items()}
+            return found
+
+        return look(read, natural)
 
     def _distributions(self, state: PVIState, natural: Any, what: str, joint: bool) -> dict:
         if not bool(state.plan.family.in_domain(natural)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -321,7 +322,9 @@ def better_start(
         other = at_guide_start(pvi.guide, state)
         for each in (state, other):
             pvi._followed.programs.note(each)
-        here, there = (float(pvi._loss_under(pvi._engine, s, dynamic, static)) for s in (state, other))
+        # Two looks, and whether a thousand lies between them: compiled as what is run once.
+        loss = functools.partial(pvi._loss_under, pvi._engine, often=False)
+        here, there = (float(loss(s, dynamic, static)) for s in (state, other))
         if not math.isfinite(here) or here > HOSTILE * abs(there):
             return other
     if not bool(proper):

@@ -163,7 +163,10 @@ class Memory:
 def _place_of(state: PVIState) -> Any:
     """What verification at draws from q depends on beside the model and the data."""
     params = state.optim_state if state.plan.partition.params else None
-    return jax.device_get((posterior(state.prior, state.sites), params))
+    return jax.device_get((_posterior(state.prior, state.sites, level="cheap"), params))
+
+
+_posterior = owned_jit(posterior, ())
 
 
 # ----------------------------------------------------------------------------------------------------------- verification

@@ -748,10 +748,12 @@ class PVI(SVI):
     def _read_prior(self, state: PVIState, dynamic: list, static: tuple) -> Any:
         return read_prior(self._engine, state, dynamic, static)
 
-    def _loss_under(self, engine: Any, state: PVIState, dynamic: list, static: tuple) -> Float[Array, ""]:
+    def _loss_under(
+        self, engine: Any, state: PVIState, dynamic: list, static: tuple, often: bool = True
+    ) -> Float[Array, ""]:
         state = with_prior_of_now(self, state, dynamic, static)
         fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
-        level = self._level(state.plan, dynamic, static)
+        level = self._level(state.plan, dynamic, static, often)
         state, dynamic = placed(engine, state, dynamic, static)
         call = engine, state, dynamic, static
         loss, missed = self.runtime.fetch(evaluate_loss(*call, fine=fine, level=level))

@@ -27,7 +27,7 @@ from ..factors import (
     read_row_prior,
 )
 from ..schedules import Evaluation, Points, RoundCarry, RoundReport, Schedule, empty_report, finished, sound
-from ..sites import SiteStack, posterior, sum_slots, take, tie
+from ..sites import SiteStack, posterior, select, sum_slots, take, tie
 from ..solvers import LocalSolver
 from ._base import Runtime
 from ._factors import Draws, FactorData
@@ -115,8 +115,8 @@ def settle(
     evaluation: Evaluation,
     noise: Draws | None,
     moved: Float[Array, ""],
-    stale: bool,
-    again: bool = False,
+    stale: bool | Bool[Array, ""],
+    again: bool | Bool[Array, ""] = False,
 ) -> Evaluation:
     """Decide whether sigma points still serve, and evaluate q under the decision.
 
@@ -131,7 +131,7 @@ def settle(
         evaluation: an evaluation at these sites, or one of the right shapes when ``stale``.
         noise: draws for this evaluation and the next round.
         moved: how far q has moved since the last call, in posterior sds.
-        stale: whether the evaluation must be made afresh.
+        stale: whether the evaluation must be made afresh; known before the program runs where there is nothing to decide.
         again: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points.
 
     Returns:
@@ -145,17 +145,18 @@ def settle(
     any_sampled = jnp.any(old.sampled)
     # Noise moves q for ever: where draws are in use, rounds count and not moves. Looking again is no round.
     least = COMPARED_MOVE / RETRY_ROUNDS
-    travelled = old.moved if again else old.moved + jnp.where(any_sampled, least, jnp.maximum(moved, least))
+    further = old.moved + jnp.where(any_sampled, least, jnp.maximum(moved, least))
+    travelled = jnp.where(again, old.moved, further)
     due = travelled >= COMPARED_MOVE
     # Before the first evaluation there is no spread to go by.
-    retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & (not stale)
+    retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & ~jnp.asarray(stale)
     ask = able & ~(old.sampled & ~retry) & (due | retry)
     points = Points(old.sampled & ~retry, old.anchor, jnp.where(due, 0.0, travelled))
     by_draws = problem.sampled(evaluation.rule)
     return _settled(problem, sites, evaluation, noise, points, ask, by_draws | stale, again)
 
 
-def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask, stale, again: bool) -> Evaluation:
+def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask, stale, again) -> Evaluation:
     # Finite once they have been contradicted.
     before = jnp.isfinite(points.anchor)
 
@@ -400,20 +401,20 @@ class Engine(FitsParams):
             # With no choice of points to settle, nothing has to be traced for its shapes alone.
             evaluation = problem.evaluate(state.sites, state.rule, noise, again=True)
         else:
-            shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
-            empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
+            empty = self._empty(problem, state)
             still = jnp.zeros((), empty.elbo.dtype)
             evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
-        return RoundCarry(
-            state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
-        )
+        return _carry_of(state, evaluation)
+
+    def _empty(self, problem: LocalProblem | RowProblem, state: PVIState) -> Evaluation:
+        """An evaluation of the right shapes, and the state's rule."""
+        noise = self.noise(problem, state.rng_key)
+        shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
 
     def _unread(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
         """The form that rounds take, without a pass over the rows."""
-        evaluation = problem.unread(state.sites, state.rule)
-        return RoundCarry(
-            state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
-        )
+        return _carry_of(state, problem.unread(state.sites, state.rule))
 
     def rounds(
         self,
@@ -446,31 +447,55 @@ class Engine(FitsParams):
         fixed = self._state_problem(state, others, args, kwargs, fine) if static else None
 
         def unfinished(loop):
-            i, _, carry, *_, missed = loop
+            i, _, carry, *_, missed, _ = loop
             stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
             ends = finished(carry.report, tol, noise_floor(carry.solver, carry.report))
             halted = ends | stuck | chains_wanted(self.solver, carry.solver)
             return (i < count) & ~missed & ~((i > 0) & halted)
 
         def one(loop):
-            i, *before, losses, reports, _ = loop
+            i, *before, losses, reports, _, opening = loop
             problem = fixed if static else self._state_problem(before[0], others, args, kwargs, fine)
-            state, carry = self._round(problem, *before, args, kwargs, fine)
-            missed = (carry.evaluation.missed | moments_missed(carry)) & (not fine)
+            state, carry = self._round(problem, *before, args, kwargs, fine, opening)
+            missed = carry.evaluation.missed | moments_missed(carry)
+            if opening is not None:
+                missed = jnp.where(opening, carry.evaluation.missed, missed)
+            missed = missed & (not fine)
             losses = losses.at[i].set(jnp.where(missed, jnp.nan, -carry.evaluation.elbo))
             reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, carry.report)
             state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
-            return i + ~missed, state, carry, losses, reports, missed
+            if opening is None:
+                return i + ~missed, state, carry, losses, reports, missed, None
+            return i + (~missed & ~opening), state, carry, losses, reports, missed, jnp.array(False)
 
         problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
-        carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
-        missed = carry.evaluation.missed & (not fine)
+        carry, missed, opening = self._begin(problem, state, not static, fine)
         empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
         reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), carry.report)
-        first = (jnp.int32(0), state, carry, empty, reports, missed)
-        done, state, _, losses, reports, missed = jax.lax.while_loop(unfinished, one, first)
+        first = (jnp.int32(0), state, carry, empty, reports, missed, opening)
+        done, state, _, losses, reports, missed, _ = jax.lax.while_loop(unfinished, one, first)
         state = dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=stored))
         return RoundsDone(state, losses, reports, done, missed)
+
+    def _begin(
+        self, problem: LocalProblem | RowProblem, state: PVIState, fits_params: bool, fine: bool
+    ) -> tuple[RoundCarry, Bool[Array, ""], Bool[Array, ""] | None]:
+        """Carry that the loop of rounds begins with, whether it misses a finer rule, and whether its evaluation is still to do."""
+        if self._opens(problem, fits_params):
+            # The state's own q is evaluated where rounds evaluate theirs: a second place would be compiled a second time.
+            return _carry_of(state, self._empty(problem, state)), jnp.array(False), jnp.array(True)
+        carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
+        return carry, carry.evaluation.missed & (not fine), None
+
+    def _opens(self, problem: LocalProblem | RowProblem, fits_params: bool) -> bool:
+        """Whether the state's own q is evaluated in a place of the rounds' own, before the first."""
+        if self.schedule.streams or self.solver.stochastic:
+            return False
+        return self._ends_evaluating(problem, fits_params) or self.schedule.opens(problem)
+
+    def _ends_evaluating(self, problem: LocalProblem | RowProblem, fits_params: bool) -> bool:
+        """Whether a round ends with an evaluation of its own: on fresh draws for the next one, or under new params."""
+        return (problem.redraws and not self.solver.stochastic) or fits_params
 
     def _fits_params(self, state: PVIState, others: Any) -> bool:
         """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""
@@ -491,13 +516,60 @@ class Engine(FitsParams):
         args: tuple,
         kwargs: dict,
         fine: bool,
+        opening: Bool[Array, ""] | None = None,
     ):
+        """One round; while ``opening``, nothing but the evaluation of the state's own q, to the letter as it was."""
+        fits_params = self._fits_params(state, problem.data.others)
+        # Fresh draws for the next round, or new params, need a new evaluation.
+        evaluates = self._ends_evaluating(problem, fits_params)
+        changed = fits_params or not problem.can_switch
+
+        def moved() -> tuple[PVIState, RoundCarry]:
+            after, done = self._moved(problem, state, carry, args, kwargs, fine)
+            if evaluates and changed:
+                # Nothing is left of the round's evaluation but where the next one starts.
+                done = done._replace(evaluation=carry.evaluation._replace(rule=done.evaluation.rule))
+            return after, done
+
+        if opening is None:
+            state, carry = moved()
+        elif evaluates:
+            state, carry = jax.lax.cond(opening, lambda: (state, carry), moved)
+        else:
+            after, done = self._moved(problem, state, carry._replace(opening=opening), args, kwargs, fine)
+            state, carry = select(opening, (state, carry._replace(evaluation=done.evaluation)), (after, done))
+        if fits_params:
+            problem = self._state_problem(state, None, args, kwargs, fine)
+        if evaluates:
+            noise, report, travelled = self.noise(problem, state.rng_key), carry.report, carry.report.total_move
+            again, stale = (False, changed) if opening is None else (opening, True if changed else opening)
+            travelled = jnp.where(again, 0.0, travelled)
+            evaluation = settle(problem, state.sites, carry.evaluation, noise, travelled, stale=stale, again=again)
+            report = report._replace(finite=jnp.where(again, report.finite, sound(evaluation.elbo)))
+            carry = carry._replace(evaluation=evaluation, report=report)
+            state = dataclasses.replace(state, report=report)
+        rule = carry.evaluation.rule if opening is None else select(opening, state.rule, carry.evaluation.rule)
+        return dataclasses.replace(state, rule=rule), carry
+
+    def _moved(
+        self,
+        problem: LocalProblem | RowProblem,
+        state: PVIState,
+        carry: RoundCarry,
+        args: tuple,
+        kwargs: dict,
+        fine: bool,
+    ) -> tuple[PVIState, RoundCarry]:
+        """State and carry after the schedule's round, and a step of the params."""
         next_key, round_key = jax.random.split(state.rng_key)
         # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it)
         # used.
         rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
         settled = (carry.report.total_move < LOOSE_MOVE) | self.schedule.single_pass
-        rule = rule._replace(tolerance=jnp.where(settled, TOLERANCE[dtype.name], LOOSE_TOLERANCE).astype(dtype))
+        tolerance = jnp.where(settled, TOLERANCE[dtype.name], LOOSE_TOLERANCE).astype(dtype)
+        rule = rule._replace(
+            tolerance=tolerance if carry.opening is None else select(carry.opening, rule.tolerance, tolerance)
+        )
         carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
         carry = self.schedule.round(problem, carry, round_key, self.noise(problem, state.rng_key))
         state = dataclasses.replace(
@@ -510,19 +582,9 @@ class Engine(FitsParams):
             report=carry.report,
             step=state.step + 1,
         )
-        fits_params = self._fits_params(state, problem.data.others)
-        if fits_params:
+        if self._fits_params(state, problem.data.others):
             state = self._update_params(problem, state, carry, args, kwargs, fine)
-            problem = self._state_problem(state, None, args, kwargs, fine)
-        # Fresh draws for the next round, or new params, need a new evaluation.
-        if (problem.redraws and not self.solver.stochastic) or fits_params:
-            noise = self.noise(problem, next_key)
-            changed = fits_params or not problem.can_switch
-            evaluation = settle(problem, state.sites, carry.evaluation, noise, carry.report.total_move, stale=changed)
-            report = carry.report._replace(finite=sound(evaluation.elbo))
-            carry = carry._replace(evaluation=evaluation, report=report)
-            state = dataclasses.replace(state, report=report)
-        return dataclasses.replace(state, rule=carry.evaluation.rule), carry
+        return state, carry
 
     def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine) -> PVIState:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
@@ -657,6 +719,13 @@ class Engine(FitsParams):
             "schedule_state": self.schedule.init(problem, dtype),
             "report": empty_report(count, dtype),
         }
+
+
+def _carry_of(state: PVIState, evaluation: Evaluation) -> RoundCarry:
+    """A state in the form that rounds take."""
+    return RoundCarry(
+        state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
+    )
 
 
 def _present(state: PVIState) -> PVIState:

@@ -27,7 +27,17 @@ from ..solvers import LocalResult
 from ._factors import Draws, Factors, GroupFactor
 from ._local_latents import chunks_with, conditionals_proposal, visit_with_locals
 from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
-from ._refinement import cheaper_rule, escalate, escalated, expect_wide, joined, next_rule, refine, relative_error
+from ._refinement import (
+    cheaper_rule,
+    escalate,
+    escalated,
+    expect_wide,
+    joined,
+    next_rule,
+    refine,
+    relative_error,
+    rule_at_start,
+)
 from ._tilted import is_sampled
 
 # --------------------------------------------------------------------------------------------------------- values alone
@@ -212,13 +222,13 @@ class LocalProblem(Factors):
         rule: Rule,
         noise: Any,
         probe: Any = None,
-        again: bool = False,
+        again: bool | Bool[Array, ""] = False,
         trial: bool = False,
         hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
-        rule = rule if again else cheaper_rule(rule)
+        rule = rule_at_start(rule, again)
         if self.stochastic:
             return values_at(self, q, rule, noise)
         local = None if isinstance(sites.local, RowSites) else sites.local

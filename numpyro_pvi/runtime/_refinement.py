@@ -45,6 +45,11 @@ def cheaper_rule(rule: Rule) -> Rule:
     )
 
 
+def rule_at_start(rule: Rule, again: bool | Bool[Array, ""]) -> Rule:
+    """Where an evaluation starts: with the rule as it is if the last one is made again to the letter, else a cheaper one."""
+    return select(jnp.asarray(again), rule, cheaper_rule(rule))
+
+
 def next_rule(rule: Rule, used: Int[Array, ""], spread: Float[Array, ""]) -> Rule:
     """What an evaluation leaves behind: the rule it ended with, and the sd at which it had to refine."""
     return rule._replace(level=used, spread=spread, anchor=jnp.where(used > rule.level, spread, rule.anchor))

@@ -20,7 +20,15 @@ from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import SiteStack, cavity, damp, posterior, take
 from ..solvers import LocalResult, LocalSolver
 from ._factors import GroupFactor
-from ._refinement import cheaper_rule, escalate, escalated, first_rule, next_rule, relative_error
+from ._refinement import (
+    cheaper_rule,
+    escalate,
+    escalated,
+    first_rule,
+    next_rule,
+    relative_error,
+    rule_at_start,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +122,7 @@ class RowProblem:
         rule: Rule,
         noise: Any,
         probe: Any = None,
-        again: bool = False,
+        again: bool | Bool[Array, ""] = False,
         trial: bool = False,
         hopeless: Any = None,
     ) -> Evaluation:
@@ -122,7 +130,7 @@ class RowProblem:
         del noise, probe, trial
         q = posterior(self.prior_natural, sites)
         moments = self.family.moments(q)
-        rule = rule if again else cheaper_rule(rule)
+        rule = rule_at_start(rule, again)
 
         rest = self.rest(moments)
 

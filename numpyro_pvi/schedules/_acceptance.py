@@ -78,6 +78,7 @@ def accept_jointly(
     fallback: SiteStack | None = None,
     test: Callable[[Evaluation, SiteStack], Any] | None = None,
     restart: Any = None,
+    opening: Any = None,
 ) -> Accepted:
     """Move all sites together towards their proposals, halving the joint step until q is valid and the ELBO has not fallen.
 
@@ -94,6 +95,7 @@ def accept_jointly(
         fallback: proposals that take over, from a full step again, when a few halvings have not helped.
         test: whether a candidate may be taken, from its evaluation and sites, in place of the test of the global ELBO.
         restart: the step below which they do; None for ``2^-SWEEP_HALVINGS`` of the first.
+        opening: whether there is no evaluation at the old sites yet: it is all that is done, and accepted.
 
     Returns:
         The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
@@ -119,13 +121,16 @@ def accept_jointly(
     def attempt(state: Accepted) -> Accepted:
         # Validity costs one Cholesky, the ELBO a pass over the data: settle the first before paying for the second.
         step, halvings = shorten(problem, at, state.step, state.halvings)
-        sites = at(step)
-        evaluation = problem.evaluate(sites, old.rule, noise, probe, trial=probe is None, hopeless=hopeless)
+        sites, again = at(step), False
+        if opening is not None:
+            sites, again = select(opening, old_sites, sites), opening
+        evaluation = problem.evaluate(sites, old.rule, noise, probe, again, trial=probe is None, hopeless=hopeless)
         if test is None:
             spare = problem.allowance(sites, evaluation, old_sites, old, share(step))
             good = elbo_has_not_fallen(evaluation, old, spare)
         else:
             good = test(evaluation, sites)
+        good = good if opening is None else good | opening
         return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, state.tries + 1)
 
     first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False), jnp.int32(0))

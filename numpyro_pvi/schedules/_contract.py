@@ -116,6 +116,8 @@ class RoundCarry(NamedTuple):
     prior_solver: Any
     schedule: Any
     report: RoundReport
+    # Given where the schedule ``opens``: whether nothing is known of q yet.
+    opening: Any = None
 
 
 @runtime_checkable
@@ -308,6 +310,14 @@ class Schedule(Protocol):
         """Natural parameters of one group's own q, where the schedule ``has_agents``."""
         ...
 
+    def opens(self, problem: Problem) -> bool:
+        """Whether ``round`` can evaluate the q that it was given in the place of a candidate, where ``carry.opening`` says so.
+
+        Everything else of such a round is thrown away. A pass over the rows then stands in one place of the program of rounds,
+        and is compiled once.
+        """
+        ...
+
     def fuses(self, solver: Any) -> bool:
         """Whether rounds over a product of families are the engine's own, by turns of components, and not ``round``."""
         ...
@@ -362,6 +372,11 @@ class ScheduleDefaults:
             NotImplementedError: always.
         """
         raise NotImplementedError(f"{type(self).__name__} has one q for all groups")
+
+    def opens(self, problem: Problem) -> bool:
+        """Rounds begin with an evaluation."""
+        del problem
+        return False
 
     def fuses(self, solver: Any) -> bool:
         """The schedule's own rounds, by visits of single groups."""

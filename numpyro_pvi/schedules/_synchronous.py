@@ -231,6 +231,11 @@ class Synchronous(ScheduleDefaults):
         alone = problem.stochastic or problem.solver.moves_alone
         return 1.0 / problem.num_groups if alone else 1.0
 
+    def opens(self, problem: Problem) -> bool:
+        """Where visits read no rows, and a candidate's evaluation is all that any evaluation is."""
+        plain = not (problem.stochastic or problem.matches_moments or problem.capped)
+        return plain and not problem.solver.rereads
+
     def fuses(self, solver: Any) -> bool:
         """Under solvers that steps of all groups at once are written for."""
         return solver.fused_families
@@ -280,7 +285,8 @@ class Synchronous(ScheduleDefaults):
                 # A mixture is taken whole or not at all; without one there is nothing to fall back on.
                 first = jnp.where(attempt, self._largest(problem), first).astype(first.dtype)
                 restart = jnp.where(attempt, first, 0.0)
-            done = accept_jointly(problem, carry.sites, aim, old, first, noise, probe, fallback, restart=restart)
+            searched = {"restart": restart, "opening": carry.opening}
+            done = accept_jointly(problem, carry.sites, aim, old, first, noise, probe, fallback, **searched)
             if mixing is not None:
                 refused = attempt & ((done.halvings > 0) | ~done.accepted)
                 carry = carry._replace(schedule=carry.schedule._replace(mixing=mixing._replace(refused=refused)))
