@@ -18,6 +18,7 @@ PACKAGE = ROOT / "numpyro_pvi"
 # A module may import its own room and the rooms before it in this list.
 ROOMS = (
     "errors",
+    "wire",
     "_compiling",
     "_numerics",
     "families",
@@ -61,6 +62,7 @@ PUBLIC_MODULES = (
     "numpyro_pvi.solvers",
     "numpyro_pvi.schedules",
     "numpyro_pvi.runtime",
+    "numpyro_pvi.wire",
 )
 
 
