@@ -40,7 +40,7 @@ from .factors import (
 )
 from .guides import setup_guide
 from .handlers import Partition, RowAxes
-from .runtime import Engine, Runtime, gradient_jumps
+from .runtime import Engine, Runtime, RuntimeDefaults, gradient_jumps
 from .schedules import Schedule, ScheduleDefaults
 from .solvers import LocalSolver, NaturalGradient, SolverDefaults
 
@@ -225,7 +225,7 @@ def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, sch
     kinds = (
         (solver, LocalSolver, "solver", SolverDefaults, "numpyro_pvi.solvers"),
         (schedule, Schedule, "schedule", ScheduleDefaults, "numpyro_pvi.schedules"),
-        (runtime, Runtime, "runtime", None, "numpyro_pvi.runtime"),
+        (runtime, Runtime, "runtime", RuntimeDefaults, "numpyro_pvi.runtime"),
     )
     for value, kind, word, base, room in kinds:
         if isinstance(value, type) or not isinstance(value, kind):

@@ -155,7 +155,7 @@ class PVI(SVI):
         self.partition = model if isinstance(model, Partition) else None
         self.num_groups, self.init_sites = num_groups, init_sites
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
-        self._engine = self._make_engine(inner, int(getattr(loss, "num_particles", 1)))
+        self._engine = runtime.engine(self._make_engine(inner, int(getattr(loss, "num_particles", 1))))
         self._followed = Followed((inner, solver, schedule, runtime, self.optim))
         # The last to be set: from here on nothing is.
         self._memory = Memory(self._followed)
@@ -533,7 +533,8 @@ class PVI(SVI):
 
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
-        return describe(state, self.optim is not None, self.solver, self.schedule)
+        found = describe(state, self.optim is not None, self.solver, self.schedule)
+        return dataclasses.replace(found, traffic=self.runtime.traffic)
 
     @property
     def groups(self) -> tuple:
@@ -730,7 +731,7 @@ class PVI(SVI):
         small = reduced(state, self._engine)
         level = self._level(state.plan, dynamic, static)
         call = engine or self._engine, small, dynamic, static, count, tol
-        done = run_rounds(*call, length=length, fine=fine, level=level)
+        done = self.runtime.call(run_rounds, *call, length=length, fine=fine, level=level)
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
@@ -745,9 +746,9 @@ class PVI(SVI):
         state = with_prior_of_now(self, state, dynamic, static)
         fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
         call, level = (engine, state, dynamic, static), self._level(state.plan, dynamic, static)
-        loss, missed = evaluate_loss(*call, fine=fine, level=level)
+        loss, missed = self.runtime.call(evaluate_loss, *call, fine=fine, level=level)
         if not fine and bool(missed):
-            loss, _ = evaluate_loss(*call, fine=True, level=level)
+            loss, _ = self.runtime.call(evaluate_loss, *call, fine=True, level=level)
         return loss
 
     def _level(self, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:

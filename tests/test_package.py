@@ -35,6 +35,7 @@ ROOMS = (
     "diagnostics",
     "export",
     "pvi",
+    "clients",
 )
 # Private modules beside pvi.py that are parts of the shell: same room, same rights.
 _SHELL = (
@@ -62,6 +63,7 @@ PUBLIC_MODULES = (
     "numpyro_pvi.solvers",
     "numpyro_pvi.schedules",
     "numpyro_pvi.runtime",
+    "numpyro_pvi.clients",
     "numpyro_pvi.wire",
 )
 

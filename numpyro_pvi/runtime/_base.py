@@ -25,6 +25,46 @@ class Runtime(Protocol):
     arguments (q, a site, a key) and results.
     """
 
+    @property
+    def by_label(self) -> bool:
+        """Whether programs name groups by their labels, so that they are kept when programs are compiled."""
+        ...
+
+    @property
+    def traffic(self) -> Any:
+        """Round trips, messages and bytes that were sent to clients so far; None where there are no clients."""
+        ...
+
+    def engine(self, engine: Any) -> Any:
+        """The engine that runs a fit: the one given where programs that are compiled here pass over the rows.
+
+        Args:
+            engine: the engine of the fit's choices.
+
+        Raises:
+            PVIError: for choices that do not go with this runtime.
+        """
+        ...
+
+    def call(
+        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
+    ):
+        """Call a compiled program that passes over rows; ``program(engine, state, dynamic, static, *rest, **options)``.
+
+        Args:
+            program: the program.
+            engine: what :meth:`engine` has given.
+            state: a state, reduced.
+            dynamic: arrays of the model's arguments.
+            static: the static leaves.
+            rest: its other arguments.
+            options: its static ones.
+
+        Returns:
+            The program's value.
+        """
+        ...
+
     def sum_chunks(
         self,
         expect: Callable[[Any], Expected],
@@ -61,6 +101,26 @@ class Runtime(Protocol):
         ...
 
 
+class RuntimeDefaults:
+    """A base class to derive a runtime from: programs pass over the rows where they are compiled.
+
+    See :class:`Runtime` for what each says. A subclass writes down ``sum_chunks`` and ``map_groups``.
+    """
+
+    by_label: Any = False
+    traffic: Any = None
+
+    def engine(self, engine: Any) -> Any:
+        """The engine as it is."""
+        return engine
+
+    def call(
+        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
+    ):
+        """The program's value."""
+        return program(engine, state, dynamic, static, *rest, **options)
+
+
 # ------------------------------------------------------------------------------------------------------ two ways to run
 # Two ways to run on one device: all chunks at once, or one after another.
 
@@ -69,7 +129,7 @@ _LARGE_RESULTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Vmap:
+class Vmap(RuntimeDefaults):
     """All chunks in one vectorised program, in batches whose arrays stay below ``batch_bytes``.
 
     Args:
@@ -124,7 +184,7 @@ class Vmap:
 
 
 @dataclasses.dataclass(frozen=True)
-class LaxMap:
+class LaxMap(RuntimeDefaults):
     """One chunk after another: the least temporary memory, one group's result at a time."""
 
     def sum_chunks(
