@@ -46,7 +46,7 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
         A state to be handed back to :func:`restored`.
     """
     plan = state.plan
-    by_label = engine.schedule.by_label or engine.solver.by_label
+    by_label = engine.schedule.by_label or engine.solver.by_label or engine.runtime.by_label
     reads_sizes = engine.solver.stochastic or engine.schedule.streams or by_chains(engine.solver)
     reads_sizes = reads_sizes or getattr(engine, "reads_sizes", False)
     part = without_labels(plan.partition, plan.padded_rows, reads_sizes, by_label)

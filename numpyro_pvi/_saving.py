@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checkpoint import Decoder, Encoder, is_record, read_checkpoint, storable, write_checkpoint
+from ._checkpoint import read_checkpoint, write_checkpoint
 from ._closures import SiteDigest, first_difference, model_digest
 from ._compiling import content, is_traced
 from ._exponential_plan import check_families, guide_shapes, product_latents, product_types
@@ -48,6 +48,7 @@ from .handlers import GroupTable, RowAxes
 from .runtime import ProductPlan, solver_of_prior, with_chains
 from .schedules import Points, RoundReport, Rule
 from .sites import LocalSites, OwnConditionals, RowSites, SiteStack
+from .wire import Decoder, Encoder, is_record, storable
 
 # ------------------------------------------------------------------------------------- latents of plan, guide and model
 # The latents that a plan, a guide and a model have, and setting a guide up once there are arguments.
@@ -233,7 +234,7 @@ def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = Non
     if not isinstance(state, PVIState):
         raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
     _check_names(state)
-    encoder = Encoder(_types(pvi))
+    encoder = Encoder(_types(pvi), CheckpointError)
     fields = {}
     for field in dataclasses.fields(state):
         encode = encoder.leaves if field.name in _own(state.plan, pvi.solver) else encoder.node
@@ -277,7 +278,7 @@ def load_state(path: Any, pvi: Any) -> Loaded:
         if type(salt) is not str:
             raise TypeError("salt")
         _check_settings(name, header["settings"], settings_of(pvi, salt))
-        decoder = Decoder(_types(pvi), arrays)
+        decoder = Decoder(_types(pvi), arrays, CheckpointError)
         state = _state(header, decoder, pvi)
         known = {n: decoder.value(x) for n, x in header["supports"].items() if x is not None}
         loaded = Loaded(state, known, _run_of(decoder.value(header["run"])), salt)

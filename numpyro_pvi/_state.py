@@ -231,6 +231,7 @@ class PVIInfo:
             where q is, "" where none is used.
         sites: how sites are held: "dense", or "rows" where they are two numbers per row.
         notes: remarks, a sentence each: what holds the fit back, what was given up, what was kept whole.
+        traffic: under a runtime with clients, round trips, messages and bytes that were really sent so far; else None.
     """
 
     labels: tuple
@@ -256,6 +257,7 @@ class PVIInfo:
     evidence: tuple[str, ...] = ()
     sites: str = "dense"
     notes: tuple[str, ...] = ()
+    traffic: Any = None
 
     def __str__(self) -> str:
         header = (
@@ -308,4 +310,9 @@ class PVIInfo:
                 if rhat == rhat
             ]
             lines.append(f"chains: {'; '.join(told)}")
+        if self.traffic is not None:
+            lines.append(
+                f"clients: {self.traffic.trips} round trips so far, {self.traffic.sent} bytes to them and {self.traffic.received} "
+                "from them"
+            )
         return "\n".join([*lines, *self.notes])

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "CheckpointError",
+    "ClientError",
     "DataError",
     "GuideError",
     "ImproperError",
@@ -18,6 +19,7 @@ __all__ = [
     "PartitionError",
     "SkippedGroupError",
     "StateError",
+    "WireError",
 ]
 
 
@@ -47,6 +49,46 @@ class StateError(PVIError):
 
 class CheckpointError(PVIError):
     """A checkpoint cannot be written, read, or does not belong to this model, guide and data."""
+
+
+class WireError(PVIError):
+    """Bytes that came are no message of this package, or are not what the message may hold; nothing was done with them.
+
+    Args:
+        message: What is wrong.
+        fault: A word for it.
+
+    Attributes:
+        fault: As above: "empty", "foreign", "short", "damaged", "newer", "older", "large" or "value".
+    """
+
+    def __init__(self, message: str, fault: str = "value") -> None:
+        super().__init__(message)
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep ``fault`` through pickling."""
+        return (type(self), (str(self), self.fault))
+
+
+class ClientError(PVIError):
+    """What a client said, or did not say, cannot be used; nothing of it was absorbed.
+
+    Args:
+        message: Says what, and names the client.
+        label: The client's label, or None where none is known.
+
+    Attributes:
+        label: As above.
+    """
+
+    def __init__(self, message: str, label: Any = None) -> None:
+        super().__init__(message)
+        self.label = label
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep ``label`` through pickling."""
+        return (type(self), (str(self), self.label))
 
 
 class _WithState(PVIError):

@@ -157,7 +157,7 @@ class PVI(SVI):
         self.partition = model if isinstance(model, Partition) else None
         self.num_groups, self.init_sites = num_groups, init_sites
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
-        self._engine = self._make_engine(inner, int(getattr(loss, "num_particles", 1)))
+        self._engine = runtime.engine(self._make_engine(inner, int(getattr(loss, "num_particles", 1))))
         self._followed = Followed((inner, solver, schedule, runtime, self.optim))
         # The last to be set: from here on nothing is.
         self._memory = Memory(self._followed)
@@ -539,7 +539,8 @@ class PVI(SVI):
 
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
-        return describe(state, self.optim is not None, self.solver, self.schedule)
+        found = describe(state, self.optim is not None, self.solver, self.schedule)
+        return dataclasses.replace(found, traffic=self.runtime.traffic)
 
     @property
     def groups(self) -> tuple:
@@ -737,7 +738,7 @@ class PVI(SVI):
         level = self._level(state.plan, dynamic, static)
         small, rows = placed(self._engine, small, dynamic, static)
         call = engine or self._engine, small, rows, static, count, tol
-        done = self.runtime.fetch(run_rounds(*call, length=length, fine=fine, level=level))
+        done = self.runtime.fetch(self.runtime.call(run_rounds, *call, length=length, fine=fine, level=level))
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
@@ -756,9 +757,9 @@ class PVI(SVI):
         level = self._level(state.plan, dynamic, static, often)
         state, dynamic = placed(engine, state, dynamic, static)
         call = engine, state, dynamic, static
-        loss, missed = self.runtime.fetch(evaluate_loss(*call, fine=fine, level=level))
+        loss, missed = self.runtime.fetch(self.runtime.call(evaluate_loss, *call, fine=fine, level=level))
         if not fine and bool(missed):
-            loss, _ = self.runtime.fetch(evaluate_loss(*call, fine=True, level=level))
+            loss, _ = self.runtime.fetch(self.runtime.call(evaluate_loss, *call, fine=True, level=level))
         return loss
 
     def _level(self, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:

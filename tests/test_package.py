@@ -18,6 +18,7 @@ PACKAGE = ROOT / "numpyro_pvi"
 # A module may import its own room and the rooms before it in this list.
 ROOMS = (
     "errors",
+    "wire",
     "_compiling",
     "_numerics",
     "families",
@@ -34,6 +35,7 @@ ROOMS = (
     "diagnostics",
     "export",
     "pvi",
+    "clients",
 )
 # Private modules beside pvi.py that are parts of the shell: same room, same rights.
 _SHELL = (
@@ -61,6 +63,8 @@ PUBLIC_MODULES = (
     "numpyro_pvi.solvers",
     "numpyro_pvi.schedules",
     "numpyro_pvi.runtime",
+    "numpyro_pvi.clients",
+    "numpyro_pvi.wire",
 )
 
 

@@ -116,6 +116,46 @@ class Runtime(Protocol):
         """What every device knows alike, for a sum over rows that is differentiated by it in reverse mode."""
         ...
 
+    @property
+    def by_label(self) -> bool:
+        """Whether programs name groups by their labels, so that they are kept when programs are compiled."""
+        ...
+
+    @property
+    def traffic(self) -> Any:
+        """Round trips, messages and bytes that were sent to clients so far; None where there are no clients."""
+        ...
+
+    def engine(self, engine: Any) -> Any:
+        """The engine that runs a fit: the one given where programs that are compiled here pass over the rows.
+
+        Args:
+            engine: the engine of the fit's choices.
+
+        Raises:
+            PVIError: for choices that do not go with this runtime.
+        """
+        ...
+
+    def call(
+        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
+    ):
+        """Call a compiled program that passes over rows; ``program(engine, state, dynamic, static, *rest, **options)``.
+
+        Args:
+            program: the program.
+            engine: what :meth:`engine` has given.
+            state: a state, reduced.
+            dynamic: arrays of the model's arguments.
+            static: the static leaves.
+            rest: its other arguments.
+            options: its static ones.
+
+        Returns:
+            The program's value.
+        """
+        ...
+
     def sum_chunks(
         self,
         expect: Callable[[Any], Expected],
@@ -181,7 +221,23 @@ class Runtime(Protocol):
 
 
 class RuntimeDefaults:
-    """What runtimes of one device answer where devices would meet: there is nothing to meet. A base class to derive from."""
+    """A base class to derive a runtime from: all rows are on one device, where programs that pass over them are compiled.
+
+    See :class:`Runtime` for what each says. A subclass writes down ``sum_chunks`` and ``map_groups``.
+    """
+
+    by_label: Any = False
+    traffic: Any = None
+
+    def engine(self, engine: Any) -> Any:
+        """The engine as it is."""
+        return engine
+
+    def call(
+        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
+    ):
+        """The program's value."""
+        return program(engine, state, dynamic, static, *rest, **options)
 
     @property
     def alone(self) -> Any:

@@ -322,6 +322,11 @@ class Asynchronous(ScheduleDefaults):
         """Goes with every family under solvers that visit one group alone, where rows have no latents of their own."""
         check_visits(self, solver)
 
+    def round_trips(self, solver: Any, num_groups: int) -> int:
+        """One for every visit, and a look at the end."""
+        del solver
+        return num_groups + 1
+
     def init(self, problem: Problem, dtype: Any) -> AsynchronousState:
         """Nobody has read q yet."""
         count, family = problem.num_groups, problem.family

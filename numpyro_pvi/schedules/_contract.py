@@ -326,6 +326,15 @@ class Schedule(Protocol):
         """Raise when the schedule, with this solver, is for Gaussian guides only, and not for AutoExponentialFamily."""
         ...
 
+    def round_trips(self, solver: Any, num_groups: int) -> int:
+        """How often a round asks groups and waits, where clients have the rows and no step is halved and no rule refined.
+
+        Args:
+            solver: of the fit.
+            num_groups: M.
+        """
+        ...
+
     def init(self, problem: Problem, dtype: Any) -> Any:
         """The schedule's own state, a pytree of arrays."""
         ...
@@ -382,6 +391,11 @@ class ScheduleDefaults:
         """The schedule's own rounds, by visits of single groups."""
         del solver
         return False
+
+    def round_trips(self, solver: Any, num_groups: int) -> int:
+        """One look, and one visit of all groups at once where that is not the look's message itself."""
+        del num_groups
+        return 1 if solver.immediate and not solver.matches_moments else 2
 
     def check_families(self, solver: Any) -> None:
         """Refused: the round is written for one Gaussian block.

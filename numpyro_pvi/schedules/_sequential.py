@@ -132,6 +132,11 @@ class Sequential(ScheduleDefaults):
         """Goes with every family and every solver that does."""
         del solver
 
+    def round_trips(self, solver: Any, num_groups: int) -> int:
+        """One for every visit, and a look at the end."""
+        del solver
+        return num_groups + 1
+
     def init(self, problem: Problem, dtype: Any) -> Averaging:
         """Nothing averaged yet; the solver remembers each group's step."""
         return no_averaging(problem.family.dim if problem.noisy else 0, dtype)

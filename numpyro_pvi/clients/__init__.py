@@ -1,0 +1,7 @@
+"""Clients: groups whose rows are in a process of their own, and what they say to the server that fits q."""
+
+from ._client import Respondent
+from ._exchange import Exchange, Traffic, Transport
+from ._runtimes import ClientsRuntime, InProcess, Processes
+
+__all__ = ["ClientsRuntime", "Exchange", "InProcess", "Processes", "Respondent", "Traffic", "Transport"]

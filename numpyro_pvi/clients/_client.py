@@ -1,0 +1,102 @@
+"""A client: rows, its solver's memory and nothing else, in a process of its own; it answers looks and visits."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import PVIError
+from ..runtime import Answers
+from ..wire import KeyData, Message, decode, digest_of, encode
+
+
+class Respondent:
+    """Answers questions about one group's rows, each once and only once.
+
+    A question that was answered before gets the same answer again, to the byte; one that is older gets none. Whatever goes
+    wrong on the way leaves memory, version and the last answer as they were.
+
+    Args:
+        label: the group's label.
+        answers: the programs over its rows.
+        facts: what it says of itself.
+    """
+
+    def __init__(self, label: Hashable, answers: Answers, facts: dict[str, Any]):
+        self.label, self.facts, self._answers = label, facts, answers
+        self._memory = answers.first_memory
+        self._version, self._last = 0, ("", 0, b"")
+
+    def answer(self, data: bytes) -> bytes | None:
+        """The answer to a question.
+
+        Args:
+            data: the question's bytes.
+
+        Returns:
+            The answer's bytes; None where a newer question was answered already.
+
+        Raises:
+            WireError: for bytes that are no message; nothing was done.
+        """
+        ask = decode(data)
+        run, sequence, label = (ask.fields[name] for name in ("run", "sequence", "label"))
+        last_run, last_sequence, last = self._last
+        if run == last_run and sequence <= last_sequence:
+            return last if sequence == last_sequence else None
+        head = {"run": run, "sequence": sequence, "label": self.label}
+        try:
+            if label != self.label:
+                raise PVIError(f"the question is for {label!r}, and this is {self.label!r}")
+            kind, fields, after = self._reply(ask)
+        except (PVIError, ValueError, TypeError, KeyError, IndexError) as error:
+            return encode(Message("refusal", head | {"why": str(error)[:1000]}))
+        found = encode(Message(kind, head | fields))
+        self._memory, self._version = after
+        self._last = run, sequence, found
+        return found
+
+    def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
+        same = self._memory, self._version
+        if ask.kind == "hello?":
+            return "hello", {"facts": self.facts}, same
+        if ask.kind == "look?":
+            return "look", {"found": _numbers(self._answers.look(ask.fields["how"], ask.fields["q"]))}, same
+        if ask.kind == "visit?":
+            return self._visit(ask.fields)
+        raise PVIError(f"a message {ask.kind!r} is no question that a client answers")
+
+    def _visit(self, fields: dict[str, Any]) -> tuple[str, dict[str, Any], tuple]:
+        own = digest_of(_numbers(jax.tree.leaves(self._memory)))
+        memory, structure = self._memory, jax.tree.structure(self._memory)
+        if own != fields["digest"]:
+            given = fields["memory"]
+            if len(given) != structure.num_leaves:
+                return "gap", {"digest": own}, (self._memory, self._version)
+            memory = jax.tree.unflatten(structure, given)
+        like = self._answers.site
+        rest, site = (_as(like, fields[name], name) for name in ("cavity", "site"))
+        key, start, shared = fields["rest"]
+        if not isinstance(key, KeyData):
+            raise PVIError("a visit needs a random key")
+        found = self._answers.visit(fields["how"], shared, rest, site, memory, key.on_device(), start)
+        step = () if found.step is None else (found.step,)
+        told = {"site": found.site, "memory": found.state, "rest": (found.backoffs, found.moved, *step)}
+        version = self._version + 1
+        sent = {name: _numbers(jax.tree.leaves(tree)) for name, tree in told.items()}
+        return "visit", {"version": version, **sent}, (found.state, version)
+
+
+def _numbers(leaves: Any) -> tuple:
+    return tuple(np.asarray(x) for x in leaves)
+
+
+def _as(like: Any, leaves: tuple, what: str) -> Any:
+    wanted = [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(like)]
+    found = [(x.shape, x.dtype) for x in leaves]
+    if found != wanted:
+        raise PVIError(f"the {what} has the shapes {found} and not {wanted}")
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)

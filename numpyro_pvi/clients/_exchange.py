@@ -1,0 +1,244 @@
+"""The server's side of a conversation: questions with numbers, answers that are checked before anything is done with them."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..errors import ClientError, WireError
+from ..wire import KeyData, Message, decode, digest_of, encode
+
+# Relative asymmetry of a site's precision that is rounding.
+_ASYMMETRY = {"float32": 1e-4, "float64": 1e-10}
+
+
+class Transport(Protocol):
+    """What carries bytes to clients, by their places, and back. It may lose, double, delay and reorder them."""
+
+    def send(self, place: int, data: bytes) -> None:
+        """Send bytes to one client."""
+        ...
+
+    def receive(self, wait: float) -> tuple[int, bytes] | None:
+        """The next bytes that came, with their sender's place; None where nothing came in ``wait`` seconds.
+
+        Raises:
+            ClientError: for a client that has gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let the clients go."""
+        ...
+
+
+class Traffic(NamedTuple):
+    """What was really sent since a server began.
+
+    Attributes:
+        trips: times that clients were asked, all those that are asked at once counted once.
+        looks: those that were looks.
+        visits: those that were visits.
+        sent: bytes to clients, repetitions included.
+        received: bytes from clients, doubled ones included.
+        repeats: questions that were sent again.
+        dropped: answers that came again, or too late.
+        damaged: answers that were no message.
+    """
+
+    trips: int = 0
+    looks: int = 0
+    visits: int = 0
+    sent: int = 0
+    received: int = 0
+    repeats: int = 0
+    dropped: int = 0
+    damaged: int = 0
+
+
+class Exchange:
+    """Questions and answers of one run: implements :class:`numpyro_pvi.runtime.Network`.
+
+    Every question to a client has the next number. It is repeated, to the byte, until the answer to that number has come; an
+    answer to an earlier one is dropped. A client answers a repeated question with its old answer, so that nothing is done
+    twice on either side.
+
+    Args:
+        labels: of the clients, in the order of their places.
+        transport: what carries the bytes.
+        wait: seconds after which a question is repeated.
+        tries: times that a question is sent before its client counts as gone.
+    """
+
+    def __init__(self, labels: tuple[Hashable, ...], transport: Transport, wait: float, tries: int):
+        self.labels, self.transport, self.wait, self.tries = labels, transport, wait, tries
+        self.run, self.traffic = secrets.token_hex(8), Traffic()
+        # The first thing that went wrong: what is raised in the middle of a compiled program does not come out of it as itself.
+        self.error: Exception | None = None
+        self._sequence, self._versions = [0] * len(labels), [0] * len(labels)
+        self._turn = threading.Lock()
+
+    # ------------------------------------------------------------------ what is asked
+
+    def hello(self) -> list[dict[str, Any]]:
+        """What every client says of itself: facts of its shapes and structure."""
+        found = self._ask({place: ("hello?", {}) for place in range(len(self.labels))}, "hello")
+        return [found[place].fields["facts"] for place in range(len(self.labels))]
+
+    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.look`."""
+        places = range(len(self.labels))
+
+        def ask() -> list[tuple]:
+            found = self._ask(dict.fromkeys(places, ("look?", {"how": how, "q": shared, "rest": ()})), "look")
+            told = [found[place].fields["found"] for place in places]
+            for place, answer in zip(places, told, strict=True):
+                self._check_shapes(place, answer, shapes, "what it sees at q")
+            self._count(looks=1)
+            return told
+
+        return self._kept(ask, shapes, len(places))
+
+    def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.visit`."""
+        rest, site, memory, keys, start = own
+        places = [int(g) for g in groups]
+
+        def ask() -> list[tuple]:
+            asks, memories = {}, {}
+            for i, place in enumerate(places):
+                memories[place] = _row(memory, i)
+                key = KeyData(np.asarray(keys[i]), how["key"])
+                fields = {"how": how, "cavity": _row(rest, i), "site": _row(site, i), "memory": ()}
+                fields |= {"digest": digest_of(memories[place]), "rest": (key, _row(start, i), shared)}
+                asks[place] = ("visit?", fields)
+            found = self._ask(asks, "visit", "gap")
+            lost = [place for place in places if found[place].kind == "gap"]
+            if lost:
+                # A client that was begun anew, or a state that is not the last: the server's copy of its memory goes along.
+                again = {place: ("visit?", {**asks[place][1], "memory": memories[place]}) for place in lost}
+                found |= self._ask(again, "visit")
+            self._count(visits=1)
+            return [self._visited(place, found[place].fields, shapes) for place in places]
+
+        return self._kept(ask, tuple(x for part in shapes for x in part), len(places))
+
+    def close(self) -> None:
+        """Let the clients go."""
+        self.transport.close()
+
+    # ------------------------------------------------------------------ once and only once
+
+    def _kept(self, ask: Callable[[], list[tuple]], shapes: tuple, count: int) -> tuple:
+        """Answers on a leading axis; once something went wrong, zeros, until the compiled program has come to its end."""
+        with self._turn:
+            if self.error is None:
+                try:
+                    return tuple(np.stack(leaves) for leaves in zip(*ask(), strict=True))
+                except Exception as error:
+                    self.error = error
+            return tuple(np.zeros((count, *x.shape), x.dtype) for x in shapes)
+
+    def _ask(self, asks: dict[int, tuple[str, dict]], *kinds: str) -> dict[int, Message]:
+        frames = {}
+        for place, (kind, fields) in asks.items():
+            self._sequence[place] += 1
+            head = {"run": self.run, "sequence": self._sequence[place], "label": self.labels[place]}
+            frames[place] = encode(Message(kind, head | fields))
+        found: dict[int, Message] = {}
+        for attempt in range(self.tries):
+            for place in frames.keys() - found.keys():
+                self.transport.send(place, frames[place])
+                self._count(sent=len(frames[place]), repeats=int(attempt > 0))
+            while len(found) < len(frames):
+                came = self.transport.receive(self.wait)
+                if came is None:
+                    break
+                self._hear(*came, frames, found, kinds)
+            if len(found) == len(frames):
+                self._count(trips=1)
+                return found
+        place = min(frames.keys() - found.keys())
+        raise ClientError(
+            f"client {self.labels[place]!r} has not answered question {self._sequence[place]} in {self.tries} tries of "
+            f"{self.wait:g} s each. Nothing of it was absorbed; pass a longer wait, or more tries, or begin it anew.",
+            self.labels[place],
+        )
+
+    def _hear(self, place: int, data: bytes, frames: dict, found: dict[int, Message], kinds: tuple[str, ...]) -> None:
+        """Take one answer, or drop it."""
+        self._count(received=len(data))
+        try:
+            message = decode(data)
+        except WireError:
+            # As good as lost: the question is repeated.
+            self._count(damaged=1)
+            return
+        fields = message.fields
+        if not 0 <= place < len(self.labels) or fields["label"] != self.labels[place]:
+            raise ClientError(
+                f"an answer came from a client {fields['label']!r}, which is not known here (known are "
+                f"{', '.join(map(repr, self.labels))}). Nothing of it was absorbed.",
+                fields["label"],
+            )
+        if (
+            fields["run"] != self.run
+            or fields["sequence"] < self._sequence[place]
+            or place in found
+            or place not in frames
+        ):
+            self._count(dropped=1)
+            return
+        if fields["sequence"] > self._sequence[place]:
+            raise self._refused(
+                place, f"it answers question {fields['sequence']}, and {self._sequence[place]} were asked"
+            )
+        if message.kind == "refusal":
+            raise self._refused(place, f"it says: {fields['why']}")
+        if message.kind not in kinds:
+            raise self._refused(place, f"it answers with a message {message.kind!r} where {kinds[0]!r} was asked for")
+        found[place] = message
+
+    # ------------------------------------------------------------------ what is refused
+
+    def _visited(self, place: int, fields: dict[str, Any], shapes: tuple) -> tuple:
+        """A site, a memory and a report, checked."""
+        site, memory, reported = shapes
+        self._check_shapes(place, fields["site"], site, "its site")
+        self._check_shapes(place, fields["memory"], memory, "what it remembers")
+        self._check_shapes(place, fields["rest"], reported, "its report")
+        if fields["version"] <= self._versions[place]:
+            raise self._refused(
+                place, f"its site has version {fields['version']}, which is not newer than {self._versions[place]}"
+            )
+        for leaf in fields["site"]:
+            if not np.all(np.isfinite(leaf)):
+                raise self._refused(place, "its site is not finite")
+            if leaf.ndim == 2:
+                gap, size = np.max(np.abs(leaf - leaf.T), initial=0.0), np.max(np.abs(leaf), initial=0.0)
+                if gap > _ASYMMETRY[leaf.dtype.name] * size:
+                    raise self._refused(place, f"its site's precision is not symmetric (by {gap:.2g} of {size:.2g})")
+        self._versions[place] = fields["version"]
+        return (*fields["site"], *fields["memory"], *fields["rest"])
+
+    def _check_shapes(self, place: int, found: tuple, wanted: tuple, what: str) -> None:
+        shapes = [(x.shape, np.dtype(x.dtype)) for x in wanted]
+        got = [(x.shape, x.dtype) if isinstance(x, np.ndarray) else type(x).__name__ for x in found]
+        if got != shapes:
+            raise self._refused(place, f"{what} has the shapes {got} and not {shapes}")
+
+    def _refused(self, place: int, why: str) -> ClientError:
+        label = self.labels[place]
+        return ClientError(f"the answer of client {label!r} is refused: {why}. Nothing of it was absorbed.", label)
+
+    def _count(self, **more: int) -> None:
+        counts = self.traffic._asdict()
+        self.traffic = Traffic(**{name: count + more.get(name, 0) for name, count in counts.items()})
+
+
+def _row(leaves: tuple, index: int) -> tuple:
+    return tuple(np.asarray(x)[index] for x in leaves)

@@ -1,0 +1,451 @@
+"""Runtimes whose groups are clients: in this process, or in a process each."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import queue
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ClientError, PVIError, WireError
+from ..factors import choose_chunk_rows, join_arguments, pack_rows, split_arguments
+from ..handlers import one_group_table
+from ..runtime import Answers, Engine, RemoteEngine, RuntimeDefaults, Vmap, programs_of
+from ._client import Respondent
+from ._exchange import Exchange, Traffic, Transport
+
+# Largest message that is taken off a pipe.
+_MOST_BYTES = 1 << 31
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """All that one client is given: its rows, and what the fit is made of. Nothing of other groups."""
+
+    label: Hashable
+    model: Any
+    solver: Any
+    num_particles: int
+    plan: Any
+    packing: Any
+    arrays: list
+    static: tuple
+    prior: tuple
+
+    def respondent(self, known: dict[Any, Any]) -> Respondent:
+        """The client that answers for these rows.
+
+        Args:
+            known: programs of other clients, which serve this one where it differs from them in its rows only.
+        """
+        engine = Engine(self.model, self.solver, None, Vmap(), None, self.num_particles)  # type: ignore[arg-type]
+        key = self.plan, self.static
+        made = known.get(key) or (programs_of(engine, *key), None)
+        answers = Answers(engine, self.plan, self.packing, self.arrays, self.prior, made[0])
+        step = answers.tells_step() if made[1] is None else made[1]
+        known[key] = made[0], step
+        part = self.plan.partition
+        facts = {
+            "rows": part.table.num_rows,
+            "latents": tuple((n, tuple(s)) for n, s in zip(part.layout.names, part.layout.shapes, strict=True)),
+            "family": type(self.plan.family).__name__,
+            "dtype": str(answers.dtype),
+            "structure": part.likelihood,
+            "step": step,
+        }
+        return Respondent(self.label, answers, facts)
+
+
+def shares_of(engine: Any, state: Any, dynamic: list, static: tuple) -> list[Share]:
+    """Deal a fit's rows out to its groups.
+
+    Args:
+        engine: the fit's choices.
+        state: a state, reduced but for its labels.
+        dynamic: arrays of the model's arguments.
+        static: the static leaves.
+
+    Returns:
+        One entry per group.
+    """
+    part, packing = state.plan.partition, jax.device_get(state.packing)
+    leaves, structure = jax.tree.flatten(join_arguments([np.asarray(x) for x in dynamic], static))
+    prior = jax.device_get((state.prior, state.exact))
+    found = []
+    for place, label in enumerate(part.table.labels):
+        mine = packing.chunk_group == place
+        rows = packing.rows[mine][packing.mask[mine]]
+        taken = [x if a is None else np.take(x, rows, axis=a) for x, a in zip(leaves, part.reading.axes, strict=True)]
+        arrays, kept = split_arguments(
+            *structure.unflatten([jnp.asarray(x) if hasattr(x, "dtype") else x for x in taken])
+        )
+        table = one_group_table(0, len(rows))
+        own = pack_rows(table, choose_chunk_rows(table.sizes, dim=part.layout.dim))
+        shape = {"chunk_rows": own.rows.shape[1], "num_chunks": own.rows.shape[0]}
+        plan = dataclasses.replace(state.plan, partition=dataclasses.replace(part, table=table, **shape))
+        given = [np.asarray(x) for x in arrays]
+        found.append(
+            Share(
+                label, engine.model, engine.solver, engine.num_particles, plan, jax.device_get(own), given, kept, prior
+            )
+        )
+    return found
+
+
+class Line:
+    """The conversation of one fit at present: implements :class:`numpyro_pvi.runtime.Network`, anew for every set of rows."""
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        self.tells_step = False
+        self.known: dict[Any, Any] = {}
+        self._key: Any = None
+        self._before = Traffic()
+
+    def __reduce__(self) -> tuple:
+        """A line without a conversation: processes and locks are nobody else's."""
+        return Line, ()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was sent by all conversations so far."""
+        now = Traffic() if self.exchange is None else self.exchange.traffic
+        return Traffic(*(a + b for a, b in zip(self._before, now, strict=True)))
+
+    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.look`."""
+        return self._open.look(how, shared, shapes)
+
+    def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.visit`."""
+        return self._open.visit(how, shared, groups, own, shapes)
+
+    @property
+    def _open(self) -> Exchange:
+        if self.exchange is None:
+            raise ClientError("there are no clients: call pvi.update, pvi.run or pvi.evaluate, which begin them")
+        return self.exchange
+
+    def attend(self, key: Any, connect: Callable[[], Exchange]) -> None:
+        """Talk to clients with these rows: those that are there, or new ones after an error or for other rows."""
+        if self.exchange is not None and self._key == key and self.exchange.error is None:
+            return
+        self.close()
+        exchange = connect()
+        try:
+            facts = exchange.hello()
+            _agree(exchange.labels, facts)
+        except BaseException:
+            exchange.close()
+            raise
+        self.exchange, self._key, self.tells_step = exchange, key, facts[0]["step"]
+
+    def close(self) -> None:
+        """Let the clients go."""
+        if self.exchange is not None:
+            self._before = self.traffic
+            self.exchange.close()
+        self.exchange = None
+
+
+def _agree(labels: tuple, facts: list[dict[str, Any]]) -> None:
+    """Raise where clients do not see one model."""
+    for label, said in zip(labels, facts, strict=True):
+        for name, value in said.items():
+            if name != "rows" and value != facts[0][name]:
+                raise ClientError(
+                    f"client {label!r} says {name} = {value!r}, and client {labels[0]!r} {facts[0][name]!r}: they are not of "
+                    "one model, guide and solver.",
+                    label,
+                )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClientsRuntime(RuntimeDefaults):
+    """What runtimes with clients share: rounds go out to them, and what is done before and between rounds runs here.
+
+    Args:
+        wait: seconds after which a question is repeated.
+        tries: times that a question is sent before its client counts as gone.
+    """
+
+    wait: float = 60.0
+    tries: int = 3
+    _line: Line = dataclasses.field(default_factory=Line, init=False, repr=False)
+
+    # Errors name clients.
+    by_label = True
+
+    def __post_init__(self):
+        if not (isinstance(self.wait, int | float) and self.wait > 0):
+            raise PVIError(f"{type(self).__name__}(wait={self.wait!r}): expected a positive number of seconds.")
+        if isinstance(self.tries, bool) or not isinstance(self.tries, int) or self.tries < 1:
+            raise PVIError(f"{type(self).__name__}(tries={self.tries!r}): expected a positive int.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the settings; clients are begun anew, by the line that the engine of a PVI has too."""
+        del protocol
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.init]
+        return type(self), tuple(fields), {"_line": self._line}
+
+    @property
+    def traffic(self) -> Traffic:
+        """Round trips, messages and bytes that were really sent so far."""
+        return self._line.traffic
+
+    def close(self) -> None:
+        """End the clients; the next round begins them anew."""
+        self._line.close()
+
+    def engine(self, engine: Any) -> Any:
+        """The engine whose rounds are with clients.
+
+        Raises:
+            PVIError: for a fit under AutoExponentialFamily.
+        """
+        if not isinstance(engine, Engine):
+            raise PVIError(
+                f"runtime={type(self).__name__}(...) does not go with AutoExponentialFamily, whose rounds take turns over "
+                "components of q: use a Gaussian guide, or leave runtime out."
+            )
+        given = (engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles)
+        return RemoteEngine(*given, network=self._line)
+
+    def call(
+        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
+    ):
+        """Call a program whose rounds leave it for the clients, which are begun where there are none with these rows."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, dynamic))):
+            raise PVIError(
+                f"runtime={type(self).__name__}(...) talks to clients, which jit, vmap and grad cannot: call pvi.update, or run, "
+                "outside of them."
+            )
+        # What no client answers is refused before any is begun.
+        engine.refuse(state)
+        key = _key_of(state, dynamic, static)
+        self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
+        found = jax.block_until_ready(program(engine, state, dynamic, static, *rest, **options))
+        exchange = self._line.exchange
+        if exchange is not None and exchange.error is not None:
+            # What the program made of it since is worth nothing: the state stays what it was.
+            raise exchange.error
+        return found
+
+    def connect(self, shares: list[Share]) -> Exchange:
+        """Begin clients with these rows.
+
+        Args:
+            shares: one client's each.
+
+        Returns:
+            The conversation with them.
+        """
+        raise NotImplementedError
+
+    def sum_chunks(self, expect: Any, chunks: Any, chunk_group: Any, offsets: Any, working_bytes: int) -> Any:
+        """What is done before and between rounds passes over the rows here, as :class:`numpyro_pvi.runtime.Vmap` does."""
+        return Vmap().sum_chunks(expect, chunks, chunk_group, offsets, working_bytes)
+
+    def map_groups(self, solve: Any, operands: Any, reads_rows: bool) -> Any:
+        """Likewise."""
+        return Vmap().map_groups(solve, operands, reads_rows)
+
+
+def _key_of(state: Any, dynamic: list, static: tuple) -> Any:
+    found = hashlib.blake2b(digest_size=16)
+    for x in [*dynamic, *jax.tree.leaves(jax.device_get(state.packing))]:
+        x = np.ascontiguousarray(x)
+        found.update(f"{x.dtype}{x.shape}".encode())
+        found.update(x.reshape(-1).view(np.uint8).data)
+    plan = dataclasses.replace(state.plan, fine=False)
+    return plan, static, found.digest()
+
+
+# ----------------------------------------------------------------------------------------------------------- transports
+
+
+class Nearby:
+    """Clients in this process: a question is answered where it is sent.
+
+    Args:
+        respondents: the clients, by place.
+    """
+
+    def __init__(self, respondents: list[Respondent]):
+        self._respondents, self._answers = respondents, queue.SimpleQueue()
+
+    def send(self, place: int, data: bytes) -> None:
+        """Let a client answer."""
+        with contextlib.suppress(WireError):
+            answer = self._respondents[place].answer(data)
+            if answer is not None:
+                self._answers.put((place, answer))
+
+    def receive(self, wait: float) -> tuple[int, bytes] | None:
+        """The next answer."""
+        del wait
+        try:
+            return self._answers.get_nowait()
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Forget the clients."""
+        self._respondents = []
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InProcess(ClientsRuntime):
+    """Clients in this process, which talk in messages all the same: what a deployment does, without its processes.
+
+    Args:
+        wait: see :class:`Processes`.
+        tries: likewise.
+        through: a transport to one that takes its place, such as one that loses messages; None leaves it.
+    """
+
+    through: Callable[[Transport], Transport] | None = None
+
+    def connect(self, shares: list[Share]) -> Exchange:
+        """See :meth:`ClientsRuntime.connect`."""
+        # Programs outlive a conversation: after an error nothing is compiled again.
+        nearby: Transport = Nearby([share.respondent(self._line.known) for share in shares])
+        transport = nearby if self.through is None else self.through(nearby)
+        return Exchange(tuple(share.label for share in shares), transport, self.wait, self.tries)
+
+
+class Pipes:
+    """Clients in processes of their own, one a group, over pipes; they end with this process, or when they are let go.
+
+    Args:
+        shares: what each is given.
+    """
+
+    def __init__(self, shares: list[Share]):
+        context = multiprocessing.get_context("spawn")
+        self._labels = [share.label for share in shares]
+        self._here, self._children = [], []
+        settings = {"jax_enable_x64": bool(jax.config.jax_enable_x64)}  # type: ignore[attr-defined]
+        for share in shares:
+            here, there = context.Pipe()
+            child = context.Process(target=serve, args=(there, share, settings), daemon=True)
+            self._here.append(here)
+            self._start(child, share)
+            there.close()
+            self._children.append(child)
+        _OPEN.add(self)
+
+    def _start(self, child: Any, share: Share) -> None:
+        try:
+            child.start()
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            self.close()
+            raise PVIError(
+                f"what client {share.label!r} is made of cannot be handed to a process of its own: {error}. The model is to be a "
+                "function of a module; optimisers of NumPyro hold local functions: pass LocalELBO() as it is, or one of your own."
+            ) from error
+
+    def send(self, place: int, data: bytes) -> None:
+        """Write to a client's pipe."""
+        try:
+            self._here[place].send_bytes(data)
+        except OSError as error:
+            raise self._gone(place) from error
+
+    def receive(self, wait: float) -> tuple[int, bytes] | None:
+        """The next answer of any client."""
+        ready = multiprocessing.connection.wait(self._here, wait)
+        if not ready:
+            return None
+        place = self._here.index(ready[0])
+        try:
+            return place, self._here[place].recv_bytes(_MOST_BYTES)
+        except (EOFError, OSError) as error:
+            raise self._gone(place) from error
+
+    def _gone(self, place: int) -> ClientError:
+        child = self._children[place]
+        child.join(1.0)
+        label = self._labels[place]
+        return ClientError(
+            f"the process of client {label!r} has ended (exit code {child.exitcode}). Nothing of it was absorbed; the next call "
+            "begins all clients anew.",
+            label,
+        )
+
+    def close(self) -> None:
+        """Close the pipes, by which clients end; those that do not are killed after a second."""
+        for pipe in self._here:
+            pipe.close()
+        for child in self._children:
+            child.join(1.0)
+            if child.is_alive():
+                child.kill()
+                child.join(1.0)
+        _OPEN.discard(self)
+
+
+_OPEN: weakref.WeakSet[Pipes] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pipes in list(_OPEN):
+        pipes.close()
+
+
+def serve(pipe: Any, share: Share, settings: dict[str, Any]) -> None:
+    """What a client's process does: answer until its pipe is closed.
+
+    Args:
+        pipe: its end.
+        share: its rows and the rest of what it is given.
+        settings: of JAX.
+    """
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    respondent = share.respondent({})
+    while True:
+        try:
+            answer = respondent.answer(pipe.recv_bytes(_MOST_BYTES))
+        except WireError:
+            # As good as lost: whoever asked will ask again.
+            continue
+        except (EOFError, OSError, KeyboardInterrupt):
+            return
+        if answer is not None:
+            pipe.send_bytes(answer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Processes(ClientsRuntime):
+    """Every group in a process of its own on this machine: ``PVI(..., runtime=Processes())``, and nothing else changes.
+
+    The first round begins the processes, gives each its group's rows, and keeps them while the rows stay what they are; they end
+    with this process, or at :meth:`close`. Model, solver and rows are handed over as ``multiprocessing`` hands them (pickled, at
+    the start of a child of this process): the model is a function of a module. What is said afterwards are messages of
+    :mod:`numpyro_pvi.wire`. Scripts begin under ``if __name__ == "__main__":``, as with every use of ``multiprocessing``.
+
+    Args:
+        wait: seconds after which a question is repeated; a first question compiles the client's programs.
+        tries: times that a question is sent before its client counts as gone.
+
+    Raises:
+        PVIError: on construction, for a wait or a number of tries that is not positive.
+    """
+
+    def connect(self, shares: list[Share]) -> Exchange:
+        """See :meth:`ClientsRuntime.connect`."""
+        return Exchange(tuple(share.label for share in shares), Pipes(shares), self.wait, self.tries)

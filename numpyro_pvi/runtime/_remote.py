@@ -1,0 +1,438 @@
+"""The factors of a model whose rows are with clients: looks and visits go out of a compiled round, and answers come back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jaxtyping import Array, Float, Int
+
+from .._compiling import Program
+from .._state import Plan, PVIState
+from ..errors import PVIError
+from ..expectations import RULES, AffineProgram, DrawsProgram, Expected, QuadraticProgram
+from ..factors import join_arguments
+from ..schedules import RoundCarry, Rule
+from ..sites import cavity
+from ..solvers import LocalResult
+from ._engine import Engine
+from ._factors import Draws, FactorData
+from ._local import LocalProblem
+from ._refinement import cheaper_rule, first_rule
+from ._tilted import keeps_rows, whole_factor
+
+# What a group's expectations are named by, less its target, in the order in which they are sent.
+_NUMBERS = ("value", "error", "weight", "spread")
+
+
+class Network(Protocol):
+    """What carries questions to the clients and answers back. Called out of compiled programs: nothing of JAX runs in it."""
+
+    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple) -> tuple:
+        """Ask every client for its factor's value, message and error at a q.
+
+        Args:
+            how: static settings of the look.
+            shared: what all clients are told, arrays.
+            shapes: shapes and dtypes of one client's answer.
+
+        Returns:
+            NumPy arrays with a leading axis of clients.
+        """
+        ...
+
+    def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
+        """Ask some clients for a site from a cavity.
+
+        Args:
+            how: static settings of the visit.
+            shared: what all clients are told, arrays.
+            groups: which clients.
+            own: ``(cavity, site, memory, key, start)`` of each, trees of arrays with a leading axis of these clients.
+            shapes: shapes and dtypes of one client's site, and of its memory and what it reports.
+
+        Returns:
+            NumPy arrays with a leading axis of these clients: the site's, the memory's, back-offs, moved, step.
+        """
+        ...
+
+
+# ----------------------------------------------------------------------------------------------------- the server's side
+
+
+class _Rows(NamedTuple):
+    """Values of the groups' rows at points, asked for; takes the place of :class:`GroupRows`."""
+
+    network: Network
+    count: int
+    dtype: Any
+    num_rules: int
+
+    def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
+        """Each group's log-likelihood in nats, averaged over points."""
+        how = {"ask": "values", "rules": self.num_rules, "clip": False}
+        one = (jax.ShapeDtypeStruct((), self.dtype),)
+        return _call_out(lambda *shared: self.network.look(how, shared, one), _stacked(one, self.count), (points,))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteProblem(LocalProblem):
+    """The factors of a model as a schedule sees them, whose groups' parts clients answer; the prior factor's is here.
+
+    A look is asked for once under every quadrature rule that is tried; a visit whose target is the message of the look at q
+    (``solver.immediate``) is no question at all.
+
+    Args:
+        network: what carries questions and answers.
+        tells_step: whether visits say what share of their change was taken.
+    """
+
+    network: Any = None
+    tells_step: bool = False
+
+    def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
+        """Ask all clients for their expectations; the moments and the rule are those that ``expect`` was made with."""
+        del local, apart
+        given = expect.keywords  # type: ignore[attr-defined]
+        moments, probe, draws = given["moments"], given["probe"], given["noise"]
+        how = {"ask": "look", "rules": self.num_rules, "clip": bool(given["clip"])}
+        how |= {"probe": probe is not None, "draws": draws is not None}
+        shared = jax.tree.leaves((moments, jnp.asarray(given["level"], jnp.int32), probe, draws))
+        number = jax.ShapeDtypeStruct((), self.dtype)
+        vector = jax.ShapeDtypeStruct((self.family.dim,), self.dtype)
+        target = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
+        one = (*jax.tree.leaves(target), *(number,) * len(_NUMBERS), *(vector,) * (probe is not None))
+        found = _call_out(
+            lambda *leaves: self.network.look(how, leaves, one), _stacked(one, self.num_groups), tuple(shared)
+        )
+        size = len(jax.tree.leaves(target))
+        numbers = dict(zip(_NUMBERS, found[size:], strict=False))
+        product = found[-1] if probe is not None else jnp.zeros((self.num_groups, self.family.dim), self.dtype)
+        return Expected(target=jax.tree.unflatten(jax.tree.structure(target), found[:size]), product=product, **numbers)
+
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Ask all clients, or some, for their sites from the same q; see :class:`numpyro_pvi.schedules.Problem`."""
+        if self.solver.immediate and not self.matches_moments:
+            return super().visit_all(carry, key, noise, only)
+        keys = jax.random.split(key, self.num_groups)
+        groups = jnp.arange(self.num_groups, dtype=jnp.int32)
+        start = None
+        if not (self.matches_moments or self.stochastic):
+            start = dataclasses.replace(carry.evaluation.groups, local=None)
+        operands = groups, carry.sites.groups, carry.solver, keys, start
+        if only is not None:
+            operands = jax.tree.map(lambda x: x[only], operands)
+        groups, site, state, keys, start = operands
+        rest = jax.vmap(lambda one: cavity(carry.evaluation.q, one))(site)
+        noise = self._visit_noise(key, noise)
+        return self._ask((groups, rest, site, state, keys, start), carry.evaluation.rule, noise, guarded=True)
+
+    def visit_group(
+        self,
+        index: Any,
+        q: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        rule: Rule,
+        noise: Any,
+        local: Any = None,
+        alone: bool = False,
+    ) -> tuple[LocalResult, Any]:
+        """Ask one client for its site from the current q."""
+        del local, alone
+        one = jnp.asarray(index, jnp.int32), cavity(q, site), site, state, key
+        operands = (*jax.tree.map(lambda x: jnp.asarray(x)[None], one), None)
+        rule = rule if self.matches_moments else cheaper_rule(rule)
+        found = self._ask(operands, rule, self._visit_noise(key, noise), guarded=False)
+        found = jax.tree.map(lambda x: x[0], found)
+        return (found._replace(step=None) if self.matches_moments else found), None
+
+    def _ask(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool) -> LocalResult:
+        groups, rest, site, state, keys, start = operands
+        how = {"rules": self.num_rules, "guarded": guarded, "start": start is not None, "draws": noise is not None}
+        how |= {"key": str(jax.random.key_impl(keys))}
+        told = () if start is None else jax.tree.leaves(start)
+        own = tuple(tuple(jax.tree.leaves(x)) for x in (rest, site, state)) + (jax.random.key_data(keys), tuple(told))
+        shared = (*jax.tree.leaves(rule), *(() if noise is None else (noise.pairs,)))
+        number, flag = jax.ShapeDtypeStruct((), self.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
+        reported = (jax.ShapeDtypeStruct((), jnp.int32), flag, *(number,) * self.tells_step)
+        one = tuple(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x) for x in own[1:3])
+        shapes = (*one[0], *one[1], *reported)
+        found = _call_out(
+            lambda who, own, shared: self.network.visit(how, shared, who, own, (one[0], one[1], reported)),
+            _stacked(shapes, groups.shape[0]),
+            (groups, own, shared),
+        )
+        ends = len(one[0]), len(one[0]) + len(one[1])
+        new = jax.tree.unflatten(jax.tree.structure(site), found[: ends[0]])
+        memory = jax.tree.unflatten(jax.tree.structure(state), found[ends[0] : ends[1]])
+        backoffs, moved, *step = found[ends[1] :]
+        return LocalResult(new, memory, backoffs, moved, step[0] if step else None)
+
+
+def _stacked(one: tuple, count: int) -> tuple:
+    return tuple(jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in one)
+
+
+def _call_out(ask: Callable, shapes: tuple, operands: tuple) -> tuple:
+    """Leave a compiled program with arrays, and come back with arrays of these shapes."""
+
+    def host(*given: Any) -> tuple:
+        return ask(*jax.tree.map(np.asarray, given))
+
+    return tuple(io_callback(host, shapes, *operands))
+
+
+def refuse_remotely(plan: Plan, engine: Any) -> None:
+    """Raise for a fit whose factors clients cannot answer for.
+
+    Args:
+        plan: the plan.
+        engine: the fit's choices.
+
+    Raises:
+        PVIError: naming what it is, and why.
+    """
+    part, schedule = plan.partition, engine.schedule
+    reasons = {
+        "numpyro.param sites": (bool(part.params), "their step needs the rows' gradients"),
+        "latents inside the partitioned plate": (
+            part.local is not None,
+            "their posteriors would have to be the clients' own",
+        ),
+        "sites of two numbers a row": (
+            plan.rows is not None,
+            "they say what the rows are: pass NaturalGradient(sites='dense')",
+        ),
+        f"{type(schedule).__name__}": (
+            bool(schedule.streams or schedule.has_agents or schedule.single_pass),
+            "groups come in the order of their rows, or talk without a server",
+        ),
+        f"one site for all groups ({type(engine.solver).__name__})": (plan.tied, "every client has a site of its own"),
+        f"sites of single rows ({type(engine.solver).__name__}(factors='row'))": (
+            engine.solver.factors == "row",
+            "a server would hold them; pass factors='group'",
+        ),
+        "groups whose rows are not at hand": (bool(plan.absent), "no client answers for them"),
+        "rows that no argument holds": (
+            part.mechanism != "args" or part.rows.whole,
+            "a client is given its rows as arguments whose leading axis is the plate's",
+        ),
+    }
+    for what, (found, why) in reasons.items():
+        if found:
+            raise PVIError(f"clients do not go with {what}: {why}. Leave runtime out to fit in this process.")
+
+
+def remote_problem(
+    engine: Any, plan: Plan, network: Any, prior: tuple, num_rules: int, tells_step: bool
+) -> RemoteProblem:
+    """The factors of clients, as rounds take them.
+
+    Args:
+        engine: the fit's choices.
+        plan: the plan, of which labels, sizes and structure are read.
+        network: who carries questions.
+        prior: ``(natural, exact, log partition)`` of the exactly held prior, and ``(program, arrays)`` of the prior factor.
+        num_rules: how many quadrature rules are compiled in.
+        tells_step: whether visits say what share of their change was taken.
+
+    Returns:
+        The factors.
+
+    Raises:
+        PVIError: where expectations are by points that only a look at all rows can choose.
+    """
+    natural, exact, partition, (prior_program, prior_data) = prior
+    part, family, count = plan.partition, plan.family, plan.partition.table.num_groups
+    program = bare_program(plan, num_rules)
+    # Of the rows nothing is here; more than one a group, for whoever asks how many.
+    chunks = ((None, jnp.zeros((count, 2), bool)),)
+    data = FactorData(chunks, jnp.arange(count), jnp.arange(count + 1), prior_data, natural, exact, partition)
+    dtype = natural.precision_mean.dtype
+    rows = _Rows(network, count, dtype, num_rules) if engine.solver.stochastic else None
+    fields = {"rows": rows, "labels": part.table.labels, "network": network, "tells_step": tells_step}
+    quadratic = part.likelihood == "quadratic"
+    return RemoteProblem(
+        family, engine.solver, engine.runtime, program, prior_program, quadratic, num_rules, data, **fields
+    )
+
+
+def bare_program(plan: Plan, num_rules: int) -> Any:
+    """The likelihood's program as far as it is known without rows.
+
+    Args:
+        plan: the plan.
+        num_rules: how many quadrature rules are compiled in.
+
+    Returns:
+        The program; it evaluates nothing.
+
+    Raises:
+        PVIError: for a likelihood whose expectations no question asks for.
+    """
+    part, family = plan.partition, plan.family
+    if part.likelihood == "quadratic":
+        return QuadraticProgram(None, family)
+    if part.likelihood == "affine":
+        return AffineProgram(part.terms, family, num_rules)
+    if part.likelihood == "draws" and part.unstructured == "hessian":
+        return DrawsProgram(_no_rows, family)
+    raise PVIError(
+        f"clients answer for factors that are quadratic or seen through affine predictors, and for mini-batches and moments by "
+        f"draws; the likelihood of {part.where} was found to be {part.likelihood!r} ({part.unstructured}). Pass "
+        "solver=LocalELBO() or PowerEP(moments='importance'), or leave runtime out to fit in this process."
+    )
+
+
+def _no_rows(*_: Any) -> Any:
+    raise PVIError("a server has no rows to evaluate")
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteEngine(Engine):
+    """The engine of a fit whose rounds are with clients; what is done before and between them passes over the rows here.
+
+    Args:
+        network: who carries questions.
+    """
+
+    network: Any = None
+
+    def refuse(self, state: PVIState) -> None:
+        """Raise for a fit whose factors clients cannot answer for."""
+        refuse_remotely(state.plan, self)
+        bare_program(state.plan, len(RULES))
+
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+        self.refuse(state)
+        num_rules = len(RULES) - (not fine)
+        own: Any = self.problem(
+            state.plan, state.packing, args, kwargs, {}, (state.prior, state.exact), num_rules, others
+        )
+        if own.matches_moments and keeps_rows(own):
+            raise PVIError(
+                f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or groups of one row "
+                "each): a server would hold them. Pass PowerEP(factors='group')."
+            )
+        prior = own.data.prior_natural, own.data.exact, own.data.prior_partition, (own.prior_program, own.data.prior)
+        return remote_problem(self, state.plan, self.network, prior, num_rules, self.network.tells_step)
+
+    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
+        """The evidence, from the rows in this process."""
+        here = Engine(self.model, self.solver, self.schedule, self.runtime, self.optim, self.num_particles)
+        return here.evidence(state, args, kwargs, fine)
+
+
+# ----------------------------------------------------------------------------------------------------- the client's side
+
+
+class Programs(NamedTuple):
+    """What answers for one group's rows, compiled: looks, values at points, and visits, of ``(arrays, packing, prior)`` first."""
+
+    look: Program
+    values: Program
+    visit: Program
+
+
+def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
+    """The programs of all clients that differ in their rows only.
+
+    Args:
+        engine: the client's choices.
+        plan: of one group.
+        static: the static leaves of its arguments.
+
+    Returns:
+        The programs; nothing is compiled yet.
+    """
+
+    def problem(rows: tuple, rules: int) -> Any:
+        arrays, packing, prior = rows
+        return engine.problem(plan, packing, *join_arguments(arrays, static), {}, prior, rules)
+
+    def look(rows, moments, level, probe, draws, clip, rules):
+        own = problem(rows, rules)
+        given = {"moments": moments, "probe": probe, "level": level, "noise": draws, "clip": clip}
+        found = own.sum_groups(partial(own.expect, own.program, **given))
+        told = (*jax.tree.leaves(found.target), *(getattr(found, name) for name in _NUMBERS))
+        return tuple(x[0] for x in (*told, *(() if probe is None else (found.product,))))
+
+    def values(rows, points, rules):
+        return (problem(rows, rules).rows.values(points)[0],)
+
+    def visit(rows, rest, site, state, key, rule, pairs, start, guarded, rules):
+        own, zero = problem(rows, rules), jnp.int32(0)
+        noise = None if pairs is None else Draws(pairs, jnp.zeros((1, plan.family.dim), pairs.dtype), None, None)
+        # One group's factor, as visits of all groups in one process have it.
+        factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
+        return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
+
+    asked = ("guarded", "rules")
+    return Programs(Program(look, ("clip", "rules")), Program(values, ("rules",)), Program(visit, asked))
+
+
+class Answers:
+    """Answers for one group's rows: a look, values at points, and a visit.
+
+    Args:
+        engine: the client's choices.
+        plan: of one group.
+        packing: of its rows.
+        dynamic: arrays of its arguments.
+        prior: ``(natural, exact mask)`` of the exactly held prior, which enters no answer.
+        programs: what :func:`programs_of` has made.
+    """
+
+    def __init__(self, engine: Engine, plan: Plan, packing: Any, dynamic: list, prior: tuple, programs: Programs):
+        self.family, self.solver, self._programs = plan.family, engine.solver, programs
+        self._rows = jax.tree.map(jnp.asarray, (dynamic, packing, prior))
+        self.dtype = prior[0].precision_mean.dtype
+        zeros = self.family.zeros((), self.dtype)
+        self.first_memory = jax.tree.map(jnp.asarray, self.solver.init_among(self.family, self.dtype, 1))
+        self.moments = jax.eval_shape(lambda: self.family.moments(zeros))
+        self.site = jax.eval_shape(lambda: zeros)
+        self._rule = jax.tree.structure(jax.eval_shape(lambda: first_rule(self.dtype)))
+
+    def look(self, how: dict[str, Any], shared: tuple) -> tuple:
+        """The answer to :meth:`Network.look`, without its leading axis."""
+        if how["ask"] == "values":
+            return self._programs.values(self._rows, shared[0], rules=how["rules"])
+        size = len(jax.tree.leaves(self.moments))
+        moments = jax.tree.unflatten(jax.tree.structure(self.moments), shared[:size])
+        level, *rest = shared[size:]
+        probe = rest.pop(0) if how["probe"] else None
+        draws = rest.pop(0) if how["draws"] else None
+        return self._programs.look(self._rows, moments, level, probe, draws, clip=how["clip"], rules=how["rules"])
+
+    def visit(
+        self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple
+    ) -> Any:
+        """The answer to :meth:`Network.visit`, as the solver gives it."""
+        shape = self._rule
+        rule = jax.tree.unflatten(shape, shared[: shape.num_leaves])
+        pairs = shared[shape.num_leaves] if how["draws"] else None
+        known = None
+        if how["start"]:
+            like = Expected(0.0, self.site, 0.0, 0.0, 0.0, 0.0)
+            known = jax.tree.unflatten(jax.tree.structure(like), start)
+        given = self._rows, rest, site, memory, key, rule, pairs, known
+        return self._programs.visit(*given, guarded=how["guarded"], rules=how["rules"])
+
+    def tells_step(self) -> bool:
+        """Whether the solver's visits say what share of their change was taken, found without a pass over the rows."""
+        rule = jax.eval_shape(lambda: first_rule(self.dtype))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        pairs = None
+        if not self.solver.matches_moments:
+            pairs = jax.ShapeDtypeStruct((max(1, self.solver.num_draws), self.family.dim), self.dtype)
+        given = self._rows, self.site, self.site, self.first_memory, key, rule, pairs, None
+        visit = partial(self._programs.visit, guarded=True, rules=len(RULES))
+        return jax.eval_shape(visit, *given).step is not None

@@ -1,0 +1,339 @@
+"""Clients answer, a server fits q: the trajectory is that of one process, whatever happens to the messages."""
+
+import collections
+import pickle
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from numpyro.optim import Adam
+
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
+from numpyro_pvi.clients import InProcess, Processes, Respondent
+from numpyro_pvi.clients._runtimes import Pipes, Share
+from numpyro_pvi.errors import ClientError, PVIError, WireError
+from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming, Synchronous
+from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
+from numpyro_pvi.wire import Message, decode, encode
+from tests.client_model import logistic
+from tests.laws.models import rows
+
+X, _, Y = rows(12)
+LABELS = np.array(["east", "north", "south"])[np.arange(12) % 3]
+KEY = jax.random.key(0)
+EP, ELBO = PowerEP(), LocalELBO(Adam(0.01), num_steps=3, optimiser_state="keep")
+DELAYED = Asynchronous(delays=("exponential", 1.0))
+
+
+def make(runtime, solver=None, schedule=None, guide=AutoMultivariateNormal, labels=LABELS):
+    return PVI(Partition(logistic, "data", labels), guide(logistic), solver=solver, schedule=schedule, runtime=runtime)
+
+
+def fit(pvi):
+    """Sites and losses after three rounds."""
+    result = pvi.run(KEY, 3, X, Y, progress_bar=False)
+    return jax.device_get(result.state.sites), np.asarray(result.losses)
+
+
+def assert_same(found, wanted, tolerance):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+CELLS = {
+    "gradient-synchronous": (NaturalGradient(), Synchronous()),
+    "gradient-subset": (NaturalGradient(), StochasticSubset(k=2)),
+    "gradient-sequential": (NaturalGradient(), Sequential()),
+    "ep-synchronous": (EP, Synchronous()),
+    "elbo-synchronous": (ELBO, Synchronous()),
+    "elbo-asynchronous": (ELBO, DELAYED),
+    "ep-sequential": (EP, Sequential()),
+    "backtracking-subset": (NaturalGradient(backtracking=True), StochasticSubset(k=2)),
+    "gradient-asynchronous": (NaturalGradient(), DELAYED),
+}
+
+
+class Weather:
+    """Loses, doubles, delays and reorders what goes through it, both ways."""
+
+    def __init__(self, inner, rate, seed=0):
+        self.inner, self.rate, self.rng = inner, rate, np.random.default_rng(seed)
+        self.held, self.happened = [], collections.Counter()
+
+    def _chance(self, what):
+        hit = self.rng.random() < self.rate
+        self.happened[what] += hit
+        return hit
+
+    def send(self, place, data):
+        if self._chance("lost"):
+            return
+        self.inner.send(place, data)
+        if self._chance("doubled"):
+            self.inner.send(place, data)
+
+    def receive(self, wait):
+        while (came := self.inner.receive(wait)) is not None:
+            if not self._chance("answer lost"):
+                self.held += [came] * (1 + self._chance("answer doubled"))
+        if not self.held or self._chance("delayed"):
+            return None
+        return self.held.pop(int(self.rng.integers(len(self.held))) if self._chance("reordered") else 0)
+
+    def close(self):
+        self.inner.close()
+
+
+@pytest.fixture(scope="module")
+def here():
+    """Fits in one process, each made once."""
+    made = {}
+
+    def of(name, guide=AutoMultivariateNormal):
+        if (name, guide) not in made:
+            made[name, guide] = fit(make(None, *CELLS[name], guide=guide))
+        return made[name, guide]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def there():
+    """The same with clients, and the weather between them, fair at first."""
+    made = {}
+
+    def of(name, guide=AutoMultivariateNormal):
+        if (name, guide) not in made:
+            weather = []
+            runtime = InProcess(tries=400, through=lambda inner: weather.append(Weather(inner, 0.0)) or weather[-1])
+            made[name, guide] = make(runtime, *CELLS[name], guide=guide), weather
+        return made[name, guide]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("name", "guide"),
+    [(name, AutoMultivariateNormal) for name in CELLS] + [("gradient-synchronous", AutoDiagonalNormal)],
+)
+def test_trajectories_are_those_of_one_process(name, guide, here, there, tolerance):
+    """Nothing is done twice: also where half of everything is lost, doubled, delayed and reordered."""
+    (pvi, weather), wanted = there(name, guide), here(name, guide)
+    assert_same(fit(pvi), wanted, tolerance)
+    before = pvi.runtime.traffic
+    assert (before.visits == 0) == (name in ("gradient-synchronous", "gradient-subset"))
+    # Three rounds, a hello and a look to begin with, and what was asked again: refined rules and memories.
+    solver, schedule = CELLS[name]
+    assert before.looks + before.visits >= 3 * schedule.round_trips(solver, 3) + 1
+    assert before.looks + before.visits <= before.trips - 1
+    assert before.repeats == before.dropped == before.damaged == 0
+    weather[0].rate = 0.5
+    assert_same(fit(pvi), wanted, tolerance)
+    weather[0].rate = 0.0
+    kinds = {"lost", "doubled", "answer lost", "answer doubled", "delayed", "reordered"}
+    assert {what for what, count in weather[0].happened.items() if count} == kinds
+    now = pvi.runtime.traffic
+    assert now.repeats and now.dropped
+    assert (now.looks, now.visits) == (2 * before.looks, 2 * before.visits)
+
+
+def test_a_client_that_answers_twice_would_be_seen(here, there, monkeypatch):
+    """The law has teeth: where a repeated question is answered anew, memory moves twice and sites come out others."""
+    (pvi, weather), answer = there("elbo-asynchronous"), Respondent.answer
+    fit(pvi)
+
+    def forgetful(self, data):
+        self._last = ("", 0, b"")
+        return answer(self, data)
+
+    monkeypatch.setattr(Respondent, "answer", forgetful)
+    for module in ("_client", "_exchange"):
+        # Else the client would see that its memory is not the one it is asked to go on from.
+        monkeypatch.setattr(f"numpyro_pvi.clients.{module}.digest_of", lambda arrays: b"")
+    weather[0].rate = 0.5
+    with pytest.raises(AssertionError):
+        assert_same(fit(pvi), here("elbo-asynchronous"), 1e-6)
+
+
+def test_info_tells_what_was_sent(there):
+    pvi, _ = there("gradient-synchronous")
+    result = pvi.run(KEY, 3, X, Y, progress_bar=False)
+    before = pvi.runtime.traffic
+    result = pvi.run(KEY, 3, X, Y, progress_bar=False, init_state=result.state)
+    spent = [b - a for a, b in zip(before, pvi.runtime.traffic, strict=True)]
+    # One look to begin with, and one a round: an immediate solver's visit is no question.
+    assert spent[:3] == [4, 4, 0] and Synchronous().round_trips(NaturalGradient(), 3) == 1
+    assert f"clients: {pvi.runtime.traffic.trips} round trips so far" in str(pvi.info(result.state))
+
+
+class Tampered:
+    """Changes answers on the way."""
+
+    def __init__(self, inner, change):
+        self.inner, self.change = inner, change
+
+    def send(self, place, data):
+        self.inner.send(place, data)
+
+    def receive(self, wait):
+        came = self.inner.receive(wait)
+        if came is None:
+            return None
+        place, data = came
+        message = decode(data)
+        return place, self.change(message) if message.kind == "visit" and place == 1 else data
+
+    def close(self):
+        self.inner.close()
+
+
+def told(**changed):
+    return lambda message: encode(message._replace(fields=message.fields | changed))
+
+
+def spoilt_site(spoil):
+    def change(message):
+        return told(site=tuple(spoil(x.copy()) for x in message.fields["site"]))(message)
+
+    return change
+
+
+def skewed(x):
+    if x.ndim == 2:
+        x[0, 1] += 1.0
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (spoilt_site(lambda x: x * np.nan), "site is not finite"),
+        (spoilt_site(skewed), "not symmetric"),
+        (spoilt_site(lambda x: x[:1]), "site has the shapes"),
+        (told(version=0), "version 0, which is not newer"),
+        (told(label="west"), "'west', which is not known here"),
+        (told(sequence=99), "answers question 99"),
+        (told(rest=()), "report has the shapes"),
+        (
+            lambda message: encode(
+                Message("gap", {n: message.fields[n] for n in ("run", "sequence", "label")} | {"digest": b""})
+            ),
+            None,
+        ),
+        (lambda message: b"garbage", "has not answered question"),
+    ],
+    ids=["nan", "skewed", "shape", "version", "label", "ahead", "report", "gap", "garbage"],
+)
+def test_answers_that_cannot_be_are_refused_by_name(refused, change, word):
+    """And the state is what it was: the next round, undisturbed, is the one that would have been."""
+    pvi, runtime, state, wanted, changes = refused
+    changes[0] = change
+    with pytest.raises(ClientError, match=word) as caught:
+        pvi.update(state, X, Y)
+    assert caught.value.label == ("west" if word and "west" in word else "north")
+    changes[0] = lambda message: encode(message)
+    assert_same(jax.device_get(pvi.update(state, X, Y)[0].sites), wanted, 0.0)
+
+
+@pytest.fixture(scope="module")
+def refused():
+    changes = [lambda message: encode(message)]
+    runtime = InProcess(tries=2, through=lambda inner: Tampered(inner, lambda message: changes[0](message)))
+    pvi = make(runtime, EP, Synchronous())
+    state = pvi.init(KEY, X, Y)
+    return pvi, runtime, state, jax.device_get(pvi.update(state, X, Y)[0].sites), changes
+
+
+def test_a_client_refuses_what_it_cannot_do_and_stays_as_it_was(refused):
+    """Garbage, questions for others, wrong shapes, old questions: memory, version and the last answer stay."""
+    pvi, runtime, state, _, changes = refused
+    changes[0] = lambda message: encode(message)
+    asked = []
+    pvi.update(state, X, Y)
+    client = runtime._line.exchange.transport.inner._respondents[0]
+    before = jax.device_get(client._memory), client._version, client._last
+    head = {"run": "x", "sequence": 1, "label": "east"}
+    for message, kind in (
+        (Message("hello?", head | {"label": "west"}), "refusal"),
+        (Message("look?", head | {"how": {}, "q": (), "rest": ()}), "refusal"),
+        (Message("gap", head | {"digest": b""}), "refusal"),
+    ):
+        message.fields["sequence"] = len(asked) + 1
+        asked.append(decode(client.answer(encode(message))))
+        assert asked[-1].kind == kind
+    assert "question is for 'west'" in asked[0].fields["why"]
+    with pytest.raises(WireError):
+        client.answer(b"garbage")
+    run, sequence, last = before[2]
+    again = Message("hello?", {"run": run, "sequence": sequence, "label": "east"})
+    assert client.answer(encode(again)) == last
+    assert client.answer(encode(again._replace(fields=again.fields | {"sequence": sequence - 1}))) is None
+    same = jax.device_get(client._memory), client._version, client._last
+    assert (
+        jax.tree.all(jax.tree.map(partial(np.array_equal, equal_nan=True), same[0], before[0]))
+        and same[1:] == before[1:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("choices", "word"),
+    [
+        ({"schedule": Streaming()}, "clients do not go with Streaming: groups come in the order of their rows"),
+        ({"solver": PowerEP(factors="row")}, "sites of single rows"),
+        ({"solver": NaturalGradient(expectation="monte_carlo")}, None),
+    ],
+)
+def test_what_does_not_go_is_refused_by_name(choices, word):
+    pvi = make(InProcess(), **choices)
+    if word is None:
+        assert np.isfinite(float(pvi.run(KEY, 1, X, Y, progress_bar=False).losses[-1]))
+        return
+    with pytest.raises(PVIError, match=word):
+        pvi.run(KEY, 1, X, Y, progress_bar=False)
+
+
+def test_models_and_guides_that_do_not_go_are_refused_by_name():
+    with pytest.raises(PVIError, match="does not go with AutoExponentialFamily"):
+        PVI(logistic, AutoExponentialFamily(logistic), runtime=InProcess())
+    with pytest.raises(PVIError, match="'east' is made of cannot be handed to a process"):
+        Pipes([Share("east", logistic, ELBO, 1, None, None, [], (), ())])
+    with pytest.raises(PVIError, match=r"wait=0.*positive"):
+        Processes(wait=0)
+    with pytest.raises(PVIError, match=r"tries=0.*positive"):
+        InProcess(tries=0)
+    pvi = make(InProcess())
+    again = pickle.loads(pickle.dumps(pvi))
+    assert again._engine.network is again.runtime._line and again.runtime.traffic.trips == 0
+    state = pvi.init(KEY, X, Y)
+    with pytest.raises(PVIError, match="jit, vmap and grad cannot"):
+        jax.jit(pvi.update)(state, X, Y)
+
+
+def test_every_group_in_a_process_of_its_own(here, tolerance):
+    """The literal swap; no message holds a row; a process that is killed is named, and the next round begins anew."""
+    runtime = Processes()
+    pvi = make(runtime, EP, Synchronous())
+    try:
+        state, said = pvi.init(KEY, X, Y), []
+        assert_same(fit(pvi), here("ep-synchronous"), tolerance)
+        pipes = runtime._line.exchange.transport
+        assert len({child.pid for child in pipes._children}) == 3
+        receive, send = pipes.receive, pipes.send
+        pipes.receive = lambda wait: said.append(receive(wait)) or said[-1]
+        pipes.send = lambda place, data: said.append((place, data)) or send(place, data)
+        wanted = jax.device_get(pvi.update(state, X, Y)[0].sites)
+        assert len(said) > 6
+        for row in np.asarray(X, wanted.groups.precision.dtype):
+            assert not any(number.tobytes() in data for _, data in said for number in row)
+        child = pipes._children[1]
+        child.kill()
+        child.join(10)
+        with pytest.raises(ClientError, match=r"client 'north' has ended \(exit code -9\)") as caught:
+            pvi.update(state, X, Y)
+        assert caught.value.label == "north"
+        assert_same(jax.device_get(pvi.update(state, X, Y)[0].sites), wanted, 0.0)
+    finally:
+        runtime.close()
+    assert not any(child.is_alive() for child in pipes._children)
