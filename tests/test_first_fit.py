@@ -129,8 +129,8 @@ def _places(pvi, data, primitive):
     return rounds / _passes(lambda: engine.loss(state, data, {}, False), primitive)
 
 
-# By quadrature a round's candidates; by draws the candidates, and the q of the next round's draws.
-PLACES = {"quadrature": (logistic, (X, Y), "log1p", 1), "draws": (waves, (X[:, 0],), "atan2", 2)}
+# By quadrature a round's candidates; by draws the candidates, and the q of the next round's draws with what compares them.
+PLACES = {"quadrature": (logistic, (X, Y), "log1p", 1), "draws": (waves, (X[:, 0],), "atan2", 1.7)}
 
 
 @pytest.mark.parametrize("case", PLACES)
@@ -145,7 +145,7 @@ def test_the_first_evaluation_stands_where_those_of_rounds_do(case, regression, 
     assert found <= most
     # A planted fault: a place of its own.
     monkeypatch.setattr(type(pvi._engine), "_opens", lambda self, *about: False)
-    assert abs(_places(pvi, data, primitive) - found - 1) < 1e-6
+    assert _places(pvi, data, primitive) > found + 0.5
 
 
 def test_what_is_forgotten_is_compiled_again():
