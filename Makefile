@@ -15,7 +15,7 @@ COVERAGE_CORE ?= $(shell $(PY) -c 'import sys; print("sysmon" if sys.version_inf
 BRIEF ?= --brief
 DEMO_ARGS ?=
 
-.PHONY: demo test test-all test-float32 lint docs bench clean
+.PHONY: demo test test-all test-float32 lint docs bench papers clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-examples  ## the hospitals example; writes hospitals.png
@@ -57,6 +57,10 @@ docs/_static/mathjax/tex-mml-chtml.js:
 bench: $(VENV)/.installed-test  ## make bench NAME=glm DATA=folder
 	@test -n "$(NAME)" -a -n "$(DATA)" || { echo "write: make bench NAME=glm DATA=folder"; exit 2; }
 	$(PY) -m benchmarks $(NAME) --data $(DATA) $(BENCH_ARGS)
+
+papers: $(VENV)/.installed-test  ## the papers' experiments: make papers DATA=folder [NAME="cvi pvi-streams"] [OUT=papers]
+	@test -n "$(DATA)" || { echo "write: make papers DATA=folder"; exit 2; }
+	MPLBACKEND=Agg $(PY) -m benchmarks papers --data $(DATA) --out $(or $(OUT),papers) $(if $(NAME),--only $(NAME)) $(BENCH_ARGS)
 
 # One stamp per extra: installed again only when pyproject.toml has changed.
 $(VENV)/.installed-%: pyproject.toml | $(PY)

@@ -38,6 +38,7 @@ NAMES = {
     "first-fit": "the first run and the next one beside SVI's, in fresh processes: seconds and compiled programs",
     "swap": "forty-four models as their authors wrote them, PVI in SVI's place: split or whole, ELBO and first-run seconds of both",
     "startup": "init and first update against SVI's, in fresh processes",
+    "papers": "the four papers' experiments: a page each with a picture, the paper's figures and ours, in --out's folder",
 }
 
 
@@ -54,7 +55,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn, continual) and the maps' data",
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="with banana, intel, dinno or streaming-gp: folder for the pictures (extra plots)"
+        "--out",
+        metavar="DIR",
+        help="with banana, intel, dinno, streaming-gp or papers: folder for the pictures (extra plots)",
     )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")
@@ -68,7 +71,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="MODEL",
-        help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm, cvi-gp, cvi-gamma or first-fit: only these",
+        help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm, cvi-gp, cvi-gamma, first-fit or papers: only these",
     )
     parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
@@ -82,7 +85,8 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if options.device == "gpu" else "cpu"
     from benchmarks import _report
 
-    names = list(NAMES) if options.name == "all" else [options.name]
+    # The papers' experiments are other benchmarks again.
+    names = [name for name in NAMES if name != "papers"] if options.name == "all" else [options.name]
     met = True
     for name in names:
         modules = ["sizes"] if name == "glm" and options.size else [name]

@@ -34,35 +34,55 @@ class Target:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One table: what it is about, the names of its columns, and its rows."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    @property
+    def text(self) -> str:
+        """The table in Markdown, under its caption."""
+        return f"**{self.caption}**\n\n" + markdown_table(self.header, self.rows)
+
+    def column(self, name: str) -> list[Any]:
+        """The entries of one column, by its name."""
+        at = self.header.index(name)
+        return [row[at] for row in self.rows]
+
+
 @dataclasses.dataclass
 class Report:
-    """What one benchmark found: Markdown tables in order, and the targets they decide."""
+    """What one benchmark found: its tables in order, and the targets they decide."""
 
     title: str
-    tables: list[str] = dataclasses.field(default_factory=list)
+    tables: list[Table] = dataclasses.field(default_factory=list)
     targets: list[Target] = dataclasses.field(default_factory=list)
 
     def add_table(self, caption: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Appends a table and prints it at once, so that a long benchmark shows its progress."""
-        text = f"**{caption}**\n\n" + markdown_table(header, rows)
-        self.tables.append(text)
-        print(f"\n{text}\n", flush=True)
+        self.tables.append(Table(caption, tuple(header), tuple(tuple(row) for row in rows)))
+        print(f"\n{self.tables[-1].text}\n", flush=True)
 
     def add_target(self, name: str, value: float, limit: float, at_least: bool = False) -> None:
         """Appends one line to the table of targets."""
         self.targets.append(Target(name, value, limit, at_least))
 
-    def print_targets(self) -> None:
-        """Prints every target with its figure, its limit and whether it was reached."""
-        if not self.targets:
-            return
+    @property
+    def verdicts(self) -> Table:
+        """Every target with its figure, its limit and whether it was reached."""
         rows = [
             (t.name, t.value, f"{'>=' if t.at_least else '<='} {format_cell(t.limit)}", "yes" if t.met else "**no**")
             for t in self.targets
         ]
-        print(
-            f"\n**{self.title}: targets**\n\n{markdown_table(('target', 'here', 'must be', 'met'), rows)}\n", flush=True
-        )
+        return Table(f"{self.title}: targets", ("target", "here", "must be", "met"), tuple(rows))
+
+    def print_targets(self) -> None:
+        """Prints the verdicts, where there are any."""
+        if self.targets:
+            print(f"\n{self.verdicts.text}\n", flush=True)
 
     @property
     def met(self) -> bool:

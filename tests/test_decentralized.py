@@ -123,6 +123,12 @@ def test_the_report_covers_every_factor(fits):
     assert found.trace.messages[-1, 0] < 150 * network.schedule.gossip.count * 4
 
 
+def test_agents_that_are_all_away_half_of_the_time_move_half_of_the_time():
+    """24 draws of 1/2: fewer than 4 or more than 20 have a probability below 3e-4."""
+    steps = made(Decentralized([(0, 1), (1, 2)], availability=0.5)).run(KEY, 8, X, Y, progress_bar=False).trace.step
+    assert 4 <= np.sum(steps == 0) <= 20
+
+
 def test_arviz_has_every_agents_own_marginals(fits):
     central, network, wanted, found = fits
     agents = network.to_arviz(KEY, found, X, Y, num_samples=5)["agents"]

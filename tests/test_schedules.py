@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError, SkippedGroupError
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Sequential, Synchronous, asked_by_move, empty_report
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
 from tests.laws import oracles
 from tests.laws.models import groups, make_hyper, make_linear, make_logistic, rows
@@ -197,6 +197,19 @@ def test_senseless_options_are_refused(damped, options):
 def test_senseless_numbers_of_rounds_are_refused(damped, count):
     with pytest.raises(PVIError, match="num_steps"):
         run(damped, count)
+
+
+def test_what_was_asked_is_what_was_taken_over_its_share():
+    """Half and a quarter of the way: twice and four times as much was asked; after a refusal, what was asked before."""
+    last = empty_report(2, jnp.result_type(float))._replace(asked=jnp.array([3.0, 5.0]), estimate=jnp.array(7.0))
+    move, moved = jnp.array([0.1, 0.2]), jnp.array(0.3)
+    asked = asked_by_move(move, moved, jnp.array([0.5, 0.25]), True, last)
+    np.testing.assert_allclose(asked.factors, [0.2, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(asked.together, 1.2, rtol=1e-6)
+    refused = asked_by_move(move, moved, jnp.array([0.5, 0.0]), True, last)
+    np.testing.assert_allclose(refused.factors, [0.2, 5.0], rtol=1e-6)
+    np.testing.assert_allclose(refused.together, 7.0, rtol=1e-6)
+    assert np.array_equal(asked_by_move(move, moved, 0.5, False, last).factors, [3.0, 5.0])
 
 
 @pytest.mark.parametrize("damping", [0.0, 1.5, -0.5, "full"])

@@ -204,22 +204,10 @@ def _bessel_fraction(x):
     return jax.lax.fori_loop(0, _DEPTH, step, start)
 
 
-@jax.custom_jvp
-def bessel_ratio(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``A(x) = I_1(x) / I_0(x)``, the mean resultant length of a von Mises distribution; x >= 0."""
-    return bessel_ratio_parts(x)[0]
-
-
-@bessel_ratio.defjvp
-def _bessel_ratio_jvp(primals, tangents):
-    ratio, slope, _ = bessel_ratio_parts(primals[0])
-    return ratio, slope * tangents[0]
-
-
 def bessel_ratio_parts(
     x: Float[Array, "..."],
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-    """``(A, A', 1 - A)`` of :func:`bessel_ratio`, each without cancellation.
+    """``(A, A', 1 - A)`` of ``A(x) = I_1(x) / I_0(x)``, the mean resultant length of a von Mises, each without cancellation.
 
     Args:
         x: concentrations, >= 0.

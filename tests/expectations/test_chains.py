@@ -228,6 +228,17 @@ def test_diagnostics_of_independent_draws():
     assert float(split_rhat(apart)) > 1.4 and float(effective_size(apart)) < 2.25 / 1.25 * 128
 
 
+def test_split_rhat_is_the_textbooks():
+    """Gelman et al., Bayesian Data Analysis, section 11.4, over half chains: the root of ((n - 1) / n W + B / n) / W."""
+    values = np.random.default_rng(2).normal(size=(3, 12, 2)) + np.arange(3.0)[:, None, None]
+    halves = np.concatenate([values[:, :6], values[:, 6:]])
+    within = np.mean([np.sum((h - h.mean(0)) ** 2, axis=0) / 5 for h in halves], axis=0)
+    means = np.array([h.mean(0) for h in halves])
+    between = 6 * np.sum((means - means.mean(0)) ** 2, axis=0) / 5
+    wanted = np.max(np.sqrt((5 / 6 * within + between / 6) / within))
+    np.testing.assert_allclose(split_rhat(jnp.asarray(values)), wanted, rtol=1e-5)
+
+
 def test_diagnostics_of_correlated_draws():
     """AR(1) with coefficient .8: one in (1 + .8) / (1 - .8) = 9 draws counts."""
     rng, x = np.random.default_rng(1), np.zeros((4, 4096, 1))

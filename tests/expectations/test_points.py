@@ -1,5 +1,6 @@
 """Points and Stein's identity: exact for cubics, right where gradients jump, and contradicted where they fail."""
 
+import dataclasses
 import math
 
 import jax
@@ -178,6 +179,36 @@ def test_a_few_draws_contradict_sigma_points_where_they_fail(name, full):
         verdicts.append([bool(disagreement(family, q, factor, eps, pairs, again)) for again in (False, True)])
     # Agreement is never doubted, whether or not it was broken before.
     assert np.all(verdicts) if fails else not np.any(verdicts)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "mean-field"])
+@pytest.mark.parametrize(("part", "harmless"), [("value", 0.05), ("gradient", 0.1), ("curvature", 0.2)])
+def test_errors_are_contradicted_from_what_does_harm(part, harmless, full):
+    """Of a quadratic density draws know everything: half of what would do harm is let pass, four times as much is not."""
+    dim, sd = 3, jnp.array([0.1, 1.0, 20.0])
+    family = MultivariateNormalFamily(dim) if full else NormalFamily(dim)
+    precision = jnp.diag(sd**-2) if full else sd**-2
+    q = family.moments(family.natural(jnp.array([0.5, -1.0, 40.0]) * sd**-2, precision))
+    program = PointsProgram(lambda _, z: -0.5 * jnp.sum((z / sd) ** 2) + jnp.sum(z / sd), family)
+    factor = program.expected(None, q, None, jnp.int32(0), sigma_points(dim, jnp.result_type(float)), False)
+    eps = jax.random.normal(jax.random.key(0), (16, dim))
+    pairs = jax.vmap(lambda e: program.pair(None, q, e))(eps)
+    verdicts = []
+    for size in (0.5 * harmless, 4 * harmless):
+        value, vector, bend = factor.value, factor.target.precision_mean, factor.target.precision
+        if part == "value":
+            value = value + size
+        elif part == "gradient":
+            # In nats per posterior sd, along the widest direction.
+            vector = vector.at[2].add(size / sd[2])
+        else:
+            # The whitened trace; the gradient at the location stays as it is.
+            change = size * dim**0.5 / dim * sd**-2
+            bend = bend + (jnp.diag(change) if full else change)
+            vector = vector + change * q.loc
+        wrong = dataclasses.replace(factor, value=value, target=family.natural(vector, bend))
+        verdicts.append(bool(disagreement(family, q, wrong, eps, pairs)))
+    assert verdicts == [False, True]
 
 
 def test_points_that_failed_come_back_only_where_draws_confirm_them():

@@ -281,6 +281,24 @@ def test_error_estimates_are_honest(rule):
     assert not dishonest.any(), [CASES[i] for i in np.nonzero(dishonest)[0]]
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "mapped"])
+def test_error_estimates_do_not_depend_on_the_unit(rule, x64):
+    """A predictor in another unit: value and both errors stay, derivatives are per unit."""
+    mean, sd = jnp.array([-1.0, 0.3, 2.0]), jnp.array([0.9, 2.0, 4.0])
+
+    @jax.jit
+    def at(unit):
+        return expect_1d(lambda u: jax.nn.log_sigmoid(u / unit), mean * unit, sd * unit, rule=rule)
+
+    one, other = at(1.0), at(128.0)
+    np.testing.assert_allclose(other.value, one.value, rtol=1e-12)
+    np.testing.assert_allclose(other.grad * 128, one.grad, rtol=1e-9)
+    np.testing.assert_allclose(other.hess * 128**2, one.hess, rtol=1e-7, atol=1e-12)
+    assert np.all(one.error < 1)
+    np.testing.assert_allclose(other.error, one.error, rtol=1e-3, atol=1e-12)
+    np.testing.assert_allclose(other.absolute, one.absolute, rtol=1e-3, atol=1e-12)
+
+
 def test_mass_outside_the_range_of_floats_is_reported(x64):
     sd = jnp.array([30.0, 100.0])
     moments = jax.jit(lambda s: expect_1d(lambda u: 3 * u - jnp.exp(u), jnp.zeros(2), s, rule="mapped"))(sd)

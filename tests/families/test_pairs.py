@@ -44,7 +44,7 @@ CASES = {
         dist.Dirichlet(np.array([[1e-3, 2e-3, 1e-3], [3.0, 300.0, 1.0]])),
         (np.array([[1.0, 2.0, 0.5], [0.0, 3.0, 1.0]]),),
     ),
-    "wishart": (WishartFamily(2), dist.Wishart(3.0, MATRIX), (2.0, MATRIX @ MATRIX)),
+    "wishart": (WishartFamily(2), dist.Wishart(np.array([3.0, 2.5, 40.0]), MATRIX), (2.0, MATRIX @ MATRIX)),
     "von-mises": (
         VonMisesFamily(),
         dist.VonMises(np.array([1.0, 0.0, -2.0]), np.array([2.0, 1e-8, 1e3])),

@@ -142,19 +142,30 @@ class TestLocalLatentsOnAHalfLine:
 class TestFreeEnergyOfASubset:
     """Where all groups take part, the local free energies sum to the ELBO up to a constant (the accounting identity)."""
 
-    def gap(self):
+    def looks(self):
         fitted = fit(make_linear(), X, Y, groups(3), NaturalGradient(step_size=0.5), StochasticSubset(3), 3)
-        engine, values = fitted.pvi._engine, []
+        engine, found = fitted.pvi._engine, []
         for state in fitted.states[1:3]:
             problem = engine._state_problem(state, None, (X, Y), {}, False)
-            evaluation = engine.carry(problem, state).evaluation
-            values.append(float(subset._free_energy(problem, evaluation, state.sites, jnp.ones((3,), bool))[0]))
+            found.append((engine.carry(problem, state).evaluation, state.sites))
+        return fitted, problem, found
+
+    def gap(self):
+        fitted, problem, found = self.looks()
+        values = [float(subset._free_energy(problem, *each, jnp.ones((3,), bool))[0]) for each in found]
         change, wanted = values[1] - values[0], fitted.losses[1] - fitted.losses[2]
         return abs(change - wanted), abs(wanted)
 
     def test_changes_as_the_elbo_does(self, x64):
         gap, size = self.gap()
         assert gap < (1e-8 if x64 else 1e-3) < size
+
+    def test_a_fall_is_refused_and_a_rise_is_not(self):
+        """The rise is some hundredths of a nat, far above rounding and far below the size of its terms."""
+        _, problem, (before, after) = self.looks()
+        everyone = jnp.ones((3,), bool)
+        assert bool(subset._free_energy_has_not_fallen(problem, after, before, everyone))
+        assert not bool(subset._free_energy_has_not_fallen(problem, before, after, everyone))
 
     def test_a_pairing_of_the_wrong_sign(self, monkeypatch):
         right = subset._free_energy
