@@ -225,7 +225,7 @@ class ClientsRuntime(RuntimeDefaults):
 
     def call(
         self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
-    ):
+    ) -> Any:
         """Call a program whose rounds leave it for the clients, which are begun where there are none with these rows."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, dynamic))):
             raise PVIError(

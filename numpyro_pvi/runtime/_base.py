@@ -139,7 +139,7 @@ class Runtime(Protocol):
 
     def call(
         self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
-    ):
+    ) -> Any:
         """Call a compiled program that passes over rows; ``program(engine, state, dynamic, static, *rest, **options)``.
 
         Args:
@@ -235,7 +235,7 @@ class RuntimeDefaults:
 
     def call(
         self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
-    ):
+    ) -> Any:
         """The program's value."""
         return program(engine, state, dynamic, static, *rest, **options)
 
