@@ -88,6 +88,7 @@ def test_what_cannot_be_divided_is_refused_with_what_to_write(few):
     assert "X.std()" in found["prior"] and "argument of its own" in found["prior"]
 
 
+@pytest.mark.slow
 def test_every_way_of_dividing_the_work():
     """All other cases, a mesh of two devices, groups that come and are seen again, `run`, evidence and `jit`."""
     (found,) = answers(start(8, "rest"), limit=900)
