@@ -102,7 +102,8 @@ class Lines:
             for name, column in self.columns.items():
                 values = [number(y) for y, keep in zip(table.column(column), kept, strict=True) if keep]
                 pairs = [(x, y) for x, y in zip(places, values, strict=True) if x == x and y == y]
-                axes.plot(*zip(*pairs, strict=True), "o-", ms=4, label=" ".join(filter(None, (str(kind), name))))
+                if pairs:
+                    axes.plot(*zip(*pairs, strict=True), "o-", ms=4, label=" ".join(filter(None, (str(kind), name))))
         for name, level in self.levels.items():
             axes.axhline(level, color="0.5", lw=1, ls="--")
             axes.annotate(name, (0.99, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
