@@ -141,7 +141,7 @@ class Programs:
     def __init__(self) -> None:
         self._made: dict[tuple[Callable, tuple], Program] = {}
         self._kept: OrderedDict[bytes, Program] = OrderedDict()
-        self._work: dict[Any, int] = {}
+        self._found: dict[Any, Any] = {}
 
     def of(self, function: Callable, static: tuple[tuple[str, Any], ...]) -> Program:
         """This owner's compiled copy of a function.
@@ -173,11 +173,11 @@ class Programs:
         found = program(closed.consts, jax.tree.leaves(args), level=level)
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
-    def work(self, key: Any, count: Callable[[], int]) -> int:
-        """What was counted before under a hashable key, or is now."""
-        if key not in self._work:
-            self._work[key] = count()
-        return self._work[key]
+    def once(self, key: Any, find: Callable[[], Any]) -> Any:
+        """What was found of the programs before under a hashable key, or is now."""
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
 
     def __len__(self) -> int:
         return len(self._made) + len(self._kept)
@@ -188,7 +188,7 @@ class Programs:
             program.clear()
         self._kept.clear()
         self._made.clear()
-        self._work.clear()
+        self._found.clear()
 
 
 # The owners at work, the present one last. What calls in here holds numpyro_pvi's lock.

@@ -261,7 +261,7 @@ def drive(
             # with is cut into the same blocks.
             first = 1 if now.done == 0 and not bar.disable else step
             count = min(first, num_steps - now.done, *(step if x is None else x for x in rooms))
-            state, losses, reports, ran, _ = rounds(now.state, np.int32(count), limit, BLOCK)
+            state, losses, reports, ran, *_ = rounds(now.state, np.int32(count), limit, BLOCK)
             ran = int(ran)
             if ran == 0:
                 now = dataclasses.replace(now, state=state)

@@ -82,14 +82,23 @@ def constructor_signature(cls: type) -> inspect.Signature:
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "static", "length", "fine"))
-def run_rounds(engine: Any, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, fine: bool):
+def run_rounds(engine: Any, state: PVIState, dynamic: list, static: tuple, count, tol, seen, length: int, fine: bool):
     """Engine.rounds on split arguments, compiled; the state comes back without its packing."""
 
-    def program(state, args, kwargs, count, tol):
-        done = engine.rounds(state, args, kwargs, count, tol, length, fine)
+    def program(state, args, kwargs, count, tol, seen):
+        done = engine.rounds(state, args, kwargs, count, tol, length, fine, seen)
         return done._replace(state=dataclasses.replace(done.state, packing=None))
 
-    return _over_rows(engine, program, state, dynamic, static, count, tol)
+    return _over_rows(engine, program, state, dynamic, static, count, tol, seen)
+
+
+def unseen(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool) -> Any:
+    """Shapes of what Engine.rounds can be told of a state's q, None where of nothing; traced, not compiled."""
+
+    def program(state, args, kwargs):
+        return engine.unseen(state, args, kwargs, fine)
+
+    return jax.eval_shape(lambda state, rows: _over_rows(engine, program, state, rows, static), state, dynamic)
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "static", "fine"))
@@ -196,7 +205,7 @@ def level_for(programs: Programs, engine: Any, plan: Plan, dynamic: list, static
 
     shapes = tuple((tuple(x.shape), str(x.dtype)) for x in dynamic)
     key = part.likelihood, part.table.num_groups, plan.family, static, shapes
-    work = programs.work(key, count)
+    work = programs.once(key, count)
     return level_of(work, often=True) if often else level_of(_START_LOOKS * work)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compiling import content, is_traced, owned_jit
+from ._compiling import content, is_traced, on_device, owned_jit
 from ._driver import Progress
 from ._group_lifecycle import reduced
 from ._initial import check_structure, param_values
@@ -30,6 +30,8 @@ from .sites import posterior
 _FIRST_ROUNDS = 32
 # Data that are remembered as verified with, and numbers of each array that are looked at one by one.
 _REMEMBERED, _SAMPLED = 8, 1 << 14
+# Bytes of an array up to which it is compared with the one before where it is another object.
+_COMPARED = 1 << 22
 
 
 class Contradiction(NamedTuple):
@@ -98,6 +100,85 @@ def _digest(x: Any) -> tuple:
     return x.shape, str(x.dtype), zlib.crc32(content(sample)), repr(total)
 
 
+class _Look(NamedTuple):
+    """What :class:`LastLook` keeps."""
+
+    state: weakref.ref
+    programs: weakref.ref
+    how: tuple
+    rows: list[Any]
+    evaluation: Any
+
+
+class LastLook:
+    """The evaluation that the last rounds ended with, with which the next rounds from their state begin.
+
+    It holds for that very state, as long as the programs that made it do, and for the same data: the same arrays, or, of up to
+    4 MB each, the same bytes (NumPy's arrays are copied at every call). It goes with the state.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Look | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: an evaluation is of states and arrays of this process."""
+        return {"_kept": None}
+
+    def at(self, programs: Any, state: PVIState, dynamic: list, how: tuple, unseen: Any) -> tuple[Any, Any] | None:
+        """What rounds are told of a state's q.
+
+        Args:
+            programs: that run now.
+            state: a state.
+            dynamic: arrays of the model's arguments.
+            how: the engine, the plan, the static leaves, and which rules are compiled in.
+            unseen: shapes of what they can be told; None where of nothing.
+
+        Returns:
+            The evaluation, or numbers in its place, and whether it is one; None where they are told nothing.
+        """
+        if unseen is None:
+            return None
+        kept, holds = self._kept, programs.has_made(state) and not programs.restless
+        same = kept is not None and kept.state() is state and kept.programs() is programs and kept.how == how
+        if kept is not None and same and holds and _same_rows(kept.rows, dynamic):
+            return kept.evaluation, on_device(True)
+        return jax.tree.map(lambda x: on_device(np.zeros(x.shape, x.dtype)), unseen), on_device(False)
+
+    def keep(self, programs: Any, state: PVIState, dynamic: list, how: tuple, evaluation: Any) -> None:
+        """Remember what rounds ended with.
+
+        Args:
+            programs: that ran.
+            state: the state that they came to.
+            dynamic: arrays of the model's arguments.
+            how: as of :meth:`at`.
+            evaluation: theirs; None forgets the last one.
+        """
+        self._kept = None
+        if evaluation is not None:
+            rows = [x if x.nbytes <= _COMPARED else weakref.ref(x) for x in dynamic]
+            own = weakref.ref(state, self._drop)
+            self._kept = _Look(own, weakref.ref(programs), how, rows, evaluation)
+
+    def _drop(self, gone: weakref.ref) -> None:
+        if self._kept is not None and self._kept.state is gone:
+            self._kept = None
+
+
+def _same_rows(kept: list[Any], now: list[Any]) -> bool:
+    def same(old: Any, new: Any) -> bool:
+        if isinstance(old, weakref.ref):
+            return old() is new
+        if old is new:
+            return True
+        if (old.shape, old.dtype) != (new.shape, new.dtype) or jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+            return False
+        return np.array_equal(np.frombuffer(content(old), np.uint8), np.frombuffer(content(new), np.uint8))
+
+    return len(kept) == len(now) and all(same(old, new) for old, new in zip(kept, now, strict=True))
+
+
 class _Known(NamedTuple):
     """One entry of :class:`Memory`."""
 
@@ -118,6 +199,7 @@ class Memory:
         followed: what the model closes over; data were verified with the model as it was.
 
     Attributes:
+        look: what the last rounds ended with.
         labels: of the groups of the last state that was made, loaded or added to.
         supports: of the latents as a loaded file has them, until the guide is set up.
     """
@@ -125,6 +207,7 @@ class Memory:
     def __init__(self, followed: Any) -> None:
         self._followed = followed
         self._known: list[_Known] = []
+        self.look = LastLook()
         self.labels: tuple = ()
         self.supports: dict[str, Any] = {}
 

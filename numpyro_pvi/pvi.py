@@ -65,6 +65,7 @@ from ._user_inputs import (
     serves_none,
     shell_for,
     start_arrays,
+    unseen,
 )
 from ._verified import Memory, Verifier, after_update, demoted
 from .factors import (
@@ -732,18 +733,26 @@ class PVI(SVI):
     ) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
         # A traced call cannot look at values between rounds, so it carries every rule from the start.
-        fine = state.plan.fine or is_traced((state, dynamic))
+        fine, before = state.plan.fine or is_traced((state, dynamic)), state
         state = with_prior_of_now(self, state, dynamic, static)
         small = reduced(state, self._engine)
         level = self._level(state.plan, dynamic, static)
+        programs, how = self._followed.programs, (engine or self._engine, small.plan, static, fine)
         small, rows = placed(self._engine, small, dynamic, static)
-        call = engine or self._engine, small, rows, static, count, tol
+        told = None
+        if not is_traced((state, dynamic)):
+            shapes = tuple((tuple(x.shape), str(x.dtype)) for x in dynamic)
+            found = programs.once((*how, shapes), lambda: unseen(how[0], small, rows, static, fine))
+            told = self.runtime.publish(self._memory.look.at(programs, before, dynamic, how, found))
+        call = how[0], small, rows, static, count, tol, told
         done = self.runtime.fetch(self.runtime.call(run_rounds, *call, length=length, fine=fine, level=level))
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
             done = done._replace(state=marked)
-        self._followed.programs.note(done.state)
+        programs.note(done.state)
+        if told is not None:
+            self._memory.look.keep(programs, done.state, dynamic, how, None if bool(done.missed) else done.evaluation)
         return done
 
     def _read_prior(self, state: PVIState, dynamic: list, static: tuple) -> Any:

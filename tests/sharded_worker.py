@@ -153,7 +153,7 @@ def compiled_text(case, runtime, spoil=lambda rows: rows):
 
     def rounds(rows, state):
         count, tol = np.int32(1), np.asarray(-1.0)
-        return run_rounds(pvi._engine, state, spoil(rows), static, count, tol, length=1, fine=False)
+        return run_rounds(pvi._engine, state, spoil(rows), static, count, tol, None, length=1, fine=False)
 
     return jax.jit(rounds).lower(rows, state).compile().as_text()
 

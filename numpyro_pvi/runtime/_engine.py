@@ -231,6 +231,8 @@ class RoundsDone(NamedTuple):
     done: Int[Array, ""]
     # Whether the next round needs the finest quadrature rule compiled in.
     missed: Bool[Array, ""]
+    # What the next rounds from this state on begin with, where rounds were told of their own state: see ``Engine.unseen``.
+    evaluation: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,6 +427,7 @@ class Engine(FitsParams):
         tol: Float[Array, ""],
         length: int,
         fine: bool,
+        seen: tuple[Evaluation, Bool[Array, ""]] | None = None,
     ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop.
 
@@ -437,6 +440,8 @@ class Engine(FitsParams):
             length: static size of the buffers.
             fine: whether the finest quadrature rule is compiled in. Without it the loop ends before the first round
                 whose rows ask for it.
+            seen: an evaluation of the state's q as the rounds that made it have left it, of the shapes of :meth:`unseen`, and
+                whether it is one: where it is not, rounds begin with a pass over the rows. None where it never is.
 
         Returns:
             The state and what was recorded.
@@ -469,21 +474,31 @@ class Engine(FitsParams):
             return i + (~missed & ~opening), state, carry, losses, reports, missed, jnp.array(False)
 
         problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
-        carry, missed, opening = self._begin(problem, state, not static, fine)
+        carry, missed, opening = self._begin(problem, state, not static, fine, seen)
         empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
         reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), carry.report)
         first = (jnp.int32(0), state, carry, empty, reports, missed, opening)
-        done, state, _, losses, reports, missed, _ = jax.lax.while_loop(unfinished, one, first)
+        done, state, carry, losses, reports, missed, _ = jax.lax.while_loop(unfinished, one, first)
         state = dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=stored))
-        return RoundsDone(state, losses, reports, done, missed)
+        return RoundsDone(state, losses, reports, done, missed, None if seen is None else carry.evaluation)
+
+    def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Evaluation | None:
+        """An evaluation that says nothing, for :meth:`rounds`; None where rounds evaluate a state's q in a place of their own."""
+        # With rows on several devices an evaluation is in part of each one's own.
+        if self.schedule.streams or self.solver.stochastic or self.runtime.alone is not self.runtime:
+            return None
+        others = None if state.sites.others is None else sum_slots(state.sites.others)
+        problem, state = self._state_problem(state, others, args, kwargs, fine), _present(state)
+        return self._empty(problem, state) if self._opens(problem, self._fits_params(state, others)) else None
 
     def _begin(
-        self, problem: LocalProblem | RowProblem, state: PVIState, fits_params: bool, fine: bool
+        self, problem: LocalProblem | RowProblem, state: PVIState, fits_params: bool, fine: bool, seen: tuple | None
     ) -> tuple[RoundCarry, Bool[Array, ""], Bool[Array, ""] | None]:
         """Carry that the loop of rounds begins with, whether it misses a finer rule, and whether its evaluation is still to do."""
         if self._opens(problem, fits_params):
             # The state's own q is evaluated where rounds evaluate theirs: a second place would be compiled a second time.
-            return _carry_of(state, self._empty(problem, state)), jnp.array(False), jnp.array(True)
+            evaluation, known = (self._empty(problem, state), jnp.array(False)) if seen is None else seen
+            return _carry_of(state, evaluation._replace(rule=state.rule)), jnp.array(False), ~known
         carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
         return carry, carry.evaluation.missed & (not fine), None
 

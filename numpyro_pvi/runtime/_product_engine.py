@@ -529,11 +529,13 @@ class ProductEngine(FitsParams):
         tol: Float[Array, ""],
         length: int,
         fine: bool,
+        seen: None = None,
     ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop: see :meth:`numpyro_pvi.runtime.Engine.rounds`.
 
         Without the finest quadrature rule, rounds that end where predictors ask for it are not done.
         """
+        del seen
         plan, given = state.plan, with_rules(state, fine)
         done = self._rounds(given, args, kwargs, count, tol, length)
         if not fine and _over_predictors(plan):
@@ -542,6 +544,10 @@ class ProductEngine(FitsParams):
             back, ran = select(missed, given, done.state), jnp.where(missed, 0, done.done)
             done = done._replace(state=back, done=ran, missed=missed)
         return done._replace(state=dataclasses.replace(done.state, plan=plan))
+
+    def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> None:
+        """Rounds of families begin with a look of their own: see :meth:`numpyro_pvi.runtime.Engine.unseen`."""
+        del state, args, kwargs, fine
 
     def _missed(self, state: PVIState, args: tuple, kwargs: dict, moving: Any) -> Bool[Array, ""]:
         """Whether quadrature over predictors misses its tolerance at a state; a looser one while q still moves."""

@@ -1,0 +1,143 @@
+"""The evaluation that rounds end with is what the next rounds begin with: of the same state, model and data, and of no others."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.autoguide import AutoMultivariateNormal
+
+from numpyro_pvi import PVI, Partition
+
+KEY = jax.random.key(0)
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(13, 2)), rng.integers(0, 2, 13)
+
+
+def logistic(X, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("n", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def waves(X, y):
+    """Without structure: by draws, fresh ones for every round."""
+    a, b = numpyro.sample("a", dist.Normal(0, 1)), numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Normal(jnp.arctan2(a + X[:, 0], 3.0 + b**2), 1.0), obs=1.0 * y)
+
+
+def scaled(X, y):
+    """With a param, after whose steps the prior and all factors are others."""
+    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("n", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def made(model):
+    optim = numpyro.optim.Adam(0.05) if model is scaled else None
+    return PVI(Partition(model, "n", np.arange(13) % 3), AutoMultivariateNormal(model), optim)
+
+
+@pytest.fixture(scope="module")
+def regression():
+    return made(logistic)
+
+
+def updated(pvi, state, rounds, data, between=lambda: None):
+    losses = []
+    for _ in range(rounds):
+        state, loss = pvi.update(state, *data)
+        losses.append(float(loss))
+        between()
+    return state, losses
+
+
+def forget(pvi):
+    pvi._memory.look._kept = None
+
+
+def spoil(pvi):
+    kept = pvi._memory.look._kept
+    spoiled = jax.tree.map(lambda x: x + 7 if jnp.issubdtype(x.dtype, jnp.inexact) else x, kept.evaluation)
+    pvi._memory.look._kept = kept._replace(evaluation=spoiled)
+
+
+@pytest.mark.parametrize("model", [logistic, waves, scaled])
+def test_rounds_that_go_on_from_a_look_are_those_that_look_again(model, regression):
+    pvi = regression if model is logistic else made(model)
+    first = pvi.init(KEY, X, Y)
+    kept, losses = updated(pvi, first, 3, (X, Y))
+    anew, others = updated(pvi, first, 3, (X, Y), lambda: forget(pvi))
+    assert losses == others
+    for a, b in zip(jax.tree.leaves(kept.sites), jax.tree.leaves(anew.sites), strict=True):
+        np.testing.assert_array_equal(a, b)
+    run = pvi.run(KEY, 3, X, Y, init_state=first, progress_bar=False)
+    np.testing.assert_array_equal(np.asarray(run.losses), np.asarray(losses, run.losses.dtype))
+    # A planted fault shows: what is kept is what the next round goes on from.
+    state, _ = pvi.update(first, X, Y)
+    spoil(pvi)
+    assert float(pvi.update(state, X, Y)[1]) != losses[1]
+
+
+def _other_rows(pvi, state):
+    return state, (X + 0.5, Y)
+
+
+def _in_place(pvi, state):
+    changed = X.copy()
+    state = pvi.update(pvi.init(KEY, changed, Y), changed, Y)[0]
+    changed[0, 0] += 1.0
+    return state, (changed, Y)
+
+
+def _earlier_state(pvi, state):
+    return pvi.init(KEY, X, Y), (X, Y)
+
+
+def _equal_state(pvi, state):
+    return dataclasses.replace(state, step=state.step), (X, Y)
+
+
+@pytest.mark.parametrize("case", [_other_rows, _in_place, _earlier_state, _equal_state])
+def test_a_look_holds_for_its_own_state_and_rows(case, regression):
+    pvi = regression
+    last, _ = pvi.update(pvi.init(KEY, X, Y), X, Y)
+    state, data = case(pvi, last)
+    spoil(pvi)
+    loss = pvi.update(state, *data)[1]
+    forget(pvi)
+    np.testing.assert_array_equal(loss, pvi.update(state, *data)[1])
+    assert np.isfinite(float(loss))
+
+
+def test_a_look_goes_with_its_state_and_is_of_one_pvi(regression):
+    pvi = regression
+    state, _ = pvi.update(pvi.init(KEY, X, Y), X, Y)
+    assert pvi._memory.look._kept is not None
+    assert copy.deepcopy(pvi)._memory.look._kept is None
+    del state
+    assert pvi._memory.look._kept is None
+
+
+def test_a_look_is_of_the_model_as_it_was():
+    width = np.array([1.0])
+
+    def model(X, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("n", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ w * width[0]), obs=y)
+
+    pvi = made(model)
+    state, _ = pvi.update(pvi.init(KEY, X, Y), X, Y)
+    spoil(pvi)
+    width[0] = 2.0
+    loss = pvi.update(state, X, Y)[1]
+    forget(pvi)
+    np.testing.assert_array_equal(loss, pvi.update(state, X, Y)[1])
+    assert np.isfinite(float(loss))
