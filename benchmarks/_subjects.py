@@ -106,7 +106,7 @@ def program_function(pvi: PVI, state: Any, num_rounds: int, arrays: tuple[Any, .
     dynamic, static = pvi._rows(state, arrays, {})
     small, count, tol = reduced(state, pvi._engine), jnp.int32(num_rounds), jnp.asarray(-1.0)
     level, programs = pvi._level(state.plan, dynamic, static), pvi._followed.programs
-    call = pvi._engine, small, dynamic, static, count, tol
+    call = pvi._engine, small, dynamic, static, count, tol, None
 
     def loop() -> Any:
         with at_work(programs):

@@ -330,7 +330,9 @@ def hold(name, count, seed=0):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("name", "count"), [("counts", 6), ("coins", 6), pytest.param("heavy", 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("counts", 6), ("coins", 6), pytest.param("heavy", 3, marks=pytest.mark.slow)]
+)
 def test_whatever_says_converged_is(name, count):
     """A restart from there with a quarter of the step gains next to nothing; some draws must say so, or this says nothing."""
     assert sum(claim is True for claim in hold(name, count)) >= 3
