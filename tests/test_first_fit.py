@@ -124,6 +124,7 @@ def _passes(program, primitive):
 
 def _places(pvi, data, primitive):
     """Passes over the rows in the program of rounds, in units of those in one evaluation."""
+    data = tuple(jnp.asarray(x) for x in data)
     state, engine = pvi.init(KEY, *data), pvi._engine
     rounds = _passes(lambda: engine.rounds(state, data, {}, jnp.int32(2), jnp.asarray(0.0), 2, False), primitive)
     return rounds / _passes(lambda: engine.loss(state, data, {}, False), primitive)
