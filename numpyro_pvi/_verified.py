@@ -168,7 +168,7 @@ class LastLook:
 
 
 def _same_rows(kept: list[Any], now: list[Any]) -> bool:
-    """Whether these are the same rows to the bit: one other number makes another evaluation, and :class:`Fingerprint` may not see it."""
+    """Whether these are the same rows to the bit: one number changes an evaluation, and :class:`Fingerprint` may not see it."""
 
     def same(old: Any, new: Any) -> bool:
         if isinstance(old, weakref.ref):

@@ -292,7 +292,7 @@ class PVI(SVI):
             before).
             While q still moves by more than a posterior sd in a round, quadrature may leave a relative error of up to
             2e-2 in it; on settled states the target is 1e-8 (1e-5 in float32).
-            Where rounds evaluate q themselves, the state that the last call has returned is not evaluated again while model and rows
+            Where rounds evaluate q themselves, the state that the last call returned is not evaluated again while model and rows
             are the same: the same arrays of JAX, or up to 4 MB each the same numbers.
             What was found of the model's structure and not proved is verified at draws from q where the data are others than
             those it was found with, and after 32, 64, 128 ... rounds; where it does not hold, factors are taken by draws from
