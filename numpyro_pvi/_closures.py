@@ -557,6 +557,11 @@ class ModelPrograms(Programs):
         self.restless = False
         self._states: dict[int, weakref.ref] = {}
 
+    @property
+    def settled(self) -> bool:
+        """Whether snapshots tell what the model closes over."""
+        return not self.restless
+
     def note(self, state: Any) -> None:
         """Remember a state that this model has made."""
         leaf = _leaf(state)

@@ -20,7 +20,7 @@ import os
 import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -39,6 +39,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {"cheap": _CHEAP, "middle": _MIDDLE, "full
 # few times a fit, and in rounds, of which there may be thousands (measured: an update of 300 rows of 4 columns takes 4.8 ms at the
 # cheapest level and 2.5 at the next, for 2 s of compiling).
 _LARGEST_ONCE, _LARGEST_ROUND = 1 << 24, 1 << 12
+# And from which on rounds are compiled with all that XLA has: three seconds more, for a fifth of rounds that take half a second
+# (10,000 images under a network of 160,000 weights; rounds of 200,000 rows of 54 columns are ten times below it).
+_LARGEST_MIDDLE = 1 << 30
 # Arrays of readings are passed over about once; a look at a model evaluates it at some 64 points.
 _LARGEST_READING, _POINTS = 1 << 20, 64
 # What a loop is taken for whose number of passes is not known before it runs.
@@ -58,8 +61,10 @@ def level_of(work: int, often: bool = False) -> str:
         often: whether it runs many times in a fit.
 
     Returns:
-        "cheap" where compiling outweighs running, else "middle".
+        "cheap" where compiling outweighs running, else "middle"; "full" for many rounds of what takes a good part of a second.
     """
+    if often and work > _LARGEST_MIDDLE:
+        return "full"
     return "cheap" if work <= (_LARGEST_ROUND if often else _LARGEST_ONCE) else "middle"
 
 
@@ -131,16 +136,56 @@ class Program:
         self._ways.clear()
 
 
+class _Traced(NamedTuple):
+    """A look as a jaxpr with what it closes over, what tells it from others, and how its results are put together."""
+
+    closed: Any
+    digest: bytes
+    structure: Any
+
+
+def _trace(look: Callable, args: tuple) -> _Traced:
+    # A new function each time: JAX keeps what it traced by the function, whatever that closes over by now.
+    closed, shape = jax.make_jaxpr(lambda *given: look(*given), return_shape=True)(*args)
+    return _Traced(closed, _digest(closed), jax.tree.structure(shape))
+
+
+def _keep(store: OrderedDict, key: Any, value: Any) -> Any:
+    """Keep something in place of what was asked for longest ago; what was dropped, or None."""
+    store[key] = value
+    return store.popitem(last=False)[1] if len(store) > _MOST_KEPT else None
+
+
+class Same:
+    """A key that stands for one object, and is equal to no other object's.
+
+    Args:
+        value: the object; it lives as long as the key.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
 class Programs:
     """One owner's programs, which die with it: compiled copies of functions, and those of looks at a model.
 
     A look's program is kept by what it computes, its jaxpr, with the arrays that the model closes over as arguments: it cannot be
-    stale, whatever these are by the time of the next call, and none of them is kept alive by it.
+    stale, whatever these are by the time of the next call, and none of them is kept alive by it. Where the owner knows what its
+    model closes over (:mod:`numpyro_pvi._closures`), the trace of a look may be kept as well, like programs of rounds: it goes with
+    them.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[Callable, tuple], Program] = {}
         self._kept: OrderedDict[bytes, Program] = OrderedDict()
+        self._traced: OrderedDict[Any, tuple[_Traced, Any]] = OrderedDict()
         self._found: dict[Any, Any] = {}
 
     def of(self, function: Callable, static: tuple[tuple[str, Any], ...]) -> Program:
@@ -160,18 +205,42 @@ class Programs:
 
     def __call__(self, look: Callable, *args: Any) -> Any:
         """Trace a function, and run the program that computes the same, compiled before or now; see :func:`look`."""
-        # A new function each time: JAX keeps what it traced by the function, whatever that closes over by now.
-        closed, shape = jax.make_jaxpr(lambda *given: look(*given), return_shape=True)(*args)
-        key = _digest(closed)
-        program = self._kept.get(key)
+        return self._run(_trace(look, args), args)
+
+    def again(self, known: Any, make: Callable[[], tuple[Callable, Any]], *args: Any) -> tuple[Any, Any]:
+        """See :func:`look_again`."""
+        if known is None or not self.settled:
+            fn, beside = make()
+            return self(fn, *args), beside
+        leaves, structure = jax.tree.flatten(args)
+        shapes = tuple((np.shape(x), str(jnp.result_type(x))) for x in leaves)
+        key = known, structure, shapes, jax.config.values["jax_enable_x64"]
+        found = self._traced.get(key)
+        if found is None:
+            fn, beside = make()
+            found = _trace(fn, args), beside
+            if not _calls_back(found[0].closed.jaxpr):
+                _keep(self._traced, key, found)
+        else:
+            self._traced.move_to_end(key)
+        return self._run(found[0], args), found[1]
+
+    def _run(self, traced: _Traced, args: tuple) -> Any:
+        closed = traced.closed
+        program = self._kept.get(traced.digest)
         if program is None or _calls_back(closed.jaxpr):
-            program = self._kept[key] = Program(_evaluator(closed.jaxpr))
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)[1].clear()
-        self._kept.move_to_end(key)
+            program = Program(_evaluator(closed.jaxpr))
+            if (dropped := _keep(self._kept, traced.digest, program)) is not None:
+                dropped.clear()
+        self._kept.move_to_end(traced.digest)
         level = level_of(_POINTS * _size((args, closed.consts)))
         found = program(closed.consts, jax.tree.leaves(args), level=level)
-        return jax.tree.unflatten(jax.tree.structure(shape), found)
+        return jax.tree.unflatten(traced.structure, found)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the model is known not to change what it closes over while it is traced."""
+        return True
 
     def once(self, key: Any, find: Callable[[], Any]) -> Any:
         """What was found of the programs before under a hashable key, or is now."""
@@ -187,6 +256,7 @@ class Programs:
         for program in (*self._kept.values(), *self._made.values()):
             program.clear()
         self._kept.clear()
+        self._traced.clear()
         self._made.clear()
         self._found.clear()
 
@@ -252,6 +322,21 @@ def look(fn: Callable, *args: Any) -> Any:
         Its value.
     """
     return _present()(fn, *args)
+
+
+def look_again(known: Any, make: Callable[[], tuple[Callable, Any]], *args: Any) -> tuple[Any, Any]:
+    """Run a function of a model as :func:`look` does; the fit that is being made traces it once, while its model is the same.
+
+    Args:
+        known: hashable; all that the function depends on beside its arguments and what the model closes over. None where that
+            cannot be told: the function is traced.
+        make: makes the function, and what else was found on the way to it.
+        args: its arguments.
+
+    Returns:
+        Its value, and what else was found.
+    """
+    return _present().again(known, make, *args)
 
 
 def on_device(value: Any, dtype: Any = None) -> Any:

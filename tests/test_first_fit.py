@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections import OrderedDict
 
 import jax
 import jax.monitoring
@@ -19,7 +20,8 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi import _compiling as compiling
-from numpyro_pvi._compiling import Program, Programs, level_of, look, work_of
+from numpyro_pvi._closures import ModelPrograms
+from numpyro_pvi._compiling import Program, Programs, level_of, look, look_again, work_of
 from numpyro_pvi.factors import _probe, model_work
 
 KEY = jax.random.key(0)
@@ -244,7 +246,7 @@ def test_whoever_asks_jax_for_the_least_optimising_gets_it(least, level):
 def test_levels_follow_sizes():
     assert [level_of(1000, often) for often in (True, False)] == ["cheap", "cheap"]
     assert [level_of(10**6, often) for often in (True, False)] == ["middle", "cheap"]
-    assert level_of(10**9) == "middle"
+    assert [level_of(10**12, often) for often in (True, False)] == ["full", "middle"]
     x = np.ones((10, 4))
     assert work_of(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr) >= 400
     once, often = (jax.make_jaxpr(lambda x, n=n: jax.lax.fori_loop(0, n, lambda _, x: x + 1, x))(x) for n in (1, 50))
@@ -262,12 +264,59 @@ def test_values_follow_what_the_model_closes_over(monkeypatch):
         with numpyro.plate("n", 13):
             numpyro.sample("y", dist.Normal(X @ w + jnp.asarray(offset), 1.0), obs=y)
 
-    monkeypatch.setattr(_probe, "look", lambda fn, *args: seen.append(look(fn, *args)) or seen[-1])
+    def seeing(*args):
+        found = look_again(*args)
+        seen.append(found[0])
+        return found
+
+    monkeypatch.setattr(_probe, "look_again", seeing)
     pvi = PVI(Partition(model, "n", np.arange(13) % 3, mode="mask"), AutoMultivariateNormal(model))
     for value in (0.0, 3.0):
         offset[:] = value
         pvi.init(KEY, X, Y * 1.0)
     assert np.abs(seen[0]["reference"] - seen[1]["reference"]).max() > 0.1
+
+
+_bend = np.zeros(1)
+
+
+def bent(X, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("n", X.shape[0]):
+        numpyro.sample("y", dist.Normal(X @ w + jnp.asarray(_bend) * w[0] * w[1], 1.0), obs=y)
+
+
+def _plans(monkeypatch):
+    """Under other keys, rows and closed-over values, one after another: traces of a plan, and whether it is as if traced."""
+    traced, look_at = [], _probe.trace_look
+    monkeypatch.setattr(_probe, "trace_look", lambda *args: traced.append(0) or look_at(*args))
+    pvi = PVI(Partition(bent, "n", np.arange(11) % 3), AutoMultivariateNormal(bent))
+    for seed, order, bend in ((0, 1, 0.0), (0, 1, 0.0), (1, 1, 0.0), (0, -1, 0.0), (0, 1, 3.0)):
+        monkeypatch.setattr(sys.modules[__name__], "_bend", np.full(1, bend))
+        data = np.random.default_rng(3).normal(size=(11, 2))[::order], np.arange(11.0)
+        before, found = len(traced), pvi.init(jax.random.key(seed), *data)
+        count = len(traced) - before
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelPrograms, "settled", False)
+            expected = pvi.init(jax.random.key(seed), *data)
+        ours, theirs = (jax.device_get(jax.tree.leaves((x.prior, x.sites))) for x in (found, expected))
+        yield count, found.plan == expected.plan and all(map(np.array_equal, ours, theirs))
+
+
+def test_a_plan_is_traced_once_and_looks_at_the_values_of_each_call(monkeypatch):
+    """Other keys and data are looked at without a trace; what the model closes over makes a new one."""
+    assert list(_plans(monkeypatch)) == [(1, True), (0, True), (0, True), (0, True), (1, True)]
+
+
+def test_a_trace_that_outlives_its_model_is_seen(monkeypatch):
+    store, make = OrderedDict(), Programs.__init__
+
+    def with_one_store(self):
+        make(self)
+        self._traced = store
+
+    monkeypatch.setattr(Programs, "__init__", with_one_store)
+    assert list(_plans(monkeypatch))[-1] == (0, False)
 
 
 class _Shown:

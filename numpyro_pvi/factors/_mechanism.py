@@ -156,7 +156,7 @@ class Read:
 
 
 def choose_reading(
-    partition: Partition, call: ModelCall, trace: dict, rows: RowAxes, key: Any, params: dict | None
+    partition: Partition, call: ModelCall, trace: dict, rows: RowAxes, key: Any, params: dict | None, known: Any = None
 ) -> Read:
     """Try the mechanisms in order, and keep the first that passes the additive check.
 
@@ -167,6 +167,7 @@ def choose_reading(
         rows: the partitioned axes.
         key: a random key.
         params: constrained values of ``numpyro.param`` sites, or None for their initial values.
+        known: see :func:`run_probe`.
 
     Returns:
         The mechanism, the packing of rows and the probe. Falling back to masks warns with the cost and the reasons.
@@ -176,7 +177,7 @@ def choose_reading(
     """
     sizes = rows.sizes(trace)
     table, group_of_row = partition.tables(sizes)
-    attempt = _Attempt(partition, call, trace, rows, sizes, table, key, params)
+    attempt = _Attempt(partition, call, trace, rows, sizes, table, key, params, known)
     if partition.mode in ("auto", "args"):
         attempt.data_axes()
     if partition.mode != "auto":
@@ -224,6 +225,7 @@ class _Attempt:
     table: GroupTable
     key: Any
     params: dict | None
+    known: Any = None
 
     @property
     def where(self) -> str:
@@ -258,7 +260,7 @@ class _Attempt:
         reading = Reading(mechanism, tuple(self.sizes), axes, resized)
         if isinstance(packing, Packing):
             self._try_chunk(reading, int(packing.rows.shape[1]), sliced)
-        probe = run_probe(self.call, self.trace, self.rows, reading, packing, self.key, self.params)
+        probe = run_probe(self.call, self.trace, self.rows, reading, packing, self.key, self.params, self.known)
         if self.partition.check:
             check_local(probe, self.where, self.call.local_layout)
             if isinstance(packing, Packing):

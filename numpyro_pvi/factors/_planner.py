@@ -18,6 +18,7 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.infer import init_to_uniform
 from numpyro.primitives import Messenger
 
+from .._compiling import Same
 from ..errors import DataError, GuideError, PartitionError, PVIError
 from ..handlers import FullPlates, Partition, RowAxes, refuse_latents
 from ._arguments import as_arrays, check_finite_arguments, is_dynamic, join_arguments, split_arguments
@@ -207,7 +208,7 @@ def plan_factors(
     local = local_layout(trace, rows)
     layout = _without(layout, local)
     call = ModelCall(model, layout, args, kwargs, {} if params is None else params, local)
-    read = choose_reading(partition, call, trace, rows, key, params)
+    read = choose_reading(partition, call, trace, rows, key, params, (Same(untouched), enumeration))
     observed = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is not None)
     outside = tuple(n for n, s in trace.items() if is_observed(s) and rows.of(s) is None)
     packing, probe = read.packing, read.probe

@@ -16,10 +16,10 @@ from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
-from .._compiling import look
+from .._compiling import look, look_again
 from .._numerics import grad
 from ..handlers import FullPlates, RowAxes
-from ._arguments import is_dynamic
+from ._arguments import is_dynamic, split_arguments
 from ._chunks import GroupMasks, Packing, Reading
 from ._model import (
     DrawImproper,
@@ -133,6 +133,7 @@ def run_probe(
     packing: Packing | GroupMasks,
     key: Array,
     params: dict | None,
+    known: Any = None,
 ) -> Probe:
     """Evaluate the model on rays through the prior, whole and in chunks, in one compiled program.
 
@@ -145,16 +146,25 @@ def run_probe(
         packing: rows of each chunk.
         key: a random key.
         params: given values of ``numpyro.param`` sites, or None.
+        known: hashable, what ``call.model`` is; None where that cannot be told, and the probe is traced anew.
 
     Returns:
         The probe, on the host.
     """
-    arrays = [x for x in jax.tree.leaves((call.args, call.kwargs)) if is_dynamic(x)]
+    arrays, statics = split_arguments(call.args, call.kwargs)
     facts = {n: _facts(n, s, rows) for n, s in trace.items() if _is_sampled(s)}
-    own_sites = {n: s for n, s in trace.items() if s["type"] == "param"}
-    static = _StaticArgs(call, rows, reading, params, own_sites, facts)
-    traced = trace_look(static.look_at, arrays, static.abstract_params(), call)
-    found = jax.device_get(look(partial(static.probe, traced), arrays, packing, key))
+
+    def make() -> tuple:
+        own_sites = {n: s for n, s in trace.items() if s["type"] == "param"}
+        static = _StaticArgs(call, rows, reading, params, own_sites, facts)
+        traced = trace_look(static.look_at, arrays, static.abstract_params(), call)
+        return partial(static.probe, traced), traced
+
+    # Values of params, and of rows' own latents, would be constants of the trace.
+    still = known is not None and params is None and not call.params and call.local is None
+    about = (known, rows, reading, call.layout, call.local_layout, statics) if still else None
+    found, traced = look_again(about, make, arrays, packing, key)
+    found = jax.device_get(found)
     return _on_host(found, traced, packing, {n: facts_of_some_rows(f) for n, f in facts.items()})
 
 
