@@ -149,6 +149,8 @@ class Problem(Protocol):
     stream: Stream
     # Whether local solves match moments: rounds are then accepted when q is valid.
     matches_moments: bool
+    # Whether visits alone may look at rows: evaluations have no values, and rounds are accepted when q is valid.
+    blind: bool
     # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
     tied: bool
     # Whether evaluations tell products with the curvature of a mean-field q's factors, by which parallel steps are capped.
