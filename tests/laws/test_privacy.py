@@ -1,7 +1,7 @@
 """Differential privacy: plain without noise, bounded releases, a true count, and nobody but visits looks at rows.
 
-Every law is seen to fail on a planted fault: clipping that is forgotten, that comes after the noise, noise of half the scale or none,
-rounds that look at values.
+Every law is seen to fail on a planted fault: clipping that is forgotten or comes after the noise, noise of half the scale or
+none, rounds that look at values.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from scipy import stats
 
 import numpyro_pvi.solvers._differential_privacy as privacy
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
-from numpyro_pvi.families import GammaFamily, MultivariateNormalFamily, NormalFamily, ProductFamily, inner, whitening
+from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
 from numpyro_pvi.runtime import _factors, _product_engine
 from numpyro_pvi.schedules import (
     Asynchronous,
@@ -193,22 +193,9 @@ CALM, WILD, OTHER = jnp.array([0.1, -0.2, 0.3]), jnp.array([1e3, 4e2, 3e3]), jnp
 
 def released(solver, y, key=KEY):
     """Whitened coordinates of a group's change by one visit, before what is made of it."""
-    kept = []
-
-    def spy(self, x, key):
-        kept.append(
-            privacy.clipped(x, self.clip) + self.noise_multiplier * self.sensitivity * jax.random.normal(key, x.shape)
-        )
-        return kept[-1]
-
-    del spy
-    zero = jnp.zeros_like
-    site = jax.tree.map(zero, PRIOR)
-    found = solver._released(
-        whitening(NormalFamily(1), PRIOR).coordinates(solver.solver.solve(Rows(y), PRIOR, site, (), key).site - site),
-        key,
-    )
-    return found
+    site = jax.tree.map(jnp.zeros_like, PRIOR)
+    change = solver.solver.solve(Rows(y), PRIOR, site, (), key).site - site
+    return solver._released(whitening(NormalFamily(1), PRIOR).coordinates(change), key)
 
 
 def group_gap(solver, *data):
@@ -344,10 +331,11 @@ def analytic(noise, delta):
 def test_epsilon_is_that_of_independent_accounts(noise):
     solver = DifferentialPrivacy(NaturalGradient(), noise, 1.0)
     for visits in (1, 7):
-        np.testing.assert_allclose(solver.epsilon(visits), by_hand(noise, visits, 1e-5), rtol=0.01)
+        # The library's orders are fewer than these.
+        assert 0.997 <= solver.epsilon(visits) / by_hand(noise, visits, 1e-5) <= 1.03
         # T releases are one of a noise that is smaller by the root of T.
         exact = analytic(noise / math.sqrt(visits), 1e-5)
-        assert exact <= solver.epsilon(visits) <= 1.35 * exact
+        assert exact <= solver.epsilon(visits) <= 1.15 * exact
     assert solver.epsilon(0) == 0.0
     steps = DifferentialPrivacy(LocalELBO(num_steps=7), noise, 1.0, level="row")
     assert steps.epsilon(1) == solver.epsilon(7)
@@ -453,6 +441,16 @@ SCHEDULES = {
     "Decentralized": Decentralized(np.ones((3, 3)) - np.eye(3)),
     "Streaming": Streaming(visits=2),
 }
+# The other pairs have the same problem under the same schedules.
+_QUICK = {"Synchronous", "StochasticSubset"}
+PAIRS = [
+    *((schedule, AutoMultivariateNormal) for schedule in SCHEDULES),
+    *(
+        pytest.param(schedule, guide, marks=[] if schedule in _QUICK else pytest.mark.slow)
+        for guide in (AutoExponentialFamily, AutoDiagonalNormal)
+        for schedule in SCHEDULES
+    ),
+]
 QUIET = 0.2
 OTHERS = np.array([40.0, -3.0, 1e3, 0.0, 0.0, -70.0])
 
@@ -462,8 +460,7 @@ def deaf(schedule, guide):
 
 
 @counts
-@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily, AutoDiagonalNormal])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "guide"), PAIRS)
 def test_where_visits_are_deaf_nothing_depends_on_the_rows(schedule, guide):
     """All numbers of the state, of info and of the trace: bit for bit; and prior + sum of sites is q (law 1)."""
     pvi = deaf(schedule, guide)
