@@ -373,12 +373,13 @@ def refuse_look(solver: Any, call: str) -> None:
         )
 
 
-def private_start(init_sites: str, schedule: Any, optim: Any) -> str:
+def private_start(init_sites: str, schedule: Any, runtime: Any, optim: Any) -> str:
     """Where sites start under a solver that is private: at 1; and refusals of what would look at rows beside its visits.
 
     Args:
         init_sites: what the user asked for.
         schedule: who moves when.
+        runtime: where it runs.
         optim: optimiser of the model's params, or None.
 
     Returns:
@@ -403,6 +404,12 @@ def private_start(init_sites: str, schedule: Any, optim: Any) -> str:
             f"{schedule!r} takes rows as they come and updates agents by them itself, beside the solver's visits that "
             "DifferentialPrivacy clips, noises and counts: write Decentralized(..., mixing='tracking'), or another "
             "schedule."
+        )
+    if schedule.discards and runtime.traffic is not None:
+        raise PVIError(
+            f"{schedule!r} simulates groups that are away or messages that come twice by visits whose answers it "
+            "throws away, with their counts of releases; clients would have sent these answers all the same. Write "
+            "the schedule without (rates, duplicate_rate), or leave runtime out."
         )
     return "prior"
 

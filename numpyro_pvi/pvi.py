@@ -154,7 +154,7 @@ class PVI(SVI):
         solver, schedule, runtime = solver or NaturalGradient(), schedule or Synchronous(), runtime or Vmap()
         check_choices(model, num_groups, init_sites, solver, schedule, runtime)
         if solver.private:
-            init_sites = private_start(init_sites, schedule, optim)
+            init_sites = private_start(init_sites, schedule, runtime, optim)
         if optim is not None:
             super().__init__(inner, guide, of_params(optim), loss, **static_kwargs)
         else:

@@ -51,7 +51,7 @@ class DifferentialPrivacy(SolverDefaults):
 
           eta_m <- eta_m + R^-T (x min(1, clip / |x|) + s xi),      x = R^T u,   xi ~ N(0, I),
 
-      whatever the solver did on its way.
+      whatever the solver did on its way; it remembers nothing of the visit.
     * ``level="row"`` (DP-SGD): every step of :class:`LocalELBO` sees, in the place of the sum of its rows' gradients,
       ``sum_n x_n min(1, clip / |x_n|) + s xi``, with ``x_n`` one row's, whitened: under Gaussian guides its gradients at the
       step's draws, ``S^T grad f_n`` (precisions follow from the same noised gradients by Stein's identity), under
@@ -423,7 +423,8 @@ class DifferentialPrivacy(SolverDefaults):
         share, tries = back_off(valid, jnp.ones((), released.dtype))
         new = family.symmetrise(site + change * share)
         good = (tries < MAX_HALVINGS) & family.in_domain(q) & all_finite(new)
-        return LocalResult(select(good, new, site), found.state, tries, good)
+        # What the solver would remember of the visit is made of the rows, and no noise covers it.
+        return LocalResult(select(good, new, site), inner, tries, good)
 
     def _released(self, x: Float[Array, "K"], key: Any) -> Float[Array, "K"]:
         """A change, clipped and noised; one that is not finite says nothing."""

@@ -21,6 +21,7 @@ from scipy import stats
 
 import numpyro_pvi.solvers._differential_privacy as privacy
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
+from numpyro_pvi.clients import InProcess
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
 from numpyro_pvi.runtime import _factors, _product_engine
 from numpyro_pvi.schedules import (
@@ -61,6 +62,13 @@ def location(y):
         numpyro.sample("y", dist.Normal(theta, 1.0), obs=y)
 
 
+def rare(y):
+    """Steps towards these factors' targets are too long."""
+    theta = numpyro.sample("theta", dist.Normal(0.0, 9.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(theta)), obs=jnp.abs(jnp.round(100 * y)))
+
+
 def make(solver, schedule=None, guide=AutoMultivariateNormal, model=location, **options):
     return PVI(Partition(model, "data", LABELS), guide(model), solver=solver, schedule=schedule, **options)
 
@@ -89,27 +97,30 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("clip", [math.inf, 1e9])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    ("name", "clip"), [("group", math.inf), ("group", 1e9), ("group by steps", 1e9), ("row", math.inf), ("row", 1e9)]
+)
 def test_without_noise_and_clipping_a_fit_is_the_plain_solvers(name, clip):
     solver, level = PLAIN[name]
-    plain, own = (run(make(s)) for s in (solver, DifferentialPrivacy(solver, 0.0, clip, level)))
+    plain, own = (run(make(s), 1) for s in (solver, DifferentialPrivacy(solver, 0.0, clip, level)))
     assert np.isnan(own.losses).all() and own.epsilon == math.inf
     for n, x in plain.params.items():
         np.testing.assert_allclose(own.params[n], x, rtol=1e-12 if x.dtype == np.float64 else 1e-5)
-    clipped = run(make(DifferentialPrivacy(solver, 0.0, 1e-3, level)))
-    assert abs(float(clipped.params["auto_loc"][0] - plain.params["auto_loc"][0])) > 1e-4
+
+
+def test_clipping_alone_is_seen():
+    plain, own = (run(make(s), 1) for s in (NaturalGradient(), DifferentialPrivacy(NaturalGradient(), 0.0, 1e-3)))
+    assert abs(float(own.params["auto_loc"][0] - plain.params["auto_loc"][0])) > 1e-2
 
 
 @pytest.mark.parametrize("level", ["group", "row"])
 def test_so_it_is_where_q_is_a_product_of_families(level):
     solver = LocalELBO(optax.sgd(0.3), num_steps=3)
-    for clip in (math.inf, 1e9):
-        plain, own = (
-            run(make(s, guide=AutoExponentialFamily)) for s in (solver, DifferentialPrivacy(solver, 0.0, clip, level))
-        )
-        for n, x in plain.params.items():
-            np.testing.assert_allclose(own.params[n], x, rtol=1e-11 if x.dtype == np.float64 else 1e-5)
+    plain, own = (
+        run(make(s, guide=AutoExponentialFamily), 1) for s in (solver, DifferentialPrivacy(solver, 0.0, 1e9, level))
+    )
+    for n, x in plain.params.items():
+        np.testing.assert_allclose(own.params[n], x, rtol=1e-11 if x.dtype == np.float64 else 1e-5)
 
 
 # -------------------------------------------------------------------------------------------------- whitened coordinates
@@ -487,6 +498,16 @@ def test_a_round_that_looks_is_noticed(monkeypatch):
         assert not (same(one.state, other.state) and np.isnan(one.losses).all())
 
 
+@counts
+def test_clients_are_visited_and_never_asked_for_a_look():
+    """Where every group is behind messages: the same numbers, and no question but visits."""
+    solver = DifferentialPrivacy(LocalELBO(num_steps=2, batch_size=1), 1.0, 1.0, level="row")
+    here, there = (run(make(solver, runtime=runtime)) for runtime in (None, InProcess()))
+    np.testing.assert_allclose(there.params["auto_loc"], here.params["auto_loc"], rtol=1e-4)
+    traffic = there.info.traffic
+    assert (traffic.looks, traffic.visits) == (0, 2) and there.epsilon == here.epsilon
+
+
 # ------------------------------------------------------------------------------------------------------------- the count
 
 
@@ -525,6 +546,16 @@ def test_a_state_of_other_terms_is_refused(counted):
 
 
 @counts
+def test_nothing_that_a_solver_would_remember_of_rows_is_in_the_state():
+    """A step that was halved, of a solver that tests its own steps, tells of the rows."""
+    searching = NaturalGradient(backtracking=True)
+    plain = make(searching, model=rare)
+    assert not same(plain.init(KEY, Y).solver_state, run(plain, 1).state.solver_state)
+    pvi = make(DifferentialPrivacy(searching, 1.0, 1.0), model=rare)
+    assert same(pvi.init(KEY, Y).solver_state.inner, run(pvi, 1).state.solver_state.inner)
+
+
+@counts
 def test_groups_count_their_own_visits():
     solver = DifferentialPrivacy(Deaf(), 2.0, 1.0)
     found = run(make(solver, StochasticSubset(1)), 3)
@@ -557,6 +588,9 @@ WRONG = {
     "differ by a replacement": lambda: DifferentialPrivacy(LocalELBO(batch_size=2), 0.0, 1.0, "row", "remove"),
     "init_sites='curvature'": lambda: make(DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), init_sites="curvature"),
     "optim fits": lambda: make(DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), optim=numpyro.optim.Adam(0.1)),
+    "would have sent these answers": lambda: make(
+        DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), StochasticSubset(rates=0.5), runtime=InProcess()
+    ),
     "takes rows as they come": lambda: make(
         DifferentialPrivacy(NaturalGradient(), 0.0, 1.0),
         Decentralized(np.ones((3, 3)) - np.eye(3), mixing="consensus"),
