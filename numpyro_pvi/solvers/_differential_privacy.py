@@ -19,7 +19,7 @@ from ..errors import PVIError, StateError
 from ..expectations import Expected
 from ..families import whitening
 from ..sites import MAX_HALVINGS, back_off, select
-from ._base import Derivatives, LocalFactor, LocalResult, PrivacySpent, SolverDefaults
+from ._base import BatchStep, Derivatives, LocalFactor, LocalResult, PrivacySpent, SolverDefaults
 from ._minibatch import SMALLEST_SHARE
 
 # What is folded into a visit's key for the noise, so that the wrapped solver draws what it draws without it.
@@ -253,7 +253,7 @@ class DifferentialPrivacy(SolverDefaults):
         spent = [self.epsilon(int(n), size) for n, size in zip(counts, sizes, strict=True)]
         return PrivacySpent(np.asarray(spent, float), float(self.delta), counts)
 
-    def check_state(self, state: PrivateState) -> None:
+    def check_state(self, state: Any) -> None:
         """Refuse a state whose visits were counted under other terms, or not at all.
 
         Raises:
@@ -546,6 +546,14 @@ class PrivateRows:
         total = self._total(one, rows, key) * heard
         zero = jnp.zeros((), total.dtype)
         return Expected(zero, self.white.change(total), None, zero, zero, zero)
+
+    def step(self, cavity: Any, site: Any, share: Any, key: Any, rows: Int[Array, "B"] | None = None) -> BatchStep:
+        """Steps are the solver's own.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("rows are heard in noised sums of gradients only")
 
     def _total(self, one: Any, rows: Int[Array, "B"] | None, key: Any) -> Array:
         """The sum over rows of what each says, clipped, with noise."""
