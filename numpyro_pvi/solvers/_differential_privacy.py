@@ -76,10 +76,11 @@ class DifferentialPrivacy(SolverDefaults):
     and which row belongs to which, the number of rounds; a prior that is made of the rows, and arguments that the model reads
     in Python; that the data are finite and the model splits (``init`` raises where not); anything, once the key is known or
     guessed, from which the noise can be made again (``jax.random.key(0)``; make one of the operating system's randomness and do
-    not keep it; the key of a saved state makes *later* noise). Noise is of ordinary floating point numbers and JAX's
-    generator: attacks on low bits, and on time and memory that are taken, are outside of the guarantee. ``level="row"``
-    protects a row and not a person with several rows; ``level="group"`` protects a group from who sees all that is released,
-    not from its own process.
+    not keep it; the key of a saved state makes *later* noise), or is used twice: two fits of other rows, or by another clip,
+    from one key or state have the same noise, which goes out of their difference. Noise is of ordinary floating point numbers
+    and JAX's generator: attacks on low bits, and on time and memory that are taken, are outside of the guarantee.
+    ``level="row"`` protects a row and not a person with several rows; ``level="group"`` protects a group from who sees all that
+    is released, not from its own process.
 
     Args:
         solver: the solver. ``level="group"``: ``NaturalGradient``, ``Conjugate``, ``LocalELBO`` or ``StochasticNaturalGradient``;
