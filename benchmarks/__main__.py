@@ -37,6 +37,7 @@ NAMES = {
     "conjugacy": "three models with the messages that are found conjugate in closed form, against drawing every latent",
     "first-fit": "the first run and the next one beside SVI's, in fresh processes: seconds and compiled programs",
     "swap": "forty-four models as their authors wrote them, PVI in SVI's place: split or whole, ELBO and first-run seconds of both",
+    "privacy": "logistic regression of a1a by ten skewed owners: log score and accuracy against epsilon",
     "sharding": "seconds a round with the rows over 1, 2, 4 and 8 devices, in fresh processes: the overhead of sharing them",
     "startup": "init and first update against SVI's, in fresh processes",
     "papers": "the four papers' experiments: a page each with a picture, the paper's figures and ours, in --out's folder",

@@ -29,7 +29,7 @@ from ._posterior_views import (
     split_notes,
 )
 from ._state import Plan, PVIInfo, PVIState
-from ._user_inputs import check_state, float_dtype, open_call, positional_names
+from ._user_inputs import check_state, float_dtype, open_call, positional_names, refuse_look
 from ._verified import Contradiction, cannot_go_on, remark
 from .errors import GuideError, ImproperError, PVIError, StateError, not_under_families
 from .expectations import with_draws
@@ -44,6 +44,7 @@ from .factors import (
     join_arguments,
     pack_rows,
     plan_factors,
+    proved_only,
     split_arguments,
     with_values_held,
 )
@@ -67,6 +68,7 @@ from .runtime import (
     is_partial,
     jointly_affine,
     most_groups,
+    product_claims,
     spread,
     with_tilted,
 )
@@ -276,7 +278,7 @@ def begun(
             return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
 
         return dataclasses.replace(state, sites=look(curvature, state, arrays))
-    if engine.solver.matches_moments or (not plan.inside and not plan.summed):
+    if engine.solver.matches_moments or engine.solver.private or (not plan.inside and not plan.summed):
         return state
     key = look(lambda key: jax.random.fold_in(key, 0), state.rng_key)
     weights = first_weights(plan, key) if plan.summed else None
@@ -381,6 +383,31 @@ def matching_info(state: PVIState) -> dict[str, Any]:
         "rhat": rhat,
         "divergent": divergent,
     }
+
+
+# ------------------------------------------------------------------------------------------------------------- privacy
+
+
+def proved_plan(plan: ProductPlan, expectation: str) -> ProductPlan:
+    """A plan for private visits, without structure that was seen in values of the rows and not proved.
+
+    Args:
+        plan: of the fit.
+        expectation: how the solver has expectations taken.
+
+    Returns:
+        The plan; components of unproved roles are drawn.
+
+    Raises:
+        PVIError: for observations outside the partitioned plate, which are no group's; or a component that cannot be drawn.
+    """
+    part = proved_only(plan.partition)
+    claims = [c.split("/", 1) for c in product_claims(plan)]
+    names = [name for factor, name in claims if factor == "likelihood"]
+    likelihood = plan.likelihood
+    if names:
+        likelihood = with_draws(likelihood, plan.family, names, expectation, "groups' likelihood")
+    return dataclasses.replace(plan, partition=part, likelihood=likelihood)
 
 
 # --------------------------------------------------------------------------------------------------- structure given up
@@ -513,6 +540,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         given = expectation, turns, inside, plan_key
         away = away_from(self.guide, params, plan_key)
         plan, prior, base_site = plan_product(planned, components, call, base, *given, away=away)
+        plan = proved_plan(plan, expectation) if self.solver.private else plan
         check_partial(self.solver, self.schedule, plan)
         state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
         state = dataclasses.replace(state, optim_state=init_optim(self.optim, self.guide, params))
@@ -647,7 +675,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         }
         found |= matching_info(state) if plan.tilted else {}
         return PVIInfo(
-            **last_round(state, report, self.schedule),
+            **last_round(state, report, self.schedule, self.solver),
             labels=labels,
             cavity_proper=proper,
             ess=found["ess"],
@@ -707,6 +735,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
 
         With ``by_group`` the groups' factors have the latents of their rows beside the shared ones.
         """
+        refuse_look(self.solver, "khat")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))

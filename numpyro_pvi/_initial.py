@@ -477,6 +477,8 @@ def taken(pvi: Any, state: Any, args: tuple, kwargs: dict) -> tuple[PVIState, li
     Raises:
         StateError: for other arguments that do not fit the state.
     """
+    if isinstance(state, PVIState) and not is_traced(state.solver_state):
+        pvi.solver.check_state(state.solver_state)
     try:
         return state, *pvi._rows(state, args, kwargs)
     except StateError:

@@ -371,13 +371,14 @@ def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
     return schedule.agent_natural(state.schedule_state, state.prior, state.plan.partition.table.index(agent))
 
 
-def last_round(state: PVIState, report: RoundReport, schedule: Any) -> dict[str, Any]:
+def last_round(state: PVIState, report: RoundReport, schedule: Any, solver: Any) -> dict[str, Any]:
     """What every kind of fit reports of its last round: fields of :class:`numpyro_pvi.PVIInfo`.
 
     Args:
         state: the state.
         report: its report, by the factors that are shown.
         schedule: of the fit.
+        solver: likewise.
 
     Returns:
         Fields by name.
@@ -386,6 +387,11 @@ def last_round(state: PVIState, report: RoundReport, schedule: Any) -> dict[str,
     whole = {"valid": bool(report.valid), "total_move": float(report.total_move), "rounds": int(state.step)}
     whole |= {"left": float(report.left), "consensus": float(report.consensus)}
     whole["agents"] = AgentViews(schedule, state) if schedule.has_agents else {}
+    table = state.plan.partition.table
+    spent = solver.privacy(state.solver_state, table.sizes)
+    if spent is not None:
+        by_group = dict(zip(table.labels, (float(x) for x in spent.epsilon), strict=True))
+        whole |= {"epsilon": max(by_group.values()), "delta": spent.delta, "epsilons": by_group}
     return {name: getattr(report, name) for name in by_factor} | whole
 
 
@@ -468,7 +474,7 @@ def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PV
         )
     rhat = _by_factor(state, len(labels), lambda s: chain_reading(s, "rhat"))
     return PVIInfo(
-        **last_round(state, report, schedule),
+        **last_round(state, report, schedule, solver),
         labels=labels,
         cavity_proper=proper,
         ess=_by_factor(state, len(labels), lambda s: getattr(s, "ess", None)),

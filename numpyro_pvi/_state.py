@@ -134,6 +134,8 @@ class PVIRunResult(SVIRunResult):
             within ``tol``, or within the noise of draws (the message says so); None when ``tol`` was not given.
         message: one sentence on how the run ended.
         trace: the :class:`PVITrace` of the rounds that ran; None when none did.
+
+    ``epsilon`` and ``delta`` are those of ``info``: what was released since the state was made, None where nothing is counted.
     """
 
     info: PVIInfo | None
@@ -146,6 +148,16 @@ class PVIRunResult(SVIRunResult):
         self = super().__new__(cls, params, state, losses)
         self.info, self.converged, self.message, self.trace = info, converged, message, trace
         return self
+
+    @property
+    def epsilon(self) -> float | None:
+        """Epsilon in nats of all that was released, under a solver that is private: see :class:`PVIInfo`."""
+        return None if self.info is None else self.info.epsilon
+
+    @property
+    def delta(self) -> float | None:
+        """The probability beside it."""
+        return None if self.info is None else self.info.delta
 
     def __getattr__(self, name: str) -> Any:
         """Say what to write where a result is given for a state."""
@@ -232,6 +244,10 @@ class PVIInfo:
         sites: how sites are held: "dense", or "rows" where they are two numbers per row.
         notes: remarks, a sentence each: what holds the fit back, what was given up, what was kept whole.
         traffic: under a runtime with clients, round trips, messages and bytes that were really sent so far; else None.
+        epsilon: under :class:`numpyro_pvi.solvers.DifferentialPrivacy`, epsilon in nats of all that was released since the state
+            was made, of the group of which most was; infinite without noise, None under other solvers.
+        delta: the probability beside it.
+        epsilons: the same by group; groups' rows are disjoint, so that they do not add up.
     """
 
     labels: tuple
@@ -258,6 +274,9 @@ class PVIInfo:
     sites: str = "dense"
     notes: tuple[str, ...] = ()
     traffic: Any = None
+    epsilon: float | None = None
+    delta: float | None = None
+    epsilons: Mapping[Hashable, float] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         header = (
@@ -315,4 +334,6 @@ class PVIInfo:
                 f"clients: {self.traffic.trips} round trips so far, {self.traffic.sent} bytes to them and {self.traffic.received} "
                 "from them"
             )
+        if self.epsilon is not None:
+            lines.append(f"released so far: epsilon {self.epsilon:.4g} at delta {self.delta:.2g}")
         return "\n".join([*lines, *self.notes])

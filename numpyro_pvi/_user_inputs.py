@@ -343,6 +343,77 @@ def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, sch
         )
 
 
+# What refuses to look at rows of a private fit, and why.
+_LOOKS = {
+    "evaluate": "the ELBO is one more look at the rows, which no noise covers",
+    "log_evidence": "the evidence is one more look at the rows, which no noise covers",
+    "khat": "importance weights are one more look at the rows, which no noise covers",
+    "prequential": "scores of rows are looks at them, which no noise covers",
+    "to_arviz": "the log-likelihood of every row, and the observed data themselves, would be in it",
+    "add_group": "visits of rows that come are counted from nothing, whatever was released of them before",
+    "revisit": "visits of rows that come back are counted from nothing, whatever was released of them before",
+    "forget_group": "the count of what was released of the group would go with it, and what was released cannot be taken back",
+}
+
+
+def refuse_look(solver: Any, call: str) -> None:
+    """Refuse what would look at the rows of a private fit, or lose count.
+
+    Args:
+        solver: of the fit.
+        call: the method that was called.
+
+    Raises:
+        PVIError: saying why, and what to write.
+    """
+    if solver.private:
+        raise PVIError(
+            f"{call} is refused under {type(solver).__name__}: {_LOOKS[call]}. On rows that need no protection "
+            "(held-out or public ones) score draws of Predictive(guide, params=pvi.get_params(state), ...)."
+        )
+
+
+def private_start(init_sites: str, schedule: Any, runtime: Any, optim: Any) -> str:
+    """Where sites start under a solver that is private: at 1; and refusals of what would look at rows beside its visits.
+
+    Args:
+        init_sites: what the user asked for.
+        schedule: who moves when.
+        runtime: where it runs.
+        optim: optimiser of the model's params, or None.
+
+    Returns:
+        "prior".
+
+    Raises:
+        PVIError: naming the argument and what to write.
+    """
+    if init_sites == "curvature":
+        raise PVIError(
+            "init_sites='curvature' reads curvatures of all rows before the first visit, which DifferentialPrivacy "
+            "does not count: leave init_sites out, and sites start at 1; init_params may say where q starts."
+        )
+    if optim is not None:
+        raise PVIError(
+            "optim fits numpyro.param sites by gradients of all rows in every round, which DifferentialPrivacy "
+            "neither clips nor counts: give them a prior with numpyro.sample, and they are part of the sites; or "
+            "leave optim out."
+        )
+    if schedule.streams:
+        raise PVIError(
+            f"{schedule!r} takes rows as they come and updates agents by them itself, beside the solver's visits that "
+            "DifferentialPrivacy clips, noises and counts: write Decentralized(..., mixing='tracking'), or another "
+            "schedule."
+        )
+    if schedule.discards and runtime.traffic is not None:
+        raise PVIError(
+            f"{schedule!r} simulates groups that are away or messages that come twice by visits whose answers it "
+            "throws away, with their counts of releases; clients would have sent these answers all the same. Write "
+            "the schedule without (rates, duplicate_rate), or leave runtime out."
+        )
+    return "prior"
+
+
 def check_state(state: Any) -> None:
     """Refuse what is no state, such as the result it came in."""
     if not isinstance(state, PVIState):

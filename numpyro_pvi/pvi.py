@@ -59,6 +59,8 @@ from ._user_inputs import (
     open_call,
     placed,
     positional_names,
+    private_start,
+    refuse_look,
     refuse_prior_of_rows,
     refuse_two_starts,
     run_rounds,
@@ -75,6 +77,7 @@ from .factors import (
     model_layout,
     move_to_prior_factor,
     plan_factors,
+    proved_only,
     split_arguments,
     with_expectation,
 )
@@ -150,6 +153,8 @@ class PVI(SVI):
         check_keywords(inner, static_kwargs, type(self).__init__, type(self).run)
         solver, schedule, runtime = solver or NaturalGradient(), schedule or Synchronous(), runtime or Vmap()
         check_choices(model, num_groups, init_sites, solver, schedule, runtime)
+        if solver.private:
+            init_sites = private_start(init_sites, schedule, runtime, optim)
         if optim is not None:
             super().__init__(inner, guide, of_params(optim), loss, **static_kwargs)
         else:
@@ -230,6 +235,8 @@ class PVI(SVI):
         opening, planned = opening.plan(self, split)
         family = family_of(self.guide, planned.plan.layout.dim)
         planned = with_expectation(planned, self.solver.expectation, family.full)
+        if self.solver.private:
+            planned = dataclasses.replace(planned, plan=proved_only(planned.plan))
         plan = Plan(planned.plan, family, opening.signature, tied=self.solver.tied)
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = init_optim(self.optim, self.guide, params)
@@ -258,6 +265,8 @@ class PVI(SVI):
         if bool(outside):
             # A correlated Gaussian prior is outside a mean-field family: its latents go to the prior factor.
             moved = with_expectation(move_to_prior_factor(planned), self.solver.expectation, family.full)
+            if self.solver.private:
+                moved = dataclasses.replace(moved, plan=proved_only(moved.plan))
             plan = dataclasses.replace(plan, partition=moved.plan)
             arrays, _, proper = start(plan)
         if not bool(proper) and self.init_sites == "auto" and not streams(self.schedule):
@@ -328,6 +337,7 @@ class PVI(SVI):
         Groups whose rows are not at hand count by their sites, which stand in for their factors up to a constant: losses
         of states with the same absent groups compare, others do not.
         """
+        refuse_look(self.solver, "evaluate")
         return self._loss_under(self._engine, *taken(self, state, args, kwargs))
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
@@ -534,6 +544,7 @@ class PVI(SVI):
         Raises:
             StateError: when the rows of some groups are not at hand; the sum of :meth:`prequential` scores estimates it then.
         """
+        refuse_look(self.solver, "log_evidence")
         refuse_absent(state, "log_evidence is of the density of all rows")
         arguments = self._checked_arguments(state, args, kwargs)
         rows = rows_of(state.plan, *arguments)
@@ -590,6 +601,7 @@ class PVI(SVI):
             DataError: for NaN or infinity, or no rows.
             SkippedGroupError: when no round could absorb the group.
         """
+        refuse_look(self.solver, "add_group")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(self._newcomers.add(dense_form(state), label, args, kwargs, num_steps, tol))
 
@@ -614,6 +626,7 @@ class PVI(SVI):
             PartitionError: for an unknown label, naming near ones, or rows that do not fit the structure.
             StateError, DataError, SkippedGroupError: as of :meth:`add_group`.
         """
+        refuse_look(self.solver, "revisit")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(self._newcomers.revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
 
@@ -637,6 +650,7 @@ class PVI(SVI):
             PartitionError: for an unknown label.
             ImproperError: when q is not normalisable without the group.
         """
+        refuse_look(self.solver, "forget_group")
         return self._named(forgotten(dense_form(state), label, self.solver))
 
     @follows
@@ -661,6 +675,7 @@ class PVI(SVI):
             StateError: for arguments of other types, columns or static values.
             ImproperError: when q is not normalisable.
         """
+        refuse_look(self.solver, "prequential")
         args, kwargs = self._arguments(args, kwargs, state)
         rows = self._newcomers.count(state, "the rows to be predicted", args, kwargs)
         fixed = self.model, dense_form(state), args, kwargs, self._param_values(state), sum(rows.values())
@@ -694,6 +709,7 @@ class PVI(SVI):
         References:
             Yao et al., Yes, but Did It Work?: Evaluating Variational Inference, section 3.
         """
+        refuse_look(self.solver, "khat")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
@@ -719,6 +735,7 @@ class PVI(SVI):
             ``InferenceData`` (ArviZ 0.23) or ``DataTree`` (1.x); log-likelihoods use the fitted ``numpyro.param``
             values. Without a server the group ``agents`` has every agent's own marginals.
         """
+        refuse_look(self.solver, "to_arviz")
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
         model, params = FullPlates(state.plan.partition.model(self.model)), self.get_params(state)

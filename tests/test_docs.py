@@ -24,6 +24,7 @@ PAGES = (
     "saving",
     "families",
     "several_devices",
+    "privacy",
 )
 
 

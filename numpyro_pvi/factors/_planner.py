@@ -281,6 +281,29 @@ def with_expectation(planned: Planned, expectation: str, full: bool = True) -> P
     return dataclasses.replace(planned, plan=plan)
 
 
+def proved_only(plan: PartitionPlan) -> PartitionPlan:
+    """Give up structure that was seen in values and not proved from the model's program, and every choice by later looks.
+
+    Args:
+        plan: what was found, and treated as a solver insists.
+
+    Returns:
+        The plan to follow, whose structure says nothing of values of the rows.
+
+    Raises:
+        PVIError: for observations outside the partitioned plate, which are no group's.
+    """
+    if plan.outside:
+        raise PVIError(
+            f"observed site(s) {', '.join(map(repr, plan.outside))} are outside {plan.where}, so that they are part "
+            "of the prior factor and of no group whose releases are clipped and noised: put them inside the plate, "
+            "or fit without DifferentialPrivacy."
+        )
+    likelihood = "draws" if plan.evidence("likelihood") == "found" else plan.likelihood
+    sure = plan.unstructured in ("stein", "hessian", "sigma_points")
+    return dataclasses.replace(plan, likelihood=likelihood, unstructured=plan.unstructured if sure else "stein")
+
+
 def move_to_prior_factor(planned: Planned) -> Planned:
     """Give up the exact prior: every latent goes to the prior factor (a mean-field q over a correlated Gaussian prior)."""
     plan = planned.plan

@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import (
     clip_to_psd,
+    congruent,
     diagonal,
     inside_support,
     inverse_root,
+    invert_lower,
     keep_positive,
     lower_to_symmetric,
     scaled_cholesky,
@@ -89,6 +92,52 @@ def product_variances(
     return v * w + covariance**2 + x**2 * w + y**2 * v + 2 * x * y * covariance
 
 
+@dataclasses.dataclass(frozen=True)
+class GaussianWhitening:
+    """Changes of a Gaussian's natural parameters as whitened coordinates, whose length is that in q's Fisher metric.
+
+    With ``V = S S^T`` and ``u = (dh, dLambda)``: ``a = S^T (dh - dLambda m)`` and ``B = S^T dLambda S``. As a function of
+    ``theta = m + S eps`` the change is ``a^T eps - 1/2 eps^T B eps`` up to a constant, of variance ``|a|^2 + |B|^2 / 2``; the
+    coordinates are a, B's diagonal times the root of 1/2, and its entries below the diagonal.
+
+    Args:
+        family: of q.
+        moments: q.
+    """
+
+    family: Any
+    moments: GaussianMoments
+
+    @property
+    def size(self) -> int:
+        """Numbers in x."""
+        dim = self.family.dim
+        return dim + (dim * (dim + 1) // 2 if self.family.full else dim)
+
+    def coordinates(self, change: GaussianNatural) -> Float[Array, "K"]:
+        """x of a change of natural parameters."""
+        scale, loc = self.moments.scale, self.moments.loc
+        pulled = self.family.pull(change, loc)
+        if not self.family.full:
+            return jnp.concatenate([scale * pulled, math.sqrt(0.5) * scale**2 * change.precision])
+        bend = symmetric_to_lower(congruent(scale.T, change.precision))
+        return jnp.concatenate([pulled @ scale, bend * self._weights(bend.dtype)])
+
+    def change(self, x: Float[Array, "K"]) -> GaussianNatural:
+        """The change of natural parameters that has these coordinates."""
+        scale, loc, dim = self.moments.scale, self.moments.loc, self.family.dim
+        if not self.family.full:
+            precision = math.sqrt(2.0) * x[dim:] / scale**2
+            return GaussianNatural(x[:dim] / scale + precision * loc, precision)
+        back = invert_lower(scale.T)
+        precision = congruent(back, lower_to_symmetric(x[dim:] / self._weights(x.dtype), dim))
+        return GaussianNatural(back @ x[:dim] + precision @ loc, precision)
+
+    def _weights(self, dtype: Any) -> Float[Array, "P"]:
+        rows, columns = np.tril_indices(self.family.dim)
+        return jnp.asarray(np.where(rows == columns, math.sqrt(0.5), 1.0), dtype)
+
+
 class GaussianDefaults(FamilyDefaults):
     """Entropy, divergence, draws and Fisher metric of a Gaussian family that has ``moments``."""
 
@@ -135,6 +184,10 @@ class GaussianDefaults(FamilyDefaults):
     def degrees(self) -> int:
         """Coordinates that an optimiser of q moves: those of the location."""
         return self.dim
+
+    def whitening(self: Any, natural: GaussianNatural) -> GaussianWhitening:
+        """Whitened coordinates of changes at one q: see :func:`numpyro_pvi.families.whitening`."""
+        return GaussianWhitening(self, self.moments(natural))
 
     def standard(self: Any, dtype: Any) -> GaussianMoments:
         """The standard normal, to fill a memory with before there is a q."""

@@ -545,16 +545,18 @@ class Whitening:
         return solve_triangular(root, x[..., None], trans=1 if transposed else 0, lower=True)[..., 0]
 
 
-def whitening(family: ProductFamily, natural: ProductNatural) -> Whitening:
+def whitening(family: Any, natural: Any) -> Any:
     """The whitened coordinates of changes at one q.
 
     Args:
-        family: of q.
+        family: of q: a product of families, or a Gaussian.
         natural: natural parameters of q.
 
     Returns:
-        The coordinates.
+        The coordinates: ``size``, ``coordinates(change)`` and ``change(x)``, of a linear map that q alone decides.
     """
+    if not isinstance(family, ProductFamily):
+        return family.whitening(natural)
     roots = {}
     for name, part in family.components:
         own, at = member_family(part, natural.parts[name])

@@ -25,7 +25,7 @@ from ._remote import Answers, Network, RemoteEngine, programs_of
 from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread
 from ._tilted import by_chains, chains_wanted, with_chains
-from ._verification import factor_values
+from ._verification import factor_values, product_claims
 
 __all__ = [
     "Answers",
@@ -69,6 +69,7 @@ __all__ = [
     "most_groups",
     "noise_floor",
     "prior_members",
+    "product_claims",
     "programs_of",
     "site_with_rows",
     "spread",

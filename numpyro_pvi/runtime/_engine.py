@@ -485,7 +485,8 @@ class Engine(FitsParams):
     def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Evaluation | None:
         """An evaluation that says nothing, for :meth:`rounds`; None where rounds evaluate a state's q in a place of their own."""
         # With rows on several devices an evaluation is in part of each one's own.
-        if self.schedule.streams or self.solver.stochastic or self.runtime.alone is not self.runtime:
+        solver = self.solver
+        if self.schedule.streams or solver.stochastic or solver.private or self.runtime.alone is not self.runtime:
             return None
         others = None if state.sites.others is None else sum_slots(state.sites.others)
         problem, state = self._state_problem(state, others, args, kwargs, fine), _present(state)
@@ -504,13 +505,13 @@ class Engine(FitsParams):
 
     def _opens(self, problem: LocalProblem | RowProblem, fits_params: bool) -> bool:
         """Whether the state's own q is evaluated in a place of the rounds' own, before the first."""
-        if self.schedule.streams or self.solver.stochastic:
+        if self.schedule.streams or self.solver.stochastic or self.solver.private:
             return False
         return self._ends_evaluating(problem, fits_params) or self.schedule.opens(problem)
 
     def _ends_evaluating(self, problem: LocalProblem | RowProblem, fits_params: bool) -> bool:
         """Whether a round ends with an evaluation of its own: on fresh draws for the next one, or under new params."""
-        return (problem.redraws and not self.solver.stochastic) or fits_params
+        return (problem.redraws and not (self.solver.stochastic or problem.blind)) or fits_params
 
     def _fits_params(self, state: PVIState, others: Any) -> bool:
         """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""
@@ -701,7 +702,7 @@ class Engine(FitsParams):
 
     def claims(self, plan: Plan) -> tuple[str, ...]:
         """What a plan claims of the model that is to be verified: see :func:`numpyro_pvi.runtime._verification.claims_of`."""
-        return claims_of(plan)
+        return () if self.solver.private else claims_of(plan)
 
     def verify(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Check]:
         """The claims beside the model: see :func:`numpyro_pvi.runtime._verification.verify_claims`."""

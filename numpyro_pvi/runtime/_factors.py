@@ -224,9 +224,14 @@ class Factors:
         return self.solver.matches_moments
 
     @property
+    def blind(self) -> bool:
+        """Whether visits alone may look at rows, so that an evaluation is q and no more."""
+        return self.solver.private
+
+    @property
     def capped(self) -> bool:
         """Whether q is mean-field, so that evaluations tell products with the curvature of its factors."""
-        return not self.family.full
+        return not (self.family.full or self.blind)
 
     @property
     def tied(self) -> bool:
@@ -304,7 +309,7 @@ class Factors:
     @property
     def can_switch(self) -> bool:
         """Whether any factor goes from sigma points to draws when these contradict them."""
-        return "auto" in (getattr(p, "mode", "") for p in (self.program, self.prior_program))
+        return not self.blind and "auto" in (getattr(p, "mode", "") for p in (self.program, self.prior_program))
 
     def draws_of(self, program: Any, noise: Draws | None, rule: Rule | None, trial: bool = False) -> Any:
         """What one program takes of a round's draws: sigma points or random ones, pairs, or None."""
@@ -334,6 +339,9 @@ class GroupFactor:
     group_rows: Any = None
     index: Any = None
 
+    # Rows are dealt out.
+    fresh_batches = False
+
     @property
     def num_rows(self) -> Any:
         """N_m; 0 where rows are not offered."""
@@ -349,8 +357,9 @@ class GroupFactor:
         """Whether rows are read at points."""
         return self.group_rows is None or self.group_rows.pointwise
 
-    def derivatives(self, points, rows=None, hessian=False) -> Derivatives:
+    def derivatives(self, points, rows=None, hessian=False, key=None) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
+        del key
         return self.group_rows.derivatives(self.index, points, rows, hessian)
 
     def message(self, cavity: Any, site: Any, key: Any, rows: Any = None) -> Expected:

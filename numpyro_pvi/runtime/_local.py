@@ -79,6 +79,11 @@ def values_at(problem: Any, q: Any, rule: Rule, noise: Any) -> Evaluation:
     return Evaluation(q, moments, groups, _values_only(prior), rest, elbo, size, rule, error > rule.tolerance)
 
 
+def unlooked(evaluation: Evaluation) -> Evaluation:
+    """An evaluation of a q without a pass over any row, as such: its ELBO is no number."""
+    return evaluation._replace(elbo=jnp.full_like(evaluation.elbo, jnp.nan))
+
+
 def _values_only(expected: Expected | None) -> Expected | None:
     return None if expected is None else dataclasses.replace(expected, target=None, product=None)
 
@@ -227,6 +232,8 @@ class LocalProblem(Factors):
         hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
+        if self.blind:
+            return unlooked(self.unread(sites, rule))
         q = posterior(self.prior_natural, sites)
         rule = rule_at_start(rule, again)
         if self.stochastic:

@@ -21,6 +21,7 @@ from ..solvers import BatchStep, LocalResult, LocalSolver
 from ._base import Runtime, Vmap
 from ._engine import FitsParams, RoundsDone
 from ._factors import GroupFactor
+from ._local import unlooked
 from ._moments import solver_of_prior
 from ._product_matching import MatchStates, first_match_states, matching_round, product_evidence
 from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners
@@ -194,6 +195,11 @@ class ProductFactors:
         return self.solver.stochastic
 
     @property
+    def blind(self) -> bool:
+        """Whether visits alone may look at rows."""
+        return self.solver.private
+
+    @property
     def tied(self) -> bool:
         """Whether all groups share one site."""
         return self.solver.tied
@@ -255,6 +261,8 @@ class ProductFactors:
     ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
         del probe, again, trial, hopeless
+        if self.blind:
+            return unlooked(self.unread(sites, rule))
         q = posterior(self.prior_natural, sites)
         moments = self.family.moments(q)
         prior = self._prior_expected(moments, noise, sites.prior)
@@ -457,7 +465,7 @@ class ProductEngine(FitsParams):
 
     def claims(self, plan: Any) -> tuple[str, ...]:
         """What a plan claims of the model that is to be verified, as ``_product_verification.product_claims`` names it."""
-        return product_claims(plan)
+        return () if self.solver.private else product_claims(plan)
 
     def verify(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Check]:
         """The claims beside the model: see :func:`numpyro_pvi.runtime._verification.verify_product`."""
@@ -538,7 +546,7 @@ class ProductEngine(FitsParams):
         del seen
         plan, given = state.plan, with_rules(state, fine)
         done = self._rounds(given, args, kwargs, count, tol, length)
-        if not fine and _over_predictors(plan):
+        if not fine and _over_predictors(plan) and not self.solver.private:
             moving = done.state.report.total_move > LOOSE_MOVE
             missed = self._missed(done.state, args, kwargs, moving)
             back, ran = select(missed, given, done.state), jnp.where(missed, 0, done.done)
@@ -641,7 +649,7 @@ class ProductEngine(FitsParams):
             state = with_params(state)
             if anew or problem.noisy:
                 evaluation = looked_at(problem_of(state), state)
-                report = carry.report._replace(finite=sound(evaluation.elbo))
+                report = carry.report._replace(finite=sound(evaluation.elbo) | self.solver.private)
                 carry = carry._replace(evaluation=evaluation, report=report)
                 state = dataclasses.replace(state, report=report)
             return state, carry, -carry.evaluation.elbo

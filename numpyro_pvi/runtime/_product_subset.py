@@ -342,6 +342,7 @@ class _Rows(NamedTuple):
 
     num_rows: Any
     max_rows: int
+    fresh_batches: bool = False
 
 
 def is_partial(solver: Any, schedule: Any) -> bool:

@@ -123,7 +123,7 @@ class RemoteProblem(LocalProblem):
         keys = jax.random.split(key, self.num_groups)
         groups = jnp.arange(self.num_groups, dtype=jnp.int32)
         start = None
-        if not (self.matches_moments or self.stochastic):
+        if not (self.matches_moments or self.stochastic or self.blind):
             start = dataclasses.replace(carry.evaluation.groups, local=None)
         operands = groups, carry.sites.groups, carry.solver, keys, start
         if only is not None:

@@ -66,7 +66,7 @@ class RowProblem:
     # Sites of all groups in one vector: schedules that visit groups one by one leave the sweep to the problem.
     flat = True
     prior_program = None
-    has_prior_factor = stochastic = matches_moments = tied = capped = noisy = redraws = can_switch = False
+    has_prior_factor = stochastic = matches_moments = tied = capped = noisy = redraws = can_switch = blind = False
     continued = quadratic = chained = False
     units = known = stream = None
 

@@ -100,7 +100,7 @@ def accept_jointly(
     Returns:
         The accepted sites with their evaluation; the old ones, with ``accepted`` False, when no step was acceptable.
     """
-    if problem.matches_moments:
+    if problem.matches_moments or problem.blind:
         return accept_valid(problem, old_sites, proposal, old, step, noise, probe)
     restart = step * 2.0**-SWEEP_HALVINGS if restart is None else restart
 
@@ -160,7 +160,7 @@ def accept_valid(
     noise: Any,
     probe: Any = None,
 ) -> Accepted:
-    """Take the proposals of a solver that matches moments as far as q stays valid: no bound has to rise on its way.
+    """Take proposals as far as q stays valid: of a solver that matches moments, or whose rows nobody else may look at.
 
     Args:
         problem: the factors.
@@ -213,6 +213,8 @@ def accept_once(
     Returns:
         As of :func:`accept_jointly`.
     """
+    if problem.blind:
+        return accept_valid(problem, old_sites, proposal, old, step, noise)
 
     def at(step):
         return problem.tidy(damp(old_sites, proposal, step))

@@ -318,6 +318,11 @@ class Asynchronous(ScheduleDefaults):
         faulty = self.loss_rate or self.duplicate_rate or self.reorder
         return Faults(self.loss_rate, self.duplicate_rate, self.reorder) if faulty else None
 
+    @property
+    def discards(self) -> bool:
+        """Where messages come twice: a second one has its place among the visits."""
+        return self.duplicate_rate > 0
+
     def check_families(self, solver: Any) -> None:
         """Goes with every family under solvers that visit one group alone, where rows have no latents of their own."""
         check_visits(self, solver)

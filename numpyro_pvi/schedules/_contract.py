@@ -149,6 +149,8 @@ class Problem(Protocol):
     stream: Stream
     # Whether local solves match moments: rounds are then accepted when q is valid.
     matches_moments: bool
+    # Whether visits alone may look at rows: evaluations have no values, and rounds are accepted when q is valid.
+    blind: bool
     # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
     tied: bool
     # Whether evaluations tell products with the curvature of a mean-field q's factors, by which parallel steps are capped.
@@ -306,6 +308,11 @@ class Schedule(Protocol):
         """Whether every group has a q of its own, which ``agent_natural`` gives."""
         ...
 
+    @property
+    def discards(self) -> bool:
+        """Whether visits are made whose answers, and states, are thrown away: of groups that are away, of copies of messages."""
+        ...
+
     def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
         """Natural parameters of one group's own q, where the schedule ``has_agents``."""
         ...
@@ -373,6 +380,7 @@ class ScheduleDefaults:
     carries_tied: bool = False
     carries_numbers: bool = False
     has_agents: bool = False
+    discards: Any = False
 
     def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
         """There is one q for all groups.

@@ -523,10 +523,10 @@ def round_report(
     if asked is None:
         share = done.step / full * (1.0 if own is None else jnp.min(jnp.asarray(own)))
         asked = asked_of(problem, carry, states, prior_state, move, moved, share, taken)
-    noisy = problem.noisy | problem.stochastic
+    noisy = problem.noisy | problem.stochastic | problem.blind
     trail, still = _trail(problem, done, carry), _is_rounding(problem, done, carry)
     ahead = pace(last, trail, moved, asked.together, _longest(step, taken), noisy, late, still)
-    finite = sound(done.evaluation.elbo)
+    finite = sound(done.evaluation.elbo) | problem.blind
     refused, why = refusals(last, taken, done.why)
     return RoundReport(
         move=move,

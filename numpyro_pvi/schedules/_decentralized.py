@@ -158,6 +158,11 @@ class GraphSettings(ScheduleDefaults):
         return all(p == 1.0 for p in self.availability)  # type: ignore[union-attr]
 
     @property
+    def discards(self) -> bool:
+        """Where agents may be away, they are visited all the same."""
+        return not self.reliable
+
+    @property
     def gossip(self) -> Gossip:
         """How agents mix."""
         steps = 1 if self.streams and self.steps_per_round == "auto" else self.steps_per_round

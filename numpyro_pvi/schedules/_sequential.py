@@ -167,8 +167,8 @@ class Sequential(ScheduleDefaults):
         if problem.stochastic:
             done = accept_once(problem, carry.sites, proposal, old, jnp.ones_like(share), noise)
         else:
-            # No bound has to rise where moments are matched.
-            fallback = None if problem.matches_moments else natural_gradient_proposal(problem, carry)
+            # No bound has to rise where moments are matched, or where there is none.
+            fallback = None if problem.matches_moments or problem.blind else natural_gradient_proposal(problem, carry)
             done = accept_jointly(problem, carry.sites, proposal, old, share, noise, fallback=fallback)
         return self._finish(problem, carry, results, prior, done)
 

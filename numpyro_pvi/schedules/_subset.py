@@ -113,6 +113,11 @@ class StochasticSubset(ScheduleDefaults):
             return jnp.ones((problem.num_groups,), dtype)
         return jnp.asarray(resolve(self.damping, "StochasticSubset(damping)", problem, 1.0), dtype)
 
+    @property
+    def discards(self) -> bool:
+        """Where groups may be away: who is there is found out while all are visited."""
+        return self.rates is not None
+
     def fuses(self, solver: Any) -> bool:
         """Under natural gradients: no bound has to rise where moments are matched, and groups have steps of their own."""
         return solver.fused_families and not solver.matches_moments

@@ -233,7 +233,7 @@ class Synchronous(ScheduleDefaults):
 
     def opens(self, problem: Problem) -> bool:
         """Where visits read no rows, and a candidate's evaluation is all that any evaluation is."""
-        plain = not (problem.stochastic or problem.matches_moments or problem.capped)
+        plain = not (problem.stochastic or problem.matches_moments or problem.capped or problem.blind)
         return plain and not problem.solver.rereads
 
     def fuses(self, solver: Any) -> bool:
@@ -330,7 +330,7 @@ class Synchronous(ScheduleDefaults):
         gain, rounding = elbo_gain(done.evaluation, old)
         # Below rounding the ELBO no longer sees a parallel step that overshoots; growing moves show it. Of draws they show
         # nothing: moves grow in every other round, and steps would wither.
-        oscillates = (moved > state.last_move) & (gain <= rounding) & (not problem.stochastic)
+        oscillates = (moved > state.last_move) & (gain <= rounding) & (not (problem.stochastic or problem.blind))
         if problem.noisy:
             oscillates = oscillates & ~problem.sampled(old.rule)
         grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest(problem))

@@ -9,6 +9,7 @@ from ._base import (
     LocalFactor,
     LocalResult,
     LocalSolver,
+    PrivacySpent,
     SolverDefaults,
     TiltedFactor,
     by_label,
@@ -16,6 +17,7 @@ from ._base import (
     local_free_energy,
     resolve,
 )
+from ._differential_privacy import DifferentialPrivacy
 from ._local_elbo import LocalELBO
 from ._matching import COLLAPSES, MatchRules, MatchState, first_match_state, match_visit, trouble_sentence
 from ._minibatch import of_params, plan_batches
@@ -34,6 +36,7 @@ __all__ = [
     "BatchStep",
     "Conjugate",
     "Derivatives",
+    "DifferentialPrivacy",
     "ImportanceMoments",
     "LaplaceMoments",
     "LocalELBO",
@@ -46,6 +49,7 @@ __all__ = [
     "MatchState",
     "NaturalGradient",
     "PowerEP",
+    "PrivacySpent",
     "SNEP",
     "StochasticEP",
     "StochasticNaturalGradient",

@@ -32,6 +32,16 @@ class BatchStep(NamedTuple):
     moved: Bool[Array, ""]
 
 
+class PrivacySpent(NamedTuple):
+    """What a solver that is ``private`` has released of its groups."""
+
+    # Epsilon of every group, in nats, at delta.
+    epsilon: np.ndarray
+    delta: float
+    # Visits of every group that released something.
+    releases: np.ndarray
+
+
 @runtime_checkable
 class LocalFactor(Protocol):
     """One group's exact factor, as a solver sees it."""
@@ -48,13 +58,19 @@ class LocalFactor(Protocol):
     # largest group.
     num_rows: int | Int[Array, ""]
     max_rows: int
+    # Whether the rows of every step are drawn anew, and not dealt out so that all come once before any comes again.
+    fresh_batches: bool
 
     def expected(self, moments: Any) -> Expected:
         """Expectations of the group's log-likelihood under a Gaussian q; a pass over the group's rows."""
         ...
 
     def derivatives(
-        self, points: Float[Array, "S D"], rows: Int[Array, "B"] | None = None, hessian: bool = False
+        self,
+        points: Float[Array, "S D"],
+        rows: Int[Array, "B"] | None = None,
+        hessian: bool = False,
+        key: Any = None,
     ) -> Derivatives:
         """The log-likelihood of some of the group's rows, and its derivatives, at points of the flat unconstrained space.
 
@@ -65,6 +81,7 @@ class LocalFactor(Protocol):
             rows: which rows, counted from 0 within the group; None for all. What comes back is their plain sum: times
                 ``num_rows / B`` it estimates the group's without bias where every row is equally likely.
             hessian: whether second derivatives are wanted, D^2 numbers a point.
+            key: of a step, no other's; for factors whose answers are noised, and nothing to others.
 
         Returns:
             Value, gradient and Hessian at every point.
@@ -270,6 +287,39 @@ class LocalSolver(Protocol):
         ...
 
     @property
+    def private(self) -> bool:
+        """Whether visits release no more of the rows than is counted, and nothing else may look at these.
+
+        Engines then make no pass over the rows beside visits, and give no loss; schedules accept what is normalisable; what a
+        model's structure is, is taken from proofs alone. See :class:`numpyro_pvi.solvers.DifferentialPrivacy`.
+        """
+        ...
+
+    def privacy(self, state: Any, sizes: tuple[int, ...]) -> PrivacySpent | None:
+        """What the groups have spent, of a solver that is ``private``; else None.
+
+        Args:
+            state: the groups' stacked states.
+            sizes: rows of each group.
+        """
+        ...
+
+    def check_state(self, state: Any) -> None:
+        """Raise where the groups' stacked states are of other settings, and mean something else under these."""
+        ...
+
+    def by_gradients(self, pointwise: bool) -> Any:
+        """The solver as one whose visits hear rows by sums of gradients alone, each once: no values, no curvatures.
+
+        Args:
+            pointwise: whether rows are read at points (``factor.derivatives``), or give messages (``factor.message``).
+
+        Raises:
+            PVIError: where its visits need more.
+        """
+        ...
+
+    @property
     def whole_sites(self) -> bool:
         """Whether a visit takes a group's site as one, so that its rows can have none of their own."""
         ...
@@ -391,6 +441,7 @@ class SolverDefaults:
     anchored: bool = False
     curvature: Any = "auto"
     looks_once: bool = False
+    private: bool = False
     whole_sites: bool = False
     tied: bool = False
     moves_alone: Any = False
@@ -402,6 +453,27 @@ class SolverDefaults:
     def for_prior(self) -> Any:
         """Itself: see :class:`LocalSolver`."""
         return self
+
+    def privacy(self, state: Any, sizes: tuple[int, ...]) -> PrivacySpent | None:
+        """Nothing is counted."""
+        del state, sizes
+
+    def check_state(self, state: Any) -> None:
+        """Every state will do."""
+        del state
+
+    def by_gradients(self, pointwise: bool) -> Any:
+        """Refused: visits hear more of the rows than sums of gradients.
+
+        Raises:
+            PVIError: always.
+        """
+        del pointwise
+        raise PVIError(
+            f"{type(self).__name__} hears more of single rows than sums of their gradients (expectations, curvatures, "
+            "or a look whether a step was too long), so that clipping gradients would not bound what a row says: "
+            "write DifferentialPrivacy(LocalELBO(...), level='row'), or protect groups, level='group'."
+        )
 
     def vantage(self, state: Any, q: Any) -> tuple[Any, Any]:
         """q itself, and the solver's power."""

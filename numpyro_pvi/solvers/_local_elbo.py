@@ -148,6 +148,25 @@ class LocalELBO(BatchSolver):
     def _optimiser(self) -> Optimiser:
         return as_optimiser(self.optim, "LocalELBO")
 
+    def by_gradients(self, pointwise: bool) -> LocalELBO:
+        """Itself, with precisions by Stein's identity from the steps' own gradients.
+
+        Raises:
+            PVIError: for an optimiser with a line search, which compares values, and for ``curvature="expected"``.
+        """
+        if self._optimiser.searches:
+            raise PVIError(
+                "LocalELBO(optim=...): this optimiser's line search compares values of the rows' log-likelihood, "
+                "which are looks that clipped gradients do not cover. Take an optimiser without one, such as "
+                "optax.adam(0.01)."
+            )
+        if self.curvature == "expected":
+            raise PVIError(
+                "LocalELBO(curvature='expected') takes curvatures of all rows at a visit's end, which clipped "
+                "gradients do not cover: write curvature='steps', or leave it out."
+            )
+        return dataclasses.replace(self, curvature="steps") if pointwise else self
+
     def init(self, family: Any, dtype: Any) -> Any:
         """The optimiser's state where it is kept."""
         return self._optimiser.init(jnp.zeros((family.degrees,), dtype)) if self.optimiser_state == "keep" else ()
@@ -263,12 +282,13 @@ class LocalELBO(BatchSolver):
 
         def step(k, walk: _Walk) -> _Walk:
             # A line search compares values: it keeps its draws for the whole visit.
+            own = jax.random.fold_in(noise_key, k)
             noise = next_draws(noise_key, 0 if optimiser.searches else k, walk.noise)
             offset, rows = family.draw(moments, noise) - moments.loc, None if batches.rows is None else batches.rows(k)
             seen = []
 
             def loss(shift):
-                found = factor.derivatives(moments.loc + shift + offset, rows)
+                found = factor.derivatives(moments.loc + shift + offset, rows, key=own)
                 gradient = batches.weight * found.gradient
                 seen.append(gradient)
                 bend = family.precision_product(cavity, shift)

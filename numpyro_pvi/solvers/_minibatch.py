@@ -36,6 +36,11 @@ class Counted(Protocol):
         """Rows of the largest group."""
         ...
 
+    @property
+    def fresh_batches(self) -> bool:
+        """Whether the rows of every step are drawn anew."""
+        ...
+
 
 class Batches(NamedTuple):
     """The steps of one visit: how many, and the rows of each."""
@@ -53,7 +58,7 @@ def plan_batches(
     """Shuffle a group's rows and deal them out; after the last row the first come again.
 
     Every batch of ``batch_size`` different rows is equally likely at every step, so that its sum times ``N_m / B`` is an
-    unbiased estimate of the group's.
+    unbiased estimate of the group's. Where the factor wants ``fresh_batches``, steps do not know of each other's rows.
 
     Args:
         factor: the group's factor.
@@ -74,9 +79,15 @@ def plan_batches(
         steps = passes * count / batch_size * (1 - 1e-6)
         length = math.ceil(steps) if isinstance(count, int) else jnp.ceil(steps).astype(jnp.int32)
     late = jnp.arange(factor.max_rows) >= count
-    order = jnp.argsort(jax.random.uniform(key, (factor.max_rows,)) + late)
+
+    def shuffled(key: Any) -> Int[Array, "R"]:
+        return jnp.argsort(jax.random.uniform(key, (factor.max_rows,)) + late)
+
+    order = None if factor.fresh_batches else shuffled(key)
 
     def rows(step):
+        if order is None:
+            return shuffled(jax.random.fold_in(key, step))[:batch_size]
         return order[(step * batch_size + jnp.arange(batch_size)) % count]
 
     return Batches(length, rows, count / batch_size)

@@ -267,6 +267,30 @@ for _schedule in _SCHEDULES:
     )
     TABLE[10, "AlphaDivergence", _schedule] = Verdict(DOES_NOT, f"{_APPROACH} (of its optimiser)")
 
+_NOISED = "every site keeps the noise of its last release, and clipping bounds what one release says"
+for _schedule in _SCHEDULES:
+    TABLE |= {
+        (1, "DifferentialPrivacy", _schedule): Verdict(
+            HOLDS, "a group keeps the noised site, and q is re-summed from these after every round"
+        ),
+        (2, "DifferentialPrivacy", _schedule): Verdict(DOES_NOT, _NOISED),
+        (3, "DifferentialPrivacy", _schedule): Verdict(DOES_NOT, _NOISED),
+        (4, "DifferentialPrivacy", _schedule): Verdict(
+            DOES_NOT, "changes are clipped and noised group by group, so that the partition matters"
+        ),
+        (5, "DifferentialPrivacy", _schedule): Verdict(DOES_NOT, "it matches no moments"),
+        (6, "DifferentialPrivacy", _schedule): Verdict(
+            DOES_NOT, "no loss and no evidence is given: they are looks at the rows that nothing bounds"
+        ),
+        (9, "DifferentialPrivacy", _schedule): Verdict(
+            HOLDS, "the noise is of the state's key, and the count of releases is part of the state"
+        ),
+        (10, "DifferentialPrivacy", _schedule): Verdict(
+            DOES_NOT, "it is refused: what was released of a group cannot be taken back, and its count would be lost"
+        ),
+        (12, "DifferentialPrivacy", _schedule): Verdict(DOES_NOT, _NOISED),
+    }
+
 # ----------------------------------------------------------------------------------------------------------- guides
 
 # Which solver goes with which schedule under which guide, and why not where it does not: for a reason of mathematics, or
@@ -284,6 +308,7 @@ SOLVERS = (
     "SNEP",
     "StochasticEP",
     "AlphaDivergence",
+    "DifferentialPrivacy",
 )
 COMBINATIONS: dict[tuple[str, str, str], Verdict] = {
     (guide, solver, schedule): Verdict(
@@ -368,6 +393,7 @@ CHECKED_ELSEWHERE = {
         for schedule in ("Sequential", "Synchronous", "Streaming", "Asynchronous", "StochasticSubset", "Committee")
     },
     **{key: "test_resume.py" for key in TABLE if key[0] == 9},
+    **{key: "test_privacy.py" for key in TABLE if key[1] == "DifferentialPrivacy"},
     (4, "Conjugate", "Synchronous"): "test_partitions.py",
     (4, "NaturalGradient", "Synchronous"): "test_partitions.py",
     **{

@@ -91,6 +91,7 @@ EXAMPLES = {
     "LocalELBO": LOCAL,
     "StochasticNaturalGradient": STOCHASTIC,
     "AlphaDivergence": ALPHA,
+    "DifferentialPrivacy": solvers.DifferentialPrivacy(NATURAL, 0.0, 1.0),
     "StochasticSubset": schedules.StochasticSubset(2),
     "Decentralized": ring(3),
 }

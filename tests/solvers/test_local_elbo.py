@@ -90,6 +90,7 @@ class AtPoints:
     """Rows that are read at points: a Gaussian's steps ask for nothing else."""
 
     pointwise = True
+    fresh_batches = False
 
     def message(self, cavity, site, key, rows=None):
         raise NotImplementedError
@@ -115,7 +116,7 @@ class NormalRows(AtPoints):
     def expected(self, moments):
         raise NotImplementedError  # a visit by batches never passes over all rows
 
-    def derivatives(self, points, rows=None, hessian=False):
+    def derivatives(self, points, rows=None, hessian=False, key=None):
         y = self.y if rows is None else self.y[rows]
         gap = y - points
         bend = -jnp.full((len(points), 1, 1), float(len(y)), points.dtype)
@@ -236,7 +237,7 @@ class Rows(AtPoints):
     def expected(self, moments):
         raise NotImplementedError
 
-    def derivatives(self, points, rows=None, hessian=False):
+    def derivatives(self, points, rows=None, hessian=False, key=None):
         raise NotImplementedError
 
 

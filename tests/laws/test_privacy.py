@@ -1,0 +1,656 @@
+"""Differential privacy: plain without noise, bounded releases, a true count, and nobody but visits looks at rows.
+
+Every law is seen to fail on a planted fault: clipping that is forgotten or comes after the noise, noise of half the scale or
+none, rounds that look at values.
+"""
+
+import dataclasses
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import numpyro.optim
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from scipy import stats
+
+import numpyro_pvi.solvers._differential_privacy as privacy
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
+from numpyro_pvi.clients import InProcess
+from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
+from numpyro_pvi.runtime import _factors, _product_engine
+from numpyro_pvi.schedules import (
+    Asynchronous,
+    Committee,
+    Decentralized,
+    Sequential,
+    StochasticSubset,
+    Streaming,
+    Synchronous,
+)
+from numpyro_pvi.sites import posterior
+from numpyro_pvi.solvers import (
+    SNEP,
+    Derivatives,
+    DifferentialPrivacy,
+    LocalELBO,
+    LocalResult,
+    NaturalGradient,
+    PowerEP,
+    SolverDefaults,
+    StochasticEP,
+    StochasticNaturalGradient,
+)
+
+counts = pytest.mark.skipif(
+    importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting (the extra `privacy`) is not installed"
+)
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+Y = RNG.normal(1.0, 1.0, 6)
+LABELS = ["a", "a", "b", "b", "c", "c"]
+
+
+def location(y):
+    theta = numpyro.sample("theta", dist.Normal(0.0, 2.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+
+def make(solver, schedule=None, guide=AutoMultivariateNormal, model=location, **options):
+    return PVI(Partition(model, "data", LABELS), guide(model), solver=solver, schedule=schedule, **options)
+
+
+def run(pvi, rounds=2, y=Y, **options):
+    return pvi.run(KEY, rounds, y, progress_bar=False, **options)
+
+
+def arrays(tree):
+    leaves = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
+    ]
+    return [np.asarray(x) for x in leaves]
+
+
+def same(one, other):
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(arrays(one), arrays(other), strict=True))
+
+
+# ----------------------------------------------------------------------------------------------- without noise it is plain
+
+PLAIN = {
+    "group": (NaturalGradient(), "group"),
+    "group by steps": (LocalELBO(num_steps=3), "group"),
+    "row": (LocalELBO(num_steps=3, curvature="steps", num_particles=2), "row"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "clip"), [("group", math.inf), ("group", 1e9), ("group by steps", 1e9), ("row", math.inf), ("row", 1e9)]
+)
+def test_without_noise_and_clipping_a_fit_is_the_plain_solvers(name, clip):
+    solver, level = PLAIN[name]
+    plain, own = (run(make(s), 1) for s in (solver, DifferentialPrivacy(solver, 0.0, clip, level)))
+    assert np.isnan(own.losses).all() and own.epsilon == math.inf
+    for n, x in plain.params.items():
+        np.testing.assert_allclose(own.params[n], x, rtol=1e-12 if x.dtype == np.float64 else 1e-5)
+
+
+def test_clipping_alone_is_seen():
+    plain, own = (run(make(s), 1) for s in (NaturalGradient(), DifferentialPrivacy(NaturalGradient(), 0.0, 1e-3)))
+    assert abs(float(own.params["auto_loc"][0] - plain.params["auto_loc"][0])) > 1e-2
+
+
+@pytest.mark.parametrize("level", ["group", "row"])
+def test_so_it_is_where_q_is_a_product_of_families(level):
+    solver = LocalELBO(optax.sgd(0.3), num_steps=3)
+    plain, own = (
+        run(make(s, guide=AutoExponentialFamily), 1) for s in (solver, DifferentialPrivacy(solver, 0.0, 1e9, level))
+    )
+    for n, x in plain.params.items():
+        np.testing.assert_allclose(own.params[n], x, rtol=1e-11 if x.dtype == np.float64 else 1e-5)
+
+
+# -------------------------------------------------------------------------------------------------- whitened coordinates
+
+
+def points():
+    """Families with a member each and a change of natural parameters."""
+    rng = np.random.default_rng(1)
+    root = np.linalg.cholesky(np.cov(rng.normal(size=(3, 9))))
+    full, mean_field = MultivariateNormalFamily(3), NormalFamily(3)
+    bend = rng.normal(size=(3, 3))
+    yield (
+        full,
+        full.from_loc_covariance(jnp.arange(3.0), jnp.asarray(root @ root.T)),
+        full.natural(jnp.asarray(rng.normal(size=3)), jnp.asarray(bend + bend.T)),
+    )
+    yield (
+        mean_field,
+        mean_field.from_loc_sd(jnp.arange(3.0), jnp.array([0.1, 1.0, 9.0])),
+        mean_field.natural(jnp.asarray(rng.normal(size=3)), jnp.asarray(rng.normal(size=3))),
+    )
+
+
+def test_whitened_length_is_that_in_the_fisher_metric_of_q():
+    for family, q, change in points():
+        white = whitening(family, q)
+        x = white.coordinates(change)
+        assert x.shape == (white.size,)
+        length = float(inner(change, family.fisher_product(q, change)))
+        tolerance = 1e-10 if x.dtype == np.float64 else 1e-3
+        np.testing.assert_allclose(float(x @ x), length, rtol=tolerance)
+        for a, b in zip(jax.tree.leaves(white.change(x)), jax.tree.leaves(change), strict=True):
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------------------------- what a release can move
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows ``N(y_n; theta, 1)`` of one group in one dimension, at points; a stand-in for a group's factor."""
+
+    y: jax.Array
+    family = NormalFamily(1)
+    quadratic, noisy, pointwise, fresh_batches = False, True, True, False
+
+    @property
+    def num_rows(self):
+        return len(self.y)
+
+    max_rows = num_rows
+
+    def expected(self, moments):
+        raise NotImplementedError
+
+    message = step = expected
+
+    def derivatives(self, points, rows=None, hessian=False, key=None):
+        y = self.y if rows is None else self.y[rows]
+        gap = y - points
+        return Derivatives(-0.5 * (gap**2).sum(-1), gap.sum(-1)[:, None], None)
+
+
+class Exact(SolverDefaults):
+    """Gives the group's exact site in one visit."""
+
+    def init(self, family, dtype):
+        return ()
+
+    def check(self, structure, full, where):
+        pass
+
+    def solve(self, factor, cavity, site, state, key, start=None, guarded=False):
+        new = factor.family.natural(jnp.sum(factor.y)[None], jnp.full((1,), float(len(factor.y))))
+        return LocalResult(new, state, jnp.int32(0), jnp.array(True))
+
+
+PRIOR = NormalFamily(1).from_loc_sd(jnp.zeros(1), jnp.ones(1))
+CALM, WILD, OTHER = jnp.array([0.1, -0.2, 0.3]), jnp.array([1e3, 4e2, 3e3]), jnp.array([-5e5, 2e3, 1.0])
+
+
+def released(solver, y, key=KEY):
+    """Whitened coordinates of a group's change by one visit, before what is made of it."""
+    site = jax.tree.map(jnp.zeros_like, PRIOR)
+    change = solver.solver.solve(Rows(y), PRIOR, site, (), key).site - site
+    return solver._released(whitening(NormalFamily(1), PRIOR).coordinates(change), key)
+
+
+def group_gap(solver, *data):
+    """Largest distance of what is released of neighbouring groups on the same noise."""
+    found = [released(solver, y) for y in data]
+    return max(float(jnp.linalg.norm(a - b)) for a in found for b in found)
+
+
+def row_gap(solver, *data):
+    """The same of the sum of rows that a step hears, whitened: the first row is replaced."""
+    moments = NormalFamily(1).moments(PRIOR)
+    at = jnp.array([[0.3], [-0.3]])
+
+    def heard(y):
+        own = privacy.PrivateRows(
+            NormalFamily(1), Rows(y), solver.clip, solver.noise_multiplier * solver.sensitivity, moments, None
+        )
+        return jnp.mean(own.derivatives(at, None, key=KEY).gradient * moments.scale, axis=0)
+
+    found = [heard(y) for y in data]
+    return max(float(jnp.linalg.norm(a - b)) for a in found for b in found)
+
+
+GROUP = DifferentialPrivacy(Exact(), 1.0, 0.5) if importlib.util.find_spec("dp_accounting") else None
+ROW = DifferentialPrivacy(LocalELBO(), 1.0, 0.5, level="row") if GROUP else None
+NEIGHBOURS = [jnp.array([x, 0.2, -0.1]) for x in (0.1, 1e6, -1e5)]
+
+
+@counts
+def test_neighbouring_groups_and_rows_move_a_release_by_no_more_than_the_sensitivity(monkeypatch):
+    for gap, solver, data in ((group_gap, GROUP, (CALM, WILD, OTHER)), (row_gap, ROW, NEIGHBOURS)):
+        found = gap(solver, *data)
+        assert found <= solver.sensitivity * (1 + 1e-5)
+        # The bound is reached, so that no smaller one would do.
+        assert found > 0.9 * solver.sensitivity
+        removed = gap(solver, data[1], jnp.zeros_like(data[1]) if gap is row_gap else data[1] * 0)
+        assert removed <= solver.sensitivity
+    with monkeypatch.context() as patch:
+        patch.setattr(privacy, "clipped", lambda x, clip: x)
+        assert group_gap(GROUP, CALM, WILD, OTHER) > GROUP.sensitivity
+        assert row_gap(ROW, *NEIGHBOURS) > ROW.sensitivity
+
+
+def test_a_group_without_rows_moves_a_release_by_the_clip():
+    for x in (jnp.zeros(2), jnp.array([3.0, 4.0]), jnp.array([1e30, -1e30]), jnp.array([jnp.nan, 1.0])):
+        found = privacy.clipped(jnp.asarray(x, jnp.result_type(float)), 0.5)
+        assert float(jnp.linalg.norm(found)) <= 0.5 * (1 + 1e-6)
+    np.testing.assert_allclose(privacy.clipped(jnp.array([0.1, 0.2]), 0.5), [0.1, 0.2])
+
+
+def spread_of(solver, number=2000):
+    """The sd of what is released of a group that says nothing, by its coordinates."""
+    return np.std(jax.vmap(lambda key: released(solver, jnp.zeros(0), key))(jax.random.split(KEY, number)), axis=0)
+
+
+def has_its_noise(solver):
+    """Whether the noise is of the size that is counted: a chi-square test that errs once in 10,000 times."""
+    number = 2000
+    found = number * (spread_of(solver, number) / (solver.noise_multiplier * solver.sensitivity)) ** 2
+    low, high = stats.chi2.ppf([5e-5, 1 - 5e-5], number)
+    return bool(np.all((low < found) & (found < high)))
+
+
+@counts
+def test_noise_is_of_the_size_that_is_counted(monkeypatch):
+    assert has_its_noise(GROUP)
+
+    def after(self, x, key):
+        noisy = x + self.noise_multiplier * self.sensitivity * jax.random.normal(key, x.shape, x.dtype)
+        return privacy.clipped(noisy, self.clip)
+
+    def halved(self, x, key):
+        return privacy.clipped(x, self.clip) + 0.5 * self.noise_multiplier * self.sensitivity * jax.random.normal(
+            key, x.shape, x.dtype
+        )
+
+    for fault in (after, halved):
+        monkeypatch.setattr(DifferentialPrivacy, "_released", fault)
+        assert not has_its_noise(GROUP)
+
+
+@counts
+def test_a_visit_releases_what_was_noised_and_a_row_step_has_its_noise():
+    """Through ``solve``: the site's change is the released one, halved only where q would not be normalisable."""
+    site = jax.tree.map(jnp.zeros_like, PRIOR)
+    solver = DifferentialPrivacy(Exact(), 0.05, 0.5)
+    state = solver.init(NormalFamily(1), jnp.result_type(float))
+    found = solver.solve(Rows(WILD), PRIOR, site, state, KEY)
+    white = whitening(NormalFamily(1), PRIOR)
+    wanted = released(solver, WILD, jax.random.fold_in(KEY, privacy._NOISE))
+    np.testing.assert_allclose(white.coordinates(found.site), wanted, rtol=1e-5)
+    assert int(found.state.releases) == 1 and bool(found.moved)
+
+    rows, moments = Rows(jnp.zeros(3)), NormalFamily(1).moments(PRIOR)
+    at = jnp.zeros((2, 1))
+
+    def heard(key):
+        return jnp.mean(
+            privacy.PrivateRows(NormalFamily(1), rows, 0.5, 1.0, moments, None).derivatives(at, None, key=key).gradient
+        )
+
+    many = np.asarray(jax.vmap(heard)(jax.random.split(KEY, 2000)))
+    low, high = stats.chi2.ppf([5e-5, 1 - 5e-5], 2000)
+    assert low < np.sum(many**2) < high
+
+
+# ---------------------------------------------------------------------------------------------------------- what it adds up to
+
+
+def by_hand(noise, releases, delta):
+    """Epsilon of Gaussian mechanisms by Renyi's divergence: ``T a / (2 s^2)``, and the conversion of Canonne et al., prop. 12."""
+    order = np.concatenate([1 + np.arange(1, 400) / 100, np.arange(5, 2000)])
+    divergence = releases * order / (2 * noise**2)
+    return float(np.min(divergence + np.log1p(-1 / order) - np.log(delta * order) / (order - 1)))
+
+
+def analytic(noise, delta):
+    """Epsilon of one Gaussian mechanism, exactly (Balle and Wang, theorem 8), by bisection."""
+
+    def excess(epsilon):
+        a, b = 0.5 / noise - epsilon * noise, -0.5 / noise - epsilon * noise
+        return stats.norm.cdf(a) - np.exp(epsilon + stats.norm.logcdf(b)) - delta
+
+    low, high = 0.0, 200.0
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return high
+
+
+@counts
+@pytest.mark.parametrize("noise", [0.7, 2.0, 20.0])
+def test_epsilon_is_that_of_independent_accounts(noise):
+    solver = DifferentialPrivacy(NaturalGradient(), noise, 1.0)
+    for visits in (1, 7):
+        # The library's orders are fewer than these.
+        assert 0.997 <= solver.epsilon(visits) / by_hand(noise, visits, 1e-5) <= 1.03
+        # T releases are one of a noise that is smaller by the root of T.
+        exact = analytic(noise / math.sqrt(visits), 1e-5)
+        assert exact <= solver.epsilon(visits) <= 1.15 * exact
+    assert solver.epsilon(0) == 0.0
+    steps = DifferentialPrivacy(LocalELBO(num_steps=7), noise, 1.0, level="row")
+    assert steps.epsilon(1) == solver.epsilon(7)
+
+
+@counts
+def test_sampled_batches_cost_less_and_whole_ones_the_same():
+    batches = DifferentialPrivacy(LocalELBO(num_steps=4, batch_size=5), 2.0, 1.0, level="row")
+    whole = DifferentialPrivacy(LocalELBO(num_steps=4), 2.0, 1.0, level="row")
+    assert batches.epsilon(3, 5) == whole.epsilon(3)
+    assert batches.epsilon(3, 500) < batches.epsilon(3, 50) < whole.epsilon(3)
+    passes = DifferentialPrivacy(LocalELBO(epochs=2, batch_size=5), 2.0, 1.0, level="row")
+    assert passes.epsilon(1, 50) == DifferentialPrivacy(LocalELBO(num_steps=20, batch_size=5), 2.0, 1.0, "row").epsilon(
+        1, 50
+    )
+    with pytest.raises(PVIError, match="Give num_rows"):
+        batches.epsilon(1)
+
+
+@counts
+def test_the_least_noise_that_keeps_to_a_budget():
+    solver = DifferentialPrivacy.calibrated(NaturalGradient(), epsilon=2.0, clip=1.0, rounds=10)
+    assert 1.98 <= solver.epsilon(10) <= 2.0 < solver.epsilon(11)
+    with pytest.raises(PVIError, match="no noise multiplier"):
+        DifferentialPrivacy.calibrated(NaturalGradient(), epsilon=1e-6, clip=1.0, rounds=10**6)
+
+
+# ------------------------------------------------------------------------------------------------------------- membership
+
+
+def epsilon_from_below(solver, trials=100_000, risk=1e-4):
+    """What a test of membership shows epsilon to be at least: who releases, WILD's owner or OTHER's?
+
+    The attacker projects what is released on the line between the two and takes the best of some thresholds; rates of the
+    two kinds of error are bounded by Clopper and Pearson, all thresholds together wrong with a chance of at most ``risk``.
+    """
+    keys = jax.random.split(KEY, 2 * trials)
+
+    def draw(y, keys):
+        return np.asarray(jax.jit(jax.vmap(lambda key: released(solver, y, key)))(keys))
+
+    quiet = dataclasses.replace(solver, noise_multiplier=0.0)
+    direction = np.asarray(released(quiet, WILD) - released(quiet, OTHER))
+    one, other = (
+        draw(y, k) @ direction / np.linalg.norm(direction) for y, k in ((WILD, keys[:trials]), (OTHER, keys[trials:]))
+    )
+    # Thresholds are fixed beforehand, in sds of the counted noise.
+    thresholds = np.linspace(-1.0, 4.0, 11) * solver.noise_multiplier * solver.sensitivity
+    each, best = risk / (2 * len(thresholds)), 0.0
+    for threshold in thresholds:
+        hits, alarms = np.sum(one > threshold), np.sum(other > threshold)
+        low = stats.beta.ppf(each, hits, trials - hits + 1) if hits else 0.0
+        high = stats.beta.ppf(1 - each, alarms + 1, trials - alarms) if alarms < trials else 1.0
+        if low > solver.delta:
+            best = max(best, math.log((low - solver.delta) / high))
+    return best
+
+
+@counts
+def test_a_membership_test_bounds_epsilon_from_below(monkeypatch):
+    """Wrong once in 10,000 times where the claim is true; missing or halved noise is found."""
+    claim, found = GROUP.epsilon(1), epsilon_from_below(GROUP)
+    assert 0.4 * claim < found < claim
+
+    def fault(scale):
+        def faulty(self, x, key):
+            noise = scale * self.noise_multiplier * self.sensitivity * jax.random.normal(key, x.shape, x.dtype)
+            return privacy.clipped(x, self.clip) + noise
+
+        return faulty
+
+    for scale in (0.0, 0.4):
+        monkeypatch.setattr(DifferentialPrivacy, "_released", fault(scale))
+        assert epsilon_from_below(GROUP) > claim
+
+
+# ---------------------------------------------------------------------------------------- nobody but visits looks at rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Deaf(SolverDefaults):
+    """Says what its group is asked to say whatever its rows are: nothing."""
+
+    def init(self, family, dtype):
+        return ()
+
+    def check(self, structure, full, where):
+        pass
+
+    def check_families(self):
+        pass
+
+    def solve(self, factor, cavity, site, state, key, start=None, guarded=False):
+        return LocalResult(site, state, jnp.int32(0), jnp.array(True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Telling(Deaf):
+    """Remembers what its group's rows say at q."""
+
+    rereads = True
+
+    def init(self, family, dtype):
+        return jnp.zeros((), dtype)
+
+    def solve(self, factor, cavity, site, state, key, start=None, guarded=False):
+        value = factor.expected(factor.family.moments(cavity + site)).value
+        return LocalResult(site, value, jnp.int32(0), jnp.array(True))
+
+
+SCHEDULES = {
+    "Synchronous": Synchronous(),
+    "Sequential": Sequential(),
+    "StochasticSubset": StochasticSubset(2),
+    "Asynchronous": Asynchronous(1.0, loss_rate=0.3),
+    "Committee": Committee(max_visits=2),
+    "Decentralized": Decentralized(np.ones((3, 3)) - np.eye(3)),
+    "Streaming": Streaming(visits=2),
+}
+# The other pairs have the same problem under the same schedules.
+_QUICK = {"Synchronous", "StochasticSubset"}
+PAIRS = [
+    *((schedule, AutoMultivariateNormal) for schedule in SCHEDULES),
+    *(
+        pytest.param(schedule, guide, marks=[] if schedule in _QUICK else pytest.mark.slow)
+        for guide in (AutoExponentialFamily, AutoDiagonalNormal)
+        for schedule in SCHEDULES
+    ),
+]
+QUIET = 0.2
+OTHERS = np.array([40.0, -3.0, 1e3, 0.0, 0.0, -70.0])
+
+
+def deaf(schedule, guide):
+    return make(DifferentialPrivacy(Deaf(), QUIET, 1.0), SCHEDULES[schedule], guide)
+
+
+@counts
+@pytest.mark.parametrize(("schedule", "guide"), PAIRS)
+def test_where_visits_are_deaf_nothing_depends_on_the_rows(schedule, guide):
+    """All numbers of the state, of info and of the trace: bit for bit; and prior + sum of sites is q (law 1)."""
+    pvi = deaf(schedule, guide)
+    one, other = run(pvi), run(pvi, y=OTHERS)
+    assert same(one.state, other.state) and str(one.info) == str(other.info) and one.message == other.message
+    assert np.isnan(one.losses).all() and np.isnan(other.losses).all()
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one.trace.move, other.trace.move, strict=True))
+    assert float(one.info.total_move) > 0 or schedule in ("Committee", "Streaming")
+    total = pvi.posterior(one.state)["theta"]
+    natural = posterior(one.state.prior, one.state.sites)
+    own = one.state.plan.family.to_distribution(natural)
+    own = own["theta"] if isinstance(own, dict) else own
+    np.testing.assert_allclose(np.squeeze(own.mean), np.squeeze(total.mean), rtol=1e-5)
+    assert one.epsilon == max(one.info.epsilons.values()) > 0
+
+
+@counts
+def test_a_round_that_looks_is_noticed(monkeypatch):
+    monkeypatch.setattr(_factors.Factors, "blind", False)
+    monkeypatch.setattr(_product_engine.ProductFactors, "blind", False)
+    for guide in (AutoMultivariateNormal, AutoExponentialFamily):
+        pvi = deaf("Synchronous", guide)
+        one, other = run(pvi), run(pvi, y=OTHERS)
+        assert not (same(one.state, other.state) and np.isnan(one.losses).all())
+
+
+@counts
+def test_clients_are_visited_and_never_asked_for_a_look():
+    """Where every group is behind messages: the same numbers, and no question but visits."""
+    solver = DifferentialPrivacy(LocalELBO(num_steps=2, batch_size=1), 1.0, 1.0, level="row")
+    here, there = (run(make(solver, runtime=runtime)) for runtime in (None, InProcess()))
+    np.testing.assert_allclose(there.params["auto_loc"], here.params["auto_loc"], rtol=1e-4)
+    traffic = there.info.traffic
+    assert (traffic.looks, traffic.visits) == (0, 2) and there.epsilon == here.epsilon
+
+
+# ------------------------------------------------------------------------------------------------------------- the count
+
+
+@pytest.fixture(scope="module")
+def counted():
+    pytest.importorskip("dp_accounting", reason="dp-accounting (the extra `privacy`) is not installed")
+    solver = DifferentialPrivacy(NaturalGradient(), 2.0, 1.0)
+    pvi = make(solver)
+    return solver, pvi, run(pvi, 4)
+
+
+def test_every_visit_counts_also_of_a_run_that_goes_on(counted, tmp_path):
+    """From a state, a file of it, and a checkpoint: bit for bit what an unbroken run gives, the count included (law 9)."""
+    solver, pvi, whole = counted
+    assert whole.epsilon == solver.epsilon(4) and whole.delta == 1e-5
+    assert "released so far: epsilon" in str(whole.info) and whole.info.epsilons == dict.fromkeys("abc", whole.epsilon)
+    half = run(pvi)
+    assert half.epsilon == solver.epsilon(2)
+    pvi.save(tmp_path / "state", half.state)
+    fresh = make(solver)
+    again = run(fresh, init_state=fresh.load(tmp_path / "state", Y))
+    assert same(again.state, whole.state) and again.epsilon == whole.epsilon
+    run(pvi, checkpoint=tmp_path / "run")
+    resumed = run(make(solver), 4, checkpoint=tmp_path / "run")
+    assert same(resumed.state, whole.state) and resumed.epsilon == whole.epsilon
+
+
+def test_a_state_of_other_terms_is_refused(counted):
+    """With more noise a count would say less than was released."""
+    _, _, whole = counted
+    with pytest.raises(StateError, match="another noise_multiplier"):
+        run(make(DifferentialPrivacy(NaturalGradient(), 9.0, 1.0)), init_state=whole.state)
+    plain = run(make(NaturalGradient()), 1)
+    with pytest.raises(StateError, match="made without DifferentialPrivacy"):
+        run(make(DifferentialPrivacy(NaturalGradient(), 9.0, 1.0)), init_state=plain.state)
+
+
+@counts
+def test_nothing_that_a_solver_would_remember_of_rows_is_in_the_state():
+    """A number of rows' own in the wrapped solver's memory stays with the visit."""
+    found = run(make(DifferentialPrivacy(Telling(), 1.0, 1.0)), 1)
+    assert same(found.state.solver_state.inner, jnp.zeros(3))
+    assert not same(run(make(Telling()), 1).state.solver_state, jnp.zeros(3))
+
+
+@counts
+def test_groups_count_their_own_visits():
+    solver = DifferentialPrivacy(Deaf(), 2.0, 1.0)
+    found = run(make(solver, StochasticSubset(1)), 3)
+    assert int(np.sum(found.state.solver_state.releases)) == 3
+    wanted = {label: solver.epsilon(int(n)) for label, n in zip("abc", found.state.solver_state.releases, strict=True)}
+    assert found.info.epsilons == wanted
+    once = run(make(solver, Streaming(visits=2)), 1)
+    assert once.epsilon == solver.epsilon(2)
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+WRONG = {
+    "level='rows'": lambda: DifferentialPrivacy(NaturalGradient(), 0.0, 1.0, "rows"),
+    "clip=-1.0": lambda: DifferentialPrivacy(NaturalGradient(), 0.0, -1.0),
+    "noise_multiplier=-1.0": lambda: DifferentialPrivacy(NaturalGradient(), -1.0, 1.0),
+    "without a bound": lambda: DifferentialPrivacy(NaturalGradient(), 1.0, math.inf),
+    "delta=0.0": lambda: DifferentialPrivacy(NaturalGradient(), 0.0, 1.0, delta=0.0),
+    "relation='add'": lambda: DifferentialPrivacy(NaturalGradient(), 0.0, 1.0, relation="add"),
+    "wrap the plain one": lambda: DifferentialPrivacy(DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), 0.0, 1.0),
+    "effective sample sizes": lambda: DifferentialPrivacy(PowerEP(), 0.0, 1.0),
+    "SNEP.*errors of quadrature": lambda: DifferentialPrivacy(SNEP(), 0.0, 1.0),
+    "share one site": lambda: DifferentialPrivacy(StochasticEP(), 0.0, 1.0),
+    "optimiser_state='reset'": lambda: DifferentialPrivacy(LocalELBO(optimiser_state="keep"), 0.0, 1.0),
+    "sites='rows'": lambda: DifferentialPrivacy(NaturalGradient(sites="rows"), 0.0, 1.0),
+    "NaturalGradient hears more": lambda: DifferentialPrivacy(NaturalGradient(), 0.0, 1.0, "row"),
+    "StochasticNaturalGradient hears more": lambda: DifferentialPrivacy(StochasticNaturalGradient(), 0.0, 1.0, "row"),
+    "line search": lambda: DifferentialPrivacy(LocalELBO(optax.lbfgs()), 0.0, 1.0, "row"),
+    "curvature='steps'": lambda: DifferentialPrivacy(LocalELBO(curvature="expected"), 0.0, 1.0, "row"),
+    "differ by a replacement": lambda: DifferentialPrivacy(LocalELBO(batch_size=2), 0.0, 1.0, "row", "remove"),
+    "init_sites='curvature'": lambda: make(DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), init_sites="curvature"),
+    "optim fits": lambda: make(DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), optim=numpyro.optim.Adam(0.1)),
+    "would have sent these answers": lambda: make(
+        DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), StochasticSubset(rates=0.5), runtime=InProcess()
+    ),
+    "takes rows as they come": lambda: make(
+        DifferentialPrivacy(NaturalGradient(), 0.0, 1.0),
+        Decentralized(np.ones((3, 3)) - np.eye(3), mixing="consensus"),
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_would_look_beside_the_count_is_refused(words):
+    with pytest.raises(PVIError, match=words):
+        WRONG[words]()
+
+
+def test_calls_that_look_at_rows_are_refused():
+    pvi = make(DifferentialPrivacy(Deaf(), 0.0, math.inf))
+    state = pvi.init(KEY, Y)
+    calls = {
+        "evaluate": lambda: pvi.evaluate(state, Y),
+        "log_evidence": lambda: pvi.log_evidence(state, Y),
+        "khat": lambda: pvi.khat(state, Y, rng_key=KEY),
+        "prequential": lambda: pvi.prequential(state, Y, rng_key=KEY),
+        "to_arviz": lambda: pvi.to_arviz(KEY, state, Y),
+        "add_group": lambda: pvi.add_group(state, "d", Y),
+        "revisit": lambda: pvi.revisit(state, "a", Y[:2]),
+        "forget_group": lambda: pvi.forget_group(state, "a"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(PVIError, match=f"^{name} is refused under DifferentialPrivacy: "):
+            call()
+
+
+def outside(y):
+    theta = numpyro.sample("theta", dist.Normal(0.0, 2.0))
+    numpyro.sample("seen", dist.Normal(theta, 1.0), obs=1.0)
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+
+def inside(y):
+    theta = numpyro.sample("theta", dist.Normal(0.0, 2.0))
+    with numpyro.plate("data", len(y)):
+        z = numpyro.sample("z", dist.Normal(theta, 1.0))
+        numpyro.sample("y", dist.StudentT(4.0, z, 1.0), obs=y)
+
+
+def test_models_with_rows_beside_the_groups_are_refused():
+    solver = DifferentialPrivacy(NaturalGradient(), 0.0, math.inf)
+    with pytest.raises(PVIError, match="'seen' are outside"):
+        make(solver, model=outside).init(KEY, Y)
+    with pytest.raises(PVIError, match="local latents"):
+        make(solver, model=inside).init(KEY, Y)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PVIError, match=r"pip install 'numpyro_pvi\[privacy\]'"):
+        DifferentialPrivacy(NaturalGradient(), 1.0, 1.0)
+    DifferentialPrivacy(NaturalGradient(), 0.0, 1.0)
