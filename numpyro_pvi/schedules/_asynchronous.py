@@ -162,7 +162,7 @@ class Messages:
         if self.delays == REAL:
             one = jax.tree.map(lambda x: x[None], (take(state.ticket, m), m, take(sites, m), take(solver, m)))
             begun = problem.errands.begin(*one[:2], done.q, *one[2:], key, self.rule, self.noise)
-            state = state._replace(ticket=put(state.ticket, m, begun[0][0], True))
+            state = state._replace(ticket=put(state.ticket, m, begun[0][0], delivery.answered))
         else:
             delay = self._delay(key, 3, m, clock.dtype)
             state = state._replace(arrival=put(state.arrival, m, clock + delay, ~copy))
