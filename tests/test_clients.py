@@ -217,7 +217,7 @@ def test_clocks_that_are_real_are_refused_where_nobody_works_alone():
         Asynchronous(delays="now")
 
 
-def test_info_tells_what_was_sent(there):
+def test_info_and_the_bar_tell_what_was_sent(there, capsys):
     pvi, _ = there("gradient-synchronous")
 
     def spent(state):
@@ -236,6 +236,9 @@ def test_info_tells_what_was_sent(there):
     result, trips = spent(result.state)
     assert trips == [4, 4, 0]
     assert f"clients: {pvi.runtime.traffic.trips} round trips so far" in str(pvi.info(result.state))
+    capsys.readouterr()
+    pvi.run(KEY, 3, X, Y, init_state=result.state)
+    assert f"3 clients, {pvi.runtime.workers.split(', ')[1]}" in capsys.readouterr().err
 
 
 class Tampered:

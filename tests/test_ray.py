@@ -154,9 +154,11 @@ def test_sites_are_absorbed_as_they_arrive(real, runtime, limit):
     # Rounds of three absorbed visits; looks at most before the first.
     assert spent[2] == 3 * len(result.losses) and spent[1] <= 2
     assert 0 < float(result.state.report.clock) < 120
+    assert runtime.workers.startswith("2 of 2 workers live, 3 clients, ") and len(set(runtime.processes.values())) == 2
     np.testing.assert_allclose(result.losses[-1], real.evaluate(result.state, X, Y), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_an_actor_that_dies_in_the_middle_of_a_round_is_begun_anew(runtime, folder, here, tolerance):
     """By signal 9, after the site was made and before it was sent: the trajectory is that of one process."""
     pvi = make(runtime, None, Sequential())
@@ -169,7 +171,7 @@ def test_an_actor_that_dies_in_the_middle_of_a_round_is_begun_anew(runtime, fold
 
 
 def test_an_actor_that_dies_while_others_are_absorbed_is_begun_anew(real, runtime, folder, limit):
-    before = runtime.restarts["north"]
+    before = runtime.restarts.get("north", 0)
     (folder / "north.kill").touch()
     result = fit(real, **LIMIT)
     assert not (folder / "north.kill").exists() and runtime.restarts["north"] == before + 1

@@ -198,6 +198,11 @@ class Exchange:
 
         return tuple(x[0] for x in self._kept(ask, shapes, 1))
 
+    def recall(self) -> None:
+        """Forget the visits under way: another fit begins."""
+        self._errands.clear()
+        self._done.clear()
+
     def close(self) -> None:
         """Let the clients go."""
         self.transport.close()

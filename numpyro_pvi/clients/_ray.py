@@ -28,6 +28,8 @@ from ._runtimes import ClientsRuntime, Share
 # A question that was handed to an actor less than this share of the wait ago is not yet overdue: its actor was begun anew for
 # another group's sake.
 _OVERDUE = 0.5
+# Seconds that an actor is given to be done with what it is at when its clients are let go.
+_LAST_WAIT = 1.0
 
 
 def _ray() -> Any:
@@ -108,11 +110,14 @@ class Worker:
         self._clients: dict[int, Respondent] = {}
         self._failed: dict[int, Exception] = {}
 
-    def begin(self, orders: dict[int, Any]) -> None:
+    def begin(self, orders: dict[int, Any]) -> int:
         """Make clients, by their places; those that were here are forgotten.
 
         Args:
             orders: references to an :class:`Order` each.
+
+        Returns:
+            The process of the actor.
         """
         self._clients, self._failed = {}, {}
         for place, reference in orders.items():
@@ -121,6 +126,7 @@ class Worker:
             except Exception as error:
                 # Said to whoever asks this client, so that it is named.
                 self._failed[place] = error
+        return os.getpid()
 
     def answer(self, place: int, data: bytes) -> bytes | None:
         """A client's answer; None where it has none, as for bytes that are no message."""
@@ -148,6 +154,8 @@ class Crew:
         self.restarts: collections.Counter = collections.Counter()
         # How many of those that are in use have begun, in words.
         self.told: Callable[[], str] = str
+        # Processes of those that have begun, by number.
+        self.processes: dict[int, int] = {}
 
     def actor(self, index: int) -> Any:
         """The actor with this number, begun where there is none."""
@@ -160,6 +168,7 @@ class Crew:
     def dismiss(self, index: int) -> None:
         """Kill an actor, if it lives."""
         handle = self._handles.pop(index, None)
+        self.processes.pop(index, None)
         if handle is not None and _ray().is_initialized():
             with contextlib.suppress(Exception):
                 _ray().kill(handle)
@@ -242,14 +251,19 @@ class Actors:
         return f"{len(self._live)} of {len(self._begun)} workers live"
 
     def close(self) -> None:
-        """Forget what is under way; actors that work on it are killed, and the others stay for the next clients."""
-        for index in {place // self._per_actor for place in self._frames}:
-            self._crew.dismiss(index)
+        """Forget what is under way; actors that go on working on it are killed, and the others stay for the next clients."""
+        ray = _ray()
+        if self._places and ray.is_initialized():
+            _, busy = ray.wait(list(self._places), num_returns=len(self._places), timeout=_LAST_WAIT)
+            for index in {self._places[ref][0] // self._per_actor for ref in busy}:
+                self._crew.dismiss(index)
         self._frames, self._places = {}, {}
 
     def _has_begun(self, index: int) -> None:
         """From now on its answers can be waited for; one that died on the way is found by what it was asked."""
         self._live.add(index)
+        with contextlib.suppress(Exception):
+            self._crew.processes[index] = _ray().get(self._begun[index])
         for place in self._frames:
             if place // self._per_actor == index:
                 self._since[place] = time.monotonic()
@@ -346,6 +360,11 @@ class Ray(ClientsRuntime):
     def restarts(self) -> dict[Hashable, int]:
         """Times that each client was begun anew while it was asked, by label; those that never were are left out."""
         return dict(self._crew.restarts)
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """Process ids of the actors that have begun, on the machines where they are."""
+        return dict(self._crew.processes)
 
     @property
     def traffic(self) -> Traffic:

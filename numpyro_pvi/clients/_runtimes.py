@@ -142,6 +142,10 @@ class Line:
         """See :meth:`numpyro_pvi.runtime.Network.arrive`."""
         return self._open.arrive(allowed, shapes)
 
+    def recall(self) -> None:
+        """Forget what clients are at."""
+        self._open.recall()
+
     @property
     def _open(self) -> Exchange:
         if self.exchange is None:
@@ -253,6 +257,8 @@ class ClientsRuntime(RuntimeDefaults):
         engine.refuse(state)
         key = engine.model, engine.solver, engine.num_particles, _key_of(state, dynamic, static)
         self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
+        if int(state.step) == 0:
+            self._line.recall()
         found = jax.block_until_ready(program(engine, state, dynamic, static, *rest, **options))
         exchange = self._line.exchange
         if exchange is not None and exchange.error is not None:
