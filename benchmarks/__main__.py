@@ -39,6 +39,7 @@ NAMES = {
     "swap": "forty-four models as their authors wrote them, PVI in SVI's place: split or whole, ELBO and first-run seconds of both",
     "privacy": "logistic regression of a1a by ten skewed owners: log score and accuracy against epsilon",
     "sharding": "seconds a round with the rows over 1, 2, 4 and 8 devices, in fresh processes: the overhead of sharing them",
+    "ray": "eight actors, one ten times slower: seconds to a gap, asynchronous beside synchronous; what a round costs",
     "startup": "init and first update against SVI's, in fresh processes",
     "papers": "the four papers' experiments: a page each with a picture, the paper's figures and ours, in --out's folder",
 }
@@ -59,7 +60,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="with banana, intel, dinno, streaming-gp or papers: folder for the pictures (extra plots)",
+        help="with banana, intel, dinno, streaming-gp, ray or papers: folder for the pictures (extra plots)",
     )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")

@@ -220,6 +220,7 @@ def drive(
     progress_bar: bool | tqdm.tqdm,
     checkpoint: Checkpoint | None = None,
     verify: Any = None,
+    workers: Callable[[], str] | None = None,
 ) -> Run:
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
@@ -234,6 +235,7 @@ def drive(
         checkpoint: where to write the progress, or None.
         verify: looks at the structure in use between blocks, and whether the run would end there; see
             :class:`numpyro_pvi._verified.Verifier`.
+        workers: what the bar says of those that answer for the groups, or None.
 
     Returns:
         The last state, the losses of all rounds, and how it ended.
@@ -270,8 +272,7 @@ def drive(
             now = now.after(state, block, jax.tree.map(lambda x, ran=ran: np.asarray(x)[:ran], reports))
             bar.update(ran)
             bar.set_description(refresh=False)
-            move = float(now.reports[-1].total_move[-1])
-            bar.set_postfix_str(f"elbo {-block[-1]:.6g}, largest move {move:.1e} sd", refresh=False)
+            bar.set_postfix_str(_shown(-block[-1], now.reports[-1], workers), refresh=False)
             _raise_if_stuck(state)
             if verify is not None:
                 now = verify(now, now.done >= num_steps or bool(_ended(now, info, tol, None)[1]))
@@ -290,6 +291,16 @@ def drive(
         message += f" ({before.done} of them before, as the checkpoint has them)"
     losses = on_device(now.all_losses, jnp.result_type(float))
     return Run(now.state, losses, now.all_reports, converged, message)
+
+
+def _shown(elbo: Any, reports: RoundReport, workers: Callable[[], str] | None) -> str:
+    """What the bar says of the last round."""
+    told = [f"elbo {elbo:.6g}", f"largest move {float(reports.total_move[-1]):.1e} sd"]
+    if stale := int(np.max(reports.staleness[-1])):
+        told.append(f"staleness {stale}")
+    if workers is not None and (them := workers()):
+        told.append(them)
+    return ", ".join(told)
 
 
 def _close(bar: tqdm.tqdm, state: PVIState) -> None:

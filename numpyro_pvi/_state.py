@@ -180,7 +180,8 @@ class PVITrace:
         backoffs: Int[R F], halvings.
         skipped: Bool[R F].
         staleness: Int[R F], changes of q that a group had not seen when its last site was absorbed.
-        clock: Float[R], simulated time at the end of each round: in the units of a schedule's delays, else one a round.
+        clock: Float[R], simulated time at the end of each round: in the units of a schedule's delays (seconds where they are real),
+            else one a round.
         messages: Int[R 2], natural parameters sent so far, by groups and to groups.
         bytes: Int[R], their bytes so far, as the numbers lie in memory.
         consensus: Float[R], largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
@@ -332,7 +333,7 @@ class PVIInfo:
         if self.traffic is not None:
             lines.append(
                 f"clients: {self.traffic.trips} round trips so far, {self.traffic.sent} bytes to them and {self.traffic.received} "
-                "from them"
+                "from them" + (f", {self.traffic.restarts} clients begun anew" if self.traffic.restarts else "")
             )
         if self.epsilon is not None:
             lines.append(f"released so far: epsilon {self.epsilon:.4g} at delta {self.delta:.2g}")

@@ -797,7 +797,14 @@ class PVI(SVI):
         def rounds(state, count, tol, length):
             return self._advance(state, dynamic, static, count, tol, length, engine)
 
-        return drive(rounds, self.info, before, *how, verify=Verifier(self, dynamic, static))
+        return drive(
+            rounds,
+            self.info,
+            before,
+            *how,
+            verify=Verifier(self, dynamic, static),
+            workers=lambda: self.runtime.workers,
+        )
 
     def _demoted(self, state: PVIState, found: list, dynamic: list, static: tuple) -> PVIState:
         return demoted(self, state, found, dynamic, static)

@@ -610,7 +610,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "look?": {**_ASK, "how": dict, "q": tuple, "rest": tuple},
     "look": {**_ANSWER, "found": tuple},
     "visit?": {**_ASK, "how": dict, "cavity": tuple, "site": tuple, "memory": tuple, "digest": bytes, "rest": tuple},
-    "visit": {**_ANSWER, "version": int, "site": tuple, "memory": tuple, "rest": tuple},
+    # What was seen at the q that was visited from, where that was asked for.
+    "visit": {**_ANSWER, "version": int, "site": tuple, "memory": tuple, "rest": tuple, "found": tuple},
     # The memory that a visit was to go on from is not the client's own.
     "gap": {**_ANSWER, "digest": bytes},
     # The client could not do what it was asked, in its own words.

@@ -11,7 +11,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
-from numpyro_pvi.clients import InProcess, Processes, Respondent
+from numpyro_pvi.clients import Exchange, InProcess, Processes, Respondent
 from numpyro_pvi.clients._runtimes import Pipes, Share
 from numpyro_pvi.errors import ClientError, PVIError, WireError
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming, Synchronous
@@ -157,7 +157,67 @@ def test_a_client_that_answers_twice_would_be_seen(here, there, monkeypatch):
         assert_same(fit(pvi), here("elbo-asynchronous"), 1e-6)
 
 
-def test_info_tells_what_was_sent(there):
+def test_one_runtime_serves_several_fits(here, tolerance):
+    """Clients of one solver do not answer for another's."""
+    runtime = InProcess()
+    for name in ("gradient-synchronous", "ep-synchronous", "gradient-synchronous"):
+        assert_same(fit(make(runtime, *CELLS[name])), here(name), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("solver", "guide", "bound"),
+    [
+        (NaturalGradient(), AutoMultivariateNormal, None),
+        (EP, AutoMultivariateNormal, 2),
+        (NaturalGradient(), AutoDiagonalNormal, None),
+    ],
+    ids=["gradient", "ep-bounded", "mean-field"],
+)
+def test_sites_absorbed_as_they_arrive_have_the_limit_of_one_process(solver, guide, bound):
+    """Though a third of everything is lost, doubled, delayed and reordered; and what is seen last is the ELBO in the end."""
+    weather = []
+    runtime = InProcess(tries=400, through=lambda inner: weather.append(Weather(inner, 0.3)) or weather[-1])
+    pvi = make(runtime, solver, Asynchronous(delays="real", max_staleness=bound), guide)
+    found = pvi.run(KEY, 5000, X, Y, progress_bar=False, tol=1e-11)
+    wanted = make(None, solver, Sequential(), guide).run(KEY, 5000, X, Y, progress_bar=False, tol=1e-11)
+    assert found.converged and wanted.converged
+    assert_same(jax.device_get(found.state.sites), jax.device_get(wanted.state.sites), 1e-8)
+    np.testing.assert_allclose(found.losses[-1], pvi.evaluate(found.state, X, Y), rtol=1e-9)
+    traffic = runtime.traffic
+    assert traffic.repeats and traffic.dropped and traffic.visits == 3 * len(found.losses)
+    assert bound is None or int(np.max(found.trace.staleness)) <= bound
+
+
+def test_a_site_that_would_be_absorbed_twice_is_seen(monkeypatch):
+    """The law has teeth: an answer that was taken from the pile and is put there again is refused."""
+    pvi, kept = make(InProcess(), None, Asynchronous(delays="real")), []
+    arrive, wait = Exchange.arrive, Exchange._wait_for_errands
+
+    def remembering(self):
+        wait(self)
+        kept[:] = [(place, self._errands[place], message) for place, message in self._done.items()]
+
+    def again(self, allowed, shapes):
+        for place, errand, message in kept:
+            self._errands[place], self._done[place] = errand, message
+        return arrive(self, allowed, shapes)
+
+    monkeypatch.setattr(Exchange, "_wait_for_errands", remembering)
+    monkeypatch.setattr(Exchange, "arrive", again)
+    with pytest.raises(ClientError, match="not newer"):
+        fit(pvi)
+
+
+def test_clocks_that_are_real_are_refused_where_nobody_works_alone():
+    with pytest.raises(PVIError, match=r"delays='real'\) is for groups that work on their own: pass runtime="):
+        fit(make(None, None, Asynchronous(delays="real")))
+    with pytest.raises(PVIError, match="simulated with simulated delays"):
+        Asynchronous(delays="real", loss_rate=0.1)
+    with pytest.raises(PVIError, match="delays='now'"):
+        Asynchronous(delays="now")
+
+
+def test_info_and_the_bar_tell_what_was_sent(there, capsys):
     pvi, _ = there("gradient-synchronous")
 
     def spent(state):
@@ -176,6 +236,9 @@ def test_info_tells_what_was_sent(there):
     result, trips = spent(result.state)
     assert trips == [4, 4, 0]
     assert f"clients: {pvi.runtime.traffic.trips} round trips so far" in str(pvi.info(result.state))
+    capsys.readouterr()
+    pvi.run(KEY, 3, X, Y, init_state=result.state)
+    assert f"3 clients, {pvi.runtime.workers.split(', ')[1]}" in capsys.readouterr().err
 
 
 class Tampered:

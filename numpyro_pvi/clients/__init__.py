@@ -2,6 +2,7 @@
 
 from ._client import Respondent
 from ._exchange import Exchange, Traffic, Transport
+from ._ray import Ray
 from ._runtimes import ClientsRuntime, InProcess, Processes
 
-__all__ = ["ClientsRuntime", "Exchange", "InProcess", "Processes", "Respondent", "Traffic", "Transport"]
+__all__ = ["ClientsRuntime", "Exchange", "InProcess", "Processes", "Ray", "Respondent", "Traffic", "Transport"]

@@ -79,13 +79,16 @@ class Respondent:
             memory = jax.tree.unflatten(structure, given)
         like = self._answers.site
         rest, site = (_as(like, fields[name], name) for name in ("cavity", "site"))
-        key, start, shared = fields["rest"]
+        key, start, shared, at = fields["rest"]
         if not isinstance(key, KeyData):
             raise PVIError("a visit needs a random key")
         found = self._answers.visit(fields["how"], shared, rest, site, memory, key.on_device(), start)
+        look = fields["how"].get("look")
+        seen = () if look is None else self._answers.look(look, at)
         step = () if found.step is None else (found.step,)
-        told = {"site": found.site, "memory": found.state, "rest": (found.backoffs, found.moved, *step)}
-        version = self._version + 1
+        told = {"site": found.site, "memory": found.state, "rest": (found.backoffs, found.moved, *step), "found": seen}
+        # One that was begun anew is newer than what it has forgotten: questions are numbered through.
+        version = max(self._version + 1, fields["sequence"])
         sent = {name: _numbers(jax.tree.leaves(tree)) for name, tree in told.items()}
         return "visit", {"version": version, **sent}, (found.state, version)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import threading
+import time
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +50,7 @@ class Traffic(NamedTuple):
         repeats: questions that were sent again.
         dropped: answers that came again, or too late.
         damaged: answers that were no message.
+        restarts: clients that were begun anew in the middle of a conversation.
     """
 
     trips: int = 0
@@ -58,6 +61,20 @@ class Traffic(NamedTuple):
     repeats: int = 0
     dropped: int = 0
     damaged: int = 0
+    restarts: int = 0
+
+
+@dataclasses.dataclass
+class _Errand:
+    """A visit that nobody waits for: its question, when and how often it was sent, and what its answer is to look like."""
+
+    ticket: int
+    fields: dict[str, Any]
+    memory: tuple
+    shapes: tuple
+    frame: bytes = b""
+    since: float = 0.0
+    times: int = 0
 
 
 class Exchange:
@@ -81,6 +98,11 @@ class Exchange:
         self.error: Exception | None = None
         self._sequence, self._versions = [0] * len(labels), [0] * len(labels)
         self._turn = threading.Lock()
+        # Visits under way and their answers, by place, and what each client saw last, by what was asked.
+        self._errands: dict[int, _Errand] = {}
+        self._done: dict[int, Message] = {}
+        self._seen: list[dict[str, tuple]] = [{} for _ in labels]
+        self._nonce, self._heard = int(self.run, 16) & 0x7FFFFFFF, 0.0
 
     # ------------------------------------------------------------------ what is asked
 
@@ -91,15 +113,19 @@ class Exchange:
 
     def look(self, how: dict[str, Any], shared: tuple, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
-        places = range(len(self.labels))
+        places, how = range(len(self.labels)), dict(how)
+        fresh, name = how.pop("fresh"), _name_of(how)
 
         def ask() -> list[tuple]:
-            found = self._ask(dict.fromkeys(places, ("look?", {"how": how, "q": shared, "rest": ()})), "look")
-            told = [found[place].fields["found"] for place in places]
-            for place, answer in zip(places, told, strict=True):
-                self._check_shapes(place, answer, shapes, "what it sees at q")
-            self._count(looks=1)
-            return told
+            idle = [place for place in places if fresh or place not in self._errands or name not in self._seen[place]]
+            if idle:
+                found = self._ask(dict.fromkeys(idle, ("look?", {"how": how, "q": shared, "rest": ()})), "look")
+                for place in idle:
+                    answer = found[place].fields["found"]
+                    self._check_shapes(place, answer, shapes, "what it sees at q")
+                    self._seen[place][name] = answer
+                self._count(looks=1)
+            return [self._seen[place][name] for place in places]
 
         return self._kept(ask, shapes, len(places))
 
@@ -114,7 +140,7 @@ class Exchange:
                 memories[place] = _row(memory, i)
                 key = KeyData(np.asarray(keys[i]), how["key"])
                 fields = {"how": how, "cavity": _row(rest, i), "site": _row(site, i), "memory": ()}
-                fields |= {"digest": digest_of(memories[place]), "rest": (key, _row(start, i), shared)}
+                fields |= {"digest": digest_of(memories[place]), "rest": (key, _row(start, i), shared, ())}
                 asks[place] = ("visit?", fields)
             found = self._ask(asks, "visit", "gap")
             lost = [place for place in places if found[place].kind == "gap"]
@@ -127,9 +153,103 @@ class Exchange:
 
         return self._kept(ask, tuple(x for part in shapes for x in part), len(places))
 
+    def begin(
+        self, how: dict[str, Any], shared: tuple, tickets: np.ndarray, groups: np.ndarray, own: tuple, shapes: tuple
+    ) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.begin`."""
+        rest, site, memory, keys, at = own
+
+        def ask() -> list[tuple]:
+            if len(groups) == len(self.labels):
+                self._heard = time.monotonic()
+            given = []
+            for i, place in enumerate(int(g) for g in groups):
+                errand = self._errands.get(place)
+                fresh = errand is None or (self._nonce, errand.ticket) != tuple(int(x) for x in tickets[i])
+                if fresh:
+                    key = KeyData(np.asarray(keys[i]), how["key"])
+                    fields = {"how": how, "cavity": _row(rest, i), "site": _row(site, i), "memory": ()}
+                    fields |= {"digest": digest_of(_row(memory, i)), "rest": (key, (), shared, _row(at, i))}
+                    errand = _Errand(self._sequence[place] + 1, fields, _row(memory, i), shapes)
+                    self._forget(place)
+                    self._send_out(place, errand)
+                given.append((np.array([self._nonce, errand.ticket], np.int32), np.array(fresh)))
+            return given
+
+        shape = np.zeros((2,), np.int32), np.zeros((), bool)
+        return self._kept(ask, shape, len(groups))
+
+    def arrive(self, allowed: np.ndarray, shapes: tuple) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.arrive`."""
+
+        def ask() -> list[tuple]:
+            while not (ready := [place for place in self._done if allowed[place]]):
+                self._wait_for_errands()
+            place = ready[0]
+            errand, fields = self._errands.pop(place), self._done.pop(place).fields
+            *parts, seen = errand.shapes
+            told = self._visited(place, fields, tuple(parts))
+            self._check_shapes(place, fields["found"], seen, "what it sees at q")
+            self._seen[place][_name_of(errand.fields["how"]["look"])] = fields["found"]
+            self._count(visits=1, trips=1)
+            now = time.monotonic()
+            passed, self._heard = now - self._heard, now
+            return [(np.int32(place), np.asarray(passed, shapes[1].dtype), *told)]
+
+        return tuple(x[0] for x in self._kept(ask, shapes, 1))
+
+    def recall(self) -> None:
+        """Forget the visits under way: another fit begins."""
+        self._errands.clear()
+        self._done.clear()
+
     def close(self) -> None:
         """Let the clients go."""
         self.transport.close()
+
+    # ------------------------------------------------------------------ visits that nobody waits for
+
+    def _send_out(self, place: int, errand: _Errand) -> None:
+        """Ask for a visit under the next number."""
+        self._sequence[place] += 1
+        head = {"run": self.run, "sequence": self._sequence[place], "label": self.labels[place]}
+        errand.frame = encode(Message("visit?", head | errand.fields))
+        errand.times = 0
+        self._errands[place] = errand
+        self._send_again(place, errand)
+
+    def _send_again(self, place: int, errand: _Errand) -> None:
+        if errand.times >= self.tries:
+            raise self._silent(place)
+        self.transport.send(place, errand.frame)
+        self._count(sent=len(errand.frame), repeats=int(errand.times > 0))
+        errand.since, errand.times = time.monotonic(), errand.times + 1
+
+    def _wait_for_errands(self) -> None:
+        """Take one answer; where none comes in time, repeat the question that has waited longest."""
+        open_ = {place: errand for place, errand in self._errands.items() if place not in self._done}
+        oldest = min(open_, key=lambda place: open_[place].since)
+        left = open_[oldest].since + self.wait - time.monotonic()
+        came = self.transport.receive(left) if left > 0 else None
+        if came is None:
+            self._send_again(oldest, open_[oldest])
+            return
+        found: dict[int, Message] = {}
+        self._hear(*came, {place: errand.frame for place, errand in open_.items()}, found, ("visit", "gap"))
+        for place, message in found.items():
+            errand = open_[place]
+            if message.kind == "visit":
+                self._done[place] = message
+            elif errand.fields["memory"]:
+                raise self._refused(place, "it has not taken the memory that it was sent")
+            else:
+                errand.fields = {**errand.fields, "memory": errand.memory}
+                self._send_out(place, errand)
+
+    def _forget(self, place: int) -> None:
+        """A visit under way is for nothing once something else is asked."""
+        self._errands.pop(place, None)
+        self._done.pop(place, None)
 
     # ------------------------------------------------------------------ once and only once
 
@@ -146,6 +266,7 @@ class Exchange:
     def _ask(self, asks: dict[int, tuple[str, dict]], *kinds: str) -> dict[int, Message]:
         frames = {}
         for place, (kind, fields) in asks.items():
+            self._forget(place)
             self._sequence[place] += 1
             head = {"run": self.run, "sequence": self._sequence[place], "label": self.labels[place]}
             frames[place] = encode(Message(kind, head | fields))
@@ -162,8 +283,10 @@ class Exchange:
             if len(found) == len(frames):
                 self._count(trips=1)
                 return found
-        place = min(frames.keys() - found.keys())
-        raise ClientError(
+        raise self._silent(min(frames.keys() - found.keys()))
+
+    def _silent(self, place: int) -> ClientError:
+        return ClientError(
             f"client {self.labels[place]!r} has not answered question {self._sequence[place]} in {self.tries} tries of "
             f"{self.wait:g} s each. Nothing of it was absorbed; pass a longer wait, or more tries, or begin it anew.",
             self.labels[place],
@@ -238,6 +361,10 @@ class Exchange:
     def _count(self, **more: int) -> None:
         counts = self.traffic._asdict()
         self.traffic = Traffic(**{name: count + more.get(name, 0) for name, count in counts.items()})
+
+
+def _name_of(how: dict[str, Any]) -> str:
+    return repr(sorted(how.items()))
 
 
 def _row(leaves: tuple, index: int) -> tuple:

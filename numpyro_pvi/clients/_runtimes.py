@@ -51,8 +51,8 @@ class Share:
             known: programs of other clients, which serve this one where it differs from them in its rows only.
         """
         engine = Engine(self.model, self.solver, None, Vmap(), None, self.num_particles)  # type: ignore[arg-type]
-        key = self.plan, self.static
-        made = known.get(key) or (programs_of(engine, *key), None)
+        key = self.model, self.solver, self.num_particles, self.plan, self.static
+        made = known.get(key) or (programs_of(engine, self.plan, self.static), None)
         answers = Answers(engine, self.plan, self.packing, self.arrays, self.prior, made[0])
         step = answers.tells_step() if made[1] is None else made[1]
         known[key] = made[0], step
@@ -132,6 +132,20 @@ class Line:
         """See :meth:`numpyro_pvi.runtime.Network.visit`."""
         return self._open.visit(how, shared, groups, own, shapes)
 
+    def begin(
+        self, how: dict[str, Any], shared: tuple, tickets: np.ndarray, groups: np.ndarray, own: tuple, shapes: tuple
+    ) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.begin`."""
+        return self._open.begin(how, shared, tickets, groups, own, shapes)
+
+    def arrive(self, allowed: np.ndarray, shapes: tuple) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.arrive`."""
+        return self._open.arrive(allowed, shapes)
+
+    def recall(self) -> None:
+        """Forget what clients are at."""
+        self._open.recall()
+
     @property
     def _open(self) -> Exchange:
         if self.exchange is None:
@@ -205,6 +219,13 @@ class ClientsRuntime(RuntimeDefaults):
         """Round trips, messages and bytes that were really sent so far."""
         return self._line.traffic
 
+    @property
+    def workers(self) -> str:
+        """What a progress bar says: how many clients there are, and what was sent."""
+        exchange, traffic = self._line.exchange, self.traffic
+        count = 0 if exchange is None else len(exchange.labels)
+        return f"{count} clients, {(traffic.sent + traffic.received) / 1000:.0f} kB"
+
     def close(self) -> None:
         """End the clients; the next round begins them anew."""
         self._line.close()
@@ -234,8 +255,10 @@ class ClientsRuntime(RuntimeDefaults):
             )
         # What no client answers is refused before any is begun.
         engine.refuse(state)
-        key = _key_of(state, dynamic, static)
+        key = engine.model, engine.solver, engine.num_particles, _key_of(state, dynamic, static)
         self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
+        if int(state.step) == 0:
+            self._line.recall()
         found = jax.block_until_ready(program(engine, state, dynamic, static, *rest, **options))
         exchange = self._line.exchange
         if exchange is not None and exchange.error is not None:

@@ -126,6 +126,11 @@ class Runtime(Protocol):
         """Round trips, messages and bytes that were sent to clients so far; None where there are no clients."""
         ...
 
+    @property
+    def workers(self) -> str:
+        """What a progress bar says of those that answer for the groups; empty where nobody else does."""
+        ...
+
     def engine(self, engine: Any) -> Any:
         """The engine that runs a fit: the one given where programs that are compiled here pass over the rows.
 
@@ -228,6 +233,7 @@ class RuntimeDefaults:
 
     by_label: Any = False
     traffic: Any = None
+    workers: Any = ""
 
     def engine(self, engine: Any) -> Any:
         """The engine as it is."""

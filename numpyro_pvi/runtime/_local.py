@@ -175,6 +175,11 @@ class LocalProblem(Factors):
     flat = False
 
     @property
+    def errands(self) -> Any:
+        """Visits are made when they are asked for."""
+        return None
+
+    @property
     def noisy(self) -> bool:
         """Whether any expectation, or any moment of a tilted distribution, is by draws."""
         return self.redraws or (self.matches_moments and is_sampled(self))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import Program
 from .._state import Plan, PVIState
@@ -62,6 +62,36 @@ class Network(Protocol):
         """
         ...
 
+    def begin(
+        self, how: dict[str, Any], shared: tuple, tickets: np.ndarray, groups: np.ndarray, own: tuple, shapes: tuple
+    ) -> tuple:
+        """Ask some clients for a visit, and do not wait; those whose visit is under way by their ticket are left at it.
+
+        Args:
+            how: static settings of the visit, and under "look" those of a look at the q that the visit is from.
+            shared: what all clients are told, arrays.
+            tickets: Int[k 2], of the visits that should be under way.
+            groups: which clients.
+            own: ``(cavity, site, memory, key, look)`` of each.
+            shapes: shapes and dtypes of one client's site, of its memory, of what it reports, and of what it sees.
+
+        Returns:
+            Tickets of the visits that are under way now, and which of them were begun here.
+        """
+        ...
+
+    def arrive(self, allowed: np.ndarray, shapes: tuple) -> tuple:
+        """Wait for the visit that is done first.
+
+        Args:
+            allowed: Bool[M], whose may be taken.
+            shapes: shapes and dtypes of what is returned.
+
+        Returns:
+            The client, seconds since the last one, the site's arrays, the memory's, back-offs, moved, step.
+        """
+        ...
+
 
 # ----------------------------------------------------------------------------------------------------- the server's side
 
@@ -73,10 +103,11 @@ class _Rows(NamedTuple):
     count: int
     dtype: Any
     num_rules: int
+    fresh: bool
 
     def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
         """Each group's log-likelihood in nats, averaged over points."""
-        how = {"ask": "values", "rules": self.num_rules, "clip": False}
+        how = {"ask": "values", "rules": self.num_rules, "clip": False, "fresh": self.fresh}
         one = (jax.ShapeDtypeStruct((), self.dtype),)
         return _call_out(lambda *shared: self.network.look(how, shared, one), _stacked(one, self.count), (points,))[0]
 
@@ -91,10 +122,12 @@ class RemoteProblem(LocalProblem):
     Args:
         network: what carries questions and answers.
         tells_step: whether visits say what share of their change was taken.
+        fresh: whether a look waits for clients that are at work; else what they saw last stands for it.
     """
 
     network: Any = None
     tells_step: bool = False
+    fresh: bool = False
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
         """Ask all clients for their expectations; the moments and the rule are those that ``expect`` was made with."""
@@ -102,12 +135,10 @@ class RemoteProblem(LocalProblem):
         given = expect.keywords  # type: ignore[attr-defined]
         moments, probe, draws = given["moments"], given["probe"], given["noise"]
         how = {"ask": "look", "rules": self.num_rules, "clip": bool(given["clip"])}
-        how |= {"probe": probe is not None, "draws": draws is not None}
+        how |= {"probe": probe is not None, "draws": draws is not None, "fresh": self.fresh}
         shared = jax.tree.leaves((moments, jnp.asarray(given["level"], jnp.int32), probe, draws))
-        number = jax.ShapeDtypeStruct((), self.dtype)
-        vector = jax.ShapeDtypeStruct((self.family.dim,), self.dtype)
         target = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
-        one = (*jax.tree.leaves(target), *(number,) * len(_NUMBERS), *(vector,) * (probe is not None))
+        one = self.seen_shapes(probe is not None)
         found = _call_out(
             lambda *leaves: self.network.look(how, leaves, one), _stacked(one, self.num_groups), tuple(shared)
         )
@@ -154,8 +185,31 @@ class RemoteProblem(LocalProblem):
         found = jax.tree.map(lambda x: x[0], found)
         return (found._replace(step=None) if self.matches_moments else found), None
 
+    def seen_shapes(self, probe: bool) -> tuple:
+        """Shapes and dtypes of what one client says of a q."""
+        number = jax.ShapeDtypeStruct((), self.dtype)
+        vector = jax.ShapeDtypeStruct((self.family.dim,), self.dtype)
+        target = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
+        return (*jax.tree.leaves(target), *(number,) * len(_NUMBERS), *(vector,) * probe)
+
+    @property
+    def errands(self) -> Errands:
+        """Visits that clients are at while others are absorbed."""
+        return Errands(self)
+
     def _ask(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool) -> LocalResult:
-        groups, rest, site, state, keys, start = operands
+        how, own, shared, shapes = self.question(operands, rule, noise, guarded)
+        groups, site, state = operands[0], operands[2], operands[3]
+        found = _call_out(
+            lambda who, own, shared: self.network.visit(how, shared, who, own, shapes),
+            _stacked(tuple(x for part in shapes for x in part), groups.shape[0]),
+            (groups, own, shared),
+        )
+        return visited(found, site, state)
+
+    def question(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool) -> tuple:
+        """A visit's settings, what each client is told and what all are told, and shapes of an answer's three parts."""
+        _, rest, site, state, keys, start = operands
         how = {"rules": self.num_rules, "guarded": guarded, "start": start is not None, "draws": noise is not None}
         how |= {"key": str(jax.random.key_impl(keys))}
         told = () if start is None else jax.tree.leaves(start)
@@ -164,17 +218,72 @@ class RemoteProblem(LocalProblem):
         number, flag = jax.ShapeDtypeStruct((), self.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
         reported = (jax.ShapeDtypeStruct((), jnp.int32), flag, *(number,) * self.tells_step)
         one = tuple(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x) for x in own[1:3])
-        shapes = (*one[0], *one[1], *reported)
+        return how, own, shared, (*one, reported)
+
+
+def visited(found: tuple, site: Any, state: Any) -> LocalResult:
+    """What clients answer to a visit, in the structures of the site and the memory that they were asked with."""
+    shapes = jax.tree.structure(site), jax.tree.structure(state)
+    first, second = shapes[0].num_leaves, shapes[0].num_leaves + shapes[1].num_leaves
+    backoffs, moved, *step = found[second:]
+    new, memory = jax.tree.unflatten(shapes[0], found[:first]), jax.tree.unflatten(shapes[1], found[first:second])
+    return LocalResult(new, memory, backoffs, moved, step[0] if step else None)
+
+
+class Errands(NamedTuple):
+    """Visits that clients are at while others are absorbed: implements :class:`numpyro_pvi.schedules.Errands`."""
+
+    problem: RemoteProblem
+
+    def begin(
+        self, tickets: Any, groups: Any, q: Any, sites: Any, states: Any, key: Any, rule: Rule, noise: Any
+    ) -> tuple[Int[Array, "k 2"], Bool[Array, "k"]]:
+        """Send groups on their way from q; see :class:`numpyro_pvi.schedules.Errands`."""
+        problem = self.problem
+        visit_rule = rule if problem.matches_moments else cheaper_rule(rule)
+        keys = jax.random.split(key, groups.shape[0])
+        rest = jax.vmap(lambda one: cavity(q, one))(sites)
+        operands = groups, rest, sites, states, keys, None
+        how, own, shared, shapes = problem.question(operands, visit_rule, problem._visit_noise(key, noise), False)
+        look, at, seen = self._look(q, rule, noise)
+        how = {**how, "look": look}
+        # Of every client, though all are told the same: the next that is sent out reads another q.
+        at = tuple(jnp.broadcast_to(x, (groups.shape[0], *x.shape)) for x in at)
+        parts = (*shapes, seen)
+        pair = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
         found = _call_out(
-            lambda who, own, shared: self.network.visit(how, shared, who, own, (one[0], one[1], reported)),
-            _stacked(shapes, groups.shape[0]),
-            (groups, own, shared),
+            lambda tickets, who, own, shared: self.problem.network.begin(how, shared, tickets, who, own, parts),
+            _stacked(pair, groups.shape[0]),
+            (tickets, groups, (*own[:4], at), shared),
         )
-        ends = len(one[0]), len(one[0]) + len(one[1])
-        new = jax.tree.unflatten(jax.tree.structure(site), found[: ends[0]])
-        memory = jax.tree.unflatten(jax.tree.structure(state), found[ends[0] : ends[1]])
-        backoffs, moved, *step = found[ends[1] :]
-        return LocalResult(new, memory, backoffs, moved, step[0] if step else None)
+        return found[0], found[1]
+
+    def next(self, tickets: Any, allowed: Any, site: Any, state: Any) -> tuple[Any, Any, LocalResult]:
+        """The visit that is done first; see :class:`numpyro_pvi.schedules.Errands`."""
+        problem = self.problem
+        number, flag = jax.ShapeDtypeStruct((), problem.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
+        whole = jax.ShapeDtypeStruct((), jnp.int32)
+        own = jax.tree.leaves(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (site, state)))
+        shapes = (whole, number, *own, whole, flag, *(number,) * problem.tells_step)
+        # Tickets are told so that nothing is waited for before it was begun.
+        index, seconds, *found = _call_out(
+            lambda tickets, allowed: problem.network.arrive(allowed, shapes), shapes, (tickets, allowed)
+        )
+        result = visited(tuple(found), site, state)
+        return index, seconds, (result._replace(step=None) if problem.matches_moments else result)
+
+    def _look(self, q: Any, rule: Rule, noise: Any) -> tuple[dict[str, Any], tuple, tuple]:
+        """The look at q that a round's evaluation would ask for, and what is seen."""
+        problem = self.problem
+        moments = problem.family.moments(q)
+        number = jax.ShapeDtypeStruct((), problem.dtype)
+        if problem.stochastic and problem.program.noisy:
+            how = {"ask": "values", "rules": problem.num_rules, "clip": False}
+            return how, (problem.family.draw(moments, noise.pairs),), (number,)
+        draws = problem.draws_of(problem.program, noise, rule, True)
+        how = {"ask": "look", "rules": problem.num_rules, "clip": False, "probe": False, "draws": draws is not None}
+        at = tuple(jax.tree.leaves((moments, jnp.asarray(rule.level, jnp.int32), None, draws)))
+        return how, at, problem.seen_shapes(False)
 
 
 def _stacked(one: tuple, count: int) -> tuple:
@@ -232,7 +341,7 @@ def refuse_remotely(plan: Plan, engine: Any) -> None:
 
 
 def remote_problem(
-    engine: Any, plan: Plan, network: Any, prior: tuple, num_rules: int, tells_step: bool
+    engine: Any, plan: Plan, network: Any, prior: tuple, num_rules: int, tells_step: bool, fresh: bool = False
 ) -> RemoteProblem:
     """The factors of clients, as rounds take them.
 
@@ -243,6 +352,7 @@ def remote_problem(
         prior: ``(natural, exact, log partition)`` of the exactly held prior, and ``(program, arrays)`` of the prior factor.
         num_rules: how many quadrature rules are compiled in.
         tells_step: whether visits say what share of their change was taken.
+        fresh: whether looks wait for clients that are at work.
 
     Returns:
         The factors.
@@ -257,8 +367,8 @@ def remote_problem(
     chunks = ((None, jnp.zeros((count, 2), bool)),)
     data = FactorData(chunks, jnp.arange(count), jnp.arange(count + 1), prior_data, natural, exact, partition)
     dtype = natural.precision_mean.dtype
-    rows = _Rows(network, count, dtype, num_rules) if engine.solver.stochastic else None
-    fields = {"rows": rows, "labels": part.table.labels, "network": network, "tells_step": tells_step}
+    rows = _Rows(network, count, dtype, num_rules, fresh) if engine.solver.stochastic else None
+    fields = {"rows": rows, "labels": part.table.labels, "network": network, "tells_step": tells_step, "fresh": fresh}
     quadratic = part.likelihood == "quadratic"
     return RemoteProblem(
         family, engine.solver, engine.runtime, program, prior_program, quadratic, num_rules, data, **fields
@@ -302,9 +412,15 @@ class RemoteEngine(Engine):
 
     Args:
         network: who carries questions.
+        fresh: whether looks wait for clients that are at work.
     """
 
     network: Any = None
+    fresh: bool = False
+
+    def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+        """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
+        return Engine.loss(dataclasses.replace(self, fresh=True), state, args, kwargs, fine)
 
     def refuse(self, state: PVIState) -> None:
         """Raise for a fit whose factors clients cannot answer for."""
@@ -323,7 +439,8 @@ class RemoteEngine(Engine):
                 "each): a server would hold them. Pass PowerEP(factors='group')."
             )
         prior = own.data.prior_natural, own.data.exact, own.data.prior_partition, (own.prior_program, own.data.prior)
-        return remote_problem(self, state.plan, self.network, prior, num_rules, self.network.tells_step)
+        tells, fresh = self.network.tells_step, self.fresh or not self.schedule.at_their_pace
+        return remote_problem(self, state.plan, self.network, prior, num_rules, tells, fresh)
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """The evidence, from the rows in this process."""

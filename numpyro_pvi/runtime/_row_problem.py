@@ -65,6 +65,8 @@ class RowProblem:
 
     # Sites of all groups in one vector: schedules that visit groups one by one leave the sweep to the problem.
     flat = True
+    # Visits are made when they are asked for.
+    errands = None
     prior_program = None
     has_prior_factor = stochastic = matches_moments = tied = capped = noisy = redraws = can_switch = blind = False
     continued = quadratic = chained = False

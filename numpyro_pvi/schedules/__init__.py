@@ -3,7 +3,18 @@
 from ._acceptance import accept_jointly, accept_once, elbo_has_not_fallen, move_in_nats
 from ._asynchronous import Asynchronous
 from ._committee import Committee
-from ._contract import Accepted, Evaluation, Points, Problem, RoundCarry, RoundReport, Rule, Schedule, ScheduleDefaults
+from ._contract import (
+    Accepted,
+    Errands,
+    Evaluation,
+    Points,
+    Problem,
+    RoundCarry,
+    RoundReport,
+    Rule,
+    Schedule,
+    ScheduleDefaults,
+)
 from ._convergence import (
     BY_FACTOR,
     CRAWL,
@@ -54,6 +65,7 @@ __all__ = [
     "Decentralized",
     "Asynchronous",
     "Committee",
+    "Errands",
     "Evaluation",
     "MeasuredDelays",
     "Points",

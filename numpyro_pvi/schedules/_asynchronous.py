@@ -18,6 +18,7 @@ from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults, check_vi
 from ._convergence import round_report, with_prior
 from ._network import (
     LONGEST_STEP,
+    REAL,
     Delivery,
     Discount,
     Faults,
@@ -53,6 +54,8 @@ class AsynchronousState(NamedTuple):
     link: Link | None
     discount: Discount | None
     averaging: Averaging
+    # Of the visit that each group is at, where visits really take their time; else None.
+    ticket: Int[Array, "M 2"] | None = None
 
 
 class Tally(NamedTuple):
@@ -134,15 +137,15 @@ class Messages:
         late = None if state.link is None else state.link.late
         bounded = self.max_staleness is not None and self.delays is not None
         allowed = may_be_absorbed(state.age, self.max_staleness) if bounded else None
-        m, time, copy = next_arrival(state.arrival, late, allowed)
-        clock = jnp.maximum(walk.clock, time)
-        mine = take(walk.sites, m)
-        seen, confirmed = (walk.q, mine) if state.seen is None else (take(state.seen, m), mine)
-        if state.link is not None and state.seen is not None:
-            confirmed = take(state.link.confirmed, m)
-        result, local = problem.visit_group(
-            m, seen, confirmed, take(walk.solver, m), key, self.rule, self.noise, walk.local
-        )
+        if self.delays == REAL:
+            allowed = state.age >= 0 if allowed is None else allowed
+            first = take(walk.sites, 0), take(walk.solver, 0)
+            m, passed, result = problem.errands.next(state.ticket, allowed, *first)
+            clock, copy, mine, local = walk.clock + passed, jnp.array(False), take(walk.sites, m), None
+        else:
+            m, time, copy = next_arrival(state.arrival, late, allowed)
+            clock, mine = jnp.maximum(walk.clock, time), take(walk.sites, m)
+            result, local = self._visit(walk, m, mine, key)
         delivery, link = self._deliver(state, m, copy, clock, result, key)
         change = delivery.site - mine
         usable = delivery.new & (copy | result.moved)
@@ -154,11 +157,26 @@ class Messages:
             local = damp(walk.local, local, jnp.where(copy, 0.0, done.step))
         state = state._replace(link=link)
         state = self._answer(state, walk, m, done, take(sites, m), change, absorbed, delivery.answered)
-        delay = self._delay(key, 3, m, clock.dtype)
-        state = state._replace(arrival=put(state.arrival, m, clock + delay, ~copy))
         tally = self._count(walk, m, copy, result, delivery, done)
         solver = put(walk.solver, m, result.state, ~copy)
+        if self.delays == REAL:
+            one = jax.tree.map(lambda x: x[None], (take(state.ticket, m), m, take(sites, m), take(solver, m)))
+            begun = problem.errands.begin(*one[:2], done.q, *one[2:], key, self.rule, self.noise)
+            state = state._replace(ticket=put(state.ticket, m, begun[0][0], delivery.answered))
+        else:
+            delay = self._delay(key, 3, m, clock.dtype)
+            state = state._replace(arrival=put(state.arrival, m, clock + delay, ~copy))
         return Walk(done.q, done.moments, sites, local, solver, state, clock, tally)
+
+    def _visit(self, walk: Walk, m: Any, mine: Any, key: Any) -> tuple[LocalResult, Any]:
+        """The visit that a message is of, from the q that its group has read."""
+        state = walk.state
+        seen, confirmed = (walk.q, mine) if state.seen is None else (take(state.seen, m), mine)
+        if state.link is not None and state.seen is not None:
+            confirmed = take(state.link.confirmed, m)
+        return self.problem.visit_group(
+            m, seen, confirmed, take(walk.solver, m), key, self.rule, self.noise, walk.local
+        )
 
     def _delay(self, key: Any, purpose: int, index: Any, dtype: Any) -> Float[Array, ""]:
         if self.delays is None:
@@ -229,13 +247,18 @@ class Messages:
 
 # --------------------------------------------------------------------------------------------------------- asynchronous
 
+_NO_CLIENTS = (
+    "Asynchronous(delays='real') is for groups that work on their own: pass runtime=clients.Processes() or clients.Ray() and a "
+    "Gaussian guide, or give delays as numbers, for a simulated clock."
+)
+
 # Messages per change that a round waits for at most.
 _MOST_MESSAGES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Asynchronous(ScheduleDefaults):
-    """Groups at their own pace on a simulated clock: nobody waits for the slowest. A round is M absorbed changes.
+    """Groups at their own pace, on a simulated clock or a real one: nobody waits for the slowest. A round is M absorbed changes.
 
     Each group reads q, takes its time (``delays``) over a visit, and sends ``(group, version, site)`` with its *absolute*
     site. The server ignores a version that is not newer than the last it absorbed, and sets
@@ -263,8 +286,11 @@ class Asynchronous(ScheduleDefaults):
     Args:
         delays: time that a visit takes from reading q to the arrival of the site: None (no delay, groups in turn: with
             ``damping=1`` the sweeps of :class:`Sequential`, without its guard), a positive number, one per group, a dict by
-            label (1 for groups it does not name), ``("exponential", means)``, a function of ``(key, num_groups)``, or
-            :func:`measured_delays`.
+            label (1 for groups it does not name), ``("exponential", means)``, a function of ``(key, num_groups)``,
+            :func:`measured_delays`, or "real": as long as it takes, under a runtime with clients (``clients.Processes()``,
+            ``clients.Ray()``), whose sites are absorbed as they arrive. Then the clock runs in seconds, no round waits for a
+            client that is slow, the loss of a round is of what every client saw at the q that it read last, and two runs are
+            not the same to the bit.
         max_staleness: no site is absorbed once more than so many changes have been since its group read q. Fast groups wait
             before that would happen, so that slow ones are always heard (stale-synchronous parallel). At least M - 1, as all
             groups start at once; None is no bound.
@@ -307,11 +333,21 @@ class Asynchronous(ScheduleDefaults):
                 raise PVIError(f"Asynchronous({name}={rate!r}): expected a probability in [0, 1).")
         if not isinstance(self.reorder, bool):
             raise PVIError(f"Asynchronous(reorder={self.reorder!r}): expected True or False.")
+        if self.at_their_pace and self._faults is not None:
+            raise PVIError(
+                "Asynchronous(delays='real'): messages that are lost, doubled or reordered are simulated with simulated delays; "
+                "leave loss_rate, duplicate_rate and reorder out."
+            )
 
     @property
     def by_label(self) -> bool:
         """Whether settings name groups, so that compiled programs depend on the labels."""
         return delays_by_label(self.delays)
+
+    @property
+    def at_their_pace(self) -> bool:
+        """Whether visits take as long as they take."""
+        return self.delays == REAL
 
     @property
     def _faults(self) -> Faults | None:
@@ -325,12 +361,14 @@ class Asynchronous(ScheduleDefaults):
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family under solvers that visit one group alone, where rows have no latents of their own."""
+        if self.at_their_pace:
+            raise PVIError(_NO_CLIENTS)
         check_visits(self, solver)
 
     def round_trips(self, solver: Any, num_groups: int) -> int:
-        """One for every visit, and a look at the end."""
+        """One for every visit, and a look at the end where visits do not say what was seen."""
         del solver
-        return num_groups + 1
+        return num_groups + (not self.at_their_pace)
 
     def init(self, problem: Problem, dtype: Any) -> AsynchronousState:
         """Nobody has read q yet."""
@@ -340,7 +378,7 @@ class Asynchronous(ScheduleDefaults):
                 f"Asynchronous(max_staleness={self.max_staleness}) with {count} groups: all groups start from the same q, so the "
                 f"last of them is absorbed after {count - 1} changes. Write max_staleness={count - 1} or more."
             )
-        if self.delays is not None:
+        if self.delays is not None and not self.at_their_pace:
             delay_sampler(self.delays, problem, dtype)
         none, stack = jnp.zeros((count,), jnp.int32), family.zeros((count,), dtype)
         late = None
@@ -359,6 +397,7 @@ class Asynchronous(ScheduleDefaults):
             link,
             first_discount(problem, moments, self.delays is not None) if adaptive else None,
             no_averaging(family.dim if problem.noisy and not problem.stochastic else 0, dtype),
+            jnp.zeros((count, 2), jnp.int32) if self.at_their_pace else None,
         )
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
@@ -377,6 +416,8 @@ class Asynchronous(ScheduleDefaults):
             q = posterior(problem.prior_natural, dataclasses.replace(carry.sites, prior=prior_site))
         moments = problem.family.moments(q)
         state = self._begin(problem, carry, q, moments, start_key)
+        if self.at_their_pace:
+            state = self._send_out(problem, carry, q, moments, state, noise, start_key)
         tally = first_tally(carry.report.staleness[-count:], share.dtype)
         sites = carry.sites
         walk = Walk(q, moments, sites.groups, sites.local, carry.solver, state, jnp.zeros_like(share), tally)
@@ -404,7 +445,9 @@ class Asynchronous(ScheduleDefaults):
         """In the first round every group reads q."""
         state, count, dtype = carry.schedule, problem.num_groups, carry.schedule.arrival.dtype
         every = jnp.arange(count)
-        if self.delays is None:
+        if self.at_their_pace:
+            arrival = state.arrival
+        elif self.delays is None:
             # In turn, one round a unit of time.
             arrival = (every + 1).astype(dtype) / count
         else:
@@ -418,6 +461,32 @@ class Asynchronous(ScheduleDefaults):
         if state.discount is not None:
             fresh = fresh._replace(discount=first_discount(problem, moments, self.delays is not None))
         return jax.tree.map(lambda old, new: jnp.where(state.started, old, new), state, fresh)
+
+    def _send_out(
+        self,
+        problem: Problem,
+        carry: RoundCarry,
+        q: Any,
+        moments: Moments,
+        state: AsynchronousState,
+        noise: Any,
+        key: Any,
+    ) -> AsynchronousState:
+        """Groups that are at no visit of this state's read q and begin one; the others are left at theirs."""
+        if problem.errands is None:
+            raise PVIError(_NO_CLIENTS)
+        given = state.ticket, jnp.arange(problem.num_groups), q, carry.sites.groups, carry.solver
+        ticket, fresh = problem.errands.begin(*given, jax.random.fold_in(key, 1), carry.evaluation.rule, noise)
+
+        def read(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(jnp.reshape(fresh, (-1,) + (1,) * (b.ndim - 1)), a, b), new, old)
+
+        state = state._replace(ticket=ticket, age=read(0, state.age), seen=read(q, state.seen))
+        if state.discount is not None:
+            sd = problem.family.sds(moments)
+            seen = read((moments.loc, sd), (state.discount.seen_loc, state.discount.seen_sd))
+            state = state._replace(discount=state.discount._replace(seen_loc=seen[0], seen_sd=seen[1]))
+        return state
 
     def _own(self, problem: Problem, tally: Any, heard: Any) -> Any:
         """Share of what was asked for that was absorbed, as far as it is less than the solver's noise calls for."""

@@ -120,6 +120,44 @@ class RoundCarry(NamedTuple):
     opening: Any = None
 
 
+class Errands(Protocol):
+    """Visits of groups that work on their own: they are begun, and those that are done first are taken first."""
+
+    def begin(
+        self, tickets: Any, groups: Any, q: Any, sites: Any, states: Any, key: Any, rule: Rule, noise: Any
+    ) -> tuple[Int[Array, "k 2"], Bool[Array, "k"]]:
+        """Let groups begin a visit from q, and do not wait; those that are at the visit of their ticket are left at it.
+
+        Args:
+            tickets: Int[k 2], of the visits that groups are believed to be at.
+            groups: which groups.
+            q: natural parameters that they read.
+            sites: their sites in it.
+            states: their solver's memories.
+            key: a random key.
+            rule: the quadrature rule.
+            noise: the round's draws, or None.
+
+        Returns:
+            Tickets of the visits that they are at now, and which of them were begun here.
+        """
+        ...
+
+    def next(self, tickets: Any, allowed: Any, site: Any, state: Any) -> tuple[Any, Any, LocalResult]:
+        """Wait for the visit that is done first.
+
+        Args:
+            tickets: of all visits under way.
+            allowed: Bool[M], whose may be taken.
+            site: any group's, for its shapes.
+            state: any solver's memory, likewise.
+
+        Returns:
+            The group, seconds since the last one was taken, and its answer.
+        """
+        ...
+
+
 @runtime_checkable
 class Problem(Protocol):
     """What a runtime offers to a schedule."""
@@ -158,6 +196,8 @@ class Problem(Protocol):
     # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
     # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
     flat: bool
+    # Where groups work on their own, at the visits that are under way; None where a visit is made when it is asked for.
+    errands: Errands | None
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether expectations are by draws under this rule, so that q hovers within their error."""
@@ -289,6 +329,11 @@ class Schedule(Protocol):
         ...
 
     @property
+    def at_their_pace(self) -> bool:
+        """Whether groups work on their own while others are absorbed, so that no round waits for all of them to look at q."""
+        ...
+
+    @property
     def carries_rows(self) -> bool:
         """Whether sites of single rows go with their groups' sites from round to round."""
         ...
@@ -376,6 +421,7 @@ class ScheduleDefaults:
     streams: Any = False
     single_pass: bool = False
     by_label: Any = False
+    at_their_pace: Any = False
     carries_rows: bool = False
     carries_tied: bool = False
     carries_numbers: bool = False

@@ -153,9 +153,12 @@ def next_arrival(
 # --------------------------------------------------------------------------------------------------------------- delays
 # How long a group takes from reading q to handing in its site.
 
+# As long as it really takes.
+REAL = "real"
+
 _FORMS = (
     "None (no delay), a positive number, one per group, a dict by label, ('exponential', means), "
-    "measured_delays(seconds), or a function of (key, num_groups)"
+    "measured_delays(seconds), a function of (key, num_groups), or 'real'"
 )
 
 # Keys for which what a function of delays returns is looked at before it is used.
@@ -215,7 +218,7 @@ def freeze_delays(delays: Any) -> Any:
     Raises:
         PVIError: naming the forms that are understood.
     """
-    if delays is None or isinstance(delays, MeasuredDelays):
+    if delays is None or (isinstance(delays, str) and delays == REAL) or isinstance(delays, MeasuredDelays):
         return delays
     if isinstance(delays, str) or (isinstance(delays, tuple) and delays and isinstance(delays[0], str)):
         if isinstance(delays, str) or delays[0] != "exponential" or len(delays) != 2:
