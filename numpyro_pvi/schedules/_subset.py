@@ -114,8 +114,8 @@ class StochasticSubset(ScheduleDefaults):
         return jnp.asarray(resolve(self.damping, "StochasticSubset(damping)", problem, 1.0), dtype)
 
     def fuses(self, solver: Any) -> bool:
-        """Under natural gradients: no bound has to rise where moments are matched, and groups have steps of their own."""
-        return solver.fused_families and not solver.matches_moments
+        """Under solvers that steps of some groups at once are written for."""
+        return solver.fused_families
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family; under natural gradients all groups of a round move by one common step.
