@@ -40,14 +40,14 @@ from .families import (
     support_of,
 )
 from .runtime import JointBlock, ProductMemory, ProductPlan, RowLatent, RowMatches, prior_members
-from .sites import MemberSites
+from .sites import MemberSites, RowVisits
 from .solvers import MatchState
 
 # ---------------------------------------------------------------------------------------------- what files need to know
 # What files need to know of states under AutoExponentialFamily: their types, and the latents of plan and guide.
 
 _PLAN = (ProductPlan, JointBlock, RowLatent, FactorStructure, LatentRole)
-_STATE = (MemberSites, ProductMemory, MatchState, RowMatches, Chains)
+_STATE = (MemberSites, RowVisits, ProductMemory, MatchState, RowMatches, Chains)
 
 
 def product_types(guide: Any) -> dict[str, type]:

@@ -106,6 +106,8 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
     Raises:
         PVIError: naming the group, the latent or the argument.
     """
+    if solver.matches_moments:
+        check_tilted(plan, type(solver).__name__)
     if not schedule.fuses(solver) and plan.inside:
         instead = "" if solver.fused_families else "solver=NaturalGradient() and "
         raise PVIError(
@@ -161,7 +163,7 @@ def start_of(engine: ProductEngine, state: PVIState, known: Any) -> dict[str, An
     if bool(np.all(known)):
         # Sites that were fitted before are as settled as they were.
         report = report._replace(total_move=jnp.asarray(last.total_move))
-    return fields | {"sites": state.sites, "report": report}
+    return fields | {"report": report}
 
 
 def refuse_own_rows(state: PVIState, call: str) -> None:
@@ -330,13 +332,12 @@ def ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: 
         The state; as it is under solvers that match no moments.
 
     Raises:
-        PVIError: for latents inside the partitioned plate, or moments that do not fit a factor.
+        PVIError: for moments that do not fit a factor.
     """
     if not engine.solver.matches_moments:
         return state
     plan: Any = state.plan
     solver: Any = engine.solver
-    check_tilted(plan, type(solver).__name__)
     arrays, static = split_arguments(args, kwargs)
 
     def affine(state: PVIState, arrays: list) -> Any:

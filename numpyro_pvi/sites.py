@@ -19,6 +19,7 @@ __all__ = [
     "MemberSites",
     "OwnConditionals",
     "RowSites",
+    "RowVisits",
     "SiteStack",
     "add_slots",
     "cavity",
@@ -164,7 +165,8 @@ class SiteStack(Vector):
     one site: :mod:`numpyro_pvi.sites`); ``prior`` is the site of the
     prior factor (no group axis), or None when the prior is held exactly. ``local`` holds what groups with local latents
     keep beside their sites (:class:`LocalSites`), or the sites of latents inside the partitioned plate
-    (:class:`MemberSites`, which ``groups`` then leaves out), or None. ``others`` holds the sites of groups whose rows are not at
+    (:class:`MemberSites`, which ``groups`` then leaves out), or what rows that are factors keep (:class:`RowSites`,
+    :class:`RowVisits`), or None. ``others`` holds the sites of groups whose rows are not at
     hand, with a leading axis of slots (:mod:`numpyro_pvi.sites`; empty slots are zero), or None without any.
     """
 
@@ -310,6 +312,27 @@ class RowSites(Vector):
 
     # Per term ``(vector, precision)``: Float[C E K] and Float[C E K K], or Float[C E D] each under a mean-field q.
     terms: Any
+
+
+@natural_parameters
+class RowVisits(Vector):
+    """What rows that are factors of their own keep where q is a product of families; leading axis of slots.
+
+    A group's site is the sum of its rows'. Where a schedule takes a share of what visits ask for, steps and changes follow by the
+    same share.
+    """
+
+    # Natural parameters of every row's site.
+    sites: Any
+    # The rows' own steps, the last change that each asked for (natural parameters), and what was taken of that.
+    steps: Float[Array, "S"]
+    last: Any
+    taken: Float[Array, "S"]
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Members of q that rows have for themselves (:class:`MemberSites`): none."""
+        return {}
 
 
 # -------------------------------------------------------------------------------------------- groups with local latents

@@ -23,7 +23,15 @@ from ._engine import FitsParams, RoundsDone
 from ._factors import GroupFactor
 from ._local import unlooked
 from ._moments import solver_of_prior
-from ._product_matching import MatchStates, first_match_states, matching_round, product_evidence
+from ._product_matching import (
+    first_match_states,
+    first_rows,
+    lanes,
+    product_evidence,
+    rows_of_group,
+    rows_together,
+    tilted_of,
+)
 from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners
 from ._product_problem import Objective, ProductProblem
 from ._product_rounds import ProductMemory, Settings, first_memory, one_round, run_rounds, step_in_turns, stepped
@@ -266,14 +274,14 @@ class ProductFactors:
         q = posterior(self.prior_natural, sites)
         moments = self.family.moments(q)
         prior = self._prior_expected(moments, noise, sites.prior)
-        if self.stochastic:
+        if self.stochastic or self.matches_moments:
+            # Nobody asks for the messages.
             values = self.problem.group_averages(q, noise, sites)
             groups = expected_of(values, None)
             prior = None if prior is None else dataclasses.replace(prior, target=None)
         else:
             values, messages = self.problem.group_values(q, noise, sites)
-            # Where moments are matched nobody asks for the messages.
-            groups = expected_of(values, None if self.matches_moments else messages.groups)
+            groups = expected_of(values, messages.groups)
         rest = jnp.sum(self.problem.divergences(q))
         terms = [values, rest[None], *([] if prior is None else [prior.value[None]])]
         every = jnp.concatenate(terms)
@@ -308,13 +316,15 @@ class ProductFactors:
     def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
         """Every group's moments matched, from one q and on draws that all share."""
         q, sites = carry.evaluation.q, carry.sites.groups
-        tilted = ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 0))
+        tilted = tilted_of(self.problem, self.solver, jax.random.fold_in(key, 0))
+        if self.solver.factors == "row":
+            return rows_together(tilted, q, sites, carry.sites.local)
         shared, numbers = tilted.shared(q), jnp.arange(self.num_groups)
         if not self.tied:
             operands = numbers, sites, carry.solver
             if only is not None:
                 operands = take(operands, only)
-            return jax.lax.map(lambda xs: tilted.visit(xs[0], q, *xs[1:], shared), operands)
+            return jax.lax.map(lambda xs: tilted.visit(xs[0], q, *xs[1:], shared), operands, batch_size=lanes(tilted))
         site = tied_site(sites, self.num_groups)
 
         def visit(total: Any, xs: tuple) -> tuple[Any, LocalResult]:
@@ -337,11 +347,13 @@ class ProductFactors:
         noise: Any,
         local: Any,
         alone: bool = False,
-    ) -> tuple[LocalResult, None]:
+    ) -> tuple[LocalResult, Any]:
         """One group's local solve from the current q, tested by its own free energy; or its moments matched."""
-        del rule, local, alone
+        del rule, alone
         if self.matches_moments:
-            tilted = ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 0))
+            tilted = tilted_of(self.problem, self.solver, jax.random.fold_in(key, 0))
+            if self.solver.factors == "row":
+                return rows_of_group(tilted, index, q, site, local)
             return tilted.visit(index, q, site, state, tilted.alone(index, q)), None
         factor = self._factor(index, site, noise)
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
@@ -500,9 +512,12 @@ class ProductEngine(FitsParams):
         plan: Any = state.plan
         count, solver, prior_solver = len(plan.partition.table.labels), (), None
         problem = self.problem(state, args, kwargs or {}, params={})
+        sites = state.sites
         if plan.tilted:
             solver, prior_solver = first_match_states(problem, self.solver, dtype)
             solver = self.solver.init_groups(ProductFactors(problem, self.solver, known), solver)
+            if self.solver.factors == "row":
+                sites = dataclasses.replace(sites, local=first_rows(problem, self.solver, dtype)[1])
         elif not (self.fused or self.solver.matches_moments):
             one = self.solver.init_among(plan.family, dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
@@ -510,14 +525,11 @@ class ProductEngine(FitsParams):
             prior_solver = solver_of_prior(self.solver).init(plan.family, dtype) if has_prior else None
         if self.fused:
             memory: Any = self.first_memory(plan, q, dtype)
-            if plan.tilted:
-                # Moments may be drawn where expectations are not, and the other way round.
-                sampled = not SAMPLED_WAYS.isdisjoint(plan.tilted)
-                memory = memory._replace(last=jax.tree.map(jnp.zeros_like, state.prior) if sampled else None)
         else:
             others = state.sites.others is not None
             memory = self.schedule.init(ProductFactors(problem, self.solver, known, others), dtype)
         return {
+            "sites": sites,
             "solver_state": solver,
             "prior_solver_state": prior_solver,
             "schedule_state": memory,
@@ -585,24 +597,17 @@ class ProductEngine(FitsParams):
             return self.problem(state, args, kwargs) if moves else fixed
 
         if not self.fused:
-            return self._scheduled(state, factors, with_params, moves, count, tol, length)
+            # Fresh draws for the next round, or params that have moved, need a new evaluation.
+            return self._scheduled(state, factors, with_params, moves or fixed.plan.noisy, count, tol, length)
         if is_partial(self.solver, self.schedule):
             return partial_rounds(self, state, factors, with_params, count, tol, length)
-        settings = self.settings
-        noisy, matches = fixed.plan.noisy, bool(fixed.plan.tilted)
+        settings, noisy = self.settings, fixed.plan.noisy
 
         def one(state: PVIState, before: Objective) -> tuple[PVIState, Objective, Float[Array, ""]]:
             problem = factors(state)
             next_key, round_key = jax.random.split(state.rng_key)
             memory, noise = state.schedule_state, self.noise(state.rng_key)
-            choices = memory, state.report, settings
-            if matches:
-                states = MatchStates(state.solver_state, state.prior_solver_state)
-                given = state.sites, states, before, *choices, self.solver, round_key, noise
-                done, states = matching_round(problem, *given)
-                state = dataclasses.replace(state, solver_state=states.groups, prior_solver_state=states.prior)
-            else:
-                done = one_round(problem, state.sites, before, *choices, round_key, noise)
+            done = one_round(problem, state.sites, before, memory, state.report, settings, round_key, noise)
             state = with_params(stepped(state, next_key, done))
             # Fresh draws for the next round, or params that have moved, need a new evaluation.
             anew = noisy or moves
@@ -647,7 +652,7 @@ class ProductEngine(FitsParams):
                 step=state.step + 1,
             )
             state = with_params(state)
-            if anew or problem.noisy:
+            if anew:
                 evaluation = looked_at(problem_of(state), state)
                 report = carry.report._replace(finite=sound(evaluation.elbo) | self.solver.private)
                 carry = carry._replace(evaluation=evaluation, report=report)
@@ -688,7 +693,7 @@ class ProductEngine(FitsParams):
         """Power EP's log evidence at a state and its Monte Carlo standard error (nats); no finer rule is ever needed."""
         del fine
         key = self.noise(jax.random.fold_in(state.rng_key, 1))
-        states = MatchStates(state.solver_state, state.prior_solver_state)
+        states = state.solver_state, state.prior_solver_state
         return product_evidence(self.problem(state, args, kwargs), state.sites, states, self.solver, key)
 
     def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:

@@ -1,4 +1,4 @@
-"""Rounds that match moments of products of families, by groups or by rows, and the evidence that goes with them."""
+"""Matched moments of products of families: what factors remember, rows that are factors of their own, and the evidence."""
 
 from __future__ import annotations
 
@@ -22,169 +22,12 @@ from ..expectations import (
 )
 from ..factors import GroupMasks, Packing
 from ..families import ProductNatural
-from ..schedules import Asked, RoundReport, asked_by_move
-from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, late_share, posterior, select, take, tied_site
-from ..solvers import LocalResult, MatchState, first_match_state, trouble_sentence
-from ._product_plan import SAMPLED_WAYS, touched
-from ._product_problem import Objective, ProductProblem
-from ._product_rounds import ProductMemory, Round, Settings, Swept, report_of, with_progress, with_turn
+from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, posterior, take, tied_site
+from ..solvers import TROUBLES, LocalResult, MatchState, first_match_state, trouble_sentence
+from ._product_plan import touched
+from ._product_problem import ProductProblem
 from ._product_tilted import TOGETHER, ProductTilted
 from ._tilted import lanes_pay
-
-# --------------------------------------------------------------------------------------------------------------- sweeps
-# One visit to every factor of a product of families that matches moments: all from one q, or one after another.
-
-
-class MatchStates(NamedTuple):
-    """What the factors remember of their visits."""
-
-    # Of every group; or of its rows, where each is a factor.
-    groups: Any
-    # None without a prior factor.
-    prior: MatchState | None
-
-
-class Visits(NamedTuple):
-    """The last visit to every factor."""
-
-    groups: LocalResult
-    # None without a prior factor.
-    prior: LocalResult | None
-
-
-class Outcome(NamedTuple):
-    """What a sweep made of the sites, and how much of the joint step was taken."""
-
-    visits: Visits
-    swept: Swept
-    step: Any
-
-
-def outcome_of(visits: Visits, sites: SiteStack, step: Any, halvings: Any = 0) -> Outcome:
-    """A sweep in the terms of a round.
-
-    Args:
-        visits: the visits.
-        sites: after them.
-        step: how much of the joint step was taken.
-        halvings: of the joint step.
-
-    Returns:
-        The outcome, the prior factor (if any) first.
-    """
-    backoffs, moved = visits.groups.backoffs + halvings, visits.groups.moved
-    if visits.prior is not None:
-        backoffs = jnp.concatenate([(visits.prior.backoffs + halvings)[None], backoffs])
-        moved = jnp.concatenate([visits.prior.moved[None], moved])
-    return Outcome(visits, Swept(sites, backoffs, ~moved), step)
-
-
-def together(
-    tilted: ProductTilted, sites: SiteStack, states: MatchStates, share: Any, batch: int | None = None
-) -> Outcome:
-    """All factors see one q, and one joint step is shortened until q is normalisable.
-
-    Args:
-        tilted: takes the moments.
-        sites: before the sweep.
-        states: what factors remember.
-        share: of each change that is taken.
-        batch: factors that are visited at a time; None is one.
-
-    Returns:
-        The outcome.
-    """
-    problem = tilted.problem
-    family, q = problem.family, posterior(problem.prior, sites)
-    shared = tilted.shared(q)
-
-    def visit(operands: tuple) -> LocalResult:
-        index, site, state = operands
-        return tilted.visit(index, q, site, state, shared)
-
-    operands = jnp.arange(problem.num_groups), sites.groups, states.groups
-    visits = Visits(jax.lax.map(visit, operands, batch_size=batch), None)
-    proposal = SiteStack(visits.groups.site, sites.prior)
-    if sites.prior is not None:
-        assert states.prior is not None  # there is a prior factor
-        own = tilted.visit_prior(q, sites.prior, states.prior)
-        visits, proposal = visits._replace(prior=own), SiteStack(visits.groups.site, own.site)
-
-    def at(step: Any) -> SiteStack:
-        new = damp(sites, proposal, step)
-        # A full step to the letter, without the rounding of a difference.
-        return jax.tree.map(lambda a, b: jnp.where(step == 1.0, b, a), new, proposal)
-
-    step, halvings = back_off(lambda s: family.in_domain(posterior(problem.prior, at(s))), share)
-    good = family.in_domain(posterior(problem.prior, at(step)))
-    new = select(good, at(step), sites)
-    return outcome_of(visits, new, jnp.where(good, step, 0.0), jnp.minimum(halvings, MAX_HALVINGS))
-
-
-def order_of(settings: Settings, count: int, key: Any) -> Int[Array, "M"]:
-    """The order in which groups are visited in turn."""
-    order = jnp.arange(count)
-    return jax.random.permutation(key, order) if settings.random else order
-
-
-def visit_prior(
-    tilted: ProductTilted, q: ProductNatural, site: Any, state: Any, share: Any
-) -> tuple[ProductNatural, LocalResult | None]:
-    """The prior factor's visit, the first of a sweep in turn.
-
-    Args:
-        tilted: takes the moments.
-        q: natural parameters.
-        site: the prior factor's; None where there is none.
-        state: what it remembers.
-        share: of its change that is taken.
-
-    Returns:
-        q afterwards, and the visit.
-    """
-    if site is None:
-        return q, None
-    return _taken(q, site, tilted.visit_prior(q, site, state), share)
-
-
-def _taken(q: ProductNatural, site: Any, done: LocalResult, share: Any) -> tuple[ProductNatural, LocalResult]:
-    new = select(share == 1.0, done.site, damp(site, done.site, share))
-    return q - site + new, done._replace(site=new)
-
-
-def in_turn(
-    tilted: ProductTilted, sites: SiteStack, states: MatchStates, settings: Settings, share: Any, key: Any
-) -> Outcome:
-    """One factor after another, each from the q that the last one left.
-
-    Args:
-        tilted: takes the moments.
-        sites: before the sweep.
-        states: what factors remember.
-        settings: whether the order is random.
-        share: of each change that is taken.
-        key: for the order.
-
-    Returns:
-        The outcome.
-    """
-    problem = tilted.problem
-    family, q = problem.family, posterior(problem.prior, sites)
-    order = order_of(settings, problem.num_groups, key)
-    first = tilted.shared(q) if problem.plan.tilted[0] == "exact" else None
-    q, prior = visit_prior(tilted, q, sites.prior, states.prior, share)
-
-    def scanned(q: Any, operands: tuple) -> tuple[Any, LocalResult]:
-        index, site, state = operands
-        shared = first if first is not None else tilted.shared(q)
-        return _taken(q, site, tilted.visit(index, q, site, state, shared), share)
-
-    q, groups = jax.lax.scan(scanned, q, (order, *take((sites.groups, states.groups), order)))
-    groups = take(groups, jnp.argsort(order))
-    new = SiteStack(groups.site, None if prior is None else prior.site)
-    good = family.in_domain(posterior(problem.prior, new))
-    return outcome_of(Visits(groups, prior), select(good, new, sites), jnp.where(good, share, 0.0))
-
 
 # --------------------------------------------------------------------------------------------------- every row a factor
 # Every row a factor of its own, where q is a product of families and moments are matched.
@@ -193,15 +36,10 @@ def in_turn(
 # sent, so that a visit of a group stays one message; rows stand in the slots of the chunks that groups have anyhow, and
 # one compiled program visits all of them.
 
-_NO_TROUBLE = jnp.iinfo(jnp.int32).max
-
 
 class RowMatches(NamedTuple):
-    """What rows remember, each of which is a factor: first by slot, then what their group's last visit found."""
+    """What a group's last visit found in its rows, each of which is a factor; sites and steps of rows are in :class:`RowVisits`."""
 
-    # Sites: what they do not account for of their group's is shared equally.
-    sites: Any
-    rows: MatchState
     # Smallest effective sample size (NaN where nothing is sampled), standard error of the group's full step in sds of q, and
     # smallest share of the power.
     ess: Float[Array, "M"]
@@ -210,6 +48,11 @@ class RowMatches(NamedTuple):
     # What went wrong worst (0: nothing), and in how many rows.
     trouble: Int[Array, "M"]
     troubled: Int[Array, "M"]
+
+    def asked(self, family: Any, moments: Any) -> Float[Array, "*M 0"]:
+        """No numbers: what rows asked for is not kept of their groups."""
+        del family, moments
+        return self.ess[..., None][..., :0]
 
     def sentence(self) -> str | None:
         """What went wrong in one group's last visit, and the remedy, without the group's name; None where nothing did."""
@@ -242,32 +85,31 @@ class RowFactors(ProductProblem):
 
     def sums(self, slots: Any) -> Any:
         """Sums over every group's rows, of arrays with a leading axis of slots."""
-        num = self.full.num_groups
-        return jax.tree.map(lambda x: jax.ops.segment_sum(self.kept(x), self.owner, num), slots)
+        return _sums(slots, self.counted, self.owner, self.full.num_groups)
 
-    def kept(self, slots: Any) -> Any:
-        """Zero where no row is."""
-
-        def keep(x: Array) -> Array:
-            return jnp.where(self.counted.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
-
-        return jax.tree.map(keep, slots)
-
-    def site_of_rows(self, groups: ProductNatural, rows: ProductNatural) -> ProductNatural:
-        """The rows' sites, whose products are the groups'.
+    def lacking(self, groups: ProductNatural, rows: ProductNatural) -> ProductNatural:
+        """What the rows' sites lack of their groups', after a start or a change from outside, in equal shares by slot.
 
         Args:
             groups: all groups' sites.
-            rows: sites by slot; what they lack of their group's, after a start or a change from outside, is shared equally.
-
-        Returns:
-            Sites by slot.
+            rows: sites by slot.
         """
         counts = jnp.maximum(self.sums(jnp.ones(self.owner.shape, jnp.result_type(float))), 1.0)
-        left = jax.tree.map(
-            lambda a, b: ((a - b) / counts.reshape((-1,) + (1,) * (a.ndim - 1)))[self.owner], groups, self.sums(rows)
-        )
-        return rows + self.kept(left)
+        shares = (groups - self.sums(rows)) * (1.0 / counts)
+        return _kept(take(shares, self.owner), self.counted)
+
+
+def _kept(slots: Any, counted: Bool[Array, "S"]) -> Any:
+    """Zero where no row is."""
+
+    def keep(x: Array) -> Array:
+        return jnp.where(counted.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
+
+    return jax.tree.map(keep, slots)
+
+
+def _sums(slots: Any, counted: Bool[Array, "S"], owner: Int[Array, "S"], num: int) -> Any:
+    return jax.tree.map(lambda x: jax.ops.segment_sum(x, owner, num), _kept(slots, counted))
 
 
 def by_rows(problem: ProductProblem) -> RowFactors:
@@ -354,7 +196,7 @@ def tilted_of(problem: ProductProblem, solver: Any, key: Any) -> ProductTilted:
     return (_RowTilted if isinstance(own, RowFactors) else ProductTilted)(own, solver, key)
 
 
-def first_row_matches(problem: ProductProblem, solver: Any, dtype: Any) -> RowMatches:
+def first_rows(problem: ProductProblem, solver: Any, dtype: Any) -> tuple[RowMatches, RowVisits]:
     """The memory of rows that nobody has visited.
 
     Args:
@@ -363,93 +205,121 @@ def first_row_matches(problem: ProductProblem, solver: Any, dtype: Any) -> RowMa
         dtype: floating dtype.
 
     Returns:
-        The memory.
+        What their groups remember, and what is kept beside the groups' sites.
     """
-    rows, num = by_rows(problem), problem.num_groups
-    one = first_match_state(jax.tree.map(jnp.zeros_like, problem.prior), float(solver.damping), dtype)
-    states = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows.num_groups, *jnp.shape(x))), one)
-    zero, none = jnp.zeros((num,), dtype), jnp.zeros((num,), jnp.int32)
-    return RowMatches(states.last, states, zero + jnp.nan, zero, zero + 1.0, none, none)
+    count, num = by_rows(problem).num_groups, problem.num_groups
+    empty = jax.tree.map(lambda x: jnp.zeros((count, *jnp.shape(x)), jnp.asarray(x).dtype), problem.prior)
+    zero, none, full = jnp.zeros((num,), dtype), jnp.zeros((num,), jnp.int32), jnp.ones((count,), dtype)
+    matches = RowMatches(zero + jnp.nan, zero, zero + 1.0, none, none)
+    return matches, RowVisits(empty, full * float(solver.damping), empty, 0.0 * full)
 
 
-def rows_together(tilted: Any, sites: SiteStack, states: MatchStates, share: Any) -> Outcome:
-    """All rows see one q: see :func:`numpyro_pvi.runtime._product_matching.together`."""
+class _Seen(NamedTuple):
+    """What visits of rows were for their groups: sums, smallest and largest numbers by name; leading axis of groups."""
+
+    added: dict[str, Any]
+    least: dict[str, Array]
+    most: dict[str, Array]
+
+
+def rows_together(tilted: Any, q: ProductNatural, groups: ProductNatural, kept: RowVisits) -> LocalResult:
+    """Visit all rows from one q.
+
+    Args:
+        tilted: as of :func:`tilted_of`.
+        q: natural parameters.
+        groups: all groups' sites.
+        kept: what rows keep.
+
+    Returns:
+        The groups' results, and in ``local`` what rows keep afterwards.
+    """
     problem: RowFactors = tilted.problem
-    own = problem.site_of_rows(sites.groups, states.groups.sites)
-    found = together(
-        tilted,
-        dataclasses.replace(sites, groups=own),
-        MatchStates(states.groups.rows, states.prior),
-        share,
-        _batch(tilted, problem.num_groups),
-    )
-    swept, rows = found.swept, found.visits.groups
-    extra = len(swept.backoffs) - problem.num_groups
-    rows = rows._replace(site=swept.sites.groups, backoffs=swept.backoffs[extra:])
-    groups = _folded(tilted, rows)
-    prior = None if found.visits.prior is None else found.visits.prior._replace(backoffs=swept.backoffs[0])
-    return outcome_of(Visits(groups, prior), dataclasses.replace(swept.sites, groups=groups.site), found.step)
+    before, count = kept.sites + problem.lacking(groups, kept.sites), problem.num_groups
+    own = dataclasses.replace(kept, sites=before)
+    found = _visited(tilted, jnp.arange(count), q, own, tilted.shared(q), _batch(tilted, count))
+    seen = _seen(tilted, found, before, problem.counted, problem.owner, problem.full.num_groups)
+    local = RowVisits(_kept(found.site, problem.counted), found.state.step, found.state.last, found.step)
+    return _result(tilted, seen, groups + seen.added["change"], 0)._replace(local=local)
 
 
-class _Turn(NamedTuple):
-    """Where a sweep in turn stands: q, and the last visit to every slot."""
+def rows_of_group(
+    tilted: Any, group: Int[Array, ""], q: ProductNatural, site: ProductNatural, kept: RowVisits
+) -> tuple[LocalResult, RowVisits]:
+    """Visit one group's rows from one q, block by block, as far together as leaves q normalisable.
 
-    q: ProductNatural
-    rows: LocalResult
+    Args:
+        tilted: as of :func:`tilted_of`.
+        group: its position.
+        q: natural parameters.
+        site: the group's site.
+        kept: what all groups' rows keep.
 
-
-def rows_in_turn(
-    tilted: Any, sites: SiteStack, states: MatchStates, settings: Settings, share: Any, key: Any
-) -> Outcome:
-    """One group after another, the rows of each from one q: see :func:`numpyro_pvi.runtime._product_matching.in_turn`."""
+    Returns:
+        The group's result, and what rows keep afterwards.
+    """
     problem: RowFactors = tilted.problem
-    family, q = problem.family, posterior(problem.prior, sites)
-    order = order_of(settings, problem.full.num_groups, key)
-    first = tilted.shared(q) if problem.plan.tilted[0] == "exact" else None
-    old = problem.site_of_rows(sites.groups, states.groups.sites)
-    q, prior = visit_prior(tilted, q, sites.prior, states.prior, share)
-    batch = _batch(tilted, problem.block)
+    span, batch = (problem.offsets[group], problem.offsets[group + 1]), _batch(tilted, problem.block)
+    everyone, shared = jnp.zeros((problem.block,), jnp.int32), tilted.alone(group, q)
 
-    def visit(turn: _Turn, group: Int[Array, ""]) -> tuple[_Turn, None]:
-        shared = first if first is not None else tilted.shared(turn.q)
-        span = problem.offsets[group], problem.offsets[group + 1]
+    def places(block: Int[Array, ""]) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+        at = block * problem.block + jnp.arange(problem.block)
+        return at, problem.counted[at]
 
-        def look(block: Int[Array, ""], carry: tuple) -> tuple:
-            rows, total = carry
-            at = block * problem.block + jnp.arange(problem.block)
-            before = take(old, at)
+    def add(block: Int[Array, ""], total: tuple) -> tuple:
+        at, there = places(block)
+        here = _sums((take(kept.sites, at), jnp.ones(at.shape, kept.steps.dtype)), there, everyone, 1)
+        return jax.tree.map(jnp.add, total, here)
 
-            def one(operands: tuple) -> LocalResult:
-                index, site, state = operands
-                return tilted.visit(index, turn.q, site, state, shared)
+    zero = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), (site, kept.steps[0]))
+    held, count = jax.lax.fori_loop(*span, add, zero)
+    lacking = (site - take(held, 0)) * (1.0 / jnp.maximum(count[0], 1.0))
 
-            done = jax.lax.map(one, (at, before, take(states.groups.rows, at)), batch_size=batch)
-            total = total + jax.tree.map(lambda x: jnp.sum(x, axis=0), done.site - before)
-            return jax.tree.map(lambda all_, own: all_.at[at].set(own), rows, done), total
+    def before(sites: ProductNatural, at: Any, there: Any) -> ProductNatural:
+        return take(sites, at) + _kept(
+            jax.tree.map(lambda x: jnp.broadcast_to(x, (*at.shape, *x.shape)), lacking), there
+        )
 
-        rows, total = jax.lax.fori_loop(*span, look, (turn.rows, jax.tree.map(jnp.zeros_like, q)))
-        # Each row's step leaves q normalisable; their sum need not.
-        step, halvings = back_off(lambda s: family.in_domain(turn.q + total * s), share)
-        step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)
+    def look(block: Int[Array, ""], carry: tuple[RowVisits, _Seen]) -> tuple[RowVisits, _Seen]:
+        kept, total = carry
+        at, there = places(block)
+        old = before(kept.sites, at, there)
+        found = _visited(tilted, at, q, dataclasses.replace(take(kept, at), sites=old), shared, batch)
+        new = found.state.step, found.state.last, found.step
+        steps, last, taken = jax.tree.map(lambda x, y: x.at[at].set(y), (kept.steps, kept.last, kept.taken), new)
+        return RowVisits(kept.sites, steps, last, taken), _both(total, _seen(tilted, found, old, there, everyone, 1))
 
-        def shorten(block: Int[Array, ""], rows: LocalResult) -> LocalResult:
-            at = block * problem.block + jnp.arange(problem.block)
-            own, before = take(rows.site, at), take(old, at)
-            new = select(step == 1.0, own, damp(before, own, step))
-            site = jax.tree.map(lambda all_, x: all_.at[at].set(x), rows.site, new)
-            counts = rows.backoffs.at[at].add(halvings)
-            return rows._replace(site=site, backoffs=counts, step=rows.step.at[at].multiply(step))
+    kept, seen = jax.lax.fori_loop(*span, look, (kept, _nothing(site, kept.steps.dtype)))
+    # Each row's step leaves q normalisable; their sum need not.
+    change = take(seen.added["change"], 0)
+    step, halvings = back_off(lambda s: problem.family.in_domain(q + change * s), jnp.ones((), kept.steps.dtype))
+    step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)
 
-        return _Turn(turn.q + total * step, jax.lax.fori_loop(*span, shorten, rows)), None
+    def settle(block: Int[Array, ""], kept: RowVisits) -> RowVisits:
+        at, there = places(block)
+        own = take(kept, at)
+        taken = own.taken * step
+        new = before(kept.sites, at, there) + _kept(own.last * taken, there)
+        sites, taken = jax.tree.map(lambda x, y: x.at[at].set(y), (kept.sites, kept.taken), (new, taken))
+        return RowVisits(sites, kept.steps, kept.last, taken)
 
-    none, zero = jnp.zeros(problem.owner.shape, jnp.int32), jnp.zeros(problem.owner.shape, share.dtype)
-    unvisited = LocalResult(old, states.groups.rows, none, none > 0, zero)
-    (_, rows), _ = jax.lax.scan(visit, _Turn(q, unvisited), order)
-    new = SiteStack(problem.sums(rows.site), None if prior is None else prior.site)
-    good = family.in_domain(posterior(problem.prior, new))
-    groups = _folded(tilted, rows._replace(site=select(good, rows.site, old)))
-    new = dataclasses.replace(select(good, new, sites), groups=groups.site)
-    return outcome_of(Visits(groups, prior), new, jnp.where(good, 1.0, 0.0))
+    kept = jax.lax.fori_loop(*span, settle, kept)
+    result = take(_result(tilted, seen, None, halvings), 0)
+    return result._replace(site=site + change * step, step=result.step * step), kept
+
+
+def _visited(
+    tilted: Any, at: Int[Array, "S"], q: ProductNatural, own: RowVisits, shared: Any, batch: int | None
+) -> LocalResult:
+    """Visits of the rows in some slots, whose sites and memories are given."""
+    first = first_match_state(None, float(tilted.solver.damping), own.steps.dtype)
+
+    def one(operands: tuple) -> LocalResult:
+        index, row = operands
+        state = first._replace(step=row.steps, last=row.last)
+        return tilted.visit(index, q, row.sites, state, shared)
+
+    return jax.lax.map(one, (at, own), batch_size=batch)
 
 
 def _batch(tilted: Any, most: int) -> int | None:
@@ -466,36 +336,74 @@ def _batch(tilted: Any, most: int) -> int | None:
     return max(1, min(most, TOGETHER // points))
 
 
-def _folded(tilted: Any, rows: LocalResult) -> LocalResult:
+def _alike(tilted: Any) -> bool:
+    """Whether rows are weighed by the same draws, so that they err together."""
+    return tilted.methods[0] == "importance"
+
+
+def _nothing(site: ProductNatural, dtype: Any) -> _Seen:
+    """What no visits were for one group."""
+    zero, none = jnp.zeros((1,), dtype), jnp.zeros((1,), jnp.int32)
+    change = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), site)
+    troubles = jnp.zeros((1, TROUBLES), jnp.int32)
+    added = {"change": change, "noise": zero, "step": zero, "count": zero, "moved": none, "troubles": troubles}
+    return _Seen(added, {"ess": zero + jnp.inf, "temper": zero + 1.0}, {"backoffs": none})
+
+
+def _seen(
+    tilted: Any,
+    found: LocalResult,
+    before: ProductNatural,
+    counted: Bool[Array, "S"],
+    owner: Int[Array, "S"],
+    num: int,
+) -> _Seen:
     """What visits of rows were for their groups."""
-    problem, alike = tilted.problem, tilted.methods[0] == "importance"
-    num, owner, states = problem.full.num_groups, problem.owner, rows.state
-
-    def least(x: Array, unseen: Any) -> Array:
-        return jax.ops.segment_min(jnp.where(problem.counted, x, unseen), owner, num)
-
-    count = jnp.maximum(problem.sums(jnp.ones(owner.shape, states.step.dtype)), 1.0)
-    ess = least(jnp.where(jnp.isnan(states.ess), jnp.inf, states.ess), jnp.inf)
-    worst = least(jnp.where(states.trouble > 0, states.trouble, _NO_TROUBLE), _NO_TROUBLE)
-    summary = RowMatches(
-        problem.kept(rows.site),
-        states,
-        jnp.where(jnp.isfinite(ess), ess, jnp.nan),
-        # Rows that are weighed by the same draws err together.
-        problem.sums(states.noise) if alike else jnp.sqrt(problem.sums(states.noise**2)),
-        least(states.temper, 1.0),
-        jnp.where(worst == _NO_TROUBLE, 0, worst),
-        problem.sums((states.trouble == worst[owner]).astype(jnp.int32)),
+    states, whole = found.state, jnp.int32
+    added = {
+        "change": found.site - before,
+        "noise": states.noise if _alike(tilted) else states.noise**2,
+        "step": found.step,
+        "count": jnp.ones_like(found.step),
+        "moved": found.moved.astype(whole),
+        "troubles": (states.trouble[:, None] == jnp.arange(TROUBLES)).astype(whole),
+    }
+    ess = jnp.where(counted & ~jnp.isnan(states.ess), states.ess, jnp.inf)
+    least = {"ess": ess, "temper": jnp.where(counted, states.temper, 1.0)}
+    return _Seen(
+        _sums(added, counted, owner, num),
+        {name: jax.ops.segment_min(x, owner, num) for name, x in least.items()},
+        {"backoffs": jax.ops.segment_max(jnp.where(counted, found.backoffs, 0), owner, num)},
     )
-    backoffs = jax.ops.segment_max(jnp.where(problem.counted, rows.backoffs, 0), owner, num)
-    moved = problem.sums(rows.moved.astype(jnp.int32)) > 0
-    return LocalResult(problem.sums(rows.site), summary, backoffs, moved, problem.sums(rows.step) / count)
+
+
+def _both(a: _Seen, b: _Seen) -> _Seen:
+    """What the visits of two lots of rows were for the same groups."""
+    least, most = (
+        jax.tree.map(f, x, y) for f, x, y in ((jnp.minimum, a.least, b.least), (jnp.maximum, a.most, b.most))
+    )
+    return _Seen(jax.tree.map(jnp.add, a.added, b.added), least, most)
+
+
+def _result(tilted: Any, seen: _Seen, site: Any, halvings: Any) -> LocalResult:
+    """The groups' results."""
+    added, ess, troubles = seen.added, seen.least["ess"], seen.added["troubles"].at[:, 0].set(0)
+    worst = jnp.argmax(troubles > 0, axis=1).astype(jnp.int32)
+    matches = RowMatches(
+        jnp.where(jnp.isfinite(ess), ess, jnp.nan),
+        added["noise"] if _alike(tilted) else jnp.sqrt(added["noise"]),
+        seen.least["temper"],
+        worst,
+        jnp.take_along_axis(troubles, worst[:, None], axis=1)[:, 0],
+    )
+    step = added["step"] / jnp.maximum(added["count"], 1.0)
+    return LocalResult(site, matches, seen.most["backoffs"] + halvings, added["moved"] > 0, step)
 
 
 # ----------------------------------------------------------------------------------------------------- product matching
 
 
-def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> MatchStates:
+def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> tuple[Any, MatchState | None]:
     """The memory of factors that nobody has visited.
 
     Args:
@@ -504,7 +412,7 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> Matc
         dtype: floating dtype.
 
     Returns:
-        The memory.
+        The groups', and the prior factor's; None where there is none.
     """
     plan = problem.plan
 
@@ -516,102 +424,15 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> Matc
         return who.init_families(jax.tree.map(jnp.zeros_like, problem.prior), dtype, chains, count)
 
     if solver.factors == "row":
-        groups: Any = first_row_matches(problem, solver, dtype)
+        groups: Any = first_rows(problem, solver, dtype)[0]
     else:
         one = first(solver, plan.likelihood, plan.tilted[0], problem.num_groups)
         groups = jax.tree.map(lambda x: jnp.broadcast_to(x, (problem.num_groups, *jnp.shape(x))), one)
     prior = plan.prior_factor
-    return MatchStates(groups, None if prior is None else first(solver.for_prior, prior, plan.tilted[1], 1))
+    return groups, None if prior is None else first(solver.for_prior, prior, plan.tilted[1], 1)
 
 
-class Matched(NamedTuple):
-    """The outcome of :func:`matching_round`."""
-
-    round: Round
-    states: MatchStates
-
-
-def matching_round(
-    problem: ProductProblem,
-    sites: SiteStack,
-    states: MatchStates,
-    before: Objective,
-    memory: ProductMemory,
-    last: RoundReport,
-    settings: Settings,
-    solver: Any,
-    key: Any,
-    noise: Any,
-) -> Matched:
-    """Match every factor's tilted moments; what is asked for is taken as far as q stays normalisable.
-
-    Neither the ELBO nor the evidence has to rise. Where moments are by draws, steps are c / (c + k) of full ones after k rounds in
-    which q turned back, as in natural-gradient rounds.
-
-    Args:
-        problem: the factors.
-        sites: before the round.
-        states: what factors remember.
-        before: the ELBO at the sites.
-        memory: the schedule's.
-        last: the last round's report.
-        settings: how far, in which order.
-        solver: whose ``power``, ``moments`` and ``damping`` count.
-        key: for the order.
-        noise: key of this round's draws.
-
-    Returns:
-        Sites after the round, and the memories.
-    """
-    sampled = not SAMPLED_WAYS.isdisjoint(problem.plan.tilted)
-    late = late_share(memory.turns, before.elbo.dtype) if sampled else 1.0
-    share = jnp.asarray(settings.damping * late, before.elbo.dtype)
-    visits, swept, step = _sweep(tilted_of(problem, solver, noise), sites, states, settings, share, key)
-    taken, old = swept.sites, posterior(problem.prior, sites)
-    q = posterior(problem.prior, taken)
-    memory = with_turn(problem.family, memory, q, q - old) if sampled else memory
-    # Of draws the engine takes the ELBO again, on the next round's.
-    found = before if problem.plan.noisy else problem.objective(taken, noise)
-    report = report_of(problem, sites, taken, q, old, swept, step, jnp.int32(0), last)
-    steps = visits.groups.step
-    if visits.prior is not None:
-        steps = jnp.concatenate([visits.prior.step[None], steps])
-    report = report._replace(step=jnp.where(swept.skipped, 0.0, step * steps).astype(report.move.dtype))
-    asked = _asked(problem, states, visits, q, report, last)
-    report = with_progress(problem, report, last, q - old, q, asked, step > 0, found.elbo, late)
-    new = MatchStates(visits.groups.state, None if visits.prior is None else visits.prior.state)
-    return Matched(Round(taken, found, ProductMemory(memory.step, memory.turns, memory.last), report), new)
-
-
-def _asked(
-    problem: ProductProblem, before: MatchStates, visits: Any, q: Any, report: RoundReport, last: RoundReport
-) -> Asked:
-    """What the visits asked for: the change that every factor remembers, or the moves undone by the steps that were taken."""
-    del before
-    states = visits.groups.state
-    if not isinstance(states, MatchState):
-        return asked_by_move(report.move, report.total_move, report.step, jnp.all(report.step > 0), last)
-    own = jax.vmap(lambda change: problem.size(q, change))(states.last)
-    total = jax.tree.map(lambda x: jnp.sum(x, axis=0), states.last)
-    if visits.prior is not None:
-        own = jnp.concatenate([problem.size(q, visits.prior.state.last)[None], own])
-        total = total + visits.prior.state.last
-    return Asked(own, problem.size(q, total))
-
-
-def _sweep(
-    tilted: ProductTilted, sites: SiteStack, states: MatchStates, settings: Settings, share: Any, key: Any
-) -> Outcome:
-    if isinstance(tilted.problem, RowFactors):
-        if settings.sequential:
-            return rows_in_turn(tilted, sites, states, settings, share, key)
-        return rows_together(tilted, sites, states, share)
-    if settings.sequential:
-        return in_turn(tilted, sites, states, settings, share, key)
-    return together(tilted, sites, states, share, _lanes(tilted))
-
-
-def _lanes(tilted: ProductTilted) -> int | None:
+def lanes(tilted: ProductTilted) -> int | None:
     """Groups whose chains run side by side: all of them where that pays."""
     problem = tilted.problem
     alike = problem.packing.chunk_group.shape[0] == problem.num_groups
@@ -620,7 +441,7 @@ def _lanes(tilted: ProductTilted) -> int | None:
 
 
 def product_evidence(
-    problem: ProductProblem, sites: SiteStack, states: MatchStates, solver: Any, key: Any
+    problem: ProductProblem, sites: SiteStack, states: tuple[Any, Any], solver: Any, key: Any
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
@@ -630,7 +451,7 @@ def product_evidence(
     Args:
         problem: the factors.
         sites: all sites.
-        states: what factors remember.
+        states: what the groups remember, and the prior factor.
         solver: whose ``factors``, ``power`` and ``moments`` count.
         key: of draws.
 
@@ -638,9 +459,9 @@ def product_evidence(
         ``(value, standard error, False)``: no finer rule is ever needed.
     """
     q, tilted, family = posterior(problem.prior, sites), tilted_of(problem, solver, key), problem.family
-    shared, factors, own = tilted.shared(q), tilted.problem, sites.groups
+    shared, factors, own, (groups, prior) = tilted.shared(q), tilted.problem, sites.groups, states
     if isinstance(factors, RowFactors):
-        own = factors.site_of_rows(own, states.groups.sites)
+        own = sites.local.sites + factors.lacking(own, sites.local.sites)
 
     def look(operands: tuple) -> tuple[Array, Array]:
         index, state, chains = operands
@@ -649,12 +470,12 @@ def product_evidence(
         found = tilted.group(index, at, site, tilted.fresh(index, at, shared), chains, power)
         return found.value, found.variance
 
-    chains, anchored = getattr(states.groups, "chains", None), states.groups if solver.anchored else ()
+    chains, anchored = getattr(groups, "chains", None), groups if solver.anchored else ()
     values, variances = jax.lax.map(look, (jnp.arange(factors.num_groups), anchored, chains))
     value, variance = jnp.sum(values), jnp.sum(variances)
     if sites.prior is not None:
-        at, power = solver.for_prior.vantage(states.prior, q)
-        own = tilted.prior(at, sites.prior, getattr(states.prior, "chains", None), power)
+        at, power = solver.for_prior.vantage(prior, q)
+        own = tilted.prior(at, sites.prior, getattr(prior, "chains", None), power)
         value, variance = value + own.value, variance + own.variance
     exact = [f.log_partition(problem.prior.parts[n]) for n, f in family.components if n in problem.plan.exact]
     base = sum((jnp.asarray(x) for x in exact), start=jnp.zeros(()))

@@ -259,8 +259,8 @@ class ProductProblem:
 
         groups = ProductNatural(kept(sites.groups.parts))
         groups = groups * (1.0 / self.num_groups) if self.plan.tied else groups
-        local = None if sites.local is None else MemberSites(kept(sites.local.parts))
-        return SiteStack(groups, None, local)
+        rows = {} if sites.local is None else kept(sites.local.parts)
+        return SiteStack(groups, None, MemberSites(rows) if rows else None)
 
     def _messages(self, space: MeanSpace, q: ProductNatural, variables: dict, parts: dict) -> SiteStack:
         """Messages from the derivatives of all chunks."""

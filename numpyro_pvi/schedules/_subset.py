@@ -119,8 +119,8 @@ class StochasticSubset(ScheduleDefaults):
         return self.rates is not None
 
     def fuses(self, solver: Any) -> bool:
-        """Under natural gradients: no bound has to rise where moments are matched, and groups have steps of their own."""
-        return solver.fused_families and not solver.matches_moments
+        """Under solvers that steps of some groups at once are written for."""
+        return solver.fused_families
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family; under natural gradients all groups of a round move by one common step.

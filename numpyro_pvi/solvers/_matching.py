@@ -170,6 +170,10 @@ _SENTENCES = {
 }
 
 
+# Kinds of trouble without those of chains, of which there may be none.
+TROUBLES = len(_SENTENCES) + 1
+
+
 def trouble_sentence(
     trouble: int, ess: float, temper: float, chains: Chains | None = None, smaller: str = _SMALLER
 ) -> str | None:
@@ -402,8 +406,6 @@ class MatchesMoments(SolverDefaults):
     matches_moments = True
     # Whether latents of the groups' own are integrated out of their factors.
     integrates = False
-    # Under families the server's own rounds are PowerEP's; other visits are taken one by one by a schedule's round.
-    fused_families = False
     moments: Moments
     damping: float
 

@@ -157,7 +157,6 @@ class PowerEP(MatchesMoments):
     integrates = True
     # Moments are taken once a visit, of the q that the visit starts from.
     looks_once = True
-    fused_families = True
 
     def __post_init__(self):
         check_share("PowerEP", "power", self.power, "1 is EP; for the limit 0 use NaturalGradient()")

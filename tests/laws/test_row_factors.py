@@ -12,7 +12,7 @@ import pytest
 
 import numpyro_pvi.runtime._product_matching as row_factors
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Sequential, Synchronous, _acceptance
 from numpyro_pvi.solvers import ImportanceMoments, PowerEP
 
 from . import family_ep
@@ -80,15 +80,16 @@ ROUNDS = {
 
 
 @functools.cache
-def rounds_of(name, factors, groups, power=0.7):
+def rounds_of(name, factors, groups, power=0.7, damping="auto"):
     model, data, moments, rounds = ROUNDS[name]
-    solver = PowerEP(power, moments, factors)
-    return fit(model, [jnp.asarray(x) for x in data], solver, rounds, np.array(groups))
+    solver, schedule = PowerEP(power, moments, factors), Synchronous(damping)
+    return fit(model, [jnp.asarray(x) for x in data], solver, rounds, np.array(groups), schedule)
 
 
-def gap(name, power=0.7):
+def gap(name, power=0.7, damping="auto"):
     """Largest difference, over its size, between rows as factors of two groups and as groups of their own."""
-    (pvi, rows), (_, groups) = (rounds_of(name, f, tuple(g), power) for f, g in (("row", PADDED), ("group", SINGLE)))
+    layouts = ("row", PADDED), ("group", SINGLE)
+    (pvi, rows), (_, groups) = (rounds_of(name, f, tuple(g), power, damping) for f, g in layouts)
     a, b = total(rows), total(groups)
     data = [jnp.asarray(x) for x in ROUNDS[name][1]]
     evidence = pvi.log_evidence(rows.state, *data, with_error=True)
@@ -117,6 +118,45 @@ def test_rounds_are_those_of_a_group_per_row(name, x64):
         np.testing.assert_allclose(
             rows.info.ess, [ess[m == PADDED].min() for m in range(2)], rtol=1e-6 if x64 else 1e-2
         )
+
+
+@pytest.mark.once
+def test_rows_take_the_share_that_their_group_takes(x64, monkeypatch):
+    """A damped round is that of damped groups of one row, and not one whose rows have gone all the way."""
+    assert gap("quadrature", damping=0.5)[0] < (1e-9 if x64 else 1e-3)
+    own = _acceptance.damp
+    monkeypatch.setattr(
+        _acceptance, "damp", lambda old, new, step: dataclasses.replace(own(old, new, step), local=new.local)
+    )
+    # Another power, here as below.
+    assert gap("quadrature", 0.66, 0.5)[0] > 1e-4
+
+
+def folded():
+    """Visits in turn to two groups whose rows say that |x| is about 2, of x about 0: each asks for most of q's precision to go."""
+
+    def model(y):
+        x = numpyro.sample("x", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", dist.Normal(jnp.abs(x), 0.2), obs=y)
+
+    solver, pairs = PowerEP(1.0, factors="row"), np.repeat([0, 1], 2)
+    _, result = fit(model, [jnp.full(4, 2.0)], solver, 1, pairs, Sequential())
+    sites, report = result.state.sites, result.state.report
+    rows = jax.tree.map(lambda x: jnp.sum(x.reshape(2, -1), axis=1), sites.local.sites)
+    gaps = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), rows, sites.groups)
+    return report, max(jax.tree.leaves(gaps))
+
+
+@pytest.mark.once
+def test_rows_that_ask_for_too_much_together_are_shortened_together(monkeypatch):
+    """Their sites still make up their group's, and the next group sees a normalisable q; where all rows go all the way, none."""
+    report, far = folded()
+    assert int(report.backoffs[0]) > 0 and far < 1e-9
+    assert not np.any(report.skipped)
+    own = row_factors.back_off
+    monkeypatch.setattr(row_factors, "back_off", lambda valid, step, *more: (step, own(valid, step, *more)[1]))
+    assert np.asarray(folded()[0].skipped).tolist() == [False, True]
 
 
 def test_the_evidences_error_is_its_spread_over_keys():
