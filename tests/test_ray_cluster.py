@@ -1,4 +1,7 @@
-"""Long: machines that go and come."""
+"""Long: machines that go and come, and two hundred workers killed in one run."""
+
+import os
+import signal
 
 import jax
 import numpy as np
@@ -18,6 +21,7 @@ X, _, Y = rows(24)
 LABELS = np.arange(24) % 4
 KEY = jax.random.key(0)
 LIMIT = {"num_steps": 1_000_000, "tol": 1e-10, "progress_bar": False}
+KILLS = int(os.environ.get("NUMPYRO_PVI_TEST_KILLS", "200"))
 
 
 def make(runtime=None, schedule=None):
@@ -75,3 +79,24 @@ def test_a_machine_goes_and_another_comes(quiet):
 def run(pvi, callback=None, **options):
     settings = LIMIT | options
     return pvi.run(KEY, settings.pop("num_steps"), X, Y, callback=callback, **settings)
+
+
+def test_two_hundred_workers_are_killed_in_one_run(quiet):
+    """At random, while they work; what they had made and not sent is lost, and nothing else."""
+    ray.init(num_cpus=2, include_dashboard=False, **quiet)
+    runtime = Ray(wait=120.0, tries=1000)
+    pvi, random = make(runtime, Asynchronous(delays="real")), np.random.default_rng(0)
+    killed = []
+
+    def kill(done, state, info):
+        living = [pid for pid in runtime.processes.values() if pid not in killed]
+        if living:
+            killed.append(int(random.choice(living)))
+            os.kill(killed[-1], signal.SIGKILL)
+        return len(killed) >= KILLS
+
+    before = run(pvi, kill, tol=None)
+    result = run(pvi, init_state=before.state)
+    assert len(killed) == KILLS and sum(runtime.restarts.values()) >= KILLS
+    assert_at_limit(pvi, result)
+    runtime.close()
