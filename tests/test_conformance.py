@@ -15,6 +15,7 @@ from tests.families.cases import CASES
 # What a class cannot do without.
 REQUIRED = {
     "AlphaDivergence": {"alpha": 0.5},
+    "DifferentialPrivacy": {"solver": solvers.NaturalGradient(), "noise_multiplier": 0.0, "clip": 1.0},
     "Decentralized": {"adjacency": ((0, 1), (1, 2))},
     "StochasticSubset": {"k": 2},
 }
