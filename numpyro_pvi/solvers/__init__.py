@@ -19,10 +19,19 @@ from ._base import (
 )
 from ._differential_privacy import DifferentialPrivacy
 from ._local_elbo import LocalELBO
-from ._matching import COLLAPSES, TROUBLES, MatchRules, MatchState, first_match_state, match_visit, trouble_sentence
+from ._matching import (
+    COLLAPSES,
+    TROUBLES,
+    MatchRules,
+    MatchState,
+    first_match_state,
+    match_visit,
+    trouble_of,
+    trouble_sentence,
+)
 from ._minibatch import of_params, plan_batches
 from ._natural_gradient import Conjugate, NaturalGradient, StochasticNaturalGradient
-from ._power_ep import PowerEP, StochasticEP, trouble_of
+from ._power_ep import PowerEP, StochasticEP
 from ._snep import SNEP
 
 __all__ = [

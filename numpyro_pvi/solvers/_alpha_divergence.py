@@ -23,9 +23,9 @@ from ..families import (
 )
 from ..sites import back_off, select
 from ._base import FamilyFactor, LocalResult, TiltedFactor
-from ._matching import MatchesMoments, MatchState, check_moments, check_share, match_visit
+from ._matching import MatchesMoments, MatchState, check_moments, check_share, gaussian_rules, match_visit, own_step
 from ._minibatch import Optimiser, as_optimiser
-from ._power_ep import PowerEP, PowerEPState
+from ._power_ep import PowerEP
 
 
 class _Walk(NamedTuple):
@@ -37,19 +37,6 @@ class _Walk(NamedTuple):
     average: Float[Array, "P"]
     # What was found at the last step.
     found: Tilted
-
-
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """A factor whose tilted moments have been taken."""
-
-    family: GaussianFamily
-    found: Tilted
-
-    def tilted(self, q: Any, site: Any, power: float, key: Any, memory: Any = None) -> Tilted:
-        """See :meth:`numpyro_pvi.solvers.TiltedFactor.tilted`."""
-        del q, site, power, key, memory
-        return self.found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,29 +243,26 @@ class AlphaDivergence(MatchesMoments):
 
     @property
     def for_prior(self) -> PowerEP:
-        """Who refines the PRIOR site; and guards the change that a visit ends with."""
+        """Who refines the PRIOR site."""
         return PowerEP(self.alpha, self.moments, damping=self.damping)
-
-    def init(self, family: GaussianFamily, dtype: Any) -> PowerEPState:
-        """As of :class:`PowerEP`; the optimiser keeps nothing between visits."""
-        return self.for_prior.init(family, dtype)
 
     def solve(
         self,
         factor: TiltedFactor,
         cavity: Any,
         site: Any,
-        state: PowerEPState,
+        state: MatchState,
         key: Any,
         start: Expected | None = None,
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        del start, guarded
         family, q = factor.family, cavity + site
         local = _Whitened(family, q, family.moments(q))
         walk = self._walk(factor, local, q, site, key)
         found = walk.found._replace(change=local.change(walk.average))
-        return self.for_prior.solve(_Found(family, found), cavity, site, state, key, start, guarded)
+        return match_visit(family, q, site, found, state, gaussian_rules(self, family), own_step)
 
     def solve_families(
         self, factor: FamilyFactor, q: ProductNatural, site: ProductNatural, state: MatchState, key: Any

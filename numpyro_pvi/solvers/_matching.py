@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,20 +13,21 @@ from .._numerics import all_finite
 from ..errors import PVIError
 from ..expectations import (
     LEAST_PER_LATENT,
-    LEAST_SHARE,
     MOMENTS,
     SAMPLED,
     Chains,
+    Expected,
     ImportanceMoments,
     MCMCMoments,
     Moments,
     Tilted,
+    least_ess,
     no_chains,
     with_settings,
 )
-from ..families import FamilyMoments, GaussianFamily, ProductFamily
+from ..families import FamilyMoments, GaussianFamily, ProductFamily, Vector
 from ..sites import MAX_HALVINGS, back_off, next_step, select
-from ._base import FamilyFactor, LocalResult, SolverDefaults
+from ._base import FamilyFactor, LocalResult, SolverDefaults, TiltedFactor
 from ._minibatch import check_batch_size
 
 # --------------------------------------------------------------------------------------------------- chains of a factor
@@ -38,7 +39,7 @@ COLLAPSES = 3
 # Share of divergent transitions, split R-hat, and share of the draws that the effective sample size is below, to be said.
 _DIVERGENT, _RHAT, _EFFICIENCY = 0.01, 1.1, 0.05
 
-# Kinds of trouble, beside those of :mod:`numpyro_pvi.solvers._power_ep`, which end before.
+# Kinds of trouble, beside those of visits below, which end before.
 DIVERGENT, NOT_MIXED, SLOW = range(32, 35)
 CHAIN_SENTENCES = {
     DIVERGENT: "{divergent:.0%} of its chains' transitions diverged, so that parts of its tilted distribution may be missing: "
@@ -62,33 +63,6 @@ def first_chains(moments: Moments, family: GaussianFamily, dtype: Any) -> Chains
     """
     wanted = with_settings(moments)
     return no_chains(wanted, family.dim, dtype, True) if isinstance(wanted, MCMCMoments) else None
-
-
-def after_visit(
-    moments: Moments, family: GaussianFamily, found: Tilted, state: Any
-) -> tuple[Int[Array, ""], Chains | None, list]:
-    """What a visit leaves for the next one, and what there is to say of its chains.
-
-    Args:
-        moments: the solver's setting.
-        family: the Gaussian family of q.
-        found: the factor's tilted moments.
-        state: the solver's state for the factor, with ``collapses`` and ``chains``.
-
-    Returns:
-        Visits running in which weights collapsed (0 where nothing could take over), the chains (None without any), and
-        pairs of a flag and the kind of trouble it stands for.
-    """
-    collapses, least = jnp.zeros_like(state.collapses), LEAST_PER_LATENT * family.dim
-    if isinstance(moments, str) and moments == "auto":
-        collapsed = found.ess < max(LEAST_SHARE * ImportanceMoments().num_draws, least)
-        collapses = jnp.where(collapsed, state.collapses + 1, 0)
-    chains = found.memory
-    if chains is None:
-        return collapses, state.chains, []
-    said = chain_troubles(moments, chains, found.ess, least)
-    collapses = jnp.where(chains.used, 0, collapses)
-    return collapses, chains._replace(used=chains.used | (collapses >= COLLAPSES)), said
 
 
 def chain_troubles(moments: Moments, chains: Chains, ess: Array, least: float) -> list:
@@ -117,47 +91,43 @@ def chain_troubles(moments: Moments, chains: Chains, ess: Array, least: float) -
 
 
 def own_step(
-    family: GaussianFamily,
-    q: Any,
-    change: Any,
-    step: Float[Array, ""],
-    last: Float[Array, "two_D"],
-    usable: Bool[Array, ""],
-    largest: float,
-) -> tuple[Float[Array, ""], Float[Array, "two_D"]]:
+    family: GaussianFamily, q: Any, change: Any, noise: Any, state: MatchState, largest: float
+) -> tuple[Float[Array, ""], Float[Array, "two_D"] | None]:
     """The step of a visit: halved where the move asked for turns back on the last one, and grown again where it goes on.
 
     Args:
         family: the family of q.
         q: natural parameters of q.
         change: what a full step would add to the site.
-        step: the step of the last visit.
-        last: the move that the last visit asked for.
-        usable: whether ``change`` means anything.
+        noise: standard error of that; not looked at.
+        state: the group's memory.
         largest: the largest step in (0, 1]; 1 is the full step.
 
     Returns:
-        ``(step, move)``; the move is the change of q's location in sds and, to first order, of its log sds.
+        ``(step, move)``; the move is the change of q's location in sds and, to first order, of its log sds. The last step, and
+        None, where no moves are kept to compare with.
     """
+    del noise
+    if state.last is None:
+        return state.step, None
     moments = family.moments(q)
     stretch = -0.5 * family.precision_diagonal(change) * family.variances(moments)
-    move = jnp.concatenate([family.shift(change, moments), stretch])
-    new = next_step(step, jnp.dot(move, last), jnp.dot(move, move), jnp.dot(last, last), largest)
-    return new, jnp.where(usable, move, last)
+    move, last = jnp.concatenate([family.shift(change, moments), stretch]), state.last
+    return next_step(state.step, jnp.dot(move, last), jnp.dot(move, move), jnp.dot(last, last), largest), move
 
 
-# ------------------------------------------------------------------------------------------------- products of families
-# Visits of solvers that match moments of products of families: steps, and what a group remembers of them.
+# ----------------------------------------------------------------------------------------------------------------- visits
+# Visits of solvers that match moments, of Gaussians and of products of families: what a group remembers, and what went wrong.
 
 # Standard errors that a change must exceed to count as a swing.
 _NOISES = 3.0
 
 # Why a group's moments were not what was asked for.
-FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER = range(6)
+FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
 _SMALLER = "a smaller power (PowerEP(power=0.5), AlphaDivergence(0.5)) or a smaller damping"
 _LARGER = "a larger beta (SNEP(beta=2.0)) or a smaller step_size"
 _SENTENCES = {
-    NOT_FINITE: "its log density is not finite anywhere under q: narrow the prior, scale the columns, or check that "
+    NOT_FINITE: "its log density is not finite anywhere under {there}: narrow the prior, scale the columns, or check that "
     "the observations lie in the likelihood's support",
     NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity (q without its site) is "
     "improper, or the points that its moments were taken from did not reach it: use {smaller}, moments taken another way "
@@ -165,8 +135,10 @@ _SENTENCES = {
     NO_STEP: "no step towards its tilted moments left q normalisable: use {smaller}",
     COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
     "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace' or 'mcmc', {smaller}, or split the group",
-    IMPROPER: "its tilted distribution is improper at the full power, so its moments were taken at {temper:.2g} of it: where "
-    "this lasts the limit is not that of the power asked for; use {smaller}",
+    IMPROPER: "its cavity, or its tilted distribution, is improper at the full power, so moments were taken at {temper:.2g} of "
+    "it: where this lasts the limit is not that of the power asked for; use {smaller}",
+    HELD: "the moments of {held} row(s) were not finite, and these kept their sites: look for observations that are all "
+    "but impossible, or use {smaller}",
 }
 
 
@@ -175,7 +147,7 @@ TROUBLES = len(_SENTENCES) + 1
 
 
 def trouble_sentence(
-    trouble: int, ess: float, temper: float, chains: Chains | None = None, smaller: str = _SMALLER
+    trouble: int, ess: float, temper: float, chains: Chains | None = None, held: int = 0, anchored: bool = False
 ) -> str | None:
     """What went wrong in a visit, and the remedy, without the group's name.
 
@@ -184,7 +156,8 @@ def trouble_sentence(
         ess: effective sample size.
         temper: share of the power that was used.
         chains: the factor's, if it has any.
-        smaller: what there is to make the steps smaller.
+        held: rows that kept their sites.
+        anchored: whether tilted distributions are taken at a q of the solver's own.
 
     Returns:
         A sentence; None where nothing did.
@@ -192,8 +165,25 @@ def trouble_sentence(
     found = (_SENTENCES | CHAIN_SENTENCES).get(trouble)
     if found is None:
         return None
-    said = {} if chains is None else {"rhat": float(chains.rhat), "divergent": float(chains.divergent)}
-    return found.format(ess=ess, temper=temper, smaller=smaller, **said)
+    said: dict = {"ess": ess, "temper": temper, "held": held}
+    said |= {"smaller": _LARGER, "there": "its anchor"} if anchored else {"smaller": _SMALLER, "there": "q"}
+    said |= {} if chains is None else {"rhat": float(chains.rhat), "divergent": float(chains.divergent)}
+    return found.format(**said)
+
+
+def trouble_of(state: Any, index: int | None = None) -> str | None:
+    """What went wrong with a group's tilted moments in its last visit, and the remedy; None where nothing did.
+
+    Args:
+        state: the solver state of one group, or of all with ``index``; of any solver.
+        index: which group.
+
+    Returns:
+        A sentence without the group's name.
+    """
+    if not hasattr(state, "trouble"):
+        return None
+    return (state if index is None else jax.tree.map(lambda x: x[index], state)).sentence()
 
 
 class MatchRules(NamedTuple):
@@ -214,15 +204,18 @@ class MatchState(NamedTuple):
 
     # The step that it takes: halved while its moves turn back, grown again while they do not.
     step: Float[Array, ""]
-    # The last change that was asked for, natural parameters; None where the site is all groups', whose changes say nothing of
-    # each other.
+    # The last change that was asked for: natural parameters, of a Gaussian the change of q's location and of its log sds in sds.
+    # None where the site is all groups', whose changes say nothing of each other.
     last: Any
     # Effective sample size (NaN where nothing is sampled), and the standard error of a full step's move, in sds of q.
     ess: Float[Array, ""]
     noise: Float[Array, ""]
-    # Share of the power that was used, and what went wrong (0: nothing).
+    # Share of the power that was used, rows that kept their sites, and what went wrong (0: nothing).
     temper: Float[Array, ""]
+    held: Int[Array, ""]
     trouble: Int[Array, ""]
+    # Whether quadrature asked for a finer rule than was compiled in.
+    missed: Bool[Array, ""]
     # Visits running in which weights have collapsed where chains may take over, and the chains; None where there are none.
     collapses: Int[Array, ""]
     chains: Chains | None = None
@@ -232,21 +225,23 @@ class MatchState(NamedTuple):
     age: Int[Array, ""] | None = None
     beta: Float[Array, ""] | None = None
 
-    def asked(self, family: ProductFamily, moments: FamilyMoments) -> Float[Array, "*M P"]:
+    def asked(self, family: Any, moments: FamilyMoments) -> Float[Array, "*M P"]:
         """The full move that the last visit asked for, as of ``family.moves``, to first order; empty where none is kept."""
-        return self.step[..., None][..., :0] if self.last is None else family.effect(self.last, moments)
+        if self.last is None:
+            return self.step[..., None][..., :0]
+        return family.effect(self.last, moments) if isinstance(self.last, Vector) else self.last
 
     def sentence(self) -> str | None:
         """What went wrong in the last visit, and the remedy, without the group's name; None where nothing did."""
-        smaller = _SMALLER if self.anchor is None else _LARGER
-        return trouble_sentence(int(self.trouble), float(self.ess), float(self.temper), self.chains, smaller)
+        numbers = int(self.trouble), float(self.ess), float(self.temper)
+        return trouble_sentence(*numbers, self.chains, int(self.held), self.anchor is not None)
 
 
-def first_match_state(zeros: Any, damping: float, dtype: Any, chains: Chains | None = None) -> MatchState:
+def first_match_state(last: Any, damping: float, dtype: Any, chains: Chains | None = None) -> MatchState:
     """The memory of a group that nobody has visited.
 
     Args:
-        zeros: natural parameters of a unit site.
+        last: zeros for the change that was asked for last; None where none is kept.
         damping: largest step in (0, 1]; 1 is the full step.
         dtype: floating dtype.
         chains: those that take its moments from the first visit on.
@@ -255,11 +250,27 @@ def first_match_state(zeros: Any, damping: float, dtype: Any, chains: Chains | N
         The memory.
     """
     zero, none = jnp.zeros((), dtype), jnp.int32(0)
-    return MatchState(zero + damping, zeros, zero + jnp.nan, zero, zero + 1.0, jnp.int32(FINE), none, chains)
+    found = zero + jnp.nan, zero, zero + 1.0, none, jnp.int32(FINE), jnp.array(False)
+    return MatchState(zero + damping, last, *found, none, chains)
+
+
+def gaussian_rules(solver: Any, family: GaussianFamily) -> MatchRules:
+    """What a visit reads beside the moments where q is Gaussian.
+
+    Args:
+        solver: whose ``damping`` and ``moments`` count.
+        family: of q.
+
+    Returns:
+        The rules.
+    """
+    count = getattr(with_settings(solver.moments), "num_draws", ImportanceMoments().num_draws)
+    least, may_chain = least_ess(count, family.dim), isinstance(solver.moments, str) and solver.moments == "auto"
+    return MatchRules(float(solver.damping), solver.moments, least, family.dim, may_chain)
 
 
 def match_visit(
-    family: ProductFamily, q: Any, site: Any, found: Tilted, state: MatchState, rules: MatchRules
+    family: Any, q: Any, site: Any, found: Tilted, state: MatchState, rules: MatchRules, own: Callable | None = None
 ) -> LocalResult:
     """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, as much of it as leaves q normalisable.
 
@@ -270,22 +281,24 @@ def match_visit(
         found: what matching moments asks for.
         state: the group's memory.
         rules: the largest step, and what collapsed weights are.
+        own: the group's own step, :func:`own_step` of a Gaussian; :func:`own_family_step` by default.
 
     Returns:
         The site, the new memory, and how it went.
     """
-    usable = found.valid & all_finite(found.change)
-    change = select(usable, found.change, jax.tree.map(jnp.zeros_like, site))
+    change = family.symmetrise(found.change)
+    usable = found.valid & all_finite(change)
+    change = select(usable, change, jax.tree.map(jnp.zeros_like, site))
     noise = jnp.where(usable, found.noise, state.noise)
-    own = own_family_step(family, q, change, noise, state, rules.damping)
-    taken, tries = back_off(lambda step: family.in_domain(q + change * step), own)
+    step, last = (own or own_family_step)(family, q, change, noise, state, rules.damping)
+    taken, tries = back_off(lambda step: family.in_domain(q + change * step), step)
     good = usable & family.in_domain(q + change * taken)
     new = after_match(found, state, rules, found.valid, usable & ~good)._replace(
-        step=jnp.where(good, own, state.step),
-        last=None if state.last is None else select(good, change, state.last),
+        step=jnp.where(good, step, state.step),
+        last=None if state.last is None else select(good, last, state.last),
         noise=noise,
     )
-    halvings = jnp.round(-jnp.log2(found.temper)).astype(jnp.int32)
+    halvings = jnp.round(-jnp.log2(jnp.maximum(found.temper, 1e-6))).astype(jnp.int32)
     tries = jnp.minimum(tries, MAX_HALVINGS) + jnp.where(usable, halvings, 0)
     return LocalResult(select(good, site + change * taken, site), new, tries, good, jnp.where(good, taken, 0.0))
 
@@ -316,10 +329,17 @@ def after_match(
         *said,
         ((found.temper < 1) & collapsed, COLLAPSED),
         (found.temper < 1, IMPROPER),
+        (found.held > 0, HELD),
     ]
     trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
     return state._replace(
-        ess=found.ess, temper=found.temper, trouble=trouble.astype(jnp.int32), collapses=collapses, chains=chains
+        ess=found.ess,
+        temper=found.temper,
+        held=found.held,
+        trouble=trouble.astype(jnp.int32),
+        missed=found.missed,
+        collapses=collapses,
+        chains=chains,
     )
 
 
@@ -339,7 +359,7 @@ def _after(
 
 def own_family_step(
     family: ProductFamily, q: Any, change: Any, noise: Any, state: MatchState, damping: float
-) -> Float[Array, ""]:
+) -> tuple[Float[Array, ""], Any]:
     """The step of a visit: halved where the change asked for turns back on the last one, and grown again where it goes on.
 
     Args:
@@ -351,14 +371,14 @@ def own_family_step(
         damping: the largest step in (0, 1]; 1 is the full step.
 
     Returns:
-        The step; the last one where no changes are kept to compare with.
+        The step, and the change; the last step, and None, where no changes are kept to compare with.
     """
     if state.last is None:
-        return state.step
+        return state.step, None
     image = family.fisher_product(q, change)
     size, last = family.inner(change, image), family.inner(state.last, family.fisher_product(q, state.last))
     # Of draws' noise late rounds are averaged.
-    return next_step(state.step, family.inner(state.last, image), size, last, damping, _NOISES * noise)
+    return next_step(state.step, family.inner(state.last, image), size, last, damping, _NOISES * noise), change
 
 
 # ------------------------------------------------------------------------------------------------------------- matching
@@ -437,6 +457,28 @@ class MatchesMoments(SolverDefaults):
                 f"{owner}(moments='exact') needs a factor that is quadratic in the latents, but the {where} was found to be "
                 f"{structure!r}; leave moments='auto'."
             )
+
+    def init(self, family: GaussianFamily, dtype: Any) -> MatchState:
+        """Start every group at the largest step."""
+        last, chains = jnp.zeros((2 * family.dim,), dtype), first_chains(self.moments, family, dtype)
+        return first_match_state(last, float(self.damping), dtype, chains)
+
+    def solve(
+        self,
+        factor: TiltedFactor,
+        cavity: Any,
+        site: Any,
+        state: MatchState,
+        key: Any,
+        start: Expected | None = None,
+        guarded: bool = False,
+    ) -> LocalResult:
+        """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        del start, guarded
+        family, q = factor.family, cavity + site
+        known = () if state.chains is None else (state.chains,)
+        found = factor.tilted(q, site, self.power, key, *known)
+        return match_visit(family, q, site, found, state, gaussian_rules(self, family), own_step)
 
     def check_families(self) -> None:
         """Goes with every family whose tilted moments can be taken; which can is found at ``init``."""

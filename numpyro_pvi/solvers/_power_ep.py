@@ -3,100 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
-
-from .._numerics import all_finite
 from ..errors import PVIError
-from ..expectations import SAMPLED, Chains, Expected, Moments, with_settings
+from ..expectations import SAMPLED, Moments, with_settings
 from ..families import GaussianFamily
-from ..sites import select
-from ._base import LocalResult, TiltedFactor
-from ._matching import (
-    CHAIN_SENTENCES,
-    MatchesMoments,
-    MatchState,
-    after_visit,
-    check_moments,
-    check_share,
-    first_chains,
-    own_step,
-)
-
-# Halvings after which a step is 1e-6 of a full one.
-_MAX_TRIES = 20
-
-# Why a group's moments were not what was asked for.
-FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
-_SMALLER = "a smaller power (PowerEP(power=0.5), AlphaDivergence(0.5)) or a smaller damping"
-_SENTENCES = {
-    NOT_FINITE: "its log density is not finite anywhere under q: narrow the prior, scale the columns, or check that "
-    "the observations lie in the likelihood's support",
-    NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity (q without its site) is "
-    f"improper or its weights have collapsed: use {_SMALLER}, moments='laplace', or solver=NaturalGradient(), which needs no "
-    "proper cavity",
-    NO_STEP: f"no step towards its tilted moments left q normalisable: use {_SMALLER}",
-    COLLAPSED: "the effective sample size of its weights is {ess:.0f}, so its moments were taken at {temper:.2g} of the power: "
-    "pass more draws (ImportanceMoments(num_draws=...)), moments='laplace' or 'mcmc', a smaller power, or split the group",
-    IMPROPER: "its cavity (q without its site) is improper at the full power for some of it, so these moments were taken at "
-    f"less: where this lasts the limit is not that of the power asked for; use {_SMALLER}",
-    HELD: "the moments of {held} row(s) were not finite, and these kept their sites: look for observations that are all "
-    "but impossible, or use a smaller damping",
-}
-
-
-class PowerEPState(NamedTuple):
-    """One group's memory, and what its last visit found."""
-
-    # The step that it takes: halved while its moves turn back, doubled while they do not.
-    step: Float[Array, ""]
-    # The last move that was asked for: the change of q's location and of its log sds, in sds.
-    last: Float[Array, "two_D"]
-    # Effective sample size (NaN where nothing is sampled), and the standard error of a full step's move, in sds of q.
-    ess: Float[Array, ""]
-    noise: Float[Array, ""]
-    # Share of the power that was used, rows that kept their sites, and what went wrong (0: nothing).
-    temper: Float[Array, ""]
-    held: Int[Array, ""]
-    trouble: Int[Array, ""]
-    # Whether quadrature asked for a finer rule than was compiled in.
-    missed: Bool[Array, ""]
-    # Visits running in which the weights of draws of q have collapsed, where chains may take over.
-    collapses: Int[Array, ""]
-    # Where the factor's chains stand; None where there are none.
-    chains: Chains | None = None
-
-    def asked(self, family: Any, moments: Any) -> Float[Array, "*M two_D"]:
-        """The full move that the last visit asked for, as of ``family.moves``; empty where none is kept."""
-        del family, moments
-        return self.last
-
-
-def trouble_of(state: Any, index: int | None = None) -> str | None:
-    """What went wrong with a group's tilted moments in its last visit, and the remedy; None where nothing did.
-
-    Args:
-        state: the solver state of one group, or of all with ``index``; of any solver.
-        index: which group.
-
-    Returns:
-        A sentence without the group's name.
-    """
-    if not hasattr(state, "trouble"):
-        return None
-    one = state if index is None else jax.tree.map(lambda x: x[index], state)
-    if not isinstance(one, PowerEPState):
-        return one.sentence()
-    sentence = (_SENTENCES | CHAIN_SENTENCES).get(int(one.trouble))
-    if sentence is None:
-        return None
-    found = {"ess": float(one.ess), "temper": float(one.temper), "held": int(one.held)}
-    if one.chains is not None:
-        found |= {"rhat": float(one.chains.rhat), "divergent": float(one.chains.divergent)}
-    return sentence.format(**found)
+from ._matching import MatchesMoments, MatchState, check_moments, check_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +82,6 @@ class PowerEP(MatchesMoments):
         """Whether moments of quadratic factors are in closed form: see :class:`numpyro_pvi.solvers.LocalSolver`."""
         return self.moments in ("auto", "exact", "quadrature")
 
-    def init(self, family: GaussianFamily, dtype: Any) -> PowerEPState:
-        """Start every group at the largest step."""
-        zero = jnp.zeros((), dtype)
-        full, none, last = jnp.asarray(self.damping, dtype), jnp.int32(0), jnp.zeros((2 * family.dim,), dtype)
-        chains = first_chains(self.moments, family, dtype)
-        return PowerEPState(full, last, zero + jnp.nan, zero, zero + 1.0, none, none, jnp.array(False), none, chains)
-
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise when the factors' granularity or forced moments do not fit what was found.
 
@@ -205,60 +110,6 @@ class PowerEP(MatchesMoments):
                 f"PowerEP(factors='row') needs rows with affine predictors, but the {where} {reason}. Use factors='group', or "
                 "look at Partition.plan(*args)."
             )
-
-    def solve(
-        self,
-        factor: TiltedFactor,
-        cavity: Any,
-        site: Any,
-        state: PowerEPState,
-        key: Any,
-        start: Expected | None = None,
-        guarded: bool = False,
-    ) -> LocalResult:
-        """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del start, guarded
-        family, q = factor.family, cavity + site
-        known = () if state.chains is None else (state.chains,)
-        found = factor.tilted(q, site, self.power, key, *known)
-        change = family.symmetrise(found.change)
-        usable = found.valid & all_finite(change)
-        change = select(usable, change, family.zeros((), q.precision_mean.dtype))
-        step, move = own_step(family, q, change, state.step, state.last, usable, float(self.damping))
-
-        def unfinished(carry):
-            step, tries = carry
-            return ~family.in_domain(q + change * step) & (tries < _MAX_TRIES)
-
-        taken, tries = jax.lax.while_loop(unfinished, lambda c: (0.5 * c[0], c[1] + 1), (step, jnp.int32(0)))
-        good = usable & family.in_domain(q + change * taken)
-        sampled = ~jnp.isnan(found.ess)
-        collapses, chains, said = after_visit(self.moments, family, found, state)
-        reasons = [
-            (~found.finite, NOT_FINITE),
-            (~found.valid, NO_TILTED),
-            (usable & ~good, NO_STEP),
-            *said,
-            ((found.temper < 1) & sampled & ~(False if chains is None else chains.used), COLLAPSED),
-            (found.temper < 1, IMPROPER),
-            (found.held > 0, HELD),
-        ]
-        trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
-        halvings = jnp.round(-jnp.log2(jnp.maximum(found.temper, 1e-6))).astype(jnp.int32)
-        new = PowerEPState(
-            jnp.where(good, step, state.step),
-            jnp.where(good, move, state.last),
-            found.ess,
-            found.noise,
-            found.temper,
-            found.held,
-            trouble.astype(jnp.int32),
-            found.missed,
-            collapses,
-            chains,
-        )
-        site = select(good, site + change * taken, site)
-        return LocalResult(site, new, tries + jnp.where(sampled, halvings, 0), good, jnp.where(good, taken, 0.0))
 
 
 # ---------------------------------------------------------------------------------------------- one site for all groups
@@ -310,7 +161,8 @@ class StochasticEP(MatchesMoments):
     moments: Moments = "auto"
     damping: float = 1.0
 
-    # One site for all groups; see numpyro_pvi.sites.
+    # One site for all groups; see numpyro_pvi.sites. A visit gives the site that its group alone asks for (a full change of one
+    # group's share moves q as much as one of its own site would); schedules move the tied site by 1/M of the way.
     tied = True
     # A group's site is any member of the family, not a sum over its rows.
     whole_sites = True
@@ -326,43 +178,16 @@ class StochasticEP(MatchesMoments):
         """Who refines the PRIOR site, which is not tied; and a visit's arithmetic."""
         return PowerEP(self.power, self.moments, damping=self.damping)
 
-    def init(self, family: GaussianFamily, dtype: Any) -> PowerEPState:
-        """The state of a group that has no other beside it."""
-        return self.for_prior.init(family, dtype)
-
-    def init_among(self, family: GaussianFamily, dtype: Any, count: int) -> PowerEPState:
+    def init_among(self, family: GaussianFamily, dtype: Any, count: int) -> MatchState:
         """The state of each of ``count`` groups: a few numbers.
 
         PowerEP compares a group's move with its last one and halves steps that turn back. Here the site's last move was
         another group's, which says nothing where there are several, and is not kept.
         """
         state = self.init(family, dtype)
-        return state if count == 1 else state._replace(last=jnp.zeros((0,), dtype))
+        return state if count == 1 else state._replace(last=None)
 
     def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> MatchState:
         """As :meth:`init_among`, where q is a product of families."""
         state = super().init_families(zeros, dtype, chains, count)
         return state if count == 1 else state._replace(last=None)
-
-    def solve(
-        self,
-        factor: TiltedFactor,
-        cavity: Any,
-        site: Any,
-        state: PowerEPState,
-        key: Any,
-        start: Expected | None = None,
-        guarded: bool = False,
-    ) -> LocalResult:
-        """One visit: the site that this group alone asks for; the schedule moves the tied site by 1/M of the way.
-
-        See :class:`numpyro_pvi.solvers.LocalSolver`. ``cavity`` is q without one t, ``site`` is t. A full change of one
-        group's share moves q as much as a full change of its own site would, so that validity is tested alike.
-        """
-        last = state.last
-        if last.shape[-1] == 0:
-            state = state._replace(last=jnp.zeros((2 * factor.family.dim,), last.dtype))
-        result = self.for_prior.solve(factor, cavity, site, state, key, start, guarded)
-        if last.shape[-1] == 0:
-            result = result._replace(state=result.state._replace(last=last))
-        return result

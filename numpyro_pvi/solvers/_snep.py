@@ -12,19 +12,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite, inverse_root, scaled_cholesky, symmetrise
 from ..errors import PVIError
-from ..expectations import Chains, Expected, Moments, Tilted
+from ..expectations import Expected, Moments
 from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, member_metrics
 from ..sites import MAX_HALVINGS, back_off, damp, select
 from ._base import ByLabel, FamilyFactor, Labelled, LocalResult, TiltedFactor, by_label, freeze, resolve
 from ._matching import (
-    CHAIN_SENTENCES,
     MatchesMoments,
+    MatchRules,
     MatchState,
     after_match,
-    after_visit,
     check_moments,
     check_share,
-    first_chains,
+    gaussian_rules,
     own_family_step,
     own_step,
 )
@@ -164,113 +163,6 @@ def _inverse(matrix: Float[Array, "D D"]) -> Float[Array, "D D"]:
     return root @ root.T
 
 
-# ---------------------------------------------------------------------------------------------- what a worker remembers
-# What a worker of SNEP remembers, and what its last visit found.
-
-# Why a visit was not what was asked for.
-FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
-_LARGER = "a larger beta (SNEP(beta=2.0)) or a smaller step_size"
-
-
-class SNEPState(NamedTuple):
-    """One worker's memory, and what its last visit found."""
-
-    # theta': the natural parameters that its tilted distribution is anchored at, and the inner steps taken since the start.
-    anchor: Any
-    age: Int[Array, ""]
-    beta: Float[Array, ""]
-    # Its own share of the step size: halved while its moves turn back. The last move, in sds of q.
-    share: Float[Array, ""]
-    last: Float[Array, "two_D"]
-    # Effective sample size (NaN where nothing is sampled), and the standard error of a visit's move, in sds of q.
-    ess: Float[Array, ""]
-    noise: Float[Array, ""]
-    # Share of the power that was used, rows that kept their sites, and what went wrong (0: nothing).
-    temper: Float[Array, ""]
-    held: Int[Array, ""]
-    trouble: Int[Array, ""]
-    # Whether quadrature asked for a finer rule than was compiled in.
-    missed: Bool[Array, ""]
-    # Inner steps running in which the weights of draws of the anchor have collapsed, where chains may take over.
-    collapses: Int[Array, ""]
-    # Where the factor's chains stand; None where there are none.
-    chains: Chains | None = None
-
-    def asked(self, family: Any, moments: Any) -> Float[Array, "*M two_D"]:
-        """The full move that the last visit asked for, as of ``family.moves``."""
-        del family, moments
-        return self.last
-
-    def sentence(self) -> str | None:
-        """What went wrong in the last visit of one group, and the remedy, without the group's name."""
-        trouble = int(self.trouble)
-        if self.chains is not None and trouble in CHAIN_SENTENCES:
-            found = {"rhat": float(self.chains.rhat), "divergent": float(self.chains.divergent), "ess": float(self.ess)}
-            return CHAIN_SENTENCES[trouble].format(**found)
-        return {
-            NOT_FINITE: "its log density is not finite anywhere under its anchor: narrow the prior, scale the columns, or check "
-            "that the observations lie in the likelihood's support",
-            NO_TILTED: "its tilted distribution cannot be normalised at any power tried, because its cavity is improper or its "
-            f"weights have collapsed: use {_LARGER}, moments='laplace', or solver=NaturalGradient(), which needs no proper "
-            "cavity",
-            NO_STEP: f"no step towards its tilted moments left q normalisable: use {_LARGER}",
-            COLLAPSED: f"the effective sample size of its weights is {float(self.ess):.0f}, so its moments were taken at "
-            f"{float(self.temper):.2g} of the power: pass more draws (ImportanceMoments(num_draws=...)), moments='laplace', a "
-            "larger beta, or split the group",
-            IMPROPER: "its cavity (its anchor without its site) is improper at the full power, so these moments were taken at "
-            f"less: where this lasts the limit is not that of the beta asked for; use {_LARGER}",
-            HELD: f"the moments of {int(self.held)} row(s) were not finite, and these kept their sites: look for observations "
-            "that are all but impossible",
-        }.get(trouble)
-
-
-def reported(
-    moments: Moments,
-    family: GaussianFamily,
-    state: SNEPState,
-    found: Tilted,
-    weight: Float[Array, ""],
-    usable: Bool[Array, ""],
-    good: Bool[Array, ""],
-) -> SNEPState:
-    """The state with what an inner step found.
-
-    Args:
-        moments: the solver's setting.
-        family: the Gaussian family of q.
-        state: the state before the step.
-        found: the tilted moments.
-        weight: share of a full step's move that was taken.
-        usable: whether the moments were those of a normalisable Gaussian.
-        good: whether a step was taken.
-
-    Returns:
-        The state; its anchor, age and steps are as they were.
-    """
-    sampled = ~jnp.isnan(found.ess)
-    collapses, chains, said = after_visit(moments, family, found, state)
-    reasons = [
-        (~found.finite, NOT_FINITE),
-        (~usable, NO_TILTED),
-        (~good, NO_STEP),
-        *said,
-        ((found.temper < 1) & sampled & ~(False if chains is None else chains.used), COLLAPSED),
-        (found.temper < 1, IMPROPER),
-        (found.held > 0, HELD),
-    ]
-    trouble = jnp.select([flag for flag, _ in reasons], [jnp.int32(code) for _, code in reasons], FINE)
-    return state._replace(
-        ess=found.ess,
-        noise=found.noise * weight,
-        temper=found.temper,
-        held=found.held,
-        trouble=trouble.astype(jnp.int32),
-        missed=found.missed,
-        collapses=collapses,
-        chains=chains,
-    )
-
-
 # ----------------------------------------------------------------------------------------------------------------- snep
 
 # Share of q that a site which is not normalisable by itself starts from under metric="site".
@@ -279,10 +171,21 @@ _SMALL_SHARE = 0.01
 
 class _Walk(NamedTuple):
     site: Any
-    # A SNEPState, or a MatchState where q is a product of families.
-    state: Any
+    state: MatchState
     halvings: Int[Array, ""]
     moved: Bool[Array, ""]
+
+
+class _Ways(NamedTuple):
+    """What inner steps of a kind of q are made of."""
+
+    rules: MatchRules
+    # A group's own share of the step size, as of :func:`own_step`.
+    own: Callable
+    # The largest ratio of the tilted distribution's Fisher metric to that of q.
+    wider: Callable
+    # As of :meth:`SNEP._change`.
+    change: Callable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,27 +293,15 @@ class SNEP(MatchesMoments):
         """Whether sites are moved as if alone, so that a parallel schedule takes a joint step of one over their number."""
         return self.outer_period > self.num_steps
 
-    def init(self, family: GaussianFamily, dtype: Any) -> SNEPState:
+    def init(self, family: GaussianFamily, dtype: Any) -> MatchState:
         """No anchor yet: the first inner step sets it. Groups have the number ``beta``, or 1 where it differs between them."""
-        zero, none = jnp.zeros((), dtype), jnp.int32(0)
+        return self._begun(super().init(family, dtype), family.zeros((), dtype))
+
+    def _begun(self, state: MatchState, anchor: Any) -> MatchState:
+        # Steps of a visit are a share of step_size; damping counts after the last of them.
+        dtype = state.step.dtype
         beta = jnp.asarray(self.beta if isinstance(self.beta, float) else 1.0, dtype)
-        anchor, last = family.zeros((), dtype), jnp.zeros((2 * family.dim,), dtype)
-        chains = first_chains(self.moments, family, dtype)
-        return SNEPState(
-            anchor,
-            none,
-            beta,
-            zero + 1.0,
-            last,
-            zero + jnp.nan,
-            zero,
-            zero + 1.0,
-            none,
-            none,
-            jnp.array(False),
-            none,
-            chains,
-        )
+        return state._replace(step=jnp.ones((), dtype), anchor=anchor, age=jnp.int32(0), beta=beta)
 
     def init_groups(self, groups: Labelled, state: Any) -> Any:
         """The start of every group, with its own beta.
@@ -436,7 +327,7 @@ class SNEP(MatchesMoments):
         factor: TiltedFactor,
         cavity: Any,
         site: Any,
-        state: SNEPState,
+        state: MatchState,
         key: Any,
         start: Expected | None = None,
         guarded: bool = False,
@@ -446,7 +337,10 @@ class SNEP(MatchesMoments):
         Of the rest of the fit it reads ``cavity + site``, the current sum of naturals, and nothing else.
         """
         del start, guarded
-        return self._visit(self._step, factor, cavity, site, state, key)
+        rules = gaussian_rules(self, factor.family)
+        # Second moments weigh as squares of variances in the Hessian.
+        ways = _Ways(rules, own_step, lambda *gap: widening(*gap) ** 2, self._change)
+        return self._visit(ways, factor, cavity, site, state, key)
 
     def check_families(self) -> None:
         """Goes with every family whose tilted moments can be taken, in the metric of q.
@@ -464,20 +358,18 @@ class SNEP(MatchesMoments):
 
     def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> MatchState:
         """As :meth:`init`, where q is a product of families."""
-        state = super().init_families(zeros, dtype, chains, count)
-        beta = jnp.asarray(self.beta if isinstance(self.beta, float) else 1.0, dtype)
-        # Steps of a visit are a share of step_size; damping counts after the last of them.
-        return state._replace(step=jnp.ones((), dtype), anchor=zeros, age=jnp.int32(0), beta=beta)
+        return self._begun(super().init_families(zeros, dtype, chains, count), zeros)
 
     def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: MatchState, key: Any) -> LocalResult:
         """The same where q is a product of families."""
-        return self._visit(self._family_step, factor, q - site, site, state, key)
+        ways = _Ways(factor.rules, own_family_step, metric_widening, _family_change)
+        return self._visit(ways, factor, q - site, site, state, key)
 
-    def _visit(self, step_of: Callable, factor: Any, cavity: Any, site: Any, state: Any, key: Any) -> LocalResult:
+    def _visit(self, ways: _Ways, factor: Any, cavity: Any, site: Any, state: Any, key: Any) -> LocalResult:
         """``num_steps`` inner steps, and the share of them that is taken."""
 
         def step(k, walk: _Walk) -> _Walk:
-            return step_of(factor, cavity, walk, k, jax.random.fold_in(key, k))
+            return self._step(ways, factor, cavity, walk, k, jax.random.fold_in(key, k))
 
         walk = _Walk(site, state, jnp.int32(0), jnp.array(False))
         if self.num_steps == 1:
@@ -489,59 +381,35 @@ class SNEP(MatchesMoments):
         taken = jnp.where(good, jnp.ones_like(state.noise), 0.0)
         return LocalResult(select(good, new, site), walk.state, walk.halvings, good, taken)
 
-    def _family_step(self, factor: FamilyFactor, cavity: Any, walk: _Walk, k: Any, key: Any) -> _Walk:
-        """One inner step where q is a product of families."""
+    def _step(self, ways: _Ways, factor: Any, cavity: Any, walk: _Walk, k: Any, key: Any) -> _Walk:
+        """One inner step."""
         family, state, site = factor.family, walk.state, walk.site
+        if self.metric == "site":
+            site = select(family.in_domain(site), site, (cavity + site) * _SMALL_SHARE)
+        assert state.age is not None and state.beta is not None  # of this solver's own memory
         q, power = cavity + site, 1.0 / state.beta
         anchor = select(state.age % self.outer_period == 0, q, state.anchor)
-        found = factor.tilted(anchor, site, power, key, state.chains)
+        known = () if state.chains is None else (state.chains,)
+        found = factor.tilted(anchor, site, power, key, *known)
+        # Of a smaller power the tilted distribution is nearer to the anchor, and proper.
         used = power * found.temper
         gap = family.symmetrise((anchor - q) + found.change * used)
         usable = found.valid & all_finite(gap) & family.in_domain(q + gap)
         gap = select(usable, gap, jax.tree.map(jnp.zeros_like, gap))
-        share = own_family_step(family, q, gap, found.noise * used, state, 1.0)
-        share, last = jnp.where(k == 0, share, state.step), select((k == 0) & usable, gap, state.last)
-        size = share * self._size(state, lambda: metric_widening(family, q, gap))
-        change = family.symmetrise(mean_step(family, q, gap, size))
-        good = usable & all_finite(change) & family.in_domain(q + change)
-        new = after_match(found, state, factor.rules, usable, usable & ~good)._replace(
+        share, last = ways.own(family, q, gap, found.noise * used, state, 1.0)
+        share, last = jnp.where(k == 0, share, state.step), select((k == 0) & usable, last, state.last)
+        size = share * self._size(state, lambda: ways.wider(family, q, gap))
+        change, size, halvings, inside = ways.change(family, site, q, gap, size)
+        change = family.symmetrise(change)
+        good = usable & inside & all_finite(change) & family.in_domain(q + change)
+        new = after_match(found, state, ways.rules, usable, usable & ~good)._replace(
             step=jnp.where(usable, share, state.step),
             last=last,
             noise=jnp.where(usable, found.noise * used * size, state.noise),
             anchor=anchor,
             age=state.age + 1,
         )
-        return _Walk(select(good, site + change, site), new, walk.halvings, walk.moved | good)
-
-    def _step(self, factor: TiltedFactor, cavity: Any, walk: _Walk, k: Any, key: Any) -> _Walk:
-        """One inner step."""
-        family, state, site = factor.family, walk.state, walk.site
-        if self.metric == "site":
-            site = select(family.in_domain(site), site, (cavity + site) * _SMALL_SHARE)
-        q, power = cavity + site, 1.0 / state.beta
-        anchor = select(state.age % self.outer_period == 0, q, state.anchor)
-        known = () if state.chains is None else (state.chains,)
-        found = factor.tilted(anchor, site, power, key, *known)
-        # Of a smaller power the tilted distribution is nearer to the anchor, and proper.
-        gap = family.symmetrise((anchor - q) + found.change * (power * found.temper))
-        usable = found.valid & all_finite(gap) & family.in_domain(q + gap)
-        gap = select(usable, gap, family.zeros((), q.precision_mean.dtype))
-        share, move = own_step(family, q, gap, state.share, state.last, usable, 1.0)
-        share, move = (jnp.where(k == 0, a, b) for a, b in ((share, state.share), (move, state.last)))
-        # Second moments weigh as squares of variances in the Hessian.
-        size = share * self._size(state, lambda: widening(family, q, gap) ** 2)
-        change, size, halvings, inside = self._change(family, site, q, gap, size)
-        change = family.symmetrise(change)
-        good = usable & inside & all_finite(change) & family.in_domain(q + change)
-        new = reported(self.moments, family, state, found, power * size, usable, good)
-        new = new._replace(
-            anchor=anchor,
-            age=state.age + 1,
-            share=jnp.where(usable, share, state.share),
-            last=jnp.where(usable, move, state.last),
-        )
-        site = select(good, site + change, walk.site)
-        return _Walk(site, new, walk.halvings + halvings, walk.moved | good)
+        return _Walk(select(good, site + change, walk.site), new, walk.halvings + halvings, walk.moved | good)
 
     def _change(self, family: GaussianFamily, site: Any, q: Any, gap: Any, size: Any):
         """The site's change, the step that was taken, how often it was halved, and whether it stays in the mean domain."""
@@ -563,6 +431,12 @@ class SNEP(MatchesMoments):
         if self.step_size == "auto":
             return state.beta / (state.beta + jnp.maximum(wider(), 1.0))
         return jnp.full_like(state.noise, cast(float, self.step_size))
+
+
+def _family_change(family: ProductFamily, site: Any, q: Any, gap: Any, size: Any) -> tuple:
+    """As of :meth:`SNEP._change`, in the metric of q."""
+    del site
+    return mean_step(family, q, gap, size), size, jnp.int32(0), jnp.array(True)
 
 
 def _is_share(value: Any) -> bool:

@@ -10,11 +10,10 @@ import pytest
 
 import numpyro_pvi.expectations._chains as chains_room
 from numpyro_pvi.errors import PVIError
-from numpyro_pvi.expectations import MCMCMoments, Tilted, from_chains, no_chains
+from numpyro_pvi.expectations import LEAST_PER_LATENT, MCMCMoments, Tilted, from_chains, no_chains
 from numpyro_pvi.expectations._chains import batch_variance, effective_size, split_rhat
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
-from numpyro_pvi.solvers import PowerEP
-from numpyro_pvi.solvers._matching import DIVERGENT, NOT_MIXED, SLOW, after_visit
+from numpyro_pvi.solvers._matching import DIVERGENT, NOT_MIXED, SLOW, chain_troubles
 
 POWER = 0.6
 LOC, PRECISION = np.array([1.0, -0.5]), np.array([[2.0, 0.3], [0.3, 1.0]])
@@ -175,9 +174,7 @@ def test_a_factor_that_is_nowhere_finite_is_refused_and_starts_anew(chained):
 
 def told(found):
     """What a solver says of a visit."""
-    solver = PowerEP(moments=SETTINGS)
-    family = MultivariateNormalFamily(2)
-    said = after_visit(SETTINGS, family, found, solver.init(family, found.ess.dtype))[2]
+    said = chain_troubles(SETTINGS, found.memory, found.ess, 2 * LEAST_PER_LATENT)
     return [code for flag, code in said if bool(flag)]
 
 

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
-import numpyro_pvi.solvers._power_ep as power_ep
+import numpyro_pvi.solvers._matching as matching
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi._driver import _raise_if_stuck
 from numpyro_pvi._posterior_views import words_of
@@ -346,12 +346,12 @@ def test_a_group_with_collapsed_weights_is_named_with_a_remedy(steep):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (power_ep.NOT_FINITE, "not finite anywhere under q: narrow the prior"),
-        (power_ep.NO_TILTED, "cannot be normalised.*laplace"),
-        (power_ep.NO_STEP, "smaller power"),
-        (power_ep.COLLAPSED, "effective sample size.*num_draws"),
-        (power_ep.IMPROPER, "cavity.*smaller power"),
-        (power_ep.HELD, "kept their sites"),
+        (matching.NOT_FINITE, "not finite anywhere under q: narrow the prior"),
+        (matching.NO_TILTED, "cannot be normalised.*laplace"),
+        (matching.NO_STEP, "smaller power"),
+        (matching.COLLAPSED, "effective sample size.*num_draws"),
+        (matching.IMPROPER, "cavity.*smaller power"),
+        (matching.HELD, "kept their sites"),
     ],
 )
 def test_a_group_that_is_stuck_stops_the_run_by_name_and_remedy(steep, code, words):

@@ -13,7 +13,8 @@ from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import Tilted
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.solvers import SNEP, trouble_of
-from numpyro_pvi.solvers._snep import HELD, posterior_step, site_step, widening
+from numpyro_pvi.solvers._matching import HELD
+from numpyro_pvi.solvers._snep import posterior_step, site_step, widening
 
 FAMILY = MultivariateNormalFamily(2)
 Q = GaussianNatural(jnp.array([1.0, -0.5]), jnp.array([[2.0, 0.3], [0.3, 1.0]]))
@@ -192,7 +193,7 @@ def test_turning_moves_halve_a_groups_own_share():
     for sign in (1, -1, 1):
         result, _ = visit(push * sign, state=state)
         state = result.state
-        shares.append(float(state.share))
+        shares.append(float(state.step))
     np.testing.assert_allclose(shares, [1, 0.5, 0.25])
 
 
