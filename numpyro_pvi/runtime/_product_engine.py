@@ -166,6 +166,7 @@ class ProductFactors:
     units: None = dataclasses.field(default=None, init=False)
     capped: bool = dataclasses.field(default=False, init=False)
     flat: bool = dataclasses.field(default=False, init=False)
+    errands: None = dataclasses.field(default=None, init=False)
 
     @property
     def family(self) -> ProductFamily:

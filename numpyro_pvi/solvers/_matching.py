@@ -25,7 +25,7 @@ from ..expectations import (
     no_chains,
     with_settings,
 )
-from ..families import FamilyMoments, GaussianFamily, ProductFamily, Vector
+from ..families import GaussianFamily, ProductFamily, Vector
 from ..sites import MAX_HALVINGS, back_off, next_step, select
 from ._base import FamilyFactor, LocalResult, SolverDefaults, TiltedFactor
 from ._minibatch import check_batch_size
@@ -225,7 +225,7 @@ class MatchState(NamedTuple):
     age: Int[Array, ""] | None = None
     beta: Float[Array, ""] | None = None
 
-    def asked(self, family: Any, moments: FamilyMoments) -> Float[Array, "*M P"]:
+    def asked(self, family: Any, moments: Any) -> Float[Array, "*M P"]:
         """The full move that the last visit asked for, as of ``family.moves``, to first order; empty where none is kept."""
         if self.last is None:
             return self.step[..., None][..., :0]
