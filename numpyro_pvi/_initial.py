@@ -17,7 +17,7 @@ from ._compiling import is_traced, owned_jit
 from ._saving import guide_latents
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError, StateError
-from .factors import HOSTILE, PartitionPlan, abstract_trace, model_layout
+from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, model_layout, proved_only, with_expectation
 from .guides import guide_param_names, param_transforms, params_to_natural
 from .handlers import Partition, PlateInfo, WholePartition, find_plates
 from .runtime import ProductPlan, first_conditionals
@@ -330,6 +330,21 @@ def better_start(
     if not bool(proper):
         refuse_improper(state)
     return state
+
+
+def as_the_solver_takes(solver: Any, planned: Planned, full: bool) -> Planned:
+    """A plan with every factor treated as the solver insists; only structure that is proved, where values must not show.
+
+    Args:
+        solver: the solver.
+        planned: what was found.
+        full: whether q has full covariance.
+
+    Returns:
+        The plan to follow.
+    """
+    planned = with_expectation(planned, solver.expectation, full)
+    return dataclasses.replace(planned, plan=proved_only(planned.plan)) if solver.private else planned
 
 
 def check_structure(solver: Any, plan: Plan) -> None:

@@ -16,13 +16,13 @@ import numpy as np
 from ._compiling import content, is_traced, on_device, owned_jit
 from ._driver import Progress
 from ._group_lifecycle import reduced
-from ._initial import check_structure, param_values
+from ._initial import as_the_solver_takes, check_structure, param_values
 from ._numerics import nearly_same
 from ._state import PVIState
 from ._state_marginals import dense_form
 from ._user_inputs import draws_form
 from .errors import PVIError, StateError
-from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors, with_expectation
+from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
 from .schedules import BY_FACTOR
 from .sites import posterior
 
@@ -449,7 +449,7 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     if "prior" in claims:
         planned = move_to_prior_factor(planned)
         state = _without_exact_prior(state)
-    planned = with_expectation(planned, pvi.solver.expectation, state.plan.family.full)
+    planned = as_the_solver_takes(pvi.solver, planned, state.plan.family.full)
     part = dataclasses.replace(planned.plan, remarks=(*planned.plan.remarks, *notes))
     plan = dataclasses.replace(state.plan, partition=part)
     if part.unstructured == "monte_carlo":

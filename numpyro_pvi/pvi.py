@@ -27,6 +27,7 @@ from ._group_lifecycle import (
     rows_of,
 )
 from ._initial import (
+    as_the_solver_takes,
     better_start,
     check_structure,
     default_partitions,
@@ -77,9 +78,7 @@ from .factors import (
     model_layout,
     move_to_prior_factor,
     plan_factors,
-    proved_only,
     split_arguments,
-    with_expectation,
 )
 from .guides import check_guide, family_of, guide_layout
 from .handlers import FullPlates, Partition
@@ -234,9 +233,7 @@ class PVI(SVI):
 
         opening, planned = opening.plan(self, split)
         family = family_of(self.guide, planned.plan.layout.dim)
-        planned = with_expectation(planned, self.solver.expectation, family.full)
-        if self.solver.private:
-            planned = dataclasses.replace(planned, plan=proved_only(planned.plan))
+        planned = as_the_solver_takes(self.solver, planned, family.full)
         plan = Plan(planned.plan, family, opening.signature, tied=self.solver.tied)
         params = initial_params(planned.params, init_params, self.optim is not None)
         optim_state = init_optim(self.optim, self.guide, params)
@@ -264,9 +261,7 @@ class PVI(SVI):
         arrays, outside, proper = start(plan)
         if bool(outside):
             # A correlated Gaussian prior is outside a mean-field family: its latents go to the prior factor.
-            moved = with_expectation(move_to_prior_factor(planned), self.solver.expectation, family.full)
-            if self.solver.private:
-                moved = dataclasses.replace(moved, plan=proved_only(moved.plan))
+            moved = as_the_solver_takes(self.solver, move_to_prior_factor(planned), family.full)
             plan = dataclasses.replace(plan, partition=moved.plan)
             arrays, _, proper = start(plan)
         if not bool(proper) and self.init_sites == "auto" and not streams(self.schedule):
