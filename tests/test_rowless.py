@@ -1,5 +1,6 @@
 """A server that is given no row: clients describe their own, and the fit is that of one process."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,8 +11,8 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro.optim import Adam
 
-from numpyro_pvi import PVI, Partition
-from numpyro_pvi.clients import Client, InProcess, Processes
+from numpyro_pvi import PVI, Partition, _opening
+from numpyro_pvi.clients import Client, Exchange, InProcess, Processes
 from numpyro_pvi.clients._holders import Holders
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.schedules import Sequential, Synchronous
@@ -120,6 +121,31 @@ def test_shapes_are_enough_and_need_not_be_given(gradient):
         pvi.init(KEY, shapes[0])
     with pytest.raises(PVIError, match="under their own labels"):
         PVI(Partition(logistic, "data", LABELS), AutoMultivariateNormal(logistic), runtime=pvi.runtime).init(KEY)
+
+
+def test_structure_that_is_not_proved_is_verified_at_the_clients_rows(monkeypatch):
+    """What holds passes, and was asked for; what does not hold, and no question can be asked without, is named."""
+    asked, look, found = [], Exchange.look, _opening.plan_factors
+
+    def watched(self, how, *rest):
+        asked.append(how["ask"])
+        return look(self, how, *rest)
+
+    def unproved(**taken):
+        def plan(*args, **how):
+            own = found(*args, **how)
+            return dataclasses.replace(own, plan=dataclasses.replace(own.plan, proved=frozenset({"prior"}), **taken))
+
+        monkeypatch.setattr(_opening, "plan_factors", plan)
+
+    monkeypatch.setattr(Exchange, "look", watched)
+    unproved()
+    server(logistic, InProcess(clients=clients_of(logistic, None))).run(KEY, 1, progress_bar=False)
+    assert asked.count("verify") == 1
+    unproved(likelihood="quadratic", terms=())
+    with pytest.raises(PVIError, match="'draws'"):
+        server(logistic, InProcess(clients=clients_of(logistic, None))).run(KEY, 1, progress_bar=False)
+    assert asked.count("verify") == 2
 
 
 def test_what_reads_rows_is_refused_by_name(gradient):
