@@ -128,6 +128,16 @@ def model_latents(name: str, model: Any, plan: Plan) -> Latents:
     return found
 
 
+def harmless(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Arguments that hold nothing with ones for it: setting a guide up, NumPyro refuses distributions of what is no number.
+
+    Args:
+        args: positional arguments (arrays).
+        kwargs: keyword arguments.
+    """
+    return jax.tree.map(lambda x: jnp.nan_to_num(x, nan=1.0) if hasattr(x, "dtype") else x, (args, kwargs))
+
+
 def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
     """Set a guide up that has not seen the model's arguments, as after ``load``. Under ``jit`` it is left alone.
 
@@ -141,11 +151,14 @@ def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
         return
     if is_traced((state, args, kwargs)):
         return
-    enumeration = state.plan.partition.enumeration
+    enumeration, hides = state.plan.partition.enumeration, None
+    if pvi.runtime.elsewhere is not None:
+        (split,) = pvi.runtime.elsewhere.partitions(pvi.model, None)
+        hides, (args, kwargs) = split.without_rows, harmless(args, kwargs)
+    elif enumeration:
+        hides = partial(summed_out, enumeration=enumeration)
     # The key gives the guide starting values, which nothing reads.
-    setup_guide(
-        pvi.guide, jax.random.key(0), args, kwargs, enumeration and partial(summed_out, enumeration=enumeration)
-    )
+    setup_guide(pvi.guide, jax.random.key(0), args, kwargs, hides)
     wanted, found = latents_of(state.plan), guide_latents(pvi.guide)
     if found != wanted:
         raise StateError(

@@ -19,6 +19,7 @@ from numpyro.infer import RenyiELBO
 from ._compiling import Program, Programs, is_traced, level_of, owned_jit
 from ._group_lifecycle import reduced, rows_of
 from ._initial import first_that_fits, warn_of_choice
+from ._saving import harmless
 from ._state import Plan, PVIState
 from .errors import GuideError, PVIError, StateError, lacking
 from .factors import (
@@ -132,6 +133,37 @@ def _over_rows(engine: Any, program: Callable, state: PVIState, dynamic: list, s
     return engine.runtime.over_rows(with_rows, dynamic, axes, state.packing, bare, *others)
 
 
+def refuse_elsewhere(runtime: Runtime, verb: str) -> None:
+    """Raise for what reads rows in this process where it has none.
+
+    Args:
+        runtime: of the fit.
+        verb: the method that was called.
+
+    Raises:
+        PVIError: naming the method.
+    """
+    if runtime.elsewhere is not None:
+        raise PVIError(
+            f"{verb} reads rows, which are with the clients alone, and no question asks for what it would say. Call it on a PVI "
+            "without this runtime where the rows are: a state's q is the same there."
+        )
+
+
+def watched(runtime: Runtime, plan: Plan, run: Callable[[], Any]) -> Any:
+    """What programs give that pass over rows outside of rounds, wherever these are.
+
+    Args:
+        runtime: of the fit.
+        plan: of the fit.
+        run: calls programs.
+
+    Returns:
+        Its value.
+    """
+    return run() if runtime.elsewhere is None else runtime.elsewhere.watched(plan, run)
+
+
 def row_axes(plan: Plan, static: tuple) -> tuple[int | None, ...]:
     """Of every array of the model's arguments, the axis that runs over the rows, or None.
 
@@ -230,9 +262,14 @@ def evidence_of(engine: Any, state: PVIState, arguments: tuple, loss: Callable, 
     dynamic, static = rows_of(state.plan, *arguments)
     fine, state = state.plan.fine or is_traced((state, dynamic)), reduced(state, engine)
     state, dynamic = placed(engine, state, dynamic, static)
-    found = engine.runtime.fetch(evaluate_evidence(engine, state, dynamic, static, fine=fine))
+
+    def at(fine: bool) -> Any:
+        run = partial(evaluate_evidence, engine, state, dynamic, static, fine=fine)
+        return engine.runtime.fetch(watched(engine.runtime, state.plan, run))
+
+    found = at(fine)
     if not fine and bool(found[2]):
-        found = engine.runtime.fetch(evaluate_evidence(engine, state, dynamic, static, fine=True))
+        found = at(True)
     return found[:2] if with_error else found[0]
 
 
@@ -404,6 +441,12 @@ def private_start(init_sites: str, schedule: Any, runtime: Any, optim: Any) -> s
             f"{schedule!r} takes rows as they come and updates agents by them itself, beside the solver's visits that "
             "DifferentialPrivacy clips, noises and counts: write Decentralized(..., mixing='tracking'), or another "
             "schedule."
+        )
+    if runtime.elsewhere is not None:
+        raise PVIError(
+            "clients that have rows of their own describe them before the first visit (structure, log-likelihoods near the "
+            "prior), which DifferentialPrivacy neither noises nor counts: give the server the rows, runtime=Processes() or "
+            "InProcess(), or fit without it."
         )
     if schedule.discards and runtime.traffic is not None:
         raise PVIError(
@@ -586,6 +629,7 @@ class Opening:
         held: discrete latents that q holds, having families.
         partitions: the partition, and those to take if planning refuses it.
         by_value: places of the arguments that the model reads values of.
+        elsewhere: whether the rows are, so that arguments hold nothing.
     """
 
     args: tuple
@@ -602,6 +646,7 @@ class Opening:
     held: tuple[str, ...] = ()
     partitions: tuple[Partition, ...] = ()
     by_value: tuple[int, ...] = ()
+    elsewhere: bool = False
 
     @property
     def signature(self) -> Any:
@@ -610,14 +655,18 @@ class Opening:
 
     def set_up(self, guide: Any) -> None:
         """Run the guide's own set-up eagerly, which fixes its layout."""
-        with explained(guide, self.guide_key, self.args, self.kwargs):
-            setup_guide(
-                guide,
-                self.guide_key,
-                self.args,
-                self.kwargs,
-                self.enumeration and partial(summed_out, enumeration=self.enumeration),
-            )
+        args, kwargs = self.args, self.kwargs
+        if self.elsewhere:
+            args, kwargs = harmless(args, kwargs)
+        with explained(guide, self.guide_key, args, kwargs):
+            setup_guide(guide, self.guide_key, args, kwargs, self.hides)
+
+    @property
+    def hides(self) -> Callable[[Callable], Callable] | None:
+        """What hides from a guide the latents that q does not hold, and rows that are not here; None where there is neither."""
+        if self.elsewhere:
+            return self.partition.without_rows
+        return self.enumeration and partial(summed_out, enumeration=self.enumeration)
 
     def plan(self, pvi: Any, attempt: Callable[[Opening], Planned]) -> tuple[Opening, Planned]:
         """Plan the factors; where that refuses a partition which is not the user's own, the next one is taken.
@@ -676,16 +725,23 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
     pvi._followed.renew_guide(pvi.guide)
     key, guide_key, plan_key = _three_keys(rng_key)
     trace, by_value = trace_arguments(watch := KeyWatch(pvi.model), plan_key, args, kwargs)
+    elsewhere = pvi.runtime.elsewhere is not None
+    if by_value and elsewhere:
+        raise PVIError(
+            "the model reads values of its arguments in Python (to size a plate, say), and the rows are with clients: size it by "
+            "an argument's shape, or pass the number as an argument of its own."
+        )
     if by_value:
         args, kwargs = pvi._arguments(*given, by_value=by_value)
-    check_data(pvi.model, args, kwargs, names)
+    if not elsewhere:
+        check_data(pvi.model, args, kwargs, names)
     refuse_unsupported(trace)
     refuse_randomness(watch, plan_key, args, kwargs)
     partitions = pvi._partitions(trace)
     held = values_held(trace, families)
     call = Opening(args, kwargs, key, guide_key, plan_key, trace, trace, partitions[0], RowAxes(), None, names, held)
     opening, left = first_that_fits(partitions, lambda partition: _split_by(partition, call, pvi.model))
-    return dataclasses.replace(opening, partitions=left, by_value=by_value)
+    return dataclasses.replace(opening, partitions=left, by_value=by_value, elsewhere=elsewhere)
 
 
 def _split_by(partition: Partition, opening: Opening, model: Callable) -> Opening:

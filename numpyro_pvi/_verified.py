@@ -20,7 +20,7 @@ from ._initial import as_the_solver_takes, check_structure, param_values
 from ._numerics import nearly_same
 from ._state import PVIState
 from ._state_marginals import dense_form
-from ._user_inputs import draws_form
+from ._user_inputs import draws_form, watched
 from .errors import PVIError, StateError
 from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
 from .schedules import BY_FACTOR
@@ -277,7 +277,9 @@ def contradictions(pvi: Any, state: PVIState, dynamic: list, static: tuple, anew
         state = dataclasses.replace(state, plan=dataclasses.replace(state.plan, partition=part))
     if not pvi._engine.claims(state.plan):
         return []
-    checks = jax.device_get(verify_arrays(pvi._engine, reduced(state, pvi._engine), dynamic, static, level="cheap"))
+    small = reduced(state, pvi._engine)
+    run = functools.partial(verify_arrays, pvi._engine, small, dynamic, static, level="cheap")
+    checks = jax.device_get(watched(pvi.runtime, state.plan, run))
     found = []
     for claim, check in checks.items():
         with np.errstate(invalid="ignore"):

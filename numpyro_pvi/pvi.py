@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,15 +32,13 @@ from ._initial import (
     better_start,
     check_structure,
     default_partitions,
-    init_optim,
-    initial_params,
     param_values,
-    refuse_nothing_shared,
     spread_params,
     start_mode,
     streams,
     taken,
 )
+from ._opening import begin_fit
 from ._posterior_views import NaturalView, describe, trace_of
 from ._saving import load_state, prepare_guide, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
@@ -51,16 +50,15 @@ from ._user_inputs import (
     check_loss,
     check_run,
     check_state,
-    draws_form,
     evaluate_loss,
     evidence_of,
     float_dtype,
     introduce,
     level_for,
-    open_call,
     placed,
     positional_names,
     private_start,
+    refuse_elsewhere,
     refuse_look,
     refuse_prior_of_rows,
     refuse_two_starts,
@@ -69,18 +67,11 @@ from ._user_inputs import (
     shell_for,
     start_arrays,
     unseen,
+    watched,
 )
 from ._verified import Memory, Verifier, after_update, demoted
-from .factors import (
-    Layout,
-    abstract_trace,
-    as_arrays,
-    model_layout,
-    move_to_prior_factor,
-    plan_factors,
-    split_arguments,
-)
-from .guides import check_guide, family_of, guide_layout
+from .factors import abstract_trace, as_arrays, move_to_prior_factor, split_arguments
+from .guides import check_guide
 from .handlers import FullPlates, Partition
 from .runtime import Engine, RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
@@ -220,31 +211,12 @@ class PVI(SVI):
             DataError: for NaN or infinity in the arguments.
             ImproperError: when q is not normalisable (an improper prior that no data completes).
         """
-        opening = open_call(self, rng_key, args, kwargs)
-        args, kwargs, plan_key = opening.args, opening.kwargs, opening.plan_key
-        opening.set_up(self.guide)
-        own = model_layout(opening.trace)
-        layout = Layout(*guide_layout(self.guide, dict(zip(own.names, own.shapes, strict=True))))
-
-        def split(opening):
-            planned = plan_factors(opening.partition, args, kwargs, key=plan_key, layout=layout)
-            refuse_nothing_shared(planned.plan)
-            return planned
-
-        opening, planned = opening.plan(self, split)
-        family = family_of(self.guide, planned.plan.layout.dim)
-        planned = as_the_solver_takes(self.solver, planned, family.full)
-        plan = Plan(planned.plan, family, opening.signature, tied=self.solver.tied)
-        params = initial_params(planned.params, init_params, self.optim is not None)
-        optim_state = init_optim(self.optim, self.guide, params)
-        dynamic, static = split_arguments(args, kwargs)
-
-        if planned.plan.unstructured == "monte_carlo":
-            form = draws_form(self._engine, plan, planned, dynamic, static, optim_state, plan_key)
-            planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, unstructured=form))
-            plan = dataclasses.replace(plan, partition=planned.plan)
+        begun = begin_fit(self, rng_key, args, kwargs, init_params)
+        opening, planned, plan, optim_state = begun.opening, begun.planned, begun.plan, begun.optim_state
+        family, dynamic, static, plan_key = plan.family, begun.dynamic, begun.static, opening.plan_key
         arguments = dynamic, static
-        plan = choose_rows(self._engine, self.guide, plan, planned, opening.trace, arguments, init_params, plan_key)
+        if self.runtime.elsewhere is None:
+            plan = choose_rows(self._engine, self.guide, plan, planned, opening.trace, arguments, init_params, plan_key)
         how = not self.solver.immediate, planned.plan.mechanism, plan.rows is not None
         packing = self.runtime.lay_out(planned.packing, *how)
         planned = dataclasses.replace(planned, packing=packing)
@@ -256,7 +228,8 @@ class PVI(SVI):
             moments = planned.prior_loc, planned.prior_sd, local
             given = plan, planned.packing, dynamic, static, optim_state
             level = self._level(plan, dynamic, static, often=False)
-            return start_arrays(self._engine, *given, *moments, mode=mode, level=level)
+            run = partial(start_arrays, self._engine, *given, *moments, mode=mode, level=level)
+            return watched(self.runtime, plan, run)
 
         arrays, outside, proper = start(plan)
         if bool(outside):
@@ -597,6 +570,7 @@ class PVI(SVI):
             SkippedGroupError: when no round could absorb the group.
         """
         refuse_look(self.solver, "add_group")
+        refuse_elsewhere(self.runtime, "add_group")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(self._newcomers.add(dense_form(state), label, args, kwargs, num_steps, tol))
 
@@ -622,6 +596,7 @@ class PVI(SVI):
             StateError, DataError, SkippedGroupError: as of :meth:`add_group`.
         """
         refuse_look(self.solver, "revisit")
+        refuse_elsewhere(self.runtime, "revisit")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(self._newcomers.revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
 
@@ -671,6 +646,7 @@ class PVI(SVI):
             ImproperError: when q is not normalisable.
         """
         refuse_look(self.solver, "prequential")
+        refuse_elsewhere(self.runtime, "prequential")
         args, kwargs = self._arguments(args, kwargs, state)
         rows = self._newcomers.count(state, "the rows to be predicted", args, kwargs)
         fixed = self.model, dense_form(state), args, kwargs, self._param_values(state), sum(rows.values())
@@ -705,6 +681,7 @@ class PVI(SVI):
             Yao et al., Yes, but Did It Work?: Evaluating Variational Inference, section 3.
         """
         refuse_look(self.solver, "khat")
+        refuse_elsewhere(self.runtime, "khat")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
@@ -731,6 +708,7 @@ class PVI(SVI):
             values. Without a server the group ``agents`` has every agent's own marginals.
         """
         refuse_look(self.solver, "to_arviz")
+        refuse_elsewhere(self.runtime, "to_arviz")
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         args, kwargs = self._checked_arguments(state, args, kwargs)
         model, params = FullPlates(state.plan.partition.model(self.model)), self.get_params(state)
@@ -834,7 +812,10 @@ class PVI(SVI):
         if state is not None:
             check_state(state)
             by_value = state.plan.signature.by_value
-        args, kwargs = as_arrays(args, {**self.static_kwargs, **kwargs}, positional_names(self.model), by_value)
+        kwargs, names = {**self.static_kwargs, **kwargs}, positional_names(self.model)
+        if (elsewhere := self.runtime.elsewhere) is not None:
+            args, kwargs = elsewhere.arguments(args, kwargs, names)
+        args, kwargs = as_arrays(args, kwargs, names, by_value)
         self._followed.compare(self.model, args, kwargs)
         return args, kwargs
 
@@ -848,6 +829,8 @@ class PVI(SVI):
 
     def _partitions(self, trace: dict) -> tuple[Partition, ...]:
         """The partition that the user gave, or those that stand in for it, the first choice first."""
+        if (elsewhere := self.runtime.elsewhere) is not None:
+            return elsewhere.partitions(self.model, self.partition)
         return (self.partition,) if self.partition else default_partitions(self.model, trace, self.num_groups)
 
     def _param_values(self, state: PVIState) -> dict:

@@ -617,14 +617,20 @@ MESSAGES: dict[str, dict[str, Any]] = {
     # The client could not do what it was asked, in its own words.
     "refusal": {**_ANSWER, "why": str},
     "stop?": _ASK,
+    # Of a client that has its rows from somewhere else: what they look like and, with a random key, what was found of them.
+    "describe?": {**_ASK, "key": tuple},
+    "describe": {**_ANSWER, "facts": dict},
+    # What all clients are to take their rows for; answered with a "hello".
+    "plan?": {**_ASK, "key": tuple, "taken": dict},
 }
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, types: dict[str, type] | None = None) -> bytes:
     """A message's bytes.
 
     Args:
         message: of a kind and with the fields of :data:`MESSAGES`; arrays may be NumPy's or JAX's, and keys typed ones.
+        types: dataclasses and NamedTuples that may occur, by name; none by default.
 
     Returns:
         One frame.
@@ -633,16 +639,17 @@ def encode(message: Message) -> bytes:
         WireError: for what no message holds.
     """
     _check(message)
-    encoder = Encoder({})
+    encoder = Encoder(types or {})
     fields = {name: encoder.node(value, f"{message.kind}.{name}") for name, value in message.fields.items()}
     return b"".join(frame(_FORM, {"kind": message.kind, "fields": fields}, encoder.arrays))
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes, types: dict[str, type] | None = None) -> Message:
     """The message that some bytes are.
 
     Args:
         data: one frame.
+        types: dataclasses and NamedTuples that may occur, by name; none by default.
 
     Returns:
         The message; arrays are NumPy's and cannot be written to.
@@ -667,7 +674,7 @@ def decode(data: bytes) -> Message:
         raise WireError(
             f"a message has the fields {sorted(map(str, header))}, where kind and fields are known.", "value"
         )
-    decoder = Decoder({}, arrays)
+    decoder = Decoder(types or {}, arrays)
     try:
         fields = {name: decoder.value(node) for name, node in header["fields"].items()}
     except WireError:

@@ -47,6 +47,7 @@ _SHELL = (
     "_exponential_pvi",
     "_group_lifecycle",
     "_initial",
+    "_opening",
     "_posterior_views",
     "_saving",
     "_state_marginals",

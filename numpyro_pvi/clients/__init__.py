@@ -2,7 +2,18 @@
 
 from ._client import Respondent
 from ._exchange import Exchange, Traffic, Transport
+from ._own import Client
 from ._ray import Ray
 from ._runtimes import ClientsRuntime, InProcess, Processes
 
-__all__ = ["ClientsRuntime", "Exchange", "InProcess", "Processes", "Ray", "Respondent", "Traffic", "Transport"]
+__all__ = [
+    "Client",
+    "ClientsRuntime",
+    "Exchange",
+    "InProcess",
+    "Processes",
+    "Ray",
+    "Respondent",
+    "Traffic",
+    "Transport",
+]

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..errors import PVIError
+from ..errors import PVIError, WireError
 from ..runtime import Answers
 from ..wire import KeyData, Message, decode, digest_of, encode
+from ._exchange import RECORDS
 
 
 class Respondent:
@@ -21,14 +22,20 @@ class Respondent:
 
     Args:
         label: the group's label.
-        answers: the programs over its rows.
+        answers: the programs over its rows; None where they are still to be made.
         facts: what it says of itself.
     """
 
-    def __init__(self, label: Hashable, answers: Answers, facts: dict[str, Any]):
-        self.label, self.facts, self._answers = label, facts, answers
-        self._memory = answers.first_memory
+    def __init__(self, label: Hashable, answers: Answers | None, facts: dict[str, Any]):
+        self.label, self.facts = label, facts
         self._version, self._last = 0, ("", 0, b"")
+        self._answers: Any = None
+        self._memory: Any = ()
+        if answers is not None:
+            self._take_up(answers)
+
+    def _take_up(self, answers: Answers) -> None:
+        self._answers, self._memory = answers, answers.first_memory
 
     def answer(self, data: bytes) -> bytes | None:
         """The answer to a question.
@@ -42,7 +49,7 @@ class Respondent:
         Raises:
             WireError: for bytes that are no message; nothing was done.
         """
-        ask = decode(data)
+        ask = decode(data, RECORDS)
         run, sequence, label = (ask.fields[name] for name in ("run", "sequence", "label"))
         last_run, last_sequence, last = self._last
         if run == last_run and sequence <= last_sequence:
@@ -54,7 +61,10 @@ class Respondent:
             kind, fields, after = self._reply(ask)
         except (PVIError, ValueError, TypeError, KeyError, IndexError) as error:
             return encode(Message("refusal", head | {"why": str(error)[:1000]}))
-        found = encode(Message(kind, head | fields))
+        try:
+            found = encode(Message(kind, head | fields), RECORDS)
+        except WireError as error:
+            return encode(Message("refusal", head | {"why": str(error)[:1000]}))
         self._memory, self._version = after
         self._last = run, sequence, found
         return found
@@ -63,8 +73,11 @@ class Respondent:
         same = self._memory, self._version
         if ask.kind == "hello?":
             return "hello", {"facts": self.facts}, same
+        if self._answers is None:
+            raise PVIError("it has not been told what its rows are to be taken for")
         if ask.kind == "look?":
-            return "look", {"found": _numbers(self._answers.look(ask.fields["how"], ask.fields["q"]))}, same
+            told = ask.fields["how"], ask.fields["q"], ask.fields["rest"]
+            return "look", {"found": _numbers(self._answers.look(*told))}, same
         if ask.kind == "visit?":
             return self._visit(ask.fields)
         raise PVIError(f"a message {ask.kind!r} is no question that a client answers")

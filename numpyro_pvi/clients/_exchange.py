@@ -12,8 +12,29 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..errors import ClientError, WireError
+from ..factors import (
+    ArgumentSignature,
+    DerivedLeaf,
+    Enumeration,
+    Layout,
+    LeafSignature,
+    LocalLayout,
+    PartitionPlan,
+    Predictor,
+    Reading,
+    TermSpec,
+)
+from ..handlers import GroupTable, RowAxes
 from ..wire import KeyData, Message, decode, digest_of, encode
 
+# What plans are made of: all records that a message may hold.
+RECORDS = {
+    kind.__name__: kind
+    for kind in (
+        *(ArgumentSignature, DerivedLeaf, Enumeration, GroupTable, Layout, LeafSignature, LocalLayout, PartitionPlan),
+        *(Predictor, Reading, RowAxes, TermSpec),
+    )
+}
 # Relative asymmetry of a site's precision that is rounding.
 _ASYMMETRY = {"float32": 1e-4, "float64": 1e-10}
 
@@ -111,15 +132,43 @@ class Exchange:
         found = self._ask({place: ("hello?", {}) for place in range(len(self.labels))}, "hello")
         return [found[place].fields["facts"] for place in range(len(self.labels))]
 
-    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple) -> tuple:
+    def describe(self, key: KeyData | None = None) -> list[dict[str, Any]]:
+        """What clients that have their own rows say of them.
+
+        Args:
+            key: random key of the points at which structure is looked for; None asks for shapes only.
+
+        Returns:
+            Facts by place.
+        """
+        fields = {"key": () if key is None else (key,)}
+        found = self._ask(dict.fromkeys(range(len(self.labels)), ("describe?", fields)), "describe")
+        return [found[place].fields["facts"] for place in range(len(self.labels))]
+
+    def agree(self, key: KeyData, taken: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell clients what their rows are to be taken for.
+
+        Args:
+            key: as of :meth:`describe`, for a client that does not remember.
+            taken: what all agree on.
+
+        Returns:
+            What every client says of itself from then on, as of :meth:`hello`.
+        """
+        fields = {"key": (key,), "taken": taken}
+        found = self._ask(dict.fromkeys(range(len(self.labels)), ("plan?", fields)), "hello")
+        return [found[place].fields["facts"] for place in range(len(self.labels))]
+
+    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
         places, how = range(len(self.labels)), dict(how)
-        fresh, name = how.pop("fresh"), _name_of(how)
+        fresh, name = how.pop("fresh", True), _name_of(how)
 
         def ask() -> list[tuple]:
             idle = [place for place in places if fresh or place not in self._errands or name not in self._seen[place]]
             if idle:
-                found = self._ask(dict.fromkeys(idle, ("look?", {"how": how, "q": shared, "rest": ()})), "look")
+                asks = {m: ("look?", {"how": how, "q": shared, "rest": _row(own, m)}) for m in idle}
+                found = self._ask(asks, "look")
                 for place in idle:
                     answer = found[place].fields["found"]
                     self._check_shapes(place, answer, shapes, "what it sees at q")
@@ -269,7 +318,7 @@ class Exchange:
             self._forget(place)
             self._sequence[place] += 1
             head = {"run": self.run, "sequence": self._sequence[place], "label": self.labels[place]}
-            frames[place] = encode(Message(kind, head | fields))
+            frames[place] = encode(Message(kind, head | fields), RECORDS)
         found: dict[int, Message] = {}
         for attempt in range(self.tries):
             for place in frames.keys() - found.keys():
@@ -296,7 +345,7 @@ class Exchange:
         """Take one answer, or drop it."""
         self._count(received=len(data))
         try:
-            message = decode(data)
+            message = decode(data, RECORDS)
         except WireError:
             # As good as lost: the question is repeated.
             self._count(damaged=1)

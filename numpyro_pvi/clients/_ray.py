@@ -23,7 +23,8 @@ from ..factors import split_arguments
 from ..wire import digest_of
 from ._client import Respondent
 from ._exchange import Exchange, Traffic
-from ._runtimes import ClientsRuntime, Share
+from ._runtimes import ClientsRuntime
+from ._share import Share
 
 # A question that was handed to an actor less than this share of the wait ago is not yet overdue: its actor was begun anew for
 # another group's sake.

@@ -5,103 +5,31 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import multiprocessing
 import multiprocessing.connection
 import pickle
 import queue
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ClientError, PVIError, WireError
-from ..factors import choose_chunk_rows, join_arguments, pack_rows, split_arguments
-from ..handlers import one_group_table
-from ..runtime import Answers, Engine, RemoteEngine, RuntimeDefaults, Vmap, programs_of
+from ..handlers import labels_table
+from ..runtime import Engine, RemoteEngine, RowlessEngine, RuntimeDefaults, Vmap
 from ._client import Respondent
 from ._exchange import Exchange, Traffic, Transport
+from ._holders import Holders, agree_on
+from ._own import Client
+from ._share import Share, shares_of
 
 # Largest message that is taken off a pipe.
 _MOST_BYTES = 1 << 31
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """All that one client is given: its rows, and what the fit is made of. Nothing of other groups."""
-
-    label: Hashable
-    model: Any
-    solver: Any
-    num_particles: int
-    plan: Any
-    packing: Any
-    arrays: list
-    static: tuple
-    prior: tuple
-
-    def respondent(self, known: dict[Any, Any]) -> Respondent:
-        """The client that answers for these rows.
-
-        Args:
-            known: programs of other clients, which serve this one where it differs from them in its rows only.
-        """
-        engine = Engine(self.model, self.solver, None, Vmap(), None, self.num_particles)  # type: ignore[arg-type]
-        key = self.model, self.solver, self.num_particles, self.plan, self.static
-        made = known.get(key) or (programs_of(engine, self.plan, self.static), None)
-        answers = Answers(engine, self.plan, self.packing, self.arrays, self.prior, made[0])
-        step = answers.tells_step() if made[1] is None else made[1]
-        known[key] = made[0], step
-        part = self.plan.partition
-        facts = {
-            "rows": part.table.num_rows,
-            "latents": tuple((n, tuple(s)) for n, s in zip(part.layout.names, part.layout.shapes, strict=True)),
-            "family": type(self.plan.family).__name__,
-            "dtype": str(answers.dtype),
-            "structure": part.likelihood,
-            "step": step,
-        }
-        return Respondent(self.label, answers, facts)
-
-
-def shares_of(engine: Any, state: Any, dynamic: list, static: tuple) -> list[Share]:
-    """Deal a fit's rows out to its groups.
-
-    Args:
-        engine: the fit's choices.
-        state: a state, reduced but for its labels.
-        dynamic: arrays of the model's arguments.
-        static: the static leaves.
-
-    Returns:
-        One entry per group.
-    """
-    part, packing = state.plan.partition, jax.device_get(state.packing)
-    leaves, structure = jax.tree.flatten(join_arguments([np.asarray(x) for x in dynamic], static))
-    prior = jax.device_get((state.prior, state.exact))
-    found = []
-    for place, label in enumerate(part.table.labels):
-        mine = packing.chunk_group == place
-        rows = packing.rows[mine][packing.mask[mine]]
-        taken = [x if a is None else np.take(x, rows, axis=a) for x, a in zip(leaves, part.reading.axes, strict=True)]
-        arrays, kept = split_arguments(
-            *structure.unflatten([jnp.asarray(x) if hasattr(x, "dtype") else x for x in taken])
-        )
-        table = one_group_table(0, len(rows))
-        own = pack_rows(table, choose_chunk_rows(table.sizes, dim=part.layout.dim))
-        shape = {"chunk_rows": own.rows.shape[1], "num_chunks": own.rows.shape[0]}
-        plan = dataclasses.replace(state.plan, partition=dataclasses.replace(part, table=table, **shape))
-        given = [np.asarray(x) for x in arrays]
-        found.append(
-            Share(
-                label, engine.model, engine.solver, engine.num_particles, plan, jax.device_get(own), given, kept, prior
-            )
-        )
-    return found
 
 
 class Line:
@@ -111,6 +39,11 @@ class Line:
         self.exchange: Exchange | None = None
         self.tells_step = False
         self.known: dict[Any, Any] = {}
+        # Of clients that have their own rows: what they said of them, what stands in for these, and what was agreed on.
+        self.described: list[dict[str, Any]] | None = None
+        self.stands: Any = None
+        self.place: Any = None
+        self.taken: Any = None
         self._key: Any = None
         self._before = Traffic()
 
@@ -124,9 +57,9 @@ class Line:
         now = Traffic() if self.exchange is None else self.exchange.traffic
         return Traffic(*(a + b for a, b in zip(self._before, now, strict=True)))
 
-    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple) -> tuple:
+    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
-        return self._open.look(how, shared, shapes)
+        return self._open.look(how, shared, shapes, own)
 
     def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.visit`."""
@@ -160,7 +93,7 @@ class Line:
         exchange = connect()
         try:
             facts = exchange.hello()
-            _agree(exchange.labels, facts)
+            agree_on(exchange.labels, facts, ("rows",))
         except BaseException:
             exchange.close()
             raise
@@ -171,19 +104,7 @@ class Line:
         if self.exchange is not None:
             self._before = self.traffic
             self.exchange.close()
-        self.exchange = None
-
-
-def _agree(labels: tuple, facts: list[dict[str, Any]]) -> None:
-    """Raise where clients do not see one model."""
-    for label, said in zip(labels, facts, strict=True):
-        for name, value in said.items():
-            if name != "rows" and value != facts[0][name]:
-                raise ClientError(
-                    f"client {label!r} says {name} = {value!r}, and client {labels[0]!r} {facts[0][name]!r}: they are not of "
-                    "one model, guide and solver.",
-                    label,
-                )
+        self.exchange = self.taken = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -242,7 +163,18 @@ class ClientsRuntime(RuntimeDefaults):
                 "components of q: use a Gaussian guide, or leave runtime out."
             )
         given = (engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles)
-        return RemoteEngine(*given, network=self._line)
+        kind = RemoteEngine if self.elsewhere is None else RowlessEngine
+        return kind(*given, network=self._line)
+
+    @property
+    def labels(self) -> tuple[Hashable, ...]:
+        """Of clients that have their own rows, in the order of their places; none where rows are dealt out to clients."""
+        return ()
+
+    @property
+    def elsewhere(self) -> Any:
+        """Who has the rows, where clients have their own."""
+        return Holders(self) if self.labels else None
 
     def call(
         self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
@@ -255,6 +187,12 @@ class ClientsRuntime(RuntimeDefaults):
             )
         # What no client answers is refused before any is begun.
         engine.refuse(state)
+        if self.elsewhere is not None:
+            if int(state.step) == 0 and self._line.exchange is not None:
+                self._line.recall()
+            return self.elsewhere.watched(
+                state.plan, functools.partial(program, engine, state, dynamic, static, *rest, **options)
+            )
         key = engine.model, engine.solver, engine.num_particles, _key_of(state, dynamic, static)
         self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
         if int(state.step) == 0:
@@ -271,6 +209,14 @@ class ClientsRuntime(RuntimeDefaults):
 
         Args:
             shares: one client's each.
+
+        Returns:
+            The conversation with them.
+        """
+        raise NotImplementedError
+
+    def open(self) -> Exchange:
+        """Begin to talk with clients that have their own rows, in the order of :attr:`labels`.
 
         Returns:
             The conversation with them.
@@ -337,26 +283,46 @@ class InProcess(ClientsRuntime):
         wait: see :class:`Processes`.
         tries: likewise.
         through: a transport to one that takes its place, such as one that loses messages; None leaves it.
+        clients: clients that have their own rows, so that the fit is given none: :class:`Client`, one a group. None deals the
+            rows that the fit is given out to clients of its own.
     """
 
     through: Callable[[Transport], Transport] | None = None
+    clients: tuple[Client, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        order = in_order(self, [client.label for client in self.clients])
+        object.__setattr__(self, "clients", tuple(self.clients[i] for i in order))
+
+    @property
+    def labels(self) -> tuple[Hashable, ...]:
+        """See :attr:`ClientsRuntime.labels`."""
+        return tuple(client.label for client in self.clients)
+
+    def open(self) -> Exchange:
+        """See :meth:`ClientsRuntime.open`."""
+        return self._talk(list(self.clients))
+
+    def _talk(self, respondents: list[Any]) -> Exchange:
+        nearby: Transport = Nearby(respondents)
+        transport = nearby if self.through is None else self.through(nearby)
+        return Exchange(tuple(one.label for one in respondents), transport, self.wait, self.tries)
 
     def connect(self, shares: list[Share]) -> Exchange:
         """See :meth:`ClientsRuntime.connect`."""
         # Programs outlive a conversation: after an error nothing is compiled again.
-        nearby: Transport = Nearby([share.respondent(self._line.known) for share in shares])
-        transport = nearby if self.through is None else self.through(nearby)
-        return Exchange(tuple(share.label for share in shares), transport, self.wait, self.tries)
+        return self._talk([share.respondent(self._line.known) for share in shares])
 
 
 class Pipes:
     """Clients in processes of their own, one a group, over pipes; they end with this process, or when they are let go.
 
     Args:
-        shares: what each is given.
+        shares: what each is made from, with its label: a :class:`Share`, or a :class:`Maker`.
     """
 
-    def __init__(self, shares: list[Share]):
+    def __init__(self, shares: list[Any]):
         context = multiprocessing.get_context("spawn")
         self._labels = [share.label for share in shares]
         self._here, self._children = [], []
@@ -429,12 +395,32 @@ def _close_all() -> None:
         pipes.close()
 
 
-def serve(pipe: Any, share: Share, settings: dict[str, Any]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """Makes a client in its own process, from rows that only that one has."""
+
+    label: Hashable
+    make: Callable[[], Client]
+
+    def respondent(self, known: dict[Any, Any]) -> Client:
+        """The client.
+
+        Raises:
+            PVIError: for one of another label.
+        """
+        del known
+        client = self.make()
+        if client.label != self.label:
+            raise PVIError(f"what was to make client {self.label!r} has made {client.label!r}.")
+        return client
+
+
+def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
     """What a client's process does: answer until its pipe is closed.
 
     Args:
         pipe: its end.
-        share: its rows and the rest of what it is given.
+        share: what it is made from: its rows and the rest of what it is given, or what loads them.
         settings: of JAX.
     """
     for name, value in settings.items():
@@ -464,11 +450,57 @@ class Processes(ClientsRuntime):
     Args:
         wait: seconds after which a question is repeated; a first question compiles the client's programs.
         tries: times that a question is sent before its client counts as gone.
+        clients: by label, what makes a :class:`Client` in its own process, from rows that only that process has: a function of a
+            module, or a ``functools.partial`` of one. The fit is then given no rows. None deals out those that it is given.
 
     Raises:
         PVIError: on construction, for a wait or a number of tries that is not positive.
     """
 
+    clients: Mapping[Hashable, Callable[[], Client]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        super().__post_init__()
+        made = list(self.clients.items())
+        order = in_order(self, [label for label, _ in made])
+        object.__setattr__(self, "clients", dict(made[i] for i in order))
+
+    @property
+    def labels(self) -> tuple[Hashable, ...]:
+        """See :attr:`ClientsRuntime.labels`."""
+        return tuple(self.clients)
+
     def connect(self, shares: list[Share]) -> Exchange:
         """See :meth:`ClientsRuntime.connect`."""
+        return self._talk(shares)
+
+    def open(self) -> Exchange:
+        """See :meth:`ClientsRuntime.open`."""
+        return self._talk([Maker(label, make) for label, make in self.clients.items()])
+
+    def _talk(self, shares: list[Any]) -> Exchange:
         return Exchange(tuple(share.label for share in shares), Pipes(shares), self.wait, self.tries)
+
+
+def in_order(runtime: Any, labels: list[Hashable]) -> list[int]:
+    """Places of clients in the order that a fit has groups in.
+
+    Args:
+        runtime: whose they are, for the message.
+        labels: as given.
+
+    Returns:
+        Positions.
+
+    Raises:
+        PVIError: for two of one label.
+    """
+    if not labels:
+        return []
+    found = labels_table(labels).labels
+    if len(found) != len(labels):
+        twice = next(label for label in found if labels.count(label) > 1)
+        raise PVIError(
+            f"{type(runtime).__name__}(clients=...): two clients have the label {twice!r}; every group has one."
+        )
+    return [labels.index(label) for label in found]

@@ -28,7 +28,7 @@ from ._log_densities import (
     take_rows,
     with_values_held,
 )
-from ._mechanism import HOSTILE
+from ._mechanism import HOSTILE, row_arguments
 from ._model import (
     Enumeration,
     FlatLatents,
@@ -89,6 +89,7 @@ Partition.planner = staticmethod(make_plan)
 __all__ = [
     "GAUSSIAN",
     "choose_chunk_rows",
+    "row_arguments",
     "pack_rows",
     "base_distribution",
     "is_observed",

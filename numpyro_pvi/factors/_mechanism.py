@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from ..errors import PartitionError
 from ..handlers import GroupTable, Partition, RowAxes
@@ -108,21 +109,33 @@ def _coupling_advice(reading: Reading, sliced: tuple[str, ...]) -> str:
     )
 
 
-def is_hostile(probe: Probe) -> bool:
-    """Whether densities under the prior are of no use to start a fit from.
+def densities_nearby(probe: Probe) -> Float[np.ndarray, "K"]:
+    """Log-likelihoods of all rows within three prior sds, in nats: those of several sets of rows at the same points add up.
 
     Args:
         probe: values at the probe points.
 
     Returns:
-        True when one is not finite within ten prior sds, or rows are a thousand times less likely at some point within three,
-        on either side, than at the best one.
+        One number a point, to both sides of the prior's location last; NaN where one is not finite within ten prior sds.
     """
     near, nearer = (np.flatnonzero(np.tile(ray_steps() <= reach, probe.rays.blocks)) for reach in (10.0, 3.0))
-    if not all(np.all(np.isfinite(v[near])) for v in (*probe.rows.values(), *probe.latents.values())):
-        return True
     sizes = (v[nearer].reshape(nearer.size, -1).sum(axis=1, dtype=np.float64) for v in probe.rows.values())
-    total = np.abs(np.append(sum(sizes, start=np.zeros(nearer.size)), probe.sides.astype(np.float64)))
+    total = np.append(sum(sizes, start=np.zeros(nearer.size)), probe.sides.astype(np.float64))
+    if not all(np.all(np.isfinite(v[near])) for v in (*probe.rows.values(), *probe.latents.values())):
+        total = np.full_like(total, np.nan)
+    return total
+
+
+def is_hostile(nearby: Float[np.ndarray, "K"]) -> bool:
+    """Whether densities under the prior are of no use to start a fit from.
+
+    Args:
+        nearby: as :func:`densities_nearby` gives them.
+
+    Returns:
+        True when one is not finite, or rows are a thousand times less likely at some point than at the best one.
+    """
+    total = np.abs(nearby)
     return not np.all(np.isfinite(total)) or bool(np.max(total) > HOSTILE * np.min(total))
 
 
@@ -209,6 +222,47 @@ def choose_reading(
     if not partition.by_default or attempt.work() > _CHEAP_WORK:
         warnings.warn(f"{attempt.where}: {cost}", stacklevel=2)
     return dataclasses.replace(read, reason=cost) if partition.by_default else read
+
+
+def row_arguments(
+    partition: Partition, model: Callable, args: tuple, kwargs: dict, size: int
+) -> tuple[tuple[int | None, ...], tuple[str, ...]]:
+    """Which arguments are per row: those that say so by ``data_axes``, else those whose leading axis has as many entries.
+
+    Args:
+        partition: the model with its grouping.
+        model: the NumPyro model, whose parameters have names.
+        args: positional arguments (arrays).
+        kwargs: keyword arguments.
+        size: rows.
+
+    Returns:
+        Of every leaf the axis that runs over the rows, or None; and the names of those that have one.
+
+    Raises:
+        PartitionError: where ``data_axes`` names an axis of another length.
+    """
+    names = _parameter_names(model, len(args))
+    paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    wanted = dict(partition.data_axes or {})
+    axes, sliced = [], []
+    for path, leaf in paths:
+        key = path[1].key if path[0].idx == 1 else path[1].idx
+        name = key if isinstance(key, str) else names.get(key, key)
+        shown = str(name) + jax.tree_util.keystr(path[2:])
+        axis: int | None = None
+        if name in wanted or key in wanted:
+            axis = wanted.get(name, wanted.get(key))
+        elif hasattr(leaf, "shape") and leaf.ndim and leaf.shape[0] == size:
+            axis = 0
+        if axis is not None and (not hasattr(leaf, "shape") or leaf.ndim <= axis or leaf.shape[axis] != size):
+            raise PartitionError(
+                f"data_axes says that argument {shown!r} runs over the plate on axis {axis}, but it does not."
+            )
+        axes.append(axis)
+        if axis is not None:
+            sliced.append(shown)
+    return tuple(axes), tuple(sliced)
 
 
 def _double(x: Any) -> Any:
@@ -312,28 +366,8 @@ class _Attempt:
 
     def data_axes(self) -> tuple[tuple[int | None, ...], tuple[str, ...]]:
         """Axes of the arguments that run over the rows, and the names of those arguments."""
-        size = self.table.num_rows
-        names = _parameter_names(self.call.model, len(self.call.args))
-        paths, _ = jax.tree_util.tree_flatten_with_path((self.call.args, self.call.kwargs))
-        wanted = dict(self.partition.data_axes or {})
-        axes, sliced = [], []
-        for path, leaf in paths:
-            key = path[1].key if path[0].idx == 1 else path[1].idx
-            name = key if isinstance(key, str) else names.get(key, key)
-            shown = str(name) + jax.tree_util.keystr(path[2:])
-            axis: int | None = None
-            if name in wanted or key in wanted:
-                axis = wanted.get(name, wanted.get(key))
-            elif hasattr(leaf, "shape") and leaf.ndim and leaf.shape[0] == size:
-                axis = 0
-            if axis is not None and (not hasattr(leaf, "shape") or leaf.ndim <= axis or leaf.shape[axis] != size):
-                raise PartitionError(
-                    f"data_axes says that argument {shown!r} runs over the plate on axis {axis}, but it does not."
-                )
-            axes.append(axis)
-            if axis is not None:
-                sliced.append(shown)
-        return tuple(axes), tuple(sliced)
+        call = self.call
+        return row_arguments(self.partition, call.model, call.args, call.kwargs, self.table.num_rows)
 
     def _try_chunk(self, reading: Reading, length: int, sliced: tuple[str, ...]) -> None:
         if reading.mechanism == "args" and not sliced:

@@ -24,7 +24,7 @@ from ..handlers import FullPlates, Partition, RowAxes, refuse_latents
 from ._arguments import as_arrays, check_finite_arguments, is_dynamic, join_arguments, split_arguments
 from ._chunks import GroupMasks, Packing
 from ._enumerate import check_enumerated, enumerated
-from ._mechanism import choose_reading, is_hostile
+from ._mechanism import choose_reading, densities_nearby, is_hostile
 from ._model import DrawImproper, Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed, site_log_prob
 from ._plan import PartitionPlan
 from ._probe import Probe, draw_trace
@@ -160,8 +160,13 @@ class Planned:
     # The same of the local latents, Float[U K]; None when there are none.
     local_loc: np.ndarray | None = None
     local_sd: np.ndarray | None = None
-    # Whether densities under the prior are of no use to start from: not finite, or a thousand times worse than at best.
-    hostile: bool = False
+    # Log-likelihoods of the rows near the prior's location, nats: see ``densities_nearby``.
+    nearby: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
+
+    @property
+    def hostile(self) -> bool:
+        """Whether densities under the prior are of no use to start from: not finite, or a thousand times worse than at best."""
+        return is_hostile(self.nearby)
 
 
 def make_plan(partition: Partition, args: tuple, kwargs: dict) -> PartitionPlan:
@@ -243,7 +248,7 @@ def plan_factors(
         plan = dataclasses.replace(plan, likelihood="local", terms=(), proved=plan.proved - {"likelihood"})
     params = {n: v for n, v in probe.params.items() if n in plan.params}
     own = (None, None) if probe.local is None else (probe.local.loc, probe.local.sd)
-    return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params, *own, hostile=is_hostile(probe))
+    return Planned(plan, packing, probe.prior_loc, probe.prior_sd, params, *own, nearby=densities_nearby(probe))
 
 
 def with_expectation(planned: Planned, expectation: str, full: bool = True) -> Planned:

@@ -544,6 +544,17 @@ class Partition(Messenger):
             raise PartitionError("for_group(None): write a label, or PRIOR for none of the groups' terms.")
         return self._copy(group=checked_group(group, self._splits))
 
+    def without_rows(self, fn: Callable[..., Any]) -> "Partition":
+        """A model without what its rows say: `PRIOR`'s restriction of this partition of it.
+
+        Args:
+            fn: The model.
+
+        Returns:
+            A new handler; this one is left as it was.
+        """
+        return self._copy(fn=fn, group=PRIOR)
+
     def resolve(self, plate_size: int, plate: str | None = None) -> GroupTable:
         """Table of groups for a plate of the given size.
 

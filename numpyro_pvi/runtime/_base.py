@@ -16,6 +16,66 @@ from ..expectations import Expected, add_expected, sum_by_group
 from ..sites import take
 
 
+class Elsewhere(Protocol):
+    """Who has the rows of a fit whose server has none, as the server asks them before and between rounds."""
+
+    def arguments(self, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
+        """What stands in for the model's arguments: arrays of the rows' shapes that hold nothing.
+
+        Args:
+            args: positional arguments as the user gave them, of which no per-row array is read; nothing at all where the holders
+                say what the arguments are.
+            kwargs: keyword arguments, likewise.
+            names: of the positional ones, for messages.
+
+        Raises:
+            PVIError: where they do not fit what the holders have.
+        """
+        ...
+
+    def partitions(self, model: Callable, given: Any) -> tuple:
+        """The model with its rows in the groups of their holders.
+
+        Args:
+            model: the NumPyro model.
+            given: the user's Partition, or None.
+
+        Raises:
+            PVIError: for a partition of the user's own: the holders' labels are the groups.
+        """
+        ...
+
+    def plan(self, pvi: Any, layout: Any, family: Any, arguments: tuple, key: Any) -> Any:
+        """How every holder's rows are to be taken, agreed from what each has found at its own.
+
+        Args:
+            pvi: the fit.
+            layout: the latents in the guide's order.
+            family: of q.
+            arguments: ``(args, kwargs, signature)``, what stands in for the rows.
+            key: random key of the points that structure is looked for at.
+
+        Returns:
+            A :class:`numpyro_pvi.factors.Planned`, the solver's expectation put in.
+
+        Raises:
+            PVIError: naming what does not go, or the holders that disagree.
+        """
+        ...
+
+    def watched(self, plan: Any, run: Callable[[], Any]) -> Any:
+        """Run programs that ask the holders in their course; what went wrong there is raised here.
+
+        Args:
+            plan: of the fit.
+            run: calls programs.
+
+        Returns:
+            Its value.
+        """
+        ...
+
+
 @runtime_checkable
 class Runtime(Protocol):
     """Map a chunk-level or group-level computation over all groups; what every implementor owes.
@@ -131,6 +191,11 @@ class Runtime(Protocol):
         """What a progress bar says of those that answer for the groups; empty where nobody else does."""
         ...
 
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Who has the rows where this process has none; None where the model's arguments are the rows."""
+        ...
+
     def engine(self, engine: Any) -> Any:
         """The engine that runs a fit: the one given where programs that are compiled here pass over the rows.
 
@@ -234,6 +299,7 @@ class RuntimeDefaults:
     by_label: Any = False
     traffic: Any = None
     workers: Any = ""
+    elsewhere: Any = None
 
     def engine(self, engine: Any) -> Any:
         """The engine as it is."""

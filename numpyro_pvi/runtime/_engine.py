@@ -349,19 +349,28 @@ class Engine(FitsParams):
         part = plan.partition
         params = self.constrain(plan, args, kwargs, optim_state)
         whole = whole_call(self.model, part, args, kwargs, params)
-
-        def numbers(call: ModelCall) -> list[Array]:
-            found = jax.tree.leaves(self.exact_prior(plan, call)[0]), exact_log_constant(call, part.exact)
-            if not part.has_prior_factor:
-                return jax.tree.leaves(found)
-            own = [
-                prior_factor_log_density(call, loc + x, part.prior_latents, part.outside, part.rows) for x in (0, 0.5)
-            ]
-            return jax.tree.leaves((found, own))
-
-        seen = numbers(whole), numbers(part.reading.call(whole, take(packing.chunks, 0)))
+        chunk = part.reading.call(whole, take(packing.chunks, 0))
+        seen = self.prior_numbers(plan, whole, loc), self.prior_numbers(plan, chunk, loc)
         gaps = jnp.stack([jnp.max(jnp.abs(a - b)) for a, b in zip(*seen, strict=True)])
         return jnp.max(gaps), jnp.max(jnp.stack([jnp.ones((), loc.dtype), *(jnp.max(jnp.abs(x)) for x in seen[0])]))
+
+    def prior_numbers(self, plan: Plan, call: ModelCall, loc: Float[Array, "D"]) -> list[Array]:
+        """What tells one prior from another: the exact part's natural parameters and constant, and the factor near a point.
+
+        Args:
+            plan: the static plan.
+            call: the model with its arguments.
+            loc: where the prior factor is looked at.
+
+        Returns:
+            Arrays, the same for all rows where the prior does not depend on them.
+        """
+        part = plan.partition
+        found = jax.tree.leaves(self.exact_prior(plan, call)[0]), exact_log_constant(call, part.exact)
+        if not part.has_prior_factor:
+            return jax.tree.leaves(found)
+        own = [prior_factor_log_density(call, loc + x, part.prior_latents, part.outside, part.rows) for x in (0, 0.5)]
+        return jax.tree.leaves((found, own))
 
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
         """Read the exactly held prior off the model.
@@ -632,9 +641,13 @@ class Engine(FitsParams):
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """Power EP's log evidence at a state, its Monte Carlo standard error (nats), and whether a finer rule is needed."""
-        problem = self._state_problem(state, None, args, kwargs, fine)
+        return self.evidence_at(self._state_problem(state, None, args, kwargs, fine), state)
+
+    def evidence_at(self, problem: Any, state: PVIState, ask: Callable | None = None):
+        """The same of factors that are at hand; ``ask`` as of :func:`numpyro_pvi.runtime._moments.evidence`."""
         key = jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS)
-        return evidence(problem, state.sites, state.rule, key, (state.solver_state, state.prior_solver_state))
+        memories = state.solver_state, state.prior_solver_state
+        return evidence(problem, state.sites, state.rule, key, memories, ask)
 
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.

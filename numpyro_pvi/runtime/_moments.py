@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -231,8 +232,35 @@ def first_row_sites(problem: Factors, at_prior: Any, loc: Float[Array, "D"], mod
     return SiteStack(problem.family.symmetrise(groups), None, rows), first_rule(problem.dtype)
 
 
+def group_evidence(
+    problem: Factors, index: Int[Array, ""], q: Any, site: Any, state: Any, key: Any, rule: Rule
+) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
+    """One group's part of :func:`evidence`: ``(1/alpha) log E[(p(y_m | theta) / t_m)^alpha]``.
+
+    Args:
+        problem: the factors.
+        index: which group.
+        q: natural parameters.
+        site: the group's.
+        state: the solver's, of the group.
+        key: random key.
+        rule: quadrature rule to start from, and the error aimed at.
+
+    Returns:
+        Nats, their Monte Carlo variance, and whether a finer rule is needed than was compiled in.
+    """
+    at, power = problem.solver.vantage(state, q)
+    one = whole_factor(problem, index, rule).tilted(at, site, power, key, getattr(state, "chains", None))
+    return one.value, one.variance, one.missed
+
+
 def evidence(
-    problem: Factors, sites: SiteStack, rule: Rule, key: Any, solver: tuple[Any, Any]
+    problem: Factors,
+    sites: SiteStack,
+    rule: Rule,
+    key: Any,
+    solver: tuple[Any, Any],
+    ask: Callable[..., tuple[Float[Array, "M"], Float[Array, "M"], Bool[Array, "M"]]] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
@@ -246,6 +274,8 @@ def evidence(
         rule: quadrature rule to start from.
         key: random key.
         solver: solver states of the groups and of the prior factor, whose chains go on from where they stood.
+        ask: who answers for the groups, ``(q, sites, solver states, keys, rule)`` to what :func:`group_evidence` gives of each;
+            None where their rows are here.
 
     Returns:
         ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed than was compiled in.
@@ -266,15 +296,17 @@ def evidence(
         missed = relative_error(found) > tight.tolerance
     else:
         count = problem.num_groups
+        keys = jax.random.split(group_key, count)
 
         def look(problem, index, state, key):
-            at, power = vantage(state)
             site = tied_site(sites.groups, count) if problem.tied else take(sites.groups, index)
-            one = whole_factor(problem, index, tight).tilted(at, site, power, key, getattr(state, "chains", None))
-            return one.value, one.variance, one.missed
+            return group_evidence(problem, index, q, site, state, key, tight)
 
-        operands = (jnp.arange(count), solver[0], jax.random.split(group_key, count))
-        found = problem.map_groups(look, operands, not problem.quadratic, side_by_side(problem))
+        if ask is not None:
+            found = ask(q, sites.groups, solver[0], keys, tight)
+        else:
+            operands = (jnp.arange(count), solver[0], keys)
+            found = problem.map_groups(look, operands, not problem.quadratic, side_by_side(problem))
         value, variance, missed = jnp.sum(found[0]), jnp.sum(found[1]), jnp.any(found[2])
     if problem.has_prior_factor:
         at, power = vantage(solver[1])

@@ -17,15 +17,18 @@ from .._compiling import Program
 from .._state import Plan, PVIState
 from ..errors import PVIError
 from ..expectations import RULES, AffineProgram, DrawsProgram, Expected, QuadraticProgram
-from ..factors import join_arguments
+from ..factors import exact_log_constant, join_arguments
 from ..schedules import RoundCarry, Rule
 from ..sites import cavity
 from ..solvers import LocalResult
 from ._engine import Engine
 from ._factors import Draws, FactorData
 from ._local import LocalProblem
+from ._moments import group_evidence
+from ._programs import FactorReader, whole_call
 from ._refinement import cheaper_rule, first_rule
 from ._tilted import keeps_rows, whole_factor
+from ._verification import Check, checked, draws_of, num_draws, verify_claims
 
 # What a group's expectations are named by, less its target, in the order in which they are sent.
 _NUMBERS = ("value", "error", "weight", "spread")
@@ -34,13 +37,14 @@ _NUMBERS = ("value", "error", "weight", "spread")
 class Network(Protocol):
     """What carries questions to the clients and answers back. Called out of compiled programs: nothing of JAX runs in it."""
 
-    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple) -> tuple:
+    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
         """Ask every client for its factor's value, message and error at a q.
 
         Args:
             how: static settings of the look.
             shared: what all clients are told, arrays.
             shapes: shapes and dtypes of one client's answer.
+            own: what each client alone is told, arrays with a leading axis of clients.
 
         Returns:
             NumPy arrays with a leading axis of clients.
@@ -134,9 +138,12 @@ class RemoteProblem(LocalProblem):
         del local, apart
         given = expect.keywords  # type: ignore[attr-defined]
         moments, probe, draws = given["moments"], given["probe"], given["noise"]
-        how = {"ask": "look", "rules": self.num_rules, "clip": bool(given["clip"])}
+        # Known before a program runs in all looks but those of a start, which differ in nothing else.
+        clip = given["clip"] if isinstance(given["clip"], bool) else None
+        how = {"ask": "look", "rules": self.num_rules, "clip": clip}
         how |= {"probe": probe is not None, "draws": draws is not None, "fresh": self.fresh}
-        shared = jax.tree.leaves((moments, jnp.asarray(given["level"], jnp.int32), probe, draws))
+        raised = given["clip"] if clip is None else None
+        shared = jax.tree.leaves((moments, jnp.asarray(given["level"], jnp.int32), probe, draws, raised))
         target = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
         one = self.seen_shapes(probe is not None)
         found = _call_out(
@@ -196,6 +203,19 @@ class RemoteProblem(LocalProblem):
     def errands(self) -> Errands:
         """Visits that clients are at while others are absorbed."""
         return Errands(self)
+
+    def evidence_of_groups(self, q: Any, sites: Any, states: Any, keys: Any, rule: Rule) -> tuple[Array, Array, Array]:
+        """Ask all clients for their parts of the evidence: see :func:`numpyro_pvi.runtime._moments.group_evidence`."""
+        how = {"ask": "evidence", "rules": self.num_rules, "key": str(jax.random.key_impl(keys))}
+        own = tuple(jax.tree.leaves((sites, states, jax.random.key_data(keys))))
+        number = jax.ShapeDtypeStruct((), self.dtype)
+        one = number, number, jax.ShapeDtypeStruct((), jnp.bool_)
+        found = _call_out(
+            lambda shared, own: self.network.look(how, shared, one, own),
+            _stacked(one, self.num_groups),
+            (tuple(jax.tree.leaves((q, rule))), own),
+        )
+        return found[0], found[1], found[2]
 
     def _ask(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool) -> LocalResult:
         how, own, shared, shapes = self.question(operands, rule, noise, guarded)
@@ -448,15 +468,80 @@ class RemoteEngine(Engine):
         return here.evidence(state, args, kwargs, fine)
 
 
+@dataclasses.dataclass(frozen=True)
+class RowlessEngine(RemoteEngine):
+    """The engine of a fit in a process that has no row: what is done before and between rounds is asked of the clients, too.
+
+    The model's arguments here are arrays of the rows' shapes that hold nothing; of the model nothing is evaluated but its prior.
+    """
+
+    def problem(
+        self,
+        plan: Plan,
+        packing: Any,
+        args: tuple,
+        kwargs: dict,
+        params: dict,
+        prior: Any,
+        num_rules: int,
+        others: Any = None,
+    ) -> Any:
+        """The factors of clients: see :meth:`Engine.problem`."""
+        del others
+        refuse_remotely(plan, self)
+        part = plan.partition
+        if self.solver.matches_moments and (self.solver.factors == "row" or min(part.table.sizes) == 1):
+            raise PVIError(
+                f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or a client of one "
+                "row): a server would hold them. Pass PowerEP(factors='group'), and give every client two rows or more."
+            )
+        call = whole_call(self.model, part, args, kwargs, params)
+        natural, exact = self.exact_prior(plan, call)[:2] if prior is None else prior
+        reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
+        given = natural, exact, -exact_log_constant(call, part.exact), reader.prior_factor()
+        fresh = self.fresh or not self.schedule.at_their_pace
+        return remote_problem(self, plan, self.network, given, num_rules, self.network.tells_step, fresh)
+
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+        return Engine._state_problem(self, state, others, args, kwargs, fine)
+
+    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
+        """The evidence, from what clients say of their rows."""
+        problem: Any = self._state_problem(state, None, args, kwargs, fine)
+        return self.evidence_at(problem, state, problem.evidence_of_groups)
+
+    def verify(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Check]:
+        """The claims beside the model: those of the likelihood are compared by the clients, at the same draws from q."""
+        plan, count = state.plan, num_draws(state.packing)
+        proved = plan.partition.proved | {"likelihood", "additivity"}
+        prior = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, proved=proved))
+        found = verify_claims(self, dataclasses.replace(state, plan=prior), args, kwargs) if self.claims(prior) else {}
+        if "likelihood" not in self.claims(plan):
+            return found
+        places, valid = draws_of(state, count)
+        one = (jax.ShapeDtypeStruct((count,), places[0].dtype),) * 2
+        gap, allowed = _call_out(
+            lambda *shared: self.network.look({"ask": "verify"}, shared, one),
+            _stacked(one, plan.partition.table.num_groups),
+            places,
+        )
+        return {"likelihood": Check(jnp.where(valid, gap.T, 0.0), allowed.T), **found}
+
+
 # ----------------------------------------------------------------------------------------------------- the client's side
 
 
 class Programs(NamedTuple):
-    """What answers for one group's rows, compiled: looks, values at points, and visits, of ``(arrays, packing, prior)`` first."""
+    """What answers for one group's rows, compiled, of ``(arrays, packing, prior)`` first.
+
+    Looks, values at points, visits, what is claimed of the rows beside the model, and their part of the evidence.
+    """
 
     look: Program
     values: Program
     visit: Program
+    verify: Program
+    evidence: Program
 
 
 def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
@@ -475,8 +560,9 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         arrays, packing, prior = rows
         return engine.problem(plan, packing, *join_arguments(arrays, static), {}, prior, rules)
 
-    def look(rows, moments, level, probe, draws, clip, rules):
+    def look(rows, moments, level, probe, draws, raised, clip, rules):
         own = problem(rows, rules)
+        clip = raised if clip is None else clip
         given = {"moments": moments, "probe": probe, "level": level, "noise": draws, "clip": clip}
         found = own.sum_groups(partial(own.expect, own.program, **given))
         told = (*jax.tree.leaves(found.target), *(getattr(found, name) for name in _NUMBERS))
@@ -492,8 +578,22 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
         return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
 
-    asked = ("guarded", "rules")
-    return Programs(Program(look, ("clip", "rules")), Program(values, ("rules",)), Program(visit, asked))
+    def verify(rows, draws, moved):
+        arrays, packing, _ = rows
+        call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), {})
+        found = checked(call, plan.partition, packing, ("likelihood",), (draws, moved), {})["likelihood"]
+        return found.gap[:, 0], found.allowed[:, 0]
+
+    def evidence(rows, q, site, state, key, rule, rules):
+        return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
+
+    return Programs(
+        Program(look, ("clip", "rules")),
+        Program(values, ("rules",)),
+        Program(visit, ("guarded", "rules")),
+        Program(verify),
+        Program(evidence, ("rules",)),
+    )
 
 
 class Answers:
@@ -518,16 +618,27 @@ class Answers:
         self.site = jax.eval_shape(lambda: zeros)
         self._rule = jax.tree.structure(jax.eval_shape(lambda: first_rule(self.dtype)))
 
-    def look(self, how: dict[str, Any], shared: tuple) -> tuple:
+    def look(self, how: dict[str, Any], shared: tuple, own: tuple = ()) -> tuple:
         """The answer to :meth:`Network.look`, without its leading axis."""
         if how["ask"] == "values":
             return self._programs.values(self._rows, shared[0], rules=how["rules"])
+        if how["ask"] == "verify":
+            return self._programs.verify(self._rows, *shared)
+        if how["ask"] == "evidence":
+            like = self.site, self.first_memory
+            site, memory = jax.tree.unflatten(jax.tree.structure(like), own[:-1])
+            at = self._rule.unflatten(shared[-self._rule.num_leaves :])
+            q = jax.tree.unflatten(jax.tree.structure(self.site), shared[: -self._rule.num_leaves])
+            key = jax.random.wrap_key_data(jnp.asarray(own[-1]), impl=how["key"])
+            return self._programs.evidence(self._rows, q, site, memory, key, at, rules=how["rules"])
         size = len(jax.tree.leaves(self.moments))
         moments = jax.tree.unflatten(jax.tree.structure(self.moments), shared[:size])
         level, *rest = shared[size:]
         probe = rest.pop(0) if how["probe"] else None
         draws = rest.pop(0) if how["draws"] else None
-        return self._programs.look(self._rows, moments, level, probe, draws, clip=how["clip"], rules=how["rules"])
+        raised = rest.pop(0) if how["clip"] is None else None
+        given = self._rows, moments, level, probe, draws, raised
+        return self._programs.look(*given, clip=how["clip"], rules=how["rules"])
 
     def visit(
         self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple

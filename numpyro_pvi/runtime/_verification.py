@@ -86,29 +86,65 @@ def verify_claims(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> di
         q is not normalisable, which other parts of a round report.
     """
     plan, packing = state.plan, state.packing
-    part, claims = plan.partition, claims_of(plan)
-    params = engine.constrain(plan, args, kwargs, state.optim_state)
-    draws, valid = _draws(state, num_draws(packing))
-    signs = jax.random.rademacher(jax.random.fold_in(state.rng_key, _SEED + 1), draws.shape, dtype=draws.dtype)
-    moved = draws * (1 + _ULPS * jnp.finfo(draws.dtype).eps * signs)
+    claims, params = claims_of(plan), engine.constrain(plan, args, kwargs, state.optim_state)
+    places, valid = draws_of(state, num_draws(packing))
     tangent = _direction(params, jax.random.fold_in(state.rng_key, _SEED + 2))
+    call = whole_call(engine.model, plan.partition, args, kwargs, params)
+    found = checked(call, plan.partition, packing, claims, places, tangent)
+    if "prior" in claims and plan.rows is None:
+        found["prior"] = _worse(found["prior"], _held_prior(state, call, places[0]))
+    return {claim: Check(jnp.where(valid, own.gap, 0.0), own.allowed) for claim, own in found.items()}
+
+
+def checked(
+    call: ModelCall,
+    part: PartitionPlan,
+    packing: Packing | GroupMasks,
+    claims: tuple[str, ...],
+    places: tuple[Float[Array, "P D"], Float[Array, "P D"]],
+    tangent: dict,
+) -> dict[str, Check]:
+    """Claims beside the model at given points.
+
+    Args:
+        call: the model on all rows.
+        part: the plan.
+        packing: rows of each chunk.
+        claims: some of :func:`claims_of`.
+        places: points, and the same moved by some units of rounding.
+        tangent: direction of the params in which slopes are compared; empty where there are none.
+
+    Returns:
+        By claim its check.
+    """
 
     def at(point: Array, params: dict) -> dict[str, dict[str, Claim]]:
-        call = whole_call(engine.model, part, args, kwargs, params)
-        return {claim: _claimed(claim, part, packing, call, point) for claim in claims}
+        own = dataclasses.replace(call, params=params)
+        return {claim: _claimed(claim, part, packing, own, point) for claim in claims}
 
     def look(pair: tuple[Array, Array]) -> dict[str, Check]:
-        again = at(pair[1], params)
-        if not params:
-            return {claim: _check(packing, own, again[claim]) for claim, own in at(pair[0], params).items()}
-        found, slopes = jax.jvp(lambda p: at(pair[0], p), (params,), (tangent,))
+        again = at(pair[1], call.params)
+        if not tangent:
+            return {claim: _check(packing, own, again[claim]) for claim, own in at(pair[0], call.params).items()}
+        found, slopes = jax.jvp(lambda p: at(pair[0], p), (call.params,), (tangent,))
         return {c: _worse(_check(packing, found[c], again[c]), _slopes(packing, found[c], slopes[c])) for c in claims}
 
-    found = jax.lax.map(look, (draws, moved), batch_size=max(1, _TOGETHER // _num_rows(packing)))
-    if "prior" in claims and plan.rows is None:
-        call = whole_call(engine.model, part, args, kwargs, params)
-        found["prior"] = _worse(found["prior"], _held_prior(state, call, draws))
-    return {claim: Check(jnp.where(valid, own.gap, 0.0), own.allowed) for claim, own in found.items()}
+    return jax.lax.map(look, places, batch_size=max(1, _TOGETHER // _num_rows(packing)))
+
+
+def draws_of(state: PVIState, count: int) -> tuple[tuple[Float[Array, "P D"], Float[Array, "P D"]], Any]:
+    """Draws from a state's q at which claims are compared, the same moved by rounding, and whether q is normalisable.
+
+    Args:
+        state: a state.
+        count: P.
+
+    Returns:
+        ``((draws, moved), valid)``.
+    """
+    draws, valid = _draws(state, count)
+    signs = jax.random.rademacher(jax.random.fold_in(state.rng_key, _SEED + 1), draws.shape, dtype=draws.dtype)
+    return (draws, draws * (1 + _ULPS * jnp.finfo(draws.dtype).eps * signs)), valid
 
 
 def num_draws(packing: Packing | GroupMasks) -> int:

@@ -18,7 +18,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, _verified
 from numpyro_pvi import _exponential_plan as product_plan
-from numpyro_pvi import pvi as shell
+from numpyro_pvi import _opening as shell
 from numpyro_pvi._driver import Progress
 from numpyro_pvi._group_lifecycle import reduced, rows_of
 from numpyro_pvi._verified import Fingerprint, Verifier, contradictions

@@ -1,0 +1,287 @@
+"""The server's side where only clients have rows: what they say of them, and what all agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiling import Program
+from .._saving import settings_of
+from .._state import Plan
+from ..errors import ClientError, PVIError
+from ..factors import PartitionPlan, Planned, choose_chunk_rows, join_arguments, pack_rows, split_arguments
+from ..handlers import Partition, labels_table
+from ..runtime import whole_call
+from ..wire import KeyData, digest_of
+
+# From what says most of rows to what says least.
+_KINDS = ("quadratic", "affine", "draws")
+# Relative difference of two readings of one prior that is rounding.
+_SAME = {"float32": 1e-4, "float64": 1e-9}
+
+
+def agree_on(labels: tuple, facts: list[dict[str, Any]], apart: tuple[str, ...]) -> None:
+    """Raise where clients do not see one model.
+
+    Args:
+        labels: of the clients.
+        facts: what each says of itself.
+        apart: names of facts in which they may differ.
+
+    Raises:
+        ClientError: naming the first fact in which one differs from the first.
+    """
+    for label, said in zip(labels, facts, strict=True):
+        for name, value in said.items():
+            if name not in apart and value != facts[0].get(name):
+                raise ClientError(
+                    f"client {label!r} says {name} = {value!r}, and client {labels[0]!r} {facts[0].get(name)!r}: they are not of "
+                    "one model, guide and solver.",
+                    label,
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Holders:
+    """Clients that have their own rows: implements :class:`numpyro_pvi.runtime.Elsewhere`.
+
+    Args:
+        runtime: whose.
+    """
+
+    runtime: Any
+
+    @property
+    def line(self) -> Any:
+        """The conversation."""
+        return self.runtime._line
+
+    @property
+    def labels(self) -> tuple[Hashable, ...]:
+        """Of the clients, by place."""
+        return self.runtime.labels
+
+    def _open(self) -> Any:
+        line = self.line
+        if line.exchange is None or line.exchange.error is not None:
+            line.close()
+            line.exchange = self.runtime.open()
+        return line.exchange
+
+    def _asked(self, ask: Callable[[Any], Any]) -> Any:
+        """What clients answer; where one does not, or differently than can be, the conversation is begun anew at the next call."""
+        try:
+            return ask(self._open())
+        except BaseException:
+            self.line.close()
+            raise
+
+    # ------------------------------------------------------------------ what rows look like
+
+    def described(self) -> list[dict[str, Any]]:
+        """What every client says of its rows, found to be of one kind."""
+        line = self.line
+        if line.described is None:
+            facts = self._asked(lambda exchange: exchange.describe())
+            agree_on(self.labels, [_shapes(said) for said in facts], ())
+            line.described = facts
+        return line.described
+
+    def arguments(self, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.arguments`."""
+        facts = self.described()
+        first, total = facts[0], sum(said["rows"] for said in facts)
+        own = first["signature"].structure
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        given: list[Any] = [None] * own.num_leaves
+        if args or kwargs:
+            if structure != own:
+                raise PVIError(
+                    f"the arguments are {structure}, and the clients' {own}: pass shapes (jax.ShapeDtypeStruct) in place of the "
+                    "clients' rows, positional and by keyword as they do, or nothing at all."
+                )
+            given = leaves
+        pairs = zip(given, first["signature"].leaves, first["axes"], first["others"], strict=True)
+        found = [self._stand_in(*x, total, bool(args or kwargs), place) for place, x in enumerate(pairs)]
+        return own.unflatten(found)
+
+    def _stand_in(
+        self, given: Any, leaf: Any, axis: int | None, digest: bytes, total: int, told: bool, place: int
+    ) -> Any:
+        if leaf.shape is None:
+            if told and given != leaf.static:
+                raise PVIError(f"{leaf.name} is {given!r}, and {leaf.static!r} with the clients: pass the same value.")
+            return leaf.static
+        if axis is None:
+            if not told:
+                raise PVIError(
+                    f"{leaf.name} is no array of rows ({leaf}), so the server has to be given its values: pass all arguments, with "
+                    "shapes (jax.ShapeDtypeStruct) in place of the clients' rows."
+                )
+            value = np.asarray(jnp.asarray(given, leaf.dtype))
+            if digest_of((value,)) != digest:
+                raise PVIError(f"{leaf.name} has other values than with client {self.labels[0]!r}: pass the same.")
+            return value
+        shape = (*leaf.shape[:axis], total, *leaf.shape[axis + 1 :])
+        if told and hasattr(given, "shape") and tuple(given.shape) != shape:
+            raise PVIError(f"{leaf.name} has the shape {tuple(given.shape)}, and all clients' rows together {shape}.")
+        stands = self.line.stands = self.line.stands or {}
+        if (place, shape) not in stands:
+            dtype = jnp.dtype(leaf.dtype)
+            # Nobody is to read them: what does all the same is no number.
+            empty = jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 0
+            stands[place, shape] = jnp.full(shape, empty, dtype)
+        return stands[place, shape]
+
+    def partitions(self, model: Callable, given: Any) -> tuple[Partition, ...]:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.partitions`."""
+        if given is not None:
+            raise PVIError(
+                "a Partition is given, and clients that have their own rows are the groups, under their own labels: write "
+                "PVI(model, guide, ...), and name the plate where clients are made."
+            )
+        facts = self.described()
+        (plate,) = facts[0]["plates"].plates
+        rows = [label for label, said in zip(self.labels, facts, strict=True) for _ in range(said["rows"])]
+        return (Partition(model, plate, rows),)
+
+    # ------------------------------------------------------------------ what rows are taken for
+
+    def plan(self, pvi: Any, layout: Any, family: Any, arguments: tuple, key: Any) -> Planned:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.plan`."""
+        args, kwargs, signature = arguments
+        place = KeyData(np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
+        facts = self._asked(lambda exchange: exchange.describe(place))
+        self.line.described = facts
+        agree_on(self.labels, [_shapes(said) for said in facts], ())
+        own, theirs = settings_of(pvi), facts[0]["settings"]
+        for name in theirs:
+            if own[name] != theirs[name]:
+                raise ClientError(
+                    f"clients, {self.labels[0]!r} to begin with, are made with another {name} than the server: "
+                    f"{_words(theirs[name])}, here {_words(own[name])}. Make them with the same.",
+                    self.labels[0],
+                )
+        parts = [said["part"] for said in facts]
+        agree_on(self.labels, [_fixed(part) for part in parts], ())
+        if parts[0].layout != layout:
+            raise ClientError(
+                f"client {self.labels[0]!r} has the latents {parts[0].layout}, and the server {layout}: they are not of one model.",
+                self.labels[0],
+            )
+        rows = [label for label, said in zip(self.labels, facts, strict=True) for _ in range(said["rows"])]
+        table = labels_table(rows)
+        packing = pack_rows(table, choose_chunk_rows(table.sizes, dim=layout.dim))
+        shape = {"chunk_rows": packing.rows.shape[1], "num_chunks": packing.rows.shape[0]}
+        part = dataclasses.replace(_joined(parts), table=table, **shape)
+        loc, sd = facts[0]["loc"], facts[0]["sd"]
+        self._compare_priors(pvi._engine, Plan(part, family, signature), (args, kwargs), facts, loc)
+        nearby = np.sum([said["nearby"] for said in facts], axis=0)
+        params = dict.fromkeys(facts[0]["params"], jnp.zeros(()))
+        self.line.place = place
+        return Planned(part, packing, loc, sd, params, nearby=nearby)
+
+    def _compare_priors(self, engine: Any, plan: Any, arguments: tuple, facts: list[dict[str, Any]], loc: Any) -> None:
+        """Raise where a client's prior is another than the server's, which has nothing to read it off but the model."""
+        if plan.partition.params:
+            return
+        dynamic, static = split_arguments(*arguments)
+
+        def numbers(arrays: list, loc: Any) -> tuple:
+            call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), {})
+            return tuple(engine.prior_numbers(plan, call, loc))
+
+        own = [np.asarray(x) for x in Program(numbers)(dynamic, loc)]
+        for label, said in zip(self.labels, facts, strict=True):
+            if not all(_same(a, b) for a, b in zip(own, said["prior"], strict=True)):
+                raise ClientError(
+                    f"client {label!r} has another prior than the server: the model closes over other numbers there, or its "
+                    "prior depends on the rows (a scale that is X.std(), say). Compute such a number beforehand, the same for all, "
+                    "and pass it as an argument of its own.",
+                    label,
+                )
+
+    def watched(self, plan: Any, run: Callable[[], Any]) -> Any:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.watched`."""
+        self.attend(plan)
+        found = jax.block_until_ready(run())
+        exchange = self.line.exchange
+        if exchange is not None and exchange.error is not None:
+            # What the program made of it since is worth nothing: the state stays what it was.
+            raise exchange.error
+        return found
+
+    def attend(self, plan: Any) -> None:
+        """Have clients take their rows for what a plan says, those that have not been told or were told otherwise."""
+        line, part = self.line, plan.partition
+        exchange = self._open()
+        taken = {n: getattr(part, n) for n in ("likelihood", "terms", "unstructured")} | {"chained": plan.chained}
+        if line.taken == taken:
+            return
+        if line.place is None:
+            # A state that was read from a file: any points will do, since what they would show is in the state.
+            key = jax.random.key(0)
+            line.place = KeyData(np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
+        facts = self._asked(lambda exchange: exchange.agree(line.place, taken))
+        agree_on(exchange.labels, facts, ("rows",))
+        line.tells_step, line.taken = facts[0]["step"], taken
+
+
+def _shapes(facts: dict[str, Any]) -> dict[str, Any]:
+    """What a client says of its rows but for their number."""
+    leaves, axes = facts["signature"].leaves, facts["axes"]
+    shapes = tuple(
+        (x.name, x.dtype, x.static, None if x.shape is None else tuple(n for i, n in enumerate(x.shape) if i != a))
+        for x, a in zip(leaves, axes, strict=True)
+    )
+    rest = {n: facts[n] for n in ("plates", "axes", "others", "settings")}
+    return {"arguments": shapes, "structure": facts["signature"].structure, **rest}
+
+
+def _fixed(part: PartitionPlan) -> dict[str, Any]:
+    """What all clients must have found alike: everything but how their own rows are taken."""
+    free = ("table", "chunk_rows", "num_chunks", "likelihood", "terms", "unstructured", "proved", "reason", "remarks")
+    return {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in free}
+
+
+def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
+    """The plan that holds of all rows: of every claim the least, proved where it is proved everywhere."""
+    kinds = {part.likelihood for part in parts}
+    same_terms = all(_bare(part.terms) == _bare(parts[0].terms) for part in parts)
+    terms = parts[0].terms if same_terms else ()
+    if terms:
+        sure = [all(own[i].proved for own in (part.terms for part in parts)) for i in range(len(terms))]
+        terms = tuple(dataclasses.replace(term, proved=p) for term, p in zip(terms, sure, strict=True))
+    if len(kinds) == 1:
+        (kind,) = kinds
+    else:
+        known = [_KINDS.index(kind) if kind in _KINDS else len(_KINDS) - 1 for kind in kinds]
+        kind = _KINDS[max(known)]
+    if kind == "affine" and not terms:
+        kind = "draws"
+    proved = frozenset.intersection(*(part.proved for part in parts))
+    if kind not in ("quadratic", "affine"):
+        terms, proved = (), proved - {"likelihood"}
+    forms = {part.unstructured for part in parts}
+    form = parts[0].unstructured if len(forms) == 1 else "stein"
+    return dataclasses.replace(parts[0], likelihood=kind, terms=terms, proved=proved, unstructured=form, remarks=())
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return f"{settings['type']}({', '.join(f'{n}={x}' for n, x in settings['fields'].items())})"
+
+
+def _bare(terms: tuple) -> tuple:
+    return tuple(dataclasses.replace(term, proved=False) for term in terms)
+
+
+def _same(own: np.ndarray, other: np.ndarray) -> bool:
+    if own.shape != other.shape or own.dtype != other.dtype:
+        return False
+    size = np.max(np.abs(own), initial=1.0)
+    return bool(np.all(np.abs(own - other) <= _SAME[own.dtype.name] * size))

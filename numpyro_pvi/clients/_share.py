@@ -1,0 +1,93 @@
+"""What one client is given: its rows, and what the fit is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..factors import choose_chunk_rows, join_arguments, pack_rows, split_arguments
+from ..handlers import one_group_table
+from ..runtime import Answers, Engine, Vmap, programs_of
+from ._client import Respondent
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """All that one client is given: its rows, and what the fit is made of. Nothing of other groups."""
+
+    label: Hashable
+    model: Any
+    solver: Any
+    num_particles: int
+    plan: Any
+    packing: Any
+    arrays: list
+    static: tuple
+    prior: tuple
+
+    def respondent(self, known: dict[Any, Any]) -> Respondent:
+        """The client that answers for these rows; ``known`` as of :meth:`answers`."""
+        return Respondent(self.label, *self.answers(known))
+
+    def answers(self, known: dict[Any, Any]) -> tuple[Answers, dict[str, Any]]:
+        """What answers for these rows, and what it says of itself.
+
+        Args:
+            known: programs of other clients, which serve this one where it differs from them in its rows only.
+        """
+        engine = Engine(self.model, self.solver, None, Vmap(), None, self.num_particles)  # type: ignore[arg-type]
+        key = self.model, self.solver, self.num_particles, self.plan, self.static
+        made = known.get(key) or (programs_of(engine, self.plan, self.static), None)
+        answers = Answers(engine, self.plan, self.packing, self.arrays, self.prior, made[0])
+        step = answers.tells_step() if made[1] is None else made[1]
+        known[key] = made[0], step
+        part = self.plan.partition
+        return answers, {
+            "rows": part.table.num_rows,
+            "latents": tuple((n, tuple(s)) for n, s in zip(part.layout.names, part.layout.shapes, strict=True)),
+            "family": type(self.plan.family).__name__,
+            "dtype": str(answers.dtype),
+            "structure": part.likelihood,
+            "step": step,
+        }
+
+
+def shares_of(engine: Any, state: Any, dynamic: list, static: tuple) -> list[Share]:
+    """Deal a fit's rows out to its groups.
+
+    Args:
+        engine: the fit's choices.
+        state: a state, reduced but for its labels.
+        dynamic: arrays of the model's arguments.
+        static: the static leaves.
+
+    Returns:
+        One entry per group.
+    """
+    part, packing = state.plan.partition, jax.device_get(state.packing)
+    leaves, structure = jax.tree.flatten(join_arguments([np.asarray(x) for x in dynamic], static))
+    prior = jax.device_get((state.prior, state.exact))
+    found = []
+    for place, label in enumerate(part.table.labels):
+        mine = packing.chunk_group == place
+        rows = packing.rows[mine][packing.mask[mine]]
+        taken = [x if a is None else np.take(x, rows, axis=a) for x, a in zip(leaves, part.reading.axes, strict=True)]
+        arrays, kept = split_arguments(
+            *structure.unflatten([jnp.asarray(x) if hasattr(x, "dtype") else x for x in taken])
+        )
+        table = one_group_table(0, len(rows))
+        own = pack_rows(table, choose_chunk_rows(table.sizes, dim=part.layout.dim))
+        shape = {"chunk_rows": own.rows.shape[1], "num_chunks": own.rows.shape[0]}
+        plan = dataclasses.replace(state.plan, partition=dataclasses.replace(part, table=table, **shape))
+        given = [np.asarray(x) for x in arrays]
+        found.append(
+            Share(
+                label, engine.model, engine.solver, engine.num_particles, plan, jax.device_get(own), given, kept, prior
+            )
+        )
+    return found
