@@ -46,6 +46,15 @@ _LARGEST_MIDDLE = 1 << 30
 _LARGEST_READING, _POINTS = 1 << 20, 64
 # What a loop is taken for whose number of passes is not known before it runs.
 _PASSES = 100
+# Settings of JAX that a trace depends on.
+_TRACED_UNDER = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
 # Programs of looks at a model that one owner keeps; more belong to models or shapes that are not asked for any more.
 _MOST_KEPT = 16
 
@@ -213,8 +222,9 @@ class Programs:
             fn, beside = make()
             return self(fn, *args), beside
         leaves, structure = jax.tree.flatten(args)
-        shapes = tuple((np.shape(x), str(jnp.result_type(x))) for x in leaves)
-        key = known, structure, shapes, jax.config.values["jax_enable_x64"]
+        # Settings within a `with` as well; shapes with their weak types.
+        settings = tuple(getattr(jax.config, name) for name in _TRACED_UNDER)
+        key = known, structure, tuple(jax.typeof(x) for x in leaves), settings
         found = self._traced.get(key)
         if found is None:
             fn, beside = make()

@@ -308,6 +308,34 @@ def test_a_plan_is_traced_once_and_looks_at_the_values_of_each_call(monkeypatch)
     assert list(_plans(monkeypatch)) == [(1, True), (0, True), (0, True), (0, True), (1, True)]
 
 
+def test_what_no_value_tells_is_traced_anew(monkeypatch):
+    """An object among the arguments may have changed; so may JAX's settings."""
+    traced, look_at = [], _probe.trace_look
+    monkeypatch.setattr(_probe, "trace_look", lambda *args: traced.append(0) or look_at(*args))
+
+    class Settings:
+        square = False
+
+    def model(X, y, settings):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("n", X.shape[0]):
+            loc = X @ w
+            numpyro.sample("y", dist.Normal(loc**2 if settings.square else loc, 1.0), obs=y)
+
+    settings, data = Settings(), (np.random.default_rng(3).normal(size=(11, 2)), np.arange(11.0))
+    pvi = PVI(Partition(model, "n", np.arange(11) % 3), AutoMultivariateNormal(model))
+    found = []
+    for settings.square in (False, True):
+        found.append(pvi.init(KEY, *data, settings).plan.partition.likelihood)
+    assert found == ["quadratic", "draws"]
+    plain = PVI(Partition(bent, "n", np.arange(11) % 3), AutoMultivariateNormal(bent))
+    traced.clear()
+    for precision in ("default", "default", "highest"):
+        with jax.default_matmul_precision(precision):
+            plain.init(KEY, *data)
+    assert len(traced) == 2
+
+
 def test_a_trace_that_outlives_its_model_is_seen(monkeypatch):
     store, make = OrderedDict(), Programs.__init__
 

@@ -336,7 +336,7 @@ class Pipes:
             self._children.append(child)
         _OPEN.add(self)
 
-    def _start(self, child: Any, share: Share) -> None:
+    def _start(self, child: Any, share: Any) -> None:
         try:
             child.start()
         except (AttributeError, TypeError, pickle.PicklingError) as error:

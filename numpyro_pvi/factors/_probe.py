@@ -19,7 +19,7 @@ from numpyro.distributions.transforms import biject_to
 from .._compiling import look, look_again
 from .._numerics import grad
 from ..handlers import FullPlates, RowAxes
-from ._arguments import is_dynamic, split_arguments
+from ._arguments import ReadByValue, is_dynamic, split_arguments
 from ._chunks import GroupMasks, Packing, Reading
 from ._model import (
     DrawImproper,
@@ -125,6 +125,10 @@ def draw_trace(model, key, args: tuple, kwargs: dict, params: dict) -> dict:
     return with_wide_observations(handlers.trace(seeded).get_trace(*args, **kwargs))
 
 
+# Static arguments that are what they are by their values.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), ReadByValue)
+
+
 def run_probe(
     call: ModelCall,
     trace: dict,
@@ -160,9 +164,13 @@ def run_probe(
         traced = trace_look(static.look_at, arrays, static.abstract_params(), call)
         return partial(static.probe, traced), traced
 
-    # Values of params, and of rows' own latents, would be constants of the trace.
-    still = known is not None and params is None and not call.params and call.local is None
-    about = (known, rows, reading, call.layout, call.local_layout, statics) if still else None
+    # Values of params, and of rows' own latents, would be constants of the trace; of other objects than plain values nothing says
+    # whether they are what they were.
+    plain = all(x is None or isinstance(x[0], _PLAIN) for x in statics[1])
+    still = known is not None and plain and params is None and not call.params and call.local is None
+    # 1 and True are equal, and may be traced apart.
+    kinds = tuple(None if x is None else type(x[0]) for x in statics[1])
+    about = (known, rows, reading, call.layout, call.local_layout, statics, kinds) if still else None
     found, traced = look_again(about, make, arrays, packing, key)
     found = jax.device_get(found)
     return _on_host(found, traced, packing, {n: facts_of_some_rows(f) for n, f in facts.items()})

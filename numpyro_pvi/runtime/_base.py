@@ -16,6 +16,7 @@ from ..expectations import Expected, add_expected, sum_by_group
 from ..sites import take
 
 
+@runtime_checkable
 class Elsewhere(Protocol):
     """Who has the rows of a fit whose server has none, as the server asks them before and between rounds."""
 
