@@ -517,9 +517,12 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
 
     Returns:
         The state, planned anew; None where these arguments are no mini-batch of the state's rows: under a ``Partition``, inside
-        ``jit``, with latents inside the plate, and for all other models.
+        ``jit``, with latents inside the plate, under a solver that counts what was released, and for all other models.
     """
     if not isinstance(state, PVIState) or isinstance(state.plan, ProductPlan) or pvi.partition is not None:
+        return None
+    if pvi.solver.private:
+        # A state that is planned anew would begin to count anew.
         return None
     part, by_row = state.plan.partition, state.plan.rows is not None or state.sites.local is not None
     if by_row or part.local is not None or state.plan.absent or streams(pvi.schedule):

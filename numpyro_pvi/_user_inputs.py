@@ -448,6 +448,11 @@ def private_start(init_sites: str, schedule: Any, runtime: Any, optim: Any) -> s
             "prior), which DifferentialPrivacy neither noises nor counts: give the server the rows, runtime=Processes() or "
             "InProcess(), or fit without it."
         )
+    if schedule.at_their_pace:
+        raise PVIError(
+            f"{schedule!r} has clients send what they see at a q beside their sites, and leaves visits under way at the end, which "
+            "DifferentialPrivacy neither noises nor counts: write Asynchronous() with simulated delays, or another schedule."
+        )
     if schedule.discards and runtime.traffic is not None:
         raise PVIError(
             f"{schedule!r} simulates groups that are away or messages that come twice by visits whose answers it "

@@ -184,7 +184,8 @@ def test_an_actor_that_never_answers_is_named_and_begun_anew(real, runtime, fold
     (folder / "south.hang").touch()
     with caplog.at_level("WARNING", "numpyro_pvi"):
         result = fit(real, **LIMIT)
-    assert runtime.restarts["south"] == before + 1
+    # On a busy machine one that is merely late may be begun anew as well.
+    assert runtime.restarts["south"] > before
     assert "the actor of client 'south' has not answered and is begun anew" in caplog.text
     assert_at_limit(real, result, limit)
 
@@ -234,6 +235,8 @@ def test_settings_are_refused_by_name(monkeypatch):
         Ray(rows=3)
     with pytest.raises(PVIError, match="options=1.*dict of Ray's options"):
         Ray(options=1)
+    with pytest.raises(PVIError, match="max_restarts.*Leave it out"):
+        Ray(options={"max_restarts": 3})
     again = pickle.loads(pickle.dumps(Ray(groups_per_actor=3)))
     assert again.groups_per_actor == 3 and again.traffic.trips == 0
 

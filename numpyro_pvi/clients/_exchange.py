@@ -166,9 +166,12 @@ class Exchange:
 
         def ask() -> list[tuple]:
             idle = [place for place in places if fresh or place not in self._errands or name not in self._seen[place]]
+            # Visits that they are at are done first, and absorbed in their turn.
+            while self._awaited.keys() & set(idle):
+                self._wait_for_errands()
             if idle:
                 asks = {m: ("look?", {"how": how, "q": shared, "rest": _row(own, m)}) for m in idle}
-                found = self._ask(asks, "look")
+                found = self._ask(asks, "look", keep=True)
                 for place in idle:
                     answer = found[place].fields["found"]
                     self._check_shapes(place, answer, shapes, "what it sees at q")
@@ -232,8 +235,11 @@ class Exchange:
         """See :meth:`numpyro_pvi.runtime.Network.arrive`."""
 
         def ask() -> list[tuple]:
+            # All that has come, and then the first of it: a quick client would be heard for ever before the others.
+            self._take_what_came()
             while not (ready := [place for place in self._done if allowed[place]]):
                 self._wait_for_errands()
+                self._take_what_came()
             place = ready[0]
             errand, fields = self._errands.pop(place), self._done.pop(place).fields
             *parts, seen = errand.shapes
@@ -274,16 +280,33 @@ class Exchange:
         self._count(sent=len(errand.frame), repeats=int(errand.times > 0))
         errand.since, errand.times = time.monotonic(), errand.times + 1
 
+    @property
+    def _awaited(self) -> dict[int, _Errand]:
+        """Visits under way without an answer."""
+        return {place: errand for place, errand in self._errands.items() if place not in self._done}
+
+    def _take_what_came(self) -> None:
+        """Take answers that wait to be heard, at most as many as there are questions."""
+        for _ in range(len(self._awaited)):
+            if not self._awaited or (came := self.transport.receive(0.0)) is None:
+                return
+            self._take(came)
+
     def _wait_for_errands(self) -> None:
         """Take one answer; where none comes in time, repeat the question that has waited longest."""
-        open_ = {place: errand for place, errand in self._errands.items() if place not in self._done}
+        open_ = self._awaited
         oldest = min(open_, key=lambda place: open_[place].since)
         left = open_[oldest].since + self.wait - time.monotonic()
-        came = self.transport.receive(left) if left > 0 else None
+        # What waits to be heard is heard, however late it is.
+        came = self.transport.receive(max(left, 0.0))
         if came is None:
             self._send_again(oldest, open_[oldest])
             return
-        found: dict[int, Message] = {}
+        self._take(came)
+
+    def _take(self, came: tuple[int, bytes]) -> None:
+        """Hear an answer to a visit that nobody waits for."""
+        open_, found = self._awaited, {}
         self._hear(*came, {place: errand.frame for place, errand in open_.items()}, found, ("visit", "gap"))
         for place, message in found.items():
             errand = open_[place]
@@ -312,10 +335,11 @@ class Exchange:
                     self.error = error
             return tuple(np.zeros((count, *x.shape), x.dtype) for x in shapes)
 
-    def _ask(self, asks: dict[int, tuple[str, dict]], *kinds: str) -> dict[int, Message]:
+    def _ask(self, asks: dict[int, tuple[str, dict]], *kinds: str, keep: bool = False) -> dict[int, Message]:
         frames = {}
         for place, (kind, fields) in asks.items():
-            self._forget(place)
+            if not keep:
+                self._forget(place)
             self._sequence[place] += 1
             head = {"run": self.run, "sequence": self._sequence[place], "label": self.labels[place]}
             frames[place] = encode(Message(kind, head | fields), RECORDS)
@@ -328,7 +352,10 @@ class Exchange:
                 came = self.transport.receive(self.wait)
                 if came is None:
                     break
-                self._hear(*came, frames, found, kinds)
+                if came[0] in self._awaited.keys() - frames.keys():
+                    self._take(came)
+                else:
+                    self._hear(*came, frames, found, kinds)
             if len(found) == len(frames):
                 self._count(trips=1)
                 return found

@@ -29,6 +29,8 @@ from ._share import Share
 # A question that was handed to an actor less than this share of the wait ago is not yet overdue: its actor was begun anew for
 # another group's sake.
 _OVERDUE = 0.5
+# What the runtime itself sees to.
+_OWN_OPTIONS = frozenset({"max_restarts", "max_task_retries", "max_concurrency", "concurrency_groups"})
 # Seconds that an actor is given to be done with what it is at when its clients are let go.
 _LAST_WAIT = 1.0
 
@@ -202,6 +204,8 @@ class Actors:
         self._frames: dict[int, bytes] = {}
         self._since: dict[int, float] = {}
         self._times: collections.Counter = collections.Counter()
+        # When each actor has answered last.
+        self._heard: dict[int, float] = {}
         self._places: dict[Any, tuple[int, bytes]] = {}
         # By actor: what is there once its clients are, and those whose are.
         self._begun: dict[int, Any] = {}
@@ -214,9 +218,11 @@ class Actors:
         """Hand a question over; one that is overdue is handed to a new actor."""
         if self._frames.get(place) == data:
             # An actor that has not begun yet waits for a place, or loads: another one would begin no sooner.
-            late = time.monotonic() - self._since[place] >= _OVERDUE * self._wait
-            if late and place // self._per_actor in self._live:
-                self._renew(place // self._per_actor, "has not answered")
+            index = place // self._per_actor
+            # Questions to an actor are answered one after another: one that answers others is at work.
+            silent = time.monotonic() - max(self._since[place], self._heard.get(index, 0.0))
+            if silent >= _OVERDUE * self._wait and index in self._live:
+                self._renew(index, "has not answered")
         else:
             self._frames[place] = data
             self._times[place] = 0
@@ -242,6 +248,7 @@ class Actors:
             except ray.exceptions.RayError as error:
                 self._renew(place // self._per_actor, f"has died ({type(error).__name__})")
                 continue
+            self._heard[place // self._per_actor] = time.monotonic()
             if self._frames.get(place) is question:
                 del self._frames[place]
             if data is not None:
@@ -350,6 +357,11 @@ class Ray(ClientsRuntime):
         if not isinstance(self.options, Mapping):
             raise PVIError(
                 f"Ray(options={self.options!r}): expected a dict of Ray's options, such as {{'num_gpus': 1}}."
+            )
+        if own := sorted(_OWN_OPTIONS & self.options.keys()):
+            raise PVIError(
+                f"Ray(options={{{own[0]!r}: ...}}): actors are begun anew, and asked one question at a time, by this runtime, "
+                "which counts both. Leave it out; tries says how often."
             )
         _ray()
 

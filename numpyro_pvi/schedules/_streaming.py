@@ -183,6 +183,9 @@ class Streaming(ScheduleDefaults):
             averaging = average_late(problem, v.averaging, at, v.at) if by_draws else v.averaging
             moved = result.moved & at.moments.valid
             kept = select(moved, (site, result.state, at), (v.site, v.solver, v.at))
+            if problem.blind:
+                # A visit has released something also where nothing of it is kept.
+                kept = kept[0], result.state, kept[2]
             count, backoffs = v.count + 1, v.backoffs + result.backoffs
             # A factor that came this far is absorbed, should a later visit find no better step.
             nearer = approach(v.approach, _moves(family, at, v.at))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,7 @@ class DifferentialPrivacy(SolverDefaults):
 
     * ``level="group"``: the wrapped solver refines the site to ``eta_m + u``, and what is released is
 
-          eta_m <- eta_m + R^-T (x min(1, clip / |x|) + s xi),      x = R^T u,   xi ~ N(0, I),
+          eta_m <- eta_m + R^-T (x min(1, clip / norm(x)) + s xi),      x = R^T u,   xi ~ N(0, I),
 
       whatever the solver did on its way; it remembers nothing of the visit.
     * ``level="row"`` (DP-SGD): every step of :class:`LocalELBO` sees, in the place of the sum of its rows' gradients,
@@ -59,12 +59,13 @@ class DifferentialPrivacy(SolverDefaults):
       own rows afresh, without replacement.
 
     ``sensitivity`` is how far what is released can move between neighbouring data: ``2 clip`` where one group's (one row's) data
-    are *replaced* by any others, ``clip`` where they are *removed*, that is replaced by data that say nothing. The number of groups
-    and of their rows is the same for both neighbours. Releases compose: Gaussian mechanisms by Renyi differential privacy, sampled
-    batches by its amplification, both counted by the ``dp-accounting`` library; groups' rows are disjoint, so that the largest
-    group's epsilon is everybody's. ``pvi.info(state)`` and the result of ``run`` have ``epsilon`` and ``delta`` for *all visits
-    that were made*, absorbed or not; the count is part of the state, so that a run that goes on from a state, a file or a
-    checkpoint goes on counting. A fit from the beginning is a new release: the epsilons of several add up.
+    are *replaced* by any others, or a group's are *removed*, that is replaced by data that say nothing (its site then changes back
+    to 1); ``clip`` where one row's are removed. The number of groups and of their rows is the same for both neighbours. Releases
+    compose: Gaussian mechanisms by Renyi differential privacy, sampled batches by its amplification, both counted by the ``dp-
+    accounting`` library; groups' rows are disjoint, so that the largest group's epsilon is everybody's. ``pvi.info(state)`` and
+    the result of ``run`` have ``epsilon`` and ``delta`` for *all visits that were made*, absorbed or not; the count is part of
+    the state, so that a run that goes on from a state, a file or a checkpoint goes on counting. A fit from the beginning is a new
+    release: the epsilons of several add up.
 
     What rounds may look at: sites alone. Under this solver no pass over the rows is made beside the visits: there is no acceptance
     by the ELBO (a joint step is halved only until q is normalisable), ``losses`` are NaN, ``tol`` is about the noised moves, no
@@ -155,7 +156,7 @@ class DifferentialPrivacy(SolverDefaults):
         delta: float = 1e-5,
         level: str = "group",
         relation: str = "replace",
-        num_rows: int | None = None,
+        num_rows: int | Sequence[int] | None = None,
     ) -> DifferentialPrivacy:
         """The solver with the least noise that keeps to a budget.
 
@@ -168,8 +169,9 @@ class DifferentialPrivacy(SolverDefaults):
             delta: as of the class.
             level: as of the class.
             relation: as of the class.
-            num_rows: rows of the smallest group, whose batches hold the largest share; for ``level="row"`` with ``batch_size``, and
-                ``epochs``.
+            num_rows: rows of every group; for ``level="row"`` with ``batch_size``, where the largest epsilon of any counts: a small
+                group's batches hold a larger share of it, and passes over a large one take more steps. One int stands for groups
+                that are all of that size.
 
         Returns:
             The solver; its ``epsilon(rounds, num_rows)`` is at most the budget, and at least .99 of it.
@@ -185,25 +187,33 @@ class DifferentialPrivacy(SolverDefaults):
         def at(noise: float) -> DifferentialPrivacy:
             return cls(solver, noise, clip, level, relation, delta)
 
+        sizes = tuple(num_rows) if isinstance(num_rows, Sequence | np.ndarray) else (num_rows,)
+
+        def spent(noise: float) -> float:
+            return max(at(noise).epsilon(rounds, None if size is None else int(size)) for size in sizes)
+
         few, many = math.log(_LEAST), math.log(_MOST)
-        if at(_MOST).epsilon(rounds, num_rows) > epsilon:
+        if spent(_MOST) > epsilon:
             raise PVIError(
                 f"DifferentialPrivacy.calibrated(epsilon={epsilon!r}, rounds={rounds}): no noise multiplier up to "
                 f"{_MOST:g} keeps to it. Take fewer rounds, or a larger epsilon or delta."
             )
-        if at(_LEAST).epsilon(rounds, num_rows) <= epsilon:
+        if spent(_LEAST) <= epsilon:
             return at(_LEAST)
         while many - few > _NEAR:
             middle = 0.5 * (few + many)
-            few, many = (few, middle) if at(math.exp(middle)).epsilon(rounds, num_rows) <= epsilon else (middle, many)
+            few, many = (few, middle) if spent(math.exp(middle)) <= epsilon else (middle, many)
         return at(math.exp(many))
 
     # ------------------------------------------------------------------ what was released
 
     @property
     def sensitivity(self) -> float:
-        """How far one group's change, or a sum of rows' gradients, can move between neighbouring data; posterior sds."""
-        return self.clip * (2.0 if self.relation == "replace" else 1.0)
+        """How far one group's change, or a sum of rows' gradients, can move between neighbouring data; posterior sds.
+
+        A group whose data say nothing changes its site as well, back to 1: only of a row's gradient is nothing left.
+        """
+        return self.clip * (1.0 if self.relation == "remove" and self.level == "row" else 2.0)
 
     def epsilon(self, visits: int, num_rows: int | None = None) -> float:
         """Epsilon, in nats, of a number of visits of one group at ``delta``.
@@ -236,7 +246,7 @@ class DifferentialPrivacy(SolverDefaults):
         if num_rows is None:
             raise PVIError(
                 "DifferentialPrivacy(level='row') with a batch_size: epsilon depends on the share of rows in a "
-                "batch. Give num_rows, the rows of the smallest group."
+                "batch. Give num_rows, the rows of the group."
             )
         rows = int(num_rows)
         # As plan_batches counts them.
@@ -381,11 +391,12 @@ class DifferentialPrivacy(SolverDefaults):
         Raises:
             PVIError: saying what to write.
         """
-        if self.level == "row" and mechanism == "mask":
+        if mechanism != "args":
             raise PVIError(
-                "DifferentialPrivacy(level='row') clips the gradient of every row, and groups are evaluated by masks "
-                "here, with no row by itself. Write the model so that rows can be taken: see Partition.plan(*args); "
-                "or protect groups, level='group'."
+                "DifferentialPrivacy goes with models that are given a group's rows and nothing else; here groups are evaluated "
+                f"by {mechanism!r}, so that the model has all rows at hand and may let some say something of others (a mean "
+                "that is taken off, ids into them), which no clip of one group's bounds. Pass every per-row array as an "
+                "argument, size the plate by one of them, and move such steps out of the model: see Partition.plan(*args)."
             )
         self.solver.check_groups(sizes, mechanism)
 

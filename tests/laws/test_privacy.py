@@ -21,7 +21,7 @@ from scipy import stats
 
 import numpyro_pvi.solvers._differential_privacy as privacy
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
-from numpyro_pvi.clients import InProcess
+from numpyro_pvi.clients import Client, InProcess
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
 from numpyro_pvi.runtime import _factors, _product_engine
 from numpyro_pvi.schedules import (
@@ -359,10 +359,39 @@ def test_sampled_batches_cost_less_and_whole_ones_the_same():
         batches.epsilon(1)
 
 
+def test_a_group_that_is_removed_changes_its_site_back():
+    """From a site that says something, data that say nothing take it back: as far the other way as wild data go on."""
+    noise, back = DifferentialPrivacy(NaturalGradient(), 0.0, 0.5, relation="remove"), []
+    for change in (7.0, -7.0):
+        back.append(privacy.clipped(jnp.array([change, 0.0]), noise.clip))
+    assert float(jnp.linalg.norm(back[0] - back[1])) <= noise.sensitivity
+    assert DifferentialPrivacy(LocalELBO(), 0.0, 0.5, "row", "remove").sensitivity == 0.5
+
+
+def standardised(y):
+    theta = numpyro.sample("theta", dist.Normal(0.0, 2.0))
+    with numpyro.plate("data", 6) as i:
+        numpyro.sample("y", dist.Normal(theta, 1.0), obs=(y - jnp.mean(y))[i])
+
+
+@pytest.mark.parametrize("level", ["group", "row"])
+def test_rows_that_say_something_of_others_are_refused(level):
+    solver = DifferentialPrivacy(LocalELBO() if level == "row" else NaturalGradient(), 0.0, 1.0, level)
+    pvi = PVI(Partition(standardised, "data", list("aabbcc")), AutoMultivariateNormal(standardised), solver=solver)
+    with pytest.raises(PVIError, match="evaluated by 'index'"):
+        pvi.init(KEY, Y)
+
+
 @counts
 def test_the_least_noise_that_keeps_to_a_budget():
     solver = DifferentialPrivacy.calibrated(NaturalGradient(), epsilon=2.0, clip=1.0, rounds=10)
     assert 1.98 <= solver.epsilon(10) <= 2.0 < solver.epsilon(11)
+    # Passes over a group of 11 take a step more than of 10, and a batch is a larger share of one of 5: the worst of all counts.
+    passes = LocalELBO(epochs=1, batch_size=10)
+    budget = {"epsilon": 2.0, "clip": 1.0, "rounds": 5, "level": "row"}
+    solver = DifferentialPrivacy.calibrated(passes, **budget, num_rows=[10, 11, 40])
+    assert 1.98 <= max(solver.epsilon(5, size) for size in (10, 11, 40)) <= 2.0
+    assert DifferentialPrivacy.calibrated(passes, **budget, num_rows=10).epsilon(5, 11) > 2.0
     with pytest.raises(PVIError, match="no noise multiplier"):
         DifferentialPrivacy.calibrated(NaturalGradient(), epsilon=1e-6, clip=1.0, rounds=10**6)
 
@@ -595,6 +624,13 @@ WRONG = {
     "optim fits": lambda: make(DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), optim=numpyro.optim.Adam(0.1)),
     "would have sent these answers": lambda: make(
         DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), StochasticSubset(rates=0.5), runtime=InProcess()
+    ),
+    "what they see at a q": lambda: make(
+        DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), Asynchronous(delays="real"), runtime=InProcess()
+    ),
+    "describe them": lambda: make(
+        DifferentialPrivacy(NaturalGradient(), 0.0, 1.0),
+        runtime=InProcess(clients=[Client(location, AutoMultivariateNormal(location), c, Y[:2]) for c in "abc"]),
     ),
     "takes rows as they come": lambda: make(
         DifferentialPrivacy(NaturalGradient(), 0.0, 1.0),
