@@ -14,6 +14,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.clients import Ray
+from numpyro_pvi.clients._ray import Crew
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import SNEP, PowerEP
@@ -215,6 +216,16 @@ def test_a_driver_that_is_killed_goes_on_from_its_checkpoint(cluster, runtime, f
     assert "(3 of them before, as the checkpoint has them)" in result.message
     assert_law(pvi, result)
     assert_same(sites_of(result), here(None, None, 6), tolerance)
+
+
+def test_actors_that_nobody_needs_and_those_of_an_ended_session_are_let_go():
+    crew = Crew({})
+    crew.attend(3, "first")
+    crew._handles.update({index: object() for index in range(3)})
+    crew.attend(2, "first")
+    assert sorted(crew._handles) == [0, 1]
+    crew.attend(2, "second")
+    assert not crew._handles
 
 
 def test_what_cannot_be_is_refused_by_name(cluster, folder):

@@ -85,6 +85,7 @@ class Order:
         shapes = _shapes_of(arrays)
         if static != self.share.static or shapes != self.shapes or digest_of(tuple(arrays)) != self.digest:
             what = "other numbers of the same shapes" if shapes == self.shapes else f"arrays of shapes {shapes}"
+            what = "other arguments that are no arrays" if static != self.share.static else what
             raise ClientError(
                 f"rows({label!r}) has loaded {what}, where the fit was planned with {self.shapes}: return the model's arguments, "
                 "as a tuple or as a dict by name as they are given to run, with this group's rows in the order in which they are "
@@ -152,7 +153,7 @@ class Crew:
     """
 
     def __init__(self, options: dict[str, Any]):
-        self._options, self._handles = options, {}
+        self._options, self._handles, self._session = options, {}, None
         # Times that a client was begun anew, by label.
         self.restarts: collections.Counter = collections.Counter()
         # How many of those that are in use have begun, in words.
@@ -167,6 +168,20 @@ class Crew:
             made = _ray().remote(Worker).options(**self._options)
             self._handles[index] = made.remote(settings)
         return self._handles[index]
+
+    def attend(self, count: int, session: Any) -> None:
+        """Let actors go that nobody needs, and forget those of a session of Ray that has ended.
+
+        Args:
+            count: how many are needed.
+            session: what tells this session of Ray from others.
+        """
+        if session != self._session:
+            self._handles.clear()
+            self.processes.clear()
+            self._session = session
+        for index in [i for i in self._handles if i >= count]:
+            self.dismiss(index)
 
     def dismiss(self, index: int) -> None:
         """Kill an actor, if it lives."""
@@ -406,7 +421,8 @@ class Ray(ClientsRuntime):
             orders = [ray.put(self._order(share)) for share in shares]
         except (TypeError, AttributeError) as error:
             raise PVIError(f"what clients are made of cannot be handed to actors: {error}") from error
-        labels = tuple(share.label for share in shares)
+        labels, here = tuple(share.label for share in shares), ray.get_runtime_context()
+        self._crew.attend(math.ceil(len(labels) / self.groups_per_actor), (here.get_node_id(), here.get_job_id()))
         actors = Actors(labels, orders, self._crew, self.groups_per_actor, self.wait, self.tries)
         return Exchange(labels, actors, self.wait, self.tries)
 
