@@ -529,6 +529,11 @@ class Asynchronous(ScheduleDefaults):
             late=1.0 if problem.stochastic else averaging_step(carry.schedule.averaging, old.elbo.dtype),
             own=self._own(problem, tally, heard),
         )
+        if self.at_their_pace:
+            # Who is still at a visit from an older q has not said what it asks for at this one: nothing converges without it.
+            family, here = problem.family, done.evaluation.moments
+            behind = jax.vmap(lambda q: jnp.max(jnp.abs(family.moves(family.moments(q), here))))(state.seen)
+            report = report._replace(left=jnp.maximum(report.left, jnp.max(behind).astype(report.left.dtype)))
         return RoundCarry(
             done.sites, done.evaluation, walk.solver, None if prior is None else prior.state, state, report
         )

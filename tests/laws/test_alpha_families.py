@@ -734,7 +734,8 @@ def test_collapsed_weights_are_said_and_the_group_takes_less_of_the_power():
     model = independent_counts
     pvi, result = run(model, data, PowerEP(1.0, moments=ImportanceMoments(32)), 1)
     assert np.all(result.info.ess < 4)
-    assert len(result.info.notes) == 3
+    # One of each group, and that the steps were small.
+    assert sum(note.startswith("group") for note in result.info.notes) == 3
     assert "pass more draws (ImportanceMoments(num_draws=...))" in result.info.notes[0]
     assert bool(result.info.valid)
 

@@ -126,7 +126,7 @@ def test_a_mode_far_from_q_is_found_where_its_own_draws_collapse():
     """Hardly any of q's draws hits counts of a hundred thousand; those about the mode do, in one round."""
     _, result = run(counts, FAR, PowerEP(1.0, LaplaceMoments(256)), 1, Sequential())
     assert np.all(result.info.ess > 64)
-    assert result.info.notes == ()
+    assert not any(note.startswith("group") for note in result.info.notes)
     q = natural_leaves(result, "x")
     # Exact but for z and w, whose three units are nothing beside the sum's sd of 129.
     np.testing.assert_allclose((q[0] + 1) / q[1], 100_000 + COUNTS.mean() - 3, rtol=1e-3)
