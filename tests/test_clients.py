@@ -232,7 +232,11 @@ def test_a_quick_client_is_not_heard_before_all_others(fault, monkeypatch):
     assert min(absorbed) < max(absorbed) // 2 if fault else max(absorbed) - min(absorbed) <= 1
 
 
-def test_an_evaluation_between_rounds_loses_no_visit():
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "visits are forgotten"])
+def test_an_evaluation_between_rounds_loses_no_visit(fault, monkeypatch):
+    if fault:
+        ask = Exchange._ask
+        monkeypatch.setattr(Exchange, "_ask", lambda self, asks, *kinds, keep=False: ask(self, asks, *kinds))
     runtime = InProcess()
     pvi = make(runtime, None, Asynchronous(delays="real"))
     state = pvi.init(KEY, X, Y)
@@ -240,7 +244,8 @@ def test_an_evaluation_between_rounds_loses_no_visit():
         state, _ = pvi.update(state, X, Y)
         pvi.evaluate(state, X, Y)
     assert runtime.traffic.dropped == 0
-    assert len(set(runtime._line.exchange._versions)) == 1
+    # Visits that were under way were waited for, and are still to be absorbed.
+    assert len(runtime._line.exchange._done) == (0 if fault else 3)
 
 
 def test_clocks_that_are_real_are_refused_where_nobody_works_alone():

@@ -256,6 +256,11 @@ _NO_CLIENTS = (
 _MOST_MESSAGES = 1000
 
 
+def _furthest(family: Any, seen: Any, here: Any) -> Float[Array, ""]:
+    """The largest move, in posterior sds, from a q that some group has read (natural parameters, leading axis M) to this one."""
+    return jnp.max(jax.vmap(lambda q: jnp.max(jnp.abs(family.moves(family.moments(q), here))))(seen))
+
+
 @dataclasses.dataclass(frozen=True)
 class Asynchronous(ScheduleDefaults):
     """Groups at their own pace, on a simulated clock or a real one: nobody waits for the slowest. A round is M absorbed changes.
@@ -531,9 +536,8 @@ class Asynchronous(ScheduleDefaults):
         )
         if self.at_their_pace:
             # Who is still at a visit from an older q has not said what it asks for at this one: nothing converges without it.
-            family, here = problem.family, done.evaluation.moments
-            behind = jax.vmap(lambda q: jnp.max(jnp.abs(family.moves(family.moments(q), here))))(state.seen)
-            report = report._replace(left=jnp.maximum(report.left, jnp.max(behind).astype(report.left.dtype)))
+            behind = _furthest(problem.family, state.seen, done.evaluation.moments)
+            report = report._replace(left=jnp.maximum(report.left, behind.astype(report.left.dtype)))
         return RoundCarry(
             done.sites, done.evaluation, walk.solver, None if prior is None else prior.state, state, report
         )
