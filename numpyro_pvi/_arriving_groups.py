@@ -79,6 +79,7 @@ class Newcomers:
         solver: the local solver.
         check: whether rows are compared with the untouched model.
         runtime: where the rows are to be.
+        whole_groups: whether all rows of a group have to be in one place there.
     """
 
     model: Callable
@@ -88,6 +89,7 @@ class Newcomers:
     solver: Any
     check: bool
     runtime: Any
+    whole_groups: bool
 
     def add(self, state: PVIState, label: Hashable, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.add_group`."""
@@ -142,7 +144,7 @@ class Newcomers:
                 stacklevel=7,
             )
         arrival = self.arrival(plan, table, rows)
-        laid = self.runtime.lay_out(arrival.packing, not self.solver.immediate, plan.partition.mechanism)
+        laid = self.runtime.lay_out(arrival.packing, self.whole_groups, plan.partition.mechanism)
         arrival = dataclasses.replace(arrival, packing=laid)
         self.solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), plan.partition.mechanism)
         slots = [position(plan, label) if label in plan.groups else -1 for label in table.labels]

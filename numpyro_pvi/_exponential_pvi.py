@@ -29,9 +29,16 @@ from ._posterior_views import (
     split_notes,
 )
 from ._state import Plan, PVIInfo, PVIState
-from ._user_inputs import check_state, float_dtype, open_call, positional_names, refuse_look
+from ._user_inputs import (
+    check_state,
+    float_dtype,
+    open_call,
+    positional_names,
+    refuse_look,
+    refuse_prior_of_rows,
+)
 from ._verified import Contradiction, cannot_go_on, remark
-from .errors import GuideError, ImproperError, PVIError, StateError, not_under_families
+from .errors import GuideError, ImproperError, PVIError, StateError
 from .expectations import with_draws
 from .factors import (
     Arrival,
@@ -54,11 +61,9 @@ from .handlers import GroupTable, Partition, RowAxes
 from .pvi import PVI
 from .runtime import (
     Labels,
-    LaxMap,
     ProductEngine,
     ProductPlan,
     RowLatent,
-    Vmap,
     apart,
     best_of_short_runs,
     check_tilted,
@@ -500,8 +505,6 @@ def _begun_again(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> PVISta
 
 # -------------------------------------------------------------------------------------------------------------- the fit
 
-_RUNTIMES = Vmap, LaxMap
-
 
 class ExponentialPVI(PVI, serves=keeps_supports):
     """What ``PVI(model, AutoExponentialFamily(model), ...)`` makes: every latent keeps its support and family.
@@ -516,7 +519,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
     """
 
     def _make_engine(self, model: Any, num_particles: int) -> Any:
-        _check_choices(self.solver, self.schedule, self.runtime, self.init_sites)
+        _check_choices(self.solver, self.schedule, self.init_sites)
         return ProductEngine(model, self.solver, self.schedule, self.runtime, num_particles, self.optim)
 
     @follows
@@ -543,8 +546,11 @@ class ExponentialPVI(PVI, serves=keeps_supports):
         plan, prior, base_site = plan_product(planned, components, call, base, *given, away=away)
         plan = proved_plan(plan, expectation) if self.solver.private else plan
         check_partial(self.solver, self.schedule, plan)
-        state = self._first_state(plan, planned.packing, prior, base_site, opening.key)
+        packing = self.runtime.lay_out(planned.packing, self._engine.whole_groups, planned.plan.mechanism)
+        state = self._first_state(plan, packing, prior, base_site, opening.key)
         state = dataclasses.replace(state, optim_state=init_optim(self.optim, self.guide, params))
+        rows = split_arguments(args, kwargs)
+        refuse_prior_of_rows(self._engine, plan, packing, *rows, state.optim_state, components.start)
         curved = self.init_sites == "auto" and init_params is None
         state = begun(self._engine, state, components.start, args, kwargs, curved)
         if init_params is not None:
@@ -555,7 +561,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
             )
         self._memory.labels = plan.partition.table.labels
         state = ready_to_match(self._engine, state, args, kwargs)
-        self._memory.keep(state, split_arguments(args, kwargs)[0])
+        self._memory.keep(state, rows[0])
         self._followed.programs.note(state)
         return state
 
@@ -703,7 +709,7 @@ class ExponentialPVI(PVI, serves=keeps_supports):
             return start_of(self._engine, state, known), None
 
         # What init found is not looked for again.
-        how = self.solver, False, self.runtime
+        how = self.solver, False, self.runtime, self._engine.whole_groups
         return ProductNewcomers(self.model, positional_names(self.model), start, self._drive, *how)
 
     def add_group(self, state: PVIState, label: Hashable, /, *args: Any, **kwargs: Any) -> PVIState:
@@ -763,11 +769,9 @@ def _product_plan(state: PVIState) -> Any:
     return state.plan
 
 
-def _check_choices(solver: Any, schedule: Any, runtime: Any, init_sites: str) -> None:
+def _check_choices(solver: Any, schedule: Any, init_sites: str) -> None:
     solver.check_families()
     schedule.check_families(solver)
-    if type(runtime) not in _RUNTIMES:
-        raise not_under_families("runtime", runtime, "Vmap() or LaxMap()")
     if init_sites == "curvature":
         raise PVIError(
             "init_sites='curvature' is for Gaussian guides; under AutoExponentialFamily q starts at the prior. Leave it out, or "

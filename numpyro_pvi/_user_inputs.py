@@ -195,7 +195,7 @@ def placed(engine: Any, state: PVIState, dynamic: list, static: tuple) -> tuple[
         StateError: for a state of another runtime's, whose own latents are in other chunks.
     """
     runtime = engine.runtime
-    rows, packing = runtime.place(dynamic, row_axes(state.plan, static), state.packing, not engine.solver.immediate)
+    rows, packing = runtime.place(dynamic, row_axes(state.plan, static), state.packing, engine.whole_groups)
     if state.sites.local is not None and packing.chunk_group.shape != state.packing.chunk_group.shape:
         raise StateError(
             "the state was made by a PVI with another runtime, and what its groups hold of their own rows is laid out for that: "
@@ -301,13 +301,13 @@ def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tu
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "plan", "static"))
-def _prior_gap(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc):
+def _prior_gap(engine: Any, plan: Plan, packing, dynamic: list, static: tuple, optim_state, at):
     """How far the prior is another on one chunk of rows than on all, and the size of its numbers."""
     args, kwargs = join_arguments(dynamic, static)
-    return engine.prior_gap(plan, packing, args, kwargs, optim_state, jnp.asarray(loc, float_dtype()))
+    return engine.prior_gap(plan, packing, args, kwargs, optim_state, at)
 
 
-def refuse_prior_of_rows(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc) -> None:
+def refuse_prior_of_rows(engine: Any, plan: Plan, packing, dynamic: list, static: tuple, optim_state, at: Any) -> None:
     """Raise where rows are on several devices and the prior depends on them, so that no device could evaluate it.
 
     Args:
@@ -317,14 +317,14 @@ def refuse_prior_of_rows(engine: Engine, plan: Plan, packing, dynamic: list, sta
         dynamic: arrays of the model's arguments.
         static: the static leaves.
         optim_state: of the model's params, or None.
-        loc: Float[D] prior location, near which the prior is looked at.
+        at: where the prior is looked at: Float[D] prior location, or natural parameters of a product of families.
 
     Raises:
         PVIError: saying what to write.
     """
     if engine.runtime.alone is engine.runtime or plan.rows is not None:
         return
-    gap, size = _prior_gap(engine, plan, packing, dynamic, static, optim_state, loc, level="cheap")
+    gap, size = _prior_gap(engine, plan, packing, dynamic, static, optim_state, at, level="cheap")
     if float(gap) > 1e-3 * float(size):
         raise PVIError(
             "the model's prior depends on the rows of its arguments (a scale that is X.std(), say), and no device of Sharded() has "

@@ -511,5 +511,5 @@ def _masked(pvi: Any, state: PVIState, planned: Planned, dynamic: list, static: 
         chunk_rows=new.chunk_rows,
         num_chunks=new.num_chunks,
     )
-    packing = pvi.runtime.lay_out(again.packing, not pvi.solver.immediate, plan.mechanism)
+    packing = pvi.runtime.lay_out(again.packing, pvi._engine.whole_groups, plan.mechanism)
     return dataclasses.replace(planned, plan=plan, packing=packing)

@@ -217,7 +217,7 @@ class PVI(SVI):
         arguments = dynamic, static
         if self.runtime.elsewhere is None:
             plan = choose_rows(self._engine, self.guide, plan, planned, opening.trace, arguments, init_params, plan_key)
-        how = not self.solver.immediate, planned.plan.mechanism, plan.rows is not None
+        how = self._engine.whole_groups, planned.plan.mechanism, plan.rows is not None
         packing = self.runtime.lay_out(planned.packing, *how)
         planned = dataclasses.replace(planned, packing=packing)
         refuse_prior_of_rows(self._engine, plan, packing, dynamic, static, optim_state, planned.prior_loc)
@@ -799,7 +799,7 @@ class PVI(SVI):
             return arrive_groups(self._engine, small, dynamic, static, known, mode=mode)
 
         check = self.partition is None or self.partition.check
-        how = self.solver, check, self.runtime
+        how = self.solver, check, self.runtime, self._engine.whole_groups
         return Newcomers(self.model, positional_names(self.model), start, self._drive, *how)
 
     def _named(self, state: PVIState) -> PVIState:

@@ -1,6 +1,6 @@
 """Fits on several devices beside Vmap's, in a process of its own: prints one JSON line; see tests/test_sharded.py.
 
-``python -m tests.sharded_worker few``, ``... rest`` or ``... processes PORT RANK``. XLA_FLAGS says how many devices there are.
+``python -m tests.sharded_worker two``, ``few``, ``rest`` or ``processes PORT RANK``. XLA_FLAGS says how many devices there are.
 """
 
 import functools
@@ -17,19 +17,21 @@ import numpyro.distributions as dist
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.optim import Adam
 
-from numpyro_pvi import PVI, Partition, PVIError
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi._group_lifecycle import reduced
 from numpyro_pvi._user_inputs import placed, run_rounds
 from numpyro_pvi.factors import split_arguments
 from numpyro_pvi.runtime import Sharded, Vmap
+from numpyro_pvi.runtime._product_problem import ProductProblem
 from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous
-from numpyro_pvi.solvers import SNEP, LocalELBO, NaturalGradient, PowerEP
+from numpyro_pvi.solvers import SNEP, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
 ROWS = 23
 _random = np.random.default_rng(0)
 X = _random.normal(size=(ROWS, 2))
 CLASSES = (_random.uniform(size=ROWS) < 0.5).astype(int)
 Y = X @ np.array([1.0, -1.0]) + _random.normal(size=ROWS)
+COUNTS = np.random.default_rng(1).poisson(3, size=ROWS)
 # Unequal groups, in no order.
 LABELS = _random.permutation(np.repeat(np.arange(5), [9, 5, 4, 3, 2]))
 
@@ -68,13 +70,43 @@ def with_params(X, y):
         numpyro.sample("y", dist.Bernoulli(logits=X @ w + shift), obs=y)
 
 
+def rates(X, y):
+    mean = numpyro.sample("mean", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("data", X.shape[0]):
+        rate = numpyro.sample("rate", dist.Gamma(3.0, mean))
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def drawn(X, y):
+    """A prior factor, and a likelihood whose expectations are by draws."""
+    a = numpyro.sample("a", dist.Gamma(2.0, 1.0))
+    b = numpyro.sample("b", dist.Normal(0, 1 / jnp.sqrt(a)))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Poisson(a * jnp.exp(0.1 * jnp.sin(b) + 0.1 * X[:, 0])), obs=y)
+
+
+def family_params(X, y):
+    rate = numpyro.param("rate", 1.0, constraint=dist.constraints.positive)
+    slope = numpyro.param("slope", 0.1)
+    lam = numpyro.sample("lam", dist.Gamma(2.0, rate))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Poisson(lam * jnp.exp(slope * X[:, 0])), obs=y)
+
+
+def gamma_prior_of_rows(X, y):
+    lam = numpyro.sample("lam", dist.Gamma(2.0, X[:, 0].std()))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Poisson(lam), obs=y)
+
+
 def prior_of_rows(X, y):
     w = numpyro.sample("w", dist.HalfNormal(X.std(0)).to_event(1))
     with numpyro.plate("data", X.shape[0]):
         numpyro.sample("y", dist.Normal(X @ w, 1), obs=y)
 
 
-_FULL, _DIAGONAL = AutoMultivariateNormal, AutoDiagonalNormal
+_FULL, _DIAGONAL, _FAMILIES = AutoMultivariateNormal, AutoDiagonalNormal, AutoExponentialFamily
+DATA = {linear: Y, scaled: Y} | dict.fromkeys((rates, drawn, family_params, gamma_prior_of_rows), COUNTS)
 _BATCHES = LocalELBO(Adam(0.05), num_steps=4, batch_size=2)
 CASES = {
     "gradient": (logistic, _FULL, NaturalGradient(), Synchronous()),
@@ -91,10 +123,28 @@ CASES = {
     "own latents": (own_effects, _FULL, NaturalGradient(), Synchronous()),
     "own latents, one by one": (own_effects, _DIAGONAL, NaturalGradient(), Sequential()),
     "own latents, moments": (own_effects, _FULL, PowerEP(), Synchronous()),
+    "families": (drawn, _FAMILIES, NaturalGradient(), Synchronous()),
+    "families, predictors": (logistic, _FAMILIES, NaturalGradient(), Sequential()),
+    "families, own latents": (rates, _FAMILIES, NaturalGradient(), Synchronous()),
+    "families, own latents, one by one": (rates, _FAMILIES, NaturalGradient(), Sequential()),
+    "families, optimiser, batches": (drawn, _FAMILIES, _BATCHES, Sequential()),
+    "families, some groups": (rates, _FAMILIES, NaturalGradient(), StochasticSubset(2)),
+    "families, some rows": (
+        rates,
+        _FAMILIES,
+        StochasticNaturalGradient(batch_size=2, num_steps=3),
+        StochasticSubset(2),
+    ),
+    "families, some rows, draws": (drawn, _FAMILIES, StochasticNaturalGradient(batch_size=2), Synchronous()),
+    "families, moments": (drawn, _FAMILIES, PowerEP(), Synchronous()),
+    "families, moments, rows": (drawn, _FAMILIES, PowerEP(factors="row"), Sequential()),
+    "families, double loop": (drawn, _FAMILIES, SNEP(), Synchronous()),
+    "families, params": (family_params, _FAMILIES, NaturalGradient(), Synchronous(), Adam(0.05)),
     "params": (with_params, _FULL, NaturalGradient(), Synchronous(), Adam(0.05)),
 }
-# Of every way to divide the work one: passes, visits side by side, visits one by one, own latents.
-FEW = ("gradient", "optimiser", "optimiser, batches", "own latents, one by one")
+# Of every way to divide the work one: passes, visits side by side, visits one by one, own latents; rows looked up.
+FEW = ("gradient", "optimiser", "optimiser, batches", "own latents, one by one", "families, some rows")
+ON_TWO = "families, own latents, one by one"
 IN_PROCESSES = ("gradient", "optimiser, batches")
 
 
@@ -109,7 +159,7 @@ def build(case, runtime):
         schedule=schedule,
         runtime=runtime,
     )
-    return pvi, (X, Y if model in (linear, scaled) else CLASSES)
+    return pvi, (X, DATA.get(model, CLASSES))
 
 
 def trajectory(case, runtime, rounds=2):
@@ -118,7 +168,9 @@ def trajectory(case, runtime, rounds=2):
     state, found = pvi.init(jax.random.key(0), *rows), []
     for _ in range(rounds):
         state, loss = pvi.update(state, *rows)
-        found.append((state.sites.groups, state.sites.prior, state.report.move, pvi.get_params(state), loss))
+        own = pvi.solver.factors != "row" and case[1] is _FAMILIES
+        sites = state.sites.groups, state.sites.prior, state.sites.local if own else None
+        found.append((sites, state.report.move, pvi.get_params(state), loss))
     return jax.device_get(found)
 
 
@@ -182,9 +234,11 @@ def refusals(runtime):
         "masks": (masked, NaturalGradient(), (X, CLASSES)),
         "rows": (Partition(linear, "data", LABELS), NaturalGradient(sites="rows"), (X, Y)),
         "prior": (Partition(prior_of_rows, "data", LABELS), NaturalGradient(), (X, Y)),
+        "prior of families": (Partition(gamma_prior_of_rows, "data", LABELS), NaturalGradient(), (X, COUNTS)),
     }
     for name, (partition, solver, data) in rows.items():
-        pvi = PVI(partition, AutoMultivariateNormal(partition.fn), solver=solver, runtime=runtime)
+        guide = AutoExponentialFamily if "families" in name else AutoMultivariateNormal
+        pvi = PVI(partition, guide(partition.fn), solver=solver, runtime=runtime)
         try:
             pvi.init(jax.random.key(0), *data)
         except PVIError as error:
@@ -221,11 +275,20 @@ def on_devices_rest():
     return found
 
 
+def on_two():
+    """What the quickest tests ask of two devices, and a planted fault: rows' sites as one device has them."""
+    found = {"gap": gap(ON_TWO, Sharded())}
+    with mock.patch.object(ProductProblem, "_of_all", lambda problem, local: local):
+        found["planted rows"] = gap(ON_TWO, Sharded(batch_bytes=1 << 20))
+    return found
+
+
 def on_devices():
     """What one process with several devices is asked."""
     runtime = Sharded()
     found = {"gaps": {name: gap(name, runtime) for name in FEW}}
-    texts = {name: compiled_text(CASES[name], runtime) for name in ("gradient", "optimiser, batches")}
+    few = "gradient", "optimiser, batches", "families, some rows"
+    texts = {name: compiled_text(CASES[name], runtime) for name in few}
     found["gathers"] = {name: gathers(text) for name, text in texts.items()}
     found["sums"] = {name: " all-reduce" in text for name, text in texts.items()}
     everywhere = jax.sharding.NamedSharding(runtime.devices, jax.sharding.PartitionSpec())
@@ -264,6 +327,6 @@ def on_processes(port, rank):
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    ask = {"few": on_devices, "rest": on_devices_rest, "processes": on_processes}[sys.argv[1]]
+    ask = {"two": on_two, "few": on_devices, "rest": on_devices_rest, "processes": on_processes}[sys.argv[1]]
     answer = ask(*map(int, sys.argv[2:]))
     print(json.dumps(answer))

@@ -89,7 +89,7 @@ def test_matched_moments_take_params_with_them():
 
 
 def test_a_prior_that_is_not_read_again_is_noticed(monkeypatch):
-    monkeypatch.setattr(_product_engine, "exact_prior_of", lambda plan, call, q: COUNTED_PRIOR)
+    monkeypatch.setattr(_product_engine, "exact_prior_of", lambda problem, q: COUNTED_PRIOR)
     pvi = made(poisson)
     state = pvi.init(KEY, jnp.asarray(COUNTS))
     global COUNTED_PRIOR

@@ -11,7 +11,17 @@ from ._arguments import (
     signature_of,
     split_arguments,
 )
-from ._chunks import GroupMasks, Packing, Reading, choose_chunk_rows, even_packing, gather_rows, pack_rows, slice_rows
+from ._chunks import (
+    GroupMasks,
+    Packing,
+    Reading,
+    choose_chunk_rows,
+    even_packing,
+    gather_rows,
+    pack_rows,
+    plate_rows,
+    slice_rows,
+)
 from ._enumerate import enumerated, summed_out
 from ._log_densities import (
     Claim,
@@ -91,6 +101,7 @@ __all__ = [
     "choose_chunk_rows",
     "row_arguments",
     "pack_rows",
+    "plate_rows",
     "base_distribution",
     "is_observed",
     "site_log_prob",

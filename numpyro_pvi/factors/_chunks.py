@@ -74,6 +74,18 @@ class Packing:
         return jnp.min(self.rows, axis=1)[self.offsets[:-1]]
 
 
+def plate_rows(chunk: tuple) -> Int[Array, " R"]:
+    """Plate indices of a chunk's rows.
+
+    Args:
+        chunk: where they stand, which are no padding, and their plate indices where these are others.
+
+    Returns:
+        The indices.
+    """
+    return chunk[0] if len(chunk) == 2 else chunk[2]
+
+
 def choose_chunk_rows(sizes: tuple[int, ...], chunk_size: int = 128, dim: int = 1) -> int:
     r"""Choose the chunk length R that makes rows and chunks together cheapest.
 

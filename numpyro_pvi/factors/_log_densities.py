@@ -14,7 +14,7 @@ from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from ..handlers import FullPlates, PlateRows, RowAxes
-from ._chunks import GroupMasks, Packing, Reading, slice_rows
+from ._chunks import GroupMasks, Packing, Reading, plate_rows, slice_rows
 from ._model import (
     Layout,
     ModelCall,
@@ -128,8 +128,9 @@ def take_rows(tree: Mapping[str, Any], axes: Mapping[str, int], reading: Reading
     """
     if reading.mechanism == "mask" or not axes:
         return dict(tree)
+    rows = plate_rows(chunk)
     return {
-        name: jax.tree.map(lambda x, name=name: jnp.take(x, chunk[0], axis=axes[name]), own) if name in axes else own
+        name: jax.tree.map(lambda x, name=name: jnp.take(x, rows, axis=axes[name]), own) if name in axes else own
         for name, own in tree.items()
     }
 

@@ -101,6 +101,11 @@ class Runtime(Protocol):
         """The runtime inside a group's visit that a device makes by itself: the group's rows are all its own."""
         ...
 
+    @property
+    def side_by_side(self) -> Runtime:
+        """The runtime of a program that has all chunks on every device, whose rows elsewhere count for nothing."""
+        ...
+
     def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
         """The packing whose chunks can be divided among the devices; refuses one that cannot.
 
@@ -175,6 +180,15 @@ class Runtime(Protocol):
 
     def shared(self, tree: Any) -> Any:
         """What every device knows alike, for a sum over rows that is differentiated by it in reverse mode."""
+        ...
+
+    def largest(self, x: Array) -> Array:
+        """The largest of what the devices hold."""
+        ...
+
+    @property
+    def vectorised(self) -> bool:
+        """Whether chunks of a fit under families are evaluated many at a time."""
         ...
 
     @property
@@ -297,6 +311,7 @@ class RuntimeDefaults:
     See :class:`Runtime` for what each says. A subclass writes down ``sum_chunks`` and ``map_groups``.
     """
 
+    vectorised: Any = True
     by_label: Any = False
     traffic: Any = None
     workers: Any = ""
@@ -320,6 +335,11 @@ class RuntimeDefaults:
     @property
     def within(self) -> Any:
         """All groups are here."""
+        return self
+
+    @property
+    def side_by_side(self) -> Any:
+        """All rows are here."""
         return self
 
     def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
@@ -372,6 +392,10 @@ class RuntimeDefaults:
     def total_expected(self, found: Expected) -> Expected:
         """The sum of one."""
         return found
+
+    def largest(self, x: Array) -> Array:
+        """The largest of one."""
+        return x
 
     def shared(self, tree: Any) -> Any:
         """As it is."""
@@ -470,6 +494,8 @@ class Vmap(RuntimeDefaults):
 @dataclasses.dataclass(frozen=True)
 class LaxMap(RuntimeDefaults):
     """One chunk after another: the least temporary memory, one group's result at a time."""
+
+    vectorised = False
 
     def sum_chunks(
         self,

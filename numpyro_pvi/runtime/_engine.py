@@ -44,11 +44,23 @@ from ._verification import Check, begin_again, claims_of, verify_claims
 # Values of a model's ``numpyro.param`` sites: constrained for the model, and moved by one step of the user's optimiser.
 
 
+def furthest_apart(one: list[Array], other: list[Array]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The largest difference of two lists of numbers, and the largest of the first (1 at least)."""
+    gaps = [jnp.max(jnp.abs(a - b), initial=0.0) for a, b in zip(one, other, strict=True)]
+    return jnp.max(jnp.stack(gaps)), jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=1.0) for x in one]))
+
+
 class FitsParams:
-    """What engines know of the model's params; a base class for those that have ``model`` and ``optim``."""
+    """What engines know of the model's params, and of where its rows are; a base class for those that say which they are."""
 
     model: Callable
+    runtime: Runtime
     optim: Any
+
+    def runtime_of(self, packing: Packing | GroupMasks) -> Runtime:
+        """Where the rows of a packing are read: on the devices that they were placed on, or on the one where all of them are."""
+        placed = isinstance(packing, Packing) and packing.places is not None
+        return self.runtime if placed else self.runtime.alone
 
     def param_transforms(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         """Bijections from unconstrained space to the supports of the model's ``numpyro.param`` sites."""
@@ -255,6 +267,11 @@ class Engine(FitsParams):
     optim: Any
     num_particles: int
 
+    @property
+    def whole_groups(self) -> bool:
+        """Whether a visit reads its group's rows again and again, so that all of them have to be on one device."""
+        return not self.solver.immediate
+
     def reporting(self, loss_every: int) -> Engine:
         """The engine of a run that reports losses now and then: itself, since every round knows its own."""
         del loss_every
@@ -327,12 +344,7 @@ class Engine(FitsParams):
             wide=wide_rows(plan, program, self.solver, packing, reader.chunk_of_rows),
         )
 
-    def runtime_of(self, packing: Packing | GroupMasks) -> Runtime:
-        """Where the rows of a packing are read: on the devices that they were placed on, or on the one where all of them are."""
-        placed = isinstance(packing, Packing) and packing.places is not None
-        return self.runtime if placed else self.runtime.alone
-
-    def prior_gap(self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, optim_state: Any, loc: Array) -> Any:
+    def prior_gap(self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, optim_state: Any, at: Any) -> Any:
         """How far the prior is another on the rows of one chunk than on all of them, at a point.
 
         Args:
@@ -341,18 +353,16 @@ class Engine(FitsParams):
             args: positional arguments (arrays).
             kwargs: keyword arguments.
             optim_state: of the params, or None.
-            loc: where the prior is looked at.
+            at: Float[D], where the prior is looked at.
 
         Returns:
             The largest difference of its numbers, and the largest of them (1 at least).
         """
-        part = plan.partition
+        part, loc = plan.partition, jnp.asarray(at, jnp.result_type(float))
         params = self.constrain(plan, args, kwargs, optim_state)
         whole = whole_call(self.model, part, args, kwargs, params)
         chunk = part.reading.call(whole, take(packing.chunks, 0))
-        seen = self.prior_numbers(plan, whole, loc), self.prior_numbers(plan, chunk, loc)
-        gaps = jnp.stack([jnp.max(jnp.abs(a - b)) for a, b in zip(*seen, strict=True)])
-        return jnp.max(gaps), jnp.max(jnp.stack([jnp.ones((), loc.dtype), *(jnp.max(jnp.abs(x)) for x in seen[0])]))
+        return furthest_apart(self.prior_numbers(plan, whole, loc), self.prior_numbers(plan, chunk, loc))
 
     def prior_numbers(self, plan: Plan, call: ModelCall, loc: Float[Array, "D"]) -> list[Array]:
         """What tells one prior from another: the exact part's natural parameters and constant, and the factor near a point.

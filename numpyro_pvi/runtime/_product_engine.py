@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from .._compiling import owned_jit
 from .._state import PVIState
 from ..expectations import TOLERANCE, Expected
-from ..factors import ValueCall
+from ..factors import ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
 from ..schedules import Evaluation, RoundCarry, Rule, Schedule, empty_report, sound
 from ..sites import SiteStack, cavity, posterior, select, sum_slots, take, tied_site
 from ..solvers import BatchStep, LocalResult, LocalSolver
-from ._base import Runtime, Vmap
-from ._engine import FitsParams, RoundsDone
+from ._base import Runtime
+from ._engine import FitsParams, RoundsDone, furthest_apart
 from ._factors import GroupFactor
 from ._local import unlooked
 from ._moments import solver_of_prior
@@ -32,7 +32,7 @@ from ._product_matching import (
     rows_together,
     tilted_of,
 )
-from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners
+from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners, prior_members
 from ._product_problem import Objective, ProductProblem
 from ._product_rounds import ProductMemory, Settings, first_memory, one_round, run_rounds, step_in_turns, stepped
 from ._product_subset import (
@@ -46,6 +46,7 @@ from ._product_subset import (
     whole_groups,
 )
 from ._product_tilted import ProductTilted
+from ._programs import first_rows_of
 from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE
 from ._verification import Check, product_claims, q_of, verify_product
 
@@ -140,10 +141,11 @@ class GroupOrder:
 
     packing: Any
     sizes: tuple[int, ...]
+    runtime: Runtime
 
     def first_rows(self) -> Int[Array, "M"]:
         """Index of every group's first row: where its label first appears."""
-        return self.packing.first_rows()
+        return first_rows_of(self.packing, len(self.sizes), self.runtime)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +229,8 @@ class ProductFactors:
     @property
     def stream(self) -> GroupOrder:
         """The order in which groups come."""
-        return GroupOrder(self.problem.packing, self.problem.plan.partition.table.sizes)
+        problem = self.problem
+        return GroupOrder(problem.packing, problem.plan.partition.table.sizes, problem.runtime)
 
     def sampled(self, rule: Rule) -> Bool[Array, ""]:
         """Whether visits are by draws, whatever the rule: of the ELBO alone q does not hover."""
@@ -423,6 +426,9 @@ class ProductEngine(FitsParams):
     # Where rounds see some rows only, the ELBO of all is taken after every so many rounds from that one on.
     loss_every: int = 1
 
+    # Visits add up what devices find in their own rows of a group.
+    whole_groups = False
+
     def reporting(self, loss_every: int) -> ProductEngine:
         """The engine of a run that reports losses now and then: where rounds see some rows only, others are not computed."""
         return self if loss_every == self.loss_every else dataclasses.replace(self, loss_every=int(loss_every))
@@ -472,9 +478,39 @@ class ProductEngine(FitsParams):
         """
         plan: Any = state.plan
         draws = max(int(self.solver.num_draws), self.num_particles)
-        together, others = isinstance(self.runtime, Vmap), state.sites.others
+        runtime, others = self.runtime_of(state.packing), state.sites.others
         kind, prior = (ProductProblem, state.prior) if others is None else (Beside, state.prior + sum_slots(others))
-        return kind(plan, self.call(state, args, kwargs, params), state.packing, prior, draws, together)
+        return kind(plan, self.call(state, args, kwargs, params), state.packing, prior, draws, runtime)
+
+    def prior_gap(self, plan: Any, packing: Any, args: tuple, kwargs: dict, optim_state: Any, at: Any) -> Any:
+        """How far the prior is another on the rows of one chunk than on all of them: see :meth:`Engine.prior_gap`.
+
+        Args:
+            plan: the static plan.
+            packing: rows of each chunk.
+            args: positional arguments (arrays).
+            kwargs: keyword arguments.
+            optim_state: of the params, or None.
+            at: natural parameters, where the other latents are looked at.
+
+        Returns:
+            The largest difference of its numbers, and the largest of them (1 at least).
+        """
+        params = self.constrain(plan, args, kwargs, optim_state)
+        whole = ValueCall(plan.partition.model(self.model), args, kwargs, params=params)
+        values, reading, chunk = (
+            plan.family.sample(at, jax.random.key(0)),
+            plan.partition.reading,
+            take(packing.chunks, 0),
+        )
+        few = whole.rows(reading, chunk), take_rows(values, plan.row_axes, reading, chunk)
+
+        def numbers(call: ValueCall, values: dict) -> list[Array]:
+            held = prior_members(call, plan.family, plan.blocks, values)
+            own = prior_log_density(call, plan.latent_values(values), plan.partition.rows, plan.exact_latents)
+            return jax.tree.leaves(({n: x for n, x in held.items() if n in plan.exact}, own))
+
+        return furthest_apart(numbers(whole, values), numbers(*few))
 
     def claims(self, plan: Any) -> tuple[str, ...]:
         """What a plan claims of the model that is to be verified, as ``_product_verification.product_claims`` names it."""
@@ -667,15 +703,17 @@ class ProductEngine(FitsParams):
 
     def _with_params(self, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
-        plan: Any = state.plan
         noise, q = self.noise(state.rng_key), posterior(state.prior, state.sites)
 
+        def at(params: dict) -> ProductProblem:
+            found = self.problem(state, args, kwargs, params)
+            return dataclasses.replace(found, prior=exact_prior_of(found, q))
+
         def loss(params: dict) -> Float[Array, ""]:
-            own = dataclasses.replace(state, prior=exact_prior_of(plan, self.call(state, args, kwargs, params), q))
-            return -self.problem(own, args, kwargs, params).objective(state.sites, noise, q=q).elbo
+            return -at(params).objective(state.sites, noise, q=q).elbo
 
         optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)
-        prior = exact_prior_of(plan, self.call(state, args, kwargs, params), q)
+        prior = at(params).prior
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:

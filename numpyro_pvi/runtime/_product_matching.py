@@ -135,12 +135,14 @@ def by_rows(problem: ProductProblem) -> RowFactors:
         owner, block = jnp.maximum(owner, 0), 1
     else:
         block = packing.rows.shape[1]
-        owner, counted = jnp.repeat(packing.chunk_group, block), packing.mask.reshape(-1)
+        # Slots of all devices; each reads the rows of its own.
+        owner, counted = jnp.repeat(packing.chunk_group, block), problem.runtime.gathered(packing.mask).reshape(-1)
         numbers, offsets = jnp.arange(owner.shape[0] + 1, dtype=jnp.int32), packing.offsets
-        slots = Packing(packing.rows.reshape(-1, 1), packing.mask.reshape(-1, 1), numbers[:-1], numbers)
+        places = None if problem.placed is None else packing.stands.reshape(-1, 1)
+        slots = Packing(packing.rows.reshape(-1, 1), packing.mask.reshape(-1, 1), numbers[:-1], numbers, places)
     plan = problem.plan
     plan = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, chunk_rows=1))
-    settings = problem.call, slots, problem.prior, problem.num_draws, problem.together
+    settings = problem.call, slots, problem.prior, problem.num_draws, problem.runtime
     return RowFactors(plan, *settings, problem, owner, counted, offsets, block)
 
 
@@ -325,7 +327,7 @@ def _visited(
 def _batch(tilted: Any, most: int) -> int | None:
     """Rows that are visited at a time."""
     problem, method = tilted.problem, tilted.problem.plan.tilted[0]
-    if not problem.together:
+    if not problem.runtime.vectorised:
         return None
     points = 1
     if method in ("importance", "laplace"):
@@ -435,8 +437,7 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> tupl
 def lanes(tilted: ProductTilted) -> int | None:
     """Groups whose chains run side by side: all of them where that pays."""
     problem = tilted.problem
-    alike = problem.packing.chunk_group.shape[0] == problem.num_groups
-    pays = problem.together and alike and lanes_pay(problem.plan.partition.chunk_rows)
+    pays = problem.runtime.vectorised and problem.one_chunk_each and lanes_pay(problem.plan.partition.chunk_rows)
     return problem.num_groups if tilted.methods[0] == "mcmc" and pays else None
 
 

@@ -306,18 +306,18 @@ def prior_members(
     return found
 
 
-def exact_prior_of(plan: ProductPlan, call: ValueCall, q: ProductNatural) -> ProductNatural:
+def exact_prior_of(problem: Any, q: ProductNatural) -> ProductNatural:
     """The exactly held prior as the model's params have it.
 
     Args:
-        plan: of a fit.
-        call: the model with all rows.
+        problem: the factors at these params, of which only the model is looked at.
         q: where the other latents are looked at, of which it does not depend.
 
     Returns:
         Natural parameters by component, zero where the prior is a factor.
     """
-    values = plan.family.sample(q, jax.random.key(0))
+    plan = problem.plan
+    call, values = problem.beside_rows(plan.family.sample(q, jax.random.key(0)))
     held = prior_members(call, plan.family, plan.blocks, values)
     return ProductNatural(
         {n: held[n] if n in plan.exact else jax.tree.map(jnp.zeros_like, x) for n, x in q.parts.items()}

@@ -13,9 +13,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite, value_and_grad
 from ..expectations import MeanSpace, expected_terms, worst_error
-from ..factors import GroupMasks, Instead, Packing, ValueCall, chunk_log_likelihood, prior_log_density, take_rows
+from ..factors import (
+    GroupMasks,
+    Instead,
+    Packing,
+    ValueCall,
+    chunk_log_likelihood,
+    plate_rows,
+    prior_log_density,
+    take_rows,
+)
 from ..families import ProductFamily, ProductNatural, member_family
 from ..sites import MemberSites, SiteStack, posterior, select, take, tied_site
+from ._base import Runtime
 from ._product_plan import ProductPlan, owners
 
 # Rows that are evaluated together, times the points of an expectation.
@@ -23,6 +33,17 @@ _ROWS_TOGETHER = 1 << 16
 
 
 _NO_ROW = np.iinfo(np.int32).max
+
+
+class LookedUp(NamedTuple):
+    """Some chunks, or slots of chunks, by their places among those of all devices."""
+
+    # Plate indices of the rows, and where they stand here.
+    rows: Int[Array, "*slots"]
+    stands: Int[Array, "*slots"]
+    # Which slots hold a row, and which of these are held here.
+    mask: Bool[Array, "*slots"]
+    here: Bool[Array, "*slots"]
 
 
 class Objective(NamedTuple):
@@ -43,7 +64,7 @@ class ProductProblem:
         packing: rows of each chunk.
         prior: natural parameters of the exactly held prior; zero for the other components.
         num_draws: draws of a latent that is drawn.
-        together: whether chunks are evaluated many at a time.
+        runtime: where the rows are.
     """
 
     plan: ProductPlan
@@ -51,7 +72,7 @@ class ProductProblem:
     packing: Packing | GroupMasks
     prior: ProductNatural
     num_draws: int
-    together: bool
+    runtime: Runtime
 
     @property
     def family(self) -> ProductFamily:
@@ -62,6 +83,76 @@ class ProductProblem:
     def num_groups(self) -> int:
         """M."""
         return len(self.plan.partition.table.labels)
+
+    @property
+    def placed(self) -> Packing | None:
+        """The packing where each device has some of the rows; None where all rows are here."""
+        packing = self.packing
+        return packing if isinstance(packing, Packing) and packing.places is not None else None
+
+    @property
+    def held(self) -> int:
+        """Chunks held here."""
+        return jax.tree.leaves(self.packing.chunks)[0].shape[0]
+
+    @property
+    def one_chunk_each(self) -> bool:
+        """Whether every group has exactly one chunk, held here at the group's position."""
+        return self.packing.chunk_group.shape[0] == self.num_groups == self.held
+
+    @property
+    def chunks(self) -> Any:
+        """What identifies each chunk held here: where its rows stand, which are no padding, and which of the plate's they are."""
+        return self.packing.chunks if self.placed is None else (*self.placed.chunks, self.placed.rows)
+
+    def look_up(
+        self, group: Int[Array, "*k"], chunk: Int[Array, "*k"], slot: Int[Array, "*k"] | None = None
+    ) -> LookedUp:
+        """Rows of some chunks.
+
+        Args:
+            group: whose.
+            chunk: which of its chunks.
+            slot: which of the chunk's slots; None for all of them.
+
+        Returns:
+            The rows, of which every device knows the plate indices.
+        """
+        packing, placed = self.packing, self.placed
+        assert isinstance(packing, Packing)  # where rows are masked none are looked up
+        first, here = packing.offsets[group], jnp.array(True)
+        at = first + chunk
+        if placed is not None:
+            # Chunks that fill devices' shares up are passed over.
+            filled, counts = self.runtime.gathered(jnp.any(placed.mask, axis=1)), self.chunk_counts()
+            (real,) = jnp.nonzero(filled, size=self.plan.partition.num_chunks)
+            at = real[(jnp.cumsum(counts) - counts)[group] + chunk]
+            at = at - self.runtime.mine(jnp.arange(filled.shape[0]), self.held)[0]
+            here = (at >= 0) & (at < self.held)
+            at = jnp.clip(at, 0, self.held - 1)
+        index = (at,) if slot is None else (at, slot)
+        rows, mask, stands = packing.rows[index], packing.mask[index], packing.stands[index]
+        if placed is None:
+            return LookedUp(rows, stands, mask, mask)
+        held = jnp.reshape(here, here.shape + (1,) * (rows.ndim - here.ndim))
+        rows, every = self.runtime.total((rows, mask), here)
+        return LookedUp(rows, stands, every, mask & held)
+
+    def owners(self, count: int) -> Int[Array, "N"]:
+        """Position of each row's group, of all rows of the plate; -1 for rows of none."""
+        own = dataclasses.replace(self.packing, chunk_group=self.runtime.mine(self.packing.chunk_group, self.held))
+        return self.runtime.total(owners(own, count, self.plan.row_key) + 1) - 1
+
+    def beside_rows(self, values: dict) -> tuple[ValueCall, dict]:
+        """The model and values of the latents for what is not of its rows: where each device has some, on those of one chunk."""
+        if self.placed is None:
+            return self.call, values
+        reading, chunk = self.plan.partition.reading, take(self.chunks, 0)
+        return self.call.rows(reading, chunk), take_rows(values, self.plan.row_axes, reading, chunk)
+
+    def _rows_call(self) -> ValueCall:
+        """The model for its rows: each device differentiates what its own say, in params that all of them know."""
+        return dataclasses.replace(self.call, params=self.runtime.shared(self.call.params))
 
     def _likelihood(self) -> MeanSpace:
         return MeanSpace(self.family, self.plan.likelihood, self.num_draws)
@@ -80,7 +171,7 @@ class ProductProblem:
         self, space: MeanSpace, variables: Any, rest: Any, chunk: Any, key: Any, known: dict[str, Any]
     ) -> tuple[Array, Array]:
         """The same, less what is known of it, and the whole."""
-        part, plan = self.plan.partition, self.plan
+        part, plan, call = self.plan.partition, self.plan, self._rows_call()
 
         def density(values: dict, weights: Any = None, laws: Any = None) -> Array:
             def weigh(name: str, term: Array) -> Array:
@@ -90,7 +181,7 @@ class ProductProblem:
             latents = plan.latent_values(values)
             arguments = part.rows, part.reading, self.packing, chunk, plan.exact_latents
             instead = self._instead(space, latents, laws)
-            return chunk_log_likelihood(self.call, latents, *arguments, weigh, instead)
+            return chunk_log_likelihood(call, latents, *arguments, weigh, instead)
 
         return space.left_over(variables, rest, density, key, self._rows_key(key, chunk), known)
 
@@ -100,7 +191,7 @@ class ProductProblem:
 
     def _rows_key(self, key: Any, chunk: Any) -> Any:
         """Key of the draws of a chunk's own rows: those of different chunks are independent."""
-        return None if isinstance(self.packing, GroupMasks) else jax.random.fold_in(key, chunk[0][0])
+        return None if isinstance(self.packing, GroupMasks) else jax.random.fold_in(key, plate_rows(chunk)[0])
 
     def _of_chunk(self, tree: dict[str, dict], chunk: Any) -> dict[str, dict]:
         """Variables (or the rest) with one chunk's rows of what belongs to latents inside the plate."""
@@ -121,17 +212,30 @@ class ProductProblem:
         )(self._of_chunk(variables, chunk))
         return value, slope
 
+    def chunk_counts(self) -> Int[Array, "M"]:
+        """Chunks of every group; of those that fill devices' shares up none."""
+        offsets, placed = self.packing.offsets, self.placed
+        if placed is None:
+            return offsets[1:] - offsets[:-1]
+        owner, filled = self.runtime.mine(placed.chunk_group, self.held), jnp.any(placed.mask, axis=1)
+        return self.runtime.total(jax.ops.segment_sum(filled.astype(offsets.dtype), owner, self.num_groups))
+
     def _known(
-        self, sites: SiteStack | None, chunk: Any, group: Int[Array, ""], place: Int[Array, ""]
+        self, sites: SiteStack | None, chunk: Any, group: Int[Array, ""], place: Int[Array, ""], counts: Any
     ) -> dict[str, Any]:
-        """A chunk's share of what its group's site, at some place of the stack, says of drawn components."""
+        """A chunk's share of what its group's site, at some place of the stack, says of drawn components.
+
+        ``counts`` are those of :meth:`chunk_counts`, which a loop that is not as long on every device cannot ask for.
+        """
         if sites is None:
             return {}
         drawn, axes = self.plan.likelihood.drawn, self.plan.row_axes
-        chunks = self.packing.offsets[group + 1] - self.packing.offsets[group]
         site = tied_site(sites.groups, self.num_groups) if self.plan.tied else take(sites.groups, place)
         own = {n: x for n, x in site.parts.items() if n in drawn}
-        found = jax.tree.map(lambda x: x / chunks, own)
+        found = jax.tree.map(lambda x: x / counts[group], own)
+        if self.placed is not None:
+            # Of a chunk without rows there is nothing to know.
+            found = jax.tree.map(lambda x: jnp.where(jnp.any(chunk[1]), x, 0.0), found)
         rows = {} if sites.local is None else sites.local.parts
         for name in (n for n in drawn if n in rows):
             part = take_rows({name: rows[name]}, axes, self.plan.partition.reading, chunk)[name]
@@ -154,9 +258,7 @@ class ProductProblem:
         Returns:
             Both, with a leading axis of groups.
         """
-        parts = self._map_chunks(
-            lambda own: self._chunk_gradient(space, variables, rest, own[0], key), (self.packing.chunks,)
-        )
+        parts = self._map_chunks(lambda own: self._chunk_gradient(space, variables, rest, own[0], key))
         return self._by_group(parts)
 
     def prior_density(self, values: dict, weights: Any = None) -> Array:
@@ -166,23 +268,27 @@ class ProductProblem:
     def _prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
         plan, factor = self.plan, self.plan.prior_factor
         weigh: dict = {} if weights is None or factor is None else {"weigh": partial(factor.weigh, weights)}
+        call, values = self.beside_rows(values)
         latents, space = plan.latent_values(values), self._prior_factor()
         weigh |= {} if space is None else {"instead": self._instead(space, latents, laws)}
-        density = prior_log_density(self.call, latents, plan.partition.rows, plan.exact_latents, **weigh)
+        density = prior_log_density(call, latents, plan.partition.rows, plan.exact_latents, **weigh)
         return density - sum(jnp.sum(x) for x in plan.log_base_measures(values).values())
 
-    def _map_chunks(self, one: Any, operands: Any) -> Any:
-        """One result per chunk, whose operands have a leading axis of chunks."""
-        count, rows = self.packing.chunk_group.shape[0], self.plan.partition.chunk_rows
-        batch = max(1, _ROWS_TOGETHER // max(rows, 1)) if self.together else 1
+    def _map_chunks(self, one: Any) -> Any:
+        """One result per chunk held here, of a function of what identifies it and its group."""
+        count, rows = self.held, self.plan.partition.chunk_rows
+        operands = self.chunks, self.runtime.mine(self.packing.chunk_group, count)
+        batch = max(1, _ROWS_TOGETHER // max(rows, 1)) if self.runtime.vectorised else 1
         return jax.vmap(one)(operands) if batch >= count else jax.lax.map(one, operands, batch_size=batch)
 
     def _by_group(self, results: Any) -> Any:
-        """Results of chunks, added up by group."""
-        owner = self.packing.chunk_group
-        if owner.shape[0] == self.num_groups:
-            return results
-        return jax.tree.map(lambda x: jax.ops.segment_sum(x, owner, self.num_groups, indices_are_sorted=True), results)
+        """Results of chunks, added up by group, those of all devices."""
+        if self.one_chunk_each:
+            return self.runtime.total(results)
+        owner = self.runtime.mine(self.packing.chunk_group, self.held)
+        return self.runtime.total(
+            jax.tree.map(lambda x: jax.ops.segment_sum(x, owner, self.num_groups, indices_are_sorted=True), results)
+        )
 
     def _rows_of_all(self, parts: Any, whole: Any, name: str) -> Any:
         """Chunks' results in their own rows of a latent inside the plate, as one of all rows."""
@@ -195,7 +301,7 @@ class ProductProblem:
             # Slots of padding have no derivative, so that what they add to a row is zero.
             return jnp.moveaxis(zero.at[rows].add(jnp.moveaxis(parts, axis + 1, 1)), 0, axis)
 
-        return jax.tree.map(scattered, whole, parts)
+        return self.runtime.total(jax.tree.map(scattered, whole, parts))
 
     # ---------------------------------------------------------------------------------------------------- messages
 
@@ -237,11 +343,14 @@ class ProductProblem:
         if probs is not None:
             variables = variables | {"probs": {n: probs[n] for n in variables["probs"]}}
 
+        counts = self.chunk_counts()
+
         def one(own: tuple) -> tuple:
             chunk, group = own
-            return self._chunk_gradient(space, variables, rest, chunk, key, self._known(sites, chunk, group, group))
+            known = self._known(sites, chunk, group, group, counts)
+            return self._chunk_gradient(space, variables, rest, chunk, key, known)
 
-        values, parts = self._map_chunks(one, (self.packing.chunks, self.packing.chunk_group))
+        values, parts = self._map_chunks(one)
         messages = self._messages(space, q, variables, parts)
         return values, messages if sites is None else messages + self._said(sites)
 
@@ -307,7 +416,7 @@ class ProductProblem:
             slopes = gradient["coordinates"]
             return gradient | {"coordinates": slopes | {n: slopes[n].bent() for n in names}}
 
-        return self._messages(space, q, variables, self._map_chunks(one, (self.packing.chunks,)))
+        return self._messages(space, q, variables, self._map_chunks(one))
 
     def group_message(
         self, q: ProductNatural, sites: SiteStack, group: Int[Array, ""], key: Any
@@ -330,7 +439,7 @@ class ProductProblem:
             The message about shared components; the sites of all latents inside the plate, of which the group's rows' are
             their messages; and ``E_q[log f]`` in nats.
         """
-        space, chunks, offsets = self._likelihood(), self.packing.chunks, self.packing.offsets
+        space, chunks, counts = self._likelihood(), self.chunks, self.chunk_counts()
         variables, rest = space.variables(q)
         shared = self.plan.shared
         zero = {
@@ -341,18 +450,36 @@ class ProductProblem:
         def add(chunk: Any, carry: Any) -> Any:
             total, local, value = carry
             here = take(chunks, chunk)
-            known = self._known(sites, here, group, jnp.int32(0))
+            known = self._known(sites, here, group, jnp.int32(0), counts)
             here_value, found = self._chunk_gradient(space, variables, rest, here, key, known)
             total = {k: {n: jax.tree.map(jnp.add, x, found[k][n]) for n, x in own.items()} for k, own in total.items()}
             return total, self._with_rows(space, local, q, variables, found, here, known), value + here_value
 
         first = zero, sites.local, jnp.zeros((), jax.tree.leaves(q)[0].dtype)
-        if self.packing.chunk_group.shape[0] == self.num_groups:
+        if self.one_chunk_each:
             gradient, local, value = add(group, first)
         else:
-            gradient, local, value = jax.lax.fori_loop(offsets[group], offsets[group + 1], add, first)
+            gradient, local, value = jax.lax.fori_loop(*self.span(group), add, first)
+        (gradient, value), local = self.runtime.total((gradient, value)), self._of_all(local)
         said = take(self._said(sites).groups, 0)
         return space.message(q, variables, gradient, shared) + said, local, value
+
+    def span(self, group: Int[Array, ""]) -> tuple[Any, Any]:
+        """A group's first chunk among those held here, and past its last."""
+        return self.runtime.span(self.packing.offsets, group, self.held)
+
+    def _of_all(self, local: MemberSites | None) -> MemberSites | None:
+        """Sites of latents inside the plate, each of its row as the device has them that holds the row."""
+        placed = self.placed
+        if local is None or placed is None:
+            return local
+        rows, axes = jnp.where(placed.mask, placed.rows, _NO_ROW), self.plan.row_axes
+
+        def known(x: Array, axis: int) -> Array:
+            here = jnp.zeros((x.shape[axis],), bool).at[rows].set(True, mode="drop")
+            return jnp.moveaxis(self.runtime.total(jnp.moveaxis(x, axis, 0), here), 0, axis)
+
+        return MemberSites({n: jax.tree.map(lambda x, n=n: known(x, axes[n]), own) for n, own in local.parts.items()})
 
     def _with_rows(
         self, space: MeanSpace, local: Any, q: ProductNatural, variables: dict, gradient: dict, chunk: Any, known: dict
@@ -370,7 +497,7 @@ class ProductProblem:
                 parts[name] = old + self.plan.masked(name, new - old, self._counted(chunk))
                 continue
             # A row that is not there stands for padding.
-            put = partial(_placed, rows=jnp.where(chunk[1], chunk[0], _NO_ROW), axis=axes[name])
+            put = partial(_placed, rows=jnp.where(chunk[1], plate_rows(chunk), _NO_ROW), axis=axes[name])
             parts[name] = jax.tree.map(put, parts[name], new)
         return MemberSites(parts)
 
@@ -430,12 +557,13 @@ class ProductProblem:
                 own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
                 return space.average(*own, error, key, self._rows_key(key, chunk))
 
-            found.append(jnp.max(self._map_chunks(one, (self.packing.chunks,))))
+            found.append(self.runtime.largest(jnp.max(self._map_chunks(one))))
         if prior is not None and prior.structure.terms:
 
             def outside(values: dict, _: Any = None, laws: Any = None) -> Array:
+                call, values = self.beside_rows(values)
                 law = self.plan.predictor_law(prior.structure, laws)
-                return worst_error(law, self.plan.latent_values(values), self.call, {})
+                return worst_error(law, self.plan.latent_values(values), call, {})
 
             found.append(prior.average(*prior.variables(q), outside, key))
         worst = jnp.stack(found).max()
@@ -477,16 +605,16 @@ class ProductProblem:
 
     def group_averages(self, q: ProductNatural, key: Any, control: SiteStack) -> Float[Array, "M"]:
         """Every group's ``E_q[log f_m]`` in nats, without its message; see :meth:`objective` for the arguments."""
-        space = self._likelihood()
+        space, counts = self._likelihood(), self.chunk_counts()
         variables, rest = space.variables(q)
 
         def one(own: tuple) -> Array:
             chunk, group = own
-            known = self._known(control, chunk, group, group)
+            known = self._known(control, chunk, group, group, counts)
             own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
             return self._chunk_average(space, *own, chunk, key, known)
 
-        return self._by_group(self._map_chunks(one, (self.packing.chunks, self.packing.chunk_group)))
+        return self._by_group(self._map_chunks(one))
 
     def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
         """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""
@@ -529,7 +657,7 @@ class ProductProblem:
     def largest_by_group(self, name: str, found: Any) -> Float[Array, "M"]:
         """See :meth:`ProductPlan.largest_by_group`."""
         rows = jax.tree.leaves(found)[0].shape[self.plan.row_axes[name]]
-        return self.plan.largest_by_group(name, found, owners(self.packing, rows, self.plan.row_key))
+        return self.plan.largest_by_group(name, found, self.owners(rows), self.num_groups)
 
     def moves(self, q: ProductNatural, change: SiteStack) -> Float[Array, "M"]:
         """:meth:`size` of every group's part of a change of the sites."""

@@ -18,7 +18,7 @@ from ..schedules import CRAWL, FELL, NOT_FINITE, Asked, RoundReport, finished, p
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, late_share, posterior, select, take
 from ._engine import RoundsDone
 from ._moments import noise_floor
-from ._product_plan import ProductPlan, owners
+from ._product_plan import ProductPlan
 from ._product_problem import Objective, ProductProblem, finite_or
 from ._tilted import chains_wanted
 
@@ -270,7 +270,7 @@ def _changes(problem: ProductProblem, target: SiteStack, sites: SiteStack, good:
     if sites.local is not None:
         plan, step = problem.plan, {}
         for name, old in sites.local.parts.items():
-            owner = owners(problem.packing, jax.tree.leaves(old)[0].shape[plan.row_axes[name]], plan.row_key)
+            owner = problem.owners(jax.tree.leaves(old)[0].shape[plan.row_axes[name]])
             step[name] = plan.masked(name, target.local.parts[name] - old, good[owner] & (owner >= 0))
         local = problem.only(MemberSites(step), i % plan.num_turns)
     return {"groups": jax.vmap(one)(target.groups, sites.groups, good, numbers), "local": local}

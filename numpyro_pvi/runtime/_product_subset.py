@@ -23,7 +23,7 @@ from ..schedules import BY_FACTOR, UNHEARD_MOVE, RoundReport, asked_by_move, sou
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, late_share, select
 from ..solvers import StochasticNaturalGradient, plan_batches, resolve
 from ._engine import RoundsDone
-from ._product_plan import ProductPlan, owners
+from ._product_plan import ProductPlan
 from ._product_problem import ProductProblem
 from ._product_rounds import ProductMemory, one_round, run_rounds, step_in_turns, stepped, with_progress, with_turn
 
@@ -44,6 +44,8 @@ class Chosen(NamedTuple):
     packing: Packing | GroupMasks
     # What a sum over a group's rows is multiplied by; None is 1.
     weights: Float[Array, "K"] | None
+    # Where the rows stand on this device, and which of them are here; None where all of them are, at their plate indices.
+    here: tuple[Int[Array, "C R"], Bool[Array, "C R"]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +97,7 @@ class SomeRows(Beside):
     def largest_by_group(self, name: str, found: Any) -> Float[Array, "K"]:
         """See :meth:`ProductPlan.largest_by_group`."""
         rows = jax.tree.leaves(found)[0].shape[self.plan.row_axes[name]]
-        owner = owners(self.packing, rows, self.plan.row_key)
-        return self.plan.largest_by_group(name, found, owner, self.num_groups)
+        return self.plan.largest_by_group(name, found, self.owners(rows), self.num_groups)
 
     def _by_group(self, results: Any) -> Any:
         found, weights = super()._by_group(results), self.chosen.weights
@@ -104,8 +105,14 @@ class SomeRows(Beside):
             return found
         return jax.tree.map(lambda x: x * weights.reshape((-1,) + (1,) * (x.ndim - 1)), found)
 
-    def _known(self, sites: SiteStack | None, chunk: Any, group: Any, place: Any) -> dict[str, Any]:
-        found, weights = super()._known(sites, chunk, group, place), self.chosen.weights
+    def _known(self, sites: SiteStack | None, chunk: Any, group: Any, place: Any, counts: Any) -> dict[str, Any]:
+        found, weights = super()._known(sites, chunk, group, place, counts), self.chosen.weights
+        if self.chosen.here is not None:
+            # Of what is known of a chunk as much as there is of its rows here.
+            packing = self.chosen.packing
+            assert isinstance(packing, Packing)  # rows have places
+            rows = jnp.sum(packing.mask.reshape(-1)[chunk[0]])
+            found = jax.tree.map(lambda x: x * (jnp.sum(chunk[1]) / jnp.maximum(rows, 1)), found)
         if weights is None:
             return found
         # A batch's share of what its group's site says, so that the whole is what the batch's total is compared with.
@@ -115,8 +122,9 @@ class SomeRows(Beside):
     def _rows_key(self, key: Any, chunk: Any) -> Any:
         if isinstance(self.packing, GroupMasks):
             return None
-        assert isinstance(self.call, _Gathered)
-        return self.full._rows_key(key, (self.call.ids[chunk[0]], chunk[1]))
+        ids = row_ids(self.chosen)
+        assert ids is not None
+        return self.full._rows_key(key, (ids[chunk[0]], chunk[1]))
 
     def _prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
         # The prior factor reads the model's own arguments; it says nothing of rows' latents, whose values are of no account.
@@ -148,16 +156,21 @@ def whole_groups(problem: ProductProblem, groups: Int[Array, "K"], there: Bool[A
     length = packing.rows.shape[1]
     chunks = np.sort(-(-np.asarray(problem.plan.partition.table.sizes) // length))[::-1]
     most = int(chunks[:count].sum())
-    counts = (packing.offsets[1:] - packing.offsets[:-1])[groups]
+    counts = problem.chunk_counts()[groups]
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     numbers = jnp.arange(most, dtype=jnp.int32)
     slot = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), count - 1).astype(jnp.int32)
     spare = numbers >= ends[-1]
-    chunk = jnp.where(spare, 0, packing.offsets[groups[slot]] + numbers - (ends[slot] - counts[slot]))
-    mask = packing.mask[chunk] & (~spare & there[slot])[:, None]
+    found = problem.look_up(groups[slot], jnp.where(spare, 0, numbers - (ends[slot] - counts[slot])))
+    take_part = (~spare & there[slot])[:, None]
     # Spare chunks belong to the last group and hold no row.
     offsets = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1], jnp.full((1,), most, ends.dtype)])
-    return Chosen(groups, there, Packing(packing.rows[chunk], mask, slot, offsets), None)
+    packed = Packing(found.rows, found.mask & take_part, slot, offsets)
+    return Chosen(groups, there, packed, None, _here(problem, found.stands, found.here & take_part))
+
+
+def _here(problem: ProductProblem, stands: Array, here: Array) -> tuple[Array, Array] | None:
+    return None if problem.placed is None else (stands, here)
 
 
 def batch_rows(
@@ -177,19 +190,23 @@ def batch_rows(
     packing, (count, size) = problem.packing, positions.shape
     assert isinstance(packing, Packing)  # batches are refused where rows cannot be taken
     length = packing.rows.shape[1]
-    own = packing.offsets[groups][:, None] + positions // length
+    found = problem.look_up(groups[:, None], positions // length, positions % length)
     # In the order of the plate: a model that reads a whole plate by its indices has to find them in order.
-    rows = jnp.sort(packing.rows[own, positions % length], axis=1)
+    rows, stands, here = jnp.sort(found.rows, axis=1), found.stands, found.here
+    if problem.placed is not None:
+        order = jnp.argsort(found.rows, axis=1)
+        stands, here = (jnp.take_along_axis(x, order, axis=1) for x in (stands, here))
     each = min(size, length)
     chunks = -(-size // each)
     slots = jnp.arange(chunks * each)
     mask = jnp.broadcast_to(slots < size, (count, chunks * each)) & there[:, None]
-    rows = rows[:, jnp.where(slots < size, slots, 0)]
+    rows, stands, here = (x[:, jnp.where(slots < size, slots, 0)] for x in (rows, stands, here))
     numbers = jnp.arange(count + 1, dtype=jnp.int32)
     shape = (count * chunks, each)
     packed = Packing(rows.reshape(shape), mask.reshape(shape), jnp.repeat(numbers[:-1], chunks), numbers * chunks)
     sizes = jnp.asarray(problem.plan.partition.table.sizes, jnp.result_type(float))
-    return Chosen(groups, there, packed, sizes[groups] / size)
+    own = _here(problem, stands.reshape(shape), (here & mask).reshape(shape))
+    return Chosen(groups, there, packed, sizes[groups] / size, own)
 
 
 def others(problem: ProductProblem, sites: SiteStack, chosen: Chosen) -> ProductNatural:
@@ -237,12 +254,13 @@ def view_of(problem: ProductProblem, chosen: Chosen, base: ProductNatural) -> So
     """
     plan, call, packing, ids = problem.plan, problem.call, chosen.packing, row_ids(chosen)
     if isinstance(packing, Packing) and ids is not None:
-        call = _Gathered(call.model, call.args, call.kwargs, ids, params=call.params)
+        stands, mask = (packing.rows, packing.mask) if chosen.here is None else chosen.here
+        call = _Gathered(call.model, call.args, call.kwargs, stands.reshape(-1), params=call.params)
         places = jnp.arange(ids.shape[0], dtype=jnp.int32).reshape(packing.rows.shape)
-        packing = Packing(places, packing.mask, packing.chunk_group, packing.offsets)
+        packing = Packing(places, mask, packing.chunk_group, packing.offsets)
         plan = _resized(plan, ids.shape[0])
     prior = ProductNatural(base.parts | rows_of(problem.plan, problem.prior.parts, ids))
-    return SomeRows(plan, call, packing, prior, problem.num_draws, problem.together, problem, chosen)
+    return SomeRows(plan, call, packing, prior, problem.num_draws, problem.runtime.side_by_side, problem, chosen)
 
 
 def row_ids(chosen: Chosen) -> Int[Array, "P"] | None:

@@ -239,16 +239,16 @@ class ProductTilted:
 
     def _over_chunks(self, index: Any, of_chunk: Callable) -> Any:
         """The sum of a function of a chunk over one group's chunks."""
-        packing = self.problem.packing
-        if packing.chunk_group.shape[0] == self.problem.num_groups:
-            return of_chunk(take(packing.chunks, index))
-        shapes = jax.eval_shape(lambda: of_chunk(take(packing.chunks, 0)))
+        problem, chunks = self.problem, self.problem.chunks
+        if problem.one_chunk_each:
+            return problem.runtime.total(of_chunk(take(chunks, index)))
+        shapes = jax.eval_shape(lambda: of_chunk(take(chunks, 0)))
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
         def add(c: Any, total: Any) -> Any:
-            return jax.tree.map(jnp.add, total, of_chunk(take(packing.chunks, c)))
+            return jax.tree.map(jnp.add, total, of_chunk(take(chunks, c)))
 
-        return jax.lax.fori_loop(packing.offsets[index], packing.offsets[index + 1], add, zero)
+        return problem.runtime.total(jax.lax.fori_loop(*problem.span(index), add, zero))
 
     def group_values(self, index: Any) -> Callable[[dict], Float[Array, "S"]]:
         """One group's log-likelihood, in nats, at values of all components with a leading axis of points.

@@ -286,6 +286,25 @@ def first_conditionals(plan: Plan, packing: Packing | GroupMasks, loc, sd) -> Co
 _MOST_CLASSES = 64
 
 
+def first_rows_of(packing: Packing | GroupMasks, num_groups: int, runtime: Runtime) -> Int[Array, "M"]:
+    """Index of every group's first row.
+
+    Args:
+        packing: rows of each chunk.
+        num_groups: M.
+        runtime: where they are.
+
+    Returns:
+        The indices.
+    """
+    if not isinstance(packing, Packing):
+        return packing.first_rows()
+    # A chunk's padding repeats its own first row.
+    groups, held = jnp.arange(num_groups), packing.rows.shape[0]
+    first, _ = runtime.span(packing.offsets, groups, held)
+    return runtime.total(jnp.min(packing.rows, axis=1)[first], runtime.holds(packing.offsets, groups, held))
+
+
 @dataclasses.dataclass(frozen=True)
 class RowStream:
     """The rows of every group in their order: implements :class:`numpyro_pvi.schedules.Stream`.
@@ -313,13 +332,7 @@ class RowStream:
 
     def first_rows(self) -> Int[Array, "M"]:
         """Index of every group's first row."""
-        packing, runtime = self.packing, self.runtime
-        if not isinstance(packing, Packing):
-            return packing.first_rows()
-        # A chunk's padding repeats its own first row.
-        groups, held = jnp.arange(len(self.sizes)), packing.rows.shape[0]
-        first, _ = runtime.span(packing.offsets, groups, held)
-        return runtime.total(jnp.min(packing.rows, axis=1)[first], runtime.holds(packing.offsets, groups, held))
+        return first_rows_of(self.packing, len(self.sizes), self.runtime)
 
     def program(self, expectation: str) -> RowProgram:
         """How a row's expectations are taken.

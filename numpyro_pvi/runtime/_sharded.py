@@ -158,6 +158,11 @@ class Sharded(RuntimeDefaults):
         """One device alone with groups of its own."""
         return _OwnGroups(self._axis, self.batch_bytes)
 
+    @property
+    def side_by_side(self) -> Any:
+        """All chunks on every device, of whose rows each has its own."""
+        return _AllChunks(self)
+
     def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
         """As many chunks for every device: see :class:`numpyro_pvi.runtime.Runtime`.
 
@@ -289,6 +294,10 @@ class Sharded(RuntimeDefaults):
 
         return jax.tree.map(one, tree)
 
+    def largest(self, x: Array) -> Array:
+        """The largest of any device, by a collective."""
+        return jax.lax.pmax(x, self._axis)
+
     def shared(self, tree: Any) -> Any:
         """The same values, whose derivatives in reverse mode are summed over the devices."""
         return jax.tree.map(lambda x: _shared(jnp.asarray(x), self._axis), tree)
@@ -315,8 +324,35 @@ class Sharded(RuntimeDefaults):
 
     def total_expected(self, found: Expected) -> Expected:
         """The same for expectations, whose widest predictor is the widest of any device."""
-        widest = jax.lax.pmax(found.spread, self._axis)
+        widest = self.largest(found.spread)
         return dataclasses.replace(self.total(dataclasses.replace(found, spread=jnp.zeros_like(widest))), spread=widest)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AllChunks(RuntimeDefaults):
+    """All chunks on every device, of whose rows each has its own: what they find is summed, and nothing is divided.
+
+    Args:
+        over: the devices.
+    """
+
+    over: Sharded
+
+    def total(self, tree: Any, holds: Any = True) -> Any:
+        """Sums over the devices."""
+        return self.over.total(tree, holds)
+
+    def total_expected(self, found: Expected) -> Expected:
+        """The same for expectations."""
+        return self.over.total_expected(found)
+
+    def largest(self, x: Array) -> Array:
+        """The largest of any device."""
+        return self.over.largest(x)
+
+    def shared(self, tree: Any) -> Any:
+        """The same values, whose derivatives in reverse mode are summed over the devices."""
+        return self.over.shared(tree)
 
 
 class _Placed:
