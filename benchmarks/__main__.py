@@ -38,6 +38,7 @@ NAMES = {
     "first-fit": "the first run and the next one beside SVI's, in fresh processes: seconds and compiled programs",
     "swap": "forty-four models as their authors wrote them, PVI in SVI's place: split or whole, ELBO and first-run seconds of both",
     "privacy": "logistic regression of a1a by ten skewed owners: log score and accuracy against epsilon",
+    "federated": "the same by ten clients: messages and bytes, beside FedAvg and one pooled fit",
     "sharding": "seconds a round with the rows over 1, 2, 4 and 8 devices, in fresh processes: the overhead of sharing them",
     "ray": "eight actors, one ten times slower: seconds to a gap, asynchronous beside synchronous; what a round costs",
     "startup": "init and first update against SVI's, in fresh processes",

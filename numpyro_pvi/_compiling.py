@@ -46,15 +46,15 @@ _LARGEST_MIDDLE = 1 << 30
 _LARGEST_READING, _POINTS = 1 << 20, 64
 # What a loop is taken for whose number of passes is not known before it runs.
 _PASSES = 100
-# Settings of JAX that a trace depends on.
-_TRACED_UNDER = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-)
+# Settings of JAX that a trace depends on, with what sets each for a thread.
+_TRACED_UNDER: dict[str, Callable] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
+    "jax_default_prng_impl": jax.default_prng_impl,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+}
 # Programs of looks at a model that one owner keeps; more belong to models or shapes that are not asked for any more.
 _MOST_KEPT = 16
 
@@ -273,6 +273,30 @@ class Programs:
 
 # The owners at work, the present one last. What calls in here holds numpyro_pvi's lock.
 _AT_WORK: list[Programs] = []
+
+
+def as_here(call: Callable) -> Callable:
+    """A function that runs under the settings of JAX that hold now, whichever thread calls it.
+
+    JAX keeps what ``with jax.enable_x64(...)`` and the like set for the thread that said so; a program calls back from its own.
+
+    Args:
+        call: the function.
+
+    Returns:
+        The same under the settings.
+    """
+    wanted = {name: getattr(jax.config, name) for name in _TRACED_UNDER}
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as settings:
+            for name, value in wanted.items():
+                if getattr(jax.config, name) != value:
+                    settings.enter_context(_TRACED_UNDER[name](value))
+            return call(*args, **kwargs)
+
+    return run
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.clients import Exchange, InProcess, Processes, Respondent
 from numpyro_pvi.clients._runtimes import Pipes, Share
 from numpyro_pvi.errors import ClientError, PVIError, WireError
+from numpyro_pvi.runtime import _remote
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming, Synchronous
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
 from numpyro_pvi.wire import Message, decode, encode
@@ -137,6 +138,17 @@ def test_trajectories_are_those_of_one_process(name, guide, here, there, toleran
     now = pvi.runtime.traffic
     assert now.repeats and now.dropped
     assert (now.looks, now.visits) == (2 * before.looks, 2 * before.visits)
+
+
+def test_a_precision_of_this_thread_is_the_clients_too(monkeypatch):
+    """A program calls back from a thread of its own, which ``with jax.enable_x64(...)`` says nothing to."""
+    double = bool(jax.config.values["jax_enable_x64"])
+    with jax.enable_x64(not double):
+        sites, _ = fit(make(InProcess()))
+        assert jax.tree.leaves(sites)[0].dtype == (np.float32 if double else np.float64)
+        monkeypatch.setattr(_remote, "as_here", lambda call: call)
+        with pytest.raises((ClientError, jax.errors.JaxRuntimeError), match="dtype"):
+            fit(make(InProcess()))
 
 
 def test_a_client_that_answers_twice_would_be_seen(here, there, monkeypatch):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int
 
-from .._compiling import Program
+from .._compiling import Program, as_here
 from .._state import Plan, PVIState
 from ..errors import PVIError
 from ..expectations import RULES, AffineProgram, DrawsProgram, Expected, QuadraticProgram
@@ -316,7 +316,7 @@ def _call_out(ask: Callable, shapes: tuple, operands: tuple) -> tuple:
     def host(*given: Any) -> tuple:
         return ask(*jax.tree.map(np.asarray, given))
 
-    return tuple(io_callback(host, shapes, *operands))
+    return tuple(io_callback(as_here(host), shapes, *operands))
 
 
 def refuse_remotely(plan: Plan, engine: Any) -> None:
