@@ -209,10 +209,10 @@ def test_a_site_that_would_be_absorbed_twice_is_seen(monkeypatch):
         take(self, came)
         kept[:] = [(place, self._errands[place], message) for place, message in self._done.items()]
 
-    def again(self, allowed, shapes):
+    def again(self, allowed, young, shapes):
         for place, errand, message in kept:
             self._errands[place], self._done[place] = errand, message
-        return arrive(self, allowed, shapes)
+        return arrive(self, allowed, young, shapes)
 
     monkeypatch.setattr(Exchange, "_take", remembering)
     monkeypatch.setattr(Exchange, "arrive", again)

@@ -1,10 +1,12 @@
 """Groups in actors of Ray: the fit is that of one process, whatever dies, hangs or is slow in the meantime."""
 
+import collections
 import importlib
 import os
 import pickle
 import subprocess
 import sys
+import types
 from functools import partial
 
 import jax
@@ -13,8 +15,8 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
-from numpyro_pvi.clients import Ray
-from numpyro_pvi.clients._ray import Crew
+from numpyro_pvi.clients import Ray, _ray
+from numpyro_pvi.clients._ray import Actors, Crew
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import SNEP, PowerEP
@@ -226,6 +228,83 @@ def test_actors_that_nobody_needs_and_those_of_an_ended_session_are_let_go():
     assert sorted(crew._handles) == [0, 1]
     crew.attend(2, "second")
     assert not crew._handles
+
+
+class Staged:
+    """Ray with a clock of its own, and one actor after another in one place: each is done with its question so long after it began.
+
+    Args:
+        acts: of each actor, seconds from when it has begun to its answer (negative: to its death; infinite: never).
+        begins: seconds that each takes to begin.
+    """
+
+    exceptions = types.SimpleNamespace(RayError=RuntimeError, RayTaskError=ValueError)
+
+    def __init__(self, acts, begins=0.1):
+        self.now, self.when, self.dismissed = 0.0, {}, []
+        self.acts, self.begins, self.number = acts, begins, 0
+        self.restarts, self.processes = collections.Counter(), {}
+        self.begin = types.SimpleNamespace(remote=lambda orders: self.happens("begin", self.begins))
+        self.answer = types.SimpleNamespace(
+            remote=lambda place, data: self.happens("answer", self.begins + abs(self.act))
+        )
+
+    @property
+    def act(self):
+        return self.acts[self.number]
+
+    def happens(self, what, after):
+        self.when[what, self.number] = self.now + after
+        return what, self.number
+
+    def actor(self, index):
+        return self
+
+    def dismiss(self, index):
+        self.dismissed.append(self.now)
+        self.number += 1
+
+    def wait(self, refs, num_returns, timeout):
+        first = min(refs, key=self.when.get)
+        if self.when[first] <= self.now + timeout:
+            self.now = max(self.now, self.when[first])
+            return [first], []
+        self.now += timeout
+        return [], refs
+
+    def get(self, ref):
+        if ref[0] == "answer" and self.acts[ref[1]] < 0:
+            raise RuntimeError("dead")
+        return b"answer" if ref[0] == "answer" else 1
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "half of the wait is enough"])
+def test_an_actor_begun_anew_has_all_of_its_time_again(fault, monkeypatch):
+    """Begun near half of the wait, and done with its question before its own is over; one that hangs is replaced when it is."""
+    if fault:
+        due = Actors._due
+        monkeypatch.setattr(Actors, "_due", lambda self: {i: t - 0.5 * self._wait for i, t in due(self).items()})
+
+    def heard(*acts):
+        stage = Staged(acts)
+        monkeypatch.setattr(_ray, "_ray", lambda: stage)
+        monkeypatch.setattr(_ray, "time", types.SimpleNamespace(monotonic=lambda: stage.now))
+        actors = Actors(("east",), [None], stage, 1, wait=10.0, tries=5)
+        for _ in range(9):
+            # As it is repeated by whoever asks.
+            actors.send(0, b"question")
+            if actors.receive(10.0) is not None:
+                break
+        return stage
+
+    stage = heard(-4.5, 8.0, 1.0)
+    if fault:
+        assert len(stage.dismissed) > 1
+        return
+    # The first has died 4.5 seconds after it had begun.
+    assert stage.dismissed == pytest.approx([4.6]) and stage.now == pytest.approx(4.6 + 0.1 + 8.0)
+    stage = heard(-4.5, np.inf, 1.0)
+    assert stage.dismissed == pytest.approx([4.6, 14.7]) and stage.restarts["east"] == 2
 
 
 def test_what_cannot_be_is_refused_by_name(cluster, folder):

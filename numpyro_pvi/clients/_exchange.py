@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 import threading
 import time
@@ -35,6 +36,7 @@ RECORDS = {
         *(Predictor, Reading, RowAxes, TermSpec),
     )
 }
+_LOG = logging.getLogger("numpyro_pvi")
 # Relative asymmetry of a site's precision that is rounding.
 _ASYMMETRY = {"float32": 1e-4, "float64": 1e-10}
 
@@ -72,6 +74,7 @@ class Traffic(NamedTuple):
         dropped: answers that came again, or too late.
         damaged: answers that were no message.
         restarts: clients that were begun anew in the middle of a conversation.
+        stale: answers that were refused because they are from a q older than ``max_staleness`` allows.
     """
 
     trips: int = 0
@@ -83,6 +86,7 @@ class Traffic(NamedTuple):
     dropped: int = 0
     damaged: int = 0
     restarts: int = 0
+    stale: int = 0
 
 
 @dataclasses.dataclass
@@ -119,10 +123,13 @@ class Exchange:
         self.error: Exception | None = None
         self._sequence, self._versions = [0] * len(labels), [0] * len(labels)
         self._turn = threading.Lock()
-        # Visits under way and their answers, by place, and what each client saw last, by what was asked.
+        # Visits under way and their answers, by place.
         self._errands: dict[int, _Errand] = {}
         self._done: dict[int, Message] = {}
-        self._seen: list[dict[str, tuple]] = [{} for _ in labels]
+        # The last visit of each client that nobody waits for, and what it saw in its fit's visits before that; and the visits
+        # that the fit which is asked for now was left at: fits that take turns share clients, and neither's looks are the other's.
+        self._last, self._facing = [0] * len(labels), [(0, 0)] * len(labels)
+        self._seen: list[tuple | None] = [None] * len(labels)
         self._nonce, self._heard = int(self.run, 16) & 0x7FFFFFFF, 0.0
 
     # ------------------------------------------------------------------ what is asked
@@ -161,25 +168,44 @@ class Exchange:
 
     def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
-        places, how = range(len(self.labels)), dict(how)
-        fresh, name = how.pop("fresh", True), _name_of(how)
+        places = range(len(self.labels))
 
         def ask() -> list[tuple]:
-            idle = [place for place in places if fresh or place not in self._errands or name not in self._seen[place]]
             # Visits that they are at are done first, and absorbed in their turn.
-            while self._awaited.keys() & set(idle):
+            while self._awaited:
                 self._wait_for_errands()
-            if idle:
-                asks = {m: ("look?", {"how": how, "q": shared, "rest": _row(own, m)}) for m in idle}
-                found = self._ask(asks, "look", keep=True)
-                for place in idle:
-                    answer = found[place].fields["found"]
-                    self._check_shapes(place, answer, shapes, "what it sees at q")
-                    self._seen[place][name] = answer
-                self._count(looks=1)
-            return [self._seen[place][name] for place in places]
+            found = self._ask(
+                {m: ("look?", {"how": how, "q": shared, "rest": _row(own, m)}) for m in places}, "look", keep=True
+            )
+            for place in places:
+                self._check_shapes(place, found[place].fields["found"], shapes, "what it sees at q")
+            self._count(looks=1)
+            return [found[place].fields["found"] for place in places]
 
         return self._kept(ask, shapes, len(places))
+
+    def face(self, tickets: np.ndarray | None) -> None:
+        """Turn to a fit: what is asked from now on is asked for it.
+
+        Args:
+            tickets: Int[M 2], of the visits that its state left clients at; None where it leaves none at any.
+        """
+        found = [(0, 0)] * len(self.labels) if tickets is None else [(int(a), int(b)) for a, b in tickets]
+        self._facing = found
+
+    def seen(self, shapes: tuple) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.seen`."""
+        nothing = tuple(np.zeros(x.shape, x.dtype) for x in shapes)
+
+        def ask() -> list[tuple]:
+            own = [self._seen[m] if self._is_own(m, self._facing[m]) else None for m in range(len(self.labels))]
+            return [(np.array(found is not None), *(nothing if found is None else found)) for found in own]
+
+        return self._kept(ask, (np.zeros((), bool), *shapes), len(self.labels))
+
+    def _is_own(self, place: int, ticket: tuple[int, int]) -> bool:
+        """Whether a client's last visit is that which a state left it at."""
+        return ticket == (self._nonce, self._last[place])
 
     def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.visit`."""
@@ -216,14 +242,17 @@ class Exchange:
                 self._heard = time.monotonic()
             given = []
             for i, place in enumerate(int(g) for g in groups):
-                errand = self._errands.get(place)
-                fresh = errand is None or (self._nonce, errand.ticket) != tuple(int(x) for x in tickets[i])
+                errand, ticket = self._errands.get(place), (int(tickets[i][0]), int(tickets[i][1]))
+                fresh = errand is None or not self._is_own(place, ticket)
                 if fresh:
                     key = KeyData(np.asarray(keys[i]), how["key"])
                     fields = {"how": how, "cavity": _row(rest, i), "site": _row(site, i), "memory": ()}
                     fields |= {"digest": digest_of(_row(memory, i)), "rest": (key, (), shared, _row(at, i))}
                     errand = _Errand(self._sequence[place] + 1, fields, _row(memory, i), shapes)
                     self._forget(place)
+                    if not self._is_own(place, ticket):
+                        self._seen[place] = None
+                    self._last[place], self._facing[place] = errand.ticket, (self._nonce, errand.ticket)
                     self._send_out(place, errand)
                 given.append((np.array([self._nonce, errand.ticket], np.int32), np.array(fresh)))
             return given
@@ -231,7 +260,7 @@ class Exchange:
         shape = np.zeros((2,), np.int32), np.zeros((), bool)
         return self._kept(ask, shape, len(groups))
 
-    def arrive(self, allowed: np.ndarray, shapes: tuple) -> tuple:
+    def arrive(self, allowed: np.ndarray, young: np.ndarray, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.arrive`."""
 
         def ask() -> list[tuple]:
@@ -245,8 +274,14 @@ class Exchange:
             *parts, seen = errand.shapes
             told = self._visited(place, fields, tuple(parts))
             self._check_shapes(place, fields["found"], seen, "what it sees at q")
-            self._seen[place][_name_of(errand.fields["how"]["look"])] = fields["found"]
-            self._count(visits=1, trips=1)
+            self._seen[place] = fields["found"]
+            self._count(visits=1, trips=1, stale=int(not young[place]))
+            if not young[place]:
+                _LOG.warning(
+                    "the answer of client %r is refused: it is from a q older than max_staleness allows. Nothing of it was "
+                    "absorbed; it reads q anew",
+                    self.labels[place],
+                )
             now = time.monotonic()
             passed, self._heard = now - self._heard, now
             return [(np.int32(place), np.asarray(passed, shapes[1].dtype), *told)]
@@ -254,7 +289,7 @@ class Exchange:
         return tuple(x[0] for x in self._kept(ask, shapes, 1))
 
     def recall(self) -> None:
-        """Forget the visits under way: another fit begins."""
+        """Forget the visits under way: another fit begins. What it sees is its own, by the tickets of its visits."""
         self._errands.clear()
         self._done.clear()
 
@@ -437,10 +472,6 @@ class Exchange:
     def _count(self, **more: int) -> None:
         counts = self.traffic._asdict()
         self.traffic = Traffic(**{name: count + more.get(name, 0) for name, count in counts.items()})
-
-
-def _name_of(how: dict[str, Any]) -> str:
-    return repr(sorted(how.items()))
 
 
 def _row(leaves: tuple, index: int) -> tuple:

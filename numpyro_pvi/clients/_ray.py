@@ -26,9 +26,6 @@ from ._exchange import Exchange, Traffic
 from ._runtimes import ClientsRuntime
 from ._share import Share
 
-# A question that was handed to an actor less than this share of the wait ago is not yet overdue: its actor was begun anew for
-# another group's sake.
-_OVERDUE = 0.5
 # What the runtime itself sees to.
 _OWN_OPTIONS = frozenset({"max_restarts", "max_task_retries", "max_concurrency", "concurrency_groups"})
 # Seconds that an actor is given to be done with what it is at when its clients are let go.
@@ -200,15 +197,15 @@ class Crew:
 class Actors:
     """Carries questions to clients in actors; implements :class:`numpyro_pvi.clients.Transport`.
 
-    An actor that has died, or has not answered when a question is repeated, is begun anew with its groups' rows, and everything
-    that it was asked is asked again. Its clients then have no memory, which the server's questions bring along.
+    An actor that has died, or owes an answer and has given none for as long as ``wait``, is begun anew with its groups' rows, and
+    everything that it was asked is asked again. Its clients then have no memory, which the server's questions bring along.
 
     Args:
         labels: of the clients, by place.
         orders: references to what they are made of.
         crew: the actors.
         per_actor: how many clients share one.
-        wait: seconds after which a question is repeated.
+        wait: seconds that each actor has for an answer, counted from when it was asked, had begun or answered another question.
         tries: times that a question is asked before its client counts as gone.
     """
 
@@ -230,28 +227,24 @@ class Actors:
             self._begin(index)
 
     def send(self, place: int, data: bytes) -> None:
-        """Hand a question over; one that is overdue is handed to a new actor."""
-        if self._frames.get(place) == data:
-            # An actor that has not begun yet waits for a place, or loads: another one would begin no sooner.
-            index = place // self._per_actor
-            # Questions to an actor are answered one after another: one that answers others is at work.
-            silent = time.monotonic() - max(self._since[place], self._heard.get(index, 0.0))
-            if silent >= _OVERDUE * self._wait and index in self._live:
-                self._renew(index, "has not answered")
-        else:
+        """Hand a question over; one that is repeated is under way already."""
+        if self._frames.get(place) != data:
             self._frames[place] = data
             self._times[place] = 0
             self._submit(place)
 
     def receive(self, wait: float) -> tuple[int, bytes] | None:
-        """The next answer of any client."""
+        """The next answer of any client. Actors from which none has come for too long are replaced on the way."""
         ray, until = _ray(), time.monotonic() + wait
         while self._places:
             starting = {ref: index for index, ref in self._begun.items() if index not in self._live}
-            left = max(0.0, until - time.monotonic())
+            left = max(0.0, min([until, *self._due().values()]) - time.monotonic())
             ready, _ = ray.wait([*starting, *self._places], num_returns=1, timeout=left)
             if not ready:
-                return None
+                self._renew_silent()
+                if time.monotonic() >= until:
+                    return None
+                continue
             if ready[0] in starting:
                 self._has_begun(starting[ready[0]])
                 continue
@@ -269,6 +262,28 @@ class Actors:
             if data is not None:
                 return place, data
         return None
+
+    def _due(self) -> dict[int, float]:
+        """When each actor that owes an answer will have been silent for too long.
+
+        One that has not begun yet waits for a place, or loads: another one would begin no sooner. Questions to an actor are
+        answered one after another, so that one that answers others is at work; and one that was begun anew has all of its time
+        again, whenever that was.
+        """
+        asked: dict[int, float] = {}
+        for place in self._frames:
+            index = place // self._per_actor
+            if index in self._live:
+                asked[index] = min(asked.get(index, math.inf), self._since[place])
+        return {index: max(since, self._heard.get(index, 0.0)) + self._wait for index, since in asked.items()}
+
+    def _renew_silent(self) -> None:
+        """Replace actors that have been silent for too long, where nothing of theirs waits to be heard."""
+        now = time.monotonic()
+        for index in [index for index, due in self._due().items() if due <= now]:
+            mine = [ref for ref, of in self._places.items() if of[0] // self._per_actor == index]
+            if mine and not _ray().wait(mine, num_returns=1, timeout=0)[0]:
+                self._renew(index, "has not answered")
 
     def _told(self) -> str:
         return f"{len(self._live)} of {len(self._begun)} workers live"

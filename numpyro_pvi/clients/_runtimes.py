@@ -61,6 +61,10 @@ class Line:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
         return self._open.look(how, shared, shapes, own)
 
+    def seen(self, shapes: tuple) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.seen`."""
+        return self._open.seen(shapes)
+
     def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.visit`."""
         return self._open.visit(how, shared, groups, own, shapes)
@@ -71,13 +75,17 @@ class Line:
         """See :meth:`numpyro_pvi.runtime.Network.begin`."""
         return self._open.begin(how, shared, tickets, groups, own, shapes)
 
-    def arrive(self, allowed: np.ndarray, shapes: tuple) -> tuple:
+    def arrive(self, allowed: np.ndarray, young: np.ndarray, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.arrive`."""
-        return self._open.arrive(allowed, shapes)
+        return self._open.arrive(allowed, young, shapes)
 
-    def recall(self) -> None:
-        """Forget what clients are at."""
-        self._open.recall()
+    def turn_to(self, engine: Any, state: Any) -> None:
+        """Answer for a state from now on; clients are called back from what they are at where it is of a fit that begins."""
+        if self.exchange is None:
+            return
+        if int(state.step) == 0:
+            self.exchange.recall()
+        self.exchange.face(jax.device_get(engine.schedule.tickets(state.schedule_state)))
 
     @property
     def _open(self) -> Exchange:
@@ -188,15 +196,13 @@ class ClientsRuntime(RuntimeDefaults):
         # What no client answers is refused before any is begun.
         engine.refuse(state)
         if self.elsewhere is not None:
-            if int(state.step) == 0 and self._line.exchange is not None:
-                self._line.recall()
+            self._line.turn_to(engine, state)
             return self.elsewhere.watched(
                 state.plan, functools.partial(program, engine, state, dynamic, static, *rest, **options)
             )
         key = engine.model, engine.solver, engine.num_particles, _key_of(state, dynamic, static)
         self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
-        if int(state.step) == 0:
-            self._line.recall()
+        self._line.turn_to(engine, state)
         found = jax.block_until_ready(program(engine, state, dynamic, static, *rest, **options))
         exchange = self._line.exchange
         if exchange is not None and exchange.error is not None:

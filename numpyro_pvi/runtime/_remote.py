@@ -26,7 +26,7 @@ from ._factors import Draws, FactorData
 from ._local import LocalProblem
 from ._moments import group_evidence
 from ._programs import FactorReader, whole_call
-from ._refinement import cheaper_rule, first_rule
+from ._refinement import cheaper_rule, escalate, first_rule, relative_error
 from ._tilted import keeps_rows, whole_factor
 from ._verification import Check, checked, draws_of, num_draws, verify_claims
 
@@ -48,6 +48,17 @@ class Network(Protocol):
 
         Returns:
             NumPy arrays with a leading axis of clients.
+        """
+        ...
+
+    def seen(self, shapes: tuple) -> tuple:
+        """What every client saw last, at the q of a visit of this fit's: nobody is asked.
+
+        Args:
+            shapes: shapes and dtypes of one client's answer.
+
+        Returns:
+            NumPy arrays with a leading axis of clients: whether each has said anything yet, and what it said, zeros where not.
         """
         ...
 
@@ -84,11 +95,12 @@ class Network(Protocol):
         """
         ...
 
-    def arrive(self, allowed: np.ndarray, shapes: tuple) -> tuple:
+    def arrive(self, allowed: np.ndarray, young: np.ndarray, shapes: tuple) -> tuple:
         """Wait for the visit that is done first.
 
         Args:
             allowed: Bool[M], whose may be taken.
+            young: Bool[M], whose is from a q that is no older than it may be; another one is refused, which is counted.
             shapes: shapes and dtypes of what is returned.
 
         Returns:
@@ -111,8 +123,11 @@ class _Rows(NamedTuple):
 
     def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
         """Each group's log-likelihood in nats, averaged over points."""
-        how = {"ask": "values", "rules": self.num_rules, "clip": False, "fresh": self.fresh}
+        how = {"ask": "values", "rules": self.num_rules, "clip": False}
         one = (jax.ShapeDtypeStruct((), self.dtype),)
+        if not self.fresh:
+            told, value = _last_seen(self.network, one, self.count, (points,))
+            return _as_told(told, value)
         return _call_out(lambda *shared: self.network.look(how, shared, one), _stacked(one, self.count), (points,))[0]
 
 
@@ -126,7 +141,8 @@ class RemoteProblem(LocalProblem):
     Args:
         network: what carries questions and answers.
         tells_step: whether visits say what share of their change was taken.
-        fresh: whether a look waits for clients that are at work; else what they saw last stands for it.
+        fresh: whether a look asks clients, and waits for those that are at work; else what they saw last stands for it, and the
+            value of one that has said nothing yet is NaN (minus infinity where what it said is no number).
     """
 
     network: Any = None
@@ -141,17 +157,21 @@ class RemoteProblem(LocalProblem):
         # Known before a program runs in all looks but those of a start, which differ in nothing else.
         clip = given["clip"] if isinstance(given["clip"], bool) else None
         how = {"ask": "look", "rules": self.num_rules, "clip": clip}
-        how |= {"probe": probe is not None, "draws": draws is not None, "fresh": self.fresh}
+        how |= {"probe": probe is not None, "draws": draws is not None}
         raised = given["clip"] if clip is None else None
         shared = jax.tree.leaves((moments, jnp.asarray(given["level"], jnp.int32), probe, draws, raised))
         target = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
-        one = self.seen_shapes(probe is not None)
-        found = _call_out(
-            lambda *leaves: self.network.look(how, leaves, one), _stacked(one, self.num_groups), tuple(shared)
-        )
-        size = len(jax.tree.leaves(target))
+        size, product = len(jax.tree.leaves(target)), jnp.zeros((self.num_groups, self.family.dim), self.dtype)
+        if self.fresh:
+            one = self.seen_shapes(probe is not None)
+            found = _call_out(
+                lambda *leaves: self.network.look(how, leaves, one), _stacked(one, self.num_groups), tuple(shared)
+            )
+            product = found[-1] if probe is not None else product
+        else:
+            told, *found = _last_seen(self.network, self.seen_shapes(False), self.num_groups, tuple(shared))
+            found[size] = _as_told(told, found[size])
         numbers = dict(zip(_NUMBERS, found[size:], strict=False))
-        product = found[-1] if probe is not None else jnp.zeros((self.num_groups, self.family.dim), self.dtype)
         return Expected(target=jax.tree.unflatten(jax.tree.structure(target), found[:size]), product=product, **numbers)
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
@@ -278,7 +298,7 @@ class Errands(NamedTuple):
         )
         return found[0], found[1]
 
-    def next(self, tickets: Any, allowed: Any, site: Any, state: Any) -> tuple[Any, Any, LocalResult]:
+    def next(self, tickets: Any, allowed: Any, young: Any, site: Any, state: Any) -> tuple[Any, Any, LocalResult]:
         """The visit that is done first; see :class:`numpyro_pvi.schedules.Errands`."""
         problem = self.problem
         number, flag = jax.ShapeDtypeStruct((), problem.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
@@ -287,13 +307,15 @@ class Errands(NamedTuple):
         shapes = (whole, number, *own, whole, flag, *(number,) * problem.tells_step)
         # Tickets are told so that nothing is waited for before it was begun.
         index, seconds, *found = _call_out(
-            lambda tickets, allowed: problem.network.arrive(allowed, shapes), shapes, (tickets, allowed)
+            lambda tickets, allowed, young: problem.network.arrive(allowed, young, shapes),
+            shapes,
+            (tickets, allowed, young),
         )
         result = visited(tuple(found), site, state)
         return index, seconds, (result._replace(step=None) if problem.matches_moments else result)
 
     def _look(self, q: Any, rule: Rule, noise: Any) -> tuple[dict[str, Any], tuple, tuple]:
-        """The look at q that a round's evaluation would ask for, and what is seen."""
+        """The look at q that a round's evaluation would ask for, by the rule that a client finds fine enough, and what is seen."""
         problem = self.problem
         moments = problem.family.moments(q)
         number = jax.ShapeDtypeStruct((), problem.dtype)
@@ -302,8 +324,21 @@ class Errands(NamedTuple):
             return how, (problem.family.draw(moments, noise.pairs),), (number,)
         draws = problem.draws_of(problem.program, noise, rule, True)
         how = {"ask": "look", "rules": problem.num_rules, "clip": False, "probe": False, "draws": draws is not None}
-        at = tuple(jax.tree.leaves((moments, jnp.asarray(rule.level, jnp.int32), None, draws)))
+        # A rule that does not do is found out there: nobody would wait for a second look.
+        how |= {"refines": True}
+        at = tuple(jax.tree.leaves((moments, jnp.asarray(rule.level, jnp.int32), None, draws, rule.tolerance)))
         return how, at, problem.seen_shapes(False)
+
+
+def _last_seen(network: Network, one: tuple, count: int, after: tuple) -> tuple:
+    """Whether each client has said anything yet, and what it said last; ``after`` are arrays that must be there before."""
+    shapes = _stacked((jax.ShapeDtypeStruct((), jnp.bool_), *one), count)
+    return _call_out(lambda *_: network.seen(one), shapes, after)
+
+
+def _as_told(told: Bool[Array, "M"], value: Float[Array, "M"]) -> Float[Array, "M"]:
+    """Values of which those that nobody has told are NaN, and those that are told and no number minus infinity."""
+    return jnp.where(told, jnp.where(jnp.isnan(value), -jnp.inf, value), jnp.nan)
 
 
 def _stacked(one: tuple, count: int) -> tuple:
@@ -560,11 +595,22 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         arrays, packing, prior = rows
         return engine.problem(plan, packing, *join_arguments(arrays, static), {}, prior, rules)
 
-    def look(rows, moments, level, probe, draws, raised, clip, rules):
+    def look(rows, moments, level, probe, draws, raised, tolerance, clip, rules):
         own = problem(rows, rules)
         clip = raised if clip is None else clip
-        given = {"moments": moments, "probe": probe, "level": level, "noise": draws, "clip": clip}
-        found = own.sum_groups(partial(own.expect, own.program, **given))
+
+        def at(level):
+            given = {"moments": moments, "probe": probe, "level": level, "noise": draws, "clip": clip}
+            found = own.sum_groups(partial(own.expect, own.program, **given))
+            return found, relative_error(found)
+
+        if tolerance is None:
+            found = at(level)[0]
+        else:
+            asked = first_rule(tolerance.dtype)._replace(level=level, tolerance=tolerance)
+            found, _, error = escalate(at, asked, rules)
+            # Judged by what it was told: a look that is read later, under a stricter tolerance, was not wrong.
+            found = dataclasses.replace(found, error=jnp.where(error <= tolerance, 0.0, found.error))
         told = (*jax.tree.leaves(found.target), *(getattr(found, name) for name in _NUMBERS))
         return tuple(x[0] for x in (*told, *(() if probe is None else (found.product,))))
 
@@ -637,7 +683,8 @@ class Answers:
         probe = rest.pop(0) if how["probe"] else None
         draws = rest.pop(0) if how["draws"] else None
         raised = rest.pop(0) if how["clip"] is None else None
-        given = self._rows, moments, level, probe, draws, raised
+        tolerance = jnp.asarray(rest.pop(0)) if how.get("refines", False) else None
+        given = self._rows, moments, level, probe, draws, raised, tolerance
         return self._programs.look(*given, clip=how["clip"], rules=how["rules"])
 
     def visit(

@@ -56,6 +56,8 @@ class AsynchronousState(NamedTuple):
     averaging: Averaging
     # Of the visit that each group is at, where visits really take their time; else None.
     ticket: Int[Array, "M 2"] | None = None
+    # Natural parameters of the q that each group's last answer was made from, likewise.
+    told: Any = None
 
 
 class Tally(NamedTuple):
@@ -140,7 +142,7 @@ class Messages:
         if self.delays == REAL:
             allowed = state.age >= 0 if allowed is None else allowed
             first = take(walk.sites, 0), take(walk.solver, 0)
-            m, passed, result = problem.errands.next(state.ticket, allowed, *first)
+            m, passed, result = problem.errands.next(state.ticket, allowed, self._young(state), *first)
             clock, copy, mine, local = walk.clock + passed, jnp.array(False), take(walk.sites, m), None
         else:
             m, time, copy = next_arrival(state.arrival, late, allowed)
@@ -187,13 +189,18 @@ class Messages:
         self, state: AsynchronousState, m: Any, copy: Any, clock: Any, result: LocalResult, key: Any
     ) -> tuple[Delivery, Link | None]:
         if self.faults is None or state.link is None:
-            sent = jnp.ones((2,), jnp.int32)
-            return Delivery(result.site, jnp.array(True), jnp.array(True), sent), None
+            # Fast groups wait, so that only what was begun under another bound can be too old.
+            new = self._young(state)[m] if self.delays == REAL else jnp.array(True)
+            return Delivery(result.site, new, jnp.array(True), jnp.ones((2,), jnp.int32)), None
         fate_key, wait_key = jax.random.split(jax.random.fold_in(key, 2))
         # A copy is on the way for up to twice as long as a visit takes.
         wait = 2 * jax.random.uniform(wait_key, (), clock.dtype) * self._delay(wait_key, 1, m, clock.dtype)
-        young = jnp.array(True) if self.max_staleness is None else state.age[m] <= self.max_staleness
+        young = self._young(state)[m]
         return self.faults.transmit(state.link, m, copy, clock, wait, result.site, young, fate_key)
+
+    def _young(self, state: AsynchronousState) -> Bool[Array, "M"]:
+        """Whose work is from a q that no more than ``max_staleness`` changes have been made to since."""
+        return state.age <= (jnp.iinfo(jnp.int32).max if self.max_staleness is None else self.max_staleness)
 
     def _absorb(self, walk: Walk, m: Any, change: Any, usable: Any) -> _Absorbed:
         """Move q and one site, halving the step until q is normalisable and, by what "auto" allows, near enough."""
@@ -224,6 +231,8 @@ class Messages:
         if state.seen is None:
             return state
         age = state.age + absorbed
+        if state.told is not None:
+            state = state._replace(told=put(state.told, m, take(state.seen, m), answered))
         state = state._replace(
             age=put(age, m, jnp.zeros_like(age[m]), answered), seen=put(state.seen, m, done.q, answered)
         )
@@ -256,9 +265,13 @@ _NO_CLIENTS = (
 _MOST_MESSAGES = 1000
 
 
-def _furthest(family: Any, seen: Any, here: Any) -> Float[Array, ""]:
-    """The largest move, in posterior sds, from a q that some group has read (natural parameters, leading axis M) to this one."""
-    return jnp.max(jax.vmap(lambda q: jnp.max(jnp.abs(family.moves(family.moments(q), here))))(seen))
+def _furthest(family: Any, told: Any, here: Any) -> Float[Array, ""]:
+    """The largest move, in posterior sds, from a q that some group has answered for (natural parameters, leading axis M) to this.
+
+    Infinite for one that has answered for none.
+    """
+    moves = jax.vmap(lambda q: jnp.max(jnp.abs(family.moves(family.moments(q), here))))(told)
+    return jnp.max(jnp.where(jnp.isnan(moves), jnp.inf, moves))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,10 +307,11 @@ class Asynchronous(ScheduleDefaults):
             label (1 for groups it does not name), ``("exponential", means)``, a function of ``(key, num_groups)``,
             :func:`measured_delays`, or "real": as long as it takes, under a runtime with clients (``clients.Processes()``,
             ``clients.Ray()``), whose sites are absorbed as they arrive. Then the clock runs in seconds, no round waits for a
-            client that is slow, the loss of a round is of what every client saw at the q that it read last, and two runs are
-            not the same to the bit.
+            client that is slow, not even the first: the loss of a round is of what every client saw at the q that it read last,
+            NaN (and nothing converged) until all have answered once. Two runs are not the same to the bit.
         max_staleness: no site is absorbed once more than so many changes have been since its group read q. Fast groups wait
-            before that would happen, so that slow ones are always heard (stale-synchronous parallel). At least M - 1, as all
+            before that would happen, so that slow ones are always heard (stale-synchronous parallel); a site that is older all
+            the same, as its visit was begun under another bound, is refused, and its group reads q anew. At least M - 1, as all
             groups start at once; None is no bound.
         damping: share of each arriving change that is absorbed, in (0, 1], or "auto". 1 is the full step, as in earlier PVI
             code.
@@ -354,6 +368,10 @@ class Asynchronous(ScheduleDefaults):
         """Whether visits take as long as they take."""
         return self.delays == REAL
 
+    def tickets(self, state: Any) -> Any:
+        """Of the visits that groups were left at; None on a simulated clock."""
+        return state.ticket
+
     @property
     def _faults(self) -> Faults | None:
         faulty = self.loss_rate or self.duplicate_rate or self.reorder
@@ -402,7 +420,7 @@ class Asynchronous(ScheduleDefaults):
             link,
             first_discount(problem, moments, self.delays is not None) if adaptive else None,
             no_averaging(family.dim if problem.noisy and not problem.stochastic else 0, dtype),
-            jnp.zeros((count, 2), jnp.int32) if self.at_their_pace else None,
+            *((jnp.zeros((count, 2), jnp.int32), stack) if self.at_their_pace else ()),
         )
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
@@ -535,9 +553,17 @@ class Asynchronous(ScheduleDefaults):
             own=self._own(problem, tally, heard),
         )
         if self.at_their_pace:
-            # Who is still at a visit from an older q has not said what it asks for at this one: nothing converges without it.
-            behind = _furthest(problem.family, state.seen, done.evaluation.moments)
-            report = report._replace(left=jnp.maximum(report.left, behind.astype(report.left.dtype)))
+            # Whose last answer is from an older q has not said what it asks for at this one, though it may have read it.
+            behind = _furthest(problem.family, state.told, done.evaluation.moments).astype(report.left.dtype)
+            # Who has not answered yet is in no loss, and may ask for anything.
+            untold = jnp.any(jnp.isnan(done.evaluation.groups.value))
+            behind = jnp.where(untold, jnp.inf, behind)
+            # The estimate as well: a move of nought would be taken for the noise of moments that have none.
+            report = report._replace(
+                left=jnp.maximum(report.left, behind),
+                estimate=jnp.maximum(report.estimate, behind),
+                finite=report.finite | untold,
+            )
         return RoundCarry(
             done.sites, done.evaluation, walk.solver, None if prior is None else prior.state, state, report
         )

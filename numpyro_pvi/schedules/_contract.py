@@ -121,7 +121,11 @@ class RoundCarry(NamedTuple):
 
 
 class Errands(Protocol):
-    """Visits of groups that work on their own: they are begun, and those that are done first are taken first."""
+    """Visits of groups that work on their own: they are begun, and those that are done first are taken first.
+
+    Where a problem has errands, its evaluations are of what every group saw last at the q of its own visit; the value of a group
+    that has answered none yet is NaN, and minus infinity where what it said is no number.
+    """
 
     def begin(
         self, tickets: Any, groups: Any, q: Any, sites: Any, states: Any, key: Any, rule: Rule, noise: Any
@@ -143,12 +147,13 @@ class Errands(Protocol):
         """
         ...
 
-    def next(self, tickets: Any, allowed: Any, site: Any, state: Any) -> tuple[Any, Any, LocalResult]:
+    def next(self, tickets: Any, allowed: Any, young: Any, site: Any, state: Any) -> tuple[Any, Any, LocalResult]:
         """Wait for the visit that is done first.
 
         Args:
             tickets: of all visits under way.
             allowed: Bool[M], whose may be taken.
+            young: Bool[M], whose is from a q that is no older than it may be.
             site: any group's, for its shapes.
             state: any solver's memory, likewise.
 
@@ -362,6 +367,14 @@ class Schedule(Protocol):
         """Natural parameters of one group's own q, where the schedule ``has_agents``."""
         ...
 
+    def tickets(self, state: Any) -> Any:
+        """Int[M 2], of the visits that groups were left at, where they work on their own; else None.
+
+        Args:
+            state: the schedule's.
+        """
+        ...
+
     def opens(self, problem: Problem) -> bool:
         """Whether ``round`` can evaluate the q that it was given in the place of a candidate, where ``carry.opening`` says so.
 
@@ -435,6 +448,10 @@ class ScheduleDefaults:
             NotImplementedError: always.
         """
         raise NotImplementedError(f"{type(self).__name__} has one q for all groups")
+
+    def tickets(self, state: Any) -> Any:
+        """No visit is under way between rounds."""
+        del state
 
     def opens(self, problem: Problem) -> bool:
         """Rounds begin with an evaluation."""
