@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._compiling import is_traced, owned_jit
-from ._saving import guide_latents
+from ._saving import latents_of
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, model_layout, proved_only, with_expectation
@@ -517,7 +517,8 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
 
     Returns:
         The state, planned anew; None where these arguments are no mini-batch of the state's rows: under a ``Partition``, inside
-        ``jit``, with latents inside the plate, under a solver that counts what was released, and for all other models.
+        ``jit``, where the rows are with clients, with latents inside the plate, under a solver that counts what was released,
+        and for all other models.
     """
     if not isinstance(state, PVIState) or isinstance(state.plan, ProductPlan) or pvi.partition is not None:
         return None
@@ -527,14 +528,15 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
     part, by_row = state.plan.partition, state.plan.rows is not None or state.sites.local is not None
     if by_row or part.local is not None or state.plan.absent or streams(pvi.schedule):
         return None
-    if is_traced((state, args, kwargs)):
+    if is_traced((state, args, kwargs)) or pvi.runtime.elsewhere is not None:
         return None
     try:
         trace = abstract_trace(pvi.model, jax.random.key(0), *pvi._arguments(args, kwargs))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError):
         return None
     own = model_layout(trace)
-    if dict(zip(own.names, own.shapes, strict=True)) != guide_latents(pvi.guide):
+    # The guide of a state that was read from a file may not be set up yet.
+    if dict(zip(own.names, own.shapes, strict=True)) != latents_of(state.plan):
         return None
     if not part.batches and _needs_batches(trace) is None:
         return None

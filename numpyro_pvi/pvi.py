@@ -814,13 +814,15 @@ class PVI(SVI):
             by_value = state.plan.signature.by_value
         kwargs, names = {**self.static_kwargs, **kwargs}, positional_names(self.model)
         if (elsewhere := self.runtime.elsewhere) is not None:
-            args, kwargs = elsewhere.arguments(args, kwargs, names)
+            args, kwargs = elsewhere.arguments(self, args, kwargs, names)
         args, kwargs = as_arrays(args, kwargs, names, by_value)
         self._followed.compare(self.model, args, kwargs)
         return args, kwargs
 
     def _checked_arguments(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         args, kwargs = self._arguments(args, kwargs, state)
+        if (elsewhere := self.runtime.elsewhere) is not None:
+            elsewhere.compare(state.plan)
         check_rows(state, args, kwargs, positional_names(self.model))
         if not is_traced((state, args, kwargs)):
             self._followed.renew_guide(self.guide)

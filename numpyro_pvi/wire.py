@@ -614,6 +614,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "visit": {**_ANSWER, "version": int, "site": tuple, "memory": tuple, "rest": tuple, "found": tuple},
     # The memory that a visit was to go on from is not the client's own.
     "gap": {**_ANSWER, "digest": bytes},
+    # The client was begun anew, and does not know yet what its rows are to be taken for.
+    "untold": _ANSWER,
     # The client could not do what it was asked, in its own words.
     "refusal": {**_ANSWER, "why": str},
     "stop?": _ASK,

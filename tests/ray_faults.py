@@ -11,7 +11,7 @@ import numpy as np
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
-from numpyro_pvi.clients import Ray, Respondent
+from numpyro_pvi.clients import Client, Ray, Respondent
 from tests.client_model import logistic
 
 ANSWER = Respondent.answer
@@ -22,6 +22,11 @@ def load(folder, label):
     Respondent.answer = lambda client, data: disturbed(pathlib.Path(folder), client, data)
     with np.load(pathlib.Path(folder) / f"{label}.npz") as rows:
         return rows["X"], rows["Y"]
+
+
+def client_of(folder, label):
+    """A client that is made in the actor, from rows that it loads there."""
+    return Client(logistic, AutoMultivariateNormal(logistic), label, load_rows=lambda: load(folder, label))
 
 
 def disturbed(folder, client, data):

@@ -15,7 +15,7 @@ from numpyro_pvi.clients import Exchange, InProcess, Processes, Respondent
 from numpyro_pvi.clients._runtimes import Pipes, Share
 from numpyro_pvi.errors import ClientError, PVIError, WireError
 from numpyro_pvi.runtime import _remote
-from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming, Synchronous
+from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
 from numpyro_pvi.wire import Message, decode, encode
 from tests.client_model import logistic
@@ -405,7 +405,10 @@ def test_a_client_refuses_what_it_cannot_do_and_stays_as_it_was(refused):
 @pytest.mark.parametrize(
     ("choices", "word"),
     [
-        ({"schedule": Streaming()}, "clients do not go with Streaming: groups come in the order of their rows"),
+        (
+            {"schedule": Decentralized(np.ones((3, 3)) - np.eye(3))},
+            "do not go with Decentralized: its groups talk with each",
+        ),
         ({"solver": PowerEP(factors="row")}, "sites of single rows"),
         ({"solver": NaturalGradient(expectation="monte_carlo")}, None),
     ],

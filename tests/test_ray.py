@@ -128,6 +128,24 @@ def test_trajectories_are_those_of_one_process(runtime, here, solver, schedule, 
     assert_law(pvi, result)
 
 
+def test_a_driver_that_is_given_no_row(cluster, folder, here, tolerance):
+    """Actors make their own clients; one that dies is begun anew, and is told what its rows are taken for."""
+    clients = {x: partial(ray_faults.client_of, str(folder), x) for x in ("south", "east", "north")}
+    with pytest.raises(PVIError, match=r"Ray\(rows=..., clients=...\)"):
+        Ray(rows=partial(ray_faults.load, str(folder)), clients=clients)
+    runtime = Ray(clients=clients, groups_per_actor=3)
+    pvi = PVI(logistic, AutoMultivariateNormal(logistic), schedule=Sequential(), runtime=runtime)
+    try:
+        state = pvi.init(KEY)
+        (folder / "north.kill").touch()
+        result = pvi.run(KEY, 3, init_state=state, progress_bar=False)
+    finally:
+        runtime.close()
+    assert not (folder / "north.kill").exists() and runtime.restarts["north"] == 1
+    assert_law(pvi, result)
+    assert_same(sites_of(result), here(None, Sequential()), tolerance)
+
+
 @pytest.fixture(scope="module")
 def real(runtime):
     """A fit whose sites are absorbed as they arrive, and whose programs are compiled."""

@@ -8,17 +8,18 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, Partition, _opening
 from numpyro_pvi.clients import Client, Exchange, InProcess, Processes
 from numpyro_pvi.clients._holders import Holders
-from numpyro_pvi.errors import ClientError, PVIError
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.errors import ClientError, PVIError, StateError
+from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, StochasticSubset, Streaming, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
 from tests.client_model import client_of, logistic
 from tests.laws.models import rows
+from tests.test_clients import Weather
 
 X, _, Y = rows(12)
 LABELS = np.array(["east", "north", "south"])[np.arange(12) % 3]
@@ -45,13 +46,12 @@ class Unread:
     __jax_array__ = item = tolist = __float__ = __iter__ = __getitem__ = __array__
 
 
-def clients_of(model, solver, *others, labels=LABELS, order=("south", "east", "north")):
-    guide = AutoMultivariateNormal
+def clients_of(model, solver, *others, guide=AutoMultivariateNormal, labels=LABELS, order=("south", "east", "north")):
     return [Client(model, guide(model), x, X[labels == x], Y[labels == x], *others, solver=solver) for x in order]
 
 
-def server(model, runtime, solver=None, schedule=None):
-    return PVI(model, AutoMultivariateNormal(model), solver=solver, schedule=schedule, runtime=runtime)
+def server(model, runtime, solver=None, schedule=None, guide=AutoMultivariateNormal):
+    return PVI(model, guide(model), solver=solver, schedule=schedule, runtime=runtime)
 
 
 def assert_same(found, wanted, tolerance):
@@ -59,38 +59,98 @@ def assert_same(found, wanted, tolerance):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(np.abs(b).max())))
 
 
+FULL, DIAGONAL, FIELD = AutoMultivariateNormal, AutoDiagonalNormal, AutoNormal
+DELAYED = Asynchronous(delays=("exponential", 1.0))
 CELLS = {
-    "conjugate-synchronous": (linear, Conjugate(), Synchronous()),
-    "gradient-synchronous": (logistic, NaturalGradient(), Synchronous()),
-    "elbo-sequential": (logistic, ELBO, Sequential()),
-    "ep-synchronous": (logistic, PowerEP(), Synchronous()),
-    "conjugate-sequential": (linear, Conjugate(), Sequential()),
-    "gradient-sequential": (logistic, NaturalGradient(), Sequential()),
-    "elbo-synchronous": (logistic, ELBO, Synchronous()),
-    "ep-sequential": (logistic, PowerEP(), Sequential()),
+    "conjugate-synchronous": (linear, Conjugate(), Synchronous(), FULL),
+    "gradient-streaming-field": (logistic, NaturalGradient(), Streaming(), FIELD),
+    "elbo-subset": (logistic, ELBO, StochasticSubset(k=2), FULL),
+    "ep-synchronous-diagonal": (logistic, PowerEP(), Synchronous(), DIAGONAL),
+    "gradient-synchronous": (logistic, NaturalGradient(), Synchronous(), FULL),
+    "ep-synchronous": (logistic, PowerEP(), Synchronous(), FULL),
+    "conjugate-sequential": (linear, Conjugate(), Sequential(), FULL),
+    "gradient-sequential": (logistic, NaturalGradient(), Sequential(), FULL),
+    "elbo-synchronous": (logistic, ELBO, Synchronous(), FULL),
+    "elbo-sequential": (logistic, ELBO, Sequential(), FULL),
+    "ep-sequential": (logistic, PowerEP(), Sequential(), FULL),
+    "gradient-subset": (logistic, NaturalGradient(), StochasticSubset(k=2), FULL),
+    "gradient-asynchronous": (logistic, NaturalGradient(), DELAYED, FULL),
+    "elbo-asynchronous": (logistic, ELBO, DELAYED, FULL),
+    "ep-asynchronous": (logistic, PowerEP(), DELAYED, FULL),
+    "conjugate-streaming": (linear, Conjugate(), Streaming(), FULL),
+    "gradient-committee": (logistic, NaturalGradient(), Committee(), FULL),
+    "gradient-synchronous-diagonal": (logistic, NaturalGradient(), Synchronous(), DIAGONAL),
+    "gradient-synchronous-field": (logistic, NaturalGradient(), Synchronous(), FIELD),
+    "elbo-synchronous-diagonal": (logistic, ELBO, Synchronous(), DIAGONAL),
 }
 LONG = list(CELLS)[4:]
+# Rows whose labels come in the order in which clients are given, and not in that of the alphabet.
+CAME = np.argsort(np.array(["south", "east", "north"])[:, None] == LABELS, axis=1, kind="stable")[:, -4:].reshape(-1)
 
 
-def one_process(model, solver, schedule, *others):
-    pvi = PVI(Partition(model, "data", LABELS), AutoMultivariateNormal(model), solver=solver, schedule=schedule)
-    return pvi, pvi.run(KEY, 3, X, Y, *others, progress_bar=False)
+def one_process(model, solver, schedule, *others, guide=FULL, rounds=3):
+    pvi = PVI(Partition(model, "data", LABELS[CAME]), guide(model), solver=solver, schedule=schedule)
+    return pvi, pvi.run(KEY, rounds, X[CAME], Y[CAME], *others, progress_bar=False)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CELLS])
 def test_a_server_without_rows_fits_what_one_process_fits(name, tolerance):
-    model, solver, schedule = CELLS[name]
+    model, solver, schedule, guide = CELLS[name]
     others = (0.5,) if model is linear else ()
-    pvi, wanted = one_process(model, solver, schedule, *others)
-    far = server(model, InProcess(clients=clients_of(model, solver, *others)), solver, schedule)
+    pvi, wanted = one_process(model, solver, schedule, *others, guide=guide)
+    far = server(model, InProcess(clients=clients_of(model, solver, *others, guide=guide)), solver, schedule, guide)
     found = far.run(KEY, 3, Unread(X), Unread(Y), *others, progress_bar=False)
     assert found.state.groups == wanted.state.groups == ("east", "north", "south")
     assert found.state.plan.partition.table.sizes == (4, 4, 4)
     assert_same(found.state.sites, wanted.state.sites, tolerance)
     assert_same(found.losses, wanted.losses, tolerance)
-    here = pvi.log_evidence(wanted.state, X, Y, *others)
+    here = pvi.log_evidence(wanted.state, X[CAME], Y[CAME], *others)
     there = far.log_evidence(found.state, Unread(X), Unread(Y), *others)
     assert_same(there, here, tolerance)
+
+
+class Reborn:
+    """A transport whose clients are begun anew, from their rows, before every so many questions."""
+
+    def __init__(self, inner, make, every):
+        self.inner, self.make, self.every, self.count, self.births = inner, make, every, 0, 0
+        self.receive, self.close = inner.receive, inner.close
+
+    def send(self, place, data):
+        self.count += 1
+        if self.count % self.every == 0:
+            self.births += 1
+            self.inner._respondents[place] = self.make()[place]
+        self.inner.send(place, data)
+
+
+def test_a_rowless_fit_goes_on_where_it_was_left_whatever_happens_to_its_clients(tmp_path, tolerance):
+    """A fresh server goes on from a file with clients that lived on, and with new ones, over a link that loses and doubles."""
+    solver, schedule = ELBO, StochasticSubset(k=2)
+    _, wanted = one_process(logistic, solver, schedule)
+    kept, path = [], tmp_path / "run"
+
+    def fit(clients, rounds, through=None):
+        runtime = InProcess(clients=clients, through=through, tries=400)
+        return server(logistic, runtime, solver, schedule).run(KEY, rounds, checkpoint=path, progress_bar=False)
+
+    def bad(inner):
+        def make():
+            return [clients[i] for i in (1, 2, 0)]
+
+        clients = clients_of(logistic, solver)
+        kept.append(Reborn(inner, make, 7))
+        return Weather(kept[-1], 0.3)
+
+    clients = clients_of(logistic, solver)
+    fit(clients, 1)
+    # A question that the last server has asked is not one of the next one's.
+    fit(clients, 2)
+    found = fit(clients_of(logistic, solver), 3, bad)
+    assert found.message.startswith("ran 3 rounds") and "2 of them before" in found.message
+    assert_same(found.state.sites, wanted.state.sites, tolerance)
+    assert_same(found.losses, wanted.losses, tolerance)
+    assert kept[0].births > 2
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +162,11 @@ def gradient():
 def test_a_server_that_reads_a_row_is_seen(gradient, monkeypatch):
     """The law has teeth: where arguments are taken for what they are, or what stands in for them is evaluated, it shows."""
     pvi, _ = gradient
-    monkeypatch.setattr(Holders, "arguments", lambda self, args, kwargs, names: (args, kwargs))
+    monkeypatch.setattr(Holders, "arguments", lambda self, pvi, args, kwargs, names: (args, kwargs))
     with pytest.raises(AssertionError, match="has read a row"):
         pvi.init(KEY, Unread(X), Unread(Y))
     monkeypatch.undo()
-    (args, _) = Holders(pvi.runtime).arguments((Unread(X), Unread(Y)), {}, ())
+    (args, _) = Holders(pvi.runtime).arguments(pvi, (Unread(X), Unread(Y)), {}, ())
     assert args[0].shape == X.shape and bool(np.isnan(np.asarray(args[0])).all())
 
 
@@ -163,6 +223,47 @@ def test_what_reads_rows_is_refused_by_name(gradient):
             call()
 
 
+def test_a_state_goes_on_with_the_clients_that_it_was_made_with(gradient, tmp_path):
+    """Others are refused by name: of another solver, under another label, with other rows; also where a file is read."""
+    pvi, _ = gradient
+    pvi.save(tmp_path / "fit", pvi.init(KEY))
+    labels = np.where(LABELS == "north", "west", LABELS)
+    fewer = np.array(["east", "north", "south"])[[0] * 3 + [1] * 5 + [2] * 4]
+
+    def go_on(*clients):
+        far = server(logistic, InProcess(clients=clients))
+        state = far.load(tmp_path / "fit")
+        return far.update(state)
+
+    with pytest.raises(ClientError, match="made with another solver than the server: PowerEP"):
+        go_on(*clients_of(logistic, PowerEP()))
+    with pytest.raises(StateError, match="state has group.s. 'north' and there are clients 'west'"):
+        go_on(*clients_of(logistic, None, labels=labels, order=("west", "east", "south")))
+    with pytest.raises(StateError, match="client 'east' had 4 and now has 3"):
+        go_on(*clients_of(logistic, None, labels=fewer))
+
+
+@pytest.mark.slow
+def test_rows_that_are_dealt_out_are_streamed_in_their_order(tolerance):
+    solver, schedule = NaturalGradient(), Streaming()
+    _, wanted = one_process(logistic, solver, schedule, rounds=1)
+    partition = Partition(logistic, "data", LABELS[CAME])
+    far = PVI(partition, FULL(logistic), solver=solver, schedule=schedule, runtime=InProcess())
+    found = far.run(KEY, 1, X[CAME], Y[CAME], progress_bar=False)
+    assert_same(found.state.sites, wanted.state.sites, tolerance)
+
+
+@pytest.mark.slow
+def test_an_order_that_is_not_that_of_the_clients_is_seen(monkeypatch):
+    """The law has teeth: where clients are streamed by their labels, and not as they came, sites come out others."""
+    solver, schedule = NaturalGradient(), Streaming()
+    _, wanted = one_process(logistic, solver, schedule, rounds=1)
+    monkeypatch.setattr(InProcess, "came", (0, 1, 2))
+    far = server(logistic, InProcess(clients=clients_of(logistic, solver)), solver, schedule)
+    with pytest.raises(AssertionError):
+        assert_same(far.run(KEY, 1, progress_bar=False).state.sites, wanted.state.sites, 1e-6)
+
+
 def scaled(X, y):
     """A prior that depends on the rows."""
     w = numpyro.sample("w", dist.Normal(0.0, 1.0 + X.std()).expand([2]).to_event(1))
@@ -196,6 +297,10 @@ def test_clients_that_do_not_fit_are_refused_by_name():
         InProcess(clients=clients_of(logistic, None, order=("north", "north")))
     with pytest.raises(PVIError, match="along one plate of the model"):
         Client(whole, AutoMultivariateNormal(whole), "north", X, Y)
+    with pytest.raises(PVIError, match="expected a function that makes the client"):
+        Processes(clients={"north": Client(logistic, AutoMultivariateNormal(logistic), "north", X, Y)})
+    with pytest.raises(PVIError, match=r"clients=list\): expected a dict"):
+        Processes(clients=[])
     with pytest.raises(PVIError, match="load_rows, which loads them"):
         Client(logistic, AutoMultivariateNormal(logistic), "north", X, Y, load_rows=lambda: (X, Y))
 

@@ -58,6 +58,9 @@ class Respondent:
         try:
             if label != self.label:
                 raise PVIError(f"the question is for {label!r}, and this is {self.label!r}")
+            if self._answers is None and ask.kind in ("look?", "visit?"):
+                # One that was begun anew: whoever asks tells it, and asks again.
+                return encode(Message("untold", head))
             kind, fields, after = self._reply(ask)
         except (PVIError, ValueError, TypeError, KeyError, IndexError) as error:
             return encode(Message("refusal", head | {"why": str(error)[:1000]}))
@@ -73,8 +76,6 @@ class Respondent:
         same = self._memory, self._version
         if ask.kind == "hello?":
             return "hello", {"facts": self.facts}, same
-        if self._answers is None:
-            raise PVIError("it has not been told what its rows are to be taken for")
         if ask.kind == "look?":
             told = ask.fields["how"], ask.fields["q"], ask.fields["rest"]
             return "look", {"found": _numbers(self._answers.look(*told))}, same

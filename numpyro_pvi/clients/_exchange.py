@@ -123,6 +123,9 @@ class Exchange:
         self.error: Exception | None = None
         self._sequence, self._versions = [0] * len(labels), [0] * len(labels)
         self._turn = threading.Lock()
+        # What each client was told to take its rows for, and how often it was told this anew.
+        self._told: dict[int, bytes] = {}
+        self._reminded = [0] * len(labels)
         # Visits under way and their answers, by place.
         self._errands: dict[int, _Errand] = {}
         self._done: dict[int, Message] = {}
@@ -378,6 +381,8 @@ class Exchange:
             self._sequence[place] += 1
             head = {"run": self.run, "sequence": self._sequence[place], "label": self.labels[place]}
             frames[place] = encode(Message(kind, head | fields), RECORDS)
+            if kind == "plan?":
+                self._told[place] = frames[place]
         found: dict[int, Message] = {}
         for attempt in range(self.tries):
             for place in frames.keys() - found.keys():
@@ -431,11 +436,27 @@ class Exchange:
             raise self._refused(
                 place, f"it answers question {fields['sequence']}, and {self._sequence[place]} were asked"
             )
+        if message.kind == "untold":
+            self._remind(place, frames[place])
+            return
         if message.kind == "refusal":
             raise self._refused(place, f"it says: {fields['why']}")
         if message.kind not in kinds:
             raise self._refused(place, f"it answers with a message {message.kind!r} where {kinds[0]!r} was asked for")
         found[place] = message
+        self._reminded[place] = 0
+
+    def _remind(self, place: int, question: bytes) -> None:
+        """Tell a client that was begun anew what its rows are to be taken for, and ask again."""
+        self._reminded[place] += 1
+        if place not in self._told or self._reminded[place] > self.tries:
+            raise self._refused(
+                place,
+                f"it does not know what its rows are to be taken for, though it was told {self._reminded[place]} times",
+            )
+        for data in (self._told[place], question):
+            self.transport.send(place, data)
+            self._count(sent=len(data), repeats=1)
 
     # ------------------------------------------------------------------ what is refused
 

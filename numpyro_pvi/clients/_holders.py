@@ -13,9 +13,9 @@ import numpy as np
 from .._compiling import Program
 from .._saving import settings_of
 from .._state import Plan
-from ..errors import ClientError, PVIError
+from ..errors import ClientError, PVIError, StateError
 from ..factors import PartitionPlan, Planned, choose_chunk_rows, join_arguments, pack_rows, split_arguments
-from ..handlers import Partition, labels_table
+from ..handlers import Partition, known_labels, labels_table
 from ..runtime import whole_call
 from ..wire import KeyData, digest_of
 
@@ -92,8 +92,20 @@ class Holders:
             line.described = facts
         return line.described
 
-    def arguments(self, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
+    def _compare_settings(self, pvi: Any) -> None:
+        """Raise where clients, who are of one guide and solver, are of others than a fit."""
+        own, theirs = settings_of(pvi), self.described()[0]["settings"]
+        for name in theirs:
+            if own[name] != theirs[name]:
+                raise ClientError(
+                    f"clients, {self.labels[0]!r} to begin with, are made with another {name} than the server: "
+                    f"{_words(theirs[name])}, here {_words(own[name])}. Make them with the same.",
+                    self.labels[0],
+                )
+
+    def arguments(self, pvi: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.arguments`."""
+        self._compare_settings(pvi)
         facts = self.described()
         first, total = facts[0], sum(said["rows"] for said in facts)
         own = first["signature"].structure
@@ -138,6 +150,26 @@ class Holders:
             stands[place, shape] = jnp.full(shape, empty, dtype)
         return stands[place, shape]
 
+    def compare(self, plan: Any) -> None:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.compare`."""
+        table, here = plan.partition.table, self.labels
+        if not table.labels:
+            return
+        if table.labels != here:
+            gone, new = ([x for x in a if x not in b] for a, b in ((table.labels, here), (here, table.labels)))
+            told = [f"the state has group(s) {known_labels(tuple(gone))}"] * bool(gone)
+            told += [f"there are clients {known_labels(tuple(new))}"] * bool(new)
+            raise StateError(
+                f"the state was made with other clients: {' and '.join(told)}. Go on with the clients that it was made with, or "
+                "begin anew with init."
+            )
+        for label, size, said in zip(here, table.sizes, self.described(), strict=True):
+            if size != said["rows"]:
+                raise StateError(
+                    f"the state was made with other rows: client {label!r} had {size} and now has {said['rows']}. Give it the "
+                    "rows that the state was made with, or begin anew with init."
+                )
+
     def partitions(self, model: Callable, given: Any) -> tuple[Partition, ...]:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.partitions`."""
         if given is not None:
@@ -159,14 +191,6 @@ class Holders:
         facts = self._asked(lambda exchange: exchange.describe(place))
         self.line.described = facts
         agree_on(self.labels, [_shapes(said) for said in facts], ())
-        own, theirs = settings_of(pvi), facts[0]["settings"]
-        for name in theirs:
-            if own[name] != theirs[name]:
-                raise ClientError(
-                    f"clients, {self.labels[0]!r} to begin with, are made with another {name} than the server: "
-                    f"{_words(theirs[name])}, here {_words(own[name])}. Make them with the same.",
-                    self.labels[0],
-                )
         parts = [said["part"] for said in facts]
         agree_on(self.labels, [_fixed(part) for part in parts], ())
         if parts[0].layout != layout:
@@ -229,7 +253,20 @@ class Holders:
             line.place = KeyData(np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
         facts = self._asked(lambda exchange: exchange.agree(line.place, taken))
         agree_on(exchange.labels, facts, ("rows",))
+        _compare_latents(plan, exchange.labels, facts)
         line.tells_step, line.taken = facts[0]["step"], taken
+
+
+def _compare_latents(plan: Any, labels: tuple, facts: list[dict[str, Any]]) -> None:
+    """Raise where clients see other latents than a plan that they have no part in, such as a file's."""
+    layout = plan.partition.layout
+    wanted = tuple((n, tuple(s)) for n, s in zip(layout.names, layout.shapes, strict=True))
+    for label, said in zip(labels, facts, strict=True):
+        if said["latents"] != wanted:
+            raise ClientError(
+                f"client {label!r} has the latents {said['latents']}, and the state {wanted}: they are not of one model.",
+                label,
+            )
 
 
 def _shapes(facts: dict[str, Any]) -> dict[str, Any]:

@@ -83,6 +83,14 @@ class Client(Respondent):
         self._begun: tuple[Any, Any] | None = None
         self._known: dict[Any, Any] = {}
 
+    def compile_with(self, known: dict[Any, Any]) -> None:
+        """Take programs of other clients in this process, which serve this one where it differs from them in its rows only.
+
+        Args:
+            known: theirs; what this one compiles is put there.
+        """
+        self._known = known
+
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         same = self._memory, self._version
         if ask.kind == "describe?":

@@ -23,7 +23,8 @@ from ..factors import split_arguments
 from ..wire import digest_of
 from ._client import Respondent
 from ._exchange import Exchange, Traffic
-from ._runtimes import ClientsRuntime
+from ._own import Client
+from ._runtimes import ClientsRuntime, Makers
 from ._share import Share
 
 # What the runtime itself sees to.
@@ -115,7 +116,7 @@ class Worker:
         """Make clients, by their places; those that were here are forgotten.
 
         Args:
-            orders: references to an :class:`Order` each.
+            orders: references to an :class:`Order` each, or to what makes a client that has its own rows.
 
         Returns:
             The process of the actor.
@@ -366,6 +367,8 @@ class Ray(ClientsRuntime):
             compared with those that the fit was planned with.
         options: of every actor, as Ray takes them in ``.options(...)``: ``{"num_gpus": 1}``, ``{"resources": {"hospital": 1}}``. By
             default actors claim no CPU, for one that waits for a free CPU would wait without a word.
+        clients: in place of ``rows``, by label what makes a :class:`Client` in its actor, from rows that only that one has, as of
+            :class:`Processes`. The fit is then given no rows.
 
     Raises:
         PVIError: on construction, where ray is not installed, and for values outside these ranges.
@@ -374,6 +377,8 @@ class Ray(ClientsRuntime):
     groups_per_actor: int = 1
     rows: Callable[[Hashable], Any] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    clients: Mapping[Hashable, Callable[[], Client]] = dataclasses.field(default_factory=dict)
+    _makers: Makers = dataclasses.field(default=None, init=False, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self):
         super().__post_init__()
@@ -393,7 +398,23 @@ class Ray(ClientsRuntime):
                 f"Ray(options={{{own[0]!r}: ...}}): actors are begun anew, and asked one question at a time, by this runtime, "
                 "which counts both. Leave it out; tries says how often."
             )
+        object.__setattr__(self, "_makers", Makers.of(self, self.clients))
+        if self.rows is not None and self._makers.each:
+            raise PVIError(
+                "Ray(rows=..., clients=...): rows= loads in the actor what the fit is planned with here, and clients= is for a fit "
+                "that is given no rows. Leave one out."
+            )
         _ray()
+
+    @property
+    def labels(self) -> tuple[Hashable, ...]:
+        """See :attr:`ClientsRuntime.labels`."""
+        return self._makers.labels
+
+    @property
+    def came(self) -> tuple[int, ...]:
+        """See :attr:`ClientsRuntime.came`."""
+        return self._makers.came
 
     @functools.cached_property
     def _crew(self) -> Crew:
@@ -428,15 +449,23 @@ class Ray(ClientsRuntime):
 
     def connect(self, shares: list[Share]) -> Exchange:
         """See :meth:`ClientsRuntime.connect`."""
+        return self._hire(tuple(share.label for share in shares), [self._order(share) for share in shares])
+
+    def open(self) -> Exchange:
+        """See :meth:`ClientsRuntime.open`."""
+        return self._hire(self.labels, list(self._makers.each))
+
+    def _hire(self, labels: tuple, orders: list[Any]) -> Exchange:
+        """Have actors make clients of what these are made of."""
         ray = _ray()
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
         try:
-            orders = [ray.put(self._order(share)) for share in shares]
+            orders = [ray.put(order) for order in orders]
         except (TypeError, AttributeError) as error:
             raise PVIError(f"what clients are made of cannot be handed to actors: {error}") from error
-        labels, here = tuple(share.label for share in shares), ray.get_runtime_context()
+        here = ray.get_runtime_context()
         self._crew.attend(math.ceil(len(labels) / self.groups_per_actor), (here.get_node_id(), here.get_job_id()))
         actors = Actors(labels, orders, self._crew, self.groups_per_actor, self.wait, self.tries)
         return Exchange(labels, actors, self.wait, self.tries)

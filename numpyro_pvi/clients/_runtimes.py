@@ -180,6 +180,11 @@ class ClientsRuntime(RuntimeDefaults):
         return ()
 
     @property
+    def came(self) -> tuple[int, ...]:
+        """By place, the client's number among those that were given: what takes groups as they came goes by it."""
+        return tuple(range(len(self.labels)))
+
+    @property
     def elsewhere(self) -> Any:
         """Who has the rows, where clients have their own."""
         return Holders(self) if self.labels else None
@@ -290,25 +295,33 @@ class InProcess(ClientsRuntime):
         tries: likewise.
         through: a transport to one that takes its place, such as one that loses messages; None leaves it.
         clients: clients that have their own rows, so that the fit is given none: :class:`Client`, one a group. None deals the
-            rows that the fit is given out to clients of its own.
+            rows that the fit is given out to clients of its own. ``Streaming`` takes them in this order.
     """
 
     through: Callable[[Transport], Transport] | None = None
     clients: tuple[Client, ...] = ()
+    _places: tuple[int, ...] = dataclasses.field(default=(), init=False, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
-        order = in_order(self, [client.label for client in self.clients])
-        object.__setattr__(self, "clients", tuple(self.clients[i] for i in order))
+        object.__setattr__(self, "clients", tuple(self.clients))
+        for client in self.clients:
+            client.compile_with(self._line.known)
+        object.__setattr__(self, "_places", in_order(self, [client.label for client in self.clients]))
 
     @property
     def labels(self) -> tuple[Hashable, ...]:
         """See :attr:`ClientsRuntime.labels`."""
-        return tuple(client.label for client in self.clients)
+        return tuple(self.clients[i].label for i in self._places)
+
+    @property
+    def came(self) -> tuple[int, ...]:
+        """See :attr:`ClientsRuntime.came`."""
+        return self._places
 
     def open(self) -> Exchange:
         """See :meth:`ClientsRuntime.open`."""
-        return self._talk(list(self.clients))
+        return self._talk([self.clients[i] for i in self._places])
 
     def _talk(self, respondents: list[Any]) -> Exchange:
         nearby: Transport = Nearby(respondents)
@@ -411,13 +424,20 @@ class Maker:
     def respondent(self, known: dict[Any, Any]) -> Client:
         """The client.
 
+        Args:
+            known: programs of other clients.
+
         Raises:
-            PVIError: for one of another label.
+            PVIError: for one of another label, and for what is no client.
         """
-        del known
         client = self.make()
+        if not isinstance(client, Client):
+            raise PVIError(
+                f"what was to make client {self.label!r} has made a {type(client).__name__}: return a Client."
+            )
         if client.label != self.label:
             raise PVIError(f"what was to make client {self.label!r} has made {client.label!r}.")
+        client.compile_with(known)
         return client
 
 
@@ -458,23 +478,28 @@ class Processes(ClientsRuntime):
         tries: times that a question is sent before its client counts as gone.
         clients: by label, what makes a :class:`Client` in its own process, from rows that only that process has: a function of a
             module, or a ``functools.partial`` of one. The fit is then given no rows. None deals out those that it is given.
+            ``Streaming`` takes them in this order.
 
     Raises:
         PVIError: on construction, for a wait or a number of tries that is not positive.
     """
 
     clients: Mapping[Hashable, Callable[[], Client]] = dataclasses.field(default_factory=dict)
+    _makers: Makers = dataclasses.field(default=None, init=False, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self):
         super().__post_init__()
-        made = list(self.clients.items())
-        order = in_order(self, [label for label, _ in made])
-        object.__setattr__(self, "clients", dict(made[i] for i in order))
+        object.__setattr__(self, "_makers", Makers.of(self, self.clients))
 
     @property
     def labels(self) -> tuple[Hashable, ...]:
         """See :attr:`ClientsRuntime.labels`."""
-        return tuple(self.clients)
+        return self._makers.labels
+
+    @property
+    def came(self) -> tuple[int, ...]:
+        """See :attr:`ClientsRuntime.came`."""
+        return self._makers.came
 
     def connect(self, shares: list[Share]) -> Exchange:
         """See :meth:`ClientsRuntime.connect`."""
@@ -482,13 +507,59 @@ class Processes(ClientsRuntime):
 
     def open(self) -> Exchange:
         """See :meth:`ClientsRuntime.open`."""
-        return self._talk([Maker(label, make) for label, make in self.clients.items()])
+        return self._talk(list(self._makers.each))
 
     def _talk(self, shares: list[Any]) -> Exchange:
         return Exchange(tuple(share.label for share in shares), Pipes(shares), self.wait, self.tries)
 
 
-def in_order(runtime: Any, labels: list[Hashable]) -> list[int]:
+@dataclasses.dataclass(frozen=True)
+class Makers:
+    """What makes clients that have their own rows, by place.
+
+    Args:
+        each: one a client.
+        came: by place, its number among those that were given.
+    """
+
+    each: tuple[Maker, ...] = ()
+    came: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, runtime: Any, clients: Any) -> Makers:
+        """Those that a runtime is given.
+
+        Args:
+            runtime: whose they are, for messages.
+            clients: by label, what makes a client.
+
+        Raises:
+            PVIError: for what is no such mapping.
+        """
+        name = type(runtime).__name__
+        if not isinstance(clients, Mapping):
+            raise PVIError(
+                f"{name}(clients={type(clients).__name__}): expected a dict of label to what makes that label's client in its own "
+                "process, such as functools.partial(client_of, 'north')."
+            )
+        for label, make in clients.items():
+            if not callable(make):
+                raise PVIError(
+                    f"{name}(clients={{{label!r}: {type(make).__name__}}}): expected a function that makes the client where it is "
+                    "to live, such as functools.partial(client_of, 'north'); clients that are made already go with "
+                    "InProcess(clients=[...])."
+                )
+        order = in_order(runtime, list(clients))
+        made = list(clients.items())
+        return cls(tuple(Maker(*made[i]) for i in order), order)
+
+    @property
+    def labels(self) -> tuple[Hashable, ...]:
+        """Of the clients, by place."""
+        return tuple(maker.label for maker in self.each)
+
+
+def in_order(runtime: Any, labels: list[Hashable]) -> tuple[int, ...]:
     """Places of clients in the order that a fit has groups in.
 
     Args:
@@ -496,17 +567,17 @@ def in_order(runtime: Any, labels: list[Hashable]) -> list[int]:
         labels: as given.
 
     Returns:
-        Positions.
+        Positions of the labels in that order.
 
     Raises:
         PVIError: for two of one label.
     """
     if not labels:
-        return []
+        return ()
     found = labels_table(labels).labels
     if len(found) != len(labels):
         twice = next(label for label in found if labels.count(label) > 1)
         raise PVIError(
             f"{type(runtime).__name__}(clients=...): two clients have the label {twice!r}; every group has one."
         )
-    return [labels.index(label) for label in found]
+    return tuple(labels.index(label) for label in found)

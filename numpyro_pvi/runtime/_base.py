@@ -20,17 +20,29 @@ from ..sites import take
 class Elsewhere(Protocol):
     """Who has the rows of a fit whose server has none, as the server asks them before and between rounds."""
 
-    def arguments(self, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
+    def arguments(self, pvi: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
         """What stands in for the model's arguments: arrays of the rows' shapes that hold nothing.
 
         Args:
+            pvi: the fit, of the same guide and solver as the holders'.
             args: positional arguments as the user gave them, of which no per-row array is read; nothing at all where the holders
                 say what the arguments are.
             kwargs: keyword arguments, likewise.
             names: of the positional ones, for messages.
 
         Raises:
-            PVIError: where they do not fit what the holders have.
+            PVIError: where they do not fit what the holders have, or a holder is of another fit.
+        """
+        ...
+
+    def compare(self, plan: Any) -> None:
+        """Raise where a state's groups are others than the holders'.
+
+        Args:
+            plan: the state's.
+
+        Raises:
+            StateError: naming the labels, or the group that has another number of rows.
         """
         ...
 

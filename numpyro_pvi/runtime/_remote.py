@@ -131,6 +131,16 @@ class _Rows(NamedTuple):
         return _call_out(lambda *shared: self.network.look(how, shared, one), _stacked(one, self.count), (points,))[0]
 
 
+class _InTurn(NamedTuple):
+    """In which order clients came that have their own rows; takes the place of :class:`RowStream`, whose rows nobody reads."""
+
+    places: tuple[int, ...]
+
+    def first_rows(self) -> Int[Array, "M"]:
+        """A number for every group that orders them as rows would in one process."""
+        return jnp.asarray(self.places, jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class RemoteProblem(LocalProblem):
     """The factors of a model as a schedule sees them, whose groups' parts clients answer; the prior factor's is here.
@@ -376,8 +386,8 @@ def refuse_remotely(plan: Plan, engine: Any) -> None:
             "they say what the rows are: pass NaturalGradient(sites='dense')",
         ),
         f"{type(schedule).__name__}": (
-            bool(schedule.streams or schedule.has_agents or schedule.single_pass),
-            "groups come in the order of their rows, or talk without a server",
+            bool(schedule.streams or schedule.has_agents),
+            "its groups talk with each other, without a server, and in this process they are simulated",
         ),
         f"one site for all groups ({type(engine.solver).__name__})": (plan.tied, "every client has a site of its own"),
         f"sites of single rows ({type(engine.solver).__name__}(factors='row'))": (
@@ -396,7 +406,14 @@ def refuse_remotely(plan: Plan, engine: Any) -> None:
 
 
 def remote_problem(
-    engine: Any, plan: Plan, network: Any, prior: tuple, num_rules: int, tells_step: bool, fresh: bool = False
+    engine: Any,
+    plan: Plan,
+    network: Any,
+    prior: tuple,
+    num_rules: int,
+    tells_step: bool,
+    fresh: bool = False,
+    stream: Any = None,
 ) -> RemoteProblem:
     """The factors of clients, as rounds take them.
 
@@ -408,6 +425,7 @@ def remote_problem(
         num_rules: how many quadrature rules are compiled in.
         tells_step: whether visits say what share of their change was taken.
         fresh: whether looks wait for clients that are at work.
+        stream: says which group came first.
 
     Returns:
         The factors.
@@ -424,6 +442,7 @@ def remote_problem(
     dtype = natural.precision_mean.dtype
     rows = _Rows(network, count, dtype, num_rules, fresh) if engine.solver.stochastic else None
     fields = {"rows": rows, "labels": part.table.labels, "network": network, "tells_step": tells_step, "fresh": fresh}
+    fields["stream"] = stream
     quadratic = part.likelihood == "quadratic"
     return RemoteProblem(
         family, engine.solver, engine.runtime, program, prior_program, quadratic, num_rules, data, **fields
@@ -495,7 +514,7 @@ class RemoteEngine(Engine):
             )
         prior = own.data.prior_natural, own.data.exact, own.data.prior_partition, (own.prior_program, own.data.prior)
         tells, fresh = self.network.tells_step, self.fresh or not self.schedule.at_their_pace
-        return remote_problem(self, state.plan, self.network, prior, num_rules, tells, fresh)
+        return remote_problem(self, state.plan, self.network, prior, num_rules, tells, fresh, own.stream)
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """The evidence, from the rows in this process."""
@@ -535,7 +554,8 @@ class RowlessEngine(RemoteEngine):
         reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
         given = natural, exact, -exact_log_constant(call, part.exact), reader.prior_factor()
         fresh = self.fresh or not self.schedule.at_their_pace
-        return remote_problem(self, plan, self.network, given, num_rules, self.network.tells_step, fresh)
+        stream = _InTurn(self.runtime.came)
+        return remote_problem(self, plan, self.network, given, num_rules, self.network.tells_step, fresh, stream)
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
         return Engine._state_problem(self, state, others, args, kwargs, fine)
