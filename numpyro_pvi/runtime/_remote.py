@@ -356,12 +356,46 @@ def _stacked(one: tuple, count: int) -> tuple:
 
 
 def _call_out(ask: Callable, shapes: tuple, operands: tuple) -> tuple:
-    """Leave a compiled program with arrays, and come back with arrays of these shapes."""
+    """Leave a compiled program with arrays, and come back with arrays of these shapes.
+
+    Numbers of eight bytes cross as two of four: JAX rounds what comes and goes to the precision of the thread that calls back,
+    which is the process's and not that of ``with jax.enable_x64(...)`` around the fit.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+    given_as, crossing = [_shape(x) for x in leaves], tuple(_half_shape(x) for x in shapes)
 
     def host(*given: Any) -> tuple:
-        return ask(*jax.tree.map(np.asarray, given))
+        found = ask(*structure.unflatten(_viewed(given, given_as)))
+        return _viewed([np.asarray(x, y.dtype) for x, y in zip(found, shapes, strict=True)], crossing)
 
-    return tuple(io_callback(as_here(host), shapes, *operands))
+    found = io_callback(as_here(host), crossing, *map(_halves, leaves))
+    return tuple(_whole(x, np.dtype(y.dtype)) for x, y in zip(found, shapes, strict=True))
+
+
+def _viewed(arrays: Any, shapes: Any) -> tuple:
+    """The same bytes as arrays of other types."""
+    pairs = zip(arrays, shapes, strict=True)
+    return tuple(np.ascontiguousarray(x).view(np.dtype(y.dtype)).reshape(y.shape) for x, y in pairs)
+
+
+def _shape(x: Array) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _is_wide(dtype: Any) -> bool:
+    return np.dtype(dtype).itemsize == 8
+
+
+def _halves(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32) if _is_wide(x.dtype) else x
+
+
+def _half_shape(shape: Any) -> Any:
+    return jax.ShapeDtypeStruct((*shape.shape, 2), jnp.uint32) if _is_wide(shape.dtype) else shape
+
+
+def _whole(x: Array, dtype: np.dtype) -> Array:
+    return jax.lax.bitcast_convert_type(x, dtype) if _is_wide(dtype) else x
 
 
 def refuse_remotely(plan: Plan, engine: Any) -> None:
@@ -554,7 +588,8 @@ class RowlessEngine(RemoteEngine):
         reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
         given = natural, exact, -exact_log_constant(call, part.exact), reader.prior_factor()
         fresh = self.fresh or not self.schedule.at_their_pace
-        stream = _InTurn(self.runtime.came)
+        clients: Any = self.runtime
+        stream = _InTurn(clients.came)
         return remote_problem(self, plan, self.network, given, num_rules, self.network.tells_step, fresh, stream)
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
