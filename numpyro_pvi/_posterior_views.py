@@ -561,6 +561,7 @@ def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITr
         gaps=reports.delbo[:, 1:],
         asked=reports.asked,
         left=reports.left,
+        **dict(zip(("trips", "sent", "received"), reports.traffic.T, strict=True)),
     )
 
 
