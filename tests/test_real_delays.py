@@ -9,6 +9,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.clients import Exchange, InProcess
+from numpyro_pvi.runtime import _remote
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous, _asynchronous
 from tests.client_model import logistic
 from tests.laws.models import rows
@@ -121,6 +122,7 @@ def test_nobody_waits_for_the_slowest_to_begin_with(fault, clients, limit, monke
         return
     assert len(alone.losses) == 60 and not alone.converged
     assert np.isnan(alone.losses).all() and np.isinf(alone.trace.left).all()
+    assert "not all has been told" in alone.message and "has not answered yet" in str(alone.info)
     assert_at_limit(pvi, fit(pvi, tol=1e-11, init_state=alone.state), limit)
     assert pvi.runtime.traffic.looks == before.looks
 
@@ -229,3 +231,28 @@ def test_a_round_that_is_thrown_away_is_counted_in_the_next(fault):
     exchange.face(None)
     exchange._count(trips=1)
     assert exchange.spent(np.array(True))[0].tolist() == [1, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "clients keep to the rule that they are told"])
+def test_clients_find_for_themselves_how_fine_a_quadrature_rule_is_to_be(fault, plant, monkeypatch):
+    """From a prior that sees rows so widely that a first round is thrown away: it is counted, and asked for once more only."""
+    if fault:
+        plant(
+            monkeypatch, _remote, "escalate", lambda evaluate, rule, rules: (*evaluate(rule.level)[:1], rule.level, 1.0)
+        )
+    wide = X * np.array([1.0, 30.0])
+    runtime = InProcess(tries=100)
+    pvi = make(runtime)
+    result = pvi.run(KEY, 3 if fault else 200, wide, Y, progress_bar=False, tol=1e-11)
+    assert result.state.plan.fine and result.trace.trips.tolist() == [6, *(3,) * (len(result.losses) - 1)]
+    if fault:
+        # No rule but the first is tried, and its errors are never small enough.
+        assert int(result.state.rule.level) > 0
+        return
+    assert int(result.state.rule.level) == 0
+    # And saying hello.
+    assert runtime.traffic.trips == result.trace.trips.sum() + 1
+    wanted = make(runtime, Synchronous()).run(KEY, 200, wide, Y, progress_bar=False, tol=1e-11)
+    assert result.converged and wanted.converged
+    assert_same(jax.device_get(result.state.sites), jax.device_get(wanted.state.sites), 1e-8)
