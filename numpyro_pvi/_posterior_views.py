@@ -157,6 +157,11 @@ def limits(state: PVIState) -> tuple[str, ...]:
         return ()
     if int(report.refused) >= STALL_ROUNDS:
         return (f"stalled: {standstill(state)}.",)
+    if bool(report.finite) and np.isinf(float(report.estimate)):
+        return (
+            "not all has been told: some factor's value was no number where the last round began, or its group, which works at its "
+            "own pace, has not answered yet. What is left to move is not known; run on, and max_staleness= makes the others wait.",
+        )
     if float(report.rate) > _SLOW:
         found.append(
             f"slow contraction: {float(report.rate):.4g} of a round's move comes again in the next, so that about "
@@ -166,8 +171,8 @@ def limits(state: PVIState) -> tuple[str, ...]:
     elif float(report.estimate) > 4 * float(report.total_move) and not bool(within_noise(report, _floor(state))):
         found.append(
             f"small steps: the last round moved q by {float(report.total_move):.2g} posterior sds, while its factors ask for "
-            f"{float(report.estimate):.2g}: a step size of the solver's or a damping, noise that is averaged, or steps that were "
-            "halved hold it back."
+            f"{float(report.estimate):.2g}: a step size of the solver's or a damping, noise that is averaged, steps that were "
+            "halved, or groups that are still at a visit from an older q hold it back."
         )
     return tuple(found)
 
@@ -561,6 +566,7 @@ def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITr
         gaps=reports.delbo[:, 1:],
         asked=reports.asked,
         left=reports.left,
+        **dict(zip(("trips", "sent", "received"), reports.traffic.T, strict=True)),
     )
 
 

@@ -184,6 +184,10 @@ class PVITrace:
             else one a round.
         messages: Int[R 2], natural parameters sent so far, by groups and to groups.
         bytes: Int[R], their bytes so far, as the numbers lie in memory.
+        trips: Int[R], under a runtime with clients, how often they were asked in each round, all that were asked at once counted
+            once; zeros without. What was sent for evaluations between rounds is in ``info.traffic`` alone.
+        sent: Int[R], bytes that were really sent to clients in each round, repetitions included; likewise.
+        received: Int[R], bytes that really came from them; likewise.
         consensus: Float[R], largest distance of a group's own q from the common one, in posterior sds; 0 with a server.
         gaps: Float[R 2], nats, of consensus rounds, whose ``elbo`` is DELBO on the rows that the round took: its consensus gap
             (mean KL from the network's mean to the agents' q) and its modelling gap (KL of the Gaussian updates to the exact
@@ -209,6 +213,9 @@ class PVITrace:
     gaps: Any = None
     asked: Any = None
     left: Any = None
+    trips: Any = None
+    sent: Any = None
+    received: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

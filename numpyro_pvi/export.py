@@ -140,7 +140,7 @@ def _moment(q: Any, moment: str) -> np.ndarray:
 # A run's trace as an xarray data set and as pictures.
 
 _PER_FACTOR = ("move", "step", "backoffs", "skipped", "staleness")
-_PER_ROUND = ("elbo", "total_move", "clock", "bytes", "consensus")
+_PER_ROUND = ("elbo", "total_move", "clock", "bytes", "consensus", "trips", "sent", "received")
 _GAPS = ("consensus_gap", "modelling_gap")
 _AXES = {
     "rounds": "rounds",

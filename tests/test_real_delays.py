@@ -9,7 +9,8 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.clients import Exchange, InProcess
-from numpyro_pvi.schedules import Asynchronous, Sequential, _asynchronous
+from numpyro_pvi.runtime import _remote
+from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous, _asynchronous
 from tests.client_model import logistic
 from tests.laws.models import rows
 
@@ -121,6 +122,7 @@ def test_nobody_waits_for_the_slowest_to_begin_with(fault, clients, limit, monke
         return
     assert len(alone.losses) == 60 and not alone.converged
     assert np.isnan(alone.losses).all() and np.isinf(alone.trace.left).all()
+    assert "not all has been told" in alone.message and "has not answered yet" in str(alone.info)
     assert_at_limit(pvi, fit(pvi, tol=1e-11, init_state=alone.state), limit)
     assert pvi.runtime.traffic.looks == before.looks
 
@@ -184,3 +186,73 @@ def test_a_site_from_a_q_that_is_too_old_is_refused_by_name(fault, clients, limi
     worst = int(np.max(result.trace.staleness))
     assert worst >= age if fault else worst <= 4
     assert_at_limit(bounded, result, limit)
+
+
+@pytest.mark.parametrize(
+    "schedule", [REAL, Synchronous(), StochasticSubset(k=2)], ids=["real", "synchronous", "subset"]
+)
+def test_a_trace_counts_what_was_really_sent(schedule, clients):
+    """Round by round: all of a run's traffic, and nothing of what is asked between rounds."""
+    pvi, _ = clients
+    pvi = make(pvi.runtime, schedule)
+    state, before = pvi.init(KEY, X, Y), pvi.runtime.traffic
+    result = fit(pvi, 4, init_state=state)
+    after = pvi.runtime.traffic
+    for name in ("trips", "sent", "received"):
+        counted = getattr(result.trace, name)
+        assert counted.shape == (4,) and counted.min() > 0
+        assert counted.sum() == getattr(after, name) - getattr(before, name)
+    if schedule is REAL:
+        assert (result.trace.trips == 3).all()
+    pvi.evaluate(result.state, X, Y)
+    between = pvi.runtime.traffic
+    assert between.trips > after.trips
+    again = fit(pvi, 2, init_state=result.state).trace
+    assert again.sent.sum() == pvi.runtime.traffic.sent - between.sent
+
+
+def test_a_trace_without_clients_counts_nothing():
+    trace = fit(make(schedule=Sequential()), 2).trace
+    assert not np.any([trace.trips, trace.sent, trace.received])
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "it is forgotten"])
+def test_a_round_that_is_thrown_away_is_counted_in_the_next(fault):
+    exchange = Exchange(("east",), None, 1.0, 1)
+    exchange._count(trips=1, sent=100, received=10)
+    exchange.face(None)
+    exchange._count(trips=2, sent=20, received=3)
+    assert not np.any(exchange.spent(np.array(False))[0])
+    if fault:
+        exchange._owed = False
+    exchange.face(None)
+    exchange._count(trips=1, sent=2, received=2**40)
+    assert exchange.spent(np.array(True))[0].tolist() == ([1, 2, 2**31 - 1] if fault else [3, 22, 2**31 - 1])
+    exchange.face(None)
+    exchange._count(trips=1)
+    assert exchange.spent(np.array(True))[0].tolist() == [1, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "clients keep to the rule that they are told"])
+def test_clients_find_for_themselves_how_fine_a_quadrature_rule_is_to_be(fault, plant, monkeypatch):
+    """From a prior that sees rows so widely that a first round is thrown away: it is counted, and asked for once more only."""
+    if fault:
+        plant(
+            monkeypatch, _remote, "escalate", lambda evaluate, rule, rules: (*evaluate(rule.level)[:1], rule.level, 1.0)
+        )
+    wide = X * np.array([1.0, 30.0])
+    runtime = InProcess(tries=100)
+    pvi = make(runtime)
+    result = pvi.run(KEY, 3 if fault else 200, wide, Y, progress_bar=False, tol=1e-11)
+    assert result.state.plan.fine and result.trace.trips.tolist() == [6, *(3,) * (len(result.losses) - 1)]
+    if fault:
+        # No rule but the first is tried, and its errors are never small enough.
+        assert int(result.state.rule.level) > 0
+        return
+    assert int(result.state.rule.level) == 0
+    # And saying hello.
+    assert runtime.traffic.trips == result.trace.trips.sum() + 1
+    wanted = make(runtime, Synchronous()).run(KEY, 200, wide, Y, progress_bar=False, tol=1e-11)
+    assert result.converged and wanted.converged
+    assert_same(jax.device_get(result.state.sites), jax.device_get(wanted.state.sites), 1e-8)

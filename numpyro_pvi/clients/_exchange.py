@@ -36,6 +36,8 @@ RECORDS = {
         *(Predictor, Reading, RowAxes, TermSpec),
     )
 }
+# What a round's report counts, and the largest number in it.
+_SPENT, _MOST = ("trips", "sent", "received"), np.iinfo(np.int32).max
 _LOG = logging.getLogger("numpyro_pvi")
 # Relative asymmetry of a site's precision that is rounding.
 _ASYMMETRY = {"float32": 1e-4, "float64": 1e-10}
@@ -133,6 +135,8 @@ class Exchange:
         # that the fit which is asked for now was left at: fits that take turns share clients, and neither's looks are the other's.
         self._last, self._facing = [0] * len(labels), [(0, 0)] * len(labels)
         self._seen: list[tuple | None] = [None] * len(labels)
+        # What rounds have counted already, and whether one has left its part to the next.
+        self._counted, self._owed = self.traffic, False
         self._nonce, self._heard = int(self.run, 16) & 0x7FFFFFFF, 0.0
 
     # ------------------------------------------------------------------ what is asked
@@ -195,6 +199,18 @@ class Exchange:
         """
         found = [(0, 0)] * len(self.labels) if tickets is None else [(int(a), int(b)) for a, b in tickets]
         self._facing = found
+        if not self._owed:
+            # What was sent in between, as for an evaluation, is no round's.
+            self._counted = self.traffic
+
+    def spent(self, ends: np.ndarray) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.spent`."""
+        self._owed = not ends
+        if self._owed:
+            return (np.zeros(3, np.int32),)
+        now, before = self.traffic, self._counted
+        self._counted = now
+        return (np.array([min(getattr(now, name) - getattr(before, name), _MOST) for name in _SPENT], np.int32),)
 
     def seen(self, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.seen`."""

@@ -79,6 +79,10 @@ class Line:
         """See :meth:`numpyro_pvi.runtime.Network.arrive`."""
         return self._open.arrive(allowed, young, shapes)
 
+    def spent(self, ends: np.ndarray) -> tuple:
+        """See :meth:`numpyro_pvi.runtime.Network.spent`."""
+        return self._open.spent(ends)
+
     def turn_to(self, engine: Any, state: Any) -> None:
         """Answer for a state from now on; clients are called back from what they are at where it is of a fit that begins."""
         if self.exchange is None:

@@ -485,6 +485,7 @@ class Engine(FitsParams):
             if opening is not None:
                 missed = jnp.where(opening, carry.evaluation.missed, missed)
             missed = missed & (not fine)
+            state, carry = self.tallied(state, carry, ~missed if opening is None else ~(missed | opening))
             losses = losses.at[i].set(jnp.where(missed, jnp.nan, -carry.evaluation.elbo))
             reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, carry.report)
             state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
@@ -500,6 +501,17 @@ class Engine(FitsParams):
         done, state, carry, losses, reports, missed, _ = jax.lax.while_loop(unfinished, one, first)
         state = dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=stored))
         return RoundsDone(state, losses, reports, done, missed, None if seen is None else carry.evaluation)
+
+    def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
+        """State and carry after a round whose report tells what was sent in it: nothing, where nobody is asked.
+
+        Args:
+            state: after the round.
+            carry: likewise.
+            ends: whether the round is kept; what was sent in one that is not counts for the next.
+        """
+        del ends
+        return state, carry
 
     def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Evaluation | None:
         """An evaluation that says nothing, for :meth:`rounds`; None where rounds evaluate a state's q in a place of their own."""

@@ -108,6 +108,17 @@ class Network(Protocol):
         """
         ...
 
+    def spent(self, ends: np.ndarray) -> tuple:
+        """What was really sent since the last round that counted.
+
+        Args:
+            ends: Bool, whether this one does; else its part is left for the next.
+
+        Returns:
+            Int[3]: round trips, bytes to clients and bytes from them, 2^31 - 1 at most; zeros for a round that does not count.
+        """
+        ...
+
 
 # ----------------------------------------------------------------------------------------------------- the server's side
 
@@ -529,6 +540,14 @@ class RemoteEngine(Engine):
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
         return Engine.loss(dataclasses.replace(self, fresh=True), state, args, kwargs, fine)
+
+    def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
+        """See :meth:`Engine.tallied`: what was really sent, repetitions included."""
+        # All that the round asked for must have come before it is counted.
+        after = ends, carry.evaluation.elbo, *jax.tree.leaves((carry.sites, carry.schedule))
+        shape = (jax.ShapeDtypeStruct((3,), jnp.int32),)
+        report = carry.report._replace(traffic=_call_out(lambda ends, *_: self.network.spent(ends), shape, after)[0])
+        return dataclasses.replace(state, report=report), carry._replace(report=report)
 
     def refuse(self, state: PVIState) -> None:
         """Raise for a fit whose factors clients cannot answer for."""

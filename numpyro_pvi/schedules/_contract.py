@@ -104,6 +104,8 @@ class RoundReport(NamedTuple):
     why: Int[Array, ""]
     # Whether the loss was finite, where it was looked at.
     finite: Bool[Array, ""]
+    # Round trips of the round, and bytes to clients and from them, as really sent; zeros where there are none.
+    traffic: Int[Array, "3"]
 
 
 class RoundCarry(NamedTuple):

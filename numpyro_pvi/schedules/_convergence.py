@@ -459,6 +459,7 @@ def empty_report(count: int, dtype: Any) -> RoundReport:
         refused=np.asarray(0, np.int32),
         why=np.asarray(NOTHING, np.int32),
         finite=np.array(True),
+        traffic=np.zeros((3,), np.int32),
     )
     return jax.device_put(report)
 
@@ -546,6 +547,7 @@ def round_report(
         refused=refused,
         why=why,
         finite=finite,
+        traffic=jnp.zeros_like(last.traffic),
     )
 
 
