@@ -378,7 +378,8 @@ def _as_factors(state: PVIState, report: Any) -> Any:
 
 def restarted(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
     """A state with a new plan, its solver and schedule at their beginnings."""
-    fields = restart_arrays(pvi._engine, reduced(state, pvi._engine), dynamic, static, level="cheap")
+    given = pvi._engine, reduced(state, pvi._engine), dynamic, static
+    fields = watched(pvi.runtime, state.plan, functools.partial(restart_arrays, *given, level="cheap"))
     return dataclasses.replace(state, **fields)
 
 

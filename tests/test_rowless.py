@@ -34,6 +34,13 @@ def linear(X, y, noise):
         numpyro.sample("obs", dist.Normal(X @ w, noise), obs=y)
 
 
+def bent(X, y):
+    """Neither quadratic nor seen through affine predictors: by sigma points, while draws agree with them."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Normal(w[0] * w[1] * X[:, 0] + jax.numpy.abs(w[1]), 0.5), obs=y)
+
+
 class Unread:
     """An argument of which only shape and dtype may be known."""
 
@@ -66,6 +73,10 @@ CELLS = {
     "gradient-streaming-field": (logistic, NaturalGradient(), Streaming(), FIELD),
     "elbo-subset": (logistic, ELBO, StochasticSubset(k=2), FULL),
     "ep-synchronous-diagonal": (logistic, PowerEP(), Synchronous(), DIAGONAL),
+    "points-synchronous": (bent, NaturalGradient(), Synchronous(), FULL),
+    "points-sequential-field": (bent, NaturalGradient(), Sequential(), FIELD),
+    "points-ep-synchronous": (bent, PowerEP(), Synchronous(), FULL),
+    "points-elbo-synchronous": (bent, ELBO, Synchronous(), FULL),
     "gradient-synchronous": (logistic, NaturalGradient(), Synchronous(), FULL),
     "ep-synchronous": (logistic, PowerEP(), Synchronous(), FULL),
     "conjugate-sequential": (linear, Conjugate(), Sequential(), FULL),
@@ -184,7 +195,7 @@ def test_shapes_are_enough_and_need_not_be_given(gradient):
 
 
 def test_structure_that_is_not_proved_is_verified_at_the_clients_rows(monkeypatch):
-    """What holds passes, and was asked for; what does not hold, and no question can be asked without, is named."""
+    """What holds passes, and was asked for; what does not hold is taken by draws from then on."""
     asked, look, found = [], Exchange.look, _opening.plan_factors
 
     def watched(self, how, *rest):
@@ -203,9 +214,28 @@ def test_structure_that_is_not_proved_is_verified_at_the_clients_rows(monkeypatc
     server(logistic, InProcess(clients=clients_of(logistic, None))).run(KEY, 1, progress_bar=False)
     assert asked.count("verify") == 1
     unproved(likelihood="quadratic", terms=())
-    with pytest.raises(PVIError, match="'draws'"):
-        server(logistic, InProcess(clients=clients_of(logistic, None))).run(KEY, 1, progress_bar=False)
-    assert asked.count("verify") == 2
+    far = server(logistic, InProcess(clients=clients_of(logistic, None)))
+    there = far.run(KEY, 1, progress_bar=False)
+    assert asked.count("verify") == 2 and there.state.plan.partition.likelihood == "draws"
+    assert "its likelihood was taken as quadratic" in str(there.info)
+
+
+@pytest.mark.slow
+def test_structure_that_is_given_up_is_given_up_as_in_one_process(monkeypatch, tolerance):
+    """Rounds go on with the same q, by sigma points, and by draws once these contradict them."""
+    found = _opening.plan_factors
+
+    def plan(*args, **how):
+        own = found(*args, **how)
+        taken = {"proved": frozenset({"prior"}), "likelihood": "quadratic", "terms": ()}
+        return dataclasses.replace(own, plan=dataclasses.replace(own.plan, **taken))
+
+    monkeypatch.setattr(_opening, "plan_factors", plan)
+    far = server(logistic, InProcess(clients=clients_of(logistic, None)))
+    there, (pvi, here) = far.run(KEY, 1, progress_bar=False), one_process(logistic, None, None, rounds=1)
+    assert there.state.plan.partition.likelihood == here.state.plan.partition.likelihood == "draws"
+    (one, loss), (other, its) = far.update(there.state), pvi.update(here.state, X[CAME], Y[CAME])
+    assert_same((one.sites, loss), (other.sites, its), tolerance)
 
 
 def test_what_reads_rows_is_refused_by_name(gradient):

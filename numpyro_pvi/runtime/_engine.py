@@ -117,8 +117,6 @@ COMPARED_MOVE = 0.5
 # Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again; how many times as long a
 # failed retry waits for the next.
 RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
-# Antithetic pairs of the comparison that a pass over the rows takes at once.
-_PAIRS_AT_ONCE = 4
 
 
 def settle(
@@ -209,10 +207,7 @@ def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, bef
     def total(groups: Expected) -> Expected:
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), groups)
 
-    def pair(eps: Float[Array, "D"]) -> Expected:
-        return total(problem.sum_groups(lambda chunk: program.pair(chunk, moments, eps)))
-
-    pairs = jax.lax.map(pair, noise.compared, batch_size=_PAIRS_AT_ONCE)
+    pairs = problem.pairs(moments, noise.compared)
     return disagreement(problem.family, moments, total(evaluation.groups), noise.compared, pairs, before)
 
 

@@ -156,8 +156,8 @@ def fall_explained(
 
 # ---------------------------------------------------------------------------------------------------------------- local
 
-# Antithetic pairs that sigma points are compared with.
-COMPARED_PAIRS = 16
+# Antithetic pairs that sigma points are compared with, and of them those that a pass over the rows takes at once.
+COMPARED_PAIRS, _PAIRS_AT_ONCE = 16, 4
 
 
 # Latents up to which a stochastic solver's losses take as many draws as its curvatures.
@@ -348,6 +348,23 @@ class LocalProblem(Factors):
         draws = self.draws_of(self.prior_program, noise, rule)
         prior = self.prior_expected(moments, None, len(FIXED_RULES) - 1, draws, False)
         return self.rest(moments) + (0.0 if prior is None else prior.value)
+
+    def pairs(self, moments: GaussianMoments, eps: Float[Array, "K D"]) -> Expected:
+        """Antithetic pairs of draws of all rows, where a likelihood is taken by points, for a comparison with these.
+
+        Args:
+            moments: q.
+            eps: standard normal draws.
+
+        Returns:
+            As of ``PointsProgram.pair``, summed over the rows, with a leading axis of pairs.
+        """
+
+        def one(e: Float[Array, "D"]) -> Expected:
+            found = self.sum_groups(lambda chunk: self.program.pair(chunk, moments, e))
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), found)
+
+        return jax.lax.map(one, eps, batch_size=_PAIRS_AT_ONCE)
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites for all groups, and the given site (or None) for the prior factor."""

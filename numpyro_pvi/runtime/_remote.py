@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._compiling import Program, as_here
 from .._state import Plan, PVIState
 from ..errors import PVIError
-from ..expectations import RULES, AffineProgram, DrawsProgram, Expected, QuadraticProgram
+from ..expectations import RULES, AffineProgram, DrawsProgram, Expected, PointSet, PointsProgram, QuadraticProgram
 from ..factors import exact_log_constant, join_arguments
 from ..schedules import RoundCarry, Rule
 from ..sites import cavity
@@ -178,7 +178,8 @@ class RemoteProblem(LocalProblem):
         # Known before a program runs in all looks but those of a start, which differ in nothing else.
         clip = given["clip"] if isinstance(given["clip"], bool) else None
         how = {"ask": "look", "rules": self.num_rules, "clip": clip}
-        how |= {"probe": probe is not None, "draws": draws is not None}
+        said, draws = _told(draws)
+        how |= {"probe": probe is not None} | said
         raised = given["clip"] if clip is None else None
         shared = jax.tree.leaves((moments, jnp.asarray(given["level"], jnp.int32), probe, draws, raised))
         target = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
@@ -194,6 +195,21 @@ class RemoteProblem(LocalProblem):
             found[size] = _as_told(told, found[size])
         numbers = dict(zip(_NUMBERS, found[size:], strict=False))
         return Expected(target=jax.tree.unflatten(jax.tree.structure(target), found[:size]), product=product, **numbers)
+
+    def pairs(self, moments: Any, eps: Float[Array, "K D"]) -> Expected:
+        """Ask all clients for antithetic pairs of draws; see :meth:`LocalProblem.pairs`."""
+        count, zeros = eps.shape[0], jax.eval_shape(lambda: self.family.zeros((eps.shape[0],), self.dtype))
+        number, vector = (jax.ShapeDtypeStruct((count, *x), self.dtype) for x in ((), (self.family.dim,)))
+        one = (*jax.tree.leaves(zeros), number, vector)
+        how = {"ask": "pairs", "rules": self.num_rules}
+        found = _call_out(
+            lambda *shared: self.network.look(how, shared, one),
+            _stacked(one, self.num_groups),
+            (*jax.tree.leaves(moments), eps),
+        )
+        *target, value, product = (jnp.sum(x, axis=0) for x in found)
+        nothing = jnp.zeros_like(value)
+        return Expected(value, jax.tree.unflatten(jax.tree.structure(zeros), target), product, *(nothing,) * 3)
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Ask all clients, or some, for their sites from the same q; see :class:`numpyro_pvi.schedules.Problem`."""
@@ -272,10 +288,13 @@ class RemoteProblem(LocalProblem):
         """A visit's settings, what each client is told and what all are told, and shapes of an answer's three parts."""
         _, rest, site, state, keys, start = operands
         how = {"rules": self.num_rules, "guarded": guarded, "start": start is not None, "draws": noise is not None}
-        how |= {"key": str(jax.random.key_impl(keys))}
+        points = None if noise is None or self.stochastic else noise.points
+        how |= {"key": str(jax.random.key_impl(keys)), "points": points is not None}
         told = () if start is None else jax.tree.leaves(start)
         own = tuple(tuple(jax.tree.leaves(x)) for x in (rest, site, state)) + (jax.random.key_data(keys), tuple(told))
         shared = (*jax.tree.leaves(rule), *(() if noise is None else (noise.pairs,)))
+        if points is not None:
+            shared += points.eps, points.weight, jnp.asarray(points.count, jnp.int32)
         number, flag = jax.ShapeDtypeStruct((), self.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
         reported = (jax.ShapeDtypeStruct((), jnp.int32), flag, *(number,) * self.tells_step)
         one = tuple(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x) for x in own[1:3])
@@ -344,7 +363,8 @@ class Errands(NamedTuple):
             how = {"ask": "values", "rules": problem.num_rules, "clip": False}
             return how, (problem.family.draw(moments, noise.pairs),), (number,)
         draws = problem.draws_of(problem.program, noise, rule, True)
-        how = {"ask": "look", "rules": problem.num_rules, "clip": False, "probe": False, "draws": draws is not None}
+        told, draws = _told(draws)
+        how = {"ask": "look", "rules": problem.num_rules, "clip": False, "probe": False, **told}
         # A rule that does not do is found out there: nobody would wait for a second look.
         how |= {"refines": True}
         at = tuple(jax.tree.leaves((moments, jnp.asarray(rule.level, jnp.int32), None, draws, rule.tolerance)))
@@ -360,6 +380,16 @@ def _last_seen(network: Network, one: tuple, count: int, after: tuple) -> tuple:
 def _as_told(told: Bool[Array, "M"], value: Float[Array, "M"]) -> Float[Array, "M"]:
     """Values of which those that nobody has told are NaN, and those that are told and no number minus infinity."""
     return jnp.where(told, jnp.where(jnp.isnan(value), -jnp.inf, value), jnp.nan)
+
+
+def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
+    """How clients are told of a look's draws: none, pairs, or points with what is wanted at them; and the arrays."""
+    if not isinstance(draws, PointSet):
+        return {"draws": "" if draws is None else "pairs"}, () if draws is None else (draws,)
+    # Known before a program runs, but where a fit goes from points to draws.
+    slopes = draws.slopes if isinstance(draws.slopes, bool) else None
+    arrays = draws.eps, draws.weight, jnp.asarray(draws.count, jnp.int32), jnp.asarray(draws.slopes)
+    return {"draws": "points", "slopes": slopes}, arrays
 
 
 def _stacked(one: tuple, count: int) -> tuple:
@@ -480,7 +510,7 @@ def remote_problem(
     """
     natural, exact, partition, (prior_program, prior_data) = prior
     part, family, count = plan.partition, plan.family, plan.partition.table.num_groups
-    program = bare_program(plan, num_rules)
+    program = bare_program(plan, num_rules, engine)
     # Of the rows nothing is here; more than one a group, for whoever asks how many.
     chunks = ((None, jnp.zeros((count, 2), bool)),)
     data = FactorData(chunks, jnp.arange(count), jnp.arange(count + 1), prior_data, natural, exact, partition)
@@ -494,12 +524,13 @@ def remote_problem(
     )
 
 
-def bare_program(plan: Plan, num_rules: int) -> Any:
+def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
     """The likelihood's program as far as it is known without rows.
 
     Args:
         plan: the plan.
         num_rules: how many quadrature rules are compiled in.
+        engine: the fit's choices.
 
     Returns:
         The program; it evaluates nothing.
@@ -514,10 +545,13 @@ def bare_program(plan: Plan, num_rules: int) -> Any:
         return AffineProgram(part.terms, family, num_rules)
     if part.likelihood == "draws" and part.unstructured == "hessian":
         return DrawsProgram(_no_rows, family)
+    if part.likelihood == "draws":
+        pairs = max(engine.solver.num_draws, -(-engine.num_particles // 2))
+        return PointsProgram(_no_rows, family, part.unstructured, pairs)
     raise PVIError(
-        f"clients answer for factors that are quadratic or seen through affine predictors, and for mini-batches and moments by "
-        f"draws; the likelihood of {part.where} was found to be {part.likelihood!r} ({part.unstructured}). Pass "
-        "solver=LocalELBO() or PowerEP(moments='importance'), or leave runtime out to fit in this process."
+        "clients answer for factors that are quadratic, seen through affine predictors, or taken by points or draws; the "
+        f"likelihood of {part.where} was found to be {part.likelihood!r}, of which no question asks. Pass solver=LocalELBO() or "
+        "PowerEP(moments='importance'), or leave runtime out to fit in this process."
     )
 
 
@@ -552,7 +586,7 @@ class RemoteEngine(Engine):
     def refuse(self, state: PVIState) -> None:
         """Raise for a fit whose factors clients cannot answer for."""
         refuse_remotely(state.plan, self)
-        bare_program(state.plan, len(RULES))
+        bare_program(state.plan, len(RULES), self)
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
         self.refuse(state)
@@ -643,10 +677,12 @@ class RowlessEngine(RemoteEngine):
 class Programs(NamedTuple):
     """What answers for one group's rows, compiled, of ``(arrays, packing, prior)`` first.
 
-    Looks, values at points, visits, what is claimed of the rows beside the model, and their part of the evidence.
+    Looks, pairs of draws to compare them with, values at points, visits, what is claimed of the rows beside the model, and their
+    part of the evidence.
     """
 
     look: Program
+    pairs: Program
     values: Program
     visit: Program
     verify: Program
@@ -669,8 +705,10 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         arrays, packing, prior = rows
         return engine.problem(plan, packing, *join_arguments(arrays, static), {}, prior, rules)
 
-    def look(rows, moments, level, probe, draws, raised, tolerance, clip, rules):
+    def look(rows, moments, level, probe, draws, raised, tolerance, clip, rules, slopes):
         own = problem(rows, rules)
+        if slopes is not None:
+            draws = draws._replace(slopes=slopes)
         clip = raised if clip is None else clip
 
         def at(level):
@@ -688,12 +726,16 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         told = (*jax.tree.leaves(found.target), *(getattr(found, name) for name in _NUMBERS))
         return tuple(x[0] for x in (*told, *(() if probe is None else (found.product,))))
 
+    def pairs(rows, moments, eps, rules):
+        found = problem(rows, rules).pairs(moments, eps)
+        return (*jax.tree.leaves(found.target), found.value, found.product)
+
     def values(rows, points, rules):
         return (problem(rows, rules).rows.values(points)[0],)
 
-    def visit(rows, rest, site, state, key, rule, pairs, start, guarded, rules):
+    def visit(rows, rest, site, state, key, rule, pairs, points, start, guarded, rules):
         own, zero = problem(rows, rules), jnp.int32(0)
-        noise = None if pairs is None else Draws(pairs, jnp.zeros((1, plan.family.dim), pairs.dtype), None, None)
+        noise = None if pairs is None else Draws(pairs, jnp.zeros((1, plan.family.dim), pairs.dtype), points, None)
         # One group's factor, as visits of all groups in one process have it.
         factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
         return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
@@ -708,7 +750,8 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
 
     return Programs(
-        Program(look, ("clip", "rules")),
+        Program(look, ("clip", "rules", "slopes")),
+        Program(pairs, ("rules",)),
         Program(values, ("rules",)),
         Program(visit, ("guarded", "rules")),
         Program(verify),
@@ -740,6 +783,9 @@ class Answers:
 
     def look(self, how: dict[str, Any], shared: tuple, own: tuple = ()) -> tuple:
         """The answer to :meth:`Network.look`, without its leading axis."""
+        if how["ask"] == "pairs":
+            like = jax.tree.structure(self.moments)
+            return self._programs.pairs(self._rows, like.unflatten(shared[:-1]), shared[-1], rules=how["rules"])
         if how["ask"] == "values":
             return self._programs.values(self._rows, shared[0], rules=how["rules"])
         if how["ask"] == "verify":
@@ -755,11 +801,13 @@ class Answers:
         moments = jax.tree.unflatten(jax.tree.structure(self.moments), shared[:size])
         level, *rest = shared[size:]
         probe = rest.pop(0) if how["probe"] else None
-        draws = rest.pop(0) if how["draws"] else None
+        count = {"": 0, "pairs": 1, "points": len(PointSet._fields)}[how["draws"]]
+        told, rest = rest[:count], rest[count:]
+        draws = PointSet(*told) if how["draws"] == "points" else told[0] if told else None
         raised = rest.pop(0) if how["clip"] is None else None
         tolerance = jnp.asarray(rest.pop(0)) if how.get("refines", False) else None
         given = self._rows, moments, level, probe, draws, raised, tolerance
-        return self._programs.look(*given, clip=how["clip"], rules=how["rules"])
+        return self._programs.look(*given, clip=how["clip"], rules=how["rules"], slopes=how.get("slopes"))
 
     def visit(
         self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple
@@ -768,11 +816,12 @@ class Answers:
         shape = self._rule
         rule = jax.tree.unflatten(shape, shared[: shape.num_leaves])
         pairs = shared[shape.num_leaves] if how["draws"] else None
+        points = PointSet(*shared[-3:]) if how["points"] else None
         known = None
         if how["start"]:
             like = Expected(0.0, self.site, 0.0, 0.0, 0.0, 0.0)
             known = jax.tree.unflatten(jax.tree.structure(like), start)
-        given = self._rows, rest, site, memory, key, rule, pairs, known
+        given = self._rows, rest, site, memory, key, rule, pairs, points, known
         return self._programs.visit(*given, guarded=how["guarded"], rules=how["rules"])
 
     def tells_step(self) -> bool:
@@ -782,6 +831,6 @@ class Answers:
         pairs = None
         if not self.solver.matches_moments:
             pairs = jax.ShapeDtypeStruct((max(1, self.solver.num_draws), self.family.dim), self.dtype)
-        given = self._rows, self.site, self.site, self.first_memory, key, rule, pairs, None
+        given = self._rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
         visit = partial(self._programs.visit, guarded=True, rules=len(RULES))
         return jax.eval_shape(visit, *given).step is not None
