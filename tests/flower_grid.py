@@ -1,0 +1,111 @@
+"""A federation of Flower's in this process: its Grid, with nodes that answer by apps, lose messages, leave and come back."""
+
+import contextlib
+import itertools
+import random
+
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+from numpyro_pvi.flower import _app
+
+NODE_UNAVAILABLE, CRASHED = 5, 8
+with contextlib.suppress(ImportError):
+    # Who sends messages; set by Flower where it runs a ServerApp.
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+
+class Node:
+    """One node: its app, its config, and its state, which is bytes between two messages."""
+
+    def __init__(self, app, label):
+        self.app, self.config, self.state = app, {"label": label}, {}
+
+    def context(self, run, node):
+        records = {name: ConfigRecord(dict(fields)) for name, fields in self.state.items()}
+        return Context(run, node, self.config, RecordDict(records), {})
+
+    def keep(self, context):
+        self.state = {name: dict(record) for name, record in context.state.items()}
+
+
+class Fake(Grid):
+    """Messages are answered when answers are pulled.
+
+    Args:
+        apps: by label.
+        forgetful: whether every message is answered by a process of its own, which has nothing but the node's state.
+        loses: share of answers that are lost, after the client has made them.
+    """
+
+    def __init__(self, apps, forgetful=False, loses=0.0):
+        self._ids, self._random = itertools.count(1), random.Random(0)
+        self.nodes = {next(self._ids): Node(app, label) for label, app in apps.items()}
+        self.forgetful, self.loses = forgetful, loses
+        self.waiting, self.seen, self.clients = {}, [], 0
+        # What happens to a message before it is answered: by number of the message, a function of this grid and the message.
+        self.events = {}
+
+    def node_of(self, label):
+        return next(i for i, node in self.nodes.items() if node.config["label"] == label)
+
+    def come_back(self, label, keeps_state=False):
+        """A node leaves, and one of the same label comes under another id."""
+        left = self.nodes.pop(self.node_of(label))
+        node = Node(left.app, label)
+        if keeps_state:
+            node.state = left.state
+        self.nodes[next(self._ids) + 1000] = node
+
+    # ------------------------------------------------------------------ Flower's Grid
+
+    def set_run(self, run):
+        raise NotImplementedError
+
+    @property
+    def run(self):
+        raise NotImplementedError
+
+    def create_message(self, content, message_type, dst_node_id, group_id, ttl=None):
+        raise NotImplementedError
+
+    def send_and_receive(self, messages, *, timeout=None):
+        raise NotImplementedError
+
+    def get_node_ids(self):
+        return list(self.nodes)
+
+    def push_messages(self, messages):
+        ids = []
+        for message in messages:
+            if message.metadata.dst_node_id in self.nodes:
+                message.metadata.__dict__["_message_id"] = f"m{next(self._ids)}"
+                self.waiting[message.metadata.message_id] = message
+                ids.append(message.metadata.message_id)
+        return ids
+
+    def pull_messages(self, message_ids):
+        found = []
+        for name in sorted(set(message_ids) & self.waiting.keys(), key=lambda m: int(m[1:])):
+            message = self.waiting.pop(name)
+            event = self.events.pop(len(self.seen), None)
+            self.seen.append(message)
+            answer = event(self, message) if event is not None else self.answer(message)
+            if answer is not None and self._random.random() >= self.loses:
+                found.append(answer)
+        return found
+
+    def answer(self, message):
+        """The reply of the node that a message is for; an error in Flower's words where it has left."""
+        node = self.nodes.get(message.metadata.dst_node_id)
+        if node is None:
+            return Message(Error(NODE_UNAVAILABLE, "it has left"), reply_to=message)
+        context = node.context(1, message.metadata.dst_node_id)
+        if self.forgetful:
+            _app._LIVING.clear()
+        reply = node.app(message, context)
+        node.keep(context)
+        self.seen.append(reply)
+        return reply
