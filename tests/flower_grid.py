@@ -1,5 +1,6 @@
 """A federation of Flower's in this process: its Grid, with nodes that answer by apps, lose messages, leave and come back."""
 
+import collections
 import contextlib
 import itertools
 import random
@@ -8,6 +9,8 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from numpyro_pvi.flower import _app
+from numpyro_pvi.flower._messages import pack, unpack
+from numpyro_pvi.wire import kind_of
 
 NODE_UNAVAILABLE, CRASHED = 5, 8
 with contextlib.suppress(ImportError):
@@ -36,17 +39,20 @@ class Fake(Grid):
 
     Args:
         apps: by label.
-        forgetful: whether every message is answered by a process of its own, which has nothing but the node's state.
+        spares: makes a client of a label; where it is given, every message is answered by another one, which has nothing but the
+            node's state, as in a process of its own. They are made beforehand: one process makes none while it is at a program.
         loses: share of answers that are lost, after the client has made them.
     """
 
-    def __init__(self, apps, forgetful=False, loses=0.0):
+    def __init__(self, apps, spares=None, loses=0.0):
         self._ids, self._random = itertools.count(1), random.Random(0)
         self.nodes = {next(self._ids): Node(app, label) for label, app in apps.items()}
-        self.forgetful, self.loses = forgetful, loses
+        self.loses = loses
+        self.spares = {} if spares is None else {label: [spares(label) for _ in range(60)] for label in apps}
         self.waiting, self.seen, self.clients = {}, [], 0
-        # What happens to a message before it is answered: by number of the message, a function of this grid and the message.
-        self.events = {}
+        # What happens to a question in place of its answer: by label, kind and how many of them there were before, a function of
+        # this grid and the message.
+        self.events, self._heard = {}, collections.Counter()
 
     def node_of(self, label):
         return next(i for i, node in self.nodes.items() if node.config["label"] == label)
@@ -57,7 +63,12 @@ class Fake(Grid):
         node = Node(left.app, label)
         if keeps_state:
             node.state = left.state
-        self.nodes[next(self._ids) + 1000] = node
+        self.nodes[1000] = node
+
+    def prepare(self, label):
+        """Has the process of a node that is to come back load its rows."""
+        message = Message(pack(None), 1000, "query.pvi")
+        self.nodes[self.node_of(label)].app(message, Node(None, label).context(1, 1000))
 
     # ------------------------------------------------------------------ Flower's Grid
 
@@ -90,12 +101,20 @@ class Fake(Grid):
         found = []
         for name in sorted(set(message_ids) & self.waiting.keys(), key=lambda m: int(m[1:])):
             message = self.waiting.pop(name)
-            event = self.events.pop(len(self.seen), None)
             self.seen.append(message)
+            event = self._event(message)
             answer = event(self, message) if event is not None else self.answer(message)
             if answer is not None and self._random.random() >= self.loses:
                 found.append(answer)
         return found
+
+    def _event(self, message):
+        node = self.nodes.get(message.metadata.dst_node_id)
+        if node is None:
+            return None
+        of = node.config["label"], kind_of(unpack(message.content)[0])
+        self._heard[of] += 1
+        return self.events.pop((*of, self._heard[of] - 1), None)
 
     def answer(self, message):
         """The reply of the node that a message is for; an error in Flower's words where it has left."""
@@ -103,8 +122,10 @@ class Fake(Grid):
         if node is None:
             return Message(Error(NODE_UNAVAILABLE, "it has left"), reply_to=message)
         context = node.context(1, message.metadata.dst_node_id)
-        if self.forgetful:
-            _app._LIVING.clear()
+        if self.spares:
+            spare = self.spares[node.config["label"]].pop()
+            for key in [key for key in _app._LIVING if key[1] == message.metadata.dst_node_id]:
+                _app._LIVING[key] = 1, spare, spare.save()
         reply = node.app(message, context)
         node.keep(context)
         self.seen.append(reply)

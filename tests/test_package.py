@@ -337,7 +337,11 @@ def test_what_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],
-        *(x for extra in ("enum", "flower", "plots", "privacy", "ray") for x in project["optional-dependencies"][extra]),
+        *(
+            x
+            for extra in ("enum", "flower", "plots", "privacy", "ray")
+            for x in project["optional-dependencies"][extra]
+        ),
     ]
     declared = {re.match(r"[A-Za-z0-9_.-]+", requirement)[0].replace("-", "_") for requirement in wanted}
     found = set()

@@ -11,6 +11,7 @@ from flwr.app import Error, Message
 from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, Partition, wire
+from numpyro_pvi.clients import Client
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.flower import Flower, PVIStrategy, _messages, client_app
 from numpyro_pvi.schedules import Sequential, Synchronous
@@ -132,10 +133,17 @@ def test_a_row_in_a_message_is_seen():
     assert any(holds_row(data, [X[1, 0]]) for data in frames(grid))
 
 
-@pytest.mark.slow
 def test_a_process_of_every_message_is_one_that_lives_on(here, tolerance):
     """Flower's processes end after every message; with solver memory, and losing every third answer on the way."""
-    grid = federation(solver=ELBO, forgetful=True, loses=0.3)
+    known = {}
+
+    def spare(label):
+        mine = label == LABELS
+        client = Client(logistic, AutoMultivariateNormal(logistic), label, X[mine], Y[mine], solver=ELBO)
+        client._known = known
+        return client
+
+    grid = federation(solver=ELBO, spares=spare, loses=0.3)
     found = start(grid, "elbo-sequential")
     assert_same(found.fit, here("elbo-sequential"), tolerance)
     assert found.fit.info.traffic.repeats > 0
@@ -146,13 +154,14 @@ def test_a_process_of_every_message_is_one_that_lives_on(here, tolerance):
 @pytest.mark.parametrize("keeps_state", [False, True])
 def test_a_node_that_comes_back_under_another_id_is_found_again(keeps_state, here, tolerance):
     grid = federation(solver=ELBO)
+    grid.prepare("north")
 
     def leave(grid, message):
         grid.come_back("north", keeps_state)
         return grid.answer(message)
 
     # In the middle of the second round; a client that has forgotten what it was told is told again.
-    grid.events[60] = leave
+    grid.events["north", "visit?", 1] = leave
     pvi = PVI(
         logistic,
         AutoMultivariateNormal(logistic),
@@ -169,7 +178,7 @@ def test_a_node_that_comes_back_under_another_id_is_found_again(keeps_state, her
 
 def test_a_process_that_crashes_is_asked_again_and_what_fails_is_named(here, tolerance):
     grid = federation()
-    grid.events[30] = lambda grid, message: Message(Error(CRASHED, "killed"), reply_to=message)
+    grid.events["east", "look?", 3] = lambda grid, message: Message(Error(CRASHED, "killed"), reply_to=message)
     assert_same(start(grid).fit, here("gradient-synchronous"), tolerance)
 
     def broken(context):
@@ -181,7 +190,7 @@ def test_a_process_that_crashes_is_asked_again_and_what_fails_is_named(here, tol
         start(Fake({"east": sound, "north": app, "south": sound}))
     assert caught.value.label == "north" and "0.25" not in str(caught.value)
     grid = federation()
-    grid.events[20] = lambda grid, message: Message(Error(2, "it raised"), reply_to=message)
+    grid.events["south", "look?", 5] = lambda grid, message: Message(Error(2, "it raised"), reply_to=message)
     with pytest.raises(ClientError, match="failed at its node .Flower's error 2.: it raised"):
         start(grid)
 
