@@ -108,7 +108,9 @@ def deploy(folder: Path, hospitals: str, rounds: int, timeout: float) -> dict:
         "PYTHONPATH": path,
         "PATH": f"{BIN}:{os.environ['PATH']}",
     }
-    processes = Processes(folder, {**os.environ, **own})
+    # A cache of compiled programs that is set for all processes would be one for all hospitals.
+    shared = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    processes = Processes(folder, {**shared, **own})
     until = time.monotonic() + timeout
     try:
         tls = ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt", "--ssl-keyfile", "server.key"]
