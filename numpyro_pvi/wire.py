@@ -624,6 +624,12 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "describe": {**_ANSWER, "facts": dict},
     # What all clients are to take their rows for; answered with a "hello".
     "plan?": {**_ASK, "key": tuple, "taken": dict},
+    # Who somebody is that is met for the first time.
+    "who?": {"run": str},
+    "who": {"run": str, "label": "any"},
+    # What a client keeps for itself where its process ends between two questions: the plan that it was told, as that question's
+    # bytes, and the last question that it answered, with the answer's; nothing of it is ever sent.
+    "client": {**_ANSWER, "version": int, "memory": tuple, "told": tuple, "answer": tuple},
 }
 
 
@@ -659,19 +665,7 @@ def decode(data: bytes, types: dict[str, type] | None = None) -> Message:
     Raises:
         WireError: for anything that is not one whole message of this version with the fields of its kind.
     """
-    data = bytes(data)
-    try:
-        start = check_start(_FORM, data[:START_BYTES])
-        if len(data) != start.size:
-            raise WireError(
-                f"it has {len(data)} bytes and not {start.size}", "short" if len(data) < start.size else "damaged"
-            )
-        ends = START_BYTES + start.header_bytes, len(data) - DIGEST_BYTES
-        header, arrays = open_frame(
-            _FORM, data[:START_BYTES], data[START_BYTES : ends[0]], data[ends[0] : ends[1]], data[ends[1] :]
-        )
-    except WireError as error:
-        raise WireError(f"what came is no message of numpyro_pvi: {error}", error.fault) from error
+    header, arrays = _opened(bytes(data))
     if set(header) != {"kind", "fields", "arrays"} or not isinstance(header["fields"], dict):
         raise WireError(
             f"a message has the fields {sorted(map(str, header))}, where kind and fields are known.", "value"
@@ -686,6 +680,40 @@ def decode(data: bytes, types: dict[str, type] | None = None) -> Message:
     message = Message(header["kind"], fields)
     _check(message)
     return message
+
+
+def kind_of(data: bytes) -> str:
+    """A message's kind, by which one is told from others without a look at its values.
+
+    Args:
+        data: one frame.
+
+    Returns:
+        A name in :data:`MESSAGES`.
+
+    Raises:
+        WireError: for bytes that are no frame, or of no known kind.
+    """
+    kind = _opened(bytes(data)).header.get("kind")
+    if not isinstance(kind, str) or kind not in MESSAGES:
+        raise WireError(f"a message of the kind {kind!r} is not known here.", "value")
+    return kind
+
+
+def _opened(data: bytes) -> Contents:
+    """The header and the arrays of a whole frame."""
+    try:
+        start = check_start(_FORM, data[:START_BYTES])
+        if len(data) != start.size:
+            raise WireError(
+                f"it has {len(data)} bytes and not {start.size}", "short" if len(data) < start.size else "damaged"
+            )
+        ends = START_BYTES + start.header_bytes, len(data) - DIGEST_BYTES
+        return open_frame(
+            _FORM, data[:START_BYTES], data[START_BYTES : ends[0]], data[ends[0] : ends[1]], data[ends[1] :]
+        )
+    except WireError as error:
+        raise WireError(f"what came is no message of numpyro_pvi: {error}", error.fault) from error
 
 
 def _check(message: Message) -> None:

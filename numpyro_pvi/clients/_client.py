@@ -31,11 +31,64 @@ class Respondent:
         self._version, self._last = 0, ("", 0, b"")
         self._answers: Any = None
         self._memory: Any = ()
+        # What it was told its rows are to be taken for, as a question's bytes, and the memory of a client that was kept, as leaves,
+        # until it is known what they belong to.
+        self._told, self._leaves = b"", None
         if answers is not None:
             self._take_up(answers)
 
     def _take_up(self, answers: Answers) -> None:
-        self._answers, self._memory = answers, answers.first_memory
+        self._answers, self._memory, self._leaves = answers, answers.first_memory, None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it knows what its rows are to be taken for, without which it answers no look and no visit."""
+        return self._answers is not None or bool(self._told)
+
+    def save(self) -> bytes:
+        """All that it has to remember between two questions, for :meth:`restore`: nothing of its rows but what answers say of them.
+
+        Returns:
+            The bytes of a message of :mod:`numpyro_pvi.wire`: what it was told, its solver's memory, its site's version, and the
+            last question that it answered with the answer.
+        """
+        run, sequence, last = self._last
+        memory = _numbers(jax.tree.leaves(self._memory)) if self._leaves is None else self._leaves
+        fields = {"run": run, "sequence": sequence, "label": self.label, "version": self._version, "memory": memory}
+        kept = {"told": (np.frombuffer(self._told, np.uint8),), "answer": (np.frombuffer(last, np.uint8),)}
+        return encode(Message("client", fields | kept))
+
+    def restore(self, data: bytes) -> None:
+        """Go on where another client of the same label and rows was when it was saved: answers are the same, to the bit.
+
+        Programs are made again, or taken from JAX's compilation cache, when the first question needs them; a client that was
+        told the same before keeps its own.
+
+        Args:
+            data: what :meth:`save` has returned.
+
+        Raises:
+            WireError: for bytes that are no whole message.
+            PVIError: for those of something else, or of another label.
+        """
+        kept = decode(data)
+        if kept.kind != "client" or kept.fields["label"] != self.label:
+            raise PVIError(
+                f"client {self.label!r} is to be restored from what {kept.fields.get('label')!r} has said ({kept.kind!r}): pass "
+                "the bytes that save of a client of its own label has returned."
+            )
+        fields = kept.fields
+        told, last = (_bytes_of(fields[name]) for name in ("told", "answer"))
+        if told != self._told:
+            self._told, self._answers = told, None
+        self._leaves, self._version = fields["memory"], fields["version"]
+        self._last = fields["run"], fields["sequence"], last
+
+    def _recall(self) -> None:
+        """Take up the memory that was kept."""
+        if self._leaves is not None and self._answers is not None:
+            self._memory = _as(self._answers.first_memory, self._leaves, "memory that was kept")
+            self._leaves = None
 
     def answer(self, data: bytes) -> bytes | None:
         """The answer to a question.
@@ -50,6 +103,8 @@ class Respondent:
             WireError: for bytes that are no message; nothing was done.
         """
         ask = decode(data, RECORDS)
+        if ask.kind == "who?":
+            return encode(Message("who", {"run": ask.fields["run"], "label": self.label}))
         run, sequence, label = (ask.fields[name] for name in ("run", "sequence", "label"))
         last_run, last_sequence, last = self._last
         if run == last_run and sequence <= last_sequence:
@@ -73,6 +128,7 @@ class Respondent:
         return found
 
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
+        self._recall()
         same = self._memory, self._version
         if ask.kind == "hello?":
             return "hello", {"facts": self.facts}, same
@@ -105,6 +161,12 @@ class Respondent:
         version = max(self._version + 1, fields["sequence"])
         sent = {name: _numbers(jax.tree.leaves(tree)) for name, tree in told.items()}
         return "visit", {"version": version, **sent}, (found.state, version)
+
+
+def _bytes_of(arrays: tuple) -> bytes:
+    if len(arrays) != 1 or arrays[0].dtype != np.uint8:
+        raise PVIError("what was kept of a client is damaged: bytes are an array of them.")
+    return arrays[0].tobytes()
 
 
 def _numbers(leaves: Any) -> tuple:

@@ -17,8 +17,9 @@ from ..factors import abstract_trace, join_arguments, row_arguments, signature_o
 from ..handlers import Partition, numbered_table
 from ..pvi import PVI
 from ..runtime import whole_call
-from ..wire import KeyData, Message, digest_of
+from ..wire import KeyData, Message, decode, digest_of, encode
 from ._client import Respondent
+from ._exchange import RECORDS
 from ._share import Share
 
 
@@ -97,8 +98,17 @@ class Client(Respondent):
             return "describe", {"facts": self._describe(*ask.fields["key"])}, same
         if ask.kind == "plan?":
             self._plan(*ask.fields["key"], ask.fields["taken"])
+            told = Message("plan?", ask.fields | {"run": "", "sequence": 0})
+            self._told = encode(told, RECORDS)
             return "hello", {"facts": self.facts}, (self._memory, self._version)
         return super()._reply(ask)
+
+    def _recall(self) -> None:
+        if self._answers is None and self._told:
+            ask, leaves = decode(self._told, RECORDS), self._leaves
+            self._plan(*ask.fields["key"], ask.fields["taken"])
+            self._leaves = leaves
+        super()._recall()
 
     def _describe(self, key: KeyData | None = None) -> dict[str, Any]:
         leaves = jax.tree.leaves((self._args, self._kwargs))

@@ -1,0 +1,1 @@
+"""Five hospitals, one regression: nobody gives rows away."""
