@@ -622,6 +622,9 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "describe": {**_ANSWER, "facts": dict},
     # What all clients are to take their rows for; answered with a "hello".
     "plan?": {**_ASK, "key": tuple, "taken": dict},
+    # What clients answer in sum only, to all of them alike: q and what a visit or a look takes, how large a number may be, and
+    # what was made of every client's last answer.
+    "sum?": {"run": str, "sequence": int, "how": dict, "q": tuple, "rest": tuple, "reach": float, "ledger": tuple},
 }
 
 
