@@ -36,6 +36,7 @@ ROOMS = (
     "export",
     "pvi",
     "clients",
+    "flower",
 )
 # Private modules beside pvi.py that are parts of the shell: same room, same rights.
 _SHELL = (
@@ -65,6 +66,7 @@ PUBLIC_MODULES = (
     "numpyro_pvi.schedules",
     "numpyro_pvi.runtime",
     "numpyro_pvi.clients",
+    "numpyro_pvi.flower",
     "numpyro_pvi.wire",
 )
 
@@ -335,7 +337,11 @@ def test_what_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],
-        *(x for extra in ("enum", "plots", "privacy", "ray") for x in project["optional-dependencies"][extra]),
+        *(
+            x
+            for extra in ("enum", "flower", "plots", "privacy", "ray")
+            for x in project["optional-dependencies"][extra]
+        ),
     ]
     declared = {re.match(r"[A-Za-z0-9_.-]+", requirement)[0].replace("-", "_") for requirement in wanted}
     found = set()
