@@ -3,16 +3,16 @@
 import jax
 import numpy as np
 import pytest
-from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.clients import Exchange, InMemorySums, Summand, Summed, SummedClients
 from numpyro_pvi.clients._sums import EVERYONE
-from numpyro_pvi.errors import ClientError
-from numpyro_pvi.schedules import Synchronous
-from numpyro_pvi.solvers import Conjugate
+from numpyro_pvi.errors import ClientError, PVIError
+from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
+from numpyro_pvi.solvers import Conjugate, NaturalGradient
 from numpyro_pvi.wire import Message, decode, encode
-from tests.test_rowless import KEY, LABELS, Unread, X, Y, assert_same, linear
+from tests.test_rowless import KEY, LABELS, Unread, X, Y, assert_same, linear, logistic
 
 NAMES = ("east", "north", "south")
 SHAPES = Unread(X), Unread(Y)
@@ -133,3 +133,116 @@ def test_a_client_that_drops_out_keeps_its_site_and_joins_in_the_next_round(fit,
     _, wanted = one_process(linear, Conjugate(), 40, *NOISE)
     limit = [x.sum(0) for x in jax.tree.leaves(wanted.state.sites.groups)]
     assert_same(summed_sites(state), limit, max(tolerance, 1e-8))
+
+
+class Torn(Sums):
+    """Planted: says that a client was heard whose numbers are not in the sum."""
+
+    def sum(self, question):
+        found = super().sum(question)
+        return found if found is None else found._replace(who=tuple(range(len(self.labels))))
+
+
+def test_a_torn_sum_is_seen(fit):
+    """The law has teeth: where who took part is told wrongly, prior and the clients' sites are q no more."""
+    _, _, sums = fit
+    pvi = server(linear, Torn(sums.clients, lost={1: {"north"}}), Conjugate())
+    state = pvi.run(KEY, 1, *SHAPES, *NOISE, progress_bar=False).state
+    pvi.runtime.settle(state)
+    gap = [np.abs(a - b).max() for a, b in zip(total(sums.clients), summed_sites(state), strict=True)]
+    assert max(gap) > 1.0
+
+
+def test_a_change_that_does_not_fit_stays_out_and_is_named_at_its_client(fit, tolerance):
+    _, _, sums = fit
+    quiet = Sums(sums.clients)
+    pvi = server(linear, quiet, Conjugate(), reach=2.0**-3)
+    for client in sums.clients:
+        client.notes.clear()
+    state = pvi.run(KEY, 1, *SHAPES, *NOISE, progress_bar=False).state
+    report = pvi.runtime.report
+    assert report.unfit == 3 and report.reach == 2.0**5 and not np.any(summed_sites(state)[1])
+    assert all("the change of its site at w is" in client.notes[0] for client in sums.clients)
+    state = pvi.run(KEY, 2, *SHAPES, *NOISE, init_state=state, progress_bar=False).state
+    pvi.runtime.settle(state)
+    assert pvi.runtime.report.unfit == 0
+    assert_same(total(sums.clients), summed_sites(state), tolerance)
+
+
+def test_a_look_without_a_client_is_no_loss(fit):
+    pvi, _, sums = fit
+    sums.deaf, sums.lost, sums.asked = {}, {}, 0
+    state = pvi.run(KEY, 1, *SHAPES, *NOISE, progress_bar=False).state
+    assert np.isfinite(pvi.evaluate(state, *SHAPES, *NOISE))
+    sums.deaf = {1: {"east"}}
+    assert np.isnan(pvi.evaluate(state, *SHAPES, *NOISE))
+    sums.deaf = {}
+
+
+def test_clients_go_on_from_the_last_state_only_and_say_so_when_they_have_forgotten(fit):
+    pvi, _, sums = fit
+    sums.deaf, sums.lost, sums.asked = {}, {}, 0
+    first = pvi.run(KEY, 1, *SHAPES, *NOISE, progress_bar=False).state
+    last = pvi.run(KEY, 2, *SHAPES, *NOISE, init_state=first, progress_bar=False).state
+    with pytest.raises(ClientError, match="not the one that the clients were left at"):
+        pvi.runtime.settle(first)
+    pvi.runtime.settle(last)
+    north = next(client for client in sums.clients if client.label == "north")
+    before, north._run = north._run, ""
+    with pytest.raises(PVIError, match="client 'north' knows what was absorbed .* nobody else knows its site"):
+        pvi.run(KEY, 1, *SHAPES, *NOISE, init_state=last, progress_bar=False)
+    north._run = before
+
+
+SCHEDULES = [Synchronous(), Sequential(), StochasticSubset(2), Asynchronous()]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
+def test_what_needs_more_than_sums_is_refused(fit, schedule):
+    _, _, sums = fit
+    runtime = SummedClients(sums=sums)
+    with pytest.raises(
+        PVIError, match=r"heard in sums only do not go with .*Write schedule=Synchronous\(damping=0.5\)"
+    ):
+        PVI(linear, AutoMultivariateNormal(linear), schedule=schedule, runtime=runtime)
+
+
+def test_what_is_made_of_single_sites_is_refused(fit):
+    pvi, result, sums = fit
+    with pytest.raises(PVIError, match="pass sums="):
+        SummedClients()
+    with pytest.raises(PVIError, match="expected a positive number, of units of q"):
+        SummedClients(sums=sums, reach=0.0)
+    with pytest.raises(PVIError, match="log_evidence needs every client's own site"):
+        pvi._engine.evidence(result.state, (), {}, False)
+    with pytest.raises(PVIError):
+        pvi.khat(result.state, *SHAPES, *NOISE, rng_key=KEY)
+    with pytest.raises(PVIError):
+        pvi.site(result.state, "north")
+    curved = SummedClients(sums=sums)
+    starts = PVI(
+        linear,
+        AutoMultivariateNormal(linear),
+        solver=Conjugate(),
+        schedule=Synchronous(damping=0.5),
+        runtime=curved,
+        init_sites="curvature",
+    )
+    with pytest.raises(PVIError, match="clients that are heard in sums tell no such thing"):
+        starts.init(KEY, *SHAPES, *NOISE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoNormal], ids=["full", "mean-field"])
+def test_the_limit_is_that_of_one_process(guide, tolerance):
+    """Not conjugate: clients refine their quadrature on their own, and rounds say less and less."""
+    solver = NaturalGradient()
+    sums = Sums(clients_of(logistic, solver, guide=guide), deaf={3: {"south"}})
+    pvi = server(logistic, sums, solver, guide=guide)
+    state = pvi.run(KEY, 45, *SHAPES, progress_bar=False).state
+    own, wanted = one_process(logistic, solver, 45, guide=guide)
+    limit = [x.sum(0) for x in jax.tree.leaves(wanted.state.sites.groups)]
+    assert_same(summed_sites(state), limit, max(tolerance, 1e-8))
+    assert_same(pvi.evaluate(state, *SHAPES), own.evaluate(wanted.state, X, Y), tolerance)
+    pvi.runtime.settle(state)
+    assert_same(total(sums.clients), summed_sites(state), tolerance)
