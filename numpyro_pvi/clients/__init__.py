@@ -5,15 +5,22 @@ from ._exchange import Exchange, Traffic, Transport
 from ._own import Client
 from ._ray import Ray
 from ._runtimes import ClientsRuntime, InProcess, Processes
+from ._sums import InMemorySums, SecureSum, Summand, Summed, SummedClients, SumReport
 
 __all__ = [
     "Client",
     "ClientsRuntime",
     "Exchange",
+    "InMemorySums",
     "InProcess",
     "Processes",
     "Ray",
     "Respondent",
+    "SecureSum",
+    "SumReport",
+    "Summand",
+    "Summed",
+    "SummedClients",
     "Traffic",
     "Transport",
 ]

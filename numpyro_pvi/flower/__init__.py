@@ -1,7 +1,8 @@
-"""Flower: owners who keep their rows, each at a node of its own, and a server that fits q from what they answer."""
+"""Flower: owners who keep their rows, each at a node of its own, and a server that fits q from answers, or from sums of them."""
 
 from ._app import client_app
 from ._runtime import Flower
+from ._secure import SecAggSums, summed_client_app
 from ._strategy import FlowerResult, PVIStrategy
 
-__all__ = ["Flower", "FlowerResult", "PVIStrategy", "client_app"]
+__all__ = ["Flower", "FlowerResult", "PVIStrategy", "SecAggSums", "client_app", "summed_client_app"]

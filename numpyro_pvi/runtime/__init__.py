@@ -21,7 +21,7 @@ from ._product_rounds import ProductMemory
 from ._product_subset import Labels, is_partial, most_groups
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
-from ._remote import Answers, Network, RemoteEngine, RowlessEngine, programs_of
+from ._remote import Answers, Network, RemoteEngine, RowlessEngine, SummedEngine, programs_of
 from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread
 from ._tilted import by_chains, chains_wanted, with_chains
@@ -32,6 +32,7 @@ __all__ = [
     "Network",
     "RemoteEngine",
     "RowlessEngine",
+    "SummedEngine",
     "chunk_log_likelihoods",
     "whole_call",
     "solver_of_prior",

@@ -164,11 +164,19 @@ class RemoteProblem(LocalProblem):
         tells_step: whether visits say what share of their change was taken.
         fresh: whether a look asks clients, and waits for those that are at work; else what they saw last stands for it, and the
             value of one that has said nothing yet is NaN (minus infinity where what it said is no number).
+        only_visits: whether rounds ask for visits alone: of clients that are heard in sums there is one group, and its site is the
+            sum of theirs.
     """
 
     network: Any = None
     tells_step: bool = False
     fresh: bool = False
+    only_visits: bool = False
+
+    @property
+    def blind(self) -> bool:
+        """Whether visits alone look at rows: under a solver that says so, and where rounds only add."""
+        return self.solver.private or self.only_visits
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
         """Ask all clients for their expectations; the moments and the rule are those that ``expect`` was made with."""
@@ -213,7 +221,7 @@ class RemoteProblem(LocalProblem):
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Ask all clients, or some, for their sites from the same q; see :class:`numpyro_pvi.schedules.Problem`."""
-        if self.solver.immediate and not self.matches_moments:
+        if self.solver.immediate and not (self.matches_moments or self.only_visits):
             return super().visit_all(carry, key, noise, only)
         keys = jax.random.split(key, self.num_groups)
         groups = jnp.arange(self.num_groups, dtype=jnp.int32)
@@ -669,6 +677,62 @@ class RowlessEngine(RemoteEngine):
             places,
         )
         return {"likelihood": Check(jnp.where(valid, gap.T, 0.0), allowed.T), **found}
+
+
+@dataclasses.dataclass(frozen=True)
+class SummedEngine(RowlessEngine):
+    """The engine of a fit whose clients are heard in sums only: one group, whose site is the sum of the clients' sites.
+
+    Args:
+        looks: whether the clients' values are asked for, in sum, as a loss needs them; rounds ask for none.
+    """
+
+    looks: bool = False
+
+    def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+        """Negative global ELBO at a state, from the sum of the clients' values, in nats; see :meth:`Engine.loss`."""
+        return Engine.loss(dataclasses.replace(self, fresh=True, looks=True), state, args, kwargs, fine)
+
+    def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> None:
+        """Rounds evaluate nothing."""
+        del state, args, kwargs, fine
+
+    def problem(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
+        """The factors of clients: see :meth:`Engine.problem`."""
+        return dataclasses.replace(super().problem(plan, *args, **kwargs), only_visits=not self.looks)
+
+    def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
+        """Arrays of a fresh state, whose sites say nothing: clients start from nothing too; see :meth:`Engine.start`.
+
+        Raises:
+            PVIError: for a start from the clients' curvatures.
+        """
+        if mode == "curvature":
+            raise PVIError(
+                "init_sites='curvature' starts sites at what each client sees alone, and clients that are heard in sums tell no "
+                "such thing: leave init_sites out, and sites start at 1; init_params may say where q starts."
+            )
+        return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
+
+    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
+        """There is none: it is made of every client's own part.
+
+        Raises:
+            PVIError: always.
+        """
+        raise PVIError(
+            "log_evidence needs every client's own site and what normalises it, and these clients are heard in sums only: "
+            "pvi.evaluate(state) is a bound of it, or fit with runtime=InProcess(clients=...), which hears clients one by one."
+        )
+
+    def _opens(self, problem: Any, fits_params: bool) -> bool:
+        del problem, fits_params
+        return False
+
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+        # No look tells a server that a finer rule is needed: clients refine on their own, as far as there are rules.
+        del fine
+        return super()._state_problem(state, others, args, kwargs, True)
 
 
 # ----------------------------------------------------------------------------------------------------- the client's side

@@ -341,6 +341,11 @@ class Schedule(Protocol):
         ...
 
     @property
+    def only_adds(self) -> bool:
+        """Whether a round without looks needs no more of its visits than the sum of their changes, by a step that is fixed."""
+        ...
+
+    @property
     def carries_rows(self) -> bool:
         """Whether sites of single rows go with their groups' sites from round to round."""
         ...
@@ -437,6 +442,7 @@ class ScheduleDefaults:
     single_pass: bool = False
     by_label: Any = False
     at_their_pace: Any = False
+    only_adds: Any = False
     carries_rows: bool = False
     carries_tied: bool = False
     carries_numbers: bool = False

@@ -223,6 +223,11 @@ class Synchronous(ScheduleDefaults):
                 f"Synchronous(damping={self.damping!r}): expected 'auto' or a number in (0, 1]; 1 is the full step."
             )
 
+    @property
+    def only_adds(self) -> bool:
+        """With a damping of one's own: "auto" asks what lone groups want."""
+        return self.damping != "auto"
+
     def _largest(self, problem: Problem) -> float:
         return self._full(problem) if self.damping == "auto" else float(self.damping)
 
