@@ -66,6 +66,11 @@ class Holders:
         """Of the clients, by place."""
         return self.runtime.labels
 
+    @property
+    def came(self) -> tuple[int, ...]:
+        """See :attr:`numpyro_pvi.runtime.Elsewhere.came`."""
+        return self.runtime.came
+
     def _open(self) -> Any:
         line = self.line
         if line.exchange is None or line.exchange.error is not None:

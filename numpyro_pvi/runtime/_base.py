@@ -35,6 +35,11 @@ class Elsewhere(Protocol):
         """
         ...
 
+    @property
+    def came(self) -> tuple[int, ...]:
+        """By group, its holder's number among those that were given: what takes groups as they came goes by it."""
+        ...
+
     def compare(self, plan: Any) -> None:
         """Raise where a state's groups are others than the holders'.
 

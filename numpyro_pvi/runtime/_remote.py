@@ -649,8 +649,8 @@ class RowlessEngine(RemoteEngine):
         reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
         given = natural, exact, -exact_log_constant(call, part.exact), reader.prior_factor()
         fresh = self.fresh or not self.schedule.at_their_pace
-        clients: Any = self.runtime
-        stream = _InTurn(clients.came)
+        holders: Any = self.runtime.elsewhere
+        stream = _InTurn(holders.came)
         return remote_problem(self, plan, self.network, given, num_rules, self.network.tells_step, fresh, stream)
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
