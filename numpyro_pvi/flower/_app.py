@@ -40,7 +40,7 @@ def label_of(context: Any) -> Hashable:
 
 
 class _Failed(Respondent):
-    """Says why there is no client with these rows, to every question."""
+    """Says why there is no client with these rows, to every question; what one has kept before stays as it is."""
 
     def __init__(self, label: Hashable, error: Exception):
         super().__init__(label, None, {})
@@ -92,7 +92,7 @@ class Owner:
             # As good as lost: whoever asked will ask again.
             found = None
         app = flwr("flwr.app")
-        if found is not None:
+        if found is not None and not isinstance(client, _Failed):
             context.state[RECORD] = app.ConfigRecord({"client": client.save()})
         return app.Message(pack(found, not client.is_told), reply_to=message)
 

@@ -117,6 +117,7 @@ class Federation:
         until, pause = time.monotonic() + self._patience, _SOONEST
         meet, found = Introductions(self.grid), {}
         named = None if isinstance(self._owners, int) else set(self._owners)
+        count = self._owners if isinstance(self._owners, int) else len(self._owners)
         while True:
             meet.look_around()
             for reply in self.grid.pull_messages(meet.pending) if meet.pending else ():
@@ -129,7 +130,7 @@ class Federation:
                         f"two nodes ({found[label]} and {node}) have the label {label!r}; every owner has one of its own."
                     )
             late = time.monotonic() >= until
-            if len(found) >= (self._owners if named is None else len(named)) and (late or named or not meet.pending):
+            if len(found) >= count and (late or named or not meet.pending):
                 return {label: found[label] for label in labels_table(list(found)).labels}
             if late:
                 raise self._missing(list(found))

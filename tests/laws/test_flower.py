@@ -7,13 +7,13 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'numpyro_pvi[flower]'")
 
-from flwr.app import Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, Partition, wire
 from numpyro_pvi.clients import Client
 from numpyro_pvi.errors import ClientError, PVIError
-from numpyro_pvi.flower import Flower, PVIStrategy, _messages, client_app
+from numpyro_pvi.flower import Flower, PVIStrategy, _app, _messages, client_app
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient
 from tests.client_model import logistic
@@ -186,9 +186,12 @@ def test_a_process_that_crashes_is_asked_again_and_what_fails_is_named(here, tol
 
     app = client_app(logistic, AutoMultivariateNormal(logistic), broken)
     sound = client_app(logistic, AutoMultivariateNormal(logistic), load)
+    grid = Fake({"east": sound, "north": app, "south": sound})
     with pytest.raises(ClientError, match=r"could not be loaded \(OSError\)") as caught:
-        start(Fake({"east": sound, "north": app, "south": sound}))
+        start(grid)
     assert caught.value.label == "north" and "0.25" not in str(caught.value)
+    # What it may have remembered would not have been written over.
+    assert grid.nodes[grid.node_of("north")].state == {}
     grid = federation()
     grid.events["south", "look?", 5] = lambda grid, message: Message(Error(2, "it raised"), reply_to=message)
     with pytest.raises(ClientError, match="failed at its node .Flower's error 2.: it raised"):
@@ -212,6 +215,9 @@ def test_who_is_waited_for():
         Flower(grid=grid, owners=("east", "east"))
     with pytest.raises(PVIError, match="expected a function of Flower's context"):
         client_app(logistic, AutoMultivariateNormal(logistic), (X, Y))
+    with pytest.raises(PVIError, match="the node has no label"):
+        _app.label_of(Context(1, 1, {"data": "rows.csv"}, RecordDict(), {}))
+    assert _app.label_of(Context(1, 1, {"partition-id": 3}, RecordDict(), {})) == 3
     with pytest.raises(PVIError, match="Call start"):
         strategy().configure_train(1, None, None, grid)
 
