@@ -49,13 +49,12 @@ def test_five_hospitals_in_simulation(app):
     assert result.message in done.stdout
 
 
+@pytest.mark.timeout(1800)
 def test_two_hospitals_as_real_processes_over_tls(app, tmp_path):
     task, deploy = app
-    found = deploy.deploy(tmp_path, "AB", 1, 800.0)
+    found = deploy.deploy(tmp_path, "AB", 1, 1500.0)
     mean, sd, result = pooled(task, "AB", 1)
     np.testing.assert_allclose(found["mean"], mean, rtol=1e-8)
     np.testing.assert_allclose(found["sd"], sd, rtol=1e-8)
     np.testing.assert_allclose(found["losses"], result.losses, rtol=1e-8)
-    # Nobody took part who was not to, and nobody is left.
-    assert "CERTIFICATE" in (tmp_path / "ca.crt").read_text()
-    assert "TLS" in (tmp_path / "superlink.log").read_text() or "https" in (tmp_path / "node-A.log").read_text()
+    assert "running on https://127.0.0.1" in (tmp_path / "superlink.log").read_text()

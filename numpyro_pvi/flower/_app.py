@@ -13,6 +13,7 @@ import jax
 from .._compiling import use_compilation_cache
 from ..clients import Client, Respondent
 from ..errors import PVIError, WireError
+from ..handlers import Partition
 from ..wire import Message
 from ._messages import ASK, RECORD, WHO, flwr, pack, unpack
 
@@ -40,7 +41,7 @@ def label_of(context: Any) -> Hashable:
 
 
 class _Failed(Respondent):
-    """Says why there is no client with these rows, to every question."""
+    """Says why there is no client with these rows, to every question; what one has kept before stays as it is."""
 
     def __init__(self, label: Hashable, error: Exception):
         super().__init__(label, None, {})
@@ -92,7 +93,7 @@ class Owner:
             # As good as lost: whoever asked will ask again.
             found = None
         app = flwr("flwr.app")
-        if found is not None:
+        if found is not None and not isinstance(client, _Failed):
             context.state[RECORD] = app.ConfigRecord({"client": client.save()})
         return app.Message(pack(found, not client.is_told), reply_to=message)
 
@@ -131,9 +132,9 @@ class Owner:
 
 
 def client_app(
-    model: Callable,
+    model: Callable | Partition,
     guide: Any,
-    load_rows: Callable[[Any], Any],
+    load_rows: Any,
     *,
     solver: Any = None,
     loss: Any = None,
@@ -153,8 +154,8 @@ def client_app(
     Args:
         model: the server's NumPyro model, or a :class:`numpyro_pvi.Partition` of it that names the plate.
         guide: a Gaussian guide of it.
-        load_rows: called with Flower's ``Context``; returns the model's positional arguments with this owner's rows, as a tuple,
-            or a pair of that and a dict of keyword arguments.
+        load_rows: a function, called with Flower's ``Context``; returns the model's positional arguments with this owner's rows, as
+            a tuple, or a pair of that and a dict of keyword arguments.
         solver: the server's local solver.
         loss: the server's; it gives the number of particles where the loss is Monte Carlo.
         label: function of the context that gives the owner's label; by default ``label`` in the node's config, else

@@ -116,8 +116,8 @@ class Federation:
         """
         until, pause = time.monotonic() + self._patience, _SOONEST
         meet, found = Introductions(self.grid), {}
-        owners = self._owners
-        named, least = (None, owners) if isinstance(owners, int) else (set(owners), len(owners))
+        named = None if isinstance(self._owners, int) else set(self._owners)
+        count = self._owners if isinstance(self._owners, int) else len(self._owners)
         while True:
             meet.look_around()
             for reply in self.grid.pull_messages(meet.pending) if meet.pending else ():
@@ -130,7 +130,7 @@ class Federation:
                         f"two nodes ({found[label]} and {node}) have the label {label!r}; every owner has one of its own."
                     )
             late = time.monotonic() >= until
-            if len(found) >= least and (late or named or not meet.pending):
+            if len(found) >= count and (late or named or not meet.pending):
                 return {label: found[label] for label in labels_table(list(found)).labels}
             if late:
                 raise self._missing(list(found))

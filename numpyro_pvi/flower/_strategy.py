@@ -17,7 +17,7 @@ from ._messages import flwr
 from ._runtime import Flower
 
 if TYPE_CHECKING:
-    from flwr.serverapp.strategy import Result, Strategy
+    from flwr.serverapp.strategy import Result, Strategy  # pyright: ignore[reportMissingImports]
 else:
     try:
         from flwr.serverapp.strategy import Result, Strategy

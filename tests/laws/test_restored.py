@@ -14,6 +14,8 @@ from numpyro_pvi.solvers import LocalELBO, NaturalGradient
 from tests.client_model import logistic
 from tests.laws.models import rows
 
+pytestmark = pytest.mark.once
+
 X, _, Y = rows(12)
 LABELS = np.array(["east", "north", "south"])[np.arange(12) % 3]
 KEY = jax.random.key(0)
