@@ -6,7 +6,7 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -46,6 +46,7 @@ class Summed(NamedTuple):
     who: tuple[int, ...]
 
 
+@runtime_checkable
 class SecureSum(Protocol):
     """What adds clients' numbers so that no one but the client has seen a single one.
 
@@ -126,7 +127,7 @@ def lattice(q: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
 
 
 def _power_of_two(x: np.ndarray) -> np.ndarray:
-    return np.exp2(np.ceil(np.log2(x)))
+    return np.asarray(np.exp2(np.ceil(np.log2(x))))
 
 
 def _flat(leaves: tuple[np.ndarray, ...]) -> np.ndarray:
