@@ -633,6 +633,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     # What clients answer in sum only, to all of them alike: q and what a visit or a look takes, how large a number may be, and
     # what was made of every client's last answer.
     "sum?": {"run": str, "sequence": int, "how": dict, "q": tuple, "rest": tuple, "reach": float, "ledger": tuple},
+    # What a client that is heard in sums only keeps for itself where its process ends between two questions; it is never sent.
+    "summand": {**_ANSWER, "version": int, "said": tuple, "told": tuple, "site": tuple, "memory": tuple, "open": tuple},
 }
 
 

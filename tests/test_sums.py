@@ -194,6 +194,24 @@ def test_clients_go_on_from_the_last_state_only_and_say_so_when_they_have_forgot
     north._run = before
 
 
+def test_a_client_goes_on_from_what_it_has_saved(fit):
+    """In another process: the same site, and the same answer to a question that is heard again."""
+    pvi, _, sums = fit
+    sums.deaf, sums.lost, sums.asked = {}, {}, 0
+    pvi.run(KEY, 2, *SHAPES, *NOISE, progress_bar=False)
+    old = sums.clients[1]
+    new = next(c for c in clients_of(linear, Conjugate(), *NOISE) if c.label == old.label)
+    new.restore(old.save())
+    assert new.save() == old.save() and np.abs(new.site[1]).max() > 1.0
+    question = encode(Message("sum?", sums.seen[-1][0]))
+    np.testing.assert_array_equal(new.contribute(question, sums.capacity), sums.seen[-1][2][old.label])
+    new._said = (0, new._said[1])
+    new._open = None
+    np.testing.assert_array_equal(new.contribute(question, sums.capacity), sums.seen[-1][2][old.label])
+    with pytest.raises(PVIError, match="client 'east' is to be restored from what 'north' has saved"):
+        sums.clients[0].restore(old.save())
+
+
 SCHEDULES = [Synchronous(), Sequential(), StochasticSubset(2), Asynchronous()]
 
 

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +43,7 @@ _LOG = logging.getLogger("numpyro_pvi")
 _ASYMMETRY = {"float32": 1e-4, "float64": 1e-10}
 
 
+@runtime_checkable
 class Transport(Protocol):
     """What carries bytes to clients, by their places, and back. It may lose, double, delay and reorder them."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -46,6 +46,7 @@ class Summed(NamedTuple):
     who: tuple[int, ...]
 
 
+@runtime_checkable
 class SecureSum(Protocol):
     """What adds clients' numbers so that no one but the client has seen a single one.
 
@@ -126,7 +127,7 @@ def lattice(q: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
 
 
 def _power_of_two(x: np.ndarray) -> np.ndarray:
-    return np.exp2(np.ceil(np.log2(x)))
+    return np.asarray(np.exp2(np.ceil(np.log2(x))))
 
 
 def _flat(leaves: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -180,6 +181,8 @@ class Summand(Client):
         self._site: tuple[np.ndarray, ...] = ()
         self._said: tuple[int, np.ndarray] = (0, np.zeros(0, np.int64))
         self._open: _Change | None = None
+        # The question by which it was told what its rows are taken for.
+        self._plan_told = b""
 
     @property
     def site(self) -> tuple[np.ndarray, ...]:
@@ -189,7 +192,55 @@ class Summand(Client):
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         if ask.kind in ("look?", "visit?"):
             raise PVIError("it is heard in sums only, and answers no such question on its own")
-        return super()._reply(ask)
+        found = super()._reply(ask)
+        if ask.kind == "plan?":
+            self._plan_told = encode(Message("plan?", ask.fields | {"run": "", "sequence": 0}), RECORDS)
+        return found
+
+    def save(self) -> bytes:
+        """All that it has to remember between two questions, for :meth:`restore`: to be kept where its rows are.
+
+        Returns:
+            The bytes of a message of :mod:`numpyro_pvi.wire`: what it was told, its site, its solver's memory, and what it has
+            said last.
+        """
+        number, said = self._said
+        fields = {"run": self._run, "sequence": number, "label": self.label, "version": self._settled, "said": (said,)}
+        fields |= {"told": (np.frombuffer(self._plan_told, np.uint8),), "site": self._site}
+        fields |= {"memory": tuple(np.asarray(x) for x in jax.tree.leaves(self._memory)), "open": ()}
+        if (open_ := self._open) is not None:
+            leaves = tuple(np.asarray(x) for x in jax.tree.leaves(open_.memory))
+            fields["open"] = (np.asarray(open_.sequence), *open_.change, *leaves)
+        return encode(Message("summand", fields))
+
+    def restore(self, data: bytes) -> None:
+        """Go on where another client of the same label and rows was when it was saved.
+
+        Args:
+            data: what :meth:`save` has returned.
+
+        Raises:
+            WireError: for bytes that are no whole message.
+            PVIError: for those of something else, or of another label.
+        """
+        kept = decode(data)
+        fields = kept.fields
+        if kept.kind != "summand" or fields["label"] != self.label:
+            raise PVIError(
+                f"client {self.label!r} is to be restored from what {fields.get('label')!r} has saved ({kept.kind!r}): pass "
+                "the bytes that save of a client of its own label has returned."
+            )
+        told = fields["told"][0].tobytes()
+        if told and told != self._plan_told:
+            self._reply(decode(told, RECORDS))
+        self._run, self._settled, self._site = fields["run"], fields["version"], fields["site"]
+        self._said, self._open = (fields["sequence"], fields["said"][0]), None
+        if told:
+            tree = jax.tree.structure(self._answers.first_memory)
+            self._memory = tree.unflatten(fields["memory"])
+            if fields["open"]:
+                number, h, precision, *leaves = fields["open"]
+                self._open = _Change(int(number), (h, precision), tree.unflatten(leaves))
 
     def _describe(self, key: KeyData | None = None) -> dict[str, Any]:
         facts = super()._describe(key)

@@ -27,8 +27,10 @@ _MOST_CLIENTS = _MODULUS // _TARGET - 1
 
 # ------------------------------------------------------------------------------------------------------ the client's side
 
-# Clients of this process, by app and node, with the run that they belong to.
-_LIVING: dict[tuple[str, int], tuple[int, Summand]] = {}
+# Clients of this process, by app and node, with the run that they belong to and what they were when they were made: where a process
+# lives on, nothing is loaded or compiled again. What they remember is the node's own state.
+_LIVING: dict[tuple[str, int], tuple[int, Summand, bytes]] = {}
+_KEPT = "summand"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +46,19 @@ class _Owner:
         for name, value in self.settings.items():
             if jax.config.values[name] != value:  # type: ignore[attr-defined]
                 jax.config.update(name, value)
-        run, found = _LIVING.get((self.name, context.node_id), (None, None))
+        run, found, first = _LIVING.get((self.name, context.node_id), (None, None, b""))
         if found is None or run != context.run_id:
             found = self.make(context)
-            _LIVING[self.name, context.node_id] = context.run_id, found
+            first = found.save()
+            _LIVING[self.name, context.node_id] = context.run_id, found, first
+        kept = context.state.get(RECORD, {}).get(_KEPT, first)
+        if kept != found.save():
+            found.restore(kept)
         return found
+
+    def keep(self, context: Any, client: Summand) -> None:
+        """Leave what a client remembers in its node's state."""
+        context.state[RECORD] = flwr("flwr.app").ConfigRecord({_KEPT: client.save()})
 
     def introduce(self, message: Any, context: Any) -> Any:
         app = flwr("flwr.app")
@@ -57,14 +67,18 @@ class _Owner:
 
     def answer(self, message: Any, context: Any) -> Any:
         data, _ = unpack(message.content)
-        found = None if data is None else self.client(context).answer(data)
+        client = self.client(context)
+        found = None if data is None else client.answer(data)
+        self.keep(context, client)
         return flwr("flwr.app").Message(pack(found), reply_to=message)
 
     def contribute(self, message: Any, context: Any) -> Any:
         """What the mod masks: whole numbers, as floats."""
         common, compat = flwr("flwr.common"), flwr("flwr.compat.common.recorddict_compat")
         question = compat.recorddict_to_fitins(message.content, True).config[_QUESTION]
-        numbers = self.client(context).contribute(question, _CLIP)
+        client = self.client(context)
+        numbers = client.contribute(question, _CLIP)
+        self.keep(context, client)
         # Everybody counts the same, and nothing goes in the open beside the numbers.
         status = common.Status(common.Code.OK, "")
         said = common.FitRes(status, common.ndarrays_to_parameters([numbers.astype(np.float64)]), 1, {})
@@ -95,7 +109,9 @@ class _Owner:
 def summed_client_app(make: Callable[[Any], Summand], *, least: int = 3) -> Any:
     """A ``ClientApp`` of Flower for one client that is heard in sums only, through the SecAgg+ mod.
 
-    The client lives as long as the process that answers for its node, as in a simulation; it is made anew for another run.
+    What the client has to remember (its site, its solver's memory, what it said last) is in the node's ``context.state``, as the
+    bytes of one message of :mod:`numpyro_pvi.wire`: where a process ends after every message, as Flower's do when deployed, a
+    client that is made anew goes on from there. Another run begins anew.
 
     Args:
         make: a function of Flower's ``Context`` that returns the :class:`numpyro_pvi.clients.Summand`, which loads its own rows.

@@ -151,6 +151,33 @@ def test_a_sum_with_a_mask_left_in_it_is_refused(federation, monkeypatch):
     assert_same([client.site for client in clients], before, 0.0)
 
 
+def test_processes_that_end_after_every_message_fit_the_same(federation, monkeypatch):
+    """Each message finds a client that remembers nothing, and what its node has kept; planted: a node that keeps nothing."""
+    pvi, clients, grid, _ = federation
+    wanted = run(pvi, 2)
+    blank = {
+        client.label: new.save() for client, new in zip(clients, clients_of(linear, Conjugate(), *NOISE), strict=True)
+    }
+
+    def forget():
+        _secure._LIVING.clear()
+        for client in clients:
+            client.restore(blank[client.label])
+
+    def forgetful(app):
+        return lambda message, context: (forget(), app(message, context))[1]
+
+    monkeypatch.setattr(grid, "nodes", {i: (n, forgetful(app), c) for i, (n, app, c) in grid.nodes.items()})
+    assert_same(summed_sites(run(pvi, 2)), summed_sites(wanted), 0.0)
+    state = run(pvi, 2)
+    monkeypatch.setattr(_secure._Owner, "keep", lambda *given: None)
+    for _, _, context in grid.nodes.values():
+        context.state.config_records.pop(_secure.RECORD)
+    with pytest.raises(ClientError, match="no sum of the clients came about"):
+        run(pvi, 1, state)
+    forget()
+
+
 def test_a_client_takes_part_in_no_sum_of_fewer_than_it_asks_for():
     with pytest.raises(PVIError, match="a sum of one client is what it says"):
         summed_client_app(lambda context: None, least=1)
