@@ -379,7 +379,7 @@ class Errands(NamedTuple):
         return how, at, problem.seen_shapes(False)
 
 
-def _last_seen(network: Network, one: tuple, count: int, after: tuple) -> tuple:
+def _last_seen(network: Any, one: tuple, count: int, after: tuple) -> tuple:
     """Whether each client has said anything yet, and what it said last; ``after`` are arrays that must be there before."""
     shapes = _stacked((jax.ShapeDtypeStruct((), jnp.bool_), *one), count)
     return _call_out(lambda *_: network.seen(one), shapes, after)
