@@ -316,6 +316,11 @@ def test_clients_that_do_not_fit_are_refused_by_name():
     with pytest.raises(ClientError, match="made with another solver than the server: NaturalGradient") as caught:
         server(logistic, InProcess(clients=clients_of(logistic, None)), PowerEP()).init(KEY)
     assert caught.value.label == "east"
+    apart[1] = Client(logistic, AutoMultivariateNormal(logistic), "east", X[:4], Y[:4] + 0.5)
+    with pytest.raises(
+        ClientError, match=r"client 'north' says argument 1 = 'int.. per row \(\)', and client 'east' 'float"
+    ):
+        server(logistic, InProcess(clients=apart)).init(KEY)
     noisy = server(linear, InProcess(clients=clients_of(linear, None, 0.5)))
     with pytest.raises(PVIError, match="other values than with client 'east'"):
         noisy.init(KEY, Unread(X), Unread(Y), 0.7)

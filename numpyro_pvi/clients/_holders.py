@@ -277,12 +277,12 @@ def _compare_latents(plan: Any, labels: tuple, facts: list[dict[str, Any]]) -> N
 def _shapes(facts: dict[str, Any]) -> dict[str, Any]:
     """What a client says of its rows but for their number."""
     leaves, axes = facts["signature"].leaves, facts["axes"]
-    shapes = tuple(
-        (x.name, x.dtype, x.static, None if x.shape is None else tuple(n for i, n in enumerate(x.shape) if i != a))
-        for x, a in zip(leaves, axes, strict=True)
-    )
+    shapes = {}
+    for x, a in zip(leaves, axes, strict=True):
+        shape = None if x.shape is None else tuple(n for i, n in enumerate(x.shape) if i != a)
+        shapes[x.name] = x.static if shape is None else f"{x.dtype} {'per row' if a is not None else 'in all'} {shape}"
     rest = {n: facts[n] for n in ("plates", "axes", "others", "settings")}
-    return {"arguments": shapes, "structure": facts["signature"].structure, **rest}
+    return {"structure": facts["signature"].structure, **shapes, **rest}
 
 
 def _fixed(part: PartitionPlan) -> dict[str, Any]:
