@@ -43,10 +43,9 @@ def test_five_hospitals_in_simulation(app):
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines() if " +- " in line]
-    mean, sd, result = pooled(app[0], "ABCDE", 20, tol=1e-3)
+    mean, sd, _ = pooled(app[0], "ABCDE", 20, tol=1e-3)
     np.testing.assert_allclose([float(line[-3]) for line in lines], mean, atol=6e-5)
     np.testing.assert_allclose([float(line[-1]) for line in lines], sd, atol=6e-5)
-    assert result.message in done.stdout
 
 
 @pytest.mark.timeout(1800)
