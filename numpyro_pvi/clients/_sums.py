@@ -402,7 +402,7 @@ class SumExchange(Exchange):
 
     def describe(self, key: KeyData | None = None) -> list[dict[str, Any]]:
         """What all clients together look like: see :meth:`Exchange.describe`."""
-        facts = self._counted(lambda known: known.describe(key))
+        facts = self._in_the_open(lambda known: known.describe(key))
         agree_on(self.clients, [_shapes(said) for said in facts], ())
         self._rows = sum(said["rows"] for said in facts)
         found = {**facts[0], "rows": self._rows}
@@ -422,12 +422,12 @@ class SumExchange(Exchange):
 
     def agree(self, key: KeyData, taken: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell clients what their rows are taken for: see :meth:`Exchange.agree`."""
-        facts = self._counted(lambda known: known.agree(key, taken))
+        facts = self._in_the_open(lambda known: known.agree(key, taken))
         agree_on(self.clients, facts, ("rows",))
         self._rows = sum(said["rows"] for said in facts)
         return [{**facts[0], "rows": self._rows, "step": False}]
 
-    def _counted(self, ask: Any) -> list[dict[str, Any]]:
+    def _in_the_open(self, ask: Any) -> list[dict[str, Any]]:
         before = self._known.traffic
         found = ask(self._known)
         more = [b - a for a, b in zip(before, self._known.traffic, strict=True)]

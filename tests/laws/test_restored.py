@@ -45,9 +45,11 @@ class Mortal:
 
     def __init__(self, label, solver, keep=lambda kept: kept):
         self.label, self.keep, self.kept, self.answers = label, keep, None, []
-        self.spares, known = [client_of(label, solver) for _ in range(40)], {}
+        self.spares = [client_of(label, solver) for _ in range(40)]
+
+    def compile_with(self, known):
         for client in self.spares:
-            client._known = known
+            client.compile_with(known)
 
     def answer(self, data):
         client = self.spares.pop()
