@@ -113,9 +113,11 @@ class Respondent:
         try:
             if label != self.label:
                 raise PVIError(f"the question is for {label!r}, and this is {self.label!r}")
-            if self._answers is None and ask.kind in ("look?", "visit?"):
-                # One that was begun anew: whoever asks tells it, and asks again.
-                return encode(Message("untold", head))
+            if ask.kind in ("look?", "visit?"):
+                self._recall()
+                if self._answers is None:
+                    # One that was begun anew: whoever asks tells it, and asks again.
+                    return encode(Message("untold", head))
             kind, fields, after = self._reply(ask)
         except (PVIError, ValueError, TypeError, KeyError, IndexError) as error:
             return encode(Message("refusal", head | {"why": str(error)[:1000]}))
