@@ -31,7 +31,7 @@ test-all: $(VENV)/.installed-test  ## the test suite
 # Resuming is bit for bit, seeds of bad links are many, faults are planted and compilations counted in either precision: once
 # is enough. What a model closes over is followed in float64: in float32 JAX keeps its copy of a NumPy array by the array's
 # identity while an older program lives, so that it does not see one that has changed in place.
-ONCE := closures resume product_resume asynchronous mutants compiles applicability
+ONCE := closures resume product_resume asynchronous mutants compiles applicability restored flower secagg
 test-float32: $(VENV)/.installed-test  ## the laws in float32, NumPyro's default precision
 	MPLBACKEND=Agg NUMPYRO_PVI_TEST_X64=0 $(PY) -m pytest tests/laws $(PYTEST_ARGS) \
 	  $(ONCE:%=--ignore=tests/laws/test_%.py)

@@ -145,7 +145,7 @@ CASES = {
 # Of every way to divide the work one: passes, visits side by side, visits one by one, own latents; rows looked up.
 FEW = ("gradient", "optimiser", "optimiser, batches", "own latents, one by one", "families, some rows")
 ON_TWO = "families, own latents, one by one"
-IN_PROCESSES = ("gradient", "optimiser, batches")
+IN_PROCESSES = ("optimiser, batches",)
 
 
 def build(case, runtime):
