@@ -106,12 +106,12 @@ class ProductProblem:
         return self.packing.chunks if self.placed is None else (*self.placed.chunks, self.placed.rows)
 
     def look_up(
-        self, group: Int[Array, "*k"], chunk: Int[Array, "*k"], slot: Int[Array, "*k"] | None = None
+        self, group: Int[Array, "..."], chunk: Int[Array, "..."], slot: Int[Array, "..."] | None = None
     ) -> LookedUp:
         """Rows of some chunks.
 
         Args:
-            group: whose.
+            group: whose; of a shape that broadcasts against the chunks'.
             chunk: which of its chunks.
             slot: which of the chunk's slots; None for all of them.
 
