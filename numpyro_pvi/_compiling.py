@@ -58,8 +58,12 @@ _TRACED_UNDER: dict[str, Callable] = {
 # Programs of looks at a model that one owner keeps; more belong to models or shapes that are not asked for any more.
 _MOST_KEPT = 16
 
-# Levels that this XLA has turned down: asked for once, then left out.
-_refused: set[str] = set()
+# Options that this XLA does not know: asked for once, then left out.
+_unknown: set[str] = set()
+
+
+def _options(level: str) -> dict[str, Any]:
+    return {name: value for name, value in _OPTIONS[level].items() if name not in _unknown}
 
 
 def level_of(work: int, often: bool = False) -> str:
@@ -120,21 +124,24 @@ class Program:
         """
         if level is None:
             level = "cheap" if _size((args, kwargs)) <= _LARGEST_READING else "full"
-        if level in _refused or _under_trace(args, kwargs) or jax.default_backend() != "cpu":
+        if _under_trace(args, kwargs) or jax.default_backend() != "cpu":
             level = "full"
         elif level == "middle" and jax.config.values.get("jax_disable_most_optimizations"):
             level = "cheap"
-        try:
-            return self._way(level)(*args, **kwargs)
-        except jax.errors.JaxRuntimeError as error:
-            if level == "full" or "No such compile option" not in str(error):
-                raise
-            _refused.add(level)
-        return self._way("full")(*args, **kwargs)
+        while True:
+            try:
+                return self._way(level)(*args, **kwargs)
+            except jax.errors.JaxRuntimeError as error:
+                # The others of the level are kept: with them programs still compile several times faster.
+                gone = [name for name in _options(level) if f"No such compile option: '{name}'" in str(error)]
+                if not gone:
+                    raise
+            _unknown.update(gone)
+            del self._ways[level]
 
     def _way(self, level: str) -> Any:
         if level not in self._ways:
-            options = _OPTIONS[level] or None
+            options = _options(level) or None
             self._ways[level] = jax.jit(self._fn, static_argnames=self._static, compiler_options=options)
         return self._ways[level]
 
