@@ -112,7 +112,7 @@ class Fake(Grid):
         node = self.nodes.get(message.metadata.dst_node_id)
         if node is None:
             return None
-        of = node.config["label"], kind_of(unpack(message.content)[0])
+        of = node.config["label"], kind_of(unpack(message.content))
         self._heard[of] += 1
         return self.events.pop((*of, self._heard[of] - 1), None)
 

@@ -10,7 +10,7 @@ from numpyro_pvi.clients import Exchange, InMemorySums, Summand, Summed, SummedC
 from numpyro_pvi.clients._sums import EVERYONE
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
-from numpyro_pvi.solvers import Conjugate, NaturalGradient
+from numpyro_pvi.solvers import SNEP, AlphaDivergence, Conjugate, NaturalGradient, PowerEP
 from numpyro_pvi.wire import Message, decode, encode
 from tests.test_rowless import KEY, LABELS, Unread, X, Y, assert_same, linear, logistic
 
@@ -75,6 +75,15 @@ def test_rounds_that_only_add_are_those_of_one_process(fit, tolerance):
     assert_same(summed_sites(result.state), [x.sum(0) for x in jax.tree.leaves(wanted.state.sites.groups)], tolerance)
     assert_same(pvi.evaluate(result.state, *SHAPES, *NOISE), own.evaluate(wanted.state, X, Y, *NOISE), tolerance)
     assert np.isnan(result.losses).all() and pvi.runtime.report.rounds == 3 and pvi.runtime.report.unfit == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", [PowerEP(), SNEP(), AlphaDivergence(0.5)], ids=["ep", "snep", "alpha"])
+def test_moments_are_matched_as_in_one_process(solver, tolerance):
+    pvi = server(logistic, Sums(clients_of(logistic, solver)), solver)
+    found = pvi.run(KEY, 3, progress_bar=False)
+    _, wanted = one_process(logistic, solver, 3)
+    assert_same(summed_sites(found.state), [x.sum(0) for x in jax.tree.leaves(wanted.state.sites.groups)], tolerance)
 
 
 def test_prior_and_the_clients_own_sites_are_q(fit, tolerance):

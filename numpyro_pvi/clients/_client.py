@@ -40,11 +40,6 @@ class Respondent:
     def _take_up(self, answers: Answers) -> None:
         self._answers, self._memory, self._leaves = answers, answers.first_memory, None
 
-    @property
-    def is_told(self) -> bool:
-        """Whether it knows what its rows are to be taken for, without which it answers no look and no visit."""
-        return self._answers is not None or bool(self._told)
-
     def save(self) -> bytes:
         """All that it has to remember between two questions, for :meth:`restore`: nothing of its rows but what answers say of them.
 

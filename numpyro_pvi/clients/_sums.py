@@ -438,7 +438,6 @@ class SumExchange(Exchange):
 
     def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
         """The sum of the clients' values at a q; NaN where it is without a client. See :meth:`numpyro_pvi.runtime.Network.look`."""
-        how = {name: value for name, value in how.items() if name != "fresh"}
 
         def ask() -> list[tuple]:
             if how["ask"] not in ("look", "values") or own:
@@ -574,7 +573,9 @@ class SummedClients(ClientsRuntime):
     A sum of clients is a client: the fit has one group, whose site is the sum of the clients' sites, and every round absorbs the
     sum of their changes. Rounds ask for visits and no looks: they are accepted where q is normalisable, and ``losses`` are NaN;
     ``pvi.evaluate(state)`` asks for the sum of the clients' values. A client that drops out of a round keeps the site that it had,
-    and takes part in the next. Fits go on from the last state only, since each client knows its own site and nobody else does.
+    and takes part in the next. Visits know no look at q: solvers that make several steps a visit go another way
+    than in one process, and those that draw have draws of each client's own. Fits go on from the last state only, since each client
+    knows its own site and nobody else does.
 
     Args:
         wait: see :class:`Processes`; of questions in the open, before the first round.

@@ -47,6 +47,9 @@ class _Failed(Respondent):
         super().__init__(label, None, {})
         self._error = error
 
+    def _recall(self) -> None:
+        raise PVIError(str(self._error)) from self._error
+
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         raise PVIError(str(self._error)) from self._error
 
@@ -79,13 +82,13 @@ class Owner:
 
     def introduce(self, message: Any, context: Any) -> Any:
         """Say whose rows are here. No row is loaded for it."""
-        data, _ = unpack(message.content)
+        data = unpack(message.content)
         found = None if data is None else Respondent(self.label(context), None, {}).answer(data)
         return flwr("flwr.app").Message(pack(found), reply_to=message)
 
     def answer(self, message: Any, context: Any) -> Any:
         """Answer a question, from where the last one ended."""
-        data, _ = unpack(message.content)
+        data = unpack(message.content)
         client = self._client(context)
         try:
             found = None if data is None else client.answer(data)
@@ -95,7 +98,7 @@ class Owner:
         app = flwr("flwr.app")
         if found is not None and not isinstance(client, _Failed):
             context.state[RECORD] = app.ConfigRecord({"client": client.save()})
-        return app.Message(pack(found, not client.is_told), reply_to=message)
+        return app.Message(pack(found), reply_to=message)
 
     def _client(self, context: Any) -> Respondent:
         for name, value in self.settings.items():

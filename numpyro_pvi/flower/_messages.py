@@ -10,7 +10,7 @@ from ..errors import PVIError
 # Types of Flower's messages: who somebody is, and a question to a client.
 WHO, ASK = "query.pvi_who", "query.pvi"
 # Under which record of a message, or of a node's own state, and there by which name.
-RECORD, FRAME, UNTOLD = "numpyro_pvi", "frame", "untold"
+RECORD, FRAME = "numpyro_pvi", "frame"
 
 
 def flwr(module: str) -> Any:
@@ -33,26 +33,20 @@ def flwr(module: str) -> Any:
         ) from error
 
 
-def pack(data: bytes | None, untold: bool = False) -> Any:
+def pack(data: bytes | None) -> Any:
     """A record that holds the bytes of a message of ours.
 
     Args:
         data: the bytes; None says nothing.
-        untold: whether whoever says it has not been told what its rows are to be taken for.
 
     Returns:
         Flower's ``RecordDict``.
     """
-    app, fields = flwr("flwr.app"), {}
-    if data is not None:
-        fields[FRAME] = data
-    if untold:
-        fields[UNTOLD] = True
-    return app.RecordDict({RECORD: app.ConfigRecord(fields)})
+    app = flwr("flwr.app")
+    return app.RecordDict({RECORD: app.ConfigRecord({} if data is None else {FRAME: data})})
 
 
-def unpack(records: Any) -> tuple[bytes | None, bool]:
+def unpack(records: Any) -> bytes | None:
     """What :func:`pack` was given, as far as it is there."""
-    fields = records.get(RECORD, {})
-    found = fields.get(FRAME)
-    return (found if type(found) is bytes else None), fields.get(UNTOLD) is True
+    found = records.get(RECORD, {}).get(FRAME)
+    return found if type(found) is bytes else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -65,7 +66,7 @@ class Introductions:
                 why = str(reply.error.reason)[:1000]
                 logging.getLogger("numpyro_pvi").warning("node %s does not say who it is: %s", node, why)
             return None
-        data, _ = unpack(reply.content)
+        data = unpack(reply.content)
         try:
             said = None if data is None else decode(data)
         except WireError:
@@ -229,9 +230,9 @@ class Nodes:
             if reply.has_error():
                 self._failed(place, question, reply.error)
                 return
-            data, untold = unpack(reply.content)
+            data = unpack(reply.content)
             current = self._frames.get(place) is question
-            if current and untold and place in self._told and self._once_more(place):
+            if current and _is_untold(data) and place in self._told and self._once_more(place):
                 self._tell(place)
             elif data is not None:
                 if current:
@@ -271,6 +272,13 @@ class Nodes:
     def _once_more(self, place: int) -> bool:
         self._times[place] += 1
         return self._times[place] <= _AT_ONCE
+
+
+def _is_untold(data: bytes | None) -> bool:
+    """Whether a client says that it has not been told the plan: it hears that first, and its question when it has."""
+    with contextlib.suppress(WireError):
+        return data is not None and kind_of(data) == "untold"
+    return False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -66,7 +66,7 @@ class _Owner:
         return app.Message(app.RecordDict({RECORD: app.ConfigRecord({"label": label})}), reply_to=message)
 
     def answer(self, message: Any, context: Any) -> Any:
-        data, _ = unpack(message.content)
+        data = unpack(message.content)
         client = self.client(context)
         found = None if data is None else client.answer(data)
         self.keep(context, client)
@@ -149,7 +149,7 @@ class _Open:
     def send(self, place: int, data: bytes) -> None:
         """Ask one node, and wait for it."""
         for _, reply in self._sums.ask(_ASK, pack(data), [self._sums.nodes[place]]):
-            found, _ = unpack(reply)
+            found = unpack(reply)
             if found is not None:
                 self._answers.put((place, found))
 

@@ -483,19 +483,7 @@ class ProductEngine(FitsParams):
         return kind(plan, self.call(state, args, kwargs, params), state.packing, prior, draws, runtime)
 
     def prior_gap(self, plan: Any, packing: Any, args: tuple, kwargs: dict, optim_state: Any, at: Any) -> Any:
-        """How far the prior is another on the rows of one chunk than on all of them: see :meth:`Engine.prior_gap`.
-
-        Args:
-            plan: the static plan.
-            packing: rows of each chunk.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            optim_state: of the params, or None.
-            at: natural parameters, where the other latents are looked at.
-
-        Returns:
-            The largest difference of its numbers, and the largest of them (1 at least).
-        """
+        """See :meth:`numpyro_pvi.runtime.Engine.prior_gap`; ``at`` are natural parameters, where other latents are looked at."""
         params = self.constrain(plan, args, kwargs, optim_state)
         whole = ValueCall(plan.partition.model(self.model), args, kwargs, params=params)
         values, reading, chunk = (

@@ -122,7 +122,7 @@ def test_the_same_question_has_the_same_answer_in_another_process(restored):
     fresh = client_of(one.label, ELBO)
     fresh.restore(one.kept)
     assert fresh.answer(question) == answer
-    assert fresh._answers is None and fresh.is_told and fresh.save() == one.kept
+    assert fresh._answers is None and fresh._told and fresh.save() == one.kept
     # An older question has none.
     assert fresh.answer(one.answers[0][0]) is None
 
