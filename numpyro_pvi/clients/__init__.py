@@ -4,7 +4,7 @@ from ._client import Respondent
 from ._exchange import Exchange, Traffic, Transport
 from ._own import Client
 from ._ray import Ray
-from ._runtimes import ClientsRuntime, InProcess, Processes
+from ._runtimes import ClientsRuntime, InProcess, Nearby, Processes
 from ._sums import InMemorySums, SecureSum, Summand, Summed, SummedClients, SumReport
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Exchange",
     "InMemorySums",
     "InProcess",
+    "Nearby",
     "Processes",
     "Ray",
     "Respondent",

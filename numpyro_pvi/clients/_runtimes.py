@@ -12,7 +12,7 @@ import multiprocessing.connection
 import pickle
 import queue
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ import numpy as np
 from ..errors import ClientError, PVIError, WireError
 from ..handlers import labels_table
 from ..runtime import Engine, RemoteEngine, RowlessEngine, RuntimeDefaults, Vmap
-from ._client import Respondent
 from ._exchange import Exchange, Traffic, Transport
 from ._holders import Holders, agree_on
 from ._own import Client
@@ -261,13 +260,13 @@ def _key_of(state: Any, dynamic: list, static: tuple) -> Any:
 
 
 class Nearby:
-    """Clients in this process: a question is answered where it is sent.
+    """Clients in this process, or what stands for them: a question is answered where it is sent. Implements :class:`Transport`.
 
     Args:
-        respondents: the clients, by place.
+        respondents: by place, what has an ``answer(bytes)`` that returns bytes, or None for nothing.
     """
 
-    def __init__(self, respondents: list[Respondent]):
+    def __init__(self, respondents: Sequence[Any]):
         self._respondents, self._answers = respondents, queue.SimpleQueue()
 
     def send(self, place: int, data: bytes) -> None:

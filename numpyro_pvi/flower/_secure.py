@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import queue
 import secrets
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..clients import Summand, Summed, Transport
+from ..clients import Nearby, Summand, Summed, Transport
 from ..errors import ClientError, PVIError
 from ._messages import RECORD, flwr, pack, unpack
 
@@ -140,29 +139,16 @@ def summed_client_app(make: Callable[[Any], Summand], *, least: int = 3) -> Any:
 # ------------------------------------------------------------------------------------------------------ the server's side
 
 
-class _Open:
-    """Questions in the open over a Grid: implements :class:`numpyro_pvi.clients.Transport`."""
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """A node that is asked in the open, and waited for; answers as a client in this process does."""
 
-    def __init__(self, sums: SecAggSums):
-        self._sums, self._answers = sums, queue.SimpleQueue()
+    sums: SecAggSums
+    node: int
 
-    def send(self, place: int, data: bytes) -> None:
-        """Ask one node, and wait for it."""
-        for _, reply in self._sums.ask(_ASK, pack(data), [self._sums.nodes[place]]):
-            found = unpack(reply)
-            if found is not None:
-                self._answers.put((place, found))
-
-    def receive(self, wait: float) -> tuple[int, bytes] | None:
-        """The next answer."""
-        del wait
-        try:
-            return self._answers.get_nowait()
-        except queue.Empty:
-            return None
-
-    def close(self) -> None:
-        """Nodes are not this process's to end."""
+    def answer(self, data: bytes) -> bytes | None:
+        replies = self.sums.ask(_ASK, pack(data), [self.node])
+        return unpack(replies[0][1]) if replies else None
 
 
 class SecAggSums:
@@ -232,7 +218,7 @@ class SecAggSums:
 
     def open(self) -> Transport:
         """See :class:`numpyro_pvi.clients.SecureSum`."""
-        return _Open(self)
+        return Nearby([_Node(self, node) for node in self.nodes])
 
     def sum(self, question: bytes) -> Summed | None:
         """See :class:`numpyro_pvi.clients.SecureSum`."""
