@@ -181,8 +181,6 @@ class Summand(Client):
         self._site: tuple[np.ndarray, ...] = ()
         self._said: tuple[int, np.ndarray] = (0, np.zeros(0, np.int64))
         self._open: _Change | None = None
-        # The question by which it was told what its rows are taken for.
-        self._plan_told = b""
 
     @property
     def site(self) -> tuple[np.ndarray, ...]:
@@ -192,10 +190,7 @@ class Summand(Client):
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         if ask.kind in ("look?", "visit?"):
             raise PVIError("it is heard in sums only, and answers no such question on its own")
-        found = super()._reply(ask)
-        if ask.kind == "plan?":
-            self._plan_told = encode(Message("plan?", ask.fields | {"run": "", "sequence": 0}), RECORDS)
-        return found
+        return super()._reply(ask)
 
     def save(self) -> bytes:
         """All that it has to remember between two questions, for :meth:`restore`: to be kept where its rows are.
@@ -206,7 +201,7 @@ class Summand(Client):
         """
         number, said = self._said
         fields = {"run": self._run, "sequence": number, "label": self.label, "version": self._settled, "said": (said,)}
-        fields |= {"told": (np.frombuffer(self._plan_told, np.uint8),), "site": self._site}
+        fields |= {"told": (np.frombuffer(self._told, np.uint8),), "site": self._site}
         fields |= {"memory": tuple(np.asarray(x) for x in jax.tree.leaves(self._memory)), "open": ()}
         if (open_ := self._open) is not None:
             leaves = tuple(np.asarray(x) for x in jax.tree.leaves(open_.memory))
@@ -231,7 +226,7 @@ class Summand(Client):
                 "the bytes that save of a client of its own label has returned."
             )
         told = fields["told"][0].tobytes()
-        if told and told != self._plan_told:
+        if told and told != self._told:
             self._reply(decode(told, RECORDS))
         self._run, self._settled, self._site = fields["run"], fields["version"], fields["site"]
         self._said, self._open = (fields["sequence"], fields["said"][0]), None
