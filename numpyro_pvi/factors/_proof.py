@@ -563,7 +563,7 @@ class _Interpreter:
         return [unknown([f, forms[0]], kink="cond") for f in joined]
 
     def _scan(self, eqn: Any, forms: list[Form]) -> list[Form]:
-        body, fixed, carried = eqn.params["jaxpr"].jaxpr, eqn.params["num_consts"], eqn.params["num_carry"]
+        body, (fixed, carried) = eqn.params["jaxpr"].jaxpr, _fixed_and_carried(eqn.params)
         consts, carry, xs = forms[:fixed], forms[fixed : fixed + carried], forms[fixed + carried :]
         for _ in range(_SCAN_ROUNDS):
             found = self.walk(body, [*consts, *carry, *xs])
@@ -583,6 +583,14 @@ class _Interpreter:
 
 
 _CONTROL: dict[str, Callable] = {"cond": _Interpreter._cond, "scan": _Interpreter._scan, "while": _Interpreter._while}
+
+
+def _fixed_and_carried(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's inputs every step reads, and how many it hands on; JAX says so in lists from 0.12 on."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    fixed, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
+    return fixed, carried
 
 
 def _is_turn(value: float | None) -> bool:
