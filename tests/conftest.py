@@ -38,7 +38,9 @@ if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption(
-        "--sample", action="store_true", help="of n sets of a test's parameters only about n ** .4, evenly over them"
+        "--sample",
+        action="store_true",
+        help="of n sets of a test's parameters only about n ** .4, evenly over them, and one where all are in whole.txt",
     )
     parser.addoption("--brief", action="store_true", help="as --sample, and nothing that whole.txt lists")
 
@@ -83,10 +85,13 @@ def pytest_collection_modifyitems(config, items):
     left = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
     if config.getoption("--brief") or config.getoption("--sample"):
         left |= _beyond_a_sample([item for item in items if item not in left])
-    heavy = set(listed_as_whole())
-    _refuse_unknown(heavy, items)
+    listed = set(listed_as_whole())
+    _refuse_unknown(listed, items)
+    heavy = {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & listed}
     if config.getoption("--brief"):
-        left |= {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & heavy}
+        left |= heavy
+    elif config.getoption("--sample"):
+        left |= _heavy_beyond_one([item for item in items if item not in left], heavy)
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
@@ -117,6 +122,17 @@ def _beyond_a_sample(items):
         count = len(sets) if len(sets) <= 2 else round(len(sets) ** 0.4)
         kept = {round(i * (len(sets) - 1) / max(count - 1, 1)) for i in range(count)}
         left |= {item for i, item in enumerate(sets) if i not in kept}
+    return left
+
+
+def _heavy_beyond_one(items, heavy):
+    """The heavy sets of parameters of tests that have a light one; of tests whose sets are all heavy, all but the first."""
+    seen, left = {item.nodeid.partition("[")[0] for item in items if item not in heavy}, set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item in heavy and test in seen:
+            left.add(item)
+        seen.add(test)
     return left
 
 
