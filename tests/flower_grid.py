@@ -83,7 +83,7 @@ class Fake(Grid):
         raise NotImplementedError
 
     def send_and_receive(self, messages, *, timeout=None):
-        raise NotImplementedError
+        return self.pull_messages(self.push_messages(messages))
 
     def get_node_ids(self):
         return list(self.nodes)
@@ -109,10 +109,10 @@ class Fake(Grid):
         return found
 
     def _event(self, message):
-        node = self.nodes.get(message.metadata.dst_node_id)
-        if node is None:
+        node, data = self.nodes.get(message.metadata.dst_node_id), unpack(message.content)
+        if node is None or data is None:
             return None
-        of = node.config["label"], kind_of(unpack(message.content))
+        of = node.config["label"], kind_of(data)
         self._heard[of] += 1
         return self.events.pop((*of, self._heard[of] - 1), None)
 

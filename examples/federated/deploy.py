@@ -89,8 +89,8 @@ def until_listening(port: int, seconds: float) -> None:
     raise TimeoutError(f"nobody listens on port {port} after {seconds:g} s")
 
 
-def deploy(folder: Path, hospitals: str, rounds: int, timeout: float) -> dict:
-    """Fit, over TLS, and return what the server has written."""
+def deploy(folder: Path, hospitals: str, rounds: int, timeout: float, secure: bool = False) -> dict:
+    """Fit, over TLS, and return what the server has written; with ``secure``, from sums of three hospitals or more."""
     import numpy as np
     from hospitals_app.task import table_of
 
@@ -132,7 +132,9 @@ def deploy(folder: Path, hospitals: str, rounds: int, timeout: float) -> dict:
             ]
             cache = {"PVI_CACHE": str(folder / f"programs-{hospital}")}
             processes.begin(f"node-{hospital}", [*node, "--host", "127.0.0.1", "--port", str(own_port)], **cache)
-        config = f'num-server-rounds={rounds} hospitals="{",".join(hospitals)}" out="{out}"'
+        config = (
+            f'num-server-rounds={rounds} hospitals="{",".join(hospitals)}" secure={str(secure).lower()} out="{out}"'
+        )
         run = processes.begin("run", ["flwr", "run", str(HERE), "tls", "--run-config", config, "--stream"])
         while not out.exists():
             if time.monotonic() > until:
@@ -154,14 +156,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hospitals", default="ABCDE", help="which of the five")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--secure", action="store_true", help="hear hospitals in sums only, by secure aggregation")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which everything is ended")
     parser.add_argument("--keep", action="store_true", help="leave certificates, rows and logs where they are")
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hospitals-"))
     begun = time.monotonic()
     try:
-        found = deploy(folder, asked.hospitals, asked.rounds, asked.timeout)
+        found = deploy(folder, asked.hospitals, asked.rounds, asked.timeout, asked.secure)
         print("mean", found["mean"], "\nsd  ", found["sd"], "\nELBO", -found["losses"])
+        print(f"{found['trips']} round trips, {found['bytes']} bytes")
         print(f"{time.monotonic() - begun:.0f} s")
     except BaseException:
         asked.keep = True

@@ -61,6 +61,11 @@ class SecureSum(Protocol):
         """Of the clients, by place."""
         ...
 
+    @property
+    def traffic(self) -> Traffic:
+        """Round trips and bytes of all sums so far."""
+        ...
+
     def open(self) -> Transport:
         """What carries questions that clients answer one by one: what their rows look like, never what they say."""
         ...
@@ -425,9 +430,12 @@ class SumExchange(Exchange):
     def _in_the_open(self, ask: Any) -> list[dict[str, Any]]:
         before = self._known.traffic
         found = ask(self._known)
-        more = [b - a for a, b in zip(before, self._known.traffic, strict=True)]
-        self.traffic = Traffic(*(a + b for a, b in zip(self.traffic, more, strict=True)))
+        self._add(before, self._known.traffic)
         return found
+
+    def _add(self, before: Traffic, after: Traffic) -> None:
+        """Count what others have sent."""
+        self._count(**{name: b - a for name, a, b in zip(Traffic._fields, before, after, strict=True)})
 
     # ------------------------------------------------------------------ in sums
 
@@ -511,10 +519,11 @@ class SumExchange(Exchange):
             self._number += 1
             fields = {"run": self.run, "sequence": self._number, "how": how, "q": q, "rest": rest, "reach": reach}
             question = encode(Message("sum?", {**fields, "ledger": ledger}), RECORDS)
+            before = self.sums.traffic
             found = self.sums.sum(question)
-            self._count(trips=1, sent=len(question) * len(self.clients), repeats=int(attempt > 0))
+            self._add(before, self.sums.traffic)
+            self._count(repeats=int(attempt > 0))
             if found is not None and found.who:
-                self._count(received=found.numbers.nbytes * len(found.who))
                 return found
         raise ClientError(
             f"no sum of the clients came about in {self.tries} tries: too few went through to the end for any to be heard. Nothing "
@@ -604,6 +613,24 @@ class SummedClients(ClientsRuntime):
         """Of the last sum of site changes."""
         return self._exchange.report
 
+    @staticmethod
+    def expect_sums_suffice(schedule: Any, otherwise: str) -> None:
+        """Raise for a schedule that needs more of clients than the sum of what they change.
+
+        Args:
+            schedule: the fit's.
+            otherwise: what to write where clients are to answer one by one.
+
+        Raises:
+            PVIError: naming the schedule, and what to write.
+        """
+        if not schedule.only_adds:
+            raise PVIError(
+                f"clients that are heard in sums only do not go with {schedule!r}: its rounds need "
+                "what single clients say, or a step that follows looks. Write schedule=Synchronous(damping=0.5), a "
+                f"damping of your own; or {otherwise}, whose clients answer one by one."
+            )
+
     def settle(self, state: Any) -> None:
         """Tell clients what the last round has absorbed, which they are else told with the next question.
 
@@ -628,12 +655,7 @@ class SummedClients(ClientsRuntime):
         Raises:
             PVIError: for choices that need more than sums, and what to write instead.
         """
-        if not engine.schedule.only_adds:
-            raise PVIError(
-                f"clients that are heard in sums only do not go with {engine.schedule!r}: its rounds need "
-                "what single clients say, or a step that follows looks. Write schedule=Synchronous(damping=0.5), a "
-                "damping of your own; or runtime=InProcess(clients=...), whose clients answer one by one."
-            )
+        self.expect_sums_suffice(engine.schedule, "runtime=InProcess(clients=...)")
         if not isinstance(engine, Engine):
             return super().engine(engine)
         given = (engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles)
@@ -654,7 +676,7 @@ class InMemorySums:
 
     def __init__(self, clients: list[Summand] | tuple[Summand, ...], capacity: int = 1 << 52):
         order = in_order(self, [client.label for client in clients])
-        self.clients, self.capacity = tuple(clients[i] for i in order), capacity
+        self.clients, self.capacity, self.traffic = tuple(clients[i] for i in order), capacity, Traffic()
 
     @property
     def labels(self) -> tuple[Hashable, ...]:
@@ -668,6 +690,9 @@ class InMemorySums:
     def sum(self, question: bytes) -> Summed | None:
         """See :class:`SecureSum`."""
         found = {place: client.contribute(question, self.capacity) for place, client in enumerate(self.clients)}
+        trips, sent, received = self.traffic.trips, self.traffic.sent, self.traffic.received
+        received += sum(numbers.nbytes for numbers in found.values())
+        self.traffic = Traffic(trips=trips + 1, sent=sent + len(question) * len(found), received=received)
         return Summed(np.sum(list(found.values()), axis=0), tuple(found))
 
     def close(self) -> None:

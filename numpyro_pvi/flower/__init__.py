@@ -2,7 +2,7 @@
 
 from ._app import client_app
 from ._runtime import Flower
-from ._secure import SecAggSums, summed_client_app
+from ._secure import SecAggSums
 from ._strategy import FlowerResult, PVIStrategy
 
-__all__ = ["Flower", "FlowerResult", "PVIStrategy", "SecAggSums", "client_app", "summed_client_app"]
+__all__ = ["Flower", "FlowerResult", "PVIStrategy", "SecAggSums", "client_app"]

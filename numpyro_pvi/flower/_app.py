@@ -1,21 +1,25 @@
-"""An owner's side: a ClientApp that answers from rows of its own, whether its process lives on between two questions or not."""
+"""An owner's side: a ClientApp that answers from rows of its own, alone or in sums, whether its process lives on or not."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._compiling import use_compilation_cache
-from ..clients import Client, Respondent
+from ..clients import Client, Respondent, Summand
 from ..errors import PVIError, WireError
 from ..handlers import Partition
 from ..wire import Message
-from ._messages import ASK, RECORD, WHO, flwr, pack, unpack
+from ._messages import ASK, CLIP, MODULUS, QUESTION, RECORD, TARGET, WHO, flwr, pack, unpack
 
 # Clients of this process, by the app and the node that they answer for, with the run and with what they were when they were made:
 # where a process lives on, nothing is loaded or compiled again. What they remember is always the node's own state.
@@ -53,10 +57,18 @@ class _Failed(Respondent):
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         raise PVIError(str(self._error)) from self._error
 
+    def contribute(self, question: bytes, capacity: int) -> np.ndarray:
+        """It has nothing to add.
+
+        Raises:
+            PVIError: always, saying why.
+        """
+        raise PVIError(str(self._error)) from self._error
+
 
 @dataclasses.dataclass(frozen=True)
-class Owner:
-    """What a ClientApp does with Flower's messages. It is sent to wherever clients run, and so holds no client.
+class Made:
+    """Makes one owner's client.
 
     Args:
         model: see :func:`client_app`.
@@ -64,10 +76,6 @@ class Owner:
         load_rows: likewise.
         solver: likewise.
         loss: likewise.
-        label: likewise; a function of the context.
-        cache: likewise.
-        settings: of JAX, as they were where the app was made.
-        name: tells this app from others of the same process.
     """
 
     model: Any
@@ -75,10 +83,35 @@ class Owner:
     load_rows: Callable[[Any], Any]
     solver: Any
     loss: Any
+
+    def __call__(self, label: Hashable, context: Any, kind: type[Client]) -> Client:
+        load = lambda: self.load_rows(context)  # noqa: E731
+        return kind(self.model, self.guide, label, load_rows=load, solver=self.solver, loss=self.loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """What a ClientApp does with Flower's messages. It is sent to wherever clients run, and so holds no client.
+
+    Args:
+        make: makes the client of a label, a context and a kind of client.
+        label: see :func:`client_app`; a function of the context.
+        cache: likewise.
+        keep: likewise.
+        secure: likewise.
+        least: likewise.
+        settings: of JAX, as they were where the app was made.
+        name: tells this app from others of the same process.
+    """
+
+    make: Callable[[Hashable, Any, type[Client]], Client]
     label: Callable[[Any], Hashable]
-    cache: Any
-    settings: dict[str, Any]
-    name: str
+    cache: Any = None
+    keep: Any = None
+    secure: bool | Callable[[Any], bool] = False
+    least: int = 3
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
 
     def introduce(self, message: Any, context: Any) -> Any:
         """Say whose rows are here. No row is loaded for it."""
@@ -96,9 +129,75 @@ class Owner:
             # As good as lost: whoever asked will ask again.
             found = None
         app = flwr("flwr.app")
-        if found is not None and not isinstance(client, _Failed):
-            context.state[RECORD] = app.ConfigRecord({"client": client.save()})
+        if found is not None:
+            self._keep(client, context)
         return app.Message(pack(found), reply_to=message)
+
+    def contribute(self, message: Any, context: Any) -> Any:
+        """What the mod masks: whole numbers, as floats."""
+        common, compat = flwr("flwr.common"), flwr("flwr.compat.common.recorddict_compat")
+        question = compat.recorddict_to_fitins(message.content, True).config[QUESTION]
+        client: Any = self._client(context)
+        numbers = client.contribute(question, CLIP)
+        self._keep(client, context)
+        # Everybody counts the same, and nothing goes in the open beside the numbers.
+        status = common.Status(common.Code.OK, "")
+        said = common.FitRes(status, common.ndarrays_to_parameters([numbers.astype(np.float64)]), 1, {})
+        return flwr("flwr.app").Message(compat.fitres_to_recorddict(said, False), reply_to=message)
+
+    def guard(self, message: Any, context: Any, call_next: Any) -> Any:
+        """Flower's SecAgg+ mod, for an owner who is heard in sums, and a server that asks for no less hiding than agreed."""
+        constants = flwr("flwr.common.secure_aggregation.secaggplus_constants")
+        key, stage = constants.Key, constants.Stage
+        if not self.in_sums(context):
+            raise PVIError("this owner's client answers one by one, and adds to no sum: client_app(..., secure=True).")
+        asked = message.content.config_records.get(constants.RECORD_KEY_CONFIGS, {})
+        if key.STAGE not in asked:
+            raise PVIError("clients that are heard in sums only answer a training message within SecAgg+ alone.")
+        if asked[key.STAGE] == stage.SETUP:
+            agreed = {key.TARGET_RANGE: TARGET, key.MOD_RANGE: MODULUS, key.CLIPPING_RANGE: float(CLIP)}
+            other = [name for name, value in (agreed | {key.MAX_WEIGHT: 1.0}).items() if asked.get(name) != value]
+            if other or asked[key.THRESHOLD] < self.least:
+                raise PVIError(
+                    f"the server asks for a sum of {asked[key.THRESHOLD]} clients or more, and this one takes part in sums of "
+                    f"{self.least} or more (client_app(least=)); settings that differ: {other}."
+                )
+        if asked[key.STAGE] == stage.UNMASK:
+            both = set(asked[key.ACTIVE_NODE_ID_LIST]) & set(asked[key.DEAD_NODE_ID_LIST])
+            if both:
+                raise PVIError("the server asks for shares of both masks of a client, which would show what it said.")
+        return flwr("flwr.client.mod.secure_aggregation").secaggplus_mod(message, context, call_next)
+
+    def in_sums(self, context: Any) -> bool:
+        """Whether the client is heard in sums only."""
+        return bool(self.secure(context)) if callable(self.secure) else self.secure
+
+    def _keep(self, client: Respondent, context: Any) -> None:
+        """Leave what a client remembers in its node's state; what one has kept before stays where there is no client now."""
+        if isinstance(client, _Failed):
+            return
+        kept = client.save()
+        context.state[RECORD] = flwr("flwr.app").ConfigRecord({"client": kept})
+        if (file := self._file(client.label, context)) is not None:
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # A process that is killed leaves the old one or the new one.
+            half = file.with_suffix(".half")
+            with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+                out.write(kept)
+            half.replace(file)
+
+    def _kept(self, label: Hashable, context: Any) -> bytes | None:
+        """What the client of this run remembers: its node's state, or where the node has lost it, the owner's own file."""
+        found = context.state.get(RECORD, {}).get("client")
+        file = self._file(label, context) if found is None else None
+        return file.read_bytes() if file is not None and file.exists() else found
+
+    def _file(self, label: Hashable, context: Any) -> Path | None:
+        folder = self.keep(context) if callable(self.keep) else self.keep
+        if folder is None:
+            return None
+        name = hashlib.sha256(f"{type(label).__name__} {label}".encode()).hexdigest()[:16]
+        return Path(folder).expanduser() / f"{context.run_id}-{name}.pvi"
 
     def _client(self, context: Any) -> Respondent:
         for name, value in self.settings.items():
@@ -112,7 +211,7 @@ class Owner:
             for of in [key for key, entry in _LIVING.items() if key[0] == self.name and entry[0] != context.run_id]:
                 del _LIVING[of]
             try:
-                client = self._made(label, context)
+                client = self.make(label, context, Summand if self.in_sums(context) else Client)
             except PVIError as error:
                 return _Failed(label, error)
             except Exception as error:
@@ -122,16 +221,30 @@ class Owner:
                 return _Failed(label, PVIError(why))
             first = client.save()
             _LIVING[self.name, context.node_id] = context.run_id, client, first
-        kept = context.state.get(RECORD, {}).get("client", first)
+        kept = self._kept(label, context) or first
         try:
-            client.restore(kept)
+            if kept != client.save():
+                client.restore(kept)
         except PVIError as error:
             return _Failed(label, error)
         return client
 
-    def _made(self, label: Hashable, context: Any) -> Client:
-        load = lambda: self.load_rows(context)  # noqa: E731
-        return Client(self.model, self.guide, label, load_rows=load, solver=self.solver, loss=self.loss)
+
+def app_of(owner: Owner) -> Any:
+    """The ClientApp of an owner.
+
+    Args:
+        owner: what it does with messages.
+
+    Returns:
+        Flower's ``ClientApp``.
+    """
+    app = flwr("flwr.clientapp").ClientApp()
+    app.query(WHO.partition(".")[2])(owner.introduce)
+    app.query(ASK.partition(".")[2])(owner.answer)
+    if owner.secure is not False:
+        app.train(mods=[owner.guard])(owner.contribute)
+    return app
 
 
 def client_app(
@@ -143,6 +256,9 @@ def client_app(
     loss: Any = None,
     label: Callable[[Any], Hashable] | None = None,
     cache: Any = None,
+    keep: Any = None,
+    secure: bool | Callable[[Any], bool] = False,
+    least: int = 3,
 ) -> Any:
     """A ``ClientApp`` of Flower that answers for one owner's rows.
 
@@ -166,21 +282,32 @@ def client_app(
         cache: folder of compiled programs, or a function of the context that gives one: see
             :func:`numpyro_pvi.use_compilation_cache`. Without it, a process that ends after every message compiles for every
             message. It should be the owner's own: programs hold what a model closes over.
+        keep: folder of the owner's own, or a function of the context that gives one, in which what the client remembers lies as
+            well, in a file a run and label that nobody else may read: a node whose process has ended (``flower-supernode`` has its
+            state in memory alone) goes on where it was when it is begun again. A client with ``secure`` needs it for that: nobody
+            else knows its site. Others are told anew, and sent the server's copy of their solver's memory.
+        secure: whether the client is heard in sums only, through Flower's SecAgg+ mod, by a ``PVIStrategy(secure=True)``; or a
+            function of the context that says so, for an app that serves both. It is then a :class:`numpyro_pvi.clients.Summand`,
+            which answers no look and no visit on its own; another run begins it anew. ``train`` messages are the mod's then.
+        least: number of clients below which no sum shows; the client takes part in no other. Of two clients in a sum each can tell
+            the other's part.
 
     Returns:
         The app.
 
     Raises:
-        PVIError: where flwr is not installed, and for a ``load_rows`` that is no function.
+        PVIError: where flwr is not installed, for a ``load_rows`` that is no function, and for a ``least`` below 2.
     """
-    app = flwr("flwr.clientapp").ClientApp()
+    flwr("flwr.clientapp")
     if not callable(load_rows):
         raise PVIError(
             f"client_app(load_rows={type(load_rows).__name__}): expected a function of Flower's context that returns the model's "
             "arguments with this owner's rows."
         )
+    if isinstance(least, bool) or not isinstance(least, int) or least < 2:
+        raise PVIError(
+            f"client_app(least={least!r}): expected an int of 2 or more; a sum of one client is what it says."
+        )
     settings = {"jax_enable_x64": bool(jax.config.jax_enable_x64)}  # type: ignore[attr-defined]
-    owner = Owner(model, guide, load_rows, solver, loss, label or label_of, cache, settings, secrets.token_hex(8))
-    app.query(WHO.partition(".")[2])(owner.introduce)
-    app.query(ASK.partition(".")[2])(owner.answer)
-    return app
+    make = Made(model, guide, load_rows, solver, loss)
+    return app_of(Owner(make, label or label_of, cache, keep, secure, least, settings))

@@ -11,6 +11,12 @@ from ..errors import PVIError
 WHO, ASK = "query.pvi_who", "query.pvi"
 # Under which record of a message, or of a node's own state, and there by which name.
 RECORD, FRAME = "numpyro_pvi", "frame"
+# Where a question to all clients that add to a sum is, in a message of Flower's training.
+QUESTION = "question"
+# The SecAgg+ mod takes numbers within the clipping range to whole ones of the target range: with twice the clipping range for the
+# target range a whole number is taken to itself, and nothing is left to its rounding by chance.
+CLIP = 1 << 29
+TARGET, MODULUS = 2 * CLIP, 1 << 40
 
 
 def flwr(module: str) -> Any:

@@ -105,18 +105,20 @@ class Federation:
 
     def __init__(self, grid: Any, owners: int | tuple[Hashable, ...], patience: float):
         self.grid, self._owners, self._patience = grid, owners, patience
+        # Who has been asked who it is: in a process of its own, where nodes begin one a message, and so no more than once.
+        self.meet = Introductions(grid)
         # Times that a client was found again at another node, by label.
         self.moves: collections.Counter = collections.Counter()
 
     @functools.cached_property
     def found(self) -> dict[Hashable, int]:
-        """Ids of nodes, in the order in which groups are; looked for at the first time.
+        """Ids of nodes by label, in the order in which groups are; looked for at the first time, and kept up to date.
 
         Raises:
             PVIError: where owners are not there in time, and for two nodes of one label.
         """
         until, pause = time.monotonic() + self._patience, _SOONEST
-        meet, found = Introductions(self.grid), {}
+        meet, found = self.meet, {}
         named = None if isinstance(self._owners, int) else set(self._owners)
         count = self._owners if isinstance(self._owners, int) else len(self._owners)
         while True:
@@ -157,9 +159,9 @@ class Nodes:
     """
 
     def __init__(self, federation: Federation):
-        self._grid, self._moves = federation.grid, federation.moves
-        self._labels, self._nodes = list(federation.found), list(federation.found.values())
-        self._meet, self._looked = Introductions(self._grid), float("-inf")
+        self._grid, self._moves, self._found = federation.grid, federation.moves, federation.found
+        self._labels = list(federation.found)
+        self._meet, self._looked = federation.meet, float("-inf")
         # What is under way: questions by place, messages of Flower's with place and bytes, and those that only tell.
         self._frames: dict[int, bytes] = {}
         self._open: dict[str, tuple[int, bytes]] = {}
@@ -183,9 +185,7 @@ class Nodes:
         """The next answer of any client."""
         until, pause = time.monotonic() + wait, _SOONEST
         while True:
-            pending = {*self._open, *self._telling, *self._meet.pending}
-            for reply in self._grid.pull_messages(pending) if pending else ():
-                self._take(reply)
+            self._pull()
             if self._came:
                 return self._came.popleft()
             now = time.monotonic()
@@ -197,20 +197,30 @@ class Nodes:
             time.sleep(min(pause, max(0.0, until - now)))
             pause = min(_LATEST, 1.5 * pause)
 
+    def seek(self) -> None:
+        """See who is there, and who has come back at another node; nobody is waited for."""
+        self._meet.look_around()
+        self._pull()
+
     def close(self) -> None:
         """Forget what is under way; nodes go on for whoever asks next."""
         self._frames, self._open, self._telling = {}, {}, {}
         self._came.clear()
 
+    def _pull(self) -> None:
+        pending = {*self._open, *self._telling, *self._meet.pending}
+        for reply in self._grid.pull_messages(pending) if pending else ():
+            self._take(reply)
+
     def _post(self, place: int) -> None:
         data = self._frames[place]
-        message = post(self._grid, self._nodes[place], ASK, data)
+        message = post(self._grid, self._found[self._labels[place]], ASK, data)
         if message is not None:
             self._open[message] = place, data
 
     def _tell(self, place: int) -> None:
         """Tell a client what its rows are to be taken for; its question follows when it has heard it."""
-        message = post(self._grid, self._nodes[place], ASK, self._told[place])
+        message = post(self._grid, self._found[self._labels[place]], ASK, self._told[place])
         if message is not None:
             self._telling[message] = place
 
@@ -243,13 +253,11 @@ class Nodes:
         """A client has said where it is."""
         if label not in self._labels:
             return
-        place = self._labels.index(label)
-        if self._nodes[place] == node:
+        place, before = self._labels.index(label), self._found[label]
+        if before == node:
             return
-        logging.getLogger("numpyro_pvi").warning(
-            "client %r is now at node %s, and was at node %s", label, node, self._nodes[place]
-        )
-        self._nodes[place] = node
+        logging.getLogger("numpyro_pvi").warning("client %r is now at node %s, and was at node %s", label, node, before)
+        self._found[label] = node
         self._moves[label] += 1
         if place in self._frames:
             self._post(place)

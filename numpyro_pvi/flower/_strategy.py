@@ -11,10 +11,13 @@ import jax
 import numpy as np
 
 from .._state import PVIRunResult
+from ..clients import SummedClients
 from ..errors import PVIError
 from ..pvi import PVI
+from ..schedules import Synchronous
 from ._messages import flwr
 from ._runtime import Flower
+from ._secure import SecAggSums
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result, Strategy  # pyright: ignore[reportMissingImports]
@@ -31,7 +34,7 @@ class FlowerResult(Result):
     """What :meth:`PVIStrategy.start` returns: a ``Result`` of Flower's with the fit beside it.
 
     Flower's own fields hold what goes into them: ``arrays`` the guide's parameters by name, ``train_metrics_clientapp`` every
-    round's ELBO in nats.
+    round's ELBO in nats (nothing where clients are heard in sums only, whose rounds look at no ELBO).
 
     Attributes:
         fit: what ``PVI.run`` has returned: parameters, state, losses, report.
@@ -50,19 +53,25 @@ class PVIStrategy(Strategy):
     that solvers, schedules, stopping and checkpoints are those of every other fit. Needs the extra:
     ``pip install 'numpyro_pvi[flower]'``.
 
+    With ``secure=True`` the server learns the sum of what owners change of their sites, and no single change: ``start`` is
+    ``PVI(..., runtime=SummedClients(sums=SecAggSums(grid))).run``, over nodes of ``client_app(..., secure=True)``. Rounds are those
+    of ``Synchronous(damping=0.5)`` or another number; every other schedule needs single sites, and is refused.
+
     Args:
         model: the NumPyro model.
         guide: a Gaussian guide of it.
         solver: local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
-        schedule: of rounds; :class:`numpyro_pvi.schedules.Synchronous` by default.
+        schedule: of rounds; :class:`numpyro_pvi.schedules.Synchronous` by default, with ``damping=0.5`` where ``secure``.
         loss: see :class:`numpyro_pvi.PVI`.
         owners: see :class:`Flower`.
         patience: likewise.
         wait: likewise.
         tries: likewise.
+        secure: whether owners are heard in sums only, by Flower's SecAgg+.
+        threshold: of :class:`SecAggSums`, where ``secure``.
 
     Raises:
-        PVIError: where flwr is not installed.
+        PVIError: where flwr is not installed; where ``secure``, for a schedule that needs more than sums.
     """
 
     def __init__(
@@ -77,10 +86,25 @@ class PVIStrategy(Strategy):
         patience: float = 600.0,
         wait: float = 300.0,
         tries: int = 3,
+        secure: bool = False,
+        threshold: int | float = 0.75,
     ):
         flwr("flwr.serverapp.strategy")
+        if secure:
+            schedule = Synchronous(damping=0.5) if schedule is None else schedule
+            SummedClients.expect_sums_suffice(schedule, "secure=False")
+        self._secure, self._threshold = secure, threshold
         self._made = {"model": model, "guide": guide, "solver": solver, "schedule": schedule, "loss": loss}
-        self._found = {"owners": owners, "patience": patience, "wait": wait, "tries": tries}
+        self._found = {"owners": owners, "patience": patience}
+        self._asked: dict[str, Any] = {"wait": wait, "tries": tries}
+
+    def _runtime(self, grid: Any) -> tuple[Any, tuple[Hashable, ...]]:
+        """Who carries the questions, and whose rows there are."""
+        if not self._secure:
+            runtime = Flower(grid=grid, **self._asked, **self._found)
+            return runtime, runtime.labels
+        sums = SecAggSums(grid, threshold=self._threshold, timeout=self._asked["wait"], **self._found)
+        return SummedClients(sums=sums, **self._asked), sums.labels
 
     def start(  # type: ignore[override]
         self,
@@ -117,12 +141,14 @@ class PVIStrategy(Strategy):
         model, guide = self._made["model"], self._made["guide"]
         rest = {name: self._made[name] for name in ("solver", "schedule", "loss")}
         self.summary()
-        runtime = Flower(grid=grid, **self._found)
-        _log("%d owners: %s", len(runtime.labels), ", ".join(map(str, runtime.labels)))
+        runtime, owners = self._runtime(grid)
+        _log("%d owners: %s", len(owners), ", ".join(map(str, owners)))
         pvi = PVI(model, guide, runtime=runtime, **rest)
 
         def told(done: int, state: Any, info: Any) -> bool | None:
             _log("[ROUND %d/%d] q moved by %.2g posterior sds; %s", done, num_rounds, info.total_move, runtime.workers)
+            if self._secure and (gone := runtime.report.absent):
+                _log("the last sum is without %s, whose sites stay what they were", ", ".join(map(str, gone)))
             return None if callback is None else callback(done, state, info)
 
         key = jax.random.key(0) if key is None else key
@@ -144,6 +170,7 @@ class PVIStrategy(Strategy):
         for name in ("guide", "solver", "schedule", "loss"):
             value = self._made[name]
             _log("\t%s: %s", name, "default" if value is None else type(value).__name__)
+        _log("\towners are heard %s", "in sums only" if self._secure else "one by one")
 
     def _refuse(self, name: str) -> PVIError:
         return PVIError(

@@ -1,9 +1,10 @@
-"""A hospital: it reads its own rows and answers questions about q. No row leaves it."""
+"""A hospital: it reads its own rows and answers questions about q, alone or in sums. No row leaves it."""
 
 import os
 
 from numpyro_pvi.flower import client_app
 
+from .fedavg import descend
 from .task import HOSPITALS, guide, model, rows_of
 
 
@@ -17,5 +18,23 @@ def load_rows(context):
     return rows_of(label(context), context.node_config.get("data"))
 
 
-# Where processes end after every message, programs outlive them here; PVI_CACHE is the hospital's own folder.
-app = client_app(model, guide(), load_rows, label=label, cache=os.environ.get("PVI_CACHE"))
+def heard_in_sums(context):
+    """Whether it answers in sums only: as its node was begun, which nobody else can change, or else as the run is to be."""
+    return bool(context.node_config.get("secure", context.run_config.get("secure", False)))
+
+
+def hospital(secure=heard_in_sums):
+    """The app; ``secure`` as of :func:`numpyro_pvi.flower.client_app`."""
+    # Where processes end after every message, programs outlive them here; PVI_CACHE is the hospital's own folder.
+    made = client_app(model, guide(), load_rows, label=label, cache=os.environ.get("PVI_CACHE"), secure=secure)
+
+    @made.train("fedavg")
+    def train(message, context):
+        if secure(context) if callable(secure) else secure:
+            raise ValueError("this hospital is heard in sums only, and takes no part in FedAvg, which shows its steps")
+        return descend(message, *load_rows(context))
+
+    return made
+
+
+app = hospital()
