@@ -442,12 +442,6 @@ def private_start(init_sites: str, schedule: Any, runtime: Any, optim: Any) -> s
             "DifferentialPrivacy clips, noises and counts: write Decentralized(..., mixing='tracking'), or another "
             "schedule."
         )
-    if runtime.elsewhere is not None:
-        raise PVIError(
-            "clients that have rows of their own describe them before the first visit (structure, log-likelihoods near the "
-            "prior), which DifferentialPrivacy neither noises nor counts: give the server the rows, runtime=Processes() or "
-            "InProcess(), or fit without it."
-        )
     if schedule.at_their_pace:
         raise PVIError(
             f"{schedule!r} has clients send what they see at a q beside their sites, and leaves visits under way at the end, which "

@@ -136,6 +136,11 @@ class Respondent:
             return self._visit(ask.fields)
         raise PVIError(f"a message {ask.kind!r} is no question that a client answers")
 
+    def _key(self, key: KeyData, fields: dict[str, Any]) -> Any:
+        """The random key of a visit."""
+        del fields
+        return key.on_device()
+
     def _visit(self, fields: dict[str, Any]) -> tuple[str, dict[str, Any], tuple]:
         own = digest_of(_numbers(jax.tree.leaves(self._memory)))
         memory, structure = self._memory, jax.tree.structure(self._memory)
@@ -149,7 +154,7 @@ class Respondent:
         key, start, shared, at = fields["rest"]
         if not isinstance(key, KeyData):
             raise PVIError("a visit needs a random key")
-        found = self._answers.visit(fields["how"], shared, rest, site, memory, key.on_device(), start)
+        found = self._answers.visit(fields["how"], shared, rest, site, memory, self._key(key, fields), start)
         look = fields["how"].get("look")
         seen = () if look is None else self._answers.look(look, at)
         step = () if found.step is None else (found.step,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -28,7 +30,9 @@ class Client(Respondent):
 
     It is made from what the server's ``PVI`` is made from, and its own rows. Asked to *describe* itself it says how many rows it
     has, of which shapes and dtypes, and the structure that it has found at them; told what all clients' rows are to be taken for,
-    it answers looks and visits. No answer holds a row; see the page on privacy for what answers say of rows.
+    it answers looks and visits. No answer holds a row; see the page on privacy for what answers say of rows. Under
+    :class:`numpyro_pvi.solvers.DifferentialPrivacy` it tells of its rows their number, shapes and dtypes and what visits release,
+    and describes rows that everybody may know (``like``) in place of its own.
 
     Args:
         model: the NumPyro model, or a :class:`numpyro_pvi.Partition` of one that names the plate (whose groups are not read).
@@ -39,10 +43,18 @@ class Client(Respondent):
             keyword arguments.
         solver: the server's local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
         loss: the server's; it gives the number of particles where the loss is Monte Carlo.
+        secret: under a solver that is ``private``, 16 to 64 bytes that nobody else has, such as ``os.urandom(32)``, kept beside the
+            rows as long as the fit runs: visits draw by keys that are made of them and of all that is asked, so that the server,
+            whose own key travels in every question, cannot make the noise again. Asked the same, the client draws the same. Fits
+            are then no more those of one process.
+        like: under a solver that is ``private``, the model's arguments with rows that everybody may know, agreed on beforehand, as
+            ``load_rows`` returns them; as many as one likes, of the same columns. What the client tells the server before the first
+            visit (the structure that rows show, how likely they are near the prior) is told of these, and not of its own rows.
         kwargs: the model's keyword arguments.
 
     Raises:
-        PVIError: for choices that no fit takes, and for rows that are not along one plate of the model's.
+        PVIError: for choices that no fit takes, for ``secret`` and ``like`` of a solver that is not private, for one that is
+            without ``like``, and for rows that are not along one plate of the model's.
         DataError: for NaN or infinity in the rows, when the client is asked to describe them.
     """
 
@@ -55,9 +67,12 @@ class Client(Respondent):
         load_rows: Callable[[], Any] | None = None,
         solver: Any = None,
         loss: Any = None,
+        secret: bytes | None = None,
+        like: Any = None,
         **kwargs: Any,
     ):
         super().__init__(label, None, {})
+        self._secret = secret
         if load_rows is not None:
             if args or kwargs:
                 raise PVIError(f"client {label!r} is given rows and load_rows, which loads them: leave one out.")
@@ -81,6 +96,7 @@ class Client(Respondent):
         (self._rows,) = sizes.values()
         call = self._args, self._kwargs
         self._row_axes, _ = row_arguments(partition, self._pvi.model, *call, self._rows)
+        self._like = self._check_privacy(secret, like)
         self._begun: tuple[Any, Any] | None = None
         self._known: dict[Any, Any] = {}
 
@@ -127,7 +143,7 @@ class Client(Respondent):
         }
         if key is None:
             return facts
-        begun = self._begin(key)
+        begun = self._shown(key)
         planned, plan = begun.planned, begun.plan
         engine, loc = self._pvi._engine, np.asarray(planned.prior_loc)
 
@@ -139,6 +155,75 @@ class Client(Respondent):
         prior = () if part.params else tuple(np.asarray(x) for x in Program(numbers)(begun.dynamic, loc))
         found = {"loc": loc, "sd": np.asarray(planned.prior_sd), "nearby": np.asarray(planned.nearby), "prior": prior}
         return {**facts, "part": part, "params": tuple(planned.params), **found}
+
+    def _check_privacy(self, secret: bytes | None, like: Any) -> Any:
+        """What is given for a solver that is private; arguments with public rows, or None."""
+        solver = self._pvi.solver
+        if not solver.private:
+            given = "secret" if secret is not None else "like"
+            if secret is not None or like is not None:
+                raise PVIError(
+                    f"client {self.label!r}: {given}= is for solver=DifferentialPrivacy(...), and this is {type(solver).__name__}, "
+                    "whose visits are not private: leave it out."
+                )
+            return None
+        if secret is not None and not (isinstance(secret, bytes) and 16 <= len(secret) <= 64):
+            raise PVIError(
+                f"client {self.label!r}: expected secret= to be 16 to 64 bytes, such as os.urandom(32), kept beside the rows."
+            )
+        if like is None:
+            raise PVIError(
+                f"client {self.label!r}: under {type(solver).__name__} it would tell what structure its rows show and how likely "
+                "they are near the prior, which is neither noised nor counted. Pass like=, the model's arguments with rows that "
+                "everybody may know (made up, of the same columns), and it describes these."
+            )
+        public, own = self._pvi._arguments(*_loaded(like)), (self._args, self._kwargs)
+        shapes, wanted = (self._shapes_of_rows(x) for x in (public, own))
+        if jax.tree.structure(public) != jax.tree.structure(own) or shapes != wanted:
+            raise PVIError(
+                f"client {self.label!r}: like= has, but for the number of rows, the shapes {shapes}, and its rows {wanted}: pass "
+                "the model's arguments as the rows are given, as a tuple or a pair of that and a dict of keyword arguments."
+            )
+        return public
+
+    def _shapes_of_rows(self, arguments: Any) -> list[list[int]]:
+        """Shapes of the arguments, without the axis along which there are rows."""
+        pairs = zip(jax.tree.leaves(arguments), self._row_axes, strict=False)
+        return [[n for i, n in enumerate(np.shape(x)) if a is None or i != a % np.ndim(x)] for x, a in pairs]
+
+    def _key(self, key: KeyData, fields: dict[str, Any]) -> Any:
+        """The server's; with a secret, one that only this client can make, the same for the same question and no other."""
+        found = super()._key(key, fields)
+        if self._secret is None:
+            return found
+        # Under another number, or with the memory that the digest is of, it is the same question.
+        asked = encode(Message("visit?", fields | {"run": "", "sequence": 0, "memory": ()}), RECORDS)
+        for word in np.frombuffer(hashlib.blake2b(asked, key=self._secret, digest_size=32).digest(), np.uint32):
+            found = jax.random.fold_in(found, word)
+        return found
+
+    def _shown(self, key: KeyData) -> Any:
+        """What the server is told was found: at the rows, or where visits are private at those that everybody knows."""
+        if self._like is None:
+            return self._begin(key)
+        if not isinstance(key, KeyData):
+            raise PVIError("structure is looked for with a random key")
+        return begin_fit(self._pvi, jax.random.key(0), *self._like, plan_key=key.on_device())
+
+    def _privately(self, key: KeyData) -> Any:
+        """What was found at the rows; where visits are private, what is wrong with them is not told, but only that something is."""
+        solver = self._pvi.solver
+        try:
+            begun = self._begin(key)
+            if solver.private:
+                solver.check_groups({self.label: self._rows}, begun.plan.partition.mechanism)
+            return begun
+        except PVIError as error:
+            if not solver.private:
+                raise
+            logging.getLogger("numpyro_pvi").exception("the rows of client %r cannot be fitted", self.label)
+            why = f"its rows cannot be fitted ({type(error).__name__}): the log in its own process says why"
+            raise PVIError(why) from None
 
     def _begin(self, key: KeyData) -> Any:
         """What was found at the rows with a key; looked for once."""
@@ -152,7 +237,7 @@ class Client(Respondent):
 
     def _plan(self, key: KeyData, taken: dict[str, Any]) -> None:
         """Take the rows for what all clients' are taken for."""
-        begun, engine = self._begin(key), self._pvi._engine
+        begun, engine = self._privately(key), self._pvi._engine
         part = dataclasses.replace(
             begun.plan.partition, **{n: taken[n] for n in ("likelihood", "terms", "unstructured")}
         )

@@ -656,6 +656,12 @@ class SummedClients(ClientsRuntime):
             PVIError: for choices that need more than sums, and what to write instead.
         """
         self.expect_sums_suffice(engine.schedule, "runtime=InProcess(clients=...)")
+        if engine.solver.private:
+            raise PVIError(
+                f"{type(engine.solver).__name__} counts releases in what groups remember, which clients that are heard in sums "
+                "keep to themselves, so that no epsilon could be told: write runtime=InProcess(clients=...), whose clients "
+                "answer one by one, or fit without it."
+            )
         if not isinstance(engine, Engine):
             return super().engine(engine)
         given = (engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles)

@@ -76,6 +76,8 @@ class Made:
         load_rows: likewise.
         solver: likewise.
         loss: likewise.
+        secret: likewise.
+        like: likewise.
     """
 
     model: Any
@@ -83,10 +85,14 @@ class Made:
     load_rows: Callable[[Any], Any]
     solver: Any
     loss: Any
+    secret: Callable[[Any], bytes] | None
+    like: Any
 
     def __call__(self, label: Hashable, context: Any, kind: type[Client]) -> Client:
         load = lambda: self.load_rows(context)  # noqa: E731
-        return kind(self.model, self.guide, label, load_rows=load, solver=self.solver, loss=self.loss)
+        secret = None if self.secret is None else self.secret(context)
+        made = {"load_rows": load, "solver": self.solver, "loss": self.loss, "secret": secret, "like": self.like}
+        return kind(self.model, self.guide, label, **made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +265,8 @@ def client_app(
     keep: Any = None,
     secure: bool | Callable[[Any], bool] = False,
     least: int = 3,
+    secret: Callable[[Any], bytes] | None = None,
+    like: Any = None,
 ) -> Any:
     """A ``ClientApp`` of Flower that answers for one owner's rows.
 
@@ -291,6 +299,9 @@ def client_app(
             which answers no look and no visit on its own; another run begins it anew. ``train`` messages are the mod's then.
         least: number of clients below which no sum shows; the client takes part in no other. Of two clients in a sum each can tell
             the other's part.
+        secret: under a solver that is ``private``, a function of the context that returns the owner's secret: see
+            :class:`numpyro_pvi.clients.Client`. It is to be the same in every process that answers for these rows.
+        like: under a solver that is ``private``, the model's arguments with rows that everybody may know: likewise.
 
     Returns:
         The app.
@@ -309,5 +320,5 @@ def client_app(
             f"client_app(least={least!r}): expected an int of 2 or more; a sum of one client is what it says."
         )
     settings = {"jax_enable_x64": bool(jax.config.jax_enable_x64)}  # type: ignore[attr-defined]
-    make = Made(model, guide, load_rows, solver, loss)
+    make = Made(model, guide, load_rows, solver, loss, secret, like)
     return app_of(Owner(make, label or label_of, cache, keep, secure, least, settings))

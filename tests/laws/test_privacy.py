@@ -6,6 +6,7 @@ none, rounds that look at values.
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 
 import jax
@@ -21,7 +22,8 @@ from scipy import stats
 
 import numpyro_pvi.solvers._differential_privacy as privacy
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
-from numpyro_pvi.clients import Client, InProcess
+from numpyro_pvi.clients import Client, InMemorySums, InProcess, SummedClients, _exchange
+from numpyro_pvi.errors import ClientError
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
 from numpyro_pvi.runtime import _factors, _product_engine
 from numpyro_pvi.schedules import (
@@ -46,6 +48,7 @@ from numpyro_pvi.solvers import (
     StochasticEP,
     StochasticNaturalGradient,
 )
+from numpyro_pvi.wire import KeyData
 
 counts = pytest.mark.skipif(
     importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting (the extra `privacy`) is not installed"
@@ -544,6 +547,146 @@ def test_clients_are_visited_and_never_asked_for_a_look():
     assert (traffic.looks, traffic.visits) == (0, 2) and there.epsilon == here.epsilon
 
 
+# What clients describe in place of their rows.
+PUBLIC = np.array([0.5, -1.5, 2.0, 0.7])
+# Programs of all these clients.
+KNOWN = {}
+
+
+class Heard:
+    """A transport that keeps all that is said to clients and by them."""
+
+    def __init__(self, inner, said):
+        self._inner, self._said = inner, said
+
+    def send(self, place, data):
+        self._said.append(("asked", place, data))
+        self._inner.send(place, data)
+
+    def receive(self, wait):
+        found = self._inner.receive(wait)
+        self._said.append(("said", *(found or ())))
+        return found
+
+    def close(self):
+        self._inner.close()
+
+
+def rowless(solver, y=Y, model=location, kind=Client, **options):
+    """A fit whose clients have their own rows, and all that is said in it."""
+    said, mine = [], np.array(LABELS)
+    guide = AutoMultivariateNormal(model)
+    clients = [kind(model, guide, c, y[mine == c], solver=solver, like=PUBLIC, **options) for c in "abc"]
+    runtime = InProcess(clients=clients, through=lambda inner: Heard(inner, said))
+    for client in clients:
+        client.compile_with(KNOWN)
+    return PVI(model, AutoMultivariateNormal(model), solver=solver, runtime=runtime), said
+
+
+def sly(y):
+    """Quadratic at calm rows, which only their values show."""
+    theta = numpyro.sample("theta", dist.Normal(0.0, 2.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(theta + jnp.where(y > 30.0, theta**2, 0.0), 1.0), obs=y)
+
+
+def slope(y):
+    """Seen through an affine predictor, which is proved where it is found; rows of zeros do not show it."""
+    theta = numpyro.sample("theta", dist.Normal(0.0, 2.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("won", dist.Bernoulli(logits=theta * y), obs=jnp.ones(len(y)))
+
+
+class Open(Client):
+    """Planted: describes its own rows."""
+
+    def _shown(self, key):
+        return self._begin(key)
+
+
+def talk(solver, monkeypatch, y, rounds=2, **options):
+    """All bytes of a fit, and its result; without rounds, of its beginning."""
+    monkeypatch.setattr(_exchange.secrets, "token_hex", lambda size: "0" * 2 * size)
+    pvi, said = rowless(solver, y, **options)
+    return said, pvi.run(KEY, rounds, progress_bar=False) if rounds else pvi.init(KEY)
+
+
+DESCRIBED = {"found": (sly, OTHERS), "hidden": (slope, 0.0 * OTHERS), "location": (location, OTHERS)}
+
+
+@counts
+@pytest.mark.parametrize("name", ["found", "hidden", pytest.param("location", marks=pytest.mark.slow)])
+def test_clients_with_rows_of_their_own_say_nothing_of_them_but_by_visits(name, monkeypatch):
+    """Every byte in both directions, from the first question to the last: the same whatever the rows are."""
+    solver, (model, others) = DifferentialPrivacy(Deaf(), QUIET, 1.0), DESCRIBED[name]
+    (one, here), (other, there) = (talk(solver, monkeypatch, y, model=model) for y in (Y, others))
+    assert len(one) > 12 and one == other
+    assert same(here.state, there.state) and here.epsilon == there.epsilon == solver.epsilon(2)
+    (one, _), (other, _) = (talk(solver, monkeypatch, y, 0, model=model, kind=Open) for y in (Y, others))
+    assert one != other
+
+
+@counts
+def test_clients_with_rows_of_their_own_fit_and_count_as_one_process():
+    solver = DifferentialPrivacy(NaturalGradient(), 1.0, 1.0)
+    pvi, _ = rowless(solver)
+    found, wanted = pvi.run(KEY, 2, progress_bar=False), run(make(solver))
+    for n, x in wanted.params.items():
+        np.testing.assert_allclose(found.params[n], x, rtol=1e-10 if x.dtype == np.float64 else 1e-4)
+    assert found.epsilon == wanted.epsilon == solver.epsilon(2) and found.info.epsilons == wanted.info.epsilons
+    assert found.info.traffic.looks == 0 and np.isnan(found.losses).all()
+
+
+@counts
+def test_with_a_secret_the_server_cannot_make_the_noise_again():
+    """What is released of rows that say nothing is the noise: another by every secret."""
+    solver = DifferentialPrivacy(Deaf(), QUIET, 1.0)
+    open_, one, other = (
+        rowless(solver, **options)[0].run(KEY, 1, progress_bar=False)
+        for options in ({}, *({"secret": bytes([i]) * 32} for i in (1, 2)))
+    )
+    assert one.epsilon == open_.epsilon == solver.epsilon(1)
+    sites = [np.ravel(x.state.sites.groups.precision_mean) for x in (open_, one, other)]
+    assert min(np.abs(a - b).min() for a, b in itertools.combinations(sites, 2)) > 1e-3
+
+
+def test_the_noise_is_of_the_question_and_not_of_the_key_alone():
+    """A server that asks twice by one key would else take the noise out of the difference."""
+    solver = DifferentialPrivacy(NaturalGradient(), 0.0, math.inf)
+    client = Client(
+        location, AutoMultivariateNormal(location), "a", Y[:2], solver=solver, like=PUBLIC, secret=b"x" * 16
+    )
+    key = KeyData(np.asarray(jax.random.key_data(KEY)), str(jax.random.key_impl(KEY)))
+    asked = {"label": "a", "how": {}, "cavity": (np.zeros(1),), "site": (np.ones(1),), "digest": b"1" * 16}
+    asked |= {"memory": (), "rest": (key, (), (), ()), "run": "now", "sequence": 7}
+
+    def by(**others):
+        return tuple(np.asarray(jax.random.key_data(client._key(key, asked | others))))
+
+    assert by() == by(memory=(np.ones(3),)) == by(sequence=8, run="later")
+    questions = [by(), by(cavity=(np.ones(1),)), by(site=(np.zeros(1),)), by(digest=b"2" * 16), by(how={"a": 1})]
+    assert len(set(questions)) == 5 and tuple(np.asarray(jax.random.key_data(KEY))) not in questions
+    with pytest.raises(PVIError, match="expected secret= to be 16 to 64 bytes"):
+        Client(location, AutoMultivariateNormal(location), "a", Y[:2], solver=solver, like=PUBLIC, secret=b"short")
+    with pytest.raises(PVIError, match="secret= is for solver=DifferentialPrivacy.*, and this is NaturalGradient"):
+        Client(location, AutoMultivariateNormal(location), "a", Y[:2], secret=b"x" * 16)
+    with pytest.raises(
+        PVIError, match=r"like= has, but for the number of rows, the shapes \[\[2\]\], and its rows \[\[\]\]"
+    ):
+        Client(location, AutoMultivariateNormal(location), "a", Y[:2], solver=solver, like=np.zeros((3, 2)))
+    with pytest.raises(PVIError, match="neither noised nor counted. Pass like=, the model's arguments with rows that"):
+        Client(location, AutoMultivariateNormal(location), "a", Y[:2], solver=solver)
+
+
+def test_what_is_wrong_with_rows_is_not_told(caplog):
+    solver = DifferentialPrivacy(NaturalGradient(), 0.0, 1.0)
+    pvi, said = rowless(solver, np.array([0.1, np.nan, *Y[2:]]))
+    with pytest.raises(ClientError, match="its rows cannot be fitted .DataError.: the log in its own process"):
+        pvi.init(KEY)
+    assert not any(b"NaN" in data for _, _, data in said)
+    assert "NaN" in caplog.text or "not finite" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------------------- the count
 
 
@@ -628,9 +771,12 @@ WRONG = {
     "what they see at a q": lambda: make(
         DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), Asynchronous(delays="real"), runtime=InProcess()
     ),
-    "describe them": lambda: make(
-        DifferentialPrivacy(NaturalGradient(), 0.0, 1.0),
-        runtime=InProcess(clients=[Client(location, AutoMultivariateNormal(location), c, Y[:2]) for c in "abc"]),
+    "no epsilon could be told": lambda: PVI(
+        location,
+        AutoMultivariateNormal(location),
+        solver=DifferentialPrivacy(NaturalGradient(), 0.0, 1.0),
+        schedule=Synchronous(damping=0.5),
+        runtime=SummedClients(sums=InMemorySums([])),
     ),
     "takes rows as they come": lambda: make(
         DifferentialPrivacy(NaturalGradient(), 0.0, 1.0),
