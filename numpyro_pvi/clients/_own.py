@@ -7,16 +7,18 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._compiling import Program
 from .._opening import begin_fit
 from .._saving import settings_of
+from .._state_marginals import own_distributions, rows_by_unit
 from ..errors import PVIError, WireError
 from ..factors import abstract_trace, join_arguments, row_arguments, signature_of, split_arguments
 from ..handlers import Partition, numbered_table
 from ..pvi import PVI
-from ..runtime import whole_call
+from ..runtime import Units, whole_call
 from ..wire import KeyData, Message, decode, digest_of, encode
 from ._client import Respondent
 from ._exchange import RECORDS
@@ -105,9 +107,9 @@ class Client(Respondent):
 
     def _recall(self) -> None:
         if self._answers is None and self._told:
-            ask, leaves = decode(self._told, RECORDS), self._leaves
+            ask, leaves, own = decode(self._told, RECORDS), self._leaves, self._own_leaves
             self._plan(*ask.fields["key"], ask.fields["taken"])
-            self._leaves = leaves
+            self._leaves, self._own_leaves = leaves, own
         super()._recall()
 
     def _describe(self, key: KeyData | None = None) -> dict[str, Any]:
@@ -161,9 +163,35 @@ class Client(Respondent):
         dtype = np.asarray(begun.planned.prior_loc).dtype
         prior = plan.family.zeros((), dtype), np.zeros(plan.family.dim, bool)
         given = self.label, engine.model, engine.solver, engine.num_particles, plan, begun.planned.packing
-        share = Share(*given, arrays, static, prior)
+        units = None
+        if part.local is not None:
+            own = begun.planned.local_loc, begun.planned.local_sd
+            units = Units(np.arange(self._rows, dtype=np.int32), *(np.asarray(x) for x in own))
+        share = Share(*given, arrays, static, prior, units)
         answers, self.facts = share.answers(self._known)
         self._take_up(answers)
+
+    def posterior(self) -> dict[str, Any]:
+        """Marginal posteriors of latents of this group's own, at the q of the last look: nobody else is told them.
+
+        Returns:
+            NumPyro distributions by latent, in their own supports, along this client's rows.
+
+        Raises:
+            PVIError: where the model has no latents inside the plate, or nobody has looked yet.
+        """
+        self._recall()
+        if self._answers is None or self._begun is None or self._kept.seen is None:
+            raise PVIError(f"client {self.label!r} has not been asked yet what it sees at a q: fit first.")
+        part, planned = self._begun[1].plan.partition, self._begun[1].planned
+        if part.local is None:
+            raise PVIError(
+                f"client {self.label!r} has no latents of its own: pvi.posterior(state) has those that all share."
+            )
+        ticket, leaves = self._kept.seen
+        shared = jax.tree.unflatten(jax.tree.structure(self._answers.moments), [jnp.asarray(x) for x in leaves])
+        rows = rows_by_unit(self._kept.at(ticket).rows, part.local, planned.packing)
+        return own_distributions(part.local, self._answers.family, shared, rows, self._pvi.guide.prototype_trace)
 
     def serve(self, receive: Callable[[], bytes], send: Callable[[bytes], None]) -> None:
         """Answer questions until ``receive`` raises ``EOFError`` or ``OSError``.
