@@ -221,7 +221,7 @@ class Holders:
         loc, sd = facts[0]["loc"], facts[0]["sd"]
         self._compare_priors(pvi._engine, Plan(part, family, signature), (args, kwargs), facts, loc)
         nearby = np.sum([said["nearby"] for said in facts], axis=0)
-        params = dict.fromkeys(facts[0]["params"], jnp.zeros(()))
+        params = self._params(facts)
         self.line.place = place
         return Planned(part, packing, loc, sd, params, nearby=nearby)
 
@@ -244,6 +244,19 @@ class Holders:
                     "and pass it as an argument of its own.",
                     label,
                 )
+
+    def _params(self, facts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Where the model's ``numpyro.param`` sites start: at the same values with all clients, or there is no saying where."""
+        first, structure = jax.tree.flatten(facts[0]["params"])
+        for label, said in zip(self.labels, facts, strict=True):
+            leaves, own = jax.tree.flatten(said["params"])
+            if own != structure or not all(_same(np.asarray(a), np.asarray(b)) for a, b in zip(first, leaves, strict=True)):
+                raise ClientError(
+                    f"client {label!r} has its model's numpyro.param sites start from other values than client "
+                    f"{self.labels[0]!r}: compute such a value beforehand, the same for all, and not from the rows.",
+                    label,
+                )
+        return jax.tree.map(jnp.asarray, facts[0]["params"])
 
     def watched(self, plan: Any, run: Callable[[], Any]) -> Any:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.watched`."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpyro.optim import SGD
 
 from .._compiling import Program
 from .._opening import begin_fit
@@ -16,6 +17,7 @@ from .._saving import settings_of
 from .._state_marginals import own_distributions, rows_by_unit
 from ..errors import PVIError, WireError
 from ..factors import abstract_trace, join_arguments, row_arguments, signature_of, split_arguments
+from ..guides import keeps_supports
 from ..handlers import Partition, numbered_table
 from ..pvi import PVI
 from ..runtime import Units, whole_call
@@ -64,14 +66,23 @@ class Client(Respondent):
             if args or kwargs:
                 raise PVIError(f"client {label!r} is given rows and load_rows, which loads them: leave one out.")
             args, kwargs = _loaded(load_rows())
+        if keeps_supports(guide):
+            raise PVIError(
+                f"client {label!r} does not go with AutoExponentialFamily, whose rounds take turns over components of q: use a "
+                "Gaussian guide, such as AutoMultivariateNormal(model), here and with the server."
+            )
+        how: dict[str, Any] = {"loss": loss, "solver": solver}
         if isinstance(model, Partition):
             kept = {n: getattr(model, n) for n in ("sites", "data_axes", "mode", "chunk_size", "check")}
-            split = Partition(model.fn, model.plate, 1, **kept)
-            self._pvi = PVI(split, guide, loss=loss, solver=solver)
+            model = Partition(model.fn, model.plate, 1, **kept)
         else:
-            self._pvi = PVI(model, guide, loss=loss, solver=solver, num_groups=1)
+            how["num_groups"] = 1
+        self._pvi = PVI(model, guide, **how)
         self._args, self._kwargs = self._pvi._arguments(args, kwargs)
         trace = abstract_trace(self._pvi.model, jax.random.key(0), self._args, self._kwargs)
+        if any(site["type"] == "param" for site in trace.values()):
+            # The server's optimiser moves them: what is here only holds the values that they start from.
+            self._pvi = PVI(model, guide, SGD(1.0), **how)
         partition = self._pvi._partitions(trace)[0]
         self._axes = partition.row_axes(trace)
         sizes = self._axes.sizes(trace)
@@ -140,7 +151,7 @@ class Client(Respondent):
         part = dataclasses.replace(plan.partition, table=numbered_table((self._rows,)))
         prior = () if part.params else tuple(np.asarray(x) for x in Program(numbers)(begun.dynamic, loc))
         found = {"loc": loc, "sd": np.asarray(planned.prior_sd), "nearby": np.asarray(planned.nearby), "prior": prior}
-        return {**facts, "part": part, "params": tuple(planned.params), **found}
+        return {**facts, "part": part, "params": jax.tree.map(np.asarray, planned.params), **found}
 
     def _begin(self, key: KeyData) -> Any:
         """What was found at the rows with a key; looked for once."""
@@ -167,7 +178,7 @@ class Client(Respondent):
         if part.local is not None:
             own = begun.planned.local_loc, begun.planned.local_sd
             units = Units(np.arange(self._rows, dtype=np.int32), *(np.asarray(x) for x in own))
-        share = Share(*given, arrays, static, prior, units)
+        share = Share(*given, arrays, static, prior, units, begun.planned.params)
         answers, self.facts = share.answers(self._known)
         self._take_up(answers)
 

@@ -51,6 +51,20 @@ def starting(plan: Any, packing: Any, solver: Any, units: Units, dtype: Any) -> 
     return OwnConditionals(rows) if solver.matches_moments else LocalSites(plan.family.zeros((1,), dtype), rows)
 
 
+def own_draws(units: Units, offset: Any, seed: Any, shape: tuple[int, int, int], total: int) -> Float[Array, "n S K"]:
+    """Draws of a client's units among those of all.
+
+    Args:
+        units: its own.
+        offset: added to their numbers.
+        seed: random key of all draws.
+        shape: D, K and S.
+        total: how many units there are.
+    """
+    dim, width, count = shape
+    return shifted_normals(seed, dim, width, count, total, units.loc.dtype)[1][units.index + offset]
+
+
 class HeldPrograms(NamedTuple):
     """What a client does with what it holds, compiled, of ``(arrays, packing, prior, units)`` and of that first.
 
@@ -72,18 +86,12 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
         plan: of one group.
         prepared: ``(own problem, settings)``: how a look is made, see :func:`numpyro_pvi.runtime._remote.programs_of`.
     """
-    family, local = plan.family, plan.partition.local
-
-    def own_draws(units: Units, offset: Any, seed: Any, count: int, total: int) -> Any:
-        """Draws of the client's units among those of all."""
-        dtype = units.loc.dtype
-        drawn = shifted_normals(seed, family.dim, local.width, count, total, dtype)[1]
-        return drawn[units.index + offset]
+    family, width = plan.family, plan.partition.local.width
 
     def look(rows, held, offset, seed, moments, level, probe, draws, raised, clip, rules, total):
         own = problem_of(rows, rules)
         if seed is not None:
-            draws = LocalNoise(draws, own_draws(rows[3], offset, seed, draws.shape[0], total))
+            draws = LocalNoise(draws, own_draws(rows[3], offset, seed, (family.dim, width, draws.shape[0]), total))
         expect = partial(own.expect, own.program, moments=moments, probe=probe, level=level, noise=draws)
         found = own.sum_groups(partial(expect, clip=raised if clip is None else clip), held)
         aim, finite = held, jnp.array(True)
@@ -96,7 +104,7 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
     def visit(rows, held, offset, seed, rest, site, state, key, rule, pairs, guarded, rules, total):
         own, zero = problem_of(rows, rules), jnp.int32(0)
         if not own.matches_moments:
-            draws = own_draws(rows[3], offset, seed, pairs.shape[0], total)
+            draws = own_draws(rows[3], offset, seed, (family.dim, width, pairs.shape[0]), total)
             noise = Draws(pairs, jnp.zeros((1, family.dim), pairs.dtype), None, None, draws)
             return visit_with_locals(own, zero, rest + site, site, state, noise, rule, held)
         factor = whole_factor(at_conditionals(own, held), zero, rule)

@@ -14,6 +14,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import Program, as_here
+from .._numerics import value_and_grad
 from .._state import Plan, PVIState
 from ..errors import PVIError
 from ..expectations import (
@@ -34,13 +35,13 @@ from ..sites import Held, SiteStack, cavity, damp
 from ..solvers import LocalResult
 from ._engine import Engine
 from ._factors import Draws, FactorData
-from ._held import HeldPrograms, Units, Wanted, held_programs, starting
+from ._held import HeldPrograms, Units, Wanted, held_programs, own_draws, starting
 from ._local import LocalProblem, fall_explained
 from ._moments import group_evidence
 from ._programs import FactorReader, whole_call
 from ._refinement import cheaper_rule, escalate, first_rule, relative_error
 from ._tilted import keeps_rows, whole_factor
-from ._verification import Check, checked, draws_of, num_draws, verify_claims
+from ._verification import Check, checked, direction_of, draws_of, num_draws, verify_claims
 
 # What a group's expectations are named by, less its target, in the order in which they are sent.
 _NUMBERS = ("value", "error", "weight", "spread")
@@ -143,6 +144,7 @@ class _Rows(NamedTuple):
     dtype: Any
     num_rules: int
     fresh: bool
+    params: tuple = ()
 
     def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
         """Each group's log-likelihood in nats, averaged over points."""
@@ -151,7 +153,7 @@ class _Rows(NamedTuple):
         if not self.fresh:
             told, value = _last_seen(self.network, one, self.count, (points,))
             return _as_told(told, value)
-        return _call_out(lambda *shared: self.network.look(how, shared, one), _stacked(one, self.count), (points,))[0]
+        return _look(self.network, how, one, self.count, (points,), params=self.params)[0]
 
 
 class _InTurn(NamedTuple):
@@ -181,6 +183,7 @@ class RemoteProblem(LocalProblem):
         keeps: whether clients keep what a look finds that their groups want beside their sites, where they have latents of their
             own: what a schedule holds are names of it (:class:`numpyro_pvi.sites.Held`).
         starts: by group, the number of its first unit (plate index) among all, less what its client knows of that itself.
+        params: leaves of the constrained values of the model's ``numpyro.param`` sites, which every question tells.
     """
 
     network: Any = None
@@ -189,6 +192,7 @@ class RemoteProblem(LocalProblem):
     only_visits: bool = False
     keeps: bool = True
     starts: tuple[int, ...] = ()
+    params: tuple = ()
 
     @property
     def blind(self) -> bool:
@@ -220,9 +224,7 @@ class RemoteProblem(LocalProblem):
             product = found[-1] if probe is not None else product
         elif self.fresh:
             one = self.seen_shapes(probe is not None)
-            found = _call_out(
-                lambda *leaves: self.network.look(how, leaves, one), _stacked(one, self.num_groups), tuple(shared)
-            )
+            found = self._look(how, one, tuple(shared))
             product = found[-1] if probe is not None else product
         else:
             told, *found = _last_seen(self.network, self.seen_shapes(False), self.num_groups, tuple(shared))
@@ -237,14 +239,54 @@ class RemoteProblem(LocalProblem):
         number, vector = (jax.ShapeDtypeStruct((count, *x), self.dtype) for x in ((), (self.family.dim,)))
         one = (*jax.tree.leaves(zeros), number, vector)
         how = {"ask": "pairs", "rules": self.num_rules}
-        found = _call_out(
-            lambda *shared: self.network.look(how, shared, one),
-            _stacked(one, self.num_groups),
-            (*jax.tree.leaves(moments), eps),
-        )
+        found = self._look(how, one, (*jax.tree.leaves(moments), eps))
         *target, value, product = (jnp.sum(x, axis=0) for x in found)
         nothing = jnp.zeros_like(value)
         return Expected(value, jax.tree.unflatten(jax.tree.structure(zeros), target), product, *(nothing,) * 3)
+
+    def _look(self, how: dict[str, Any], one: tuple, shared: tuple, own: tuple = ()) -> tuple:
+        """Ask all clients; see :meth:`Network.look`."""
+        return _look(self.network, how, one, self.num_groups, shared, own, self.params)
+
+    # ---------------------------------------------------------------------------------------------------- params
+
+    def rows_elbo_at(self, moments: Any, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
+        """What clients' rows add to the ELBO; its derivative by the params is the sum of what clients tell of theirs."""
+        how, shared = {"ask": "slope", "rules": self.num_rules}, tuple(jax.tree.leaves((moments, rule)))
+        said, arrays = self._drawn(noise, None if noise is None else noise.points)
+        how, shared, own = how | said, (*shared, *arrays), ()
+        if self.units is not None:
+            how |= {"held": False, "units": self.units[0]}
+            own = local.tickets, jnp.asarray(self.starts, jnp.int32)
+        number = jax.ShapeDtypeStruct((), self.dtype)
+
+        def ask(params: tuple, shared: tuple, own: tuple) -> tuple[Array, list[Array]]:
+            one = (number, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params))
+            value, *slopes = _look(self.network, how, one, self.num_groups, shared, own, params)
+            return jnp.sum(value), [jnp.sum(x, axis=0) for x in slopes]
+
+        @jax.custom_jvp
+        def value(params, shared, own):
+            return ask(params, shared, own)[0]
+
+        @value.defjvp
+        def _(primals, tangents):
+            found, slopes = ask(*primals)
+            return found, sum(jnp.sum(x * t) for x, t in zip(slopes, tangents[0], strict=True))
+
+        return value(self.params, shared, own)
+
+    def _drawn(self, noise: Draws | None, points: Any) -> tuple[dict[str, Any], tuple]:
+        """How clients are told of a round's draws, and the arrays: pairs, points, and the key of what units draw for themselves."""
+        how, arrays = {"draws": noise is not None, "points": points is not None}, ()
+        if noise is not None:
+            arrays += (noise.pairs,)
+        if points is not None:
+            arrays += points.eps, points.weight, jnp.asarray(points.count, jnp.int32)
+        if self.units is not None and noise is not None and noise.local is not None:
+            how["seed"], seed = _seed_of(noise.local)
+            arrays += (seed,)
+        return how, arrays
 
     # -------------------------------------------------------------------------------- latents of the clients' own
 
@@ -252,9 +294,7 @@ class RemoteProblem(LocalProblem):
         """Ask all clients about what they hold beside their sites; where they are to keep what comes of it, its names come last."""
         if how["held"] or how["ask"] == "look":
             one = (*one, _TICKET)
-        return _call_out(
-            lambda shared, own: self.network.look(how, shared, one, own), _stacked(one, self.num_groups), (shared, own)
-        )
+        return self._look(how, one, shared, own)
 
     def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
         """The draws of a round; those of units are made where these are, of the key that stands for them."""
@@ -385,11 +425,7 @@ class RemoteProblem(LocalProblem):
         if self.units is not None:
             how |= {"held": False}
             own = (*own, local.tickets)
-        found = _call_out(
-            lambda shared, own: self.network.look(how, shared, one, own),
-            _stacked(one, self.num_groups),
-            (tuple(jax.tree.leaves((q, rule))), own),
-        )
+        found = self._look(how, one, tuple(jax.tree.leaves((q, rule))), own)
         return found[0], found[1], found[2]
 
     def _ask(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool, held: Any = None) -> LocalResult:
@@ -411,17 +447,14 @@ class RemoteProblem(LocalProblem):
     def question(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool) -> tuple:
         """A visit's settings, what each client is told and what all are told, and shapes of an answer's three parts."""
         _, rest, site, state, keys, start = operands
-        how = {"rules": self.num_rules, "guarded": guarded, "start": start is not None, "draws": noise is not None}
-        points = None if noise is None or self.stochastic else noise.points
-        how |= {"key": str(jax.random.key_impl(keys)), "points": points is not None}
+        how = {"rules": self.num_rules, "guarded": guarded, "start": start is not None}
+        said, arrays = self._drawn(noise, None if noise is None or self.stochastic else noise.points)
+        how |= {"key": str(jax.random.key_impl(keys)), **said}
         told = () if start is None else jax.tree.leaves(start)
         own = tuple(tuple(jax.tree.leaves(x)) for x in (rest, site, state)) + (jax.random.key_data(keys), tuple(told))
-        shared = (*jax.tree.leaves(rule), *(() if noise is None else (noise.pairs,)))
-        if points is not None:
-            shared += points.eps, points.weight, jnp.asarray(points.count, jnp.int32)
-        if self.units is not None and noise is not None and noise.local is not None:
-            how["seed"], seed = _seed_of(noise.local)
-            shared += (seed,)
+        shared = (*jax.tree.leaves(rule), *arrays)
+        if self.params:
+            how, shared = {**how, "params": len(self.params)}, (*shared, *self.params)
         number, flag = jax.ShapeDtypeStruct((), self.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
         reported = (jax.ShapeDtypeStruct((), jnp.int32), flag, *(number,) * self.tells_step)
         one = tuple(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x) for x in own[1:3])
@@ -535,6 +568,21 @@ def _stacked(one: tuple, count: int) -> tuple:
     return tuple(jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in one)
 
 
+def _look(
+    network: Network,
+    how: dict[str, Any],
+    one: tuple,
+    count: int,
+    shared: tuple,
+    own: tuple = (),
+    params: tuple = (),
+) -> tuple:
+    """Ask all of so many clients (see :meth:`Network.look`), who are told the params' values where there are any."""
+    if params:
+        how, shared = {**how, "params": len(params)}, (*shared, *params)
+    return _call_out(lambda shared, own: network.look(how, shared, one, own), _stacked(one, count), (shared, own))
+
+
 def _call_out(ask: Callable, shapes: tuple, operands: tuple) -> tuple:
     """Leave a compiled program with arrays, and come back with arrays of these shapes.
 
@@ -590,7 +638,10 @@ def refuse_remotely(plan: Plan, engine: Any) -> None:
     """
     part, schedule = plan.partition, engine.schedule
     reasons = {
-        "numpyro.param sites": (bool(part.params), "their step needs the rows' gradients"),
+        f"numpyro.param sites ({', '.join(part.params)}) under {schedule!r}": (
+            bool(part.params) and schedule.at_their_pace,
+            "their step needs all rows' gradients at one q, and no round waits for all clients",
+        ),
         "sites of two numbers a row": (
             plan.rows is not None,
             "they say what the rows are: pass NaturalGradient(sites='dense')",
@@ -630,6 +681,7 @@ def remote_problem(
     stream: Any = None,
     keeps: bool = True,
     starts: tuple[int, ...] = (),
+    params: Any = (),
 ) -> RemoteProblem:
     """The factors of clients, as rounds take them.
 
@@ -644,6 +696,7 @@ def remote_problem(
         stream: says which group came first.
         keeps: as of :class:`RemoteProblem`.
         starts: likewise.
+        params: constrained values of the model's ``numpyro.param`` sites.
 
     Returns:
         The factors.
@@ -658,9 +711,10 @@ def remote_problem(
     chunks = ((None, jnp.zeros((count, 2), bool)),)
     data = FactorData(chunks, jnp.arange(count), jnp.arange(count + 1), prior_data, natural, exact, partition)
     dtype = natural.precision_mean.dtype
-    rows = _Rows(network, count, dtype, num_rules, fresh) if engine.solver.stochastic else None
+    told = tuple(jax.tree.leaves(params))
+    rows = _Rows(network, count, dtype, num_rules, fresh, told) if engine.solver.stochastic else None
     fields = {"rows": rows, "labels": part.table.labels, "network": network, "tells_step": tells_step, "fresh": fresh}
-    fields["stream"] = stream
+    fields |= {"stream": stream, "params": told}
     if part.local is not None:
         fields |= {"units": (part.local.size, part.local.width), "keeps": keeps, "starts": starts or (0,) * count}
     quadratic = part.likelihood == "quadratic"
@@ -756,11 +810,17 @@ class RemoteEngine(Engine):
         bare_program(state.plan, len(RULES), self)
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+        params, prior = self.constrain(state.plan, args, kwargs, state.optim_state), (state.prior, state.exact)
+        return self._asked(state, args, kwargs, params, prior, others, fine)
+
+    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
+        return self._asked(state, args, kwargs, params, None, None, fine)
+
+    def _asked(self, state: PVIState, args, kwargs, params: dict, prior: Any, others: Any, fine: bool) -> Any:
+        """The factors of clients, whose prior is read off the model here."""
         self.refuse(state)
         num_rules = len(RULES) - (not fine)
-        own: Any = self.problem(
-            state.plan, state.packing, args, kwargs, {}, (state.prior, state.exact), num_rules, others
-        )
+        own: Any = self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
         if own.matches_moments and keeps_rows(own):
             raise PVIError(
                 f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or groups of one row "
@@ -768,7 +828,8 @@ class RemoteEngine(Engine):
             )
         prior = own.data.prior_natural, own.data.exact, own.data.prior_partition, (own.prior_program, own.data.prior)
         tells, fresh = self.network.tells_step, self.fresh or not self.schedule.at_their_pace
-        return remote_problem(self, state.plan, self.network, prior, num_rules, tells, fresh, own.stream, self.keeps)
+        how = num_rules, tells, fresh, own.stream, self.keeps, (), params
+        return remote_problem(self, state.plan, self.network, prior, *how)
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """The evidence, from the rows in this process, or from what clients say of theirs that have latents of their own."""
@@ -818,11 +879,14 @@ class RowlessEngine(RemoteEngine):
         stream = _InTurn(holders.came)
         sizes = part.table.sizes
         starts = tuple(sum(sizes[:i]) for i in range(len(sizes)))
-        how = num_rules, self.network.tells_step, fresh, stream, self.keeps, starts
+        how = num_rules, self.network.tells_step, fresh, stream, self.keeps, starts, params
         return remote_problem(self, plan, self.network, given, *how)
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
         return Engine._state_problem(self, state, others, args, kwargs, fine)
+
+    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
+        return Engine._at_params(self, state, args, kwargs, params, fine)
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """The evidence, from what clients say of their rows."""
@@ -839,11 +903,10 @@ class RowlessEngine(RemoteEngine):
             return found
         places, valid = draws_of(state, count)
         one = (jax.ShapeDtypeStruct((count,), places[0].dtype),) * 2
-        gap, allowed = _call_out(
-            lambda *shared: self.network.look({"ask": "verify"}, shared, one),
-            _stacked(one, plan.partition.table.num_groups),
-            places,
-        )
+        params = self.constrain(plan, args, kwargs, state.optim_state)
+        tangent = jax.tree.leaves(direction_of(params, state))
+        count, told = plan.partition.table.num_groups, tuple(jax.tree.leaves(params))
+        gap, allowed = _look(self.network, {"ask": "verify"}, one, count, (*places, *tangent), params=told)
         return {"likelihood": Check(jnp.where(valid, gap.T, 0.0), allowed.T), **found}
 
 
@@ -866,7 +929,20 @@ class SummedEngine(RowlessEngine):
         del state, args, kwargs, fine
 
     def problem(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
-        """The factors of clients: see :meth:`Engine.problem`."""
+        """The factors of clients: see :meth:`Engine.problem`.
+
+        Raises:
+            PVIError: for a model with ``numpyro.param`` sites, or latents inside the plate.
+        """
+        part = plan.partition
+        what = [f"numpyro.param sites ({', '.join(part.params)}), whose step is of the clients' gradients"] * bool(part.params)
+        if part.local is not None:
+            what += [f"latents inside the plate ({', '.join(part.local.names)}), whose own steps go with each client's site"]
+        if what:
+            raise PVIError(
+                f"clients that are heard in sums only do not go with {' or '.join(what)}: fit with "
+                "runtime=InProcess(clients=...), whose clients answer one by one."
+            )
         return dataclasses.replace(super().problem(plan, *args, **kwargs), only_visits=not self.looks)
 
     def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
@@ -919,6 +995,8 @@ class Programs(NamedTuple):
     visit: Program
     verify: Program
     evidence: Program
+    # Value and derivatives by the params of what the rows add to the ELBO.
+    slope: Program
     # What is done with latents of the group's own, where it has any.
     held: HeldPrograms | None = None
 
@@ -936,8 +1014,8 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
     """
 
     def problem(rows: tuple, rules: int) -> Any:
-        arrays, packing, prior, _ = rows
-        return engine.problem(plan, packing, *join_arguments(arrays, static), {}, prior, rules)
+        arrays, packing, prior, _, params = rows
+        return engine.problem(plan, packing, *join_arguments(arrays, static), params, prior, rules)
 
     def look(rows, moments, level, probe, draws, raised, tolerance, clip, rules, slopes):
         own = problem(rows, rules)
@@ -977,11 +1055,18 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
         return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
 
-    def verify(rows, draws, moved):
-        arrays, packing, *_ = rows
-        call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), {})
-        found = checked(call, plan.partition, packing, ("likelihood",), (draws, moved), {})["likelihood"]
+    def verify(rows, draws, moved, tangent):
+        arrays, packing, *_, params = rows
+        call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), params)
+        found = checked(call, plan.partition, packing, ("likelihood",), (draws, moved), tangent)["likelihood"]
         return found.gap[:, 0], found.allowed[:, 0]
+
+    def slope(rows, moments, rule, noise, held, rules):
+        def value(params):
+            return problem((*rows[:4], params), rules).rows_elbo_at(moments, noise, rule, held)
+
+        found, slopes = value_and_grad(value)(rows[4])
+        return (found, *jax.tree.leaves(slopes))
 
     def evidence(rows, q, site, state, key, rule, rules):
         return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
@@ -993,6 +1078,7 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         Program(visit, ("guarded", "rules")),
         Program(verify),
         Program(evidence, ("rules",)),
+        Program(slope, ("rules",)),
         None if plan.partition.local is None else held_programs(problem, plan, told),
     )
 
@@ -1008,6 +1094,7 @@ class Answers:
         prior: ``(natural, exact mask)`` of the exactly held prior, which enters no answer.
         programs: what :func:`programs_of` has made.
         units: where the group has latents of its own, its units; else None.
+        params: values of the model's ``numpyro.param`` sites, of which structure and shapes are read.
     """
 
     def __init__(
@@ -1019,9 +1106,11 @@ class Answers:
         prior: tuple,
         programs: Programs,
         units: Units | None = None,
+        params: Any = None,
     ):
         self.family, self.solver, self._programs = plan.family, engine.solver, programs
         self._rows = jax.tree.map(jnp.asarray, (dynamic, packing, prior, units))
+        self._params = jax.tree.map(jnp.asarray, {} if params is None else params)
         # What it holds beside its site before the first round; None where it holds nothing.
         self.first_held = None
         if units is not None:
@@ -1043,6 +1132,9 @@ class Answers:
             held: a ticket to what it names.
         """
         programs: Any = self._programs.held
+        rows, shared = self._told(how, shared)
+        if how["ask"] == "slope":
+            return self._slope(how, rows, shared, held(own[0]), own[1]), None
         if how["ask"] == "between":
             return programs.between(held(own[0]), held(own[1]), jnp.asarray(shared[0]))
         if how["ask"] == "apart":
@@ -1052,30 +1144,58 @@ class Answers:
         if how["ask"] == "evidence":
             *own, ticket = own
             given = self._evidence_arguments(how, shared, tuple(own))
-            return programs.evidence(self._rows, held(ticket), *given, rules=how["rules"]), None
+            return programs.evidence(rows, held(ticket), *given, rules=how["rules"]), None
         ticket, offset = own
         moments, level, probe, draws, raised, _ = self._looked_at(how, shared)
         draws, seed = draws if how["draws"] == "units" else (draws, None)
         seed = None if seed is None else jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
-        given = self._rows, held(ticket), offset, seed, moments, level, probe, draws, raised
+        given = rows, held(ticket), offset, seed, moments, level, probe, draws, raised
         static = {name: how[name] for name in ("clip", "rules")}
         found, finite, valid, aim = programs.look(*given, **static, total=how["units"])
         return (*found, finite, valid), aim if how["held"] else None
 
     def look(self, how: dict[str, Any], shared: tuple, own: tuple = ()) -> tuple:
         """The answer to :meth:`Network.look`, without its leading axis."""
+        rows, shared = self._told(how, shared)
+        if how["ask"] == "slope":
+            return self._slope(how, rows, shared)
         if how["ask"] == "pairs":
             like = jax.tree.structure(self.moments)
-            return self._programs.pairs(self._rows, like.unflatten(shared[:-1]), shared[-1], rules=how["rules"])
+            return self._programs.pairs(rows, like.unflatten(shared[:-1]), shared[-1], rules=how["rules"])
         if how["ask"] == "values":
-            return self._programs.values(self._rows, shared[0], rules=how["rules"])
+            return self._programs.values(rows, shared[0], rules=how["rules"])
         if how["ask"] == "verify":
-            return self._programs.verify(self._rows, *shared)
+            return self._programs.verify(rows, *shared[:2], jax.tree.unflatten(jax.tree.structure(self._params), shared[2:]))
         if how["ask"] == "evidence":
             given = self._evidence_arguments(how, shared, own)
-            return self._programs.evidence(self._rows, *given, rules=how["rules"])
-        given = self._rows, *self._looked_at(how, shared)
+            return self._programs.evidence(rows, *given, rules=how["rules"])
+        given = rows, *self._looked_at(how, shared)
         return self._programs.look(*given, clip=how["clip"], rules=how["rules"], slopes=how.get("slopes"))
+
+    def _told(self, how: dict[str, Any], shared: tuple) -> tuple[tuple, tuple]:
+        """The rows at the params that were told, and what else was."""
+        count, structure = how.get("params", 0), jax.tree.structure(self._params)
+        if count != structure.num_leaves:
+            raise PVIError(f"a question tells {count} values of params, where the model has {structure.num_leaves}")
+        shared, params = shared[: len(shared) - count], shared[len(shared) - count :]
+        return (*self._rows, structure.unflatten([jnp.asarray(x) for x in params])), shared
+
+    def _slope(self, how: dict[str, Any], rows: tuple, shared: tuple, held: Any = None, offset: Any = 0) -> tuple:
+        """What the rows add to the ELBO at a q, and its derivatives by the params."""
+        like, size = jax.tree.structure(self.moments), len(jax.tree.leaves(self.moments))
+        moments, shared = like.unflatten(shared[:size]), shared[size:]
+        rule, drawn = self._rule.unflatten(shared[: self._rule.num_leaves]), list(shared[self._rule.num_leaves :])
+        noise = None
+        if how["draws"]:
+            pairs, points, local = jnp.asarray(drawn.pop(0)), None, None
+            if how["points"]:
+                points = PointSet(*(jnp.asarray(drawn.pop(0)) for _ in range(3)))
+            if "seed" in how:
+                seed = jax.random.wrap_key_data(jnp.asarray(drawn.pop(0)), impl=how["seed"])
+                width = self.first_held.rows.linear.shape[-1]
+                local = own_draws(rows[3], offset, seed, (self.family.dim, width, pairs.shape[0]), how["units"])
+            noise = Draws(pairs, jnp.zeros((1, self.family.dim), pairs.dtype), points, None, local)
+        return self._programs.slope(rows, moments, rule, noise, held, rules=how["rules"])
 
     def _evidence_arguments(self, how: dict[str, Any], shared: tuple, own: tuple) -> tuple:
         """q, site, memory, key and rule that the evidence is asked for at."""
@@ -1105,18 +1225,20 @@ class Answers:
     ) -> tuple[Any, Any]:
         """The answer to a visit of a group with latents of its own, and what it holds of them afterwards."""
         programs: Any = self._programs.held
+        rows, shared = self._told(how, shared)
         rule = jax.tree.unflatten(self._rule, shared[: self._rule.num_leaves])
         pairs, seed = None, None
         if "seed" in how:
             pairs, seed = shared[self._rule.num_leaves], shared[-1]
             seed = jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
-        given = self._rows, held, offset, seed, rest, site, memory, key, rule, pairs
+        given = rows, held, offset, seed, rest, site, memory, key, rule, pairs
         return programs.visit(*given, guarded=how["guarded"], rules=how["rules"], total=how["units"])
 
     def visit(
         self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple
     ) -> Any:
         """The answer to :meth:`Network.visit`, as the solver gives it."""
+        rows, shared = self._told(how, shared)
         shape = self._rule
         rule = jax.tree.unflatten(shape, shared[: shape.num_leaves])
         pairs = shared[shape.num_leaves] if how["draws"] else None
@@ -1125,12 +1247,12 @@ class Answers:
         if how["start"]:
             like = Expected(0.0, self.site, 0.0, 0.0, 0.0, 0.0)
             known = jax.tree.unflatten(jax.tree.structure(like), start)
-        given = self._rows, rest, site, memory, key, rule, pairs, points, known
+        given = rows, rest, site, memory, key, rule, pairs, points, known
         return self._programs.visit(*given, guarded=how["guarded"], rules=how["rules"])
 
     def tells_step(self) -> bool:
         """Whether the solver's visits say what share of their change was taken, found without a pass over the rows."""
-        rule = jax.eval_shape(lambda: first_rule(self.dtype))
+        rule, rows = jax.eval_shape(lambda: first_rule(self.dtype)), (*self._rows, self._params)
         key = jax.eval_shape(lambda: jax.random.key(0))
         pairs = None
         if not self.solver.matches_moments:
@@ -1138,9 +1260,9 @@ class Answers:
         if self.first_held is not None and not self.solver.matches_moments:
             # One step, halved until q is normalisable: shares of it are taken of nothing else.
             return False
-        given = self._rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
+        given = rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
         if self.first_held is not None:
-            given = self._rows, self.first_held, 0, None, *given[1:6], None
+            given = rows, self.first_held, 0, None, *given[1:6], None
             visit: Any = partial(self._programs.held.visit, guarded=True, rules=len(RULES), total=0)  # type: ignore[union-attr]
             return jax.eval_shape(visit, *given)[0].step is not None
         visit = partial(self._programs.visit, guarded=True, rules=len(RULES))
