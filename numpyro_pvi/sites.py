@@ -166,7 +166,7 @@ class SiteStack(Vector):
     ``groups`` is one natural-parameter object whose leaves carry a leading group axis M (of length 1 where all groups share
     one site: :mod:`numpyro_pvi.sites`); ``prior`` is the site of the
     prior factor (no group axis), or None when the prior is held exactly. ``local`` holds what groups with local latents
-    keep beside their sites (:class:`LocalSites`; :class:`Held` where clients do), or the sites of latents inside the partitioned plate
+    keep beside their sites (:class:`LocalSites`; :class:`Held` where clients do), or the sites of latents inside the plate
     (:class:`MemberSites`, which ``groups`` then leaves out), or what rows that are factors keep (:class:`RowSites`,
     :class:`RowVisits`), or None. ``others`` holds the sites of groups whose rows are not at
     hand, with a leading axis of slots (:mod:`numpyro_pvi.sites`; empty slots are zero), or None without any.

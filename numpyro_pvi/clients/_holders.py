@@ -250,7 +250,9 @@ class Holders:
         first, structure = jax.tree.flatten(facts[0]["params"])
         for label, said in zip(self.labels, facts, strict=True):
             leaves, own = jax.tree.flatten(said["params"])
-            if own != structure or not all(_same(np.asarray(a), np.asarray(b)) for a, b in zip(first, leaves, strict=True)):
+            if own != structure or not all(
+                _same(np.asarray(a), np.asarray(b)) for a, b in zip(first, leaves, strict=True)
+            ):
                 raise ClientError(
                     f"client {label!r} has its model's numpyro.param sites start from other values than client "
                     f"{self.labels[0]!r}: compute such a value beforehand, the same for all, and not from the rows.",

@@ -58,7 +58,12 @@ class Kept:
         names = np.array(list(self._held), np.int32).reshape(-1, 2)
         ticket, seen = (np.zeros((0, 2), np.int32), ()) if self.seen is None else self.seen
         at = np.asarray(ticket).reshape(-1, 2), *(np.asarray(x) for x in seen)
-        return (names, np.array([len(at)]), *at, *(np.asarray(x) for value in self._held.values() for x in jax.tree.leaves(value)))
+        return (
+            names,
+            np.array([len(at)]),
+            *at,
+            *(np.asarray(x) for value in self._held.values() for x in jax.tree.leaves(value)),
+        )
 
     def restore(self, arrays: tuple[np.ndarray, ...]) -> None:
         """Go on from what :meth:`save` has returned.

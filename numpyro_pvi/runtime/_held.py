@@ -1,4 +1,4 @@
-"""Latents of the groups' own that clients keep to themselves: a client's programs for them, whose results it names and not tells."""
+"""Latents of the groups' own that clients keep to themselves: their programs for them, whose results are named and not told."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
             found = conditional_moments(held.rows)
             return found.mean(at.loc), found.marginal_sd(at)
 
-        return own_move(seen(new, moments), seen(old, before)), jnp.sum(conditional_divergence(new.rows, old.rows, moments))
+        return own_move(seen(new, moments), seen(old, before)), jnp.sum(
+            conditional_divergence(new.rows, old.rows, moments)
+        )
 
     def evidence(rows, held, q, site, state, key, rule, rules):
         own = at_conditionals(problem_of(rows, rules), held)

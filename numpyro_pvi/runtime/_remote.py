@@ -935,9 +935,13 @@ class SummedEngine(RowlessEngine):
             PVIError: for a model with ``numpyro.param`` sites, or latents inside the plate.
         """
         part = plan.partition
-        what = [f"numpyro.param sites ({', '.join(part.params)}), whose step is of the clients' gradients"] * bool(part.params)
+        what = [f"numpyro.param sites ({', '.join(part.params)}), whose step is of the clients' gradients"] * bool(
+            part.params
+        )
         if part.local is not None:
-            what += [f"latents inside the plate ({', '.join(part.local.names)}), whose own steps go with each client's site"]
+            what += [
+                f"latents inside the plate ({', '.join(part.local.names)}), whose own steps go with each client's site"
+            ]
         if what:
             raise PVIError(
                 f"clients that are heard in sums only do not go with {' or '.join(what)}: fit with "
@@ -1165,7 +1169,9 @@ class Answers:
         if how["ask"] == "values":
             return self._programs.values(rows, shared[0], rules=how["rules"])
         if how["ask"] == "verify":
-            return self._programs.verify(rows, *shared[:2], jax.tree.unflatten(jax.tree.structure(self._params), shared[2:]))
+            return self._programs.verify(
+                rows, *shared[:2], jax.tree.unflatten(jax.tree.structure(self._params), shared[2:])
+            )
         if how["ask"] == "evidence":
             given = self._evidence_arguments(how, shared, own)
             return self._programs.evidence(rows, *given, rules=how["rules"])
@@ -1215,7 +1221,9 @@ class Answers:
         told, rest = rest[:count], rest[count:]
         draws: Any = None
         if told:
-            draws = {"points": lambda: PointSet(*told), "units": lambda: tuple(told)}.get(how["draws"], lambda: told[0])()
+            draws = {"points": lambda: PointSet(*told), "units": lambda: tuple(told)}.get(
+                how["draws"], lambda: told[0]
+            )()
         raised = rest.pop(0) if how["clip"] is None else None
         tolerance = jnp.asarray(rest.pop(0)) if how.get("refines", False) else None
         return moments, level, probe, draws, raised, tolerance

@@ -173,7 +173,11 @@ class StochasticSubset(ScheduleDefaults):
         if self.damping == "auto" and not problem.stochastic:
             share = state.share
         share = jnp.where(taking_part & results.moved, share, 0.0)
-        local = self._local_proposal(problem, carry, taking_part & results.moved) if results.local is None else results.local
+        local = (
+            self._local_proposal(problem, carry, taking_part & results.moved)
+            if results.local is None
+            else results.local
+        )
         groups = jax.vmap(damp)(sites.groups, results.site, share)
         proposal = SiteStack(groups, None if prior is None else prior.site, local)
 
