@@ -42,7 +42,8 @@ class Respondent:
 
     def _take_up(self, answers: Answers) -> None:
         self._answers, self._memory, self._leaves = answers, answers.first_memory, None
-        self._kept = Kept(answers.first_held)
+        # What it holds outlives the plan that it is told anew, by a conversation or a server that begins anew.
+        self._kept = Kept(answers.first_held).after(self._kept)
 
     def save(self) -> bytes:
         """All that it has to remember between two questions, for :meth:`restore`: nothing of its rows but what answers say of them.
