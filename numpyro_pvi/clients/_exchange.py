@@ -38,6 +38,8 @@ RECORDS = {
 }
 # What a round's report counts, and the largest number in it.
 _SPENT, _MOST = ("trips", "sent", "received"), np.iinfo(np.int32).max
+# Questions of names alone, and how many of their answers are kept.
+_OF_NAMES, _ANSWERED = ("between", "apart"), 4
 _LOG = logging.getLogger("numpyro_pvi")
 # Relative asymmetry of a site's precision that is rounding.
 _ASYMMETRY = {"float32": 1e-4, "float64": 1e-10}
@@ -136,6 +138,8 @@ class Exchange:
         # that the fit which is asked for now was left at: fits that take turns share clients, and neither's looks are the other's.
         self._last, self._facing = [0] * len(labels), [(0, 0)] * len(labels)
         self._seen: list[tuple | None] = [None] * len(labels)
+        # The last answers about what clients hold under names.
+        self._answered: dict[tuple, tuple] = {}
         # What rounds have counted already, and whether one has left its part to the next.
         self._counted, self._owed = self.traffic, False
         self._nonce, self._heard = int(ticket_of(self.run, 0)[0]), 0.0
@@ -176,7 +180,12 @@ class Exchange:
 
     def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
-        places = range(len(self.labels))
+        places, same = range(len(self.labels)), None
+        if how["ask"] in _OF_NAMES:
+            # What is made of names is the same whenever it is asked for, and a step asks for it more than once.
+            same = how["ask"], *(np.asarray(x).tobytes() for x in (*shared, *own))
+            if same in self._answered:
+                return self._answered[same]
 
         def ask() -> list[tuple]:
             # Visits that they are at are done first, and absorbed in their turn.
@@ -192,7 +201,10 @@ class Exchange:
             self._count(looks=1)
             return [(*found[place].fields["found"], *((self._ticket(place),) * named)) for place in places]
 
-        return self._kept(ask, shapes, len(places))
+        found = self._kept(ask, shapes, len(places))
+        if same is not None and self.error is None:
+            self._answered = dict([*self._answered.items(), (same, found)][-_ANSWERED:])
+        return found
 
     def face(self, tickets: np.ndarray | None) -> None:
         """Turn to a fit: what is asked from now on is asked for it.

@@ -56,6 +56,7 @@ class PVIStrategy(Strategy):
         solver: local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
         schedule: of rounds; :class:`numpyro_pvi.schedules.Synchronous` by default.
         loss: see :class:`numpyro_pvi.PVI`.
+        optim: likewise, where the model has ``numpyro.param`` sites.
         owners: see :class:`Flower`.
         patience: likewise.
         wait: likewise.
@@ -73,13 +74,21 @@ class PVIStrategy(Strategy):
         solver: Any = None,
         schedule: Any = None,
         loss: Any = None,
+        optim: Any = None,
         owners: int | Sequence[Hashable] = 2,
         patience: float = 600.0,
         wait: float = 300.0,
         tries: int = 3,
     ):
         flwr("flwr.serverapp.strategy")
-        self._made = {"model": model, "guide": guide, "solver": solver, "schedule": schedule, "loss": loss}
+        self._made = {
+            "model": model,
+            "guide": guide,
+            "solver": solver,
+            "schedule": schedule,
+            "loss": loss,
+            "optim": optim,
+        }
         self._found = {"owners": owners, "patience": patience, "wait": wait, "tries": tries}
 
     def start(  # type: ignore[override]
@@ -115,7 +124,7 @@ class PVIStrategy(Strategy):
             ClientError: naming the owner whose answer is refused, or who does not answer.
         """
         model, guide = self._made["model"], self._made["guide"]
-        rest = {name: self._made[name] for name in ("solver", "schedule", "loss")}
+        rest = {name: self._made[name] for name in ("solver", "schedule", "loss", "optim")}
         self.summary()
         runtime = Flower(grid=grid, **self._found)
         _log("%d owners: %s", len(runtime.labels), ", ".join(map(str, runtime.labels)))

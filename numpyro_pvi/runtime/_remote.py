@@ -1146,9 +1146,8 @@ class Answers:
             at = like.unflatten(shared[:size]), like.unflatten(shared[size:])
             return programs.apart(held(own[0]), held(own[1]), *at), None
         if how["ask"] == "evidence":
-            *own, ticket = own
-            given = self._evidence_arguments(how, shared, tuple(own))
-            return programs.evidence(rows, held(ticket), *given, rules=how["rules"]), None
+            given = self._evidence_arguments(how, shared, own[:-1])
+            return programs.evidence(rows, held(own[-1]), *given, rules=how["rules"]), None
         ticket, offset = own
         moments, level, probe, draws, raised, _ = self._looked_at(how, shared)
         draws, seed = draws if how["draws"] == "units" else (draws, None)
