@@ -21,7 +21,7 @@ from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, model_layo
 from .guides import guide_param_names, param_transforms, params_to_natural
 from .handlers import Partition, PlateInfo, WholePartition, find_plates
 from .runtime import ProductPlan, first_conditionals
-from .sites import LocalSites, OwnConditionals, SiteStack, posterior
+from .sites import Held, LocalSites, OwnConditionals, SiteStack, posterior
 
 
 def initial_params(found: dict, given: dict | None, has_optim: bool) -> dict:
@@ -314,6 +314,7 @@ def better_start(
         ImproperError: when q is not normalisable.
     """
     free = pvi.init_sites == "auto" and not streams(pvi.schedule) and state.plan.rows is None
+    free &= not isinstance(state.sites.local, Held)
     if (
         hostile
         and free

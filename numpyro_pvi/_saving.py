@@ -47,7 +47,7 @@ from .guides import NOT_SET_UP, keeps_supports, setup_guide
 from .handlers import GroupTable, RowAxes
 from .runtime import ProductPlan, solver_of_prior, with_chains
 from .schedules import Points, RoundReport, Rule
-from .sites import LocalSites, OwnConditionals, RowSites, SiteStack
+from .sites import Held, LocalSites, OwnConditionals, RowSites, SiteStack
 from .wire import Decoder, Encoder, is_record, storable
 
 # ------------------------------------------------------------------------------------- latents of plan, guide and model
@@ -214,7 +214,7 @@ def _listed(latents: Latents) -> str:
 _TYPES = (
     *(Plan, PartitionPlan, RowAxes, GroupTable, Layout, LocalLayout, Reading, TermSpec, Predictor, DerivedLeaf),
     *(Enumeration, ArgumentSignature, LeafSignature, MultivariateNormalFamily, NormalFamily),
-    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites, OwnConditionals, RowSites, RowPrior),
+    *(GaussianNatural, ConditionalNatural, SiteStack, LocalSites, OwnConditionals, Held, RowSites, RowPrior),
     *(Packing, GroupMasks, RoundReport, Rule, Points),
 )
 # Fields whose structure is not in the file but comes from the PVI's own solver and optimiser.

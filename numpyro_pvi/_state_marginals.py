@@ -48,7 +48,7 @@ from .families import (
 from .guides import event_rank, flat_to_params, guide_order, guide_param_names, in_own_support, natural_to_params
 from .handlers import PRIOR
 from .runtime import Engine
-from .sites import SiteStack, cavity, posterior
+from .sites import Held, SiteStack, cavity, posterior
 
 # -------------------------------------------------------------------------------------------------- two numbers per row
 # States whose sites are two numbers per row: when they are chosen, and how they are shown without D x D matrices.
@@ -334,14 +334,27 @@ def by_unit(state: PVIState) -> ConditionalNatural:
     Returns:
         Arrays with a leading axis U.
     """
-    return _take(state.sites.local.rows, _places(state))
+    return rows_by_unit(state.sites.local.rows, state.plan.partition.local, state.packing)
 
 
-def _places(state: PVIState) -> tuple:
+def rows_by_unit(rows: ConditionalNatural, local: LocalLayout, packing: Any) -> ConditionalNatural:
+    """The same of what is packed as rows are.
+
+    Args:
+        rows: natural parameters with leading axes of chunks and slots.
+        local: whose.
+        packing: of the rows.
+
+    Returns:
+        Arrays with a leading axis U.
+    """
+    return _take(rows, _places(local, packing))
+
+
+def _places(local: LocalLayout, packing: Any) -> tuple:
     """Where every unit's numbers lie: its group and itself, or its chunk and its slot there."""
-    packing = state.packing
     if isinstance(packing, GroupMasks):
-        group = packing.group_of_row[state.plan.partition.local.key]
+        group = packing.group_of_row[local.key]
         return group, np.arange(group.shape[0])
     where = np.flatnonzero(np.asarray(packing.mask).reshape(-1))
     slot = where[np.argsort(np.asarray(packing.rows).reshape(-1)[where])]
@@ -366,7 +379,7 @@ def joint_params(guide: Any, state: PVIState, natural: Any) -> dict[str, Array]:
     """
     part = state.plan.partition
     names, shapes, order = _flat_order(part.layout, part.local)
-    loc, spread = _joint(state.plan.family, natural, state.sites.local.rows, _places(state), order)
+    loc, spread = _joint(state.plan.family, natural, state.sites.local.rows, _places(part.local, state.packing), order)
     return flat_to_params(guide, names, shapes, loc, spread)
 
 
@@ -414,16 +427,34 @@ def local_distributions(state: PVIState, natural: Any, trace: dict) -> dict[str,
         Distributions by name; empty when the model has no local latents.
     """
     local = state.plan.partition.local
-    if local is None:
+    if local is None or isinstance(state.sites.local, Held):
         return {}
-    shared, q = state.plan.family.moments(natural), conditional_moments(by_unit(state))
+    return own_distributions(local, state.plan.family, state.plan.family.moments(natural), by_unit(state), trace)
+
+
+def own_distributions(
+    local: LocalLayout, family: GaussianFamily, shared: GaussianMoments, rows: ConditionalNatural, trace: dict
+) -> dict[str, dist.Distribution]:
+    """Marginals of latents inside the plate, in their own supports and the model's shapes.
+
+    Args:
+        local: which they are.
+        family: of q(theta).
+        shared: q(theta) as moments.
+        rows: natural parameters of every unit's latents given theta.
+        trace: a prototype trace with every latent's support.
+
+    Returns:
+        Distributions by name.
+    """
+    q = conditional_moments(rows)
     mean, sd = q.mean(shared.loc), q.marginal_sd(shared)
     locs, sds = local.unflatten(mean), local.unflatten(sd)
     found = {}
     for name in local.names:
         fn = trace[name]["fn"]
         rank, covariance = event_rank(fn), None
-        if rank and state.plan.family.full:
+        if rank and family.full:
             covariance = _event_covariance(q, shared, local, name, rank)
         found[name] = in_own_support(fn, locs[name], sds[name], covariance)
     return found
@@ -465,7 +496,7 @@ def guide_params(guide: Any, state: PVIState) -> dict[str, Any]:
     if state.plan.rows is not None:
         return row_params(guide, state)
     q = _posterior(state.prior, state.sites)
-    if part.local is not None:
+    if part.local is not None and not isinstance(state.sites.local, Held):
         return joint_params(guide, state, q)
     return natural_to_params(guide, state.plan.family, part.layout.names, part.layout.shapes, q)
 
@@ -494,7 +525,30 @@ def marginals(pvi: Any, state: PVIState, what: str, joint: bool, agent: Hashable
         natural = state.prior if state.sites.prior is None else state.prior + state.sites.prior
         return latent_distributions(state.plan, natural, trace, what, joint)
     q = posterior(state.prior, state.sites) if agent is None else agent_natural(pvi.schedule, state, agent)
-    return latent_distributions(state.plan, q, trace, what, joint) | local_distributions(state, q, trace)
+    found = latent_distributions(state.plan, q, trace, what, joint) | local_distributions(state, q, trace)
+    return SharedOnly(found, state.plan.partition.local) if isinstance(state.sites.local, Held) else found
+
+
+class SharedOnly(dict):
+    """Marginals of shared latents by name, where clients keep those of latents of their own."""
+
+    def __init__(self, found: dict[str, Any], local: LocalLayout):
+        super().__init__(found)
+        self._local = local
+
+    def __missing__(self, name: Any) -> Any:
+        """Say who has it.
+
+        Raises:
+            PVIError: for a latent inside the plate.
+            KeyError: for any other name.
+        """
+        if name not in self._local.names:
+            raise KeyError(name)
+        raise PVIError(
+            f"latent {name!r} is inside plate {self._local.key!r}, so its posterior is with the clients and is told nobody: each "
+            "client's own is client.posterior() in its process."
+        )
 
 
 def own_marginals(pvi: Any, state: PVIState) -> tuple[tuple, Callable[[Hashable], dict[str, Any]]] | None:

@@ -535,7 +535,8 @@ def guide_order(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[np.nda
         # Set up later under jit or vmap (as Predictive does) it would order its flat vector otherwise, and read another
         # posterior.
         raise StateError(NOT_SET_UP)
-    own = list(guide._init_locs)
+    # Latents that clients keep to themselves are not among the names.
+    own = [n for n in guide._init_locs if n in where]
     return np.concatenate([np.arange(where[n].start, where[n].stop) for n in own])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from .families import ConditionalNatural, GaussianNatural, Vector, natural_param
 
 __all__ = [
     "MAX_HALVINGS",
+    "Held",
     "back_off",
     "LocalSites",
     "MemberSites",
@@ -164,7 +166,7 @@ class SiteStack(Vector):
     ``groups`` is one natural-parameter object whose leaves carry a leading group axis M (of length 1 where all groups share
     one site: :mod:`numpyro_pvi.sites`); ``prior`` is the site of the
     prior factor (no group axis), or None when the prior is held exactly. ``local`` holds what groups with local latents
-    keep beside their sites (:class:`LocalSites`), or the sites of latents inside the partitioned plate
+    keep beside their sites (:class:`LocalSites`; :class:`Held` where clients do), or the sites of latents inside the plate
     (:class:`MemberSites`, which ``groups`` then leaves out), or what rows that are factors keep (:class:`RowSites`,
     :class:`RowVisits`), or None. ``others`` holds the sites of groups whose rows are not at
     hand, with a leading axis of slots (:mod:`numpyro_pvi.sites`; empty slots are zero), or None without any.
@@ -362,6 +364,20 @@ class OwnConditionals(Vector):
 
     # Per chunk and row (leading axes C, R), as the rows are packed.
     rows: ConditionalNatural
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Where clients keep what a state left their groups with beside their sites: names, of which nobody else has the numbers.
+
+    No arithmetic: what lies between two of them is asked for (:meth:`numpyro_pvi.schedules.Problem.between`).
+    """
+
+    # By group; zeros name what a group starts from.
+    tickets: Int[Array, "M 2"]
+    # Location and sd of every unit's latents under their prior, Float[U K] each, where rows are dealt out to clients; else None.
+    first: tuple[Float[Array, "U K"], Float[Array, "U K"]] | None = None
 
 
 def marginal_sites(local: LocalSites, chunk_group: Int[Array, "C"]) -> GaussianNatural:

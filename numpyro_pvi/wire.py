@@ -628,8 +628,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "who?": {"run": str},
     "who": {"run": str, "label": "any"},
     # What a client keeps for itself where its process ends between two questions: the plan that it was told, as that question's
-    # bytes, and the last question that it answered, with the answer's; nothing of it is ever sent.
-    "client": {**_ANSWER, "version": int, "memory": tuple, "told": tuple, "answer": tuple},
+    # bytes, the last question that it answered, with the answer's, and latents of its own; nothing of it is ever sent.
+    "client": {**_ANSWER, "version": int, "memory": tuple, "told": tuple, "answer": tuple, "own": tuple},
     # What clients answer in sum only, to all of them alike: q and what a visit or a look takes, how large a number may be, and
     # what was made of every client's last answer.
     "sum?": {"run": str, "sequence": int, "how": dict, "q": tuple, "rest": tuple, "reach": float, "ledger": tuple},

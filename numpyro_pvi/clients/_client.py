@@ -11,7 +11,8 @@ import numpy as np
 from ..errors import PVIError, WireError
 from ..runtime import Answers
 from ..wire import KeyData, Message, decode, digest_of, encode
-from ._exchange import RECORDS
+from ._exchange import RECORDS, ticket_of
+from ._kept import Kept
 
 
 class Respondent:
@@ -34,23 +35,29 @@ class Respondent:
         # What it was told its rows are to be taken for, as a question's bytes, and the memory of a client that was kept, as leaves,
         # until it is known what they belong to.
         self._told, self._leaves = b"", None
+        # What it holds of latents of its own, what was kept of that, and what the question at hand adds to it.
+        self._kept, self._own_leaves, self._made = Kept(None), None, None
         if answers is not None:
             self._take_up(answers)
 
     def _take_up(self, answers: Answers) -> None:
         self._answers, self._memory, self._leaves = answers, answers.first_memory, None
+        # What it holds outlives the plan that it is told anew, by a conversation or a server that begins anew.
+        self._kept = Kept(answers.first_held).after(self._kept)
 
     def save(self) -> bytes:
         """All that it has to remember between two questions, for :meth:`restore`: nothing of its rows but what answers say of them.
 
         Returns:
-            The bytes of a message of :mod:`numpyro_pvi.wire`: what it was told, its solver's memory, its site's version, and the
-            last question that it answered with the answer.
+            The bytes of a message of :mod:`numpyro_pvi.wire`: what it was told, its solver's memory, its site's version, the
+            last question that it answered with the answer, and posteriors of latents of its own, which nobody else has: keep them
+            where the rows are kept.
         """
         run, sequence, last = self._last
         memory = _numbers(jax.tree.leaves(self._memory)) if self._leaves is None else self._leaves
         fields = {"run": run, "sequence": sequence, "label": self.label, "version": self._version, "memory": memory}
         kept = {"told": (np.frombuffer(self._told, np.uint8),), "answer": (np.frombuffer(last, np.uint8),)}
+        kept["own"] = self._kept.save() if self._own_leaves is None else self._own_leaves
         return encode(Message("client", fields | kept))
 
     def restore(self, data: bytes) -> None:
@@ -77,6 +84,7 @@ class Respondent:
         if told != self._told:
             self._told, self._answers = told, None
         self._leaves, self._version = fields["memory"], fields["version"]
+        self._own_leaves = fields["own"]
         self._last = fields["run"], fields["sequence"], last
 
     def _recall(self) -> None:
@@ -84,6 +92,9 @@ class Respondent:
         if self._leaves is not None and self._answers is not None:
             self._memory = _as(self._answers.first_memory, self._leaves, "memory that was kept")
             self._leaves = None
+        if self._own_leaves is not None and self._answers is not None:
+            self._kept.restore(self._own_leaves)
+            self._own_leaves = None
 
     def answer(self, data: bytes) -> bytes | None:
         """The answer to a question.
@@ -104,7 +115,7 @@ class Respondent:
         last_run, last_sequence, last = self._last
         if run == last_run and sequence <= last_sequence:
             return last if sequence == last_sequence else None
-        head = {"run": run, "sequence": sequence, "label": self.label}
+        head, self._made = {"run": run, "sequence": sequence, "label": self.label}, None
         try:
             if label != self.label:
                 raise PVIError(f"the question is for {label!r}, and this is {self.label!r}")
@@ -121,6 +132,8 @@ class Respondent:
         except WireError as error:
             return encode(Message("refusal", head | {"why": str(error)[:1000]}))
         self._memory, self._version = after
+        if self._made is not None:
+            self._kept.keep(ticket_of(run, sequence), self._made)
         self._last = run, sequence, found
         return found
 
@@ -131,6 +144,12 @@ class Respondent:
             return "hello", {"facts": self.facts}, same
         if ask.kind == "look?":
             told = ask.fields["how"], ask.fields["q"], ask.fields["rest"]
+            if "held" in ask.fields["how"]:
+                found, self._made = self._answers.ask_held(*told, self._kept.at)
+                if told[0]["ask"] == "look":
+                    # At which q, for whoever asks for latents of its own in this process.
+                    self._kept.seen = told[2][0], told[1][: len(jax.tree.leaves(self._answers.moments))]
+                return "look", {"found": _numbers(found)}, same
             return "look", {"found": _numbers(self._answers.look(*told))}, same
         if ask.kind == "visit?":
             return self._visit(ask.fields)
@@ -151,10 +170,14 @@ class Respondent:
             memory = jax.tree.unflatten(structure, given)
         like = self._answers.site
         rest, site = (_as(like, fields[name], name) for name in ("cavity", "site"))
-        key, start, shared, at = fields["rest"]
+        key, start, shared, at, beside = fields["rest"]
         if not isinstance(key, KeyData):
             raise PVIError("a visit needs a random key")
-        found = self._answers.visit(fields["how"], shared, rest, site, memory, self._key(key, fields), start)
+        given = fields["how"], shared, rest, site, memory, self._key(key, fields)
+        if beside:
+            found, self._made = self._answers.visit_held(*given, self._kept.at(beside[0]), beside[1])
+        else:
+            found = self._answers.visit(*given, start)
         look = fields["how"].get("look")
         seen = () if look is None else self._answers.look(look, at)
         step = () if found.step is None else (found.step,)

@@ -38,6 +38,8 @@ RECORDS = {
 }
 # What a round's report counts, and the largest number in it.
 _SPENT, _MOST = ("trips", "sent", "received"), np.iinfo(np.int32).max
+# Questions of names alone, and how many of their answers are kept.
+_OF_NAMES, _ANSWERED = ("between", "apart"), 4
 _LOG = logging.getLogger("numpyro_pvi")
 # Relative asymmetry of a site's precision that is rounding.
 _ASYMMETRY = {"float32": 1e-4, "float64": 1e-10}
@@ -136,9 +138,11 @@ class Exchange:
         # that the fit which is asked for now was left at: fits that take turns share clients, and neither's looks are the other's.
         self._last, self._facing = [0] * len(labels), [(0, 0)] * len(labels)
         self._seen: list[tuple | None] = [None] * len(labels)
+        # The last answers about what clients hold under names.
+        self._answered: dict[tuple, tuple] = {}
         # What rounds have counted already, and whether one has left its part to the next.
         self._counted, self._owed = self.traffic, False
-        self._nonce, self._heard = int(self.run, 16) & 0x7FFFFFFF, 0.0
+        self._nonce, self._heard = int(ticket_of(self.run, 0)[0]), 0.0
 
     # ------------------------------------------------------------------ what is asked
 
@@ -176,7 +180,12 @@ class Exchange:
 
     def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
-        places = range(len(self.labels))
+        places, same = range(len(self.labels)), None
+        if how["ask"] in _OF_NAMES:
+            # What is made of names is the same whenever it is asked for, and a step asks for it more than once.
+            same = how["ask"], *(np.asarray(x).tobytes() for x in (*shared, *own))
+            if same in self._answered:
+                return self._answered[same]
 
         def ask() -> list[tuple]:
             # Visits that they are at are done first, and absorbed in their turn.
@@ -185,12 +194,17 @@ class Exchange:
             found = self._ask(
                 {m: ("look?", {"how": how, "q": shared, "rest": _row(own, m)}) for m in places}, "look", keep=True
             )
+            named = "held" in how and (how["held"] or how["ask"] == "look")
+            told = shapes[:-1] if named else shapes
             for place in places:
-                self._check_shapes(place, found[place].fields["found"], shapes, "what it sees at q")
+                self._check_shapes(place, found[place].fields["found"], told, "what it sees at q")
             self._count(looks=1)
-            return [found[place].fields["found"] for place in places]
+            return [(*found[place].fields["found"], *((self._ticket(place),) * named)) for place in places]
 
-        return self._kept(ask, shapes, len(places))
+        found = self._kept(ask, shapes, len(places))
+        if same is not None and self.error is None:
+            self._answered = dict([*self._answered.items(), (same, found)][-_ANSWERED:])
+        return found
 
     def face(self, tickets: np.ndarray | None) -> None:
         """Turn to a fit: what is asked from now on is asked for it.
@@ -223,13 +237,17 @@ class Exchange:
 
         return self._kept(ask, (np.zeros((), bool), *shapes), len(self.labels))
 
+    def _ticket(self, place: int) -> np.ndarray:
+        """What the last question to a client has left there, by name."""
+        return ticket_of(self.run, self._sequence[place])
+
     def _is_own(self, place: int, ticket: tuple[int, int]) -> bool:
         """Whether a client's last visit is that which a state left it at."""
         return ticket == (self._nonce, self._last[place])
 
     def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.visit`."""
-        rest, site, memory, keys, start = own
+        rest, site, memory, keys, start, *held = own
         places = [int(g) for g in groups]
 
         def ask() -> list[tuple]:
@@ -238,7 +256,8 @@ class Exchange:
                 memories[place] = _row(memory, i)
                 key = KeyData(np.asarray(keys[i]), how["key"])
                 fields = {"how": how, "cavity": _row(rest, i), "site": _row(site, i), "memory": ()}
-                fields |= {"digest": digest_of(memories[place]), "rest": (key, _row(start, i), shared, ())}
+                beside = _row(held[0], i) if held else ()
+                fields |= {"digest": digest_of(memories[place]), "rest": (key, _row(start, i), shared, (), beside)}
                 asks[place] = ("visit?", fields)
             found = self._ask(asks, "visit", "gap")
             lost = [place for place in places if found[place].kind == "gap"]
@@ -247,9 +266,11 @@ class Exchange:
                 again = {place: ("visit?", {**asks[place][1], "memory": memories[place]}) for place in lost}
                 found |= self._ask(again, "visit")
             self._count(visits=1)
-            return [self._visited(place, found[place].fields, shapes) for place in places]
+            told = [self._visited(place, found[place].fields, shapes) for place in places]
+            return [(*own, self._ticket(place)) for own, place in zip(told, places, strict=True)] if held else told
 
-        return self._kept(ask, tuple(x for part in shapes for x in part), len(places))
+        named = (np.zeros((2,), np.int32),) if held else ()
+        return self._kept(ask, (*(x for part in shapes for x in part), *named), len(places))
 
     def begin(
         self, how: dict[str, Any], shared: tuple, tickets: np.ndarray, groups: np.ndarray, own: tuple, shapes: tuple
@@ -267,7 +288,7 @@ class Exchange:
                 if fresh:
                     key = KeyData(np.asarray(keys[i]), how["key"])
                     fields = {"how": how, "cavity": _row(rest, i), "site": _row(site, i), "memory": ()}
-                    fields |= {"digest": digest_of(_row(memory, i)), "rest": (key, (), shared, _row(at, i))}
+                    fields |= {"digest": digest_of(_row(memory, i)), "rest": (key, (), shared, _row(at, i), ())}
                     errand = _Errand(self._sequence[place] + 1, fields, _row(memory, i), shapes)
                     self._forget(place)
                     if not self._is_own(place, ticket):
@@ -510,6 +531,16 @@ class Exchange:
     def _count(self, **more: int) -> None:
         counts = self.traffic._asdict()
         self.traffic = Traffic(**{name: count + more.get(name, 0) for name, count in counts.items()})
+
+
+def ticket_of(run: str, sequence: int) -> np.ndarray:
+    """The name of what a client keeps of a question: Int[2], of the conversation and of the question in it.
+
+    Args:
+        run: the conversation's own.
+        sequence: the question's number.
+    """
+    return np.array([int(run, 16) & 0x7FFFFFFF, sequence], np.int32)
 
 
 def _row(leaves: tuple, index: int) -> tuple:

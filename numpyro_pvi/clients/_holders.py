@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiling import Program
+from .._initial import refuse_nothing_shared
 from .._saving import settings_of
 from .._state import Plan
 from ..errors import ClientError, PVIError, StateError
 from ..factors import PartitionPlan, Planned, choose_chunk_rows, join_arguments, pack_rows, split_arguments
+from ..guides import family_of
 from ..handlers import Partition, known_labels, labels_table
 from ..runtime import whole_call
 from ..wire import KeyData, digest_of
@@ -198,20 +200,28 @@ class Holders:
         agree_on(self.labels, [_shapes(said) for said in facts], ())
         parts = [said["part"] for said in facts]
         agree_on(self.labels, [_fixed(part) for part in parts], ())
-        if parts[0].layout != layout:
+        local = parts[0].local
+        own = () if local is None else local.names
+        if list(zip(parts[0].layout.names, parts[0].layout.shapes, strict=True)) != [
+            (n, s) for n, s in zip(layout.names, layout.shapes, strict=True) if n not in own
+        ]:
             raise ClientError(
                 f"client {self.labels[0]!r} has the latents {parts[0].layout}, and the server {layout}: they are not of one model.",
                 self.labels[0],
             )
         rows = [label for label, said in zip(self.labels, facts, strict=True) for _ in range(said["rows"])]
+        layout, family = parts[0].layout, family_of(pvi.guide, parts[0].layout.dim)
+        refuse_nothing_shared(parts[0])
         table = labels_table(rows)
         packing = pack_rows(table, choose_chunk_rows(table.sizes, dim=layout.dim))
-        shape = {"chunk_rows": packing.rows.shape[1], "num_chunks": packing.rows.shape[0]}
+        shape: dict[str, Any] = {"chunk_rows": packing.rows.shape[1], "num_chunks": packing.rows.shape[0]}
+        if local is not None:
+            shape["local"] = dataclasses.replace(local, size=len(rows))
         part = dataclasses.replace(_joined(parts), table=table, **shape)
         loc, sd = facts[0]["loc"], facts[0]["sd"]
         self._compare_priors(pvi._engine, Plan(part, family, signature), (args, kwargs), facts, loc)
         nearby = np.sum([said["nearby"] for said in facts], axis=0)
-        params = dict.fromkeys(facts[0]["params"], jnp.zeros(()))
+        params = self._params(facts)
         self.line.place = place
         return Planned(part, packing, loc, sd, params, nearby=nearby)
 
@@ -234,6 +244,21 @@ class Holders:
                     "and pass it as an argument of its own.",
                     label,
                 )
+
+    def _params(self, facts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Where the model's ``numpyro.param`` sites start: at the same values with all clients, or there is no saying where."""
+        first, structure = jax.tree.flatten(facts[0]["params"])
+        for label, said in zip(self.labels, facts, strict=True):
+            leaves, own = jax.tree.flatten(said["params"])
+            if own != structure or not all(
+                _same(np.asarray(a), np.asarray(b)) for a, b in zip(first, leaves, strict=True)
+            ):
+                raise ClientError(
+                    f"client {label!r} has its model's numpyro.param sites start from other values than client "
+                    f"{self.labels[0]!r}: compute such a value beforehand, the same for all, and not from the rows.",
+                    label,
+                )
+        return jax.tree.map(jnp.asarray, facts[0]["params"])
 
     def watched(self, plan: Any, run: Callable[[], Any]) -> Any:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.watched`."""
@@ -288,7 +313,9 @@ def _shapes(facts: dict[str, Any]) -> dict[str, Any]:
 def _fixed(part: PartitionPlan) -> dict[str, Any]:
     """What all clients must have found alike: everything but how their own rows are taken."""
     free = ("table", "chunk_rows", "num_chunks", "likelihood", "terms", "unstructured", "proved", "reason", "remarks")
-    return {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in free}
+    found = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in free}
+    # One for every row, whose number is the client's own.
+    return found | {"local": None if part.local is None else dataclasses.replace(part.local, size=0)}
 
 
 def _joined(parts: list[PartitionPlan]) -> PartitionPlan:

@@ -9,16 +9,20 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from numpyro.optim import SGD
 
 from .._compiling import Program
 from .._opening import begin_fit
 from .._saving import settings_of
+from .._state_marginals import own_distributions, rows_by_unit
 from ..errors import PVIError, WireError
 from ..factors import abstract_trace, join_arguments, row_arguments, signature_of, split_arguments
+from ..guides import keeps_supports
 from ..handlers import Partition, numbered_table
 from ..pvi import PVI
-from ..runtime import whole_call
+from ..runtime import Units, whole_call
 from ..wire import KeyData, Message, decode, digest_of, encode
 from ._client import Respondent
 from ._exchange import RECORDS
@@ -77,14 +81,23 @@ class Client(Respondent):
             if args or kwargs:
                 raise PVIError(f"client {label!r} is given rows and load_rows, which loads them: leave one out.")
             args, kwargs = _loaded(load_rows())
+        if keeps_supports(guide):
+            raise PVIError(
+                f"client {label!r} does not go with AutoExponentialFamily, whose rounds take turns over components of q: use a "
+                "Gaussian guide, such as AutoMultivariateNormal(model), here and with the server."
+            )
+        how: dict[str, Any] = {"loss": loss, "solver": solver}
         if isinstance(model, Partition):
             kept = {n: getattr(model, n) for n in ("sites", "data_axes", "mode", "chunk_size", "check")}
-            split = Partition(model.fn, model.plate, 1, **kept)
-            self._pvi = PVI(split, guide, loss=loss, solver=solver)
+            model = Partition(model.fn, model.plate, 1, **kept)
         else:
-            self._pvi = PVI(model, guide, loss=loss, solver=solver, num_groups=1)
+            how["num_groups"] = 1
+        self._pvi = PVI(model, guide, **how)
         self._args, self._kwargs = self._pvi._arguments(args, kwargs)
         trace = abstract_trace(self._pvi.model, jax.random.key(0), self._args, self._kwargs)
+        if any(site["type"] == "param" for site in trace.values()):
+            # The server's optimiser moves them: what is here only holds the values that they start from.
+            self._pvi = PVI(model, guide, SGD(1.0), **how)
         partition = self._pvi._partitions(trace)[0]
         self._axes = partition.row_axes(trace)
         sizes = self._axes.sizes(trace)
@@ -121,9 +134,9 @@ class Client(Respondent):
 
     def _recall(self) -> None:
         if self._answers is None and self._told:
-            ask, leaves = decode(self._told, RECORDS), self._leaves
+            ask, leaves, own = decode(self._told, RECORDS), self._leaves, self._own_leaves
             self._plan(*ask.fields["key"], ask.fields["taken"])
-            self._leaves = leaves
+            self._leaves, self._own_leaves = leaves, own
         super()._recall()
 
     def _describe(self, key: KeyData | None = None) -> dict[str, Any]:
@@ -154,7 +167,7 @@ class Client(Respondent):
         part = dataclasses.replace(plan.partition, table=numbered_table((self._rows,)))
         prior = () if part.params else tuple(np.asarray(x) for x in Program(numbers)(begun.dynamic, loc))
         found = {"loc": loc, "sd": np.asarray(planned.prior_sd), "nearby": np.asarray(planned.nearby), "prior": prior}
-        return {**facts, "part": part, "params": tuple(planned.params), **found}
+        return {**facts, "part": part, "params": jax.tree.map(np.asarray, planned.params), **found}
 
     def _check_privacy(self, secret: bytes | None, like: Any) -> Any:
         """What is given for a solver that is private; arguments with public rows, or None."""
@@ -246,9 +259,35 @@ class Client(Respondent):
         dtype = np.asarray(begun.planned.prior_loc).dtype
         prior = plan.family.zeros((), dtype), np.zeros(plan.family.dim, bool)
         given = self.label, engine.model, engine.solver, engine.num_particles, plan, begun.planned.packing
-        share = Share(*given, arrays, static, prior)
+        units = None
+        if part.local is not None:
+            own = begun.planned.local_loc, begun.planned.local_sd
+            units = Units(np.arange(self._rows, dtype=np.int32), *(np.asarray(x) for x in own))
+        share = Share(*given, arrays, static, prior, units, begun.planned.params)
         answers, self.facts = share.answers(self._known)
         self._take_up(answers)
+
+    def posterior(self) -> dict[str, Any]:
+        """Marginal posteriors of latents of this group's own, at the q of the last look: nobody else is told them.
+
+        Returns:
+            NumPyro distributions by latent, in their own supports, along this client's rows.
+
+        Raises:
+            PVIError: where the model has no latents inside the plate, or nobody has looked yet.
+        """
+        self._recall()
+        if self._answers is None or self._begun is None or self._kept.seen is None:
+            raise PVIError(f"client {self.label!r} has not been asked yet what it sees at a q: fit first.")
+        part, planned = self._begun[1].plan.partition, self._begun[1].planned
+        if part.local is None:
+            raise PVIError(
+                f"client {self.label!r} has no latents of its own: pvi.posterior(state) has those that all share."
+            )
+        ticket, leaves = self._kept.seen
+        shared = jax.tree.unflatten(jax.tree.structure(self._answers.moments), [jnp.asarray(x) for x in leaves])
+        rows = rows_by_unit(self._kept.at(ticket).rows, part.local, planned.packing)
+        return own_distributions(part.local, self._answers.family, shared, rows, self._pvi.guide.prototype_trace)
 
     def serve(self, receive: Callable[[], bytes], send: Callable[[bytes], None]) -> None:
         """Answer questions until ``receive`` raises ``EOFError`` or ``OSError``.

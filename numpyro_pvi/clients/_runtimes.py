@@ -22,6 +22,7 @@ import numpy as np
 from ..errors import ClientError, PVIError, WireError
 from ..handlers import labels_table
 from ..runtime import Engine, RemoteEngine, RowlessEngine, RuntimeDefaults, Vmap
+from ..sites import Held
 from ._exchange import Exchange, Traffic, Transport
 from ._holders import Holders, agree_on
 from ._own import Client
@@ -248,7 +249,8 @@ class ClientsRuntime(RuntimeDefaults):
 
 def _key_of(state: Any, dynamic: list, static: tuple) -> Any:
     found = hashlib.blake2b(digest_size=16)
-    for x in [*dynamic, *jax.tree.leaves(jax.device_get(state.packing))]:
+    own = state.sites.local.first if isinstance(state.sites.local, Held) else None
+    for x in [*dynamic, *jax.tree.leaves(jax.device_get((state.packing, own)))]:
         x = np.ascontiguousarray(x)
         found.update(f"{x.dtype}{x.shape}".encode())
         found.update(x.reshape(-1).view(np.uint8).data)

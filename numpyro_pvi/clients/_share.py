@@ -12,7 +12,7 @@ import numpy as np
 
 from ..factors import choose_chunk_rows, join_arguments, pack_rows, split_arguments
 from ..handlers import one_group_table
-from ..runtime import Answers, Engine, Vmap, programs_of
+from ..runtime import Answers, Engine, Units, Vmap, programs_of
 from ._client import Respondent
 
 
@@ -29,6 +29,8 @@ class Share:
     arrays: list
     static: tuple
     prior: tuple
+    units: Units | None = None
+    params: Any = None
 
     def respondent(self, known: dict[Any, Any]) -> Respondent:
         """The client that answers for these rows; ``known`` as of :meth:`answers`."""
@@ -43,7 +45,8 @@ class Share:
         engine = Engine(self.model, self.solver, None, Vmap(), None, self.num_particles)  # type: ignore[arg-type]
         key = self.model, self.solver, self.num_particles, self.plan, self.static
         made = known.get(key) or (programs_of(engine, self.plan, self.static), None)
-        answers = Answers(engine, self.plan, self.packing, self.arrays, self.prior, made[0])
+        given = self.plan, self.packing, self.arrays, self.prior
+        answers = Answers(engine, *given, made[0], self.units, self.params)
         step = answers.tells_step() if made[1] is None else made[1]
         known[key] = made[0], step
         part = self.plan.partition
@@ -72,6 +75,7 @@ def shares_of(engine: Any, state: Any, dynamic: list, static: tuple) -> list[Sha
     part, packing = state.plan.partition, jax.device_get(state.packing)
     leaves, structure = jax.tree.flatten(join_arguments([np.asarray(x) for x in dynamic], static))
     prior = jax.device_get((state.prior, state.exact))
+    params = jax.device_get(engine.constrain(state.plan, *join_arguments(dynamic, static), state.optim_state))
     found = []
     for place, label in enumerate(part.table.labels):
         mine = packing.chunk_group == place
@@ -82,12 +86,13 @@ def shares_of(engine: Any, state: Any, dynamic: list, static: tuple) -> list[Sha
         )
         table = one_group_table(0, len(rows))
         own = pack_rows(table, choose_chunk_rows(table.sizes, dim=part.layout.dim))
-        shape = {"chunk_rows": own.rows.shape[1], "num_chunks": own.rows.shape[0]}
+        shape: dict[str, Any] = {"chunk_rows": own.rows.shape[1], "num_chunks": own.rows.shape[0]}
+        units = None
+        if part.local is not None:
+            shape["local"] = dataclasses.replace(part.local, size=len(rows))
+            units = Units(rows, *(np.asarray(x)[rows] for x in state.sites.local.first))
         plan = dataclasses.replace(state.plan, partition=dataclasses.replace(part, table=table, **shape))
-        given = [np.asarray(x) for x in arrays]
-        found.append(
-            Share(
-                label, engine.model, engine.solver, engine.num_particles, plan, jax.device_get(own), given, kept, prior
-            )
-        )
+        given = [np.asarray(x) for x in arrays], kept, prior, units, params
+        made = label, engine.model, engine.solver, engine.num_particles, plan, jax.device_get(own)
+        found.append(Share(*made, *given))
     return found

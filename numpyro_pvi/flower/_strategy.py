@@ -63,6 +63,7 @@ class PVIStrategy(Strategy):
         solver: local solver; :class:`numpyro_pvi.solvers.NaturalGradient` by default.
         schedule: of rounds; :class:`numpyro_pvi.schedules.Synchronous` by default, with ``damping=0.5`` where ``secure``.
         loss: see :class:`numpyro_pvi.PVI`.
+        optim: likewise, where the model has ``numpyro.param`` sites.
         owners: see :class:`Flower`.
         patience: likewise.
         wait: likewise.
@@ -82,6 +83,7 @@ class PVIStrategy(Strategy):
         solver: Any = None,
         schedule: Any = None,
         loss: Any = None,
+        optim: Any = None,
         owners: int | Sequence[Hashable] = 2,
         patience: float = 600.0,
         wait: float = 300.0,
@@ -94,7 +96,14 @@ class PVIStrategy(Strategy):
             schedule = Synchronous(damping=0.5) if schedule is None else schedule
             SummedClients.expect_sums_suffice(schedule, "secure=False")
         self._secure, self._threshold = secure, threshold
-        self._made = {"model": model, "guide": guide, "solver": solver, "schedule": schedule, "loss": loss}
+        self._made = {
+            "model": model,
+            "guide": guide,
+            "solver": solver,
+            "schedule": schedule,
+            "loss": loss,
+            "optim": optim,
+        }
         self._found = {"owners": owners, "patience": patience}
         self._asked: dict[str, Any] = {"wait": wait, "tries": tries}
 
@@ -139,7 +148,7 @@ class PVIStrategy(Strategy):
             ClientError: naming the owner whose answer is refused, or who does not answer.
         """
         model, guide = self._made["model"], self._made["guide"]
-        rest = {name: self._made[name] for name in ("solver", "schedule", "loss")}
+        rest = {name: self._made[name] for name in ("solver", "schedule", "loss", "optim")}
         self.summary()
         runtime, owners = self._runtime(grid)
         _log("%d owners: %s", len(owners), ", ".join(map(str, owners)))

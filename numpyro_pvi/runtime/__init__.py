@@ -3,6 +3,7 @@
 from ._base import LaxMap, Runtime, RuntimeDefaults, Vmap
 from ._engine import Engine, RoundsDone, gradient_jumps
 from ._factors import FactorData
+from ._held import Units
 from ._local import LocalProblem
 from ._moments import noise_floor, solver_of_prior
 from ._product_engine import ProductEngine
@@ -52,6 +53,7 @@ __all__ = [
     "RuntimeDefaults",
     "SAMPLED_WAYS",
     "Sharded",
+    "Units",
     "Vmap",
     "apart",
     "best_of_short_runs",

@@ -634,7 +634,7 @@ class Engine(FitsParams):
         noise = self.noise(problem, state.rng_key)
 
         def at(params) -> Any:
-            return self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
+            return self._at_params(state, args, kwargs, params, fine)
 
         def loss(params):
             # Each device differentiates what its own rows say, and all of them what is not of the rows.
@@ -648,6 +648,10 @@ class Engine(FitsParams):
         call = beside_rows(part, state.packing, whole_call(self.model, part, args, kwargs, params))
         prior = self.exact_prior(state.plan, call)[0]
         return dataclasses.replace(state, optim_state=optim_state, prior=prior)
+
+    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
+        """The factors at other values of the params than a state's."""
+        return self.problem(state.plan, state.packing, args, kwargs, params, None, len(RULES) - (not fine))
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state in nats, and whether rows asked for a finer quadrature rule than was compiled in."""

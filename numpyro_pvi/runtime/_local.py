@@ -22,10 +22,10 @@ from ..expectations import (
 )
 from ..families import GaussianFamily, GaussianMoments, conditional_moments
 from ..schedules import Evaluation, RoundCarry, Rule, move_in_nats
-from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, tie
+from ..sites import LocalSites, RowSites, SiteStack, cavity, damp, keep_groups, marginal_sites, posterior, tie
 from ..solvers import LocalResult
 from ._factors import Draws, Factors, GroupFactor
-from ._local_latents import chunks_with, conditionals_proposal, visit_with_locals
+from ._local_latents import chunks_with, conditionals_proposal, own_move, visit_with_locals
 from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
 from ._refinement import (
     cheaper_rule,
@@ -123,6 +123,7 @@ def fall_explained(
     old: tuple[SiteStack, Evaluation],
     step: Float[Array, ""],
     units: tuple[int, int] | None = None,
+    own: Any = 0.0,
 ) -> Any:
     """Twice what a joint step promises, its squared length over its share, where draws contradict themselves; else 0.
 
@@ -140,6 +141,7 @@ def fall_explained(
         old: before it, on the same draws.
         step: share of the way to the targets, in (0, 1].
         units: how many units have how many local latents each; None without any.
+        own: the local latents' part of the step's squared length, where clients keep them.
 
     Returns:
         Nats, or the number 0.
@@ -148,7 +150,7 @@ def fall_explained(
         return 0.0
     (sites, after), (before, was) = new, old
     rows = None if sites.local is None else (sites.local.rows, before.local.rows)
-    length = move_in_nats(family, after.q, was.q, after.moments, was.moments, rows)
+    length = move_in_nats(family, after.q, was.q, after.moments, was.moments, rows) + own
     promised = length / jnp.maximum(step, jnp.finfo(length.dtype).tiny)
     coordinates = family.dim + (0 if units is None else units[0] * units[1])
     return jnp.where(promised <= _FARTHEST * coordinates, _NOISE_SHARE * promised, 0.0)
@@ -303,13 +305,28 @@ class LocalProblem(Factors):
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest) + (0.0 if prior is None else jnp.abs(prior.value))
         own = None
         if local is not None:
-            found = conditional_moments(local.rows)
-            own = found.mean(moments.loc), found.marginal_sd(moments)
-            moments = moments._replace(valid=moments.valid & jnp.all(found.valid))
+            own, good = self.own_latents(local, moments, groups)
+            moments = moments._replace(valid=moments.valid & good)
         missed = error > rule.tolerance
         rule = next_rule(rule, used, spread)
         slots = None if apart is None else apart.slots
         return Evaluation(q, moments, groups, prior, rest, values + rest, size, rule, missed, own, slots)
+
+    def own_latents(self, local: Any, moments: GaussianMoments, groups: Expected) -> tuple[Any, Bool[Array, ""]]:
+        """What an evaluation keeps of the groups' own latents, and whether their conditionals are normalisable.
+
+        Args:
+            local: what groups hold of them.
+            moments: q.
+            groups: what a look at them has found.
+        """
+        del groups
+        found = conditional_moments(local.rows)
+        return (found.mean(moments.loc), found.marginal_sd(moments)), jnp.all(found.valid)
+
+    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+        """Largest change of a mean or log sd of the own latents: see :class:`numpyro_pvi.schedules.Problem`."""
+        return own_move(new.local, old.local)
 
     def rows_elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
         """What the rows add to the global ELBO at a fixed q under a fixed quadrature rule.
@@ -377,6 +394,10 @@ class LocalProblem(Factors):
             local = LocalSites(self.family.symmetrise(local.shared), local.rows)
             groups = marginal_sites(local, self.data.chunk_group)
         return SiteStack(groups, None if sites.prior is None else self.family.symmetrise(sites.prior), local)
+
+    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
+        """A share of the way: see :class:`numpyro_pvi.schedules.Problem`."""
+        return self.tidy(damp(old, aim, step))
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """Natural-gradient targets over shared and local latents, of groups that moved and were finite.

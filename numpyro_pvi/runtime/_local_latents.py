@@ -172,6 +172,23 @@ def visit_with_locals(
     return LocalResult(select(moved, new, site), state, tries, moved), LocalSites(joint, move.settled(step, moved))
 
 
+def own_move(
+    new: tuple[Float[Array, "*rows"], Float[Array, "*rows"]], old: tuple[Float[Array, "*rows"], Float[Array, "*rows"]]
+) -> Float[Array, ""]:
+    """Largest change of a mean or log sd of local latents.
+
+    Args:
+        new: means and sds under q.
+        old: under another.
+
+    Returns:
+        Of means in new sds.
+    """
+    (mean_new, own_new), (mean_old, own_old) = new, old
+    shift = jnp.max(jnp.abs(mean_new - mean_old) / own_new)
+    return jnp.maximum(shift, jnp.max(jnp.abs(jnp.log(own_new) - jnp.log(own_old))))
+
+
 # ------------------------------------------------------------------------------------------------------- integrated out
 # Factors of solvers that match moments where groups have latents of their own: these are integrated out at every theta.
 

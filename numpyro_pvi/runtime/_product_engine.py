@@ -16,7 +16,7 @@ from ..expectations import TOLERANCE, Expected
 from ..factors import ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
 from ..schedules import Evaluation, RoundCarry, Rule, Schedule, empty_report, sound
-from ..sites import SiteStack, cavity, posterior, select, sum_slots, take, tied_site
+from ..sites import SiteStack, cavity, damp, posterior, select, sum_slots, take, tied_site
 from ..solvers import BatchStep, LocalResult, LocalSolver
 from ._base import Runtime
 from ._engine import FitsParams, RoundsDone, furthest_apart
@@ -251,6 +251,15 @@ class ProductFactors:
         """The sites without rounding asymmetry."""
         even = self.family.symmetrise
         return SiteStack(even(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
+
+    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
+        """A share of the way: see :class:`numpyro_pvi.schedules.Problem`."""
+        return self.tidy(damp(old, aim, step))
+
+    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+        """None: rows have no latents of their own."""
+        del new, old
+        return jnp.zeros(())
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> None:
         """Rows have no latents of their own."""

@@ -14,21 +14,34 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import Program, as_here
+from .._numerics import value_and_grad
 from .._state import Plan, PVIState
 from ..errors import PVIError
-from ..expectations import RULES, AffineProgram, DrawsProgram, Expected, PointSet, PointsProgram, QuadraticProgram
+from ..expectations import (
+    RULES,
+    AffineProgram,
+    DrawsProgram,
+    Expected,
+    IntegratedProgram,
+    LocalLatentProgram,
+    LocalNoise,
+    PointSet,
+    PointsProgram,
+    QuadraticProgram,
+)
 from ..factors import exact_log_constant, join_arguments
-from ..schedules import RoundCarry, Rule
-from ..sites import cavity
+from ..schedules import Evaluation, RoundCarry, Rule
+from ..sites import Held, SiteStack, cavity, damp
 from ..solvers import LocalResult
 from ._engine import Engine
 from ._factors import Draws, FactorData
-from ._local import LocalProblem
+from ._held import HeldPrograms, Units, Wanted, held_programs, own_draws, starting
+from ._local import LocalProblem, fall_explained
 from ._moments import group_evidence
 from ._programs import FactorReader, whole_call
 from ._refinement import cheaper_rule, escalate, first_rule, relative_error
 from ._tilted import keeps_rows, whole_factor
-from ._verification import Check, checked, draws_of, num_draws, verify_claims
+from ._verification import Check, checked, direction_of, draws_of, num_draws, verify_claims
 
 # What a group's expectations are named by, less its target, in the order in which they are sent.
 _NUMBERS = ("value", "error", "weight", "spread")
@@ -131,6 +144,7 @@ class _Rows(NamedTuple):
     dtype: Any
     num_rules: int
     fresh: bool
+    params: tuple = ()
 
     def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
         """Each group's log-likelihood in nats, averaged over points."""
@@ -139,7 +153,7 @@ class _Rows(NamedTuple):
         if not self.fresh:
             told, value = _last_seen(self.network, one, self.count, (points,))
             return _as_told(told, value)
-        return _call_out(lambda *shared: self.network.look(how, shared, one), _stacked(one, self.count), (points,))[0]
+        return _look(self.network, how, one, self.count, (points,), params=self.params)[0]
 
 
 class _InTurn(NamedTuple):
@@ -166,12 +180,19 @@ class RemoteProblem(LocalProblem):
             value of one that has said nothing yet is NaN (minus infinity where what it said is no number).
         only_visits: whether rounds ask for visits alone: of clients that are heard in sums there is one group, and its site is the
             sum of theirs.
+        keeps: whether clients keep what a look finds that their groups want beside their sites, where they have latents of their
+            own: what a schedule holds are names of it (:class:`numpyro_pvi.sites.Held`).
+        starts: by group, the number of its first unit (plate index) among all, less what its client knows of that itself.
+        params: leaves of the constrained values of the model's ``numpyro.param`` sites, which every question tells.
     """
 
     network: Any = None
     tells_step: bool = False
     fresh: bool = False
     only_visits: bool = False
+    keeps: bool = True
+    starts: tuple[int, ...] = ()
+    params: tuple = ()
 
     @property
     def blind(self) -> bool:
@@ -180,7 +201,7 @@ class RemoteProblem(LocalProblem):
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
         """Ask all clients for their expectations; the moments and the rule are those that ``expect`` was made with."""
-        del local, apart
+        del apart
         given = expect.keywords  # type: ignore[attr-defined]
         moments, probe, draws = given["moments"], given["probe"], given["noise"]
         # Known before a program runs in all looks but those of a start, which differ in nothing else.
@@ -192,17 +213,25 @@ class RemoteProblem(LocalProblem):
         shared = jax.tree.leaves((moments, jnp.asarray(given["level"], jnp.int32), probe, draws, raised))
         target = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
         size, product = len(jax.tree.leaves(target)), jnp.zeros((self.num_groups, self.family.dim), self.dtype)
-        if self.fresh:
+        wanted = None
+        if self.units is not None:
+            how |= {"held": self.keeps, "units": self.units[0]}
+            own = local.tickets, jnp.asarray(self.starts, jnp.int32)
+            flag = jax.ShapeDtypeStruct((), jnp.bool_)
+            found = self._ask_held(how, (*self.seen_shapes(probe is not None), flag, flag), tuple(shared), own)
+            *found, finite, valid, tickets = found
+            wanted = Wanted(tickets, finite, valid)
+            product = found[-1] if probe is not None else product
+        elif self.fresh:
             one = self.seen_shapes(probe is not None)
-            found = _call_out(
-                lambda *leaves: self.network.look(how, leaves, one), _stacked(one, self.num_groups), tuple(shared)
-            )
+            found = self._look(how, one, tuple(shared))
             product = found[-1] if probe is not None else product
         else:
             told, *found = _last_seen(self.network, self.seen_shapes(False), self.num_groups, tuple(shared))
             found[size] = _as_told(told, found[size])
         numbers = dict(zip(_NUMBERS, found[size:], strict=False))
-        return Expected(target=jax.tree.unflatten(jax.tree.structure(target), found[:size]), product=product, **numbers)
+        numbers |= {"product": product, "local": wanted}
+        return Expected(target=jax.tree.unflatten(jax.tree.structure(target), found[:size]), **numbers)
 
     def pairs(self, moments: Any, eps: Float[Array, "K D"]) -> Expected:
         """Ask all clients for antithetic pairs of draws; see :meth:`LocalProblem.pairs`."""
@@ -210,14 +239,122 @@ class RemoteProblem(LocalProblem):
         number, vector = (jax.ShapeDtypeStruct((count, *x), self.dtype) for x in ((), (self.family.dim,)))
         one = (*jax.tree.leaves(zeros), number, vector)
         how = {"ask": "pairs", "rules": self.num_rules}
-        found = _call_out(
-            lambda *shared: self.network.look(how, shared, one),
-            _stacked(one, self.num_groups),
-            (*jax.tree.leaves(moments), eps),
-        )
+        found = self._look(how, one, (*jax.tree.leaves(moments), eps))
         *target, value, product = (jnp.sum(x, axis=0) for x in found)
         nothing = jnp.zeros_like(value)
         return Expected(value, jax.tree.unflatten(jax.tree.structure(zeros), target), product, *(nothing,) * 3)
+
+    def _look(self, how: dict[str, Any], one: tuple, shared: tuple, own: tuple = ()) -> tuple:
+        """Ask all clients; see :meth:`Network.look`."""
+        return _look(self.network, how, one, self.num_groups, shared, own, self.params)
+
+    # ---------------------------------------------------------------------------------------------------- params
+
+    def rows_elbo_at(self, moments: Any, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
+        """What clients' rows add to the ELBO; its derivative by the params is the sum of what clients tell of theirs."""
+        how, shared = {"ask": "slope", "rules": self.num_rules}, tuple(jax.tree.leaves((moments, rule)))
+        said, arrays = self._drawn(noise, None if noise is None else noise.points)
+        how, shared, own = how | said, (*shared, *arrays), ()
+        if self.units is not None:
+            how |= {"held": False, "units": self.units[0]}
+            own = local.tickets, jnp.asarray(self.starts, jnp.int32)
+        number = jax.ShapeDtypeStruct((), self.dtype)
+
+        def ask(params: tuple, shared: tuple, own: tuple) -> tuple[Array, list[Array]]:
+            one = (number, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params))
+            value, *slopes = _look(self.network, how, one, self.num_groups, shared, own, params)
+            return jnp.sum(value), [jnp.sum(x, axis=0) for x in slopes]
+
+        @jax.custom_jvp
+        def value(params, shared, own):
+            return ask(params, shared, own)[0]
+
+        @value.defjvp
+        def _(primals, tangents):
+            found, slopes = ask(*primals)
+            return found, sum(jnp.sum(x * t) for x, t in zip(slopes, tangents[0], strict=True))
+
+        return value(self.params, shared, own)
+
+    def _drawn(self, noise: Draws | None, points: Any) -> tuple[dict[str, Any], tuple]:
+        """How clients are told of a round's draws, and the arrays: pairs, points, and the key of what units draw for themselves."""
+        how, arrays = {"draws": noise is not None, "points": points is not None}, ()
+        if noise is not None:
+            arrays += (noise.pairs,)
+        if points is not None:
+            arrays += points.eps, points.weight, jnp.asarray(points.count, jnp.int32)
+        if self.units is not None and noise is not None and noise.local is not None:
+            how["seed"], seed = _seed_of(noise.local)
+            arrays += (seed,)
+        return how, arrays
+
+    # -------------------------------------------------------------------------------- latents of the clients' own
+
+    def _ask_held(self, how: dict[str, Any], one: tuple, shared: tuple, own: tuple) -> tuple:
+        """Ask all clients about what they hold beside their sites; where they are to keep what comes of it, its names come last."""
+        if how["held"] or how["ask"] == "look":
+            one = (*one, _TICKET)
+        return self._look(how, one, shared, own)
+
+    def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
+        """The draws of a round; those of units are made where these are, of the key that stands for them."""
+        found = super().noise(key, num_particles)
+        if found is None or self.units is None:
+            return found
+        return found._replace(local=jax.random.split(key, 5)[0])
+
+    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
+        """A share of the way, by clients where they hold something beside their sites."""
+        if self.units is None:
+            return super().between(old, aim, step)
+        bare, given = (dataclasses.replace(x, local=None) for x in (old, aim))
+        sites = self.tidy(damp(bare, given, step))
+        zeros = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
+        one = () if self.matches_moments else tuple(jax.tree.leaves(zeros))
+        own = old.local.tickets, aim.local.tickets
+        *site, tickets = self._ask_held({"ask": "between", "held": True}, one, (jnp.asarray(step, self.dtype),), own)
+        if site:
+            sites = dataclasses.replace(sites, groups=jax.tree.unflatten(jax.tree.structure(zeros), site))
+        return dataclasses.replace(sites, local=dataclasses.replace(old.local, tickets=tickets))
+
+    def _apart(self, new: tuple, old: tuple) -> tuple:
+        """How far clients' own latents have moved: the largest move in sds, and their part of the squared length in nats."""
+        number = jax.ShapeDtypeStruct((), self.dtype)
+        (one, at), (other, before) = new, old
+        shared = tuple(jax.tree.leaves((at, before)))
+        return self._ask_held({"ask": "apart", "held": False}, (number, number), shared, (one.tickets, other.tickets))
+
+    def own_latents(self, local: Any, moments: Any, groups: Expected) -> tuple[Any, Bool[Array, ""]]:
+        """Where clients keep them, and whether all of these say that they are normalisable."""
+        if self.units is None:
+            return super().own_latents(local, moments, groups)
+        return local, jnp.all(groups.local.valid)
+
+    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+        """The largest that any client tells; see :meth:`LocalProblem.own_move`."""
+        return jnp.max(self._apart((new.local, new.moments), (old.local, old.moments))[0])
+
+    def allowance(
+        self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
+    ) -> Any:
+        """What draws that contradict themselves may lose: see :meth:`LocalProblem.allowance`."""
+        if self.units is None or not self.program.noisy:
+            return super().allowance(new_sites, new, old_sites, old, step)
+        own = jnp.sum(self._apart((new.local, new.moments), (old.local, old.moments))[1])
+        noisy = [p for p in (self.program, self.prior_program) if p is not None and p.noisy]
+        bare = (dataclasses.replace(x, local=None) for x in (new_sites, old_sites))
+        pairs = tuple(zip(bare, (new, old), strict=True))
+        return fall_explained(self.family, noisy, *pairs, step, self.units, own)
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
+        """Names of what groups that moved, and were finite, want beside their sites."""
+        local, wanted = carry.sites.local, carry.evaluation.groups.local
+        if self.units is None or wanted is None:
+            return super().local_proposal(carry, moved)
+        good = moved & wanted.finite & jnp.isfinite(carry.evaluation.groups.value)
+        return dataclasses.replace(local, tickets=jnp.where(good[:, None], wanted.tickets, local.tickets))
+
+    # ------------------------------------------------------------------------------------------------------ visits
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Ask all clients, or some, for their sites from the same q; see :class:`numpyro_pvi.schedules.Problem`."""
@@ -233,8 +370,13 @@ class RemoteProblem(LocalProblem):
             operands = jax.tree.map(lambda x: x[only], operands)
         groups, site, state, keys, start = operands
         rest = jax.vmap(lambda one: cavity(carry.evaluation.q, one))(site)
-        noise = self._visit_noise(key, noise)
-        return self._ask((groups, rest, site, state, keys, start), carry.evaluation.rule, noise, guarded=True)
+        noise, local = self._visit_noise(key, noise), carry.sites.local
+        asked = groups, rest, site, state, keys, start
+        if self.units is None:
+            return self._ask(asked, carry.evaluation.rule, noise, guarded=True)
+        found = self._ask(asked, carry.evaluation.rule, noise, guarded=True, held=local.tickets[groups])
+        kept = jnp.where(found.moved[:, None], found.local, local.tickets[groups])
+        return found._replace(local=dataclasses.replace(local, tickets=local.tickets.at[groups].set(kept)))
 
     def visit_group(
         self,
@@ -249,13 +391,16 @@ class RemoteProblem(LocalProblem):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """Ask one client for its site from the current q."""
-        del local, alone
+        del alone
         one = jnp.asarray(index, jnp.int32), cavity(q, site), site, state, key
         operands = (*jax.tree.map(lambda x: jnp.asarray(x)[None], one), None)
         rule = rule if self.matches_moments else cheaper_rule(rule)
-        found = self._ask(operands, rule, self._visit_noise(key, noise), guarded=False)
+        held = None if self.units is None else local.tickets[operands[0]]
+        found = self._ask(operands, rule, self._visit_noise(key, noise), guarded=False, held=held)
         found = jax.tree.map(lambda x: x[0], found)
-        return (found._replace(step=None) if self.matches_moments else found), None
+        if held is not None:
+            local = dataclasses.replace(local, tickets=local.tickets.at[index].set(found.local))
+        return found._replace(step=None if self.matches_moments else found.step, local=None), local
 
     def seen_shapes(self, probe: bool) -> tuple:
         """Shapes and dtypes of what one client says of a q."""
@@ -269,40 +414,47 @@ class RemoteProblem(LocalProblem):
         """Visits that clients are at while others are absorbed."""
         return Errands(self)
 
-    def evidence_of_groups(self, q: Any, sites: Any, states: Any, keys: Any, rule: Rule) -> tuple[Array, Array, Array]:
+    def evidence_of_groups(
+        self, q: Any, sites: Any, states: Any, keys: Any, rule: Rule, local: Any = None
+    ) -> tuple[Array, Array, Array]:
         """Ask all clients for their parts of the evidence: see :func:`numpyro_pvi.runtime._moments.group_evidence`."""
         how = {"ask": "evidence", "rules": self.num_rules, "key": str(jax.random.key_impl(keys))}
         own = tuple(jax.tree.leaves((sites, states, jax.random.key_data(keys))))
         number = jax.ShapeDtypeStruct((), self.dtype)
         one = number, number, jax.ShapeDtypeStruct((), jnp.bool_)
-        found = _call_out(
-            lambda shared, own: self.network.look(how, shared, one, own),
-            _stacked(one, self.num_groups),
-            (tuple(jax.tree.leaves((q, rule))), own),
-        )
+        if self.units is not None:
+            how |= {"held": False}
+            own = (*own, local.tickets)
+        found = self._look(how, one, tuple(jax.tree.leaves((q, rule))), own)
         return found[0], found[1], found[2]
 
-    def _ask(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool) -> LocalResult:
+    def _ask(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool, held: Any = None) -> LocalResult:
         how, own, shared, shapes = self.question(operands, rule, noise, guarded)
         groups, site, state = operands[0], operands[2], operands[3]
+        names: tuple = ()
+        if held is not None:
+            how, names = {**how, "units": self.units[0]}, (_TICKET,)  # type: ignore[index]
+            own = (*own, (held, jnp.asarray(self.starts, jnp.int32)[groups]))
         found = _call_out(
             lambda who, own, shared: self.network.visit(how, shared, who, own, shapes),
-            _stacked(tuple(x for part in shapes for x in part), groups.shape[0]),
+            _stacked((*(x for part in shapes for x in part), *names), groups.shape[0]),
             (groups, own, shared),
         )
-        return visited(found, site, state)
+        if held is None:
+            return visited(found, site, state)
+        return visited(found[:-1], site, state)._replace(local=found[-1])
 
     def question(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool) -> tuple:
         """A visit's settings, what each client is told and what all are told, and shapes of an answer's three parts."""
         _, rest, site, state, keys, start = operands
-        how = {"rules": self.num_rules, "guarded": guarded, "start": start is not None, "draws": noise is not None}
-        points = None if noise is None or self.stochastic else noise.points
-        how |= {"key": str(jax.random.key_impl(keys)), "points": points is not None}
+        how = {"rules": self.num_rules, "guarded": guarded, "start": start is not None}
+        said, arrays = self._drawn(noise, None if noise is None or self.stochastic else noise.points)
+        how |= {"key": str(jax.random.key_impl(keys)), **said}
         told = () if start is None else jax.tree.leaves(start)
         own = tuple(tuple(jax.tree.leaves(x)) for x in (rest, site, state)) + (jax.random.key_data(keys), tuple(told))
-        shared = (*jax.tree.leaves(rule), *(() if noise is None else (noise.pairs,)))
-        if points is not None:
-            shared += points.eps, points.weight, jnp.asarray(points.count, jnp.int32)
+        shared = (*jax.tree.leaves(rule), *arrays)
+        if self.params:
+            how, shared = {**how, "params": len(self.params)}, (*shared, *self.params)
         number, flag = jax.ShapeDtypeStruct((), self.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
         reported = (jax.ShapeDtypeStruct((), jnp.int32), flag, *(number,) * self.tells_step)
         one = tuple(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x) for x in own[1:3])
@@ -390,8 +542,20 @@ def _as_told(told: Bool[Array, "M"], value: Float[Array, "M"]) -> Float[Array, "
     return jnp.where(told, jnp.where(jnp.isnan(value), -jnp.inf, value), jnp.nan)
 
 
+# What clients keep is named by: the conversation's number, and that of the question that it came of.
+_TICKET = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+
+def _seed_of(key: Any) -> tuple[str, Array]:
+    """A random key as it is told: how keys of its kind are made, and its numbers."""
+    return str(jax.random.key_impl(key)), jax.random.key_data(key)
+
+
 def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
     """How clients are told of a look's draws: none, pairs, or points with what is wanted at them; and the arrays."""
+    if isinstance(draws, LocalNoise):
+        kind, seed = _seed_of(draws.local)
+        return {"draws": "units", "seed": kind}, (draws.shared, seed)
     if not isinstance(draws, PointSet):
         return {"draws": "" if draws is None else "pairs"}, () if draws is None else (draws,)
     # Known before a program runs, but where a fit goes from points to draws.
@@ -402,6 +566,21 @@ def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
 
 def _stacked(one: tuple, count: int) -> tuple:
     return tuple(jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in one)
+
+
+def _look(
+    network: Network,
+    how: dict[str, Any],
+    one: tuple,
+    count: int,
+    shared: tuple,
+    own: tuple = (),
+    params: tuple = (),
+) -> tuple:
+    """Ask all of so many clients (see :meth:`Network.look`), who are told the params' values where there are any."""
+    if params:
+        how, shared = {**how, "params": len(params)}, (*shared, *params)
+    return _call_out(lambda shared, own: network.look(how, shared, one, own), _stacked(one, count), (shared, own))
 
 
 def _call_out(ask: Callable, shapes: tuple, operands: tuple) -> tuple:
@@ -459,14 +638,17 @@ def refuse_remotely(plan: Plan, engine: Any) -> None:
     """
     part, schedule = plan.partition, engine.schedule
     reasons = {
-        "numpyro.param sites": (bool(part.params), "their step needs the rows' gradients"),
-        "latents inside the partitioned plate": (
-            part.local is not None,
-            "their posteriors would have to be the clients' own",
+        f"numpyro.param sites ({', '.join(part.params)}) under {schedule!r}": (
+            bool(part.params) and schedule.at_their_pace,
+            "their step needs all rows' gradients at one q, and no round waits for all clients",
         ),
         "sites of two numbers a row": (
             plan.rows is not None,
             "they say what the rows are: pass NaturalGradient(sites='dense')",
+        ),
+        f"latents inside the partitioned plate under {schedule!r}": (
+            part.local is not None and not schedule.carries_own,
+            "pass Synchronous(), StochasticSubset(...) or Sequential(), under which they stay with their client",
         ),
         f"{type(schedule).__name__}": (
             bool(schedule.streams or schedule.has_agents),
@@ -497,6 +679,9 @@ def remote_problem(
     tells_step: bool,
     fresh: bool = False,
     stream: Any = None,
+    keeps: bool = True,
+    starts: tuple[int, ...] = (),
+    params: Any = (),
 ) -> RemoteProblem:
     """The factors of clients, as rounds take them.
 
@@ -509,6 +694,9 @@ def remote_problem(
         tells_step: whether visits say what share of their change was taken.
         fresh: whether looks wait for clients that are at work.
         stream: says which group came first.
+        keeps: as of :class:`RemoteProblem`.
+        starts: likewise.
+        params: constrained values of the model's ``numpyro.param`` sites.
 
     Returns:
         The factors.
@@ -523,9 +711,12 @@ def remote_problem(
     chunks = ((None, jnp.zeros((count, 2), bool)),)
     data = FactorData(chunks, jnp.arange(count), jnp.arange(count + 1), prior_data, natural, exact, partition)
     dtype = natural.precision_mean.dtype
-    rows = _Rows(network, count, dtype, num_rules, fresh) if engine.solver.stochastic else None
+    told = tuple(jax.tree.leaves(params))
+    rows = _Rows(network, count, dtype, num_rules, fresh, told) if engine.solver.stochastic else None
     fields = {"rows": rows, "labels": part.table.labels, "network": network, "tells_step": tells_step, "fresh": fresh}
-    fields["stream"] = stream
+    fields |= {"stream": stream, "params": told}
+    if part.local is not None:
+        fields |= {"units": (part.local.size, part.local.width), "keeps": keeps, "starts": starts or (0,) * count}
     quadratic = part.likelihood == "quadratic"
     return RemoteProblem(
         family, engine.solver, engine.runtime, program, prior_program, quadratic, num_rules, data, **fields
@@ -556,6 +747,9 @@ def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
     if part.likelihood == "draws":
         pairs = max(engine.solver.num_draws, -(-engine.num_particles // 2))
         return PointsProgram(_no_rows, family, part.unstructured, pairs)
+    if part.likelihood == "local":
+        local = LocalLatentProgram(_no_rows, family)
+        return IntegratedProgram(_no_rows, family, 1) if engine.solver.matches_moments else local
     raise PVIError(
         "clients answer for factors that are quadratic, seen through affine predictors, or taken by points or draws; the "
         f"likelihood of {part.where} was found to be {part.likelihood!r}, of which no question asks. Pass solver=LocalELBO() or "
@@ -574,14 +768,33 @@ class RemoteEngine(Engine):
     Args:
         network: who carries questions.
         fresh: whether looks wait for clients that are at work.
+        keeps: whether clients keep what looks find that their own latents want, as rounds go by it.
     """
 
     network: Any = None
     fresh: bool = False
+    keeps: bool = True
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
-        return Engine.loss(dataclasses.replace(self, fresh=True), state, args, kwargs, fine)
+        return Engine.loss(dataclasses.replace(self, fresh=True, keeps=False), state, args, kwargs, fine)
+
+    def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
+        """Arrays of a fresh state; what groups hold beside their sites is with the clients. See :meth:`Engine.start`.
+
+        Raises:
+            PVIError: for a start from the curvature of groups with latents of their own.
+        """
+        if plan.partition.local is None:
+            return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
+        if mode == "curvature":
+            raise PVIError(
+                "init_sites='curvature' does not go with clients that have latents of their own "
+                f"({', '.join(plan.partition.local.names)}): leave init_sites out, so that sites start at 1."
+            )
+        fields, outside, proper = super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
+        held = Held(jnp.zeros((plan.partition.table.num_groups, 2), jnp.int32), local)
+        return fields | {"sites": dataclasses.replace(fields["sites"], local=held)}, outside, proper
 
     def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
         """See :meth:`Engine.tallied`: what was really sent, repetitions included."""
@@ -597,11 +810,17 @@ class RemoteEngine(Engine):
         bare_program(state.plan, len(RULES), self)
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+        params, prior = self.constrain(state.plan, args, kwargs, state.optim_state), (state.prior, state.exact)
+        return self._asked(state, args, kwargs, params, prior, others, fine)
+
+    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
+        return self._asked(state, args, kwargs, params, None, None, fine)
+
+    def _asked(self, state: PVIState, args, kwargs, params: dict, prior: Any, others: Any, fine: bool) -> Any:
+        """The factors of clients, whose prior is read off the model here."""
         self.refuse(state)
         num_rules = len(RULES) - (not fine)
-        own: Any = self.problem(
-            state.plan, state.packing, args, kwargs, {}, (state.prior, state.exact), num_rules, others
-        )
+        own: Any = self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
         if own.matches_moments and keeps_rows(own):
             raise PVIError(
                 f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or groups of one row "
@@ -609,10 +828,14 @@ class RemoteEngine(Engine):
             )
         prior = own.data.prior_natural, own.data.exact, own.data.prior_partition, (own.prior_program, own.data.prior)
         tells, fresh = self.network.tells_step, self.fresh or not self.schedule.at_their_pace
-        return remote_problem(self, state.plan, self.network, prior, num_rules, tells, fresh, own.stream)
+        how = num_rules, tells, fresh, own.stream, self.keeps, (), params
+        return remote_problem(self, state.plan, self.network, prior, *how)
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
-        """The evidence, from the rows in this process."""
+        """The evidence, from the rows in this process, or from what clients say of theirs that have latents of their own."""
+        if state.plan.partition.local is not None:
+            problem: Any = self._state_problem(state, None, args, kwargs, fine)
+            return self.evidence_at(problem, state, partial(problem.evidence_of_groups, local=state.sites.local))
         here = Engine(self.model, self.solver, self.schedule, self.runtime, self.optim, self.num_particles)
         return here.evidence(state, args, kwargs, fine)
 
@@ -623,6 +846,9 @@ class RowlessEngine(RemoteEngine):
 
     The model's arguments here are arrays of the rows' shapes that hold nothing; of the model nothing is evaluated but its prior.
     """
+
+    # Programs tell each client where its units stand among all, and one of a single row from others.
+    reads_sizes = True
 
     def problem(
         self,
@@ -651,15 +877,21 @@ class RowlessEngine(RemoteEngine):
         fresh = self.fresh or not self.schedule.at_their_pace
         holders: Any = self.runtime.elsewhere
         stream = _InTurn(holders.came)
-        return remote_problem(self, plan, self.network, given, num_rules, self.network.tells_step, fresh, stream)
+        sizes = part.table.sizes
+        starts = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+        how = num_rules, self.network.tells_step, fresh, stream, self.keeps, starts, params
+        return remote_problem(self, plan, self.network, given, *how)
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
         return Engine._state_problem(self, state, others, args, kwargs, fine)
 
+    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
+        return Engine._at_params(self, state, args, kwargs, params, fine)
+
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
         """The evidence, from what clients say of their rows."""
         problem: Any = self._state_problem(state, None, args, kwargs, fine)
-        return self.evidence_at(problem, state, problem.evidence_of_groups)
+        return self.evidence_at(problem, state, partial(problem.evidence_of_groups, local=state.sites.local))
 
     def verify(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Check]:
         """The claims beside the model: those of the likelihood are compared by the clients, at the same draws from q."""
@@ -671,11 +903,10 @@ class RowlessEngine(RemoteEngine):
             return found
         places, valid = draws_of(state, count)
         one = (jax.ShapeDtypeStruct((count,), places[0].dtype),) * 2
-        gap, allowed = _call_out(
-            lambda *shared: self.network.look({"ask": "verify"}, shared, one),
-            _stacked(one, plan.partition.table.num_groups),
-            places,
-        )
+        params = self.constrain(plan, args, kwargs, state.optim_state)
+        tangent = jax.tree.leaves(direction_of(params, state))
+        count, told = plan.partition.table.num_groups, tuple(jax.tree.leaves(params))
+        gap, allowed = _look(self.network, {"ask": "verify"}, one, count, (*places, *tangent), params=told)
         return {"likelihood": Check(jnp.where(valid, gap.T, 0.0), allowed.T), **found}
 
 
@@ -698,7 +929,24 @@ class SummedEngine(RowlessEngine):
         del state, args, kwargs, fine
 
     def problem(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
-        """The factors of clients: see :meth:`Engine.problem`."""
+        """The factors of clients: see :meth:`Engine.problem`.
+
+        Raises:
+            PVIError: for a model with ``numpyro.param`` sites, or latents inside the plate.
+        """
+        part = plan.partition
+        what = [f"numpyro.param sites ({', '.join(part.params)}), whose step is of the clients' gradients"] * bool(
+            part.params
+        )
+        if part.local is not None:
+            what += [
+                f"latents inside the plate ({', '.join(part.local.names)}), whose own steps go with each client's site"
+            ]
+        if what:
+            raise PVIError(
+                f"clients that are heard in sums only do not go with {' or '.join(what)}: fit with "
+                "runtime=InProcess(clients=...), whose clients answer one by one."
+            )
         return dataclasses.replace(super().problem(plan, *args, **kwargs), only_visits=not self.looks)
 
     def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
@@ -751,6 +999,10 @@ class Programs(NamedTuple):
     visit: Program
     verify: Program
     evidence: Program
+    # Value and derivatives by the params of what the rows add to the ELBO.
+    slope: Program
+    # What is done with latents of the group's own, where it has any.
+    held: HeldPrograms | None = None
 
 
 def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
@@ -766,8 +1018,8 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
     """
 
     def problem(rows: tuple, rules: int) -> Any:
-        arrays, packing, prior = rows
-        return engine.problem(plan, packing, *join_arguments(arrays, static), {}, prior, rules)
+        arrays, packing, prior, _, params = rows
+        return engine.problem(plan, packing, *join_arguments(arrays, static), params, prior, rules)
 
     def look(rows, moments, level, probe, draws, raised, tolerance, clip, rules, slopes):
         own = problem(rows, rules)
@@ -787,8 +1039,11 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
             found, _, error = escalate(at, asked, rules)
             # Judged by what it was told: a look that is read later, under a stricter tolerance, was not wrong.
             found = dataclasses.replace(found, error=jnp.where(error <= tolerance, 0.0, found.error))
-        told = (*jax.tree.leaves(found.target), *(getattr(found, name) for name in _NUMBERS))
-        return tuple(x[0] for x in (*told, *(() if probe is None else (found.product,))))
+        return told(found, probe is not None)
+
+    def told(found, probed):
+        numbers = (*jax.tree.leaves(found.target), *(getattr(found, name) for name in _NUMBERS))
+        return tuple(x[0] for x in (*numbers, *((found.product,) * probed)))
 
     def pairs(rows, moments, eps, rules):
         found = problem(rows, rules).pairs(moments, eps)
@@ -804,11 +1059,18 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
         return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
 
-    def verify(rows, draws, moved):
-        arrays, packing, _ = rows
-        call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), {})
-        found = checked(call, plan.partition, packing, ("likelihood",), (draws, moved), {})["likelihood"]
+    def verify(rows, draws, moved, tangent):
+        arrays, packing, *_, params = rows
+        call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), params)
+        found = checked(call, plan.partition, packing, ("likelihood",), (draws, moved), tangent)["likelihood"]
         return found.gap[:, 0], found.allowed[:, 0]
+
+    def slope(rows, moments, rule, noise, held, rules):
+        def value(params):
+            return problem((*rows[:4], params), rules).rows_elbo_at(moments, noise, rule, held)
+
+        found, slopes = value_and_grad(value)(rows[4])
+        return (found, *jax.tree.leaves(slopes))
 
     def evidence(rows, q, site, state, key, rule, rules):
         return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
@@ -820,6 +1082,8 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         Program(visit, ("guarded", "rules")),
         Program(verify),
         Program(evidence, ("rules",)),
+        Program(slope, ("rules",)),
+        None if plan.partition.local is None else held_programs(problem, plan, told),
     )
 
 
@@ -833,11 +1097,28 @@ class Answers:
         dynamic: arrays of its arguments.
         prior: ``(natural, exact mask)`` of the exactly held prior, which enters no answer.
         programs: what :func:`programs_of` has made.
+        units: where the group has latents of its own, its units; else None.
+        params: values of the model's ``numpyro.param`` sites, of which structure and shapes are read.
     """
 
-    def __init__(self, engine: Engine, plan: Plan, packing: Any, dynamic: list, prior: tuple, programs: Programs):
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        packing: Any,
+        dynamic: list,
+        prior: tuple,
+        programs: Programs,
+        units: Units | None = None,
+        params: Any = None,
+    ):
         self.family, self.solver, self._programs = plan.family, engine.solver, programs
-        self._rows = jax.tree.map(jnp.asarray, (dynamic, packing, prior))
+        self._rows = jax.tree.map(jnp.asarray, (dynamic, packing, prior, units))
+        self._params = jax.tree.map(jnp.asarray, {} if params is None else params)
+        # What it holds beside its site before the first round; None where it holds nothing.
+        self.first_held = None
+        if units is not None:
+            self.first_held = starting(plan, packing, engine.solver, units, prior[0].precision_mean.dtype)
         self.dtype = prior[0].precision_mean.dtype
         zeros = self.family.zeros((), self.dtype)
         self.first_memory = jax.tree.map(jnp.asarray, self.solver.init_among(self.family, self.dtype, 1))
@@ -845,38 +1126,126 @@ class Answers:
         self.site = jax.eval_shape(lambda: zeros)
         self._rule = jax.tree.structure(jax.eval_shape(lambda: first_rule(self.dtype)))
 
+    def ask_held(self, how: dict[str, Any], shared: tuple, own: tuple, held: Callable) -> tuple[tuple, Any]:
+        """The answer to a question about what it holds beside its site, and what is to be kept, or None.
+
+        Args:
+            how: of the question.
+            shared: what all clients are told.
+            own: what this one is told, a ticket or two among it.
+            held: a ticket to what it names.
+        """
+        programs: Any = self._programs.held
+        rows, shared = self._told(how, shared)
+        if how["ask"] == "slope":
+            return self._slope(how, rows, shared, held(own[0]), own[1]), None
+        if how["ask"] == "between":
+            return programs.between(held(own[0]), held(own[1]), jnp.asarray(shared[0]))
+        if how["ask"] == "apart":
+            like, size = jax.tree.structure(self.moments), len(jax.tree.leaves(self.moments))
+            at = like.unflatten(shared[:size]), like.unflatten(shared[size:])
+            return programs.apart(held(own[0]), held(own[1]), *at), None
+        if how["ask"] == "evidence":
+            given = self._evidence_arguments(how, shared, own[:-1])
+            return programs.evidence(rows, held(own[-1]), *given, rules=how["rules"]), None
+        ticket, offset = own
+        moments, level, probe, draws, raised, _ = self._looked_at(how, shared)
+        draws, seed = draws if how["draws"] == "units" else (draws, None)
+        seed = None if seed is None else jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
+        given = rows, held(ticket), offset, seed, moments, level, probe, draws, raised
+        static = {name: how[name] for name in ("clip", "rules")}
+        found, finite, valid, aim = programs.look(*given, **static, total=how["units"])
+        return (*found, finite, valid), aim if how["held"] else None
+
     def look(self, how: dict[str, Any], shared: tuple, own: tuple = ()) -> tuple:
         """The answer to :meth:`Network.look`, without its leading axis."""
+        rows, shared = self._told(how, shared)
+        if how["ask"] == "slope":
+            return self._slope(how, rows, shared)
         if how["ask"] == "pairs":
             like = jax.tree.structure(self.moments)
-            return self._programs.pairs(self._rows, like.unflatten(shared[:-1]), shared[-1], rules=how["rules"])
+            return self._programs.pairs(rows, like.unflatten(shared[:-1]), shared[-1], rules=how["rules"])
         if how["ask"] == "values":
-            return self._programs.values(self._rows, shared[0], rules=how["rules"])
+            return self._programs.values(rows, shared[0], rules=how["rules"])
         if how["ask"] == "verify":
-            return self._programs.verify(self._rows, *shared)
+            return self._programs.verify(
+                rows, *shared[:2], jax.tree.unflatten(jax.tree.structure(self._params), shared[2:])
+            )
         if how["ask"] == "evidence":
-            like = self.site, self.first_memory
-            site, memory = jax.tree.unflatten(jax.tree.structure(like), own[:-1])
-            at = self._rule.unflatten(shared[-self._rule.num_leaves :])
-            q = jax.tree.unflatten(jax.tree.structure(self.site), shared[: -self._rule.num_leaves])
-            key = jax.random.wrap_key_data(jnp.asarray(own[-1]), impl=how["key"])
-            return self._programs.evidence(self._rows, q, site, memory, key, at, rules=how["rules"])
+            given = self._evidence_arguments(how, shared, own)
+            return self._programs.evidence(rows, *given, rules=how["rules"])
+        given = rows, *self._looked_at(how, shared)
+        return self._programs.look(*given, clip=how["clip"], rules=how["rules"], slopes=how.get("slopes"))
+
+    def _told(self, how: dict[str, Any], shared: tuple) -> tuple[tuple, tuple]:
+        """The rows at the params that were told, and what else was."""
+        count, structure = how.get("params", 0), jax.tree.structure(self._params)
+        if count != structure.num_leaves:
+            raise PVIError(f"a question tells {count} values of params, where the model has {structure.num_leaves}")
+        shared, params = shared[: len(shared) - count], shared[len(shared) - count :]
+        return (*self._rows, structure.unflatten([jnp.asarray(x) for x in params])), shared
+
+    def _slope(self, how: dict[str, Any], rows: tuple, shared: tuple, held: Any = None, offset: Any = 0) -> tuple:
+        """What the rows add to the ELBO at a q, and its derivatives by the params."""
+        like, size = jax.tree.structure(self.moments), len(jax.tree.leaves(self.moments))
+        moments, shared = like.unflatten(shared[:size]), shared[size:]
+        rule, drawn = self._rule.unflatten(shared[: self._rule.num_leaves]), list(shared[self._rule.num_leaves :])
+        noise = None
+        if how["draws"]:
+            pairs, points, local = jnp.asarray(drawn.pop(0)), None, None
+            if how["points"]:
+                points = PointSet(*(jnp.asarray(drawn.pop(0)) for _ in range(3)))
+            if "seed" in how:
+                seed = jax.random.wrap_key_data(jnp.asarray(drawn.pop(0)), impl=how["seed"])
+                width = self.first_held.rows.linear.shape[-1]
+                local = own_draws(rows[3], offset, seed, (self.family.dim, width, pairs.shape[0]), how["units"])
+            noise = Draws(pairs, jnp.zeros((1, self.family.dim), pairs.dtype), points, None, local)
+        return self._programs.slope(rows, moments, rule, noise, held, rules=how["rules"])
+
+    def _evidence_arguments(self, how: dict[str, Any], shared: tuple, own: tuple) -> tuple:
+        """q, site, memory, key and rule that the evidence is asked for at."""
+        like = self.site, self.first_memory
+        site, memory = jax.tree.unflatten(jax.tree.structure(like), own[:-1])
+        at = self._rule.unflatten(shared[-self._rule.num_leaves :])
+        q = jax.tree.unflatten(jax.tree.structure(self.site), shared[: -self._rule.num_leaves])
+        return q, site, memory, jax.random.wrap_key_data(jnp.asarray(own[-1]), impl=how["key"]), at
+
+    def _looked_at(self, how: dict[str, Any], shared: tuple) -> tuple:
+        """Moments, level, probe, draws, whether curvatures are raised, and the tolerance of a look."""
         size = len(jax.tree.leaves(self.moments))
         moments = jax.tree.unflatten(jax.tree.structure(self.moments), shared[:size])
         level, *rest = shared[size:]
         probe = rest.pop(0) if how["probe"] else None
-        count = {"": 0, "pairs": 1, "points": len(PointSet._fields)}[how["draws"]]
+        count = {"": 0, "pairs": 1, "units": 2, "points": len(PointSet._fields)}[how["draws"]]
         told, rest = rest[:count], rest[count:]
-        draws = PointSet(*told) if how["draws"] == "points" else told[0] if told else None
+        draws: Any = None
+        if told:
+            draws = {"points": lambda: PointSet(*told), "units": lambda: tuple(told)}.get(
+                how["draws"], lambda: told[0]
+            )()
         raised = rest.pop(0) if how["clip"] is None else None
         tolerance = jnp.asarray(rest.pop(0)) if how.get("refines", False) else None
-        given = self._rows, moments, level, probe, draws, raised, tolerance
-        return self._programs.look(*given, clip=how["clip"], rules=how["rules"], slopes=how.get("slopes"))
+        return moments, level, probe, draws, raised, tolerance
+
+    def visit_held(
+        self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, held: Any, offset: Any
+    ) -> tuple[Any, Any]:
+        """The answer to a visit of a group with latents of its own, and what it holds of them afterwards."""
+        programs: Any = self._programs.held
+        rows, shared = self._told(how, shared)
+        rule = jax.tree.unflatten(self._rule, shared[: self._rule.num_leaves])
+        pairs, seed = None, None
+        if "seed" in how:
+            pairs, seed = shared[self._rule.num_leaves], shared[-1]
+            seed = jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
+        given = rows, held, offset, seed, rest, site, memory, key, rule, pairs
+        return programs.visit(*given, guarded=how["guarded"], rules=how["rules"], total=how["units"])
 
     def visit(
         self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple
     ) -> Any:
         """The answer to :meth:`Network.visit`, as the solver gives it."""
+        rows, shared = self._told(how, shared)
         shape = self._rule
         rule = jax.tree.unflatten(shape, shared[: shape.num_leaves])
         pairs = shared[shape.num_leaves] if how["draws"] else None
@@ -885,16 +1254,23 @@ class Answers:
         if how["start"]:
             like = Expected(0.0, self.site, 0.0, 0.0, 0.0, 0.0)
             known = jax.tree.unflatten(jax.tree.structure(like), start)
-        given = self._rows, rest, site, memory, key, rule, pairs, points, known
+        given = rows, rest, site, memory, key, rule, pairs, points, known
         return self._programs.visit(*given, guarded=how["guarded"], rules=how["rules"])
 
     def tells_step(self) -> bool:
         """Whether the solver's visits say what share of their change was taken, found without a pass over the rows."""
-        rule = jax.eval_shape(lambda: first_rule(self.dtype))
+        rule, rows = jax.eval_shape(lambda: first_rule(self.dtype)), (*self._rows, self._params)
         key = jax.eval_shape(lambda: jax.random.key(0))
         pairs = None
         if not self.solver.matches_moments:
             pairs = jax.ShapeDtypeStruct((max(1, self.solver.num_draws), self.family.dim), self.dtype)
-        given = self._rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
+        if self.first_held is not None and not self.solver.matches_moments:
+            # One step, halved until q is normalisable: shares of it are taken of nothing else.
+            return False
+        given = rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
+        if self.first_held is not None:
+            given = rows, self.first_held, 0, None, *given[1:6], None
+            visit: Any = partial(self._programs.held.visit, guarded=True, rules=len(RULES), total=0)  # type: ignore[union-attr]
+            return jax.eval_shape(visit, *given)[0].step is not None
         visit = partial(self._programs.visit, guarded=True, rules=len(RULES))
         return jax.eval_shape(visit, *given).step is not None

@@ -104,6 +104,15 @@ class RowProblem:
         """Numbers of rows are symmetric already."""
         return sites
 
+    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
+        """A share of the way: see :class:`numpyro_pvi.schedules.Problem`."""
+        return self.tidy(damp(old, aim, step))
+
+    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+        """None: rows have no latents of their own."""
+        del new, old
+        return jnp.zeros(())
+
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> None:
         """No row has latents of its own."""
         del carry, moved

@@ -88,7 +88,7 @@ def verify_claims(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> di
     plan, packing = state.plan, state.packing
     claims, params = claims_of(plan), engine.constrain(plan, args, kwargs, state.optim_state)
     places, valid = draws_of(state, num_draws(packing))
-    tangent = _direction(params, jax.random.fold_in(state.rng_key, _SEED + 2))
+    tangent = direction_of(params, state)
     call = whole_call(engine.model, plan.partition, args, kwargs, params)
     found = checked(call, plan.partition, packing, claims, places, tangent)
     if "prior" in claims and plan.rows is None:
@@ -167,6 +167,11 @@ def _draws(state: PVIState, count: int) -> tuple[Float[Array, "P D"], Any]:
     moments = plan.family.moments(posterior(state.prior, state.sites))
     noise = jax.random.normal(key, (count, plan.family.dim), moments.loc.dtype)
     return plan.family.draw(moments, noise), moments.valid
+
+
+def direction_of(params: dict, state: PVIState) -> dict:
+    """Along which params are moved where slopes are compared: the same at every look at a state."""
+    return _direction(params, jax.random.fold_in(state.rng_key, _SEED + 2))
 
 
 def _direction(params: dict, key: Any) -> dict:

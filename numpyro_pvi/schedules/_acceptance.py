@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..families import GaussianFamily, GaussianMoments, Moments, conditional_divergence
-from ..sites import MAX_HALVINGS, SiteStack, back_off, damp, late_share, posterior, select
+from ..sites import MAX_HALVINGS, SiteStack, back_off, late_share, posterior, select
 from ._contract import Accepted, Evaluation, Problem, Rule
 from ._convergence import FELL, IMPROPER, NOT_FINITE
 
@@ -110,7 +110,7 @@ def accept_jointly(
 
     def at(step):
         aim = proposal if fallback is None else select(step < restart, fallback, proposal)
-        return problem.tidy(damp(old_sites, aim, share(step)))
+        return problem.between(old_sites, aim, share(step))
 
     # A fall that no error of quadrature explains is refused by the rule at hand.
     hopeless = jnp.where(old.moments.valid, old.elbo - _HOPELESS * (1.0 + old.size), -jnp.inf) if test is None else None
@@ -176,7 +176,7 @@ def accept_valid(
     """
 
     def at(step):
-        return problem.tidy(damp(old_sites, proposal, step))
+        return problem.between(old_sites, proposal, step)
 
     step, halvings = shorten(problem, at, step)
     sites = at(step)
@@ -217,7 +217,7 @@ def accept_once(
         return accept_valid(problem, old_sites, proposal, old, step, noise)
 
     def at(step):
-        return problem.tidy(damp(old_sites, proposal, step))
+        return problem.between(old_sites, proposal, step)
 
     step, halvings = shorten(problem, at, step)
     sites = at(step)

@@ -54,8 +54,8 @@ class Evaluation(NamedTuple):
     rule: Rule
     # Whether rows missed the error target under the finest rule.
     missed: Bool[Array, ""]
-    # Means and sds of the local latents under q, per chunk and row; None when there are none.
-    local: tuple[Float[Array, "C R K"], Float[Array, "C R K"]] | None = None
+    # Means and sds of the local latents under q, per chunk and row, or where clients keep them; None when there are none.
+    local: Any = None
     # Slots of the rows that see q most widely, where rows are many; else None.
     wide: Int[Array, "K"] | None = None
 
@@ -245,6 +245,14 @@ class Problem(Protocol):
         """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""
         ...
 
+    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
+        """Sites at a share of the way, tidied: ``old + step (aim - old)``, with what groups hold beside them."""
+        ...
+
+    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+        """Largest change of a mean or log sd of the groups' own latents, in sds; of evaluations that are of some."""
+        ...
+
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
         ...
@@ -361,6 +369,11 @@ class Schedule(Protocol):
         ...
 
     @property
+    def carries_own(self) -> bool:
+        """Whether what groups hold beside their sites moves by :meth:`Problem.between` alone, so that clients may hold it."""
+        ...
+
+    @property
     def has_agents(self) -> bool:
         """Whether every group has a q of its own, which ``agent_natural`` gives."""
         ...
@@ -446,6 +459,7 @@ class ScheduleDefaults:
     carries_rows: bool = False
     carries_tied: bool = False
     carries_numbers: bool = False
+    carries_own: Any = False
     has_agents: bool = False
     discards: Any = False
 

@@ -514,7 +514,7 @@ def round_report(
         move, moved = cast(Any, problem).moves(done.sites, carry.sites, done.evaluation, carry.evaluation)
     else:
         move = factor_moves(problem, done.sites, carry.sites, done.evaluation)
-        moved = total_move(problem.family, done.evaluation, carry.evaluation)
+        moved = total_move(problem, done.evaluation, carry.evaluation)
     skip_run = jnp.where(skipped, last.skip_run + 1, 0)
     if heard is not None:
         move, skip_run = jnp.where(heard, move, last.move), jnp.where(heard, skip_run, last.skip_run)
@@ -576,13 +576,11 @@ def _is_rounding(problem: Problem, done: Accepted, carry: RoundCarry) -> Bool[Ar
     return rounding((new.loc - old.loc, sd - problem.family.sds(old)), (new.loc, sd))
 
 
-def total_move(family: Any, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+def total_move(problem: Problem, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
     """Largest change of a posterior mean, or of a log sd, in posterior sd units."""
-    largest = jnp.max(jnp.abs(family.moves(new.moments, old.moments)))
+    largest = jnp.max(jnp.abs(problem.family.moves(new.moments, old.moments)))
     if new.local is not None and old.local is not None:
-        (mean_new, own_new), (mean_old, own_old) = new.local, old.local
-        largest = jnp.maximum(largest, jnp.max(jnp.abs(mean_new - mean_old) / own_new))
-        largest = jnp.maximum(largest, jnp.max(jnp.abs(jnp.log(own_new) - jnp.log(own_old))))
+        largest = jnp.maximum(largest, problem.own_move(new, old))
     return jnp.where(old.moments.valid, largest, jnp.inf)
 
 

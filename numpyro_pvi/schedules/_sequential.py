@@ -114,6 +114,11 @@ class Sequential(ScheduleDefaults):
     carries_numbers = True
 
     @property
+    def carries_own(self) -> bool:
+        """Where visits are taken whole: no share of what one leaves beside its site is taken."""
+        return self.damping == 1.0
+
+    @property
     def at_random(self) -> bool:
         """Whether every round has an order of its own."""
         return self.order == "random"
@@ -187,7 +192,9 @@ class Sequential(ScheduleDefaults):
         (_, local), (sites, results) = jax.lax.scan(visit, (q, carry.sites.local), swept)
         back = jnp.argsort(order)
         sites, results = jax.tree.map(lambda x: x[back], (sites, results))
-        return sites, None if local is None else damp(carry.sites.local, local, self.damping), results
+        if local is not None and self.damping != 1.0:
+            local = damp(carry.sites.local, local, self.damping)
+        return sites, local, results
 
     def _shares(self, problem: Problem, results: Any) -> bool:
         """Whether visits tell how much of what they ask for they took."""

@@ -71,6 +71,7 @@ class StochasticSubset(ScheduleDefaults):
     damping: Any = "auto"
 
     partial = True
+    carries_own = True
 
     def __post_init__(self):
         k = self.k
@@ -172,7 +173,11 @@ class StochasticSubset(ScheduleDefaults):
         if self.damping == "auto" and not problem.stochastic:
             share = state.share
         share = jnp.where(taking_part & results.moved, share, 0.0)
-        local = self._local_proposal(problem, carry, taking_part & results.moved)
+        local = (
+            self._local_proposal(problem, carry, taking_part & results.moved)
+            if results.local is None
+            else results.local
+        )
         groups = jax.vmap(damp)(sites.groups, results.site, share)
         proposal = SiteStack(groups, None if prior is None else prior.site, local)
 
@@ -199,6 +204,7 @@ class StochasticSubset(ScheduleDefaults):
         scores = jnp.where(there, jax.random.uniform(who_key, there.shape), -1.0)
         best, chosen = jax.lax.top_k(scores, count)
         found = problem.visit_all(carry, key, noise, chosen)
+        local = found.local
         nobody = jnp.zeros((problem.num_groups,), jnp.int32)
         site, state = jax.tree.map(
             lambda x, new: x.at[chosen].set(new), (carry.sites.groups, carry.solver), (found.site, found.state)
@@ -207,7 +213,7 @@ class StochasticSubset(ScheduleDefaults):
         if found.step is not None:
             step = jnp.ones((problem.num_groups,), found.step.dtype).at[chosen].set(found.step)
         results = LocalResult(
-            site, state, nobody.at[chosen].set(found.backoffs), (nobody > 0).at[chosen].set(found.moved), step
+            site, state, nobody.at[chosen].set(found.backoffs), (nobody > 0).at[chosen].set(found.moved), step, local
         )
         return (nobody > 0).at[chosen].set(best >= 0), results
 

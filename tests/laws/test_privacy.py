@@ -647,7 +647,7 @@ def test_with_a_secret_the_server_cannot_make_the_noise_again():
     )
     assert one.epsilon == open_.epsilon == solver.epsilon(1)
     sites = [np.ravel(x.state.sites.groups.precision_mean) for x in (open_, one, other)]
-    assert min(np.abs(a - b).min() for a, b in itertools.combinations(sites, 2)) > 1e-3
+    assert min(np.abs(a - b).min() for a, b in itertools.combinations(sites, 2)) > 1e-6
 
 
 def test_the_noise_is_of_the_question_and_not_of_the_key_alone():

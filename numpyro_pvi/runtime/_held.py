@@ -1,0 +1,143 @@
+"""Latents of the groups' own that clients keep to themselves: their programs for them, whose results are named and not told."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._compiling import Program
+from ..expectations import LocalNoise, shifted_normals
+from ..families import GaussianMoments, conditional_divergence, conditional_moments
+from ..sites import LocalSites, OwnConditionals, damp, marginal_sites, take
+from ._factors import Draws
+from ._local_latents import at_conditionals, conditionals_after, conditionals_at, own_move, visit_with_locals
+from ._moments import group_evidence
+from ._programs import first_conditionals
+from ._tilted import whole_factor
+
+
+class Wanted(NamedTuple):
+    """What a look leaves with every client: names of what groups want beside their sites, and what is told of it."""
+
+    tickets: Int[Array, "M 2"]
+    # Whether all of it is finite, and whether what the look was at is normalisable.
+    finite: Bool[Array, "M"]
+    valid: Bool[Array, "M"]
+
+
+class Units(NamedTuple):
+    """A client's units (plate indices) among all: what their draws are told by, and their latents' prior, Float[n K] each."""
+
+    index: Int[Array, "n"]
+    loc: Float[Array, "n K"]
+    sd: Float[Array, "n K"]
+
+
+def starting(plan: Any, packing: Any, solver: Any, units: Units, dtype: Any) -> LocalSites | OwnConditionals:
+    """What a client holds beside its site before the first round.
+
+    Args:
+        plan: of one group.
+        packing: of its rows.
+        solver: of the fit.
+        units: its own.
+        dtype: of q.
+    """
+    rows = first_conditionals(plan, packing, jnp.asarray(units.loc, dtype), jnp.asarray(units.sd, dtype))
+    return OwnConditionals(rows) if solver.matches_moments else LocalSites(plan.family.zeros((1,), dtype), rows)
+
+
+def own_draws(units: Units, offset: Any, seed: Any, shape: tuple[int, int, int], total: int) -> Float[Array, "n S K"]:
+    """Draws of a client's units among those of all.
+
+    Args:
+        units: its own.
+        offset: added to their numbers.
+        seed: random key of all draws.
+        shape: D, K and S.
+        total: how many units there are.
+    """
+    dim, width, count = shape
+    return shifted_normals(seed, dim, width, count, total, units.loc.dtype)[1][units.index + offset]
+
+
+class HeldPrograms(NamedTuple):
+    """What a client does with what it holds, compiled, of ``(arrays, packing, prior, units)`` and of that first.
+
+    A look, a visit, a share of the way, how far one is from another, and its part of the evidence.
+    """
+
+    look: Program
+    visit: Program
+    between: Program
+    apart: Program
+    evidence: Program
+
+
+def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
+    """The programs of all clients that differ in their rows only.
+
+    Args:
+        problem_of: ``(rows, rules)`` to the factors.
+        plan: of one group.
+        prepared: ``(own problem, settings)``: how a look is made, see :func:`numpyro_pvi.runtime._remote.programs_of`.
+    """
+    family, width = plan.family, plan.partition.local.width
+
+    def look(rows, held, offset, seed, moments, level, probe, draws, raised, clip, rules, total):
+        own = problem_of(rows, rules)
+        if seed is not None:
+            draws = LocalNoise(draws, own_draws(rows[3], offset, seed, (family.dim, width, draws.shape[0]), total))
+        expect = partial(own.expect, own.program, moments=moments, probe=probe, level=level, noise=draws)
+        found = own.sum_groups(partial(expect, clip=raised if clip is None else clip), held)
+        aim, finite = held, jnp.array(True)
+        if found.local is not None:
+            aim = held + (found.local - held) * own.solver.step_size
+            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(found.local.rows)]))
+        valid = jnp.all(conditional_moments(held.rows).valid)
+        return prepared(found, probe is not None), finite, valid, aim
+
+    def visit(rows, held, offset, seed, rest, site, state, key, rule, pairs, guarded, rules, total):
+        own, zero = problem_of(rows, rules), jnp.int32(0)
+        if not own.matches_moments:
+            draws = own_draws(rows[3], offset, seed, (family.dim, width, pairs.shape[0]), total)
+            noise = Draws(pairs, jnp.zeros((1, family.dim), pairs.dtype), None, None, draws)
+            return visit_with_locals(own, zero, rest + site, site, state, noise, rule, held)
+        factor = whole_factor(at_conditionals(own, held), zero, rule)
+        found = own.solver.solve(factor, rest, site, state, key, start=None, guarded=guarded)
+        if guarded:
+            return found, conditionals_at(own, rest + site, held)
+        return found, conditionals_after(own, zero, rest + found.site, held)
+
+    def between(held, aim, step):
+        mixed = damp(held, aim, step)
+        if isinstance(mixed, OwnConditionals):
+            return (), mixed
+        mixed = LocalSites(family.symmetrise(mixed.shared), mixed.rows)
+        group = jnp.zeros(mixed.rows.linear.shape[:1], jnp.int32)
+        return tuple(jax.tree.leaves(take(marginal_sites(mixed, group), 0))), mixed
+
+    def apart(new, old, moments, before):
+        def seen(held: Any, at: GaussianMoments) -> Any:
+            found = conditional_moments(held.rows)
+            return found.mean(at.loc), found.marginal_sd(at)
+
+        return own_move(seen(new, moments), seen(old, before)), jnp.sum(
+            conditional_divergence(new.rows, old.rows, moments)
+        )
+
+    def evidence(rows, held, q, site, state, key, rule, rules):
+        own = at_conditionals(problem_of(rows, rules), held)
+        return group_evidence(own, jnp.int32(0), q, site, state, key, rule)
+
+    return HeldPrograms(
+        Program(look, ("clip", "rules", "total")),
+        Program(visit, ("guarded", "rules", "total")),
+        Program(between),
+        Program(apart),
+        Program(evidence, ("rules",)),
+    )
