@@ -141,3 +141,17 @@ def test_three_hospitals_in_sums_only_as_real_processes(app, tmp_path):
     np.testing.assert_allclose(found["mean"], mean, atol=1e-4 * sd.min())
     np.testing.assert_allclose(found["sd"], sd, rtol=1e-4)
     assert np.isnan(found["losses"]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hospital_whose_node_is_killed_goes_on_where_it_was(app, tmp_path):
+    """Its site is in its own folder and nowhere else; begun again, it is in the sums again."""
+    task, deploy = app
+    found = deploy.deploy(tmp_path, "ABC", 5, 1500.0, secure=True, lose="C")
+    log = (tmp_path / "run.log").read_text()
+    assert "client 'C' is now at node" in log
+    # Whether it has missed a round or none, it was heard in the last.
+    assert "without C" not in log.split("[ROUND 5/5]")[-1]
+    mean, sd, _ = pooled(task, "ABC", 30, schedule=Synchronous(damping=0.5))
+    assert np.max(np.abs(found["mean"] - mean) / sd) < 1.0
