@@ -89,13 +89,34 @@ def until_listening(port: int, seconds: float) -> None:
     raise TimeoutError(f"nobody listens on port {port} after {seconds:g} s")
 
 
-def deploy(folder: Path, hospitals: str, rounds: int, timeout: float, secure: bool = False) -> dict:
-    """Fit, over TLS, and return what the server has written; with ``secure``, from sums of three hospitals or more."""
+def begin_node(
+    processes: Processes, folder: Path, hospital: str, address: str, again: bool = False
+) -> subprocess.Popen:
+    """Begin one hospital's node, with its own rows, programs and memory."""
+    config = f'label="{hospital}" data="{folder / hospital}.csv"'
+    node = ["flower-supernode", "--superlink", address, "--root-certificates", "ca.crt", "--node-config", config]
+    (port,) = free_ports(1)
+    own = {"PVI_CACHE": str(folder / f"programs-{hospital}"), "PVI_KEEP": str(folder / f"memory-{hospital}")}
+    name = f"node-{hospital}{'-again' * again}"
+    return processes.begin(name, [*node, "--host", "127.0.0.1", "--port", str(port)], **own)
+
+
+def deploy(folder: Path, hospitals: str, rounds: int, timeout: float, secure: bool = False, lose: str = "") -> dict:
+    """Fit, over TLS, and return what the server has written.
+
+    Args:
+        folder: for certificates, rows, logs and the result.
+        hospitals: which of the five.
+        rounds: at most.
+        timeout: seconds after which everything is ended.
+        secure: whether hospitals are heard in sums only; it takes three or more.
+        lose: a hospital whose node is killed after the first round, and begun again.
+    """
     import numpy as np
     from hospitals_app.task import table_of
 
     certificates(folder)
-    port, *others = free_ports(1 + len(hospitals))
+    (port,) = free_ports(1)
     address, out = f"127.0.0.1:{port}", folder / "out.npz"
     home = folder / "home"
     home.mkdir()
@@ -117,21 +138,9 @@ def deploy(folder: Path, hospitals: str, rounds: int, timeout: float, secure: bo
         server = ["flower-superlink", "--host", "127.0.0.1", "--port", str(port), *tls]
         processes.begin("superlink", [*server, "--disable-runtime-dependency-installation"])
         until_listening(port, 120.0)
-        for hospital, own_port in zip(hospitals, others, strict=True):
-            rows = folder / f"{hospital}.csv"
-            np.savetxt(rows, table_of(hospital), delimiter=",")
-            config = f'label="{hospital}" data="{rows}"'
-            node = [
-                "flower-supernode",
-                "--superlink",
-                address,
-                "--root-certificates",
-                "ca.crt",
-                "--node-config",
-                config,
-            ]
-            cache = {"PVI_CACHE": str(folder / f"programs-{hospital}")}
-            processes.begin(f"node-{hospital}", [*node, "--host", "127.0.0.1", "--port", str(own_port)], **cache)
+        for hospital in hospitals:
+            np.savetxt(folder / f"{hospital}.csv", table_of(hospital), delimiter=",")
+        nodes = {hospital: begin_node(processes, folder, hospital, address) for hospital in hospitals}
         config = (
             f'num-server-rounds={rounds} hospitals="{",".join(hospitals)}" secure={str(secure).lower()} out="{out}"'
         )
@@ -143,6 +152,10 @@ def deploy(folder: Path, hospitals: str, rounds: int, timeout: float, secure: bo
                 raise RuntimeError(
                     f"flwr run has ended with {run.returncode}: {(folder / 'run.log').read_text()[-2000:]}"
                 )
+            if lose and "[ROUND 1/" in (folder / "run.log").read_text():
+                os.killpg(nodes[lose].pid, signal.SIGKILL)
+                begin_node(processes, folder, lose, address, again=True)
+                lose = ""
             time.sleep(0.5)
         time.sleep(1.0)
         with np.load(out) as found:
@@ -157,13 +170,16 @@ def main() -> None:
     parser.add_argument("--hospitals", default="ABCDE", help="which of the five")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--secure", action="store_true", help="hear hospitals in sums only, by secure aggregation")
+    parser.add_argument(
+        "--lose", default="", help="a hospital whose node is killed after the first round, and begun again"
+    )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which everything is ended")
     parser.add_argument("--keep", action="store_true", help="leave certificates, rows and logs where they are")
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hospitals-"))
     begun = time.monotonic()
     try:
-        found = deploy(folder, asked.hospitals, asked.rounds, asked.timeout, asked.secure)
+        found = deploy(folder, asked.hospitals, asked.rounds, asked.timeout, asked.secure, asked.lose)
         print("mean", found["mean"], "\nsd  ", found["sd"], "\nELBO", -found["losses"])
         print(f"{found['trips']} round trips, {found['bytes']} bytes")
         print(f"{time.monotonic() - begun:.0f} s")

@@ -25,8 +25,9 @@ def heard_in_sums(context):
 
 def hospital(secure=heard_in_sums):
     """The app; ``secure`` as of :func:`numpyro_pvi.flower.client_app`."""
-    # Where processes end after every message, programs outlive them here; PVI_CACHE is the hospital's own folder.
-    made = client_app(model, guide(), load_rows, label=label, cache=os.environ.get("PVI_CACHE"), secure=secure)
+    # Programs outlive processes that end after every message, and memory outlives a node, in folders of the hospital's own.
+    own = {"cache": os.environ.get("PVI_CACHE"), "keep": os.environ.get("PVI_KEEP")}
+    made = client_app(model, guide(), load_rows, label=label, secure=secure, **own)
 
     @made.train("fedavg")
     def train(message, context):
