@@ -569,7 +569,7 @@ def _stacked(one: tuple, count: int) -> tuple:
 
 
 def _look(
-    network: Network,
+    network: Any,
     how: dict[str, Any],
     one: tuple,
     count: int,
