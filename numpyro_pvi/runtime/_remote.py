@@ -1059,6 +1059,19 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
         return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
 
+    return Programs(
+        Program(look, ("clip", "rules", "slopes")),
+        Program(pairs, ("rules",)),
+        Program(values, ("rules",)),
+        Program(visit, ("guarded", "rules")),
+        *_beside_rounds(engine, plan, static, problem),
+        None if plan.partition.local is None else held_programs(problem, plan, told),
+    )
+
+
+def _beside_rounds(engine: Engine, plan: Plan, static: tuple, problem: Callable) -> tuple[Program, Program, Program]:
+    """What is claimed of the rows beside the model, their part of the evidence, and their slopes by the params."""
+
     def verify(rows, draws, moved, tangent):
         arrays, packing, *_, params = rows
         call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), params)
@@ -1075,16 +1088,7 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
     def evidence(rows, q, site, state, key, rule, rules):
         return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
 
-    return Programs(
-        Program(look, ("clip", "rules", "slopes")),
-        Program(pairs, ("rules",)),
-        Program(values, ("rules",)),
-        Program(visit, ("guarded", "rules")),
-        Program(verify),
-        Program(evidence, ("rules",)),
-        Program(slope, ("rules",)),
-        None if plan.partition.local is None else held_programs(problem, plan, told),
-    )
+    return Program(verify), Program(evidence, ("rules",)), Program(slope, ("rules",))
 
 
 class Answers:
