@@ -775,6 +775,8 @@ class RemoteEngine(Engine):
     fresh: bool = False
     keeps: bool = True
 
+    of_clients = True
+
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
         return Engine.loss(dataclasses.replace(self, fresh=True, keeps=False), state, args, kwargs, fine)
