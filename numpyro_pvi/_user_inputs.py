@@ -43,6 +43,7 @@ from .guides import setup_guide
 from .handlers import Partition, RowAxes
 from .runtime import Engine, Runtime, RuntimeDefaults, gradient_jumps
 from .schedules import Schedule, ScheduleDefaults
+from .sites import Held, LocalSites, OwnConditionals
 from .solvers import LocalSolver, NaturalGradient, SolverDefaults
 
 # Sets of fresh draws over which a variational fit's evidence is averaged, and what is folded into a state's key for them.
@@ -150,6 +151,23 @@ def refuse_elsewhere(runtime: Runtime, verb: str) -> None:
         )
 
 
+def refuse_held(state: PVIState, verb: str) -> None:
+    """Raise for what reads latents of groups' own in this process, where clients have them.
+
+    Args:
+        state: a state.
+        verb: the method that was called.
+
+    Raises:
+        PVIError: naming the method.
+    """
+    if isinstance(getattr(getattr(state, "sites", None), "local", None), Held):
+        raise PVIError(
+            f"{verb} reads latents inside the plate, which are with the clients and are told nobody: fit without this runtime "
+            "where all rows are, or ask each client for its own, client.posterior() in its process."
+        )
+
+
 def watched(runtime: Runtime, plan: Plan, run: Callable[[], Any]) -> Any:
     """What programs give that pass over rows outside of rounds, wherever these are.
 
@@ -196,7 +214,10 @@ def placed(engine: Any, state: PVIState, dynamic: list, static: tuple) -> tuple[
     """
     runtime = engine.runtime
     rows, packing = runtime.place(dynamic, row_axes(state.plan, static), state.packing, engine.whole_groups)
-    if state.sites.local is not None and packing.chunk_group.shape != state.packing.chunk_group.shape:
+    local = state.sites.local
+    here = isinstance(local, LocalSites | OwnConditionals)
+    elsewhere = here if engine.of_clients else isinstance(local, Held)
+    if elsewhere or (local is not None and packing.chunk_group.shape != state.packing.chunk_group.shape):
         raise StateError(
             "the state was made by a PVI with another runtime, and what its groups hold of their own rows is laid out for that: "
             "make it anew with `init`, or go on with the runtime that it was made with."

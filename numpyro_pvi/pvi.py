@@ -59,6 +59,7 @@ from ._user_inputs import (
     positional_names,
     private_start,
     refuse_elsewhere,
+    refuse_held,
     refuse_look,
     refuse_prior_of_rows,
     refuse_two_starts,
@@ -571,6 +572,7 @@ class PVI(SVI):
         """
         refuse_look(self.solver, "add_group")
         refuse_elsewhere(self.runtime, "add_group")
+        refuse_held(state, "add_group")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(self._newcomers.add(dense_form(state), label, args, kwargs, num_steps, tol))
 
@@ -597,6 +599,7 @@ class PVI(SVI):
         """
         refuse_look(self.solver, "revisit")
         refuse_elsewhere(self.runtime, "revisit")
+        refuse_held(state, "revisit")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(self._newcomers.revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
 
@@ -647,6 +650,7 @@ class PVI(SVI):
         """
         refuse_look(self.solver, "prequential")
         refuse_elsewhere(self.runtime, "prequential")
+        refuse_held(state, "prequential")
         args, kwargs = self._arguments(args, kwargs, state)
         rows = self._newcomers.count(state, "the rows to be predicted", args, kwargs)
         fixed = self.model, dense_form(state), args, kwargs, self._param_values(state), sum(rows.values())
@@ -682,6 +686,7 @@ class PVI(SVI):
         """
         refuse_look(self.solver, "khat")
         refuse_elsewhere(self.runtime, "khat")
+        refuse_held(state, "khat")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
@@ -710,6 +715,7 @@ class PVI(SVI):
         refuse_look(self.solver, "to_arviz")
         refuse_elsewhere(self.runtime, "to_arviz")
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
+        refuse_held(state, "to_arviz")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         model, params = FullPlates(state.plan.partition.model(self.model)), self.get_params(state)
         shown = {"trace": getattr(state_or_result, "trace", None), "agents": own_marginals(self, state)}

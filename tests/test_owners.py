@@ -14,7 +14,7 @@ from numpyro.optim import Adam, Minimize
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, _opening
 from numpyro_pvi.clients import Client, InMemorySums, InProcess, Summand, SummedClients
 from numpyro_pvi.clients._kept import Kept
-from numpyro_pvi.errors import ClientError, PVIError
+from numpyro_pvi.errors import ClientError, PVIError, StateError
 from numpyro_pvi.runtime import Answers
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming, Synchronous
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
@@ -346,6 +346,21 @@ def test_what_does_not_go_is_refused_by_name(name, begun):
     pvi = PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1), runtime=InProcess(), **choices)
     with pytest.raises(PVIError, match=word):
         pvi.update(begun, X, COUNTS)
+
+
+def test_a_state_of_clients_is_theirs(begun):
+    """What reads own latents in this process says who has them, and another runtime does not go on from their names."""
+    pvi = PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1), runtime=InProcess())
+    calls = {
+        "khat": lambda: pvi.khat(begun, X, COUNTS, rng_key=KEY),
+        "to_arviz": lambda: pvi.to_arviz(KEY, begun, X, COUNTS),
+        "add_group": lambda: pvi.add_group(begun, "west", X, COUNTS),
+    }
+    for verb, call in calls.items():
+        with pytest.raises(PVIError, match=f"{verb} reads latents inside the plate, which are with the clients"):
+            call()
+    with pytest.raises(StateError, match="another runtime, and what its groups hold of their own"):
+        PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1)).update(begun, X, COUNTS)
 
 
 def test_what_does_not_begin_is_refused_by_name():

@@ -57,6 +57,9 @@ class FitsParams:
     runtime: Runtime
     optim: Any
 
+    # Whether groups' own latents are with clients.
+    of_clients = False
+
     def runtime_of(self, packing: Packing | GroupMasks) -> Runtime:
         """Where the rows of a packing are read: on the devices that they were placed on, or on the one where all of them are."""
         placed = isinstance(packing, Packing) and packing.places is not None

@@ -569,7 +569,7 @@ def _stacked(one: tuple, count: int) -> tuple:
 
 
 def _look(
-    network: Network,
+    network: Any,
     how: dict[str, Any],
     one: tuple,
     count: int,
@@ -774,6 +774,8 @@ class RemoteEngine(Engine):
     network: Any = None
     fresh: bool = False
     keeps: bool = True
+
+    of_clients = True
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
@@ -1059,6 +1061,19 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
         return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
 
+    return Programs(
+        Program(look, ("clip", "rules", "slopes")),
+        Program(pairs, ("rules",)),
+        Program(values, ("rules",)),
+        Program(visit, ("guarded", "rules")),
+        *_beside_rounds(engine, plan, static, problem),
+        None if plan.partition.local is None else held_programs(problem, plan, told),
+    )
+
+
+def _beside_rounds(engine: Engine, plan: Plan, static: tuple, problem: Callable) -> tuple[Program, Program, Program]:
+    """What is claimed of the rows beside the model, their part of the evidence, and their slopes by the params."""
+
     def verify(rows, draws, moved, tangent):
         arrays, packing, *_, params = rows
         call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), params)
@@ -1075,16 +1090,7 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
     def evidence(rows, q, site, state, key, rule, rules):
         return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
 
-    return Programs(
-        Program(look, ("clip", "rules", "slopes")),
-        Program(pairs, ("rules",)),
-        Program(values, ("rules",)),
-        Program(visit, ("guarded", "rules")),
-        Program(verify),
-        Program(evidence, ("rules",)),
-        Program(slope, ("rules",)),
-        None if plan.partition.local is None else held_programs(problem, plan, told),
-    )
+    return Program(verify), Program(evidence, ("rules",)), Program(slope, ("rules",))
 
 
 class Answers:
