@@ -15,7 +15,7 @@ from .._state import PVIState
 from ..expectations import TOLERANCE, Expected
 from ..factors import ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
-from ..schedules import Evaluation, RoundCarry, Rule, Schedule, empty_report, sound
+from ..schedules import Evaluation, RoundCarry, Rule, Schedule, Turns, empty_report, sound
 from ..sites import SiteStack, cavity, posterior, select, sum_slots, take, tied_site
 from ..solvers import BatchStep, LocalResult, LocalSolver
 from ._base import Runtime
@@ -34,7 +34,7 @@ from ._product_matching import (
 )
 from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners, prior_members
 from ._product_problem import Objective, ProductProblem
-from ._product_rounds import ProductMemory, Settings, first_memory, one_round, run_rounds, step_in_turns, stepped
+from ._product_rounds import ProductMemory, Settings, first_memory, run_rounds, step_in_turns, sweep
 from ._product_subset import (
     Beside,
     SomeRows,
@@ -127,6 +127,9 @@ def expected_of(value: Float[Array, "*M"], target: Any) -> Expected:
     return Expected(value, target, None, zero, zero, zero)
 
 
+# Fall of the ELBO that counts as rounding, in units of eps times the size of its terms.
+_ROUNDING = 20.0
+
 # ---------------------------------------------------------------------------------------- factors as schedules see them
 # The factors of a product of families as schedules see them: every schedule's own rounds, by every solver's own visits.
 #
@@ -150,19 +153,24 @@ class GroupOrder:
 
 @dataclasses.dataclass(frozen=True)
 class ProductFactors:
-    """Implements :class:`numpyro_pvi.schedules.Problem` for a product of families without latents of the rows' own.
+    """Implements :class:`numpyro_pvi.schedules.Problem` for a product of families.
 
     Args:
         problem: expectations and messages of the factors.
         solver: who refines a site.
         known: which groups had a site before their rows came back; None when none had.
         continued: whether there are sites of groups whose rows are not at hand.
+        in_turns: whether components move in the plan's turns, rows' own latents among them; else rows have no latents of their own.
+        beside: sites that stand beside their factors on the draws of every evaluation, so that all of a round compare; None for
+            those that are evaluated.
     """
 
     problem: ProductProblem
     solver: LocalSolver
     known: Bool[Array, "M"] | None = None
     continued: bool = False
+    in_turns: bool = False
+    beside: SiteStack | None = None
 
     quadratic: bool = dataclasses.field(default=False, init=False)
     units: None = dataclasses.field(default=None, init=False)
@@ -238,9 +246,9 @@ class ProductFactors:
         return jnp.array(self._sampled)
 
     def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
-        """Nothing: values on common draws compare."""
-        del new_sites, new, old_sites, old, step
-        return 0.0
+        """What rounding makes of sums over rows, for turns that end at the top of an ELBO; values on common draws compare."""
+        del new_sites, old_sites, step
+        return _ROUNDING * jnp.finfo(old.elbo.dtype).eps * (new.size + old.size) if self.in_turns else 0.0
 
     def noise(self, key: Any, num_particles: int = 1) -> Any:
         """The key of the draws; how many there are is the solver's."""
@@ -249,8 +257,8 @@ class ProductFactors:
 
     def tidy(self, sites: SiteStack) -> SiteStack:
         """The sites without rounding asymmetry."""
-        even = self.family.symmetrise
-        return SiteStack(even(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
+        even, shared = self.family.symmetrise, self.family.of(self.problem.plan.shared).symmetrise
+        return SiteStack(shared(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> None:
         """Rows have no latents of their own."""
@@ -275,17 +283,17 @@ class ProductFactors:
         del probe, again, trial, hopeless
         if self.blind:
             return unlooked(self.unread(sites, rule))
-        q = posterior(self.prior_natural, sites)
+        q, beside = posterior(self.prior_natural, sites), sites if self.beside is None else self.beside
         moments = self.family.moments(q)
-        prior = self._prior_expected(moments, noise, sites.prior)
-        if self.stochastic or self.matches_moments:
+        if self.stochastic or self.matches_moments or self.in_turns:
             # Nobody asks for the messages.
-            values = self.problem.group_averages(q, noise, sites)
-            groups = expected_of(values, None)
-            prior = None if prior is None else dataclasses.replace(prior, target=None)
+            values, messages = self.problem.group_averages(q, noise, beside), None
+            prior = self.problem.prior_average(q, noise, beside)
+            prior = None if prior is None else expected_of(prior, None)
         else:
-            values, messages = self.problem.group_values(q, noise, sites)
-            groups = expected_of(values, messages.groups)
+            values, messages = self.problem.group_values(q, noise, beside)
+            prior, messages = self._prior_expected(moments, noise, beside.prior), messages.groups
+        groups = expected_of(values, messages)
         rest = jnp.sum(self.problem.divergences(q))
         terms = [values, rest[None], *([] if prior is None else [prior.value[None]])]
         every = jnp.concatenate(terms)
@@ -316,6 +324,27 @@ class ProductFactors:
         if only is not None:
             operands = jax.tree.map(lambda x: x[only], operands)
         return jax.lax.map(solve, operands)
+
+    def sweep(self, carry: RoundCarry, share: Any, noise: Any, order: Int[Array, "M"] | None = None) -> Turns:
+        """Every site moved by turns of components: see :class:`numpyro_pvi.schedules.Turns`.
+
+        Args:
+            carry: where things stand.
+            share: of each change that is taken.
+            noise: key of the draws.
+            order: of the groups, which then follow one another.
+
+        Returns:
+            Sites, reports of the visits, and the share with the solver's own.
+        """
+        solver, dtype = self.solver, carry.evaluation.elbo.dtype
+        share = jnp.asarray(share * float(solver.step_size), dtype)
+        swept = sweep(self.problem, carry.sites, share, solver.num_steps or 1, noise, order)
+        prior, first = None, int(self.has_prior_factor)
+        if self.has_prior_factor:
+            prior = LocalResult(None, carry.prior_solver, swept.backoffs[0], ~swept.skipped[0])
+        groups = LocalResult(None, carry.solver, swept.backoffs[first:], ~swept.skipped[first:])
+        return Turns(swept.sites, groups, prior, share)
 
     def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
         """Every group's moments matched, from one q and on draws that all share."""
@@ -446,8 +475,6 @@ class ProductEngine(FitsParams):
         """What rounds take from the solver and the schedule."""
         schedule, solver = self.schedule, self.solver
         return Settings(
-            sequential=schedule.in_turn,
-            random=schedule.at_random,
             damping=1.0 if schedule.damping == "auto" else float(schedule.damping),
             step_size=float(solver.step_size),
             num_steps=int(solver.num_steps),
@@ -455,7 +482,12 @@ class ProductEngine(FitsParams):
 
     @property
     def fused(self) -> bool:
-        """Whether rounds are this engine's own, by turns of components, and not the schedule's."""
+        """Whether rounds are this engine's own, of some groups or rows, and not the schedule's."""
+        return self.in_turns and is_partial(self.solver, self.schedule)
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether components move in the plan's turns."""
         return self.schedule.fuses(self.solver)
 
     def call(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ValueCall:
@@ -543,7 +575,7 @@ class ProductEngine(FitsParams):
             solver = self.solver.init_groups(ProductFactors(problem, self.solver, known), solver)
             if self.solver.factors == "row":
                 sites = dataclasses.replace(sites, local=first_rows(problem, self.solver, dtype)[1])
-        elif not (self.fused or self.solver.matches_moments):
+        elif not (self.in_turns or self.solver.matches_moments):
             one = self.solver.init_among(plan.family, dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
             has_prior = state.sites.prior is not None
@@ -552,7 +584,7 @@ class ProductEngine(FitsParams):
             memory: Any = self.first_memory(plan, q, dtype)
         else:
             others = state.sites.others is not None
-            memory = self.schedule.init(ProductFactors(problem, self.solver, known, others), dtype)
+            memory = self.schedule.init(ProductFactors(problem, self.solver, known, others, self.in_turns), dtype)
         return {
             "sites": sites,
             "solver_state": solver,
@@ -621,27 +653,10 @@ class ProductEngine(FitsParams):
         def factors(state: PVIState) -> ProductProblem:
             return self.problem(state, args, kwargs) if moves else fixed
 
-        if not self.fused:
-            # Fresh draws for the next round, or params that have moved, need a new evaluation.
-            return self._scheduled(state, factors, with_params, moves or fixed.plan.noisy, count, tol, length)
-        if is_partial(self.solver, self.schedule):
+        if self.fused:
             return partial_rounds(self, state, factors, with_params, count, tol, length)
-        settings, noisy = self.settings, fixed.plan.noisy
-
-        def one(state: PVIState, before: Objective) -> tuple[PVIState, Objective, Float[Array, ""]]:
-            problem = factors(state)
-            next_key, round_key = jax.random.split(state.rng_key)
-            memory, noise = state.schedule_state, self.noise(state.rng_key)
-            done = one_round(problem, state.sites, before, memory, state.report, settings, round_key, noise)
-            state = with_params(stepped(state, next_key, done))
-            # Fresh draws for the next round, or params that have moved, need a new evaluation.
-            anew = noisy or moves
-            found = factors(state).objective(state.sites, self.noise(next_key)) if anew else done.objective
-            report = state.report._replace(finite=sound(found.elbo))
-            return dataclasses.replace(state, report=report), found, -found.elbo
-
-        first = fixed.objective(state.sites, self.noise(state.rng_key))
-        return run_rounds(state, first, one, count, tol, length, self.solver)
+        # Fresh draws for the next round, or params that have moved, need a new evaluation.
+        return self._scheduled(state, factors, with_params, moves or fixed.plan.noisy, count, tol, length)
 
     def _scheduled(
         self,
@@ -657,7 +672,8 @@ class ProductEngine(FitsParams):
         continued = state.sites.others is not None
 
         def problem_of(state: PVIState) -> ProductFactors:
-            return ProductFactors(factors(state), self.solver, None, continued)
+            beside = state.sites if self.in_turns else None
+            return ProductFactors(factors(state), self.solver, None, continued, self.in_turns, beside)
 
         def looked_at(problem: ProductFactors, state: PVIState) -> Any:
             return problem.evaluate(state.sites, state.rule, self.noise(state.rng_key))

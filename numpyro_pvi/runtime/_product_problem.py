@@ -594,11 +594,9 @@ class ProductProblem:
         # Only the value is not used where q is outside: a point inside keeps everything finite.
         groups = self.group_averages(q, key, control)
         terms = [groups.reshape(-1), self.divergences(q)]
-        prior = self._prior_factor()
+        prior = self.prior_average(q, key, control)
         if prior is not None:
-            variables, rest = prior.variables(q)
-            known = {n: control.prior.parts[n] for n in prior.structure.drawn}
-            terms.append(prior.left_over(variables, rest, self._prior_density, key, None, known)[1][None])
+            terms.append(prior[None])
         whole = jnp.concatenate(terms)
         elbo = jnp.where(valid, jnp.sum(whole), jnp.nan)
         return Objective(elbo, jnp.sum(jnp.abs(whole)), valid & jnp.isfinite(elbo))
@@ -615,6 +613,15 @@ class ProductProblem:
             return self._chunk_average(space, *own, chunk, key, known)
 
         return self._by_group(self._map_chunks(one))
+
+    def prior_average(self, q: ProductNatural, key: Any, control: SiteStack) -> Float[Array, ""] | None:
+        """The prior factor's ``E_q[log f]`` in nats, without its message; None where there is none."""
+        prior = self._prior_factor()
+        if prior is None:
+            return None
+        variables, rest = prior.variables(q)
+        known = {n: control.prior.parts[n] for n in prior.structure.drawn}
+        return prior.left_over(variables, rest, self._prior_density, key, None, known)[1]
 
     def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
         """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""

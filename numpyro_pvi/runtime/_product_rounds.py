@@ -61,8 +61,6 @@ def with_turn(family: Any, memory: ProductMemory, q: Any, moved: Any) -> Product
 class Settings(NamedTuple):
     """What rounds take from the solver and the schedule."""
 
-    sequential: bool
-    random: bool
     damping: float
     step_size: float
     num_steps: int
@@ -83,7 +81,14 @@ def first_memory(plan: ProductPlan, q: Any, dtype: Any) -> ProductMemory:
     return ProductMemory(on_device(1.0, dtype), on_device(0, np.int32), last)
 
 
-def sweep(problem: ProductProblem, sites: SiteStack, settings: Settings, share: Any, key: Any, noise: Any) -> Swept:
+def sweep(
+    problem: ProductProblem,
+    sites: SiteStack,
+    share: Any,
+    num_steps: int,
+    noise: Any,
+    order: Int[Array, "M"] | None = None,
+) -> Swept:
     """Move every site once (``num_steps`` times): ``eta_m <- eta_m + step (dE_q[log f_m]/dmu - eta_m)``.
 
     In parallel, all factors see one q; components move in the plan's turns, each turn from the q that the last one left:
@@ -93,20 +98,22 @@ def sweep(problem: ProductProblem, sites: SiteStack, settings: Settings, share: 
     Args:
         problem: the factors.
         sites: where they are.
-        settings: how far, in which order.
         share: of each change that is taken.
-        key: for the order.
+        num_steps: how often.
         noise: key of this round's draws.
+        order: of the groups that follow one another; None where all move in parallel.
 
     Returns:
         The sites.
     """
-    run = _one_after_another if settings.sequential else _together
-    return run(problem, sites, settings, share, key, noise)
+    if order is None:
+        swept = _together(problem, sites, share, num_steps, noise)
+    else:
+        swept = _one_after_another(problem, sites, share, num_steps, noise, order)
+    return swept._replace(sites=_members_back(problem, swept.sites, sites))
 
 
-def _together(problem, sites, settings, share, key, noise) -> Swept:
-    del key
+def _together(problem, sites, share, num_steps, noise) -> Swept:
     count = problem.num_groups + (sites.prior is not None)
 
     # Not the sites as they move, which know this round's draws.
@@ -118,7 +125,7 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
         return sites, backoffs + halvings, skipped | ~good
 
     first = sites, jnp.zeros((count,), jnp.int32), jnp.zeros((count,), bool)
-    return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first))
+    return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * num_steps, turn, first))
 
 
 def move_together(
@@ -276,9 +283,8 @@ def _changes(problem: ProductProblem, target: SiteStack, sites: SiteStack, good:
     return {"groups": jax.vmap(one)(target.groups, sites.groups, good, numbers), "local": local}
 
 
-def _one_after_another(problem, sites, settings, share, key, noise) -> Swept:
-    num, q = problem.num_groups, posterior(problem.prior, sites)
-    order = jax.random.permutation(key, num) if settings.random else jnp.arange(num)
+def _one_after_another(problem, sites, share, num_steps, noise, order) -> Swept:
+    q = posterior(problem.prior, sites)
 
     def visit(q, site, message):
         """One factor's turns; ``site`` is what it moves, the message is asked for at q and the site."""
@@ -297,7 +303,7 @@ def _one_after_another(problem, sites, settings, share, key, noise) -> Swept:
             return _moved(q, change, step), site, backoffs + halvings, good & fine
 
         first = q, site, jnp.int32(0), jnp.array(True)
-        return jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first)
+        return jax.lax.fori_loop(0, problem.plan.num_turns * num_steps, turn, first)
 
     prior, backoffs, good = None, [], []
     if sites.prior is not None:
@@ -356,7 +362,6 @@ def one_round(
     memory: ProductMemory,
     last: RoundReport,
     settings: Settings,
-    key: Any,
     noise: Any,
 ) -> Round:
     """A sweep, of which as much is taken as leaves q normalisable and the global ELBO not below what it was.
@@ -367,8 +372,7 @@ def one_round(
         before: their ELBO, on this round's draws.
         memory: the schedule's.
         last: the last round's report.
-        settings: how far, in which order.
-        key: for the order.
+        settings: how far.
         noise: key of this round's draws.
 
     Returns:
@@ -376,12 +380,8 @@ def one_round(
     """
     dtype = before.elbo.dtype
     late = late_share(memory.turns, dtype) if problem.plan.noisy else 1.0
-    # Visits in turn see what earlier ones moved: a share of where they lead is no shorter sweep. Under noise, what is too long is
-    # undone, and the next sweep taken with half the step.
-    once = settings.sequential and problem.plan.noisy
-    share = jnp.asarray(settings.damping * settings.step_size * late, dtype) * (memory.step if once else 1.0)
-    swept = sweep(problem, sites, settings, share, key, noise)
-    swept = swept._replace(sites=_members_back(problem, swept.sites, sites))
+    share = jnp.asarray(settings.damping * settings.step_size * late, dtype)
+    swept = sweep(problem, sites, share, settings.num_steps, noise)
     slack = _ROUNDING * jnp.finfo(dtype).eps
 
     def good(found: Objective):
@@ -390,7 +390,7 @@ def one_round(
     def unfinished(state):
         _, _, found, tries = state
         fine = good(found)
-        return (tries < 0) | (~fine & (tries < (0 if once else MAX_HALVINGS)))
+        return (tries < 0) | (~fine & (tries < MAX_HALVINGS))
 
     def attempt(state):
         step, _, _, tries = state
@@ -400,21 +400,18 @@ def one_round(
         return step, there, problem.objective(there, noise, sites), tries + 1
 
     # One loop for the first attempt and the shorter ones, so that the ELBO is compiled once.
-    first = jnp.ones_like(memory.step) if once else memory.step, swept.sites, before, jnp.int32(-1)
+    first = memory.step, swept.sites, before, jnp.int32(-1)
     step, taken, found, tries = jax.lax.while_loop(unfinished, attempt, first)
-    lost = ~good(found) if once else tries >= MAX_HALVINGS
+    lost = tries >= MAX_HALVINGS
     taken = jax.tree.map(lambda a, b: jnp.where(lost, b, a), taken, sites)
     found = jax.tree.map(lambda a, b: jnp.where(lost, b, a), found, before)
     again = jnp.where(tries == 0, jnp.minimum(2 * step, 1.0), step)
-    if once:
-        again = jnp.where(lost, jnp.maximum(0.5 * memory.step, 2.0**-MAX_HALVINGS), jnp.minimum(1.5 * memory.step, 1.0))
     q, old = posterior(problem.prior, taken), posterior(problem.prior, sites)
     memory = with_turn(problem.family, memory, q, q - old) if problem.plan.noisy else memory._replace(last=None)
-    again = (again if once else jnp.where(lost, 1.0, again)).astype(dtype)
-    memory = memory._replace(step=again)
+    memory = memory._replace(step=jnp.where(lost, 1.0, again).astype(dtype))
     report = report_of(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
     asked = _asked(problem, swept, sites, q, share)
-    moved = ~lost & (step * memory.step >= CRAWL) if once else ~lost & (step >= CRAWL)
+    moved = ~lost & (step >= CRAWL)
     report = with_progress(problem, report, last, q - old, q, asked, moved, found.elbo, late)
     return Round(taken, found, memory, report)
 

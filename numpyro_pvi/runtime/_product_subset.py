@@ -505,7 +505,7 @@ def _whole_prior(problem: ProductProblem, prior: Any, new: Any) -> Any:
 
 def _subset_round(engine: Any, problem: ProductProblem, state: PVIState, key: Any, noise: Any) -> _Round:
     """A round of some groups, as if there were no others: accepted by their local free energy."""
-    who_key, round_key = jax.random.split(key)
+    who_key, _ = jax.random.split(key)
     sites, memory, last = state.sites, state.schedule_state, state.report
     groups, there, heard = _taking_part(engine.schedule, problem, who_key)
     chosen = whole_groups(problem, groups, there)
@@ -517,7 +517,7 @@ def _subset_round(engine: Any, problem: ProductProblem, state: PVIState, key: An
         memory = memory._replace(last=ProductNatural(memory.last.parts | near))
     before = view.objective(own, noise)
     own_last = _of_some(last, chosen, int(sites.prior is not None))
-    done = one_round(view, own, before, memory, own_last, engine.settings, round_key, noise)
+    done = one_round(view, own, before, memory, own_last, engine.settings, noise)
     memory = done.memory
     if memory.last is not None:
         memory = memory._replace(last=with_local(problem, chosen, state.schedule_state.last, memory.last))

@@ -14,6 +14,7 @@ from ._contract import (
     Rule,
     Schedule,
     ScheduleDefaults,
+    Turns,
 )
 from ._convergence import (
     BY_FACTOR,
@@ -79,6 +80,7 @@ __all__ = [
     "StochasticSubset",
     "Streaming",
     "Synchronous",
+    "Turns",
     "Accepted",
     "accept_jointly",
     "accept_once",

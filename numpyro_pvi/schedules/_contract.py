@@ -165,6 +165,22 @@ class Errands(Protocol):
         ...
 
 
+class Turns(NamedTuple):
+    """Where a sweep by turns of components leads: ``problem.sweep(carry, share, noise, order)``.
+
+    Under an order the prior factor and then the groups follow one another, each through all of its turns; without one all factors
+    move in the same turns. What a schedule takes of a sweep goes into it as ``share``, since later turns see earlier ones: a share
+    of where full turns lead is no shorter sweep.
+    """
+
+    sites: SiteStack
+    # What visits report, without sites.
+    groups: LocalResult
+    prior: LocalResult | None
+    # Of every change that was asked for, what was taken: the schedule's share times the solver's own.
+    share: Float[Array, ""]
+
+
 @runtime_checkable
 class Problem(Protocol):
     """What a runtime offers to a schedule."""
@@ -203,6 +219,10 @@ class Problem(Protocol):
     # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
     # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
     flat: bool
+    # Whether visits move components one after another, each from the q that the last left, and say nothing by an evaluation:
+    # the problem itself then has ``sweep``, as of :class:`Turns`, for schedules that visit all groups or some, and evaluations
+    # hold values only.
+    in_turns: bool
     # Where groups work on their own, at the visits that are under way; None where a visit is made when it is asked for.
     errands: Errands | None
 
@@ -296,16 +316,6 @@ class Schedule(Protocol):
         ...
 
     @property
-    def in_turn(self) -> bool:
-        """Whether groups move one after another, each from the q that the last has left."""
-        ...
-
-    @property
-    def at_random(self) -> bool:
-        """Whether the order of groups that move in turn is drawn anew every round."""
-        ...
-
-    @property
     def partial(self) -> bool:
         """Whether a round visits some of the groups only, drawn at random."""
         ...
@@ -391,7 +401,7 @@ class Schedule(Protocol):
         ...
 
     def fuses(self, solver: Any) -> bool:
-        """Whether rounds over a product of families are the engine's own, by turns of components, and not ``round``."""
+        """Whether rounds over a product of families visit by turns of components: :class:`Turns`."""
         ...
 
     def check_families(self, solver: Any) -> None:
@@ -433,8 +443,6 @@ class ScheduleDefaults:
     """
 
     damping: Any = 1.0
-    in_turn: bool = False
-    at_random: Any = False
     partial: bool = False
     k: Any = None
     rates: Any = None
