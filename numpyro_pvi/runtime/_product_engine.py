@@ -15,7 +15,7 @@ from .._state import PVIState
 from ..expectations import TOLERANCE, Expected
 from ..factors import ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
-from ..schedules import Evaluation, RoundCarry, Rule, Schedule, Turns, empty_report, sound
+from ..schedules import Evaluation, Part, RoundCarry, Rule, Schedule, Turns, empty_report, sound
 from ..sites import SiteStack, cavity, posterior, select, sum_slots, take, tied_site
 from ..solvers import BatchStep, LocalResult, LocalSolver
 from ._base import Runtime
@@ -33,14 +33,16 @@ from ._product_matching import (
     tilted_of,
 )
 from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners, prior_members
-from ._product_problem import Objective, ProductProblem
-from ._product_rounds import ProductMemory, Settings, first_memory, run_rounds, step_in_turns, sweep
+from ._product_problem import ProductProblem
+from ._product_rounds import run_rounds, step_in_turns, sweep
 from ._product_subset import (
     Beside,
     SomeRows,
     batch_rows,
-    first_partial_memory,
+    first_memory,
     is_partial,
+    loss_when_due,
+    part_of,
     partial_rounds,
     view_of,
     whole_groups,
@@ -240,7 +242,7 @@ class ProductFactors:
         problem = self.problem
         return GroupOrder(problem.packing, problem.plan.partition.table.sizes, problem.runtime)
 
-    def sampled(self, rule: Rule) -> Bool[Array, ""]:
+    def sampled(self, rule: Any) -> Bool[Array, ""]:
         """Whether visits are by draws, whatever the rule: of the ELBO alone q does not hover."""
         del rule
         return jnp.array(self._sampled)
@@ -272,7 +274,7 @@ class ProductFactors:
     def evaluate(
         self,
         sites: SiteStack,
-        rule: Rule,
+        rule: Any,
         noise: Any,
         probe: Any = None,
         again: bool = False,
@@ -301,7 +303,7 @@ class ProductFactors:
         size = jnp.sum(jnp.abs(every))
         return Evaluation(q, moments, groups, prior, rest, elbo, size, rule, jnp.array(False))
 
-    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
+    def unread(self, sites: SiteStack, rule: Any) -> Evaluation:
         """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
         rest = jnp.sum(self.problem.divergences(q))
@@ -345,6 +347,10 @@ class ProductFactors:
             prior = LocalResult(None, carry.prior_solver, swept.backoffs[0], ~swept.skipped[0])
         groups = LocalResult(None, carry.solver, swept.backoffs[first:], ~swept.skipped[first:])
         return Turns(swept.sites, groups, prior, share)
+
+    def part(self, carry: RoundCarry, groups: Int[Array, "K"], there: Bool[Array, "K"], noise: Any) -> Part:
+        """Some groups as a problem of their own: see :func:`numpyro_pvi.runtime._product_subset.part_of`."""
+        return part_of(self, carry, groups, there, noise)
 
     def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
         """Every group's moments matched, from one q and on draws that all share."""
@@ -471,19 +477,9 @@ class ProductEngine(FitsParams):
         return dataclasses.replace(state, schedule_state=memory)
 
     @property
-    def settings(self) -> Settings:
-        """What rounds take from the solver and the schedule."""
-        schedule, solver = self.schedule, self.solver
-        return Settings(
-            damping=1.0 if schedule.damping == "auto" else float(schedule.damping),
-            step_size=float(solver.step_size),
-            num_steps=int(solver.num_steps),
-        )
-
-    @property
     def fused(self) -> bool:
-        """Whether rounds are this engine's own, of some groups or rows, and not the schedule's."""
-        return self.in_turns and is_partial(self.solver, self.schedule)
+        """Whether rounds are this engine's own, of steps by some rows of all groups together, and not the schedule's."""
+        return self.in_turns and self.solver.stochastic
 
     @property
     def in_turns(self) -> bool:
@@ -546,10 +542,6 @@ class ProductEngine(FitsParams):
         """Whether compiled rounds depend on the groups' sizes: room is made for the largest ones."""
         return is_partial(self.solver, self.schedule)
 
-    def first_memory(self, plan: Any, q: Any, dtype: Any) -> ProductMemory:
-        """The schedule's memory before the first round."""
-        return first_partial_memory(self.solver, self.schedule, q, plan.shared, first_memory(plan, q, dtype))
-
     def unvisited(
         self, state: PVIState, q: Any, dtype: Any, known: Any = None, args: tuple = (), kwargs: dict | None = None
     ) -> dict[str, Any]:
@@ -581,7 +573,7 @@ class ProductEngine(FitsParams):
             has_prior = state.sites.prior is not None
             prior_solver = solver_of_prior(self.solver).init(plan.family, dtype) if has_prior else None
         if self.fused:
-            memory: Any = self.first_memory(plan, q, dtype)
+            memory: Any = first_memory(q, plan.shared)
         else:
             others = state.sites.others is not None
             memory = self.schedule.init(ProductFactors(problem, self.solver, known, others, self.in_turns), dtype)
@@ -675,8 +667,11 @@ class ProductEngine(FitsParams):
             beside = state.sites if self.in_turns else None
             return ProductFactors(factors(state), self.solver, None, continued, self.in_turns, beside)
 
+        # Rounds of some groups look at these alone.
+        partial = self.in_turns and self.schedule.partial
+
         def looked_at(problem: ProductFactors, state: PVIState) -> Any:
-            return problem.evaluate(state.sites, state.rule, self.noise(state.rng_key))
+            return None if partial else problem.evaluate(state.sites, state.rule, self.noise(state.rng_key))
 
         def one(state: PVIState, carry: RoundCarry) -> tuple[PVIState, RoundCarry, Float[Array, ""]]:
             next_key, round_key = jax.random.split(state.rng_key)
@@ -693,6 +688,9 @@ class ProductEngine(FitsParams):
                 step=state.step + 1,
             )
             state = with_params(state)
+            if partial:
+                state, loss = loss_when_due(self, state, lambda: -self._elbo(factors(state), state))
+                return state, carry._replace(report=state.report), loss
             if anew:
                 evaluation = looked_at(problem_of(state), state)
                 report = carry.report._replace(finite=sound(evaluation.elbo) | self.solver.private)
@@ -714,7 +712,7 @@ class ProductEngine(FitsParams):
             return dataclasses.replace(found, prior=exact_prior_of(found, q))
 
         def loss(params: dict) -> Float[Array, ""]:
-            return -at(params).objective(state.sites, noise, q=q).elbo
+            return -at(params).elbo(state.sites, noise, q)
 
         optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)
         prior = at(params).prior
@@ -725,12 +723,14 @@ class ProductEngine(FitsParams):
         state = with_rules(state, fine)
         sure = fine or not _over_predictors(state.plan)
         missed = jnp.array(False) if sure else self._missed(state, args, kwargs, False)
-        return -self.objective(state, args, kwargs).elbo, missed
+        return -self.elbo(state, args, kwargs), missed
 
-    def objective(self, state: PVIState, args: tuple, kwargs: dict) -> Objective:
-        """The global ELBO at a state, on the draws that belong to it."""
-        problem = self.problem(state, args, kwargs)
-        return problem.objective(present_alone(state).sites, self.noise(state.rng_key))
+    def elbo(self, state: PVIState, args: tuple, kwargs: dict) -> Float[Array, ""]:
+        """The global ELBO at a state in nats, on the draws that belong to it."""
+        return self._elbo(self.problem(state, args, kwargs), present_alone(state))
+
+    def _elbo(self, problem: ProductProblem, state: PVIState) -> Float[Array, ""]:
+        return problem.elbo(state.sites, self.noise(state.rng_key))
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Any, Any, Any]:
         """Power EP's log evidence at a state and its Monte Carlo standard error (nats); no finer rule is ever needed."""

@@ -1,69 +1,28 @@
-"""Rounds of natural-gradient steps on the sites of a product of families, and the compiled loop that they run in."""
+"""Sweeps of natural-gradient steps over the sites of a product of families, and the compiled loop that rounds run in."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._compiling import on_device
 from .._state import SKIP_LIMIT, PVIState
 from ..families import base_family
-from ..schedules import CRAWL, FELL, NOT_FINITE, Asked, RoundReport, finished, pace, refusals, rounding, sketch, sound
-from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, late_share, posterior, select, take
+from ..schedules import finished
+from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, posterior, select, take
 from ._engine import RoundsDone
 from ._moments import noise_floor
 from ._product_plan import ProductPlan
-from ._product_problem import Objective, ProductProblem, finite_or
+from ._product_problem import ProductProblem, finite_or
 from ._tilted import chains_wanted
 
 # Longest step of a drawn member, in its Fisher metric: posterior sds, for a shift.
 _REACH = 2.0
 # A step goes at most half way out of the domain, and inwards at most this many times as far as it is to the edge.
 _INWARDS = 3.0
-# Fall of the ELBO that counts as rounding, in units of eps times the size of its terms.
-_ROUNDING = 20.0
-
-
-class ProductMemory(NamedTuple):
-    """What a schedule remembers between rounds."""
-
-    # The joint step accepted last, doubled back towards the full one when a round is accepted at once.
-    step: Float[Array, ""]
-    # Rounds in which q turned back, and the last change of q; None where nothing is drawn.
-    turns: Int[Array, ""]
-    last: Any
-    # Where rounds see some groups or rows only: the remainder of the steps after which losses are due; else None.
-    loss_from: Int[Array, ""] | None = None
-
-
-def with_turn(family: Any, memory: ProductMemory, q: Any, moved: Any) -> ProductMemory:
-    """The memory after a change of q, which has turned back on the last one or has not.
-
-    Args:
-        family: of q.
-        memory: before it.
-        q: natural parameters after it.
-        moved: the change.
-
-    Returns:
-        The memory.
-    """
-    turned = family.inner(moved, family.fisher_product(q, memory.last)) < 0
-    return memory._replace(turns=memory.turns + turned, last=moved)
-
-
-class Settings(NamedTuple):
-    """What rounds take from the solver and the schedule."""
-
-    damping: float
-    step_size: float
-    num_steps: int
 
 
 class Swept(NamedTuple):
@@ -73,12 +32,6 @@ class Swept(NamedTuple):
     # Halvings by validity, and which factors gave no finite message, the prior factor (if any) first.
     backoffs: Int[Array, "F"]
     skipped: Bool[Array, "F"]
-
-
-def first_memory(plan: ProductPlan, q: Any, dtype: Any) -> ProductMemory:
-    """The memory before the first round."""
-    last = jax.tree.map(jnp.zeros_like, q) if plan.noisy else None
-    return ProductMemory(on_device(1.0, dtype), on_device(0, np.int32), last)
 
 
 def sweep(
@@ -346,76 +299,6 @@ def _change(problem: ProductProblem, new: Any, old: Any, good: Any, i: Any) -> A
     return problem.only(step, i % problem.plan.num_turns)
 
 
-class Round(NamedTuple):
-    """The outcome of :func:`one_round`."""
-
-    sites: SiteStack
-    objective: Objective
-    memory: ProductMemory
-    report: RoundReport
-
-
-def one_round(
-    problem: ProductProblem,
-    sites: SiteStack,
-    before: Objective,
-    memory: ProductMemory,
-    last: RoundReport,
-    settings: Settings,
-    noise: Any,
-) -> Round:
-    """A sweep, of which as much is taken as leaves q normalisable and the global ELBO not below what it was.
-
-    Args:
-        problem: the factors.
-        sites: before the round.
-        before: their ELBO, on this round's draws.
-        memory: the schedule's.
-        last: the last round's report.
-        settings: how far.
-        noise: key of this round's draws.
-
-    Returns:
-        Sites after the round with their ELBO on the same draws.
-    """
-    dtype = before.elbo.dtype
-    late = late_share(memory.turns, dtype) if problem.plan.noisy else 1.0
-    share = jnp.asarray(settings.damping * settings.step_size * late, dtype)
-    swept = sweep(problem, sites, share, settings.num_steps, noise)
-    slack = _ROUNDING * jnp.finfo(dtype).eps
-
-    def good(found: Objective):
-        return found.valid & ((found.elbo >= before.elbo - slack * (found.size + before.size)) | ~before.valid)
-
-    def unfinished(state):
-        _, _, found, tries = state
-        fine = good(found)
-        return (tries < 0) | (~fine & (tries < MAX_HALVINGS))
-
-    def attempt(state):
-        step, _, _, tries = state
-        step = jnp.where(tries < 0, step, 0.5 * step)
-        # A full step to the letter: what a sweep gave, without the rounding of a difference.
-        there = jax.tree.map(lambda a, b: jnp.where(step == 1.0, b, a), damp(sites, swept.sites, step), swept.sites)
-        return step, there, problem.objective(there, noise, sites), tries + 1
-
-    # One loop for the first attempt and the shorter ones, so that the ELBO is compiled once.
-    first = memory.step, swept.sites, before, jnp.int32(-1)
-    step, taken, found, tries = jax.lax.while_loop(unfinished, attempt, first)
-    lost = tries >= MAX_HALVINGS
-    taken = jax.tree.map(lambda a, b: jnp.where(lost, b, a), taken, sites)
-    found = jax.tree.map(lambda a, b: jnp.where(lost, b, a), found, before)
-    again = jnp.where(tries == 0, jnp.minimum(2 * step, 1.0), step)
-    q, old = posterior(problem.prior, taken), posterior(problem.prior, sites)
-    memory = with_turn(problem.family, memory, q, q - old) if problem.plan.noisy else memory._replace(last=None)
-    memory = memory._replace(step=jnp.where(lost, 1.0, again).astype(dtype))
-    report = report_of(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
-    asked = _asked(problem, swept, sites, q, share)
-    moved = ~lost & (step >= CRAWL)
-    report = with_progress(problem, report, last, q - old, q, asked, moved, found.elbo, late)
-    return Round(taken, found, memory, report)
-
-
 def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> SiteStack:
     """Members of drawn components whose sum of sites has left the domain by rounding, back where they were."""
     q, families = posterior(problem.prior, new), dict(problem.family.components)
@@ -431,84 +314,6 @@ def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> Si
     prior = None if new.prior is None else back(new.prior, old.prior)
     local = None if new.local is None else back(new.local, old.local)
     return SiteStack(back(new.groups, old.groups, 1), prior, local)
-
-
-def _asked(problem: ProductProblem, swept: Swept, sites: SiteStack, q: Any, share: Any) -> Asked:
-    """What a sweep asked for, at full length; without end where no step of a factor left q normalisable."""
-    change = swept.sites - sites
-    together = posterior(jax.tree.map(jnp.zeros_like, q), change)
-    own = problem.moves(q, change)
-    if change.prior is not None:
-        own = jnp.concatenate([problem.size(q, change.prior)[None], own])
-    return Asked(own / share, problem.size(q, together) / share)
-
-
-def with_progress(
-    problem: ProductProblem,
-    report: RoundReport,
-    last: RoundReport,
-    moved: Any,
-    q: Any,
-    asked: Asked,
-    taken: Any,
-    elbo: Any,
-    late: Any,
-) -> RoundReport:
-    """A report with what is left to move: see :mod:`numpyro_pvi.schedules._convergence`.
-
-    Args:
-        problem: the factors.
-        report: without it.
-        last: the report of the round before.
-        moved: change of q, natural parameters.
-        q: after the round.
-        asked: what the factors asked for.
-        taken: whether a step was taken.
-        elbo: after the round; None where nobody has looked.
-        late: weight of the round where steps shrink to average noise.
-
-    Returns:
-        The report.
-    """
-    trail, step = _trail(problem, q, moved), jnp.where(taken, jnp.max(report.step), 0.0)
-    noisy = bool(problem.plan.noisy) or not isinstance(late, float)
-    ahead = pace(last, trail, report.total_move, asked.together, step, noisy, late, rounding(moved, q))
-    finite = jnp.array(True) if elbo is None else sound(elbo)
-    refused, why = refusals(last, taken, jnp.where(finite & jnp.all(jnp.isfinite(asked.factors)), FELL, NOT_FINITE))
-    factors = jnp.where(jnp.isnan(asked.factors), jnp.inf, asked.factors).astype(report.move.dtype)
-    return report._replace(asked=factors, **ahead._asdict(), refused=refused, why=why, finite=finite)
-
-
-def _trail(problem: ProductProblem, q: Any, moved: Any) -> Float[Array, "16"]:
-    """A sketch of a move: of every natural parameter, the root of what it adds to the move's length, with its sign."""
-    families, parts = dict(problem.family.components), []
-    for name, step in moved.parts.items():
-        image = families[name].fisher_product(q.parts[name], step)
-        for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(image), strict=True):
-            parts.append((jnp.sign(a) * jnp.sqrt(jnp.abs(a * b))).reshape(-1))
-    return sketch(jnp.concatenate(parts))
-
-
-def report_of(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
-    """The report on a round between two sets of sites, and between their q's, that tested its step ``tries`` times again."""
-    change = after - before
-    move = problem.moves(q, change)
-    if change.prior is not None:
-        move = jnp.concatenate([problem.size(q, change.prior)[None], move])
-    skipped = swept.skipped
-    return last._replace(
-        move=move,
-        step=jnp.where(skipped, 0.0, step).astype(move.dtype),
-        backoffs=swept.backoffs + tries,
-        skipped=skipped,
-        skip_run=jnp.where(skipped, last.skip_run + 1, 0),
-        staleness=jnp.zeros_like(last.staleness),
-        total_move=problem.size(q, q - old),
-        valid=problem.family.in_domain(q),
-        clock=last.clock + 1,
-        # One for the visit, and one to all groups for every ELBO that is asked for.
-        messages=last.messages + problem.num_groups * (2 + tries),
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop
@@ -559,18 +364,3 @@ def run_rounds(
         unfinished, again, (jnp.int32(0), state, carry, losses, reports)
     )
     return RoundsDone(state, losses, reports, done, jnp.array(False))
-
-
-def stepped(state: PVIState, next_key: Any, done: Any) -> PVIState:
-    """The state after a round.
-
-    Args:
-        state: before.
-        next_key: the next round's.
-        done: the round: its ``sites``, ``memory`` and ``report``.
-
-    Returns:
-        The state.
-    """
-    found = {"sites": done.sites, "schedule_state": done.memory, "report": done.report}
-    return dataclasses.replace(state, rng_key=next_key, step=state.step + 1, **found)

@@ -398,10 +398,10 @@ def work_of_a_round(num_rows):
 
     def one(state, key, counts):
         problem = pvi._engine.problem(state, (counts,), {})
-        return some._stochastic_round(pvi._engine, problem, state, key, key)
+        return some._stochastic_round(pvi._engine, problem, state, key)
 
     def loss(state, counts):
-        return pvi._engine.objective(state, (counts,), {})
+        return pvi._engine.elbo(state, (counts,), {})
 
     programs = jax.jit(one).lower(state, KEY, counts), jax.jit(loss).lower(state, counts)
     return [program.compile().cost_analysis()["flops"] for program in programs]
