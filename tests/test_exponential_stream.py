@@ -1,5 +1,6 @@
 """Groups that come and go under AutoExponentialFamily: law 10, and streams that end where a fit of all rows does."""
 
+import dataclasses
 import functools
 
 import jax
@@ -189,8 +190,9 @@ def test_random_groups_and_rows_stand_beside_absent_groups(options):
     solver = NaturalGradient()
     exact = PVI(pvi.partition, pvi.guide, solver=solver)
     state = exact.run(KEY, 1, jnp.asarray(COUNTS[first]), progress_bar=False).state
-    memory = pvi._engine.first_memory(state.plan, state.prior, state.report.move.dtype)
-    state = pvi.add_group(state.__class__(**{**state.__dict__, "schedule_state": memory}), "c", rows("c"), tol=None)
+    data = (jnp.asarray(COUNTS[first]),)
+    fields = pvi._engine.unvisited(state, state.prior, state.report.move.dtype, None, data)
+    state = pvi.add_group(dataclasses.replace(state, schedule_state=fields["schedule_state"]), "c", rows("c"), tol=None)
     found = pvi.get_params(state)
     np.testing.assert_allclose(found["rate_auto_rate"], 12.5, rtol=TIGHT)
     total = 2.0 + COUNTS.sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from typing import Any
 
@@ -17,7 +17,16 @@ from jaxtyping import Array, Bool, Float
 
 from .._numerics import scaled_cholesky, symmetrise
 from ..errors import GuideError
-from ._base import Family, FamilyDefaults, MetricDefaults, Vector, minimal_mean, natural_parameters, registered_families
+from ._base import (
+    Family,
+    FamilyDefaults,
+    FamilyMoments,
+    MetricDefaults,
+    Vector,
+    minimal_mean,
+    natural_parameters,
+    registered_families,
+)
 from ._gaussian import MultivariateNormalFamily, NormalFamily, ScalarNormalFamily
 
 # ---------------------------------------------------------------------------------------------- independent repetitions
@@ -343,6 +352,17 @@ class ProductFamily(MetricDefaults):
     def fisher_solve(self, natural: ProductNatural, tangent: ProductMean) -> ProductNatural:
         """Every component's."""
         return ProductNatural(self._map(lambda family, x, d: family.fisher_solve(x, d), natural, tangent))
+
+    def of(self, names: Collection[str]) -> ProductFamily:
+        """The product of some of the components."""
+        return ProductFamily([(name, family) for name, family in self.components if name in names])
+
+    def shift(self, change: Any, moments: FamilyMoments) -> Float[Array, "*batch P"]:
+        """First-order change of the mean statistics, in sds, of the components that a change of natural parameters has."""
+        if len(change.parts) == len(self.components):
+            return super().shift(change, moments)
+        own, at = self.of(change.parts), moments.natural.parts
+        return own.shift(change, own.moments(ProductNatural({name: at[name] for name in change.parts})))
 
     def to_minimal(self, natural: ProductNatural) -> Float[Array, "*batch P"]:
         """The components' coordinates, one after another."""

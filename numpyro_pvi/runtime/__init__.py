@@ -18,8 +18,7 @@ from ._product_plan import (
     prior_members,
     with_tilted,
 )
-from ._product_rounds import ProductMemory
-from ._product_subset import Labels, is_partial, most_groups
+from ._product_subset import Labels, ProductMemory, is_partial, most_groups
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
 from ._remote import Answers, Network, RemoteEngine, RowlessEngine, SummedEngine, programs_of

@@ -174,7 +174,7 @@ class LocalProblem(Factors):
     """The factors of one model with the way to run them: implements :class:`numpyro_pvi.schedules.Problem`."""
 
     # Every group's site stands by itself.
-    flat = False
+    flat = in_turns = False
 
     @property
     def errands(self) -> Any:

@@ -15,7 +15,7 @@ from .._state import PVIState
 from ..expectations import TOLERANCE, Expected
 from ..factors import ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
-from ..schedules import Evaluation, RoundCarry, Rule, Schedule, empty_report, sound
+from ..schedules import Evaluation, Part, RoundCarry, Rule, Schedule, Turns, empty_report, sound
 from ..sites import SiteStack, cavity, damp, posterior, select, sum_slots, take, tied_site
 from ..solvers import BatchStep, LocalResult, LocalSolver
 from ._base import Runtime
@@ -33,14 +33,16 @@ from ._product_matching import (
     tilted_of,
 )
 from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners, prior_members
-from ._product_problem import Objective, ProductProblem
-from ._product_rounds import ProductMemory, Settings, first_memory, one_round, run_rounds, step_in_turns, stepped
+from ._product_problem import ProductProblem
+from ._product_rounds import run_rounds, step_in_turns, sweep
 from ._product_subset import (
     Beside,
     SomeRows,
     batch_rows,
-    first_partial_memory,
+    first_memory,
     is_partial,
+    loss_when_due,
+    part_of,
     partial_rounds,
     view_of,
     whole_groups,
@@ -127,6 +129,9 @@ def expected_of(value: Float[Array, "*M"], target: Any) -> Expected:
     return Expected(value, target, None, zero, zero, zero)
 
 
+# Fall of the ELBO that counts as rounding, in units of eps times the size of its terms.
+_ROUNDING = 20.0
+
 # ---------------------------------------------------------------------------------------- factors as schedules see them
 # The factors of a product of families as schedules see them: every schedule's own rounds, by every solver's own visits.
 #
@@ -150,19 +155,24 @@ class GroupOrder:
 
 @dataclasses.dataclass(frozen=True)
 class ProductFactors:
-    """Implements :class:`numpyro_pvi.schedules.Problem` for a product of families without latents of the rows' own.
+    """Implements :class:`numpyro_pvi.schedules.Problem` for a product of families.
 
     Args:
         problem: expectations and messages of the factors.
         solver: who refines a site.
         known: which groups had a site before their rows came back; None when none had.
         continued: whether there are sites of groups whose rows are not at hand.
+        in_turns: whether components move in the plan's turns, rows' own latents among them; else rows have no latents of their own.
+        beside: sites that stand beside their factors on the draws of every evaluation, so that all of a round compare; None for
+            those that are evaluated.
     """
 
     problem: ProductProblem
     solver: LocalSolver
     known: Bool[Array, "M"] | None = None
     continued: bool = False
+    in_turns: bool = False
+    beside: SiteStack | None = None
 
     quadratic: bool = dataclasses.field(default=False, init=False)
     units: None = dataclasses.field(default=None, init=False)
@@ -232,15 +242,15 @@ class ProductFactors:
         problem = self.problem
         return GroupOrder(problem.packing, problem.plan.partition.table.sizes, problem.runtime)
 
-    def sampled(self, rule: Rule) -> Bool[Array, ""]:
+    def sampled(self, rule: Any) -> Bool[Array, ""]:
         """Whether visits are by draws, whatever the rule: of the ELBO alone q does not hover."""
         del rule
         return jnp.array(self._sampled)
 
     def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
-        """Nothing: values on common draws compare."""
-        del new_sites, new, old_sites, old, step
-        return 0.0
+        """What rounding makes of sums over rows, for turns that end at the top of an ELBO; values on common draws compare."""
+        del new_sites, old_sites, step
+        return _ROUNDING * jnp.finfo(old.elbo.dtype).eps * (new.size + old.size) if self.in_turns else 0.0
 
     def noise(self, key: Any, num_particles: int = 1) -> Any:
         """The key of the draws; how many there are is the solver's."""
@@ -249,8 +259,8 @@ class ProductFactors:
 
     def tidy(self, sites: SiteStack) -> SiteStack:
         """The sites without rounding asymmetry."""
-        even = self.family.symmetrise
-        return SiteStack(even(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
+        even, shared = self.family.symmetrise, self.family.of(self.problem.plan.shared).symmetrise
+        return SiteStack(shared(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
 
     def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
         """A share of the way: see :class:`numpyro_pvi.schedules.Problem`."""
@@ -273,7 +283,7 @@ class ProductFactors:
     def evaluate(
         self,
         sites: SiteStack,
-        rule: Rule,
+        rule: Any,
         noise: Any,
         probe: Any = None,
         again: bool = False,
@@ -284,17 +294,17 @@ class ProductFactors:
         del probe, again, trial, hopeless
         if self.blind:
             return unlooked(self.unread(sites, rule))
-        q = posterior(self.prior_natural, sites)
+        q, beside = posterior(self.prior_natural, sites), sites if self.beside is None else self.beside
         moments = self.family.moments(q)
-        prior = self._prior_expected(moments, noise, sites.prior)
-        if self.stochastic or self.matches_moments:
+        if self.stochastic or self.matches_moments or self.in_turns:
             # Nobody asks for the messages.
-            values = self.problem.group_averages(q, noise, sites)
-            groups = expected_of(values, None)
-            prior = None if prior is None else dataclasses.replace(prior, target=None)
+            values, messages = self.problem.group_averages(q, noise, beside), None
+            prior = self.problem.prior_average(q, noise, beside)
+            prior = None if prior is None else expected_of(prior, None)
         else:
-            values, messages = self.problem.group_values(q, noise, sites)
-            groups = expected_of(values, messages.groups)
+            values, messages = self.problem.group_values(q, noise, beside)
+            prior, messages = self._prior_expected(moments, noise, beside.prior), messages.groups
+        groups = expected_of(values, messages)
         rest = jnp.sum(self.problem.divergences(q))
         terms = [values, rest[None], *([] if prior is None else [prior.value[None]])]
         every = jnp.concatenate(terms)
@@ -302,7 +312,7 @@ class ProductFactors:
         size = jnp.sum(jnp.abs(every))
         return Evaluation(q, moments, groups, prior, rest, elbo, size, rule, jnp.array(False))
 
-    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
+    def unread(self, sites: SiteStack, rule: Any) -> Evaluation:
         """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""
         q = posterior(self.prior_natural, sites)
         rest = jnp.sum(self.problem.divergences(q))
@@ -325,6 +335,31 @@ class ProductFactors:
         if only is not None:
             operands = jax.tree.map(lambda x: x[only], operands)
         return jax.lax.map(solve, operands)
+
+    def sweep(self, carry: RoundCarry, share: Any, noise: Any, order: Int[Array, "M"] | None = None) -> Turns:
+        """Every site moved by turns of components: see :class:`numpyro_pvi.schedules.Turns`.
+
+        Args:
+            carry: where things stand.
+            share: of each change that is taken.
+            noise: key of the draws.
+            order: of the groups, which then follow one another.
+
+        Returns:
+            Sites, reports of the visits, and the share with the solver's own.
+        """
+        solver, dtype = self.solver, carry.evaluation.elbo.dtype
+        share = jnp.asarray(share * float(solver.step_size), dtype)
+        swept = sweep(self.problem, carry.sites, share, solver.num_steps or 1, noise, order)
+        prior, first = None, int(self.has_prior_factor)
+        if self.has_prior_factor:
+            prior = LocalResult(None, carry.prior_solver, swept.backoffs[0], ~swept.skipped[0])
+        groups = LocalResult(None, carry.solver, swept.backoffs[first:], ~swept.skipped[first:])
+        return Turns(swept.sites, groups, prior, share)
+
+    def part(self, carry: RoundCarry, groups: Int[Array, "K"], there: Bool[Array, "K"], noise: Any) -> Part:
+        """Some groups as a problem of their own: see :func:`numpyro_pvi.runtime._product_subset.part_of`."""
+        return part_of(self, carry, groups, there, noise)
 
     def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
         """Every group's moments matched, from one q and on draws that all share."""
@@ -451,20 +486,13 @@ class ProductEngine(FitsParams):
         return dataclasses.replace(state, schedule_state=memory)
 
     @property
-    def settings(self) -> Settings:
-        """What rounds take from the solver and the schedule."""
-        schedule, solver = self.schedule, self.solver
-        return Settings(
-            sequential=schedule.in_turn,
-            random=schedule.at_random,
-            damping=1.0 if schedule.damping == "auto" else float(schedule.damping),
-            step_size=float(solver.step_size),
-            num_steps=int(solver.num_steps),
-        )
+    def fused(self) -> bool:
+        """Whether rounds are this engine's own, of steps by some rows of all groups together, and not the schedule's."""
+        return self.in_turns and self.solver.stochastic
 
     @property
-    def fused(self) -> bool:
-        """Whether rounds are this engine's own, by turns of components, and not the schedule's."""
+    def in_turns(self) -> bool:
+        """Whether components move in the plan's turns."""
         return self.schedule.fuses(self.solver)
 
     def call(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ValueCall:
@@ -523,10 +551,6 @@ class ProductEngine(FitsParams):
         """Whether compiled rounds depend on the groups' sizes: room is made for the largest ones."""
         return is_partial(self.solver, self.schedule)
 
-    def first_memory(self, plan: Any, q: Any, dtype: Any) -> ProductMemory:
-        """The schedule's memory before the first round."""
-        return first_partial_memory(self.solver, self.schedule, q, plan.shared, first_memory(plan, q, dtype))
-
     def unvisited(
         self, state: PVIState, q: Any, dtype: Any, known: Any = None, args: tuple = (), kwargs: dict | None = None
     ) -> dict[str, Any]:
@@ -552,16 +576,16 @@ class ProductEngine(FitsParams):
             solver = self.solver.init_groups(ProductFactors(problem, self.solver, known), solver)
             if self.solver.factors == "row":
                 sites = dataclasses.replace(sites, local=first_rows(problem, self.solver, dtype)[1])
-        elif not (self.fused or self.solver.matches_moments):
+        elif not (self.in_turns or self.solver.matches_moments):
             one = self.solver.init_among(plan.family, dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
             has_prior = state.sites.prior is not None
             prior_solver = solver_of_prior(self.solver).init(plan.family, dtype) if has_prior else None
         if self.fused:
-            memory: Any = self.first_memory(plan, q, dtype)
+            memory: Any = first_memory(q, plan.shared)
         else:
             others = state.sites.others is not None
-            memory = self.schedule.init(ProductFactors(problem, self.solver, known, others), dtype)
+            memory = self.schedule.init(ProductFactors(problem, self.solver, known, others, self.in_turns), dtype)
         return {
             "sites": sites,
             "solver_state": solver,
@@ -630,27 +654,10 @@ class ProductEngine(FitsParams):
         def factors(state: PVIState) -> ProductProblem:
             return self.problem(state, args, kwargs) if moves else fixed
 
-        if not self.fused:
-            # Fresh draws for the next round, or params that have moved, need a new evaluation.
-            return self._scheduled(state, factors, with_params, moves or fixed.plan.noisy, count, tol, length)
-        if is_partial(self.solver, self.schedule):
+        if self.fused:
             return partial_rounds(self, state, factors, with_params, count, tol, length)
-        settings, noisy = self.settings, fixed.plan.noisy
-
-        def one(state: PVIState, before: Objective) -> tuple[PVIState, Objective, Float[Array, ""]]:
-            problem = factors(state)
-            next_key, round_key = jax.random.split(state.rng_key)
-            memory, noise = state.schedule_state, self.noise(state.rng_key)
-            done = one_round(problem, state.sites, before, memory, state.report, settings, round_key, noise)
-            state = with_params(stepped(state, next_key, done))
-            # Fresh draws for the next round, or params that have moved, need a new evaluation.
-            anew = noisy or moves
-            found = factors(state).objective(state.sites, self.noise(next_key)) if anew else done.objective
-            report = state.report._replace(finite=sound(found.elbo))
-            return dataclasses.replace(state, report=report), found, -found.elbo
-
-        first = fixed.objective(state.sites, self.noise(state.rng_key))
-        return run_rounds(state, first, one, count, tol, length, self.solver)
+        # Fresh draws for the next round, or params that have moved, need a new evaluation.
+        return self._scheduled(state, factors, with_params, moves or fixed.plan.noisy, count, tol, length)
 
     def _scheduled(
         self,
@@ -666,10 +673,14 @@ class ProductEngine(FitsParams):
         continued = state.sites.others is not None
 
         def problem_of(state: PVIState) -> ProductFactors:
-            return ProductFactors(factors(state), self.solver, None, continued)
+            beside = state.sites if self.in_turns else None
+            return ProductFactors(factors(state), self.solver, None, continued, self.in_turns, beside)
+
+        # Rounds of some groups look at these alone.
+        partial = self.in_turns and self.schedule.partial
 
         def looked_at(problem: ProductFactors, state: PVIState) -> Any:
-            return problem.evaluate(state.sites, state.rule, self.noise(state.rng_key))
+            return None if partial else problem.evaluate(state.sites, state.rule, self.noise(state.rng_key))
 
         def one(state: PVIState, carry: RoundCarry) -> tuple[PVIState, RoundCarry, Float[Array, ""]]:
             next_key, round_key = jax.random.split(state.rng_key)
@@ -686,6 +697,9 @@ class ProductEngine(FitsParams):
                 step=state.step + 1,
             )
             state = with_params(state)
+            if partial:
+                state, loss = loss_when_due(self, state, lambda: -self._elbo(factors(state), state))
+                return state, carry._replace(report=state.report), loss
             if anew:
                 evaluation = looked_at(problem_of(state), state)
                 report = carry.report._replace(finite=sound(evaluation.elbo) | self.solver.private)
@@ -707,7 +721,7 @@ class ProductEngine(FitsParams):
             return dataclasses.replace(found, prior=exact_prior_of(found, q))
 
         def loss(params: dict) -> Float[Array, ""]:
-            return -at(params).objective(state.sites, noise, q=q).elbo
+            return -at(params).elbo(state.sites, noise, q)
 
         optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)
         prior = at(params).prior
@@ -718,12 +732,14 @@ class ProductEngine(FitsParams):
         state = with_rules(state, fine)
         sure = fine or not _over_predictors(state.plan)
         missed = jnp.array(False) if sure else self._missed(state, args, kwargs, False)
-        return -self.objective(state, args, kwargs).elbo, missed
+        return -self.elbo(state, args, kwargs), missed
 
-    def objective(self, state: PVIState, args: tuple, kwargs: dict) -> Objective:
-        """The global ELBO at a state, on the draws that belong to it."""
-        problem = self.problem(state, args, kwargs)
-        return problem.objective(present_alone(state).sites, self.noise(state.rng_key))
+    def elbo(self, state: PVIState, args: tuple, kwargs: dict) -> Float[Array, ""]:
+        """The global ELBO at a state in nats, on the draws that belong to it."""
+        return self._elbo(self.problem(state, args, kwargs), present_alone(state))
+
+    def _elbo(self, problem: ProductProblem, state: PVIState) -> Float[Array, ""]:
+        return problem.elbo(state.sites, self.noise(state.rng_key))
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Any, Any, Any]:
         """Power EP's log evidence at a state and its Monte Carlo standard error (nats); no finer rule is ever needed."""

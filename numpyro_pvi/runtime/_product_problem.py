@@ -46,14 +46,6 @@ class LookedUp(NamedTuple):
     here: Bool[Array, "*slots"]
 
 
-class Objective(NamedTuple):
-    """The global ELBO in nats, the size of the terms that make it, and whether q is normalisable."""
-
-    elbo: Float[Array, ""]
-    size: Float[Array, ""]
-    valid: Bool[Array, ""]
-
-
 @dataclasses.dataclass(frozen=True)
 class ProductProblem:
     """Everything that rounds need to know of a model and its data.
@@ -571,40 +563,30 @@ class ProductProblem:
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 
-    def objective(
-        self, sites: SiteStack, key: Any, control: SiteStack | None = None, q: ProductNatural | None = None
-    ) -> Objective:
-        """``sum_m E_q[log f_m] - KL(q | exact prior) + H(q)`` over components with and without an exact prior.
+    def elbo(self, sites: SiteStack, key: Any, q: ProductNatural | None = None) -> Float[Array, ""]:
+        """``sum_m E_q[log f_m] - KL(q | exact prior) + H(q)`` over components with and without an exact prior, in nats.
 
-        Where expectations are by draws, only what some sites leave over is drawn: ``E[log f_m - <eta, T>] + <eta, mu>``. Its
+        Where expectations are by draws, only what the sites leave over is drawn: ``E[log f_m - <eta, T>] + <eta, mu>``. Its
         derivatives are the messages at those sites, so that it tells whether a step along them was too long.
 
         Args:
             sites: all sites.
             key: for draws.
-            control: sites that stand beside their factors on the draws; these ones unless values are to be compared, all of
-                which need the same beside them.
             q: natural parameters, held fixed while the prior moves with the model's params; those of prior and sites by default.
 
         Returns:
             The ELBO; NaN where q is not normalisable.
         """
-        q, control = posterior(self.prior, sites) if q is None else q, sites if control is None else control
-        valid = self.family.in_domain(q)
-        # Only the value is not used where q is outside: a point inside keeps everything finite.
-        groups = self.group_averages(q, key, control)
-        terms = [groups.reshape(-1), self.divergences(q)]
-        prior = self._prior_factor()
+        q = posterior(self.prior, sites) if q is None else q
+        terms = [self.group_averages(q, key, sites).reshape(-1), self.divergences(q)]
+        prior = self.prior_average(q, key, sites)
         if prior is not None:
-            variables, rest = prior.variables(q)
-            known = {n: control.prior.parts[n] for n in prior.structure.drawn}
-            terms.append(prior.left_over(variables, rest, self._prior_density, key, None, known)[1][None])
-        whole = jnp.concatenate(terms)
-        elbo = jnp.where(valid, jnp.sum(whole), jnp.nan)
-        return Objective(elbo, jnp.sum(jnp.abs(whole)), valid & jnp.isfinite(elbo))
+            terms.append(prior[None])
+        # Only the value is not used where q is outside: a point inside keeps everything finite.
+        return jnp.where(self.family.in_domain(q), jnp.sum(jnp.concatenate(terms)), jnp.nan)
 
     def group_averages(self, q: ProductNatural, key: Any, control: SiteStack) -> Float[Array, "M"]:
-        """Every group's ``E_q[log f_m]`` in nats, without its message; see :meth:`objective` for the arguments."""
+        """Every group's ``E_q[log f_m]`` in nats, without its message; ``control`` stands beside the factors on the draws."""
         space, counts = self._likelihood(), self.chunk_counts()
         variables, rest = space.variables(q)
 
@@ -615,6 +597,15 @@ class ProductProblem:
             return self._chunk_average(space, *own, chunk, key, known)
 
         return self._by_group(self._map_chunks(one))
+
+    def prior_average(self, q: ProductNatural, key: Any, control: SiteStack) -> Float[Array, ""] | None:
+        """The prior factor's ``E_q[log f]`` in nats, without its message; None where there is none."""
+        prior = self._prior_factor()
+        if prior is None:
+            return None
+        variables, rest = prior.variables(q)
+        known = {n: control.prior.parts[n] for n in prior.structure.drawn}
+        return prior.left_over(variables, rest, self._prior_density, key, None, known)[1]
 
     def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
         """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""

@@ -1,71 +1,28 @@
-"""Rounds of natural-gradient steps on the sites of a product of families, and the compiled loop that they run in."""
+"""Sweeps of natural-gradient steps over the sites of a product of families, and the compiled loop that rounds run in."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._compiling import on_device
 from .._state import SKIP_LIMIT, PVIState
 from ..families import base_family
-from ..schedules import CRAWL, FELL, NOT_FINITE, Asked, RoundReport, finished, pace, refusals, rounding, sketch, sound
-from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, damp, late_share, posterior, select, take
+from ..schedules import finished
+from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, posterior, select, take
 from ._engine import RoundsDone
 from ._moments import noise_floor
 from ._product_plan import ProductPlan
-from ._product_problem import Objective, ProductProblem, finite_or
+from ._product_problem import ProductProblem, finite_or
 from ._tilted import chains_wanted
 
 # Longest step of a drawn member, in its Fisher metric: posterior sds, for a shift.
 _REACH = 2.0
 # A step goes at most half way out of the domain, and inwards at most this many times as far as it is to the edge.
 _INWARDS = 3.0
-# Fall of the ELBO that counts as rounding, in units of eps times the size of its terms.
-_ROUNDING = 20.0
-
-
-class ProductMemory(NamedTuple):
-    """What a schedule remembers between rounds."""
-
-    # The joint step accepted last, doubled back towards the full one when a round is accepted at once.
-    step: Float[Array, ""]
-    # Rounds in which q turned back, and the last change of q; None where nothing is drawn.
-    turns: Int[Array, ""]
-    last: Any
-    # Where rounds see some groups or rows only: the remainder of the steps after which losses are due; else None.
-    loss_from: Int[Array, ""] | None = None
-
-
-def with_turn(family: Any, memory: ProductMemory, q: Any, moved: Any) -> ProductMemory:
-    """The memory after a change of q, which has turned back on the last one or has not.
-
-    Args:
-        family: of q.
-        memory: before it.
-        q: natural parameters after it.
-        moved: the change.
-
-    Returns:
-        The memory.
-    """
-    turned = family.inner(moved, family.fisher_product(q, memory.last)) < 0
-    return memory._replace(turns=memory.turns + turned, last=moved)
-
-
-class Settings(NamedTuple):
-    """What rounds take from the solver and the schedule."""
-
-    sequential: bool
-    random: bool
-    damping: float
-    step_size: float
-    num_steps: int
 
 
 class Swept(NamedTuple):
@@ -77,13 +34,14 @@ class Swept(NamedTuple):
     skipped: Bool[Array, "F"]
 
 
-def first_memory(plan: ProductPlan, q: Any, dtype: Any) -> ProductMemory:
-    """The memory before the first round."""
-    last = jax.tree.map(jnp.zeros_like, q) if plan.noisy else None
-    return ProductMemory(on_device(1.0, dtype), on_device(0, np.int32), last)
-
-
-def sweep(problem: ProductProblem, sites: SiteStack, settings: Settings, share: Any, key: Any, noise: Any) -> Swept:
+def sweep(
+    problem: ProductProblem,
+    sites: SiteStack,
+    share: Any,
+    num_steps: int,
+    noise: Any,
+    order: Int[Array, "M"] | None = None,
+) -> Swept:
     """Move every site once (``num_steps`` times): ``eta_m <- eta_m + step (dE_q[log f_m]/dmu - eta_m)``.
 
     In parallel, all factors see one q; components move in the plan's turns, each turn from the q that the last one left:
@@ -93,20 +51,22 @@ def sweep(problem: ProductProblem, sites: SiteStack, settings: Settings, share: 
     Args:
         problem: the factors.
         sites: where they are.
-        settings: how far, in which order.
         share: of each change that is taken.
-        key: for the order.
+        num_steps: how often.
         noise: key of this round's draws.
+        order: of the groups that follow one another; None where all move in parallel.
 
     Returns:
         The sites.
     """
-    run = _one_after_another if settings.sequential else _together
-    return run(problem, sites, settings, share, key, noise)
+    if order is None:
+        swept = _together(problem, sites, share, num_steps, noise)
+    else:
+        swept = _one_after_another(problem, sites, share, num_steps, noise, order)
+    return swept._replace(sites=_members_back(problem, swept.sites, sites))
 
 
-def _together(problem, sites, settings, share, key, noise) -> Swept:
-    del key
+def _together(problem, sites, share, num_steps, noise) -> Swept:
     count = problem.num_groups + (sites.prior is not None)
 
     # Not the sites as they move, which know this round's draws.
@@ -118,7 +78,7 @@ def _together(problem, sites, settings, share, key, noise) -> Swept:
         return sites, backoffs + halvings, skipped | ~good
 
     first = sites, jnp.zeros((count,), jnp.int32), jnp.zeros((count,), bool)
-    return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first))
+    return Swept(*jax.lax.fori_loop(0, problem.plan.num_turns * num_steps, turn, first))
 
 
 def move_together(
@@ -276,9 +236,8 @@ def _changes(problem: ProductProblem, target: SiteStack, sites: SiteStack, good:
     return {"groups": jax.vmap(one)(target.groups, sites.groups, good, numbers), "local": local}
 
 
-def _one_after_another(problem, sites, settings, share, key, noise) -> Swept:
-    num, q = problem.num_groups, posterior(problem.prior, sites)
-    order = jax.random.permutation(key, num) if settings.random else jnp.arange(num)
+def _one_after_another(problem, sites, share, num_steps, noise, order) -> Swept:
+    q = posterior(problem.prior, sites)
 
     def visit(q, site, message):
         """One factor's turns; ``site`` is what it moves, the message is asked for at q and the site."""
@@ -297,7 +256,7 @@ def _one_after_another(problem, sites, settings, share, key, noise) -> Swept:
             return _moved(q, change, step), site, backoffs + halvings, good & fine
 
         first = q, site, jnp.int32(0), jnp.array(True)
-        return jax.lax.fori_loop(0, problem.plan.num_turns * settings.num_steps, turn, first)
+        return jax.lax.fori_loop(0, problem.plan.num_turns * num_steps, turn, first)
 
     prior, backoffs, good = None, [], []
     if sites.prior is not None:
@@ -340,85 +299,6 @@ def _change(problem: ProductProblem, new: Any, old: Any, good: Any, i: Any) -> A
     return problem.only(step, i % problem.plan.num_turns)
 
 
-class Round(NamedTuple):
-    """The outcome of :func:`one_round`."""
-
-    sites: SiteStack
-    objective: Objective
-    memory: ProductMemory
-    report: RoundReport
-
-
-def one_round(
-    problem: ProductProblem,
-    sites: SiteStack,
-    before: Objective,
-    memory: ProductMemory,
-    last: RoundReport,
-    settings: Settings,
-    key: Any,
-    noise: Any,
-) -> Round:
-    """A sweep, of which as much is taken as leaves q normalisable and the global ELBO not below what it was.
-
-    Args:
-        problem: the factors.
-        sites: before the round.
-        before: their ELBO, on this round's draws.
-        memory: the schedule's.
-        last: the last round's report.
-        settings: how far, in which order.
-        key: for the order.
-        noise: key of this round's draws.
-
-    Returns:
-        Sites after the round with their ELBO on the same draws.
-    """
-    dtype = before.elbo.dtype
-    late = late_share(memory.turns, dtype) if problem.plan.noisy else 1.0
-    # Visits in turn see what earlier ones moved: a share of where they lead is no shorter sweep. Under noise, what is too long is
-    # undone, and the next sweep taken with half the step.
-    once = settings.sequential and problem.plan.noisy
-    share = jnp.asarray(settings.damping * settings.step_size * late, dtype) * (memory.step if once else 1.0)
-    swept = sweep(problem, sites, settings, share, key, noise)
-    swept = swept._replace(sites=_members_back(problem, swept.sites, sites))
-    slack = _ROUNDING * jnp.finfo(dtype).eps
-
-    def good(found: Objective):
-        return found.valid & ((found.elbo >= before.elbo - slack * (found.size + before.size)) | ~before.valid)
-
-    def unfinished(state):
-        _, _, found, tries = state
-        fine = good(found)
-        return (tries < 0) | (~fine & (tries < (0 if once else MAX_HALVINGS)))
-
-    def attempt(state):
-        step, _, _, tries = state
-        step = jnp.where(tries < 0, step, 0.5 * step)
-        # A full step to the letter: what a sweep gave, without the rounding of a difference.
-        there = jax.tree.map(lambda a, b: jnp.where(step == 1.0, b, a), damp(sites, swept.sites, step), swept.sites)
-        return step, there, problem.objective(there, noise, sites), tries + 1
-
-    # One loop for the first attempt and the shorter ones, so that the ELBO is compiled once.
-    first = jnp.ones_like(memory.step) if once else memory.step, swept.sites, before, jnp.int32(-1)
-    step, taken, found, tries = jax.lax.while_loop(unfinished, attempt, first)
-    lost = ~good(found) if once else tries >= MAX_HALVINGS
-    taken = jax.tree.map(lambda a, b: jnp.where(lost, b, a), taken, sites)
-    found = jax.tree.map(lambda a, b: jnp.where(lost, b, a), found, before)
-    again = jnp.where(tries == 0, jnp.minimum(2 * step, 1.0), step)
-    if once:
-        again = jnp.where(lost, jnp.maximum(0.5 * memory.step, 2.0**-MAX_HALVINGS), jnp.minimum(1.5 * memory.step, 1.0))
-    q, old = posterior(problem.prior, taken), posterior(problem.prior, sites)
-    memory = with_turn(problem.family, memory, q, q - old) if problem.plan.noisy else memory._replace(last=None)
-    again = (again if once else jnp.where(lost, 1.0, again)).astype(dtype)
-    memory = memory._replace(step=again)
-    report = report_of(problem, sites, taken, q, old, swept, jnp.where(lost, 0.0, step * share), tries, last)
-    asked = _asked(problem, swept, sites, q, share)
-    moved = ~lost & (step * memory.step >= CRAWL) if once else ~lost & (step >= CRAWL)
-    report = with_progress(problem, report, last, q - old, q, asked, moved, found.elbo, late)
-    return Round(taken, found, memory, report)
-
-
 def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> SiteStack:
     """Members of drawn components whose sum of sites has left the domain by rounding, back where they were."""
     q, families = posterior(problem.prior, new), dict(problem.family.components)
@@ -434,84 +314,6 @@ def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> Si
     prior = None if new.prior is None else back(new.prior, old.prior)
     local = None if new.local is None else back(new.local, old.local)
     return SiteStack(back(new.groups, old.groups, 1), prior, local)
-
-
-def _asked(problem: ProductProblem, swept: Swept, sites: SiteStack, q: Any, share: Any) -> Asked:
-    """What a sweep asked for, at full length; without end where no step of a factor left q normalisable."""
-    change = swept.sites - sites
-    together = posterior(jax.tree.map(jnp.zeros_like, q), change)
-    own = problem.moves(q, change)
-    if change.prior is not None:
-        own = jnp.concatenate([problem.size(q, change.prior)[None], own])
-    return Asked(own / share, problem.size(q, together) / share)
-
-
-def with_progress(
-    problem: ProductProblem,
-    report: RoundReport,
-    last: RoundReport,
-    moved: Any,
-    q: Any,
-    asked: Asked,
-    taken: Any,
-    elbo: Any,
-    late: Any,
-) -> RoundReport:
-    """A report with what is left to move: see :mod:`numpyro_pvi.schedules._convergence`.
-
-    Args:
-        problem: the factors.
-        report: without it.
-        last: the report of the round before.
-        moved: change of q, natural parameters.
-        q: after the round.
-        asked: what the factors asked for.
-        taken: whether a step was taken.
-        elbo: after the round; None where nobody has looked.
-        late: weight of the round where steps shrink to average noise.
-
-    Returns:
-        The report.
-    """
-    trail, step = _trail(problem, q, moved), jnp.where(taken, jnp.max(report.step), 0.0)
-    noisy = bool(problem.plan.noisy) or not isinstance(late, float)
-    ahead = pace(last, trail, report.total_move, asked.together, step, noisy, late, rounding(moved, q))
-    finite = jnp.array(True) if elbo is None else sound(elbo)
-    refused, why = refusals(last, taken, jnp.where(finite & jnp.all(jnp.isfinite(asked.factors)), FELL, NOT_FINITE))
-    factors = jnp.where(jnp.isnan(asked.factors), jnp.inf, asked.factors).astype(report.move.dtype)
-    return report._replace(asked=factors, **ahead._asdict(), refused=refused, why=why, finite=finite)
-
-
-def _trail(problem: ProductProblem, q: Any, moved: Any) -> Float[Array, "16"]:
-    """A sketch of a move: of every natural parameter, the root of what it adds to the move's length, with its sign."""
-    families, parts = dict(problem.family.components), []
-    for name, step in moved.parts.items():
-        image = families[name].fisher_product(q.parts[name], step)
-        for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(image), strict=True):
-            parts.append((jnp.sign(a) * jnp.sqrt(jnp.abs(a * b))).reshape(-1))
-    return sketch(jnp.concatenate(parts))
-
-
-def report_of(problem, before, after, q, old, swept: Swept, step, tries, last: RoundReport) -> RoundReport:
-    """The report on a round between two sets of sites, and between their q's, that tested its step ``tries`` times again."""
-    change = after - before
-    move = problem.moves(q, change)
-    if change.prior is not None:
-        move = jnp.concatenate([problem.size(q, change.prior)[None], move])
-    skipped = swept.skipped
-    return last._replace(
-        move=move,
-        step=jnp.where(skipped, 0.0, step).astype(move.dtype),
-        backoffs=swept.backoffs + tries,
-        skipped=skipped,
-        skip_run=jnp.where(skipped, last.skip_run + 1, 0),
-        staleness=jnp.zeros_like(last.staleness),
-        total_move=problem.size(q, q - old),
-        valid=problem.family.in_domain(q),
-        clock=last.clock + 1,
-        # One for the visit, and one to all groups for every ELBO that is asked for.
-        messages=last.messages + problem.num_groups * (2 + tries),
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop
@@ -562,18 +364,3 @@ def run_rounds(
         unfinished, again, (jnp.int32(0), state, carry, losses, reports)
     )
     return RoundsDone(state, losses, reports, done, jnp.array(False))
-
-
-def stepped(state: PVIState, next_key: Any, done: Any) -> PVIState:
-    """The state after a round.
-
-    Args:
-        state: before.
-        next_key: the next round's.
-        done: the round: its ``sites``, ``memory`` and ``report``.
-
-    Returns:
-        The state.
-    """
-    found = {"sites": done.sites, "schedule_state": done.memory, "report": done.report}
-    return dataclasses.replace(state, rng_key=next_key, step=state.step + 1, **found)

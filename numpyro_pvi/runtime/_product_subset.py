@@ -19,13 +19,28 @@ from jaxtyping import Array, Bool, Float, Int
 from .._state import PVIState
 from ..factors import GroupMasks, Packing, ValueCall
 from ..families import ProductFamily, ProductNatural, members_of, repeated
-from ..schedules import BY_FACTOR, UNHEARD_MOVE, RoundReport, asked_by_move, sound
+from ..schedules import (
+    BY_FACTOR,
+    FELL,
+    NOT_FINITE,
+    UNHEARD_MOVE,
+    Asked,
+    Part,
+    RoundCarry,
+    RoundReport,
+    asked_by_move,
+    pace,
+    refusals,
+    rounding,
+    sketch,
+    sound,
+)
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, late_share, select
-from ..solvers import StochasticNaturalGradient, plan_batches, resolve
+from ..solvers import StochasticNaturalGradient, plan_batches
 from ._engine import RoundsDone
 from ._product_plan import ProductPlan
 from ._product_problem import ProductProblem
-from ._product_rounds import ProductMemory, one_round, run_rounds, step_in_turns, stepped, with_progress, with_turn
+from ._product_rounds import run_rounds, step_in_turns
 
 # ----------------------------------------------------------------------------------------------- some rows as a problem
 # Some rows of some groups as a problem of their own: what a round of a few groups sees, and a step by a mini-batch.
@@ -341,6 +356,30 @@ def _resized(plan: ProductPlan, count: int) -> ProductPlan:
 _SPARSE = 8
 
 
+class ProductMemory(NamedTuple):
+    """What rounds of steps by batches remember."""
+
+    # Rounds in which q turned back, and its last change.
+    turns: Int[Array, ""]
+    last: Any
+    # What remains of the rounds after which losses are due.
+    loss_from: Int[Array, ""]
+
+
+def first_memory(q: ProductNatural, shared: tuple[str, ...]) -> ProductMemory:
+    """The memory before the first round.
+
+    Args:
+        q: natural parameters.
+        shared: components outside the partitioned plate.
+
+    Returns:
+        The memory.
+    """
+    last = ProductNatural({n: jax.tree.map(jnp.zeros_like, q.parts[n]) for n in shared})
+    return ProductMemory(jnp.int32(0), last, jnp.int32(0))
+
+
 class _Round(NamedTuple):
     sites: SiteStack
     memory: ProductMemory
@@ -393,58 +432,39 @@ def partial_rounds(
     Returns:
         The rounds.
     """
-    one = _stochastic_round if engine.solver.stochastic else _subset_round
-
-    dtype = state.report.move.dtype
-
-    def loss_of(state: PVIState) -> Array:
-        due = _due(engine, state)
-
-        def found() -> Array:
-            return -factors(state).objective(state.sites, engine.noise(state.rng_key)).elbo
-
-        return found() if engine.loss_every == 1 else jax.lax.cond(due, found, lambda: jnp.full((), jnp.nan, dtype))
 
     def again(state: PVIState, carry: tuple) -> tuple[PVIState, tuple, Array]:
         next_key, key = jax.random.split(state.rng_key)
-        done = one(engine, factors(state), state, key, engine.noise(state.rng_key))
-        state = with_params(stepped(state, next_key, done))
-        loss = loss_of(state)
-        # A loss that nobody has looked at is NaN as well.
-        report = state.report._replace(finite=sound(loss) | ~_due(engine, state))
-        return dataclasses.replace(state, report=report), carry, loss
+        done = _stochastic_round(engine, factors(state), state, key)
+        found = {"sites": done.sites, "schedule_state": done.memory, "report": done.report}
+        state = with_params(dataclasses.replace(state, rng_key=next_key, step=state.step + 1, **found))
+        key = engine.noise(state.rng_key)
+        state, loss = loss_when_due(engine, state, lambda: -factors(state).elbo(state.sites, key))
+        return state, carry, loss
 
     return run_rounds(state, (), again, count, tol, length, engine.solver)
 
 
-def _due(engine: Any, state: PVIState) -> Bool[Array, ""]:
-    """Whether the loss of all rows is taken after this round."""
-    return (state.step - state.schedule_state.loss_from) % engine.loss_every == 0
+def loss_when_due(engine: Any, state: PVIState, loss: Callable[[], Array]) -> tuple[PVIState, Array]:
+    """The loss of all rows, which rounds of some do not know, where somebody asks for it.
+
+    Args:
+        engine: of the fit; its ``loss_every`` says after which rounds.
+        state: after a round.
+        loss: a pass over all rows.
+
+    Returns:
+        The state, whose report says whether the loss is a number, and the loss; NaN where it is not due.
+    """
+    due = (state.step - state.schedule_state.loss_from) % engine.loss_every == 0
+    nobody = jnp.full((), jnp.nan, state.report.move.dtype)
+    found = loss() if engine.loss_every == 1 else jax.lax.cond(due, loss, lambda: nobody)
+    # A loss that nobody has looked at is NaN as well.
+    report = state.report._replace(finite=sound(found) | ~due)
+    return dataclasses.replace(state, report=report), found
 
 
 # ------------------------------------------------------------------------------------------------------- who takes part
-
-
-def _taking_part(
-    schedule: Any, problem: ProductProblem, key: Any
-) -> tuple[Int[Array, "K"], Bool[Array, "K"], Bool[Array, "M"]]:
-    """Positions of the groups of a round, which of them are there, and the same by group."""
-    num = problem.num_groups
-    labels = Labels(num, problem.plan.partition.table.labels)
-    if not schedule.partial:
-        everyone = jnp.ones((num,), bool)
-        return jnp.arange(num, dtype=jnp.int32), everyone, everyone
-    count, there_key = most_groups(schedule, num), jax.random.fold_in(key, 1)
-    there = jnp.ones((num,), bool)
-    if schedule.rates is not None:
-        rates = jnp.asarray(resolve(schedule.rates, "StochasticSubset(rates)", labels, 1.0))
-        there = jax.random.uniform(there_key, rates.shape) < rates
-    groups = jnp.arange(num, dtype=jnp.int32)
-    if count < num:
-        scores = jnp.where(there, jax.random.uniform(key, there.shape), -1.0)
-        groups = jnp.sort(jax.lax.top_k(scores, count)[1]).astype(jnp.int32)
-    own = there[groups]
-    return groups, own, jnp.zeros((num,), bool).at[groups].set(own)
 
 
 def most_groups(schedule: Any, count: int) -> int:
@@ -503,33 +523,52 @@ def _whole_prior(problem: ProductProblem, prior: Any, new: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- some groups
 
 
-def _subset_round(engine: Any, problem: ProductProblem, state: PVIState, key: Any, noise: Any) -> _Round:
-    """A round of some groups, as if there were no others: accepted by their local free energy."""
-    who_key, round_key = jax.random.split(key)
-    sites, memory, last = state.sites, state.schedule_state, state.report
-    groups, there, heard = _taking_part(engine.schedule, problem, who_key)
+def part_of(factors: Any, carry: RoundCarry, groups: Int[Array, "K"], there: Bool[Array, "K"], noise: Any) -> Part:
+    """Some groups as a problem of their own: see :class:`numpyro_pvi.schedules.Part`.
+
+    Args:
+        factors: those of all groups, as schedules see them.
+        carry: where things stand.
+        groups: positions of the groups, all different.
+        there: which of them take part; the others stay.
+        noise: key of the draws.
+
+    Returns:
+        The part; of rows' own latents it has those of its rows.
+    """
+    problem, sites, last = factors.problem, carry.sites, carry.report
     chosen = whole_groups(problem, groups, there)
-    view = view_of(problem, chosen, others(problem, sites, chosen))
+    view, ids = view_of(problem, chosen, others(problem, sites, chosen)), row_ids(chosen)
     prior = _own_prior(problem, chosen, sites.prior)
     own = SiteStack(own_groups(sites, chosen), prior, local_of(problem, chosen, sites.local))
-    if memory.last is not None:
-        near = rows_of(problem.plan, memory.last.parts, row_ids(chosen))
-        memory = memory._replace(last=ProductNatural(memory.last.parts | near))
-    before = view.objective(own, noise)
-    own_last = _of_some(last, chosen, int(sites.prior is not None))
-    done = one_round(view, own, before, memory, own_last, engine.settings, round_key, noise)
-    memory = done.memory
-    if memory.last is not None:
-        memory = memory._replace(last=with_local(problem, chosen, state.schedule_state.last, memory.last))
-    # Only those that are there get a q and send a site.
-    each = (done.report.messages - last.messages) // groups.shape[0]
-    report = done.report._replace(messages=last.messages + jnp.sum(there, dtype=jnp.int32) * each)
-    new = SiteStack(
-        with_groups(sites, chosen, done.sites.groups),
-        _whole_prior(problem, sites.prior, done.sites.prior),
-        with_local(problem, chosen, sites.local, done.sites.local),
-    )
-    return _Round(new, memory, _merged(last, report, chosen, heard))
+    here = dataclasses.replace(factors, problem=view, beside=own)
+    report = _of_some(last, chosen, int(prior is not None))
+    begun = carry._replace(sites=own, evaluation=here.evaluate(own, None, noise), report=report)
+
+    def near(whole: Array) -> Array:
+        if not (factors.noisy and problem.plan.row_axes):
+            return whole
+        parts = problem.family.unflat(whole).parts
+        return view.family.flat(ProductNatural(parts | rows_of(problem.plan, parts, ids)))
+
+    def far(whole: Array, some: Array) -> Array:
+        if not (factors.noisy and problem.plan.row_axes):
+            return some
+        return problem.family.flat(with_local(problem, chosen, problem.family.unflat(whole), view.family.unflat(some)))
+
+    def whole(done: RoundCarry) -> RoundCarry:
+        new = SiteStack(
+            with_groups(sites, chosen, done.sites.groups),
+            _whole_prior(problem, sites.prior, done.sites.prior),
+            with_local(problem, chosen, sites.local, done.sites.local),
+        )
+        # Only those that are there get a q and send a site.
+        each = (done.report.messages - last.messages) // groups.shape[0]
+        report = done.report._replace(messages=last.messages + jnp.sum(there, dtype=jnp.int32) * each)
+        heard = jnp.zeros((problem.num_groups,), bool).at[groups].set(there)
+        return carry._replace(sites=new, evaluation=None, report=_merged(last, report, chosen, heard))
+
+    return Part(here, begun, near, far, whole)
 
 
 # ------------------------------------------------------------------------------------------------------------ some rows
@@ -548,14 +587,14 @@ class _Walk(NamedTuple):
     moved: Bool[Array, "F"]
 
 
-def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key: Any, noise: Any) -> _Round:
+def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key: Any) -> _Round:
     """Steps of all groups that take part, together, each by a batch of its rows."""
-    del noise
     solver, sites = engine.solver, state.sites
     # Small steps, not small shares of large ones: q would go astray in every visit, and messages there are of another q.
-    step_size = solver.step_size * _late(engine, state.schedule_state)
+    step_size = solver.step_size * _late(engine, state.schedule_state, state.report.move.dtype)
     who_key, rows_key, draws_key = jax.random.split(key, 3)
-    groups, there, heard = _taking_part(engine.schedule, problem, who_key)
+    groups, there = engine.schedule.who(Labels(problem.num_groups, problem.plan.partition.table.labels), who_key)
+    heard = jnp.zeros((problem.num_groups,), bool).at[groups].set(there)
     chosen = Chosen(groups, there, problem.packing, None)
     rows, steps = _deal(problem, solver, groups, rows_key)
     few = dataclasses.replace(problem, num_draws=solver.num_particles)
@@ -586,9 +625,9 @@ def _stochastic_round(engine: Any, problem: ProductProblem, state: PVIState, key
     return _absorbed(engine, problem, state, chosen, heard, base, walk, exchanges, most)
 
 
-def _late(engine: Any, memory: ProductMemory) -> Any:
+def _late(engine: Any, memory: ProductMemory, dtype: Any) -> Any:
     """What late steps are shortened by, so that noise averages out; 1 under a damping that was given."""
-    return late_share(memory.turns, memory.step.dtype) if engine.schedule.damping == "auto" else 1.0
+    return late_share(memory.turns, dtype) if engine.schedule.damping == "auto" else 1.0
 
 
 def _deal(
@@ -672,7 +711,9 @@ def _absorbed(
     groups, prior = select(share == 1.0, (walk.mean_groups, walk.mean_prior), (groups, prior))
     q, old = q_of(groups, prior), q_of(own, sites.prior)
     moved = q - old
-    memory = with_turn(shared, memory, q, moved)
+    turned = shared.inner(moved, shared.fisher_product(q, memory.last)) < 0
+    memory = memory._replace(turns=memory.turns + turned, last=moved)
+    late = _late(engine, memory, dtype)
     move = jax.vmap(lambda x: problem.size(q, x))(groups - own)
     if prior is not None:
         change = ProductNatural({n: x for n, x in (prior - sites.prior).parts.items() if n in base.parts})
@@ -681,7 +722,7 @@ def _absorbed(
     before = _of_some(last, chosen, int(sites.prior is not None))
     report = before._replace(
         move=move,
-        step=jnp.where(skipped, 0.0, share * _late(engine, memory)).astype(move.dtype),
+        step=jnp.where(skipped, 0.0, share * late).astype(move.dtype),
         backoffs=jnp.full(skipped.shape, walk.backoffs + halvings, jnp.int32),
         skipped=skipped,
         skip_run=jnp.where(skipped, before.skip_run + 1, 0),
@@ -691,30 +732,51 @@ def _absorbed(
         messages=last.messages + exchanges,
     )
     # Of what rows ask for, steps take this share by the solver's own settings; batches and late steps average the rest.
-    full = 1.0 - (1.0 - engine.solver.step_size * _late(engine, memory)) ** steps
+    full = 1.0 - (1.0 - engine.solver.step_size * late) ** steps
     asked = asked_by_move(move, report.total_move, full * jnp.maximum(share, 2.0**-MAX_HALVINGS), share > 0, before)
-    report = with_progress(problem, report, before, moved, q, asked, share > 0, None, _late(engine, memory))
+    report = _with_progress(problem, report, before, moved, q, asked, share > 0, late)
     new = SiteStack(with_groups(sites, chosen, groups), prior, walk.local)
     return _Round(new, memory, _merged(last, report, chosen, heard))
 
 
-def first_partial_memory(
-    solver: Any, schedule: Any, q: ProductNatural, shared: tuple[str, ...], memory: ProductMemory
-) -> ProductMemory:
-    """A schedule's memory before the first round: steps by batches are noisy whatever the factors.
+def _with_progress(
+    problem: ProductProblem,
+    report: RoundReport,
+    last: RoundReport,
+    moved: Any,
+    q: Any,
+    asked: Asked,
+    taken: Bool[Array, ""],
+    late: Any,
+) -> RoundReport:
+    """A report with what is left to move: see :mod:`numpyro_pvi.schedules._convergence`.
 
     Args:
-        solver: of the fit.
-        schedule: of the fit.
-        q: natural parameters.
-        shared: components outside the partitioned plate.
-        memory: that of rounds of all groups and rows.
+        problem: the factors.
+        report: without it.
+        last: the report of the round before.
+        moved: change of q, natural parameters.
+        q: after the round.
+        asked: what the factors asked for.
+        taken: whether a step was taken.
+        late: weight of the round where steps shrink to average noise.
 
     Returns:
-        The memory.
+        The report.
     """
-    if is_partial(solver, schedule):
-        memory = memory._replace(loss_from=jnp.int32(0))
-    if not solver.stochastic:
-        return memory
-    return memory._replace(last=ProductNatural({n: jax.tree.map(jnp.zeros_like, q.parts[n]) for n in shared}))
+    trail, step = _trail(problem, q, moved), jnp.where(taken, jnp.max(report.step), 0.0)
+    noisy = bool(problem.plan.noisy) or not isinstance(late, float)
+    ahead = pace(last, trail, report.total_move, asked.together, step, noisy, late, rounding(moved, q))
+    refused, why = refusals(last, taken, jnp.where(jnp.all(jnp.isfinite(asked.factors)), FELL, NOT_FINITE))
+    factors = jnp.where(jnp.isnan(asked.factors), jnp.inf, asked.factors).astype(report.move.dtype)
+    return report._replace(asked=factors, **ahead._asdict(), refused=refused, why=why, finite=jnp.array(True))
+
+
+def _trail(problem: ProductProblem, q: Any, moved: Any) -> Float[Array, "16"]:
+    """A sketch of a move: of every natural parameter, the root of what it adds to the move's length, with its sign."""
+    families, parts = dict(problem.family.components), []
+    for name, step in moved.parts.items():
+        image = families[name].fisher_product(q.parts[name], step)
+        for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(image), strict=True):
+            parts.append((jnp.sign(a) * jnp.sqrt(jnp.abs(a * b))).reshape(-1))
+    return sketch(jnp.concatenate(parts))

@@ -68,7 +68,9 @@ class RowProblem:
     # Visits are made when they are asked for.
     errands = None
     prior_program = None
-    has_prior_factor = stochastic = matches_moments = tied = capped = noisy = redraws = can_switch = blind = False
+    has_prior_factor = stochastic = matches_moments = tied = capped = noisy = redraws = can_switch = blind = (
+        in_turns
+    ) = False
     continued = quadratic = chained = False
     units = known = stream = None
 

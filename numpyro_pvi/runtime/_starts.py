@@ -605,5 +605,5 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
             sites.groups + step.groups, sites.prior, None if sites.local is None else sites.local + step.local
         )
 
-    elbos = jax.lax.map(lambda share: problem.objective(at(share), key).elbo, shares)
+    elbos = jax.lax.map(lambda share: problem.elbo(at(share), key), shares)
     return at(shares[jnp.argmax(jnp.where(jnp.isfinite(elbos), elbos, -jnp.inf))])

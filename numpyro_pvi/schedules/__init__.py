@@ -7,6 +7,7 @@ from ._contract import (
     Accepted,
     Errands,
     Evaluation,
+    Part,
     Points,
     Problem,
     RoundCarry,
@@ -14,6 +15,7 @@ from ._contract import (
     Rule,
     Schedule,
     ScheduleDefaults,
+    Turns,
 )
 from ._convergence import (
     BY_FACTOR,
@@ -68,6 +70,7 @@ __all__ = [
     "Errands",
     "Evaluation",
     "MeasuredDelays",
+    "Part",
     "Points",
     "Problem",
     "RoundCarry",
@@ -79,6 +82,7 @@ __all__ = [
     "StochasticSubset",
     "Streaming",
     "Synchronous",
+    "Turns",
     "Accepted",
     "accept_jointly",
     "accept_once",

@@ -334,7 +334,9 @@ def average_late(problem: Problem, state: Averaging, new: Placed, old: Placed) -
     back = inner < 0
     # In D dimensions chance alone makes cosines of 1 / sqrt(D). In one dimension every cosine is that, up to rounding, which
     # must not decide: nothing goes on clearly there.
-    on = inner * problem.family.dim**0.5 > size * (1 + jnp.finfo(size.dtype).eps ** 0.5)
+    # The statistics of one member move together, so that chance makes large cosines where components move in turns as well.
+    dim = 1 if problem.in_turns else problem.family.dim
+    on = inner * dim**0.5 > size * (1 + jnp.finfo(size.dtype).eps ** 0.5)
     late = jnp.maximum(state.late + back.astype(jnp.int32) - (on & (size > 0)).astype(jnp.int32), 0)
     moved = jnp.any(shift != 0)
     counted = Averaging(late, jnp.where(moved, shift, state.shift))

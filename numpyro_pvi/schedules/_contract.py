@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError, not_under_families
@@ -165,6 +167,39 @@ class Errands(Protocol):
         ...
 
 
+class Turns(NamedTuple):
+    """Where a sweep by turns of components leads: ``problem.sweep(carry, share, noise, order)``.
+
+    Under an order the prior factor and then the groups follow one another, each through all of its turns; without one all factors
+    move in the same turns. What a schedule takes of a sweep goes into it as ``share``, since later turns see earlier ones: a share
+    of where full turns lead is no shorter sweep.
+    """
+
+    sites: SiteStack
+    # What visits report, without sites.
+    groups: LocalResult
+    prior: LocalResult | None
+    # Of every change that was asked for, what was taken: the schedule's share times the solver's own.
+    share: Float[Array, ""]
+
+
+class Part(NamedTuple):
+    """Some groups as a problem of their own, beside the sites of all others: ``problem.part(carry, groups, there, noise)``.
+
+    Its ELBO is the local free energy of these groups and the prior factor, ``sum_S E_q[log f_m] - KL(q || q without the sites of
+    S)`` (PVI eq. 2).
+    """
+
+    problem: Any
+    # Without a schedule's memory, as those that come back from `whole`.
+    carry: RoundCarry
+    # Statistics of the part's q among those of all, and all of them with the part's in their places.
+    near: Callable[[Any], Any]
+    far: Callable[[Any, Any], Any]
+    # What a round of the part is for all groups; they have no evaluation.
+    whole: Callable[[RoundCarry], RoundCarry]
+
+
 @runtime_checkable
 class Problem(Protocol):
     """What a runtime offers to a schedule."""
@@ -203,6 +238,9 @@ class Problem(Protocol):
     # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
     # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
     flat: bool
+    # Whether visits move components one after another, each from the q that the last left, and say nothing by an evaluation:
+    # the problem itself then has ``sweep`` and ``part``, as of :class:`Turns` and :class:`Part`, and evaluations hold values only.
+    in_turns: bool
     # Where groups work on their own, at the visits that are under way; None where a visit is made when it is asked for.
     errands: Errands | None
 
@@ -304,16 +342,6 @@ class Schedule(Protocol):
         ...
 
     @property
-    def in_turn(self) -> bool:
-        """Whether groups move one after another, each from the q that the last has left."""
-        ...
-
-    @property
-    def at_random(self) -> bool:
-        """Whether the order of groups that move in turn is drawn anew every round."""
-        ...
-
-    @property
     def partial(self) -> bool:
         """Whether a round visits some of the groups only, drawn at random."""
         ...
@@ -403,8 +431,17 @@ class Schedule(Protocol):
         """
         ...
 
+    def who(self, problem: Any, key: Any) -> tuple[Int[Array, "K"], Bool[Array, "K"]]:
+        """Positions of the groups that may take part in a round, all different, and which of them are there.
+
+        Args:
+            problem: the factors, or whoever knows ``num_groups``, ``labels`` and whether groups are ``continued``.
+            key: a random key.
+        """
+        ...
+
     def fuses(self, solver: Any) -> bool:
-        """Whether rounds over a product of families are the engine's own, by turns of components, and not ``round``."""
+        """Whether rounds over a product of families visit by turns of components: :class:`Turns`."""
         ...
 
     def check_families(self, solver: Any) -> None:
@@ -446,8 +483,6 @@ class ScheduleDefaults:
     """
 
     damping: Any = 1.0
-    in_turn: bool = False
-    at_random: Any = False
     partial: bool = False
     k: Any = None
     rates: Any = None
@@ -479,6 +514,11 @@ class ScheduleDefaults:
         """Rounds begin with an evaluation."""
         del problem
         return False
+
+    def who(self, problem: Any, key: Any) -> tuple[Int[Array, "K"], Bool[Array, "K"]]:
+        """All groups."""
+        del key
+        return jnp.arange(problem.num_groups, dtype=jnp.int32), jnp.ones((problem.num_groups,), bool)
 
     def fuses(self, solver: Any) -> bool:
         """The schedule's own rounds, by visits of single groups."""

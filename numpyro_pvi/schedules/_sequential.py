@@ -108,7 +108,6 @@ class Sequential(ScheduleDefaults):
     damping: float = 1.0
 
     # Sites of single rows go along with the groups'; all groups may share one site.
-    in_turn = True
     carries_rows = True
     carries_tied = True
     carries_numbers = True
@@ -117,11 +116,6 @@ class Sequential(ScheduleDefaults):
     def carries_own(self) -> bool:
         """Where visits are taken whole: no share of what one leaves beside its site is taken."""
         return self.damping == 1.0
-
-    @property
-    def at_random(self) -> bool:
-        """Whether every round has an order of its own."""
-        return self.order == "random"
 
     def __post_init__(self):
         if self.order not in ("cyclic", "random"):
@@ -148,6 +142,8 @@ class Sequential(ScheduleDefaults):
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """A full sweep: see :class:`numpyro_pvi.schedules.Schedule`."""
+        if problem.in_turns:
+            return self._in_turns(problem, carry, key, noise)
         order_key, prior_key, visit_key = jax.random.split(key, 3)
         old = carry.evaluation
         prior, prior_site, q = None, carry.sites.prior, old.q
@@ -155,9 +151,7 @@ class Sequential(ScheduleDefaults):
             prior = problem.visit_prior(q, prior_site, carry.prior_solver, prior_key, old.rule, noise, start=None)
             prior_site = damp(prior_site, prior.site, self.damping)
             q = posterior(problem.prior_natural, dataclasses.replace(carry.sites, prior=prior_site))
-        order = jnp.arange(problem.num_groups)
-        if self.order == "random":
-            order = jax.random.permutation(order_key, order)
+        order = self._order(problem, order_key)
         share = averaging_step(carry.schedule, old.elbo.dtype)
         if problem.tied:
             steps = tied_steps(problem, share)
@@ -175,7 +169,17 @@ class Sequential(ScheduleDefaults):
             # No bound has to rise where moments are matched, or where there is none.
             fallback = None if problem.matches_moments or problem.blind else natural_gradient_proposal(problem, carry)
             done = accept_jointly(problem, carry.sites, proposal, old, share, noise, fallback=fallback)
-        return self._finish(problem, carry, results, prior, done)
+        return self._finish(problem, carry, results, prior, done, self.damping)
+
+    def _order(self, problem: Problem, key: Any) -> Int[Array, "M"]:
+        order = jnp.arange(problem.num_groups)
+        return jax.random.permutation(key, order) if self.order == "random" else order
+
+    def _in_turns(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        late = averaging_step(carry.schedule, carry.evaluation.elbo.dtype)
+        swept = cast(Any, problem).sweep(carry, self.damping * late, noise, self._order(problem, key))
+        done = accept_jointly(problem, carry.sites, swept.sites, carry.evaluation, jnp.ones_like(late), noise)
+        return self._finish(problem, carry, swept.groups, swept.prior, done, swept.share)
 
     def _sweep(self, problem: Problem, carry: RoundCarry, q, order, key, noise):
         def visit(before, step):
@@ -200,9 +204,9 @@ class Sequential(ScheduleDefaults):
         """Whether visits tell how much of what they ask for they took."""
         return problem.stochastic and results.step is not None
 
-    def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done) -> RoundCarry:
+    def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, damping: Any) -> RoundCarry:
         skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
-        averaging, damping = carry.schedule, self.damping
+        averaging, own = carry.schedule, jnp.asarray(damping, done.step.dtype)
         if problem.tied and problem.num_groups > 1:
             damping = damping * tied_steps(problem, averaging_step(averaging, done.step.dtype)).visit
             averaging = averaging._replace(late=averaging.late + 1)
@@ -220,7 +224,7 @@ class Sequential(ScheduleDefaults):
             states=results.state,
             prior_state=None if prior is None else prior.state,
             late=1.0 if problem.stochastic else averaging_step(carry.schedule, done.step.dtype),
-            own=jnp.asarray(self.damping, done.step.dtype) * (results.step if self._shares(problem, results) else 1.0),
+            own=own * (results.step if self._shares(problem, results) else 1.0),
         )
         return RoundCarry(
             done.sites,

@@ -87,7 +87,6 @@ class Streaming(ScheduleDefaults):
     tol: float = 1e-3
 
     # One round is all there is: its quadrature is at full accuracy from the start.
-    in_turn = True
     single_pass = True
 
     def __post_init__(self):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
 from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, no_averaging
-from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, check_visits
+from ._contract import Evaluation, Part, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import round_report, with_prior
 from ._network import next_share
+from ._synchronous import Synchronous, SynchronousState
 
 
 class SubsetState(NamedTuple):
@@ -27,6 +28,14 @@ class SubsetState(NamedTuple):
     # The force of each group's last change on the location, in precision-mean space.
     force: Float[Array, "M D"]
     averaging: Averaging
+
+
+class PartState(NamedTuple):
+    """The same where the groups of a round move as if there were no others."""
+
+    joint: SynchronousState
+    # What remains of the rounds after which whoever runs them looks at all groups' factors.
+    loss_from: Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +146,15 @@ class StochasticSubset(ScheduleDefaults):
                 "groups of a round move by one common step: write one number, or 'auto'."
             )
 
-    def init(self, problem: Problem, dtype: Any) -> SubsetState:
+    def init(self, problem: Problem, dtype: Any) -> SubsetState | PartState:
         """Start at the largest steps."""
         count, dim = problem.num_groups, problem.family.dim
         if self._count(problem) > count:
             raise PVIError(f"StochasticSubset(k={self.k}): there are only {count} groups.")
         if self.rates is not None:
             resolve(self.rates, "StochasticSubset(rates)", problem, 1.0)
+        if problem.in_turns:
+            return PartState(Synchronous(self.damping).init(problem, dtype), jnp.int32(0))
         self._dampings(problem, dtype)
         averaging = no_averaging(dim if problem.noisy and not problem.stochastic else 0, dtype)
         one = jnp.ones((), dtype)
@@ -162,6 +173,8 @@ class StochasticSubset(ScheduleDefaults):
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of the sites of a few groups: see :class:`numpyro_pvi.schedules.Schedule`."""
         solve_key, prior_key, who_key = jax.random.split(key, 3)
+        if problem.in_turns:
+            return self._as_if_alone(problem, carry, who_key, noise)
         old, sites, state = carry.evaluation, carry.sites, carry.schedule
         taking_part, results = self._visit(problem, carry, solve_key, who_key, noise)
         prior = None
@@ -194,15 +207,9 @@ class StochasticSubset(ScheduleDefaults):
 
     def _visit(self, problem: Problem, carry: RoundCarry, key: Any, who_key: Any, noise: Any):
         """Who takes part, and the results of their visits at their places among all groups."""
-        count, there_key = self._count(problem), jax.random.fold_in(who_key, 1)
-        there = jnp.ones((problem.num_groups,), bool)
-        if self.rates is not None:
-            rates = jnp.asarray(resolve(self.rates, "StochasticSubset(rates)", problem, 1.0))
-            there = jax.random.uniform(there_key, rates.shape) < rates
-        if count == problem.num_groups:
-            return there, problem.visit_all(carry, key, noise)
-        scores = jnp.where(there, jax.random.uniform(who_key, there.shape), -1.0)
-        best, chosen = jax.lax.top_k(scores, count)
+        if self._count(problem) == problem.num_groups:
+            return self.who(problem, who_key)[1], problem.visit_all(carry, key, noise)
+        chosen, there = self.who(problem, who_key)
         found = problem.visit_all(carry, key, noise, chosen)
         local = found.local
         nobody = jnp.zeros((problem.num_groups,), jnp.int32)
@@ -215,7 +222,33 @@ class StochasticSubset(ScheduleDefaults):
         results = LocalResult(
             site, state, nobody.at[chosen].set(found.backoffs), (nobody > 0).at[chosen].set(found.moved), step, local
         )
-        return (nobody > 0).at[chosen].set(best >= 0), results
+        return (nobody > 0).at[chosen].set(there), results
+
+    def who(self, problem: Any, key: Any) -> tuple[Int[Array, "K"], Bool[Array, "K"]]:
+        """At most k of the groups that are there: see :class:`numpyro_pvi.schedules.Schedule`."""
+        num, count = problem.num_groups, self._count(problem)
+        groups, there = jnp.arange(num, dtype=jnp.int32), jnp.ones((num,), bool)
+        if self.rates is not None:
+            rates = jnp.asarray(resolve(self.rates, "StochasticSubset(rates)", problem, 1.0))
+            there = jax.random.uniform(jax.random.fold_in(key, 1), rates.shape) < rates
+        if count < num:
+            scores = jnp.where(there, jax.random.uniform(key, there.shape), -1.0)
+            groups = jnp.sort(jax.lax.top_k(scores, count)[1]).astype(jnp.int32)
+        return groups, there[groups]
+
+    def _as_if_alone(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
+        """A round of :class:`Synchronous` in which there are no other groups."""
+        state, alone = carry.schedule, Synchronous(self.damping)
+        part: Part = cast(Any, problem).part(carry, *self.who(problem, key), noise)
+
+        def with_shift(joint: SynchronousState, shift: Any) -> SynchronousState:
+            return joint._replace(averaging=joint.averaging._replace(shift=shift))
+
+        before = state.joint.averaging.shift
+        near = with_shift(state.joint, part.near(before))
+        done = alone.round(part.problem, part.carry._replace(schedule=near), key, noise)
+        joint = with_shift(done.schedule, part.far(before, done.schedule.averaging.shift))
+        return part.whole(done)._replace(schedule=state._replace(joint=joint))
 
     def _local_proposal(self, problem: Problem, carry: RoundCarry, moves: Bool[Array, "M"]) -> Any:
         local = problem.local_proposal(carry, moves)

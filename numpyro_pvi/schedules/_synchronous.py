@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -230,7 +230,8 @@ class Synchronous(ScheduleDefaults):
         return self.damping != "auto"
 
     def _largest(self, problem: Problem) -> float:
-        return self._full(problem) if self.damping == "auto" else float(self.damping)
+        # Turns are shortened one by one: what is left to a joint step is to take all of them, or less.
+        return self._full(problem) if self.damping == "auto" or problem.in_turns else float(self.damping)
 
     def _full(self, problem: Problem) -> float:
         """The joint step that takes all that is asked for."""
@@ -262,6 +263,8 @@ class Synchronous(ScheduleDefaults):
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of every site: see :class:`numpyro_pvi.schedules.Schedule`."""
+        if problem.in_turns:
+            return self._in_turns(problem, carry, noise)
         solve_key, prior_key = jax.random.split(key)
         probe, scale = (None, None) if problem.stochastic else self._probe(problem, carry)
         old = carry.evaluation
@@ -298,6 +301,13 @@ class Synchronous(ScheduleDefaults):
                 carry = carry._replace(schedule=carry.schedule._replace(mixing=mixing._replace(refused=refused)))
         return self._finish(problem, carry, results, prior, done, scale)
 
+    def _in_turns(self, problem: Problem, carry: RoundCarry, noise: Any) -> RoundCarry:
+        late = averaging_step(carry.schedule.averaging, carry.schedule.step.dtype)
+        share = late if self.damping == "auto" else late * self.damping
+        swept = cast(Any, problem).sweep(carry, share, noise)
+        done = accept_jointly(problem, carry.sites, swept.sites, carry.evaluation, carry.schedule.step, noise)
+        return self._finish(problem, carry, swept.groups, swept.prior, done, None, swept.share)
+
     def _probe(self, problem: Problem, carry: RoundCarry):
         if not problem.capped:
             return None, None
@@ -309,10 +319,10 @@ class Synchronous(ScheduleDefaults):
         largest = jnp.minimum(state.step, self._largest(problem) * averaging_step(state.averaging, state.step.dtype))
         return jnp.minimum(largest, 1.0 / jnp.maximum(state.eigenvalue, 1.0))
 
-    def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale) -> RoundCarry:
+    def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale, share: Any = 1.0) -> RoundCarry:
         old, state = carry.evaluation, carry.schedule
         skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
-        taken = jnp.where(done.accepted, done.step, 0.0)
+        taken = jnp.where(done.accepted, done.step * share, 0.0)
         report = round_report(
             problem,
             carry,
@@ -320,14 +330,14 @@ class Synchronous(ScheduleDefaults):
             step=jnp.where(skipped, 0.0, taken),
             backoffs=with_prior(None if prior is None else prior.backoffs, results.backoffs) + done.halvings,
             skipped=skipped,
-            # The pass that tests a joint step also finds what the groups want next.
-            exchanges=problem.num_groups * (problem.stochastic + done.tries),
+            # The pass that tests a joint step also finds what the groups want next, but for visits that look by themselves.
+            exchanges=problem.num_groups * ((problem.stochastic or problem.in_turns) + done.tries),
             states=results.state,
             prior_state=None if prior is None else prior.state,
             largest=self._largest(problem),
             full=self._full(problem),
             late=1.0 if problem.stochastic else averaging_step(state.averaging, done.step.dtype),
-            own=results.step if problem.stochastic else None,
+            own=results.step if problem.stochastic else share,
         )
         moved = report.total_move
         averaging = state.averaging

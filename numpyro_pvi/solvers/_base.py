@@ -389,7 +389,7 @@ class LocalSolver(Protocol):
 
     @property
     def fused_families(self) -> bool:
-        """Whether an engine has rounds of its own over products of families for this solver, beside visits of single groups."""
+        """Whether groups of a product of families may be visited by turns of its components, and not only each for itself."""
         ...
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:

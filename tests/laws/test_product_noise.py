@@ -9,9 +9,8 @@ import pytest
 from scipy import special
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
-from numpyro_pvi.runtime import _product_rounds
 from numpyro_pvi.runtime._product_problem import ProductProblem
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Sequential, Synchronous, _acceptance
 from numpyro_pvi.solvers import NaturalGradient
 
 COUNTS = np.array([2, 0, 3, 1, 4, 2])
@@ -74,5 +73,5 @@ def scatter(keys, rounds):
 def test_the_noise_of_late_rounds_is_averaged(monkeypatch):
     """Wrong by chance about once in 500 seeds: sds of 16 are off by 18 % each, and the steps of round 150 promise a third."""
     averaged = scatter(16, 150)
-    monkeypatch.setattr(_product_rounds, "late_share", lambda turns, dtype: jnp.ones((), dtype))
+    monkeypatch.setattr(_acceptance, "late_share", lambda late, dtype: jnp.ones((), dtype))
     assert np.all(averaged < 0.6 * scatter(16, 150))

@@ -11,8 +11,7 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
-from numpyro_pvi.runtime import _product_rounds
-from numpyro_pvi.schedules import rounding
+from numpyro_pvi.schedules import _convergence, rounding
 from numpyro_pvi.solvers import NaturalGradient
 
 KEY = jax.random.key(0)
@@ -50,7 +49,7 @@ def test_a_fit_that_goes_on_after_its_end_is_not_called_slow(x64):
 
 
 def test_a_rate_that_is_read_off_rounding_is_noticed(x64, monkeypatch):
-    monkeypatch.setattr(_product_rounds, "rounding", lambda change, of: jnp.array(False))
+    monkeypatch.setattr(_convergence, "rounding", lambda change, of: jnp.array(False))
     if x64:
         pytest.skip("rounding is too small to be mistaken for a move of 1e-4 sds")
     assert most_left() > 1e-3
