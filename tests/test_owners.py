@@ -340,7 +340,9 @@ def begun():
     return pvi.init(KEY, X, COUNTS)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("streaming", "damped") else n for n in REFUSED]
+)
 def test_what_does_not_go_is_refused_by_name(name, begun):
     choices, word = REFUSED[name]
     pvi = PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1), runtime=InProcess(), **choices)
@@ -363,6 +365,7 @@ def test_a_state_of_clients_is_theirs(begun):
         PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1)).update(begun, X, COUNTS)
 
 
+@pytest.mark.slow
 def test_what_does_not_begin_is_refused_by_name():
     pvi = PVI(Partition(effects, "data", LABELS), FULL(effects), runtime=InProcess(), init_sites="curvature")
     with pytest.raises(PVIError, match=r"init_sites='curvature' does not go with clients .*\(u\): leave"):
@@ -380,6 +383,7 @@ def by_the_rows(X, y):
         numpyro.sample("obs", dist.Normal(X @ w, 1.0), obs=y)
 
 
+@pytest.mark.slow
 def test_clients_that_do_not_fit_are_refused_by_name():
     """Families that keep their supports, before anything is fitted; params that start from the rows."""
     with pytest.raises(PVIError, match="client 'north' does not go with AutoExponentialFamily.*use a Gaussian guide"):
