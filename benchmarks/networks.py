@@ -283,6 +283,7 @@ def run(options: argparse.Namespace) -> _report.Report:
             "error, %",
             "log score, nats",
             "calibration error, %",
+            "median sd",
             "s",
         )
         report.add_table(f"{PARTS[part]}; {data['X'].shape[0]:,} images", header, rows)
