@@ -12,6 +12,7 @@ NAMES = {
     "wide": "prior sd 100, nearly separable labels, column scales over six decades",
     "meanfield": "diagonal q on correlated columns converges to its own optimum",
     "bnn": "a Bayesian network on MNIST: test error, posterior sds, time and memory of a round beside SVI's",
+    "networks": "that network by workers of like images, of two classes, of one, and of wrong labels, beside batch VI and FedAvg",
     "hierarchical": "radon, eight schools, baseball with private effects against long NUTS, beside SVI",
     "mixed-effects": "power EP with effects integrated out, beside variational inference, against long NUTS",
     "continual": "tasks and counties that come one after another: streaming, revisiting, batch; forgetting",
@@ -56,7 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         metavar="DIR",
-        help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn, continual) and the maps' data",
+        help="folder with covtype_397k.npz (glm runs on it too), mnist.npz (bnn, networks, continual) and the maps' data",
     )
     parser.add_argument(
         "--out",
@@ -75,7 +76,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="MODEL",
-        help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm, cvi-gp, cvi-gamma, first-fit or papers: only these",
+        help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm, cvi-gp, cvi-gamma, first-fit, networks or papers: "
+        "only these",
     )
     parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")

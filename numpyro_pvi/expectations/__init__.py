@@ -25,6 +25,7 @@ from ._local_latents import (
     MaskedLocalProgram,
     owners,
 )
+from ._local_reparameterisation import at_rows_draws
 from ._mean_space import FactorStructure, LatentRole, MeanSpace
 from ._points import (
     DrawsProgram,
@@ -120,6 +121,7 @@ __all__ = [
     "Unconstrained",
     "WeightedDraws",
     "add_expected",
+    "at_rows_draws",
     "claimed_terms",
     "discrete_of",
     "expected_terms",

@@ -90,7 +90,7 @@ from ._planner import (
     with_expectation,
 )
 from ._probe import GAUSSIAN, SeenFactor, predictor_terms
-from ._proof import Form, Statistics, forms_of, is_affine, marked, unmarked
+from ._proof import CALLS, Form, Statistics, called_jaxpr, forms_of, is_affine, marked, unmarked
 from ._structure import DerivedLeaf, Predictor, TermData, TermSpec, prepare_term, term_log_prob
 
 # A handler cannot import the planner, which is a later room: the planner hands itself over.
@@ -113,6 +113,7 @@ __all__ = [
     "Arrival",
     "Claim",
     "Enumeration",
+    "CALLS",
     "Form",
     "GroupMasks",
     "HOSTILE",
@@ -131,6 +132,7 @@ __all__ = [
     "SeenFactor",
     "ValueCall",
     "abstract_trace",
+    "called_jaxpr",
     "arrive",
     "as_arrays",
     "check_data",

@@ -491,7 +491,7 @@ class _Interpreter:
         """The forms of one equation's outputs."""
         name = eqn.primitive.name
         if name in CALLS:
-            return self._called(_inner(eqn), forms)
+            return self._called(called_jaxpr(eqn)[0], forms)
         if name in _CONTROL:
             return _CONTROL[name](self, eqn, forms)
         if name == "optimization_barrier":
@@ -693,9 +693,10 @@ def _jax_name(jaxpr: Any) -> str:
     return name if where.startswith(_JAX) else ""
 
 
-def _inner(eqn: Any) -> Any:
+def called_jaxpr(eqn: Any) -> tuple[Any, list]:
+    """The jaxpr that an equation of :data:`CALLS` calls, and its constants."""
     found = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
-    return getattr(found, "jaxpr", found)
+    return getattr(found, "jaxpr", found), list(getattr(found, "consts", ()))
 
 
 def _inside_ndtr(forms: list[Form]) -> Form:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import hessian_of, value_and_grad
-from ..expectations import Expected, LocalLatentProgram, LocalNoise, PointSet, PointsProgram
+from ..expectations import Expected, LocalLatentProgram, LocalNoise, PointSet, PointsProgram, at_rows_draws
 from ..factors import GroupMasks, Packing
-from ..families import GaussianFamily, GaussianNatural
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ..schedules import Rule
 from ..sites import take
 from ..solvers import BatchStep, Derivatives, LocalSolver
@@ -118,14 +118,44 @@ class GroupRows:
         Returns:
             Value, gradient and Hessian of the sum over those rows at every point.
         """
+        return self._of(group, rows, lambda chunk: self._at(chunk, points, hessian))
+
+    def at_rows_draws(
+        self, group: Int[Array, ""], moments: GaussianMoments, count: int, rows: Int[Array, "B"] | None, key: Any
+    ) -> Derivatives:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.at_rows_draws`.
+
+        Args:
+            group: which group.
+            moments: of a mean-field q.
+            count: draws of every row.
+            rows: positions within the group, or None for all.
+            key: of the draws.
+
+        Returns:
+            The sum over those rows, by draw; the diagonal of the Hessian.
+        """
+
+        def one(chunk: Any, key: Any) -> Derivatives:
+            # Rows that come in several chunks are told apart by the first of each.
+            own = jax.random.fold_in(key, chunk[0][0])
+            return Derivatives(*at_rows_draws(self.density, chunk, chunk[0].shape[0], moments.loc, moments.scale, own))
+
+        keys = jax.random.split(key, count)
+        if count == 1:
+            return self._of(group, rows, lambda chunk: jax.tree.map(lambda x: x[None], one(chunk, keys[0])))
+        return self._of(group, rows, lambda chunk: jax.vmap(lambda key: one(chunk, key))(keys))
+
+    def _of(self, group: Int[Array, ""], rows: Int[Array, "B"] | None, at: Callable[[Any], Derivatives]) -> Derivatives:
+        """What some of a group's rows say, or all of them."""
         packing = self.packing
         # Masks have no rows to take; settings that ask for some are refused beforehand.
         if rows is None or isinstance(packing, GroupMasks):
-            return self._all(group, points, hessian)
+            return self._all(group, at)
         length, runtime = packing.rows.shape[1], self.runtime
         first, _ = runtime.span(packing.offsets, group, self.held)
         taken = packing.stands[first + rows // length, rows % length]
-        found = self._at((taken, jnp.ones(taken.shape, bool)), points, hessian)
+        found = at((taken, jnp.ones(taken.shape, bool)))
         return runtime.total(found, runtime.holds(packing.offsets, group, self.held))
 
     def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
@@ -141,17 +171,17 @@ class GroupRows:
         values = jax.ops.segment_sum(jax.lax.map(one, chunks), owner, count, indices_are_sorted=True)
         return self.runtime.total(values)
 
-    def _all(self, group, points, hessian: bool) -> Derivatives:
+    def _all(self, group, at: Callable[[Any], Derivatives]) -> Derivatives:
         chunks, offsets, runtime = self.packing.chunks, self.packing.offsets, self.runtime
         span = runtime.span(offsets, group, self.held)
         if offsets.shape[0] - 1 == self.packing.chunk_group.shape[0]:
-            found = self._at(take(chunks, span[0]), points, hessian)
+            found = at(take(chunks, span[0]))
             return runtime.total(found, runtime.holds(offsets, group, self.held))
-        shapes = jax.eval_shape(lambda: self._at(take(chunks, 0), points, hessian))
+        shapes = jax.eval_shape(lambda: at(take(chunks, 0)))
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
         def add(chunk, total):
-            return jax.tree.map(jnp.add, total, self._at(take(chunks, chunk), points, hessian))
+            return jax.tree.map(jnp.add, total, at(take(chunks, chunk)))
 
         return runtime.total(jax.lax.fori_loop(*span, add, zero))
 
@@ -361,6 +391,10 @@ class GroupFactor:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
         del key
         return self.group_rows.derivatives(self.index, points, rows, hessian)
+
+    def at_rows_draws(self, moments, count, key, rows=None) -> Derivatives:
+        """See :meth:`numpyro_pvi.solvers.LocalFactor.at_rows_draws`."""
+        return self.group_rows.at_rows_draws(self.index, moments, count, rows, key)
 
     def message(self, cavity: Any, site: Any, key: Any, rows: Any = None) -> Expected:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.message`."""

@@ -19,7 +19,7 @@ class Derivatives(NamedTuple):
 
     value: Float[Array, "S"]
     gradient: Float[Array, "S D"]
-    hessian: Float[Array, "S D D"] | None
+    hessian: Float[Array, "S D D"] | Float[Array, "S D"] | None
 
 
 class BatchStep(NamedTuple):
@@ -85,6 +85,22 @@ class LocalFactor(Protocol):
 
         Returns:
             Value, gradient and Hessian at every point.
+        """
+        ...
+
+    def at_rows_draws(self, moments: Any, count: int, key: Any, rows: Int[Array, "B"] | None = None) -> Derivatives:
+        """The same under a mean-field q, where every row takes a draw of its own of what it sees of q.
+
+        Only for solvers that are ``stochastic`` and not ``private``.
+
+        Args:
+            moments: of q, with Float[D] sds.
+            count: draws of every row, S.
+            key: of the draws.
+            rows: as of :meth:`derivatives`.
+
+        Returns:
+            By draw, unbiased estimates of the rows' expected value, gradient, and diagonal of the Hessian, Float[S D].
         """
         ...
 

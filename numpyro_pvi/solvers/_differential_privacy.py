@@ -546,6 +546,14 @@ class PrivateRows:
             gradient = total / scale
         return Derivatives(jnp.zeros((count,), total.dtype), gradient, None)
 
+    def at_rows_draws(self, moments: Any, count: int, key: Any, rows: Int[Array, "B"] | None = None) -> Derivatives:
+        """A row's draw is its own gradient's; solvers that ask for them are refused.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("rows are heard in noised sums of gradients only")
+
     def message(self, cavity: Any, site: Any, key: Any, rows: Int[Array, "B"] | None = None) -> Expected:
         """The noised message of a product of families, for the whole group; no value."""
         weight = 1.0 / self.num_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -81,6 +82,12 @@ class LocalELBO(BatchSolver):
     optimiser begins anew there; one along a gradient that is not finite is left out. Late x are averaged. The fixed point,
     ``target = eta_m``, is that of the natural gradient.
 
+    With ``local_reparameterisation`` every row of a batch takes its own draw of what it sees of a mean-field q: where that is
+    ``h^T w``, as in the layers of a network, it is normal with location ``h^T m`` and variance ``(h^2)^T v``. Gradients have the
+    noise of as many draws as a batch has rows, and so have the curvatures of the steps, ``2 dE[f]/dv``; a step costs a
+    second product with the squares and draws far fewer numbers. Latents that rows see in another way are drawn as ever. Needs
+    ``AutoNormal`` or ``AutoDiagonalNormal`` and a model whose rows are taken, not masked.
+
     Args:
         optim: an optax or ``numpyro.optim`` optimiser (L-BFGS and ``Minimize`` included); None is Adam with step 0.01.
         num_steps: steps per visit; or give ``epochs``.
@@ -96,14 +103,16 @@ class LocalELBO(BatchSolver):
             gradients of the steps, at no cost; needs no second derivative), or "auto": "expected" where the structure
             gives it exactly or there are at most 64 latents.
         num_draws: antithetic pairs of that pass, where expectations are by draws.
+        local_reparameterisation: whether every row of a step takes draws of its own, ``num_particles`` of them, which do not
+            come in pairs then.
 
     Raises:
         PVIError: on construction, for values outside these ranges, both ``num_steps`` and ``epochs``, or mini-batches
-            under a line search.
+            under a line search; before the first round, where rows cannot have draws of their own.
 
     References:
         Ashman et al., Partitioned Variational Inference, algorithm 1 and eq. 2, section 3.4.1 (mini-batches); eq. 10
-        (precision).
+        (precision). Kingma, Salimans and Welling, Variational Dropout and the Local Reparameterization Trick, section 2.2.
     """
 
     optim: Any = None
@@ -116,6 +125,7 @@ class LocalELBO(BatchSolver):
     precision_step: float = 1.0
     curvature: str = "auto"
     num_draws: int = 8
+    local_reparameterisation: bool = False
 
     stochastic = True
 
@@ -131,12 +141,34 @@ class LocalELBO(BatchSolver):
             )
         if self.curvature not in ("auto", "expected", "steps"):
             raise PVIError(f"LocalELBO(curvature={self.curvature!r}): expected 'auto', 'expected' or 'steps'.")
+        if not isinstance(self.local_reparameterisation, bool):
+            raise PVIError(
+                f"LocalELBO(local_reparameterisation={self.local_reparameterisation!r}): expected True or False."
+            )
         if not isinstance(self.num_draws, int) or self.num_draws < 1:
             raise PVIError(f"LocalELBO(num_draws={self.num_draws!r}): expected a positive int.")
         if self.optim is not None and self._optimiser.searches and self.batch_size is not None:
             raise PVIError(
                 f"LocalELBO(batch_size={self.batch_size}): this optimiser's line search compares values, which needs the same rows "
                 "at every step. Leave batch_size=None, or take an optimiser without one, such as optax.adam(0.01)."
+            )
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Raise for local latents, and for rows' own draws of a q whose latents are correlated."""
+        super().check(structure, full, where)
+        if self.local_reparameterisation and full:
+            raise PVIError(
+                "LocalELBO(local_reparameterisation=True) is for guides without correlations: what a row sees of q has the "
+                "variances of single latents added up. Use AutoNormal or AutoDiagonalNormal, or leave it out."
+            )
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """As of every solver by batches; rows that are masked have no draws of their own."""
+        super().check_groups(sizes, mechanism)
+        if self.local_reparameterisation and mechanism == "mask":
+            raise PVIError(
+                "LocalELBO(local_reparameterisation=True): groups are evaluated by masks here, so that rows cannot be told apart. "
+                "Leave it out, or write the model so that rows can be taken: see Partition.plan(*args)."
             )
 
     @property
@@ -165,6 +197,10 @@ class LocalELBO(BatchSolver):
                 "LocalELBO(curvature='expected') takes curvatures of all rows at a visit's end, which clipped "
                 "gradients do not cover: write curvature='steps', or leave it out."
             )
+        if self.local_reparameterisation:
+            raise PVIError(
+                "LocalELBO(local_reparameterisation=True): clipped gradients are of one draw of all latents. Leave it out."
+            )
         return dataclasses.replace(self, curvature="steps") if pointwise else self
 
     def init(self, family: Any, dtype: Any) -> Any:
@@ -177,10 +213,10 @@ class LocalELBO(BatchSolver):
         Raises:
             PVIError: naming the argument and what to write.
         """
-        for name, plain in (("curvature", "auto"), ("precision_step", 1.0)):
+        for name, plain in (("curvature", "auto"), ("precision_step", 1.0), ("local_reparameterisation", False)):
             if getattr(self, name) != plain:
                 raise PVIError(
-                    f"LocalELBO({name}={getattr(self, name)!r}) is about the precision of a Gaussian guide; under "
+                    f"LocalELBO({name}={getattr(self, name)!r}) is about the steps under a Gaussian guide; under "
                     "AutoExponentialFamily the optimiser moves all natural parameters of a site. Leave it out."
                 )
 
@@ -203,6 +239,8 @@ class LocalELBO(BatchSolver):
         walk, num_steps = self._walk(factor, cavity, q, moments, state, key)
         if self._by_pass(factor):
             wanted = factor.expected(moments._replace(loc=moments.loc + walk.average)).target.precision
+        elif self.local_reparameterisation:
+            wanted = -walk.moment / num_steps
         else:
             wanted = stein_precision(family, q, moments, walk.moment / num_steps)
         change, halvings = move_precision(family, site, q, wanted, self.precision_step)
@@ -278,19 +316,27 @@ class LocalELBO(BatchSolver):
         zero = jnp.zeros_like(moments.loc)
         pull = family.pull(cavity, moments.loc)
         first = self._first_averaged(batches.num_steps)
-        needs_moment = not self._by_pass(factor)
+        needs_moment, by_row = not self._by_pass(factor), self.local_reparameterisation
 
         def step(k, walk: _Walk) -> _Walk:
             # A line search compares values: it keeps its draws for the whole visit.
+            drawn = 0 if optimiser.searches else k
             own = jax.random.fold_in(noise_key, k)
-            noise = next_draws(noise_key, 0 if optimiser.searches else k, walk.noise)
+            noise = walk.noise if by_row else next_draws(noise_key, drawn, walk.noise)
             offset, rows = family.draw(moments, noise) - moments.loc, None if batches.rows is None else batches.rows(k)
             seen = []
 
+            def at(shift):
+                """The rows' value and derivatives: at a draw of their own each, or at common ones."""
+                if not by_row:
+                    return factor.derivatives(moments.loc + shift + offset, rows, key=own)
+                here = moments._replace(loc=moments.loc + shift)
+                return factor.at_rows_draws(here, self.num_particles, jax.random.fold_in(noise_key, drawn), rows)
+
             def loss(shift):
-                found = factor.derivatives(moments.loc + shift + offset, rows, key=own)
+                found = at(shift)
                 gradient = batches.weight * found.gradient
-                seen.append(gradient)
+                seen.append(found)
                 bend = family.precision_product(cavity, shift)
                 value = batches.weight * jnp.mean(found.value) + jnp.vdot(shift, pull - 0.5 * bend)
                 return -value, bend - pull - jnp.mean(gradient, axis=0)
@@ -299,14 +345,17 @@ class LocalELBO(BatchSolver):
             moment = walk.moment
             if needs_moment:
                 # What a line search saw on its way is its own.
-                searched = optimiser.searches
-                gradient = factor.derivatives(moments.loc + shift + offset).gradient if searched else seen[0]
-                moment = moment + stein_moment(family, noise, gradient)
+                found = at(shift) if optimiser.searches else seen[0]
+                if by_row:
+                    moment = moment + batches.weight * jnp.mean(found.hessian, axis=0)
+                else:
+                    moment = moment + stein_moment(family, noise, batches.weight * found.gradient)
             late = jnp.maximum(k - first + 1, 0)
             average = walk.average + jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0) * (shift - walk.average)
             return _Walk(shift, optimiser_state, noise, average, moment)
 
         moment = jnp.zeros((family.dim,) * (1 + family.full), zero.dtype) if needs_moment else ()
+        # Of rows' own draws nothing goes from step to step.
         noise = jnp.zeros((self.num_particles, family.dim), zero.dtype)
         begin = _Walk(zero, state if self.optimiser_state == "keep" else optimiser.init(zero), noise, zero, moment)
         return jax.lax.fori_loop(0, batches.num_steps, step, begin), batches.num_steps
