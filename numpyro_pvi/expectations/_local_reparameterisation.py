@@ -62,6 +62,8 @@ class _Seen(NamedTuple):
 class _Walk:
     """One evaluation of a trace: what is seen by products alone is drawn by row, the other coordinates once.
 
+    A second trace, of one row more, tells the axis of rows from others that are as long.
+
     Args:
         rows: how many there are.
         shared: Bool[D], coordinates that all rows see at the same draw.
@@ -73,8 +75,8 @@ class _Walk:
         # Coordinates that rows saw by a product, and those that they saw otherwise, or twice.
         self.by_row, self.otherwise = np.zeros_like(shared), np.zeros_like(shared)
 
-    def walk(self, jaxpr: Any, consts: list, seen: list[_Seen]) -> list[_Seen]:
-        """What a jaxpr makes of its inputs."""
+    def walk(self, jaxpr: Any, longer: Any, consts: list, seen: list[_Seen]) -> list[_Seen]:
+        """What a jaxpr makes of its inputs; the same jaxpr with a row more says where rows are."""
         found = dict(zip(jaxpr.constvars, (_Seen(c, False) for c in consts), strict=True))
         found |= dict(zip(jaxpr.invars, seen, strict=True))
         users = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
@@ -83,14 +85,14 @@ class _Walk:
         def read(var: Any) -> _Seen:
             return _Seen(var.val, False) if isinstance(var, Literal) else found[var]
 
-        for eqn in jaxpr.eqns:
-            for var, made in zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True):
+        for eqn, other in zip(jaxpr.eqns, longer.eqns, strict=True):
+            for var, made in zip(eqn.outvars, self._equation(eqn, other, [read(v) for v in eqn.invars]), strict=True):
                 # All who read a sum must see the same draw of it: only its one reader may add to it first.
                 pending = isinstance(made.value, _Normal) and uses[var] == 1
                 found[var] = made if pending or isinstance(made.value, _Latents) else self._settled(made)
         return [read(v) for v in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, seen: list[_Seen]) -> list[_Seen]:
+    def _equation(self, eqn: Any, other: Any, seen: list[_Seen]) -> list[_Seen]:
         of_rows, name = any(s.of_rows for s in seen), eqn.primitive.name
         values = [s.value for s in seen]
         if not any(isinstance(v, _Latents | _Normal) for v in values):
@@ -98,27 +100,30 @@ class _Walk:
         if name in CALLS:
             # A sum may have several readers inside.
             inside = [self._settled(s) if isinstance(s.value, _Normal) else s for s in seen]
-            return self.walk(*called_jaxpr(eqn), inside)
+            jaxpr, consts = called_jaxpr(eqn)
+            return self.walk(jaxpr, called_jaxpr(other)[0], consts, inside)
         if name in _PLACED and isinstance(values[0], _Latents):
             return [_Seen(v, of_rows) for v in _place(eqn, values[0])]
         rules = {"broadcast_in_dim": self._spread, "dot_general": self._product, "add": self._sum, "add_any": self._sum}
-        made = rules[name](eqn, seen) if name in rules else None
+        made = rules[name](eqn, other, seen) if name in rules else None
         if made is not None:
             return [_Seen(made, isinstance(made, _Normal))]
         return [_Seen(v, True) for v in _bind(eqn, [self._settled(s).value for s in seen])]
 
-    def _spread(self, eqn: Any, seen: list[_Seen]) -> _Latents | _Normal | None:
+    def _spread(self, eqn: Any, other: Any, seen: list[_Seen]) -> _Latents | _Normal | None:
         """Latents with axes of length 1 more, or one for every row."""
         value, shape = seen[0].value, eqn.outvars[0].aval.shape
         if not isinstance(value, _Latents):
             return None
-        if math.prod(shape) == value.loc.size:
+        axes = _axes_of_rows(eqn.outvars[0], other.outvars[0])
+        if not axes and math.prod(shape) == value.loc.size:
             return _place(eqn, value)[0]
-        if math.prod(shape) != value.loc.size * self.rows or self.rows not in shape or not self._take(value.index):
+        # Spread over rows alone: over anything else, a row would see several draws of one latent.
+        if len(axes) != 1 or math.prod(shape) != value.loc.size * self.rows or not self._take(value.index):
             return None
         return _Normal(*(_bind(eqn, [x])[0] for x in (value.loc, value.variance)))
 
-    def _product(self, eqn: Any, seen: list[_Seen]) -> _Normal | None:
+    def _product(self, eqn: Any, other: Any, seen: list[_Seen]) -> _Normal | None:
         """Rows' numbers times latents; None where it is not that."""
         contracted, batched = eqn.params["dimension_numbers"]
         ours = [isinstance(s.value, _Latents) for s in seen]
@@ -126,8 +131,11 @@ class _Walk:
             return None
         at = ours.index(True)
         given, latents = self._settled(seen[1 - at]), seen[at].value
-        free = [n for i, n in enumerate(given.value.shape) if i not in contracted[1 - at]]
-        if not given.of_rows or self.rows not in free or not self._take(latents.index):
+        free = [i for i in range(given.value.ndim) if i not in contracted[1 - at]]
+        axes = _axes_of_rows(eqn.invars[1 - at], other.invars[1 - at])
+        # A row with several sets of numbers (times, places) sees one draw of the latents with all of them.
+        alone = math.prod(given.value.shape[i] for i in free) == self.rows
+        if not given.of_rows or len(axes) != 1 or axes[0] not in free or not alone or not self._take(latents.index):
             return None
 
         def product(x: Array, w: Array) -> Array:
@@ -135,7 +143,7 @@ class _Walk:
 
         return _Normal(product(given.value, latents.loc), product(jnp.square(given.value), latents.variance))
 
-    def _sum(self, eqn: Any, seen: list[_Seen]) -> _Normal | None:
+    def _sum(self, eqn: Any, other: Any, seen: list[_Seen]) -> _Normal | None:
         """What is not drawn yet plus something; None where it has to be drawn first."""
         (a, b), shape = (s.value for s in seen), eqn.outvars[0].aval.shape
         if not isinstance(a, _Normal):
@@ -144,8 +152,8 @@ class _Walk:
         if not isinstance(a, _Normal) or a.loc.shape != shape:
             return None
         if isinstance(b, _Latents):
-            longer = [n for n, own in zip(shape, b.loc.shape, strict=True) if n != own]
-            if longer != [self.rows] or not self._take(b.index):
+            spread = [i for i, (n, own) in enumerate(zip(shape, b.loc.shape, strict=True)) if n != own]
+            if spread != _axes_of_rows(eqn.outvars[0], other.outvars[0]) or len(spread) != 1 or not self._take(b.index):
                 return None
         elif not isinstance(b, _Normal):
             return _Normal(a.loc + b, a.variance)
@@ -172,6 +180,10 @@ class _Walk:
         self.count += 1
         noise = jax.random.normal(jax.random.fold_in(self.key, self.count), value.loc.shape, value.loc.dtype)
         return seen._replace(value=value.loc + jnp.sqrt(value.variance + _LEAST) * noise)
+
+
+def _axes_of_rows(var: Any, longer: Any) -> list[int]:
+    return [i for i, (n, more) in enumerate(zip(var.aval.shape, longer.aval.shape, strict=True)) if n != more]
 
 
 def _place(eqn: Any, latents: _Latents) -> list[_Latents]:
@@ -204,7 +216,7 @@ def at_rows_draws(
 
     Args:
         density: ``(chunk, point) -> nats``.
-        chunk: names the rows.
+        chunk: names the rows, along the first axis of its arrays.
         rows: how many they are.
         loc: location of q.
         sd: its sds.
@@ -217,6 +229,13 @@ def at_rows_draws(
         PVIError: where no latent is seen by a product alone.
     """
     closed = jax.make_jaxpr(density)(chunk, loc)
+    more = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows + 1, *x.shape[1:]), x.dtype), chunk)
+    longer = jax.make_jaxpr(density)(more, loc)
+    if [e.primitive.name for e in closed.eqns] != [e.primitive.name for e in longer.eqns]:
+        raise PVIError(
+            f"local_reparameterisation=True: what the model does with {rows} rows and with {rows + 1} differs by more than their "
+            "number, so that it cannot be told which axes are rows: leave it out."
+        )
     shared_key, own_key = jax.random.split(key)
     noise = jax.random.normal(shared_key, loc.shape, loc.dtype)
 
@@ -226,7 +245,7 @@ def at_rows_draws(
         seen = [_Seen(x, True) for x in jax.tree.leaves(chunk)] + [_Seen(latents, False)]
         while True:
             walk = _Walk(rows, shared, own_key)
-            (found,) = walk.walk(closed.jaxpr, list(closed.consts), seen)
+            (found,) = walk.walk(closed.jaxpr, longer.jaxpr, list(closed.consts), seen)
             # Who is seen in both ways has one draw for both.
             if not np.any(walk.by_row & walk.otherwise):
                 break

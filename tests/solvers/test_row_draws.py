@@ -25,12 +25,21 @@ LOC, SD = np.array([0.7, -0.4, 0.3]), np.array([0.5, 0.6, 0.4])
 
 
 # What rows make of three latents, in products of matrices and, for the oracle, row by row. In turn: every latent is seen once;
-# the first layer is read twice; a weight is in two layers; a latent is seen by no product.
+# the first layer is read twice; a weight is in two layers; a latent is seen by no product; a row has two numbers, or sees a
+# latent in as many places as there are rows.
 NETWORKS = {
     "layers": (lambda x, w, v, b: jnp.tanh(x @ w + b) @ v, lambda x, w, v, b: np.tanh(x * w + b) * v),
     "around": (lambda x, w, v, b: around(x @ w + b) @ v, lambda x, w, v, b: (np.tanh(x * w + b) + x * w + b) * v),
     "tied": (lambda x, w, v, b: jnp.tanh(x @ w + b) @ w + x @ v, lambda x, w, v, b: np.tanh(x * w + b) * w + x * v),
     "scale": (lambda x, w, v, b: (x @ w + b) * jnp.exp(v[0, 0]), lambda x, w, v, b: (x * w + b) * np.exp(v)),
+    "times": (
+        lambda x, w, v, b: jnp.prod(jnp.tanh(jnp.stack([x, 2 * x], 1) @ w + b), 1) @ v,
+        lambda x, w, v, b: np.tanh(x * w + b) * np.tanh(2 * x * w + b) * v,
+    ),
+    "places": (
+        lambda x, w, v, b: jnp.sum(jnp.tanh(x @ w + jnp.broadcast_to(b, (4,))), 1, keepdims=True) / 4 @ v,
+        lambda x, w, v, b: np.tanh(x * w + b) * v,
+    ),
 }
 
 
