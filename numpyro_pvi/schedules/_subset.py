@@ -102,7 +102,7 @@ class StochasticSubset(ScheduleDefaults):
             damping = freeze(self.damping, "StochasticSubset(damping)", lambda x: 0.0 < x <= 1.0, wanted)
             object.__setattr__(self, "damping", damping)
 
-    def _count(self, problem: Problem) -> int:
+    def _count(self, problem: Any) -> int:
         """Most groups that take part in a round."""
         count = problem.num_groups
         if self.k is None:

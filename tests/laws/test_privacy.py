@@ -172,7 +172,7 @@ class Rows:
     def expected(self, moments):
         raise NotImplementedError
 
-    message = step = expected
+    message = step = at_rows_draws = expected
 
     def derivatives(self, points, rows=None, hessian=False, key=None):
         y = self.y if rows is None else self.y[rows]

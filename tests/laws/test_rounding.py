@@ -35,12 +35,16 @@ def counted(z):
 
 
 def most_left():
-    """What is said to be left at most in thirty rounds after the fit has converged, and whether anybody is told of a slow one."""
-    pvi = PVI(Partition(scattered, "rows", LABELS), AutoExponentialFamily(scattered))
-    first = pvi.run(KEY, 20, Z, tol=1e-4, progress_bar=False)
-    assert first.converged
-    again = pvi.run(KEY, 30, Z, init_state=first.state, progress_bar=False)
-    return float(again.trace.left.max())
+    """What is said to be left at most in thirty rounds after the fit has converged, over four sets of data."""
+    pvi, left = PVI(Partition(scattered, "rows", LABELS), AutoExponentialFamily(scattered)), []
+    # Rounding may end at moves of nought, which no rate is read off.
+    for seed in range(4):
+        z = np.random.default_rng(seed).normal(3.0, 2.0, 60)
+        first = pvi.run(KEY, 20, z, tol=1e-4, progress_bar=False)
+        assert first.converged
+        again = pvi.run(KEY, 30, z, init_state=first.state, progress_bar=False)
+        left.append(float(again.trace.left.max()))
+    return max(left)
 
 
 def test_a_fit_that_goes_on_after_its_end_is_not_called_slow(x64):
