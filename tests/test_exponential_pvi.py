@@ -291,7 +291,10 @@ def test_choices_that_do_not_go_together_name_what_does():
             {"solver": Outside()},
             r"solver=Outside\(...\).*NaturalGradient\(\), Conjugate\(\), .* or AlphaDivergence\(...\)",
         ),
-        ({"solver": LocalELBO(curvature="steps")}, r"LocalELBO\(curvature='steps'\) is about the precision"),
+        (
+            {"solver": LocalELBO(curvature="steps")},
+            r"LocalELBO\(curvature='steps'\) is about the steps under a Gaussian guide",
+        ),
         ({"solver": LocalELBO(precision_step=0.5)}, "moves all natural parameters of a site. Leave it out"),
         ({"init_sites": "curvature"}, "init_params"),
         ({"solver": NaturalGradient(expectation="stein")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),
