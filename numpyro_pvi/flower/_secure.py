@@ -128,8 +128,10 @@ class SecAggSums:
         labels = dict(zip(self.nodes, self.labels, strict=True))
         for reply in replies:
             if reply.has_error():
-                who, why = labels.get(reply.metadata.src_node_id), str(reply.error.reason)[:1000]
-                logging.getLogger("numpyro_pvi").warning("client %r drops out of a sum: %s", who, why)
+                # Flower's own errors (a node that is gone) do not say whose they are.
+                label, why = labels.get(reply.metadata.src_node_id), str(reply.error.reason)[:1000]
+                who = "a client that Flower does not name" if label is None else f"client {label!r}"
+                logging.getLogger("numpyro_pvi").warning("%s drops out of a sum: %s", who, why)
 
 
 def _size(message: Any) -> int:
