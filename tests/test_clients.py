@@ -15,7 +15,7 @@ from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.clients import Exchange, InProcess, Processes, Respondent
 from numpyro_pvi.clients._runtimes import Pipes, Share
 from numpyro_pvi.errors import ClientError, PVIError, WireError
-from numpyro_pvi.runtime import _remote
+from numpyro_pvi.runtime import _network
 from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
 from numpyro_pvi.wire import Message, decode, encode
@@ -157,7 +157,7 @@ def test_a_precision_of_this_thread_is_the_clients_too(monkeypatch):
     with jax.enable_x64(not double):
         sites, _ = fit(make(InProcess()))
         assert jax.tree.leaves(sites)[0].dtype == (np.float32 if double else np.float64)
-        monkeypatch.setattr(_remote, "as_here", _in_another_thread)
+        monkeypatch.setattr(_network, "as_here", _in_another_thread)
         with pytest.raises((ClientError, UserWarning), match="dtype"):
             fit(make(InProcess()))
 

@@ -9,7 +9,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.clients import Exchange, InProcess
-from numpyro_pvi.runtime import _remote
+from numpyro_pvi.runtime import _answers
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous, _asynchronous
 from tests.client_model import logistic
 from tests.laws.models import rows
@@ -239,7 +239,10 @@ def test_clients_find_for_themselves_how_fine_a_quadrature_rule_is_to_be(fault, 
     """From a prior that sees rows so widely that a first round is thrown away: it is counted, and asked for once more only."""
     if fault:
         plant(
-            monkeypatch, _remote, "escalate", lambda evaluate, rule, rules: (*evaluate(rule.level)[:1], rule.level, 1.0)
+            monkeypatch,
+            _answers,
+            "escalate",
+            lambda evaluate, rule, rules: (*evaluate(rule.level)[:1], rule.level, 1.0),
         )
     wide = X * np.array([1.0, 30.0])
     runtime = InProcess(tries=100)

@@ -1,11 +1,13 @@
 """Runtimes: where the groups' passes over their rows are run."""
 
+from ._answers import Answers, programs_of
 from ._base import LaxMap, Runtime, RuntimeDefaults, Vmap
 from ._engine import Engine, RoundsDone, gradient_jumps
 from ._factors import FactorData
 from ._held import Units
 from ._local import LocalProblem
 from ._moments import noise_floor, solver_of_prior
+from ._network import Network
 from ._product_engine import ProductEngine
 from ._product_matching import RowMatches, factors_of, first_match_states
 from ._product_plan import (
@@ -21,7 +23,7 @@ from ._product_plan import (
 from ._product_subset import Labels, ProductMemory, is_partial, most_groups
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
-from ._remote import Answers, Network, RemoteEngine, RowlessEngine, SummedEngine, programs_of
+from ._remote import RemoteEngine, RowlessEngine, SummedEngine
 from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread
 from ._tilted import by_chains, chains_wanted, with_chains

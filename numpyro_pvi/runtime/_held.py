@@ -84,7 +84,7 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
     Args:
         problem_of: ``(rows, rules)`` to the factors.
         plan: of one group.
-        prepared: ``(own problem, settings)``: how a look is made, see :func:`numpyro_pvi.runtime._remote.programs_of`.
+        prepared: ``(own problem, settings)``: how a look is made, see :func:`numpyro_pvi.runtime._answers.programs_of`.
     """
     family, width = plan.family, plan.partition.local.width
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int
 
-from .._compiling import Program, as_here
-from .._numerics import value_and_grad
 from .._state import Plan, PVIState
 from ..errors import PVIError
 from ..expectations import (
@@ -29,111 +25,20 @@ from ..expectations import (
     PointsProgram,
     QuadraticProgram,
 )
-from ..factors import exact_log_constant, join_arguments
+from ..factors import exact_log_constant
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import Held, SiteStack, cavity, damp
 from ..solvers import LocalResult
+from ._answers import NUMBERS
 from ._engine import Engine
 from ._factors import Draws, FactorData
-from ._held import HeldPrograms, Units, Wanted, held_programs, own_draws, starting
+from ._held import Wanted
 from ._local import LocalProblem, fall_explained
-from ._moments import group_evidence
+from ._network import TICKET, Network, ask_all, call_out, seed_of, stacked
 from ._programs import FactorReader, whole_call
-from ._refinement import cheaper_rule, escalate, first_rule, relative_error
-from ._tilted import keeps_rows, whole_factor
-from ._verification import Check, checked, direction_of, draws_of, num_draws, verify_claims
-
-# What a group's expectations are named by, less its target, in the order in which they are sent.
-_NUMBERS = ("value", "error", "weight", "spread")
-
-
-class Network(Protocol):
-    """What carries questions to the clients and answers back. Called out of compiled programs: nothing of JAX runs in it."""
-
-    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
-        """Ask every client for its factor's value, message and error at a q.
-
-        Args:
-            how: static settings of the look.
-            shared: what all clients are told, arrays.
-            shapes: shapes and dtypes of one client's answer.
-            own: what each client alone is told, arrays with a leading axis of clients.
-
-        Returns:
-            NumPy arrays with a leading axis of clients.
-        """
-        ...
-
-    def seen(self, shapes: tuple) -> tuple:
-        """What every client saw last, at the q of a visit of this fit's: nobody is asked.
-
-        Args:
-            shapes: shapes and dtypes of one client's answer.
-
-        Returns:
-            NumPy arrays with a leading axis of clients: whether each has said anything yet, and what it said, zeros where not.
-        """
-        ...
-
-    def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
-        """Ask some clients for a site from a cavity.
-
-        Args:
-            how: static settings of the visit.
-            shared: what all clients are told, arrays.
-            groups: which clients.
-            own: ``(cavity, site, memory, key, start)`` of each, trees of arrays with a leading axis of these clients.
-            shapes: shapes and dtypes of one client's site, and of its memory and what it reports.
-
-        Returns:
-            NumPy arrays with a leading axis of these clients: the site's, the memory's, back-offs, moved, step.
-        """
-        ...
-
-    def begin(
-        self, how: dict[str, Any], shared: tuple, tickets: np.ndarray, groups: np.ndarray, own: tuple, shapes: tuple
-    ) -> tuple:
-        """Ask some clients for a visit, and do not wait; those whose visit is under way by their ticket are left at it.
-
-        Args:
-            how: static settings of the visit, and under "look" those of a look at the q that the visit is from.
-            shared: what all clients are told, arrays.
-            tickets: Int[k 2], of the visits that should be under way.
-            groups: which clients.
-            own: ``(cavity, site, memory, key, look)`` of each.
-            shapes: shapes and dtypes of one client's site, of its memory, of what it reports, and of what it sees.
-
-        Returns:
-            Tickets of the visits that are under way now, and which of them were begun here.
-        """
-        ...
-
-    def arrive(self, allowed: np.ndarray, young: np.ndarray, shapes: tuple) -> tuple:
-        """Wait for the visit that is done first.
-
-        Args:
-            allowed: Bool[M], whose may be taken.
-            young: Bool[M], whose is from a q that is no older than it may be; another one is refused, which is counted.
-            shapes: shapes and dtypes of what is returned.
-
-        Returns:
-            The client, seconds since the last one, the site's arrays, the memory's, back-offs, moved, step.
-        """
-        ...
-
-    def spent(self, ends: np.ndarray) -> tuple:
-        """What was really sent since the last round that counted.
-
-        Args:
-            ends: Bool, whether this one does; else its part is left for the next.
-
-        Returns:
-            Int[3]: round trips, bytes to clients and bytes from them, 2^31 - 1 at most; zeros for a round that does not count.
-        """
-        ...
-
-
-# ----------------------------------------------------------------------------------------------------- the server's side
+from ._refinement import cheaper_rule
+from ._tilted import keeps_rows
+from ._verification import Check, direction_of, draws_of, num_draws, verify_claims
 
 
 class _Rows(NamedTuple):
@@ -153,7 +58,7 @@ class _Rows(NamedTuple):
         if not self.fresh:
             told, value = _last_seen(self.network, one, self.count, (points,))
             return _as_told(told, value)
-        return _look(self.network, how, one, self.count, (points,), params=self.params)[0]
+        return ask_all(self.network, how, one, self.count, (points,), params=self.params)[0]
 
 
 class _InTurn(NamedTuple):
@@ -229,7 +134,7 @@ class RemoteProblem(LocalProblem):
         else:
             told, *found = _last_seen(self.network, self.seen_shapes(False), self.num_groups, tuple(shared))
             found[size] = _as_told(told, found[size])
-        numbers = dict(zip(_NUMBERS, found[size:], strict=False))
+        numbers = dict(zip(NUMBERS, found[size:], strict=False))
         numbers |= {"product": product, "local": wanted}
         return Expected(target=jax.tree.unflatten(jax.tree.structure(target), found[:size]), **numbers)
 
@@ -246,7 +151,7 @@ class RemoteProblem(LocalProblem):
 
     def _look(self, how: dict[str, Any], one: tuple, shared: tuple, own: tuple = ()) -> tuple:
         """Ask all clients; see :meth:`Network.look`."""
-        return _look(self.network, how, one, self.num_groups, shared, own, self.params)
+        return ask_all(self.network, how, one, self.num_groups, shared, own, self.params)
 
     # ---------------------------------------------------------------------------------------------------- params
 
@@ -262,7 +167,7 @@ class RemoteProblem(LocalProblem):
 
         def ask(params: tuple, shared: tuple, own: tuple) -> tuple[Array, list[Array]]:
             one = (number, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params))
-            value, *slopes = _look(self.network, how, one, self.num_groups, shared, own, params)
+            value, *slopes = ask_all(self.network, how, one, self.num_groups, shared, own, params)
             return jnp.sum(value), [jnp.sum(x, axis=0) for x in slopes]
 
         @jax.custom_jvp
@@ -284,7 +189,7 @@ class RemoteProblem(LocalProblem):
         if points is not None:
             arrays += points.eps, points.weight, jnp.asarray(points.count, jnp.int32)
         if self.units is not None and noise is not None and noise.local is not None:
-            how["seed"], seed = _seed_of(noise.local)
+            how["seed"], seed = seed_of(noise.local)
             arrays += (seed,)
         return how, arrays
 
@@ -293,7 +198,7 @@ class RemoteProblem(LocalProblem):
     def _ask_held(self, how: dict[str, Any], one: tuple, shared: tuple, own: tuple) -> tuple:
         """Ask all clients about what they hold beside their sites; where they are to keep what comes of it, its names come last."""
         if how["held"] or how["ask"] == "look":
-            one = (*one, _TICKET)
+            one = (*one, TICKET)
         return self._look(how, one, shared, own)
 
     def noise(self, key: Any, num_particles: int = 1) -> Draws | None:
@@ -407,7 +312,7 @@ class RemoteProblem(LocalProblem):
         number = jax.ShapeDtypeStruct((), self.dtype)
         vector = jax.ShapeDtypeStruct((self.family.dim,), self.dtype)
         target = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
-        return (*jax.tree.leaves(target), *(number,) * len(_NUMBERS), *(vector,) * probe)
+        return (*jax.tree.leaves(target), *(number,) * len(NUMBERS), *(vector,) * probe)
 
     @property
     def errands(self) -> Errands:
@@ -433,11 +338,11 @@ class RemoteProblem(LocalProblem):
         groups, site, state = operands[0], operands[2], operands[3]
         names: tuple = ()
         if held is not None:
-            how, names = {**how, "units": self.units[0]}, (_TICKET,)  # type: ignore[index]
+            how, names = {**how, "units": self.units[0]}, (TICKET,)  # type: ignore[index]
             own = (*own, (held, jnp.asarray(self.starts, jnp.int32)[groups]))
-        found = _call_out(
+        found = call_out(
             lambda who, own, shared: self.network.visit(how, shared, who, own, shapes),
-            _stacked((*(x for part in shapes for x in part), *names), groups.shape[0]),
+            stacked((*(x for part in shapes for x in part), *names), groups.shape[0]),
             (groups, own, shared),
         )
         if held is None:
@@ -491,9 +396,9 @@ class Errands(NamedTuple):
         at = tuple(jnp.broadcast_to(x, (groups.shape[0], *x.shape)) for x in at)
         parts = (*shapes, seen)
         pair = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
-        found = _call_out(
+        found = call_out(
             lambda tickets, who, own, shared: self.problem.network.begin(how, shared, tickets, who, own, parts),
-            _stacked(pair, groups.shape[0]),
+            stacked(pair, groups.shape[0]),
             (tickets, groups, (*own[:4], at), shared),
         )
         return found[0], found[1]
@@ -506,7 +411,7 @@ class Errands(NamedTuple):
         own = jax.tree.leaves(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (site, state)))
         shapes = (whole, number, *own, whole, flag, *(number,) * problem.tells_step)
         # Tickets are told so that nothing is waited for before it was begun.
-        index, seconds, *found = _call_out(
+        index, seconds, *found = call_out(
             lambda tickets, allowed, young: problem.network.arrive(allowed, young, shapes),
             shapes,
             (tickets, allowed, young),
@@ -533,8 +438,8 @@ class Errands(NamedTuple):
 
 def _last_seen(network: Any, one: tuple, count: int, after: tuple) -> tuple:
     """Whether each client has said anything yet, and what it said last; ``after`` are arrays that must be there before."""
-    shapes = _stacked((jax.ShapeDtypeStruct((), jnp.bool_), *one), count)
-    return _call_out(lambda *_: network.seen(one), shapes, after)
+    shapes = stacked((jax.ShapeDtypeStruct((), jnp.bool_), *one), count)
+    return call_out(lambda *_: network.seen(one), shapes, after)
 
 
 def _as_told(told: Bool[Array, "M"], value: Float[Array, "M"]) -> Float[Array, "M"]:
@@ -542,19 +447,10 @@ def _as_told(told: Bool[Array, "M"], value: Float[Array, "M"]) -> Float[Array, "
     return jnp.where(told, jnp.where(jnp.isnan(value), -jnp.inf, value), jnp.nan)
 
 
-# What clients keep is named by: the conversation's number, and that of the question that it came of.
-_TICKET = jax.ShapeDtypeStruct((2,), jnp.int32)
-
-
-def _seed_of(key: Any) -> tuple[str, Array]:
-    """A random key as it is told: how keys of its kind are made, and its numbers."""
-    return str(jax.random.key_impl(key)), jax.random.key_data(key)
-
-
 def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
     """How clients are told of a look's draws: none, pairs, or points with what is wanted at them; and the arrays."""
     if isinstance(draws, LocalNoise):
-        kind, seed = _seed_of(draws.local)
+        kind, seed = seed_of(draws.local)
         return {"draws": "units", "seed": kind}, (draws.shared, seed)
     if not isinstance(draws, PointSet):
         return {"draws": "" if draws is None else "pairs"}, () if draws is None else (draws,)
@@ -562,68 +458,6 @@ def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
     slopes = draws.slopes if isinstance(draws.slopes, bool) else None
     arrays = draws.eps, draws.weight, jnp.asarray(draws.count, jnp.int32), jnp.asarray(draws.slopes)
     return {"draws": "points", "slopes": slopes}, arrays
-
-
-def _stacked(one: tuple, count: int) -> tuple:
-    return tuple(jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in one)
-
-
-def _look(
-    network: Any,
-    how: dict[str, Any],
-    one: tuple,
-    count: int,
-    shared: tuple,
-    own: tuple = (),
-    params: tuple = (),
-) -> tuple:
-    """Ask all of so many clients (see :meth:`Network.look`), who are told the params' values where there are any."""
-    if params:
-        how, shared = {**how, "params": len(params)}, (*shared, *params)
-    return _call_out(lambda shared, own: network.look(how, shared, one, own), _stacked(one, count), (shared, own))
-
-
-def _call_out(ask: Callable, shapes: tuple, operands: tuple) -> tuple:
-    """Leave a compiled program with arrays, and come back with arrays of these shapes.
-
-    Numbers of eight bytes cross as two of four: JAX rounds what comes and goes to the precision of the thread that calls back,
-    which is the process's and not that of ``with jax.enable_x64(...)`` around the fit.
-    """
-    leaves, structure = jax.tree.flatten(operands)
-    given_as, crossing = [_shape(x) for x in leaves], tuple(_half_shape(x) for x in shapes)
-
-    def host(*given: Any) -> tuple:
-        found = ask(*structure.unflatten(_viewed(given, given_as)))
-        return _viewed([np.asarray(x, y.dtype) for x, y in zip(found, shapes, strict=True)], crossing)
-
-    found = io_callback(as_here(host), crossing, *map(_halves, leaves))
-    return tuple(_whole(x, np.dtype(y.dtype)) for x, y in zip(found, shapes, strict=True))
-
-
-def _viewed(arrays: Any, shapes: Any) -> tuple:
-    """The same bytes as arrays of other types."""
-    pairs = zip(arrays, shapes, strict=True)
-    return tuple(np.ascontiguousarray(x).view(np.dtype(y.dtype)).reshape(y.shape) for x, y in pairs)
-
-
-def _shape(x: Array) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _is_wide(dtype: Any) -> bool:
-    return np.dtype(dtype).itemsize == 8
-
-
-def _halves(x: Array) -> Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32) if _is_wide(x.dtype) else x
-
-
-def _half_shape(shape: Any) -> Any:
-    return jax.ShapeDtypeStruct((*shape.shape, 2), jnp.uint32) if _is_wide(shape.dtype) else shape
-
-
-def _whole(x: Array, dtype: np.dtype) -> Array:
-    return jax.lax.bitcast_convert_type(x, dtype) if _is_wide(dtype) else x
 
 
 def refuse_remotely(plan: Plan, engine: Any) -> None:
@@ -803,7 +637,7 @@ class RemoteEngine(Engine):
         # All that the round asked for must have come before it is counted.
         after = ends, carry.evaluation.elbo, *jax.tree.leaves((carry.sites, carry.schedule))
         shape = (jax.ShapeDtypeStruct((3,), jnp.int32),)
-        report = carry.report._replace(traffic=_call_out(lambda ends, *_: self.network.spent(ends), shape, after)[0])
+        report = carry.report._replace(traffic=call_out(lambda ends, *_: self.network.spent(ends), shape, after)[0])
         return dataclasses.replace(state, report=report), carry._replace(report=report)
 
     def refuse(self, state: PVIState) -> None:
@@ -908,7 +742,7 @@ class RowlessEngine(RemoteEngine):
         params = self.constrain(plan, args, kwargs, state.optim_state)
         tangent = jax.tree.leaves(direction_of(params, state))
         count, told = plan.partition.table.num_groups, tuple(jax.tree.leaves(params))
-        gap, allowed = _look(self.network, {"ask": "verify"}, one, count, (*places, *tangent), params=told)
+        gap, allowed = ask_all(self.network, {"ask": "verify"}, one, count, (*places, *tangent), params=told)
         return {"likelihood": Check(jnp.where(valid, gap.T, 0.0), allowed.T), **found}
 
 
@@ -983,300 +817,3 @@ class SummedEngine(RowlessEngine):
         # No look tells a server that a finer rule is needed: clients refine on their own, as far as there are rules.
         del fine
         return super()._state_problem(state, others, args, kwargs, True)
-
-
-# ----------------------------------------------------------------------------------------------------- the client's side
-
-
-class Programs(NamedTuple):
-    """What answers for one group's rows, compiled, of ``(arrays, packing, prior)`` first.
-
-    Looks, pairs of draws to compare them with, values at points, visits, what is claimed of the rows beside the model, and their
-    part of the evidence.
-    """
-
-    look: Program
-    pairs: Program
-    values: Program
-    visit: Program
-    verify: Program
-    evidence: Program
-    # Value and derivatives by the params of what the rows add to the ELBO.
-    slope: Program
-    # What is done with latents of the group's own, where it has any.
-    held: HeldPrograms | None = None
-
-
-def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
-    """The programs of all clients that differ in their rows only.
-
-    Args:
-        engine: the client's choices.
-        plan: of one group.
-        static: the static leaves of its arguments.
-
-    Returns:
-        The programs; nothing is compiled yet.
-    """
-
-    def problem(rows: tuple, rules: int) -> Any:
-        arrays, packing, prior, _, params = rows
-        return engine.problem(plan, packing, *join_arguments(arrays, static), params, prior, rules)
-
-    def look(rows, moments, level, probe, draws, raised, tolerance, clip, rules, slopes):
-        own = problem(rows, rules)
-        if slopes is not None:
-            draws = draws._replace(slopes=slopes)
-        clip = raised if clip is None else clip
-
-        def at(level):
-            given = {"moments": moments, "probe": probe, "level": level, "noise": draws, "clip": clip}
-            found = own.sum_groups(partial(own.expect, own.program, **given))
-            return found, relative_error(found)
-
-        if tolerance is None:
-            found = at(level)[0]
-        else:
-            asked = first_rule(tolerance.dtype)._replace(level=level, tolerance=tolerance)
-            found, _, error = escalate(at, asked, rules)
-            # Judged by what it was told: a look that is read later, under a stricter tolerance, was not wrong.
-            found = dataclasses.replace(found, error=jnp.where(error <= tolerance, 0.0, found.error))
-        return told(found, probe is not None)
-
-    def told(found, probed):
-        numbers = (*jax.tree.leaves(found.target), *(getattr(found, name) for name in _NUMBERS))
-        return tuple(x[0] for x in (*numbers, *((found.product,) * probed)))
-
-    def pairs(rows, moments, eps, rules):
-        found = problem(rows, rules).pairs(moments, eps)
-        return (*jax.tree.leaves(found.target), found.value, found.product)
-
-    def values(rows, points, rules):
-        return (problem(rows, rules).rows.values(points)[0],)
-
-    def visit(rows, rest, site, state, key, rule, pairs, points, start, guarded, rules):
-        own, zero = problem(rows, rules), jnp.int32(0)
-        noise = None if pairs is None else Draws(pairs, jnp.zeros((1, plan.family.dim), pairs.dtype), points, None)
-        # One group's factor, as visits of all groups in one process have it.
-        factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
-        return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
-
-    return Programs(
-        Program(look, ("clip", "rules", "slopes")),
-        Program(pairs, ("rules",)),
-        Program(values, ("rules",)),
-        Program(visit, ("guarded", "rules")),
-        *_beside_rounds(engine, plan, static, problem),
-        None if plan.partition.local is None else held_programs(problem, plan, told),
-    )
-
-
-def _beside_rounds(engine: Engine, plan: Plan, static: tuple, problem: Callable) -> tuple[Program, Program, Program]:
-    """What is claimed of the rows beside the model, their part of the evidence, and their slopes by the params."""
-
-    def verify(rows, draws, moved, tangent):
-        arrays, packing, *_, params = rows
-        call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), params)
-        found = checked(call, plan.partition, packing, ("likelihood",), (draws, moved), tangent)["likelihood"]
-        return found.gap[:, 0], found.allowed[:, 0]
-
-    def slope(rows, moments, rule, noise, held, rules):
-        def value(params):
-            return problem((*rows[:4], params), rules).rows_elbo_at(moments, noise, rule, held)
-
-        found, slopes = value_and_grad(value)(rows[4])
-        return (found, *jax.tree.leaves(slopes))
-
-    def evidence(rows, q, site, state, key, rule, rules):
-        return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
-
-    return Program(verify), Program(evidence, ("rules",)), Program(slope, ("rules",))
-
-
-class Answers:
-    """Answers for one group's rows: a look, values at points, and a visit.
-
-    Args:
-        engine: the client's choices.
-        plan: of one group.
-        packing: of its rows.
-        dynamic: arrays of its arguments.
-        prior: ``(natural, exact mask)`` of the exactly held prior, which enters no answer.
-        programs: what :func:`programs_of` has made.
-        units: where the group has latents of its own, its units; else None.
-        params: values of the model's ``numpyro.param`` sites, of which structure and shapes are read.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        plan: Plan,
-        packing: Any,
-        dynamic: list,
-        prior: tuple,
-        programs: Programs,
-        units: Units | None = None,
-        params: Any = None,
-    ):
-        self.family, self.solver, self._programs = plan.family, engine.solver, programs
-        self._rows = jax.tree.map(jnp.asarray, (dynamic, packing, prior, units))
-        self._params = jax.tree.map(jnp.asarray, {} if params is None else params)
-        # What it holds beside its site before the first round; None where it holds nothing.
-        self.first_held = None
-        if units is not None:
-            self.first_held = starting(plan, packing, engine.solver, units, prior[0].precision_mean.dtype)
-        self.dtype = prior[0].precision_mean.dtype
-        zeros = self.family.zeros((), self.dtype)
-        self.first_memory = jax.tree.map(jnp.asarray, self.solver.init_among(self.family, self.dtype, 1))
-        self.moments = jax.eval_shape(lambda: self.family.moments(zeros))
-        self.site = jax.eval_shape(lambda: zeros)
-        self._rule = jax.tree.structure(jax.eval_shape(lambda: first_rule(self.dtype)))
-
-    def ask_held(self, how: dict[str, Any], shared: tuple, own: tuple, held: Callable) -> tuple[tuple, Any]:
-        """The answer to a question about what it holds beside its site, and what is to be kept, or None.
-
-        Args:
-            how: of the question.
-            shared: what all clients are told.
-            own: what this one is told, a ticket or two among it.
-            held: a ticket to what it names.
-        """
-        programs: Any = self._programs.held
-        rows, shared = self._told(how, shared)
-        if how["ask"] == "slope":
-            return self._slope(how, rows, shared, held(own[0]), own[1]), None
-        if how["ask"] == "between":
-            return programs.between(held(own[0]), held(own[1]), jnp.asarray(shared[0]))
-        if how["ask"] == "apart":
-            like, size = jax.tree.structure(self.moments), len(jax.tree.leaves(self.moments))
-            at = like.unflatten(shared[:size]), like.unflatten(shared[size:])
-            return programs.apart(held(own[0]), held(own[1]), *at), None
-        if how["ask"] == "evidence":
-            given = self._evidence_arguments(how, shared, own[:-1])
-            return programs.evidence(rows, held(own[-1]), *given, rules=how["rules"]), None
-        ticket, offset = own
-        moments, level, probe, draws, raised, _ = self._looked_at(how, shared)
-        draws, seed = draws if how["draws"] == "units" else (draws, None)
-        seed = None if seed is None else jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
-        given = rows, held(ticket), offset, seed, moments, level, probe, draws, raised
-        static = {name: how[name] for name in ("clip", "rules")}
-        found, finite, valid, aim = programs.look(*given, **static, total=how["units"])
-        return (*found, finite, valid), aim if how["held"] else None
-
-    def look(self, how: dict[str, Any], shared: tuple, own: tuple = ()) -> tuple:
-        """The answer to :meth:`Network.look`, without its leading axis."""
-        rows, shared = self._told(how, shared)
-        if how["ask"] == "slope":
-            return self._slope(how, rows, shared)
-        if how["ask"] == "pairs":
-            like = jax.tree.structure(self.moments)
-            return self._programs.pairs(rows, like.unflatten(shared[:-1]), shared[-1], rules=how["rules"])
-        if how["ask"] == "values":
-            return self._programs.values(rows, shared[0], rules=how["rules"])
-        if how["ask"] == "verify":
-            return self._programs.verify(
-                rows, *shared[:2], jax.tree.unflatten(jax.tree.structure(self._params), shared[2:])
-            )
-        if how["ask"] == "evidence":
-            given = self._evidence_arguments(how, shared, own)
-            return self._programs.evidence(rows, *given, rules=how["rules"])
-        given = rows, *self._looked_at(how, shared)
-        return self._programs.look(*given, clip=how["clip"], rules=how["rules"], slopes=how.get("slopes"))
-
-    def _told(self, how: dict[str, Any], shared: tuple) -> tuple[tuple, tuple]:
-        """The rows at the params that were told, and what else was."""
-        count, structure = how.get("params", 0), jax.tree.structure(self._params)
-        if count != structure.num_leaves:
-            raise PVIError(f"a question tells {count} values of params, where the model has {structure.num_leaves}")
-        shared, params = shared[: len(shared) - count], shared[len(shared) - count :]
-        return (*self._rows, structure.unflatten([jnp.asarray(x) for x in params])), shared
-
-    def _slope(self, how: dict[str, Any], rows: tuple, shared: tuple, held: Any = None, offset: Any = 0) -> tuple:
-        """What the rows add to the ELBO at a q, and its derivatives by the params."""
-        like, size = jax.tree.structure(self.moments), len(jax.tree.leaves(self.moments))
-        moments, shared = like.unflatten(shared[:size]), shared[size:]
-        rule, drawn = self._rule.unflatten(shared[: self._rule.num_leaves]), list(shared[self._rule.num_leaves :])
-        noise = None
-        if how["draws"]:
-            pairs, points, local = jnp.asarray(drawn.pop(0)), None, None
-            if how["points"]:
-                points = PointSet(*(jnp.asarray(drawn.pop(0)) for _ in range(3)))
-            if "seed" in how:
-                seed = jax.random.wrap_key_data(jnp.asarray(drawn.pop(0)), impl=how["seed"])
-                width = self.first_held.rows.linear.shape[-1]
-                local = own_draws(rows[3], offset, seed, (self.family.dim, width, pairs.shape[0]), how["units"])
-            noise = Draws(pairs, jnp.zeros((1, self.family.dim), pairs.dtype), points, None, local)
-        return self._programs.slope(rows, moments, rule, noise, held, rules=how["rules"])
-
-    def _evidence_arguments(self, how: dict[str, Any], shared: tuple, own: tuple) -> tuple:
-        """q, site, memory, key and rule that the evidence is asked for at."""
-        like = self.site, self.first_memory
-        site, memory = jax.tree.unflatten(jax.tree.structure(like), own[:-1])
-        at = self._rule.unflatten(shared[-self._rule.num_leaves :])
-        q = jax.tree.unflatten(jax.tree.structure(self.site), shared[: -self._rule.num_leaves])
-        return q, site, memory, jax.random.wrap_key_data(jnp.asarray(own[-1]), impl=how["key"]), at
-
-    def _looked_at(self, how: dict[str, Any], shared: tuple) -> tuple:
-        """Moments, level, probe, draws, whether curvatures are raised, and the tolerance of a look."""
-        size = len(jax.tree.leaves(self.moments))
-        moments = jax.tree.unflatten(jax.tree.structure(self.moments), shared[:size])
-        level, *rest = shared[size:]
-        probe = rest.pop(0) if how["probe"] else None
-        count = {"": 0, "pairs": 1, "units": 2, "points": len(PointSet._fields)}[how["draws"]]
-        told, rest = rest[:count], rest[count:]
-        draws: Any = None
-        if told:
-            draws = {"points": lambda: PointSet(*told), "units": lambda: tuple(told)}.get(
-                how["draws"], lambda: told[0]
-            )()
-        raised = rest.pop(0) if how["clip"] is None else None
-        tolerance = jnp.asarray(rest.pop(0)) if how.get("refines", False) else None
-        return moments, level, probe, draws, raised, tolerance
-
-    def visit_held(
-        self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, held: Any, offset: Any
-    ) -> tuple[Any, Any]:
-        """The answer to a visit of a group with latents of its own, and what it holds of them afterwards."""
-        programs: Any = self._programs.held
-        rows, shared = self._told(how, shared)
-        rule = jax.tree.unflatten(self._rule, shared[: self._rule.num_leaves])
-        pairs, seed = None, None
-        if "seed" in how:
-            pairs, seed = shared[self._rule.num_leaves], shared[-1]
-            seed = jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
-        given = rows, held, offset, seed, rest, site, memory, key, rule, pairs
-        return programs.visit(*given, guarded=how["guarded"], rules=how["rules"], total=how["units"])
-
-    def visit(
-        self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple
-    ) -> Any:
-        """The answer to :meth:`Network.visit`, as the solver gives it."""
-        rows, shared = self._told(how, shared)
-        shape = self._rule
-        rule = jax.tree.unflatten(shape, shared[: shape.num_leaves])
-        pairs = shared[shape.num_leaves] if how["draws"] else None
-        points = PointSet(*shared[-3:]) if how["points"] else None
-        known = None
-        if how["start"]:
-            like = Expected(0.0, self.site, 0.0, 0.0, 0.0, 0.0)
-            known = jax.tree.unflatten(jax.tree.structure(like), start)
-        given = rows, rest, site, memory, key, rule, pairs, points, known
-        return self._programs.visit(*given, guarded=how["guarded"], rules=how["rules"])
-
-    def tells_step(self) -> bool:
-        """Whether the solver's visits say what share of their change was taken, found without a pass over the rows."""
-        rule, rows = jax.eval_shape(lambda: first_rule(self.dtype)), (*self._rows, self._params)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        pairs = None
-        if not self.solver.matches_moments:
-            pairs = jax.ShapeDtypeStruct((max(1, self.solver.num_draws), self.family.dim), self.dtype)
-        if self.first_held is not None and not self.solver.matches_moments:
-            # One step, halved until q is normalisable: shares of it are taken of nothing else.
-            return False
-        given = rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
-        if self.first_held is not None:
-            given = rows, self.first_held, 0, None, *given[1:6], None
-            visit: Any = partial(self._programs.held.visit, guarded=True, rules=len(RULES), total=0)  # type: ignore[union-attr]
-            return jax.eval_shape(visit, *given)[0].step is not None
-        visit = partial(self._programs.visit, guarded=True, rules=len(RULES))
-        return jax.eval_shape(visit, *given).step is not None

@@ -1,0 +1,323 @@
+"""What a client runs: the programs over its rows that answer looks and visits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._compiling import Program
+from .._numerics import value_and_grad
+from .._state import Plan
+from ..errors import PVIError
+from ..expectations import RULES, Expected, PointSet
+from ..factors import join_arguments
+from ._engine import Engine
+from ._factors import Draws
+from ._held import HeldPrograms, Units, held_programs, own_draws, starting
+from ._moments import group_evidence
+from ._programs import whole_call
+from ._refinement import escalate, first_rule, relative_error
+from ._tilted import whole_factor
+from ._verification import checked
+
+# What a group's expectations are named by, less its target, in the order in which they are sent.
+NUMBERS = ("value", "error", "weight", "spread")
+
+
+class Programs(NamedTuple):
+    """What answers for one group's rows, compiled, of ``(arrays, packing, prior)`` first.
+
+    Looks, pairs of draws to compare them with, values at points, visits, what is claimed of the rows beside the model, and their
+    part of the evidence.
+    """
+
+    look: Program
+    pairs: Program
+    values: Program
+    visit: Program
+    verify: Program
+    evidence: Program
+    # Value and derivatives by the params of what the rows add to the ELBO.
+    slope: Program
+    # What is done with latents of the group's own, where it has any.
+    held: HeldPrograms | None = None
+
+
+def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
+    """The programs of all clients that differ in their rows only.
+
+    Args:
+        engine: the client's choices.
+        plan: of one group.
+        static: the static leaves of its arguments.
+
+    Returns:
+        The programs; nothing is compiled yet.
+    """
+
+    def problem(rows: tuple, rules: int) -> Any:
+        arrays, packing, prior, _, params = rows
+        return engine.problem(plan, packing, *join_arguments(arrays, static), params, prior, rules)
+
+    def look(rows, moments, level, probe, draws, raised, tolerance, clip, rules, slopes):
+        own = problem(rows, rules)
+        if slopes is not None:
+            draws = draws._replace(slopes=slopes)
+        clip = raised if clip is None else clip
+
+        def at(level):
+            given = {"moments": moments, "probe": probe, "level": level, "noise": draws, "clip": clip}
+            found = own.sum_groups(partial(own.expect, own.program, **given))
+            return found, relative_error(found)
+
+        if tolerance is None:
+            found = at(level)[0]
+        else:
+            asked = first_rule(tolerance.dtype)._replace(level=level, tolerance=tolerance)
+            found, _, error = escalate(at, asked, rules)
+            # Judged by what it was told: a look that is read later, under a stricter tolerance, was not wrong.
+            found = dataclasses.replace(found, error=jnp.where(error <= tolerance, 0.0, found.error))
+        return told(found, probe is not None)
+
+    def told(found, probed):
+        numbers = (*jax.tree.leaves(found.target), *(getattr(found, name) for name in NUMBERS))
+        return tuple(x[0] for x in (*numbers, *((found.product,) * probed)))
+
+    def pairs(rows, moments, eps, rules):
+        found = problem(rows, rules).pairs(moments, eps)
+        return (*jax.tree.leaves(found.target), found.value, found.product)
+
+    def values(rows, points, rules):
+        return (problem(rows, rules).rows.values(points)[0],)
+
+    def visit(rows, rest, site, state, key, rule, pairs, points, start, guarded, rules):
+        own, zero = problem(rows, rules), jnp.int32(0)
+        noise = None if pairs is None else Draws(pairs, jnp.zeros((1, plan.family.dim), pairs.dtype), points, None)
+        # One group's factor, as visits of all groups in one process have it.
+        factor = whole_factor(own, zero, rule) if own.matches_moments else own._factor(zero, rule, noise)
+        return own.solver.solve(factor, rest, site, state, key, start=start, guarded=guarded)
+
+    return Programs(
+        Program(look, ("clip", "rules", "slopes")),
+        Program(pairs, ("rules",)),
+        Program(values, ("rules",)),
+        Program(visit, ("guarded", "rules")),
+        *_beside_rounds(engine, plan, static, problem),
+        None if plan.partition.local is None else held_programs(problem, plan, told),
+    )
+
+
+def _beside_rounds(engine: Engine, plan: Plan, static: tuple, problem: Callable) -> tuple[Program, Program, Program]:
+    """What is claimed of the rows beside the model, their part of the evidence, and their slopes by the params."""
+
+    def verify(rows, draws, moved, tangent):
+        arrays, packing, *_, params = rows
+        call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), params)
+        found = checked(call, plan.partition, packing, ("likelihood",), (draws, moved), tangent)["likelihood"]
+        return found.gap[:, 0], found.allowed[:, 0]
+
+    def slope(rows, moments, rule, noise, held, rules):
+        def value(params):
+            return problem((*rows[:4], params), rules).rows_elbo_at(moments, noise, rule, held)
+
+        found, slopes = value_and_grad(value)(rows[4])
+        return (found, *jax.tree.leaves(slopes))
+
+    def evidence(rows, q, site, state, key, rule, rules):
+        return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
+
+    return Program(verify), Program(evidence, ("rules",)), Program(slope, ("rules",))
+
+
+class Answers:
+    """Answers for one group's rows: a look, values at points, and a visit.
+
+    Args:
+        engine: the client's choices.
+        plan: of one group.
+        packing: of its rows.
+        dynamic: arrays of its arguments.
+        prior: ``(natural, exact mask)`` of the exactly held prior, which enters no answer.
+        programs: what :func:`programs_of` has made.
+        units: where the group has latents of its own, its units; else None.
+        params: values of the model's ``numpyro.param`` sites, of which structure and shapes are read.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        packing: Any,
+        dynamic: list,
+        prior: tuple,
+        programs: Programs,
+        units: Units | None = None,
+        params: Any = None,
+    ):
+        self.family, self.solver, self._programs = plan.family, engine.solver, programs
+        self._rows = jax.tree.map(jnp.asarray, (dynamic, packing, prior, units))
+        self._params = jax.tree.map(jnp.asarray, {} if params is None else params)
+        # What it holds beside its site before the first round; None where it holds nothing.
+        self.first_held = None
+        if units is not None:
+            self.first_held = starting(plan, packing, engine.solver, units, prior[0].precision_mean.dtype)
+        self.dtype = prior[0].precision_mean.dtype
+        zeros = self.family.zeros((), self.dtype)
+        self.first_memory = jax.tree.map(jnp.asarray, self.solver.init_among(self.family, self.dtype, 1))
+        self.moments = jax.eval_shape(lambda: self.family.moments(zeros))
+        self.site = jax.eval_shape(lambda: zeros)
+        self._rule = jax.tree.structure(jax.eval_shape(lambda: first_rule(self.dtype)))
+
+    def ask_held(self, how: dict[str, Any], shared: tuple, own: tuple, held: Callable) -> tuple[tuple, Any]:
+        """The answer to a question about what it holds beside its site, and what is to be kept, or None.
+
+        Args:
+            how: of the question.
+            shared: what all clients are told.
+            own: what this one is told, a ticket or two among it.
+            held: a ticket to what it names.
+        """
+        programs: Any = self._programs.held
+        rows, shared = self._told(how, shared)
+        if how["ask"] == "slope":
+            return self._slope(how, rows, shared, held(own[0]), own[1]), None
+        if how["ask"] == "between":
+            return programs.between(held(own[0]), held(own[1]), jnp.asarray(shared[0]))
+        if how["ask"] == "apart":
+            like, size = jax.tree.structure(self.moments), len(jax.tree.leaves(self.moments))
+            at = like.unflatten(shared[:size]), like.unflatten(shared[size:])
+            return programs.apart(held(own[0]), held(own[1]), *at), None
+        if how["ask"] == "evidence":
+            given = self._evidence_arguments(how, shared, own[:-1])
+            return programs.evidence(rows, held(own[-1]), *given, rules=how["rules"]), None
+        ticket, offset = own
+        moments, level, probe, draws, raised, _ = self._looked_at(how, shared)
+        draws, seed = draws if how["draws"] == "units" else (draws, None)
+        seed = None if seed is None else jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
+        given = rows, held(ticket), offset, seed, moments, level, probe, draws, raised
+        static = {name: how[name] for name in ("clip", "rules")}
+        found, finite, valid, aim = programs.look(*given, **static, total=how["units"])
+        return (*found, finite, valid), aim if how["held"] else None
+
+    def look(self, how: dict[str, Any], shared: tuple, own: tuple = ()) -> tuple:
+        """The answer to :meth:`Network.look`, without its leading axis."""
+        rows, shared = self._told(how, shared)
+        if how["ask"] == "slope":
+            return self._slope(how, rows, shared)
+        if how["ask"] == "pairs":
+            like = jax.tree.structure(self.moments)
+            return self._programs.pairs(rows, like.unflatten(shared[:-1]), shared[-1], rules=how["rules"])
+        if how["ask"] == "values":
+            return self._programs.values(rows, shared[0], rules=how["rules"])
+        if how["ask"] == "verify":
+            return self._programs.verify(
+                rows, *shared[:2], jax.tree.unflatten(jax.tree.structure(self._params), shared[2:])
+            )
+        if how["ask"] == "evidence":
+            given = self._evidence_arguments(how, shared, own)
+            return self._programs.evidence(rows, *given, rules=how["rules"])
+        given = rows, *self._looked_at(how, shared)
+        return self._programs.look(*given, clip=how["clip"], rules=how["rules"], slopes=how.get("slopes"))
+
+    def _told(self, how: dict[str, Any], shared: tuple) -> tuple[tuple, tuple]:
+        """The rows at the params that were told, and what else was."""
+        count, structure = how.get("params", 0), jax.tree.structure(self._params)
+        if count != structure.num_leaves:
+            raise PVIError(f"a question tells {count} values of params, where the model has {structure.num_leaves}")
+        shared, params = shared[: len(shared) - count], shared[len(shared) - count :]
+        return (*self._rows, structure.unflatten([jnp.asarray(x) for x in params])), shared
+
+    def _slope(self, how: dict[str, Any], rows: tuple, shared: tuple, held: Any = None, offset: Any = 0) -> tuple:
+        """What the rows add to the ELBO at a q, and its derivatives by the params."""
+        like, size = jax.tree.structure(self.moments), len(jax.tree.leaves(self.moments))
+        moments, shared = like.unflatten(shared[:size]), shared[size:]
+        rule, drawn = self._rule.unflatten(shared[: self._rule.num_leaves]), list(shared[self._rule.num_leaves :])
+        noise = None
+        if how["draws"]:
+            pairs, points, local = jnp.asarray(drawn.pop(0)), None, None
+            if how["points"]:
+                points = PointSet(*(jnp.asarray(drawn.pop(0)) for _ in range(3)))
+            if "seed" in how:
+                seed = jax.random.wrap_key_data(jnp.asarray(drawn.pop(0)), impl=how["seed"])
+                width = self.first_held.rows.linear.shape[-1]
+                local = own_draws(rows[3], offset, seed, (self.family.dim, width, pairs.shape[0]), how["units"])
+            noise = Draws(pairs, jnp.zeros((1, self.family.dim), pairs.dtype), points, None, local)
+        return self._programs.slope(rows, moments, rule, noise, held, rules=how["rules"])
+
+    def _evidence_arguments(self, how: dict[str, Any], shared: tuple, own: tuple) -> tuple:
+        """q, site, memory, key and rule that the evidence is asked for at."""
+        like = self.site, self.first_memory
+        site, memory = jax.tree.unflatten(jax.tree.structure(like), own[:-1])
+        at = self._rule.unflatten(shared[-self._rule.num_leaves :])
+        q = jax.tree.unflatten(jax.tree.structure(self.site), shared[: -self._rule.num_leaves])
+        return q, site, memory, jax.random.wrap_key_data(jnp.asarray(own[-1]), impl=how["key"]), at
+
+    def _looked_at(self, how: dict[str, Any], shared: tuple) -> tuple:
+        """Moments, level, probe, draws, whether curvatures are raised, and the tolerance of a look."""
+        size = len(jax.tree.leaves(self.moments))
+        moments = jax.tree.unflatten(jax.tree.structure(self.moments), shared[:size])
+        level, *rest = shared[size:]
+        probe = rest.pop(0) if how["probe"] else None
+        count = {"": 0, "pairs": 1, "units": 2, "points": len(PointSet._fields)}[how["draws"]]
+        told, rest = rest[:count], rest[count:]
+        draws: Any = None
+        if told:
+            draws = {"points": lambda: PointSet(*told), "units": lambda: tuple(told)}.get(
+                how["draws"], lambda: told[0]
+            )()
+        raised = rest.pop(0) if how["clip"] is None else None
+        tolerance = jnp.asarray(rest.pop(0)) if how.get("refines", False) else None
+        return moments, level, probe, draws, raised, tolerance
+
+    def visit_held(
+        self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, held: Any, offset: Any
+    ) -> tuple[Any, Any]:
+        """The answer to a visit of a group with latents of its own, and what it holds of them afterwards."""
+        programs: Any = self._programs.held
+        rows, shared = self._told(how, shared)
+        rule = jax.tree.unflatten(self._rule, shared[: self._rule.num_leaves])
+        pairs, seed = None, None
+        if "seed" in how:
+            pairs, seed = shared[self._rule.num_leaves], shared[-1]
+            seed = jax.random.wrap_key_data(jnp.asarray(seed), impl=how["seed"])
+        given = rows, held, offset, seed, rest, site, memory, key, rule, pairs
+        return programs.visit(*given, guarded=how["guarded"], rules=how["rules"], total=how["units"])
+
+    def visit(
+        self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple
+    ) -> Any:
+        """The answer to :meth:`Network.visit`, as the solver gives it."""
+        rows, shared = self._told(how, shared)
+        shape = self._rule
+        rule = jax.tree.unflatten(shape, shared[: shape.num_leaves])
+        pairs = shared[shape.num_leaves] if how["draws"] else None
+        points = PointSet(*shared[-3:]) if how["points"] else None
+        known = None
+        if how["start"]:
+            like = Expected(0.0, self.site, 0.0, 0.0, 0.0, 0.0)
+            known = jax.tree.unflatten(jax.tree.structure(like), start)
+        given = rows, rest, site, memory, key, rule, pairs, points, known
+        return self._programs.visit(*given, guarded=how["guarded"], rules=how["rules"])
+
+    def tells_step(self) -> bool:
+        """Whether the solver's visits say what share of their change was taken, found without a pass over the rows."""
+        rule, rows = jax.eval_shape(lambda: first_rule(self.dtype)), (*self._rows, self._params)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        pairs = None
+        if not self.solver.matches_moments:
+            pairs = jax.ShapeDtypeStruct((max(1, self.solver.num_draws), self.family.dim), self.dtype)
+        if self.first_held is not None and not self.solver.matches_moments:
+            # One step, halved until q is normalisable: shares of it are taken of nothing else.
+            return False
+        given = rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
+        if self.first_held is not None:
+            given = rows, self.first_held, 0, None, *given[1:6], None
+            visit: Any = partial(self._programs.held.visit, guarded=True, rules=len(RULES), total=0)  # type: ignore[union-attr]
+            return jax.eval_shape(visit, *given)[0].step is not None
+        visit = partial(self._programs.visit, guarded=True, rules=len(RULES))
+        return jax.eval_shape(visit, *given).step is not None
