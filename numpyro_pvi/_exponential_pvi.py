@@ -13,7 +13,7 @@ import numpy as np
 from . import diagnostics
 from ._arriving_groups import Newcomers
 from ._closures import follows, with_prior_of_now
-from ._compiling import look, on_device, owned_jit
+from ._compiling import level_of_looks, look, on_device, owned_jit
 from ._exponential_guide import AutoExponentialFamily
 from ._exponential_plan import components_of, plan_product, product_prior_now, turns_of
 from ._group_lifecycle import refuse_absent
@@ -277,31 +277,42 @@ def begun(
     """
     plan: Any = state.plan
     by_predictors = plan.likelihood.by_predictors and not plan.inside
+    arrays, static = split_arguments(args, kwargs)
     if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed:
-        arrays, static = split_arguments(args, kwargs)
-
-        def curvature(state: PVIState, arrays: list) -> Any:
-            args, kwargs = join_arguments(arrays, static)
-            return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
-
-        return dataclasses.replace(state, sites=look(curvature, state, arrays))
+        sites = _curved_sites(engine, static, state, arrays, level=level_of_looks(state, arrays))
+        return dataclasses.replace(state, sites=sites)
     if engine.solver.matches_moments or engine.solver.private or (not plan.inside and not plan.summed):
         return state
     key = look(lambda key: jax.random.fold_in(key, 0), state.rng_key)
     weights = first_weights(plan, key) if plan.summed else None
-    arrays, static = split_arguments(args, kwargs)
+    given = state, start, key, weights, arrays
+    return dataclasses.replace(state, sites=_sites_apart(engine, static, *given, level=level_of_looks(given)))
 
-    def run(state: PVIState, start: Any, key: Any, weights: Any, arrays: list) -> Any:
-        old = posterior(state.prior, state.sites)
-        q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
-        if weights is None:
-            q = apart(plan.family, tuple(plan.row_axes), q, key)
-        else:
-            args, kwargs = join_arguments(arrays, static)
-            q = best_of_short_runs(engine.problem(state, args, kwargs), q, weights, engine.noise(state.rng_key))
-        return spread(plan, state.sites, q - old)
 
-    return dataclasses.replace(state, sites=look(run, state, start, key, weights, arrays))
+# Programs of the fit that begins, like its rounds: traced when it is first made, and not at every `run`.
+
+
+def _at_curvatures(engine: ProductEngine, static: tuple, state: PVIState, arrays: list) -> SiteStack:
+    args, kwargs = join_arguments(arrays, static)
+    return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
+
+
+def _moved_apart(
+    engine: ProductEngine, static: tuple, state: PVIState, start: Any, key: Any, weights: Any, arrays: list
+) -> SiteStack:
+    plan: Any = state.plan
+    old = posterior(state.prior, state.sites)
+    q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
+    if weights is None:
+        q = apart(plan.family, tuple(plan.row_axes), q, key)
+    else:
+        args, kwargs = join_arguments(arrays, static)
+        q = best_of_short_runs(engine.problem(state, args, kwargs), q, weights, engine.noise(state.rng_key))
+    return spread(plan, state.sites, q - old)
+
+
+_curved_sites = owned_jit(_at_curvatures, ("engine", "static"))
+_sites_apart = owned_jit(_moved_apart, ("engine", "static"))
 
 
 # ------------------------------------------------------------------------------------------------------ matched moments
