@@ -1,7 +1,5 @@
 """Partitioned variational inference for NumPyro."""
 
-# PVI(...) makes one of its classes where the guide is AutoExponentialFamily.
-from . import _exponential_pvi as _exponential_pvi
 from ._compiling import use_compilation_cache
 from ._exponential_guide import AutoExponentialFamily
 from ._state import PVIInfo, PVIRunResult, PVIState, PVITrace

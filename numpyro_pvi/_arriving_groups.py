@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -14,16 +14,11 @@ import numpy as np
 from ._driver import Progress
 from ._group_lifecycle import all_absent, position, refuse_tied, rows_of
 from ._state import Plan, PVIState
-from ._user_inputs import check_run, check_state
+from ._user_inputs import check_run, check_state, positional_names
 from .errors import NonFiniteLossError, PartitionError, SkippedGroupError
-from .factors import Arrival, arrive, check_data, count_rows, signature_of
+from .factors import Arrival, check_data, count_rows, signature_of
 from .handlers import GroupTable, known_labels, labels_table, one_group_table
 from .sites import SiteStack, keep_slots, stack_sites
-
-
-def arrival_mode(init_sites: str) -> str:
-    """Where sites of new groups start: at 1, since q has been informed by others; or at the curvature that was asked for."""
-    return "curvature" if init_sites == "curvature" else "prior"
 
 
 def arriving_table(state: PVIState, labels: Any, num_rows: int) -> GroupTable:
@@ -69,27 +64,13 @@ def newcomers_table(state: PVIState, label: Hashable, num_rows: int) -> GroupTab
 
 @dataclasses.dataclass(frozen=True)
 class Newcomers:
-    """What bringing rows to a state takes from the shell.
+    """Brings rows to states.
 
     Args:
-        model: the NumPyro model.
-        names: names of its positional parameters.
-        start: ``(state, dynamic, static, known) -> (fields, comparison)``, compiled.
-        drive: ``(progress, dynamic, static, num_steps, tol) -> Run``, compiled rounds.
-        solver: the local solver.
-        check: whether rows are compared with the untouched model.
-        runtime: where the rows are to be.
-        whole_groups: whether all rows of a group have to be in one place there.
+        pvi: whose states they are.
     """
 
-    model: Callable
-    names: tuple[str, ...]
-    start: Callable
-    drive: Callable
-    solver: Any
-    check: bool
-    runtime: Any
-    whole_groups: bool
+    pvi: Any
 
     def add(self, state: PVIState, label: Hashable, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.add_group`."""
@@ -108,13 +89,12 @@ class Newcomers:
     def count(self, state: PVIState, who: str, args: tuple, kwargs: dict) -> dict[str, int]:
         """Rows by partitioned axis, checked: see :func:`numpyro_pvi.factors.count_rows`."""
         check_state(state)
-        check_data(self.model, args, kwargs, self.names)
-        got = signature_of(args, kwargs, self.names, state.plan.signature.by_value)
-        return count_rows(state.plan.partition, self.model, state.plan.signature, got, args, kwargs, who)
+        model, plan = self.pvi.model, state.plan
+        check_data(model, args, kwargs, positional_names(model))
+        return count_rows(plan.partition, model, plan.signature, self._signature(plan, args, kwargs), args, kwargs, who)
 
-    def arrival(self, plan: Plan, table: GroupTable, rows: dict[str, int]) -> Arrival:
-        """Where the rows of these groups stand: see :func:`numpyro_pvi.factors.arrive`."""
-        return arrive(plan.partition, table, rows, plan.family.full)
+    def _signature(self, plan: Plan, args: tuple, kwargs: dict) -> Any:
+        return signature_of(args, kwargs, positional_names(self.pvi.model), plan.signature.by_value)
 
     def _fit(
         self, state: PVIState, table: GroupTable, rows: dict, args: tuple, kwargs: dict, num_steps: int, tol: Any
@@ -124,7 +104,7 @@ class Newcomers:
         if num_steps == 0:
             return state
         try:
-            run = self.drive(Progress(state), dynamic, static, int(num_steps), tol, None, False)
+            run = self.pvi._drive(Progress(state), dynamic, static, int(num_steps), tol, None, False)
         except NonFiniteLossError as error:
             # A group that no round has absorbed is named as such.
             refuse_skipped(error.state, int(error.state.step) - int(state.step))
@@ -141,18 +121,19 @@ class Newcomers:
             warnings.warn(
                 f"group(s) {known_labels(plan.partition.table.labels)} have not been updated since their rows came, so their sites "
                 "are still where they started: run a round (update or run) before their rows are put away.",
-                stacklevel=7,
+                stacklevel=6,
             )
-        arrival = self.arrival(plan, table, rows)
-        laid = self.runtime.lay_out(arrival.packing, self.whole_groups, plan.partition.mechanism)
+        pvi, mechanism = self.pvi, plan.partition.mechanism
+        arrival = pvi._fit.arrival(pvi.solver, plan, table, rows)
+        laid = pvi.runtime.lay_out(arrival.packing, pvi._engine.whole_groups, mechanism)
         arrival = dataclasses.replace(arrival, packing=laid)
-        self.solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), plan.partition.mechanism)
+        pvi.solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), mechanism)
         slots = [position(plan, label) if label in plan.groups else -1 for label in table.labels]
-        signature = signature_of(args, kwargs, self.names, plan.signature.by_value)
+        signature = self._signature(plan, args, kwargs)
         state = _with_groups(all_absent(state), arrival, np.asarray(slots), signature)
         dynamic, static = rows_of(state.plan, args, kwargs)
-        fields, comparison = self.start(state, dynamic, static, jnp.asarray(np.asarray(slots) >= 0))
-        if self.check:
+        fields, comparison = pvi._fit.arrived(pvi, state, dynamic, static, jnp.asarray(np.asarray(slots) >= 0))
+        if comparison is not None and (pvi.partition is None or pvi.partition.check):
             _check_structure(state.plan, jax.device_get(comparison))
         sites = dataclasses.replace(fields["sites"], others=state.sites.others)
         return dataclasses.replace(state, **{**fields, "sites": sites}), dynamic, static

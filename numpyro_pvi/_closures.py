@@ -22,7 +22,6 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -37,22 +36,17 @@ from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.primitives import Messenger
 
-from ._compiling import Programs, at_work, content, is_traced, owned_jit
+from ._compiling import Programs, at_work, content, is_traced
 from ._numerics import nearly_same
-from ._state import Plan, PVIState
+from ._state import PVIState
 from .errors import PVIError, StateError
 from .factors import (
-    GAUSSIAN,
-    abstract_trace,
-    base_distribution,
     is_latent,
     is_observed,
     join_arguments,
-    read_row_prior,
     split_arguments,
 )
 from .handlers import FullPlates
-from .runtime import Engine, whole_call
 
 # ------------------------------------------------------------------------------------------------------------- snapshot
 # What some Python objects close over, taken down so that a later look can be compared with it.
@@ -785,33 +779,11 @@ def with_prior_of_now(pvi: Any, state: PVIState, dynamic: list, static: tuple) -
     followed = pvi._followed.programs
     if is_traced((state, dynamic)) or followed.has_made(state):
         return state
-    now = pvi._read_prior(state, dynamic, static)
+    now = pvi._fit.read_prior(pvi, state, dynamic, static)
     if not nearly_same(state.prior, now):
         state = dataclasses.replace(state, prior=now)
     followed.note(state)
     return state
-
-
-def read_prior(engine: Engine, state: PVIState, dynamic: list, static: tuple) -> Any:
-    """The exactly held prior as the model has it now, of a Gaussian q.
-
-    Args:
-        engine: of the fit.
-        state: a state.
-        dynamic: arrays of the model's arguments.
-        static: the rest of them.
-
-    Returns:
-        What the state's ``prior`` is made of.
-
-    Raises:
-        StateError: where it is no Gaussian now.
-    """
-    trace = abstract_trace(engine.model, jax.random.key(0), *join_arguments(dynamic, static))
-    for name in state.plan.partition.exact:
-        if not isinstance(base_distribution(trace[name]["fn"]), GAUSSIAN):
-            raise other_family(name)
-    return _read(engine, state.plan, state.packing, dynamic, static, state.optim_state, level="cheap")
 
 
 def other_family(name: str) -> StateError:
@@ -820,12 +792,3 @@ def other_family(name: str) -> StateError:
         f"the prior of {name!r} is of another family than when this state was made, since what the model closes over has changed: "
         "start anew with init, or with run without init_state."
     )
-
-
-@partial(owned_jit, static_argnames=("engine", "plan", "static"))
-def _read(engine: Engine, plan: Plan, packing: Any, dynamic: list, static: tuple, optim_state: Any) -> Any:
-    args, kwargs = join_arguments(dynamic, static)
-    call = whole_call(engine.model, plan.partition, args, kwargs, engine.constrain(plan, args, kwargs, optim_state))
-    if plan.rows is not None:
-        return read_row_prior(call, plan.partition, packing, plan.rows == "latents")
-    return engine.exact_prior(plan, call)[0]

@@ -81,6 +81,18 @@ def level_of(work: int, often: bool = False) -> str:
     return "cheap" if work <= (_LARGEST_ROUND if often else _LARGEST_ONCE) else "middle"
 
 
+def level_of_looks(*arrays: Any) -> str:
+    """How well a program is to be compiled that looks at a model some dozen times.
+
+    Args:
+        arrays: pytrees of what it reads.
+
+    Returns:
+        As :func:`level_of`.
+    """
+    return level_of(_POINTS * _size(arrays))
+
+
 def work_of(jaxpr: Any) -> int:
     """Numbers that a program makes: those of every equation, as often as it runs."""
     total = 0
@@ -250,8 +262,7 @@ class Programs:
             if (dropped := _keep(self._kept, traced.digest, program)) is not None:
                 dropped.clear()
         self._kept.move_to_end(traced.digest)
-        level = level_of(_POINTS * _size((args, closed.consts)))
-        found = program(closed.consts, jax.tree.leaves(args), level=level)
+        found = program(closed.consts, jax.tree.leaves(args), level=level_of_looks(args, closed.consts))
         return jax.tree.unflatten(traced.structure, found)
 
     @property

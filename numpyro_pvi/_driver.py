@@ -15,7 +15,7 @@ import tqdm
 
 from ._checkpoint import as_path
 from ._compiling import on_device
-from ._posterior_views import ending, factor_labels, full_passes, moment_notes, refuse_unbounded, short_of
+from ._posterior_views import ending, full_passes, labels_of, moment_notes, refuse_unbounded, short_of
 from ._saving import Loaded, fingerprint, load_state, new_salt, save_state
 from ._state import SKIP_LIMIT, PVIInfo, PVIState
 from .errors import CheckpointError, PVIError, SkippedGroupError, StateError
@@ -336,7 +336,7 @@ def _raise_if_stuck(state: PVIState) -> None:
     if runs.max() < SKIP_LIMIT:
         return
     part = state.plan.partition
-    label = factor_labels(state.plan)[int(runs.argmax())]
+    label = labels_of(state.plan)[int(runs.argmax())]
     why = [note for note in moment_notes(state) if note.startswith(f"group {label!r}: ")]
     if why:
         raise SkippedGroupError(

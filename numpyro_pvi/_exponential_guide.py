@@ -37,7 +37,7 @@ from .families import (
     family_for,
     repeated,
 )
-from .guides import in_own_support, marginal_quantiles
+from .guides import event_rank, in_own_support, marginal_quantiles
 
 # ------------------------------------------------------------------------------------------------------ latent families
 # The family of one latent, and its members as params of a guide.
@@ -465,14 +465,9 @@ class AutoExponentialFamily(AutoGuide):
         found: dict[Hashable, dist.Distribution] = {}
         for block in self._blocks:
             loc, root = (params[self._name(block.names[0], f"joint_{p}")] for p in ("loc", "scale_tril"))
-            whole = dist.MultivariateNormal(loc, scale_tril=root)
-            covariance = whole.covariance_matrix
-            ends = np.cumsum([0, *(int(np.prod(shape)) for shape in block.shapes)])
-            for name, shape, begin, end in zip(block.names, block.shapes, ends[:-1], ends[1:], strict=True):
-                own = covariance[begin:end, begin:end]
-                fn = self.prototype_trace[name]["fn"]
-                found[name] = _block_marginal(fn, loc[begin:end].reshape(shape), own)
-            found[block.names] = whole
+            found |= block_marginals(
+                block.names, block.shapes, dist.MultivariateNormal(loc, scale_tril=root), self.prototype_trace
+            )
         for name, latent in self._latents.items():
             found[name] = latent.member({p: params[self._name(name, p)] for p in latent.start})
         return found
@@ -562,12 +557,42 @@ def _robust_sd(draws: Float[Array, "S D"]) -> Float[Array, "D"]:
     return 0.5 * (high - low)
 
 
+def block_marginals(
+    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], whole: Any, trace: Mapping[str, Any]
+) -> dict[Hashable, dist.Distribution]:
+    """The distributions of latents that share one Gaussian: each latent's own, and the whole under the tuple of their names.
+
+    Args:
+        names: the latents.
+        shapes: theirs.
+        whole: of their values, end to end.
+        trace: an entry for every latent, with its distribution or its support.
+
+    Returns:
+        By name.
+    """
+    loc, covariance = whole.mean, whole.covariance_matrix
+    found: dict[Hashable, dist.Distribution] = {}
+    ends = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes)])
+    for name, shape, begin, end in zip(names, shapes, ends[:-1], ends[1:], strict=True):
+        own = covariance[begin:end, begin:end]
+        found[name] = _block_marginal(trace[name]["fn"], loc[begin:end].reshape(shape), own)
+    found[names] = whole
+    return found
+
+
 def _block_marginal(fn: Any, loc: Array, covariance: Float[Array, "E E"]) -> dist.Distribution:
     """One latent of a block; across batch axes its elements are dependent, which a marginal per batch entry leaves out."""
-    rank, size = len(fn.event_shape), int(np.prod(fn.event_shape))
-    batch = loc.shape[: loc.ndim - rank]
+    rank = event_rank(fn)
+    batch, size = loc.shape[: loc.ndim - rank], int(np.prod(loc.shape[loc.ndim - rank :]))
     count = int(np.prod(batch))
     blocks = covariance.reshape(count, size, count, size)
     own = jnp.stack([blocks[i, :, i] for i in range(count)]).reshape(*batch, size, size)
     sd = jnp.sqrt(jnp.diagonal(covariance)).reshape(loc.shape)
     return in_own_support(fn, loc, sd, own)
+
+
+def with_events(member: Any, rank: int) -> dist.Distribution:
+    """A distribution with so many axes in an event, whatever ``to_event`` has made of its batch axes."""
+    bare, _ = _bare(member)
+    return bare.to_event(rank - bare.event_dim)

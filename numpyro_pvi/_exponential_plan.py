@@ -28,8 +28,22 @@ from .expectations import (
     probe_values,
     some_values,
     sums_of,
+    with_draws,
 )
-from .factors import Form, Planned, SeenFactor, ValueCall, forms_of, marked, predictor_terms, unmarked
+from .factors import (
+    Form,
+    Planned,
+    SeenFactor,
+    ValueCall,
+    forms_of,
+    is_latent,
+    marked,
+    plan_factors,
+    predictor_terms,
+    proved_only,
+    unmarked,
+    with_values_held,
+)
 from .families import (
     MultivariateNormalFamily,
     ProductFamily,
@@ -39,9 +53,22 @@ from .families import (
     repeated,
     support_of,
 )
-from .runtime import JointBlock, ProductMemory, ProductPlan, RowLatent, RowMatches, prior_members
+from .handlers import Partition, RowAxes
+from .runtime import (
+    JointBlock,
+    Labels,
+    ProductMemory,
+    ProductPlan,
+    RowLatent,
+    RowMatches,
+    check_tilted,
+    is_partial,
+    most_groups,
+    prior_members,
+    product_claims,
+)
 from .sites import MemberSites, RowVisits
-from .solvers import MatchState
+from .solvers import MatchState, resolve
 
 # ---------------------------------------------------------------------------------------------- what files need to know
 # What files need to know of states under AutoExponentialFamily: their types, and the latents of plan and guide.
@@ -73,19 +100,8 @@ def product_types(guide: Any) -> dict[str, type]:
     return found | {kind.__name__: kind for kind in (*known, *_PLAN, *_STATE)}
 
 
-def product_latents(plan: ProductPlan) -> dict[str, tuple[int, ...]]:
-    """Shapes of a plan's latents, in their own supports."""
-    blocks, found = {block.name: block for block in plan.blocks}, {}
-    for name, family in plan.family.components:
-        if name in blocks:
-            found |= dict(zip(blocks[name].latents, blocks[name].shapes, strict=True))
-        else:
-            found[name] = tuple(family.event_shape)
-    return found
-
-
 def guide_shapes(guide: Any) -> dict[str, tuple[int, ...]]:
-    """The same of a guide that is set up."""
+    """Shapes of the latents of a guide that is set up, in their own supports."""
     names = (*guide._latents, *(name for block in guide._blocks for name in block.names))
     return {n: tuple(guide.prototype_trace[n]["fn"].shape()) for n in names}
 
@@ -322,6 +338,128 @@ def _structure(
 
     found = find_structure(continuous, start, chosen, key, expectation, where, plan.row_axes, at, predictors)
     return sums_of(family, _probed(continuous, start, key), here, found, where)
+
+
+# ------------------------------------------------------------------------------------ what is planned around, and in turns
+# How groups are read, latents inside the partitioned plate, the order in which latents move, and what goes together.
+
+
+def plan_beside(
+    partition: Partition, family: ProductFamily, held: tuple[str, ...], args: tuple, kwargs: dict, key: Any
+) -> Planned:
+    """Plan how groups are read, with the discrete latents that q holds at one value.
+
+    Args:
+        partition: the model with its grouping.
+        family: of q.
+        held: the latents.
+        args: positional arguments as arrays.
+        kwargs: keyword arguments as arrays.
+        key: a random key.
+
+    Returns:
+        The plan, in which those latents are no observations.
+    """
+    if partition.mode == "auto" and any(base_family(f).chained for _, f in family.components):
+        # A chain has as many states as there are rows: looking up a chunk's states in it costs as much as all rows.
+        partition = partition._copy(mode="mask")
+    if not held:
+        return plan_factors(partition, args, kwargs, key=key)
+    assert partition.fn is not None  # PVI was given a model
+    planned = plan_factors(partition._copy(fn=with_values_held(partition.fn, held)), args, kwargs, key=key)
+    plan = dataclasses.replace(
+        planned.plan,
+        observed=tuple(n for n in planned.plan.observed if n not in held),
+        outside=tuple(n for n in planned.plan.outside if n not in held),
+    )
+    return dataclasses.replace(planned, plan=plan)
+
+
+def inside_of(trace: dict, rows: RowAxes, guide: AutoExponentialFamily) -> tuple[RowLatent, ...]:
+    """The latents inside the partitioned plate.
+
+    Args:
+        trace: an abstract trace of the model.
+        rows: the partitioned axes.
+        guide: set up.
+
+    Returns:
+        The latents.
+
+    Raises:
+        GuideError: for a joint block with one of them, or where they are in several partitioned plates.
+    """
+    axes = {n: axis for n, s in trace.items() if is_latent(s) and (axis := rows.of(s)) is not None}
+    blocked = [n for n in axes if n not in guide._latents]
+    if blocked:
+        raise GuideError(
+            f"joint={[list(block.names) for block in guide._blocks]}: latent {blocked[0]!r} is inside the partitioned plate, one "
+            "per row, and a Gaussian with full covariance would couple the rows: leave it out of the block."
+        )
+    if len({axis.key for axis in axes.values()}) > 1:
+        raise GuideError(
+            f"latents {', '.join(map(repr, axes))} are in several partitioned plates: keep those of one plate inside it, and "
+            "declare the others outside, in plates of their own."
+        )
+    ranks = {n: len(trace[n]["fn"].batch_shape) for n in axes}
+    return tuple(RowLatent(n, ranks[n] + axis.dim, guide._latents[n].family, axis.key) for n, axis in axes.items())
+
+
+def expectation_of(solver: Any) -> str:
+    """How a solver has the expectations of factors taken: as of :func:`numpyro_pvi.expectations.find_structure`."""
+    if solver.matches_moments:
+        return "values"
+    return "exact" if solver.closed_form else solver.expectation
+
+
+def blocks_of(solver: Any, inside: tuple[RowLatent, ...]) -> Any:
+    """The order in which latents move: under mini-batches the rows' own first, since shared ones look at them."""
+    if solver.stochastic:
+        return tuple(latent.name for latent in inside) or "auto"
+    return solver.blocks
+
+
+def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
+    """Refuse random groups and rows that do not fit the groups or the model.
+
+    Raises:
+        PVIError: naming the group, the latent or the argument.
+    """
+    if solver.matches_moments:
+        check_tilted(plan, type(solver).__name__)
+    if not schedule.fuses(solver) and plan.inside:
+        instead = "" if solver.fused_families else "solver=NaturalGradient() and "
+        raise PVIError(
+            f"{type(schedule).__name__} with {type(solver).__name__} under AutoExponentialFamily is for models whose rows have no "
+            f"latents of their own, and {plan.inside[0].name!r} is inside the partitioned plate: write {instead}"
+            "schedule=Synchronous(), or integrate it out."
+        )
+    if not is_partial(solver, schedule):
+        return
+    table = plan.partition.table
+    if solver.stochastic:
+        sizes = dict(zip(table.labels, table.sizes, strict=True))
+        solver.check_groups(sizes, plan.partition.reading.mechanism)
+    if schedule.partial:
+        if most_groups(schedule, table.num_groups) > table.num_groups:
+            raise PVIError(f"StochasticSubset(k={schedule.k}): there are only {table.num_groups} groups.")
+        if schedule.rates is not None:
+            resolve(schedule.rates, "StochasticSubset(rates)", Labels(table.num_groups, table.labels), 1.0)
+
+
+def proved_plan(plan: ProductPlan, expectation: str) -> ProductPlan:
+    """A plan for private visits, without structure that was seen in values of the rows and not proved.
+
+    Raises:
+        PVIError: for observations outside the partitioned plate, which are no group's; or a component that cannot be drawn.
+    """
+    part = proved_only(plan.partition)
+    claims = [c.split("/", 1) for c in product_claims(plan)]
+    names = [name for factor, name in claims if factor == "likelihood"]
+    likelihood = plan.likelihood
+    if names:
+        likelihood = with_draws(likelihood, plan.family, names, expectation, "groups' likelihood")
+    return dataclasses.replace(plan, partition=part, likelihood=likelihood)
 
 
 def turns_of(components: Components, order: Any) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from .factors import (
     without_labels,
 )
 from .handlers import PRIOR, known_labels, plain
-from .runtime import ProductPlan, by_chains, chains_wanted, site_with_rows, with_chains
+from .runtime import by_chains, chains_wanted, site_with_rows, with_chains
 from .schedules import BY_FACTOR
 from .sites import MemberSites, SiteStack, add_slots, keep_slots, posterior, take, tied_site
 
@@ -48,8 +48,7 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
     plan = state.plan
     by_label = engine.schedule.by_label or engine.solver.by_label or engine.runtime.by_label
     reads_sizes = engine.solver.stochastic or engine.schedule.streams or by_chains(engine.solver)
-    reads_sizes = reads_sizes or getattr(engine, "reads_sizes", False)
-    part = without_labels(plan.partition, plan.padded_rows, reads_sizes, by_label)
+    part = without_labels(plan.partition, plan.padded_rows, reads_sizes or engine.reads_sizes, by_label)
     plan = dataclasses.replace(plan, partition=part, signature=None, absent=())
     others = state.sites.others
     total = None if others is None else _total(others)
@@ -215,6 +214,25 @@ def refuse_tied(state: PVIState, call: str) -> None:
         )
 
 
+def refuse_members(fit: Any, state: PVIState, call: str) -> None:
+    """Raise where groups cannot come or go: where q has members of their rows.
+
+    Args:
+        fit: the kind of q.
+        state: a state.
+        call: the method that was called.
+
+    Raises:
+        PVIError: naming the latent and what to write.
+    """
+    if isinstance(state, PVIState) and state.plan.own_latents and not fit.members_come:
+        raise PVIError(
+            f"{call} is not possible where latents are inside the partitioned plate under AutoExponentialFamily "
+            f"({state.plan.own_latents[0]!r}): q has members for the rows that init saw. Make a fit of the other rows, "
+            "pvi.init(key, *args, init_params=...) with the shared latents' params of this one."
+        )
+
+
 # --------------------------------------------------------------------------------------------------- labels and their sites
 
 
@@ -340,18 +358,5 @@ def forgotten(state: PVIState, label: Hashable, solver: Any) -> PVIState:
 
 def approximate_because(plan: Plan, solver: Any) -> str | None:
     """Why taking a site out is not the same as never having seen the group; None where it is (law 10)."""
-    near = (
-        None if solver.exact_sites else f"{type(solver).__name__} nears the other groups' sites from a q that had it in"
-    )
-    if isinstance(plan, ProductPlan):
-        return near if plan.separate else "the other groups' sites were fitted at a q that had it in"
-    part = plan.partition
-    if part.params:
-        return f"the model's numpyro.param site(s) {', '.join(part.params)} were fitted with it"
-    if part.likelihood != "quadratic":
-        return "the other groups' sites were fitted at a q that had it in"
-    if not plan.family.full:
-        return "q is mean-field, so the other groups' sites were fitted at a q that had it in"
-    if part.has_prior_factor:
-        return f"the PRIOR site ({', '.join(part.prior_latents)}) was fitted at a q that had it in"
-    return near
+    near = f"{type(solver).__name__} nears the other groups' sites from a q that had it in"
+    return plan.coupled or (None if solver.exact_sites else near)

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._compiling import is_traced, owned_jit
-from ._saving import latents_of
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError, StateError
-from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, model_layout, proved_only, with_expectation
+from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, proved_only, with_expectation
 from .guides import guide_param_names, param_transforms, params_to_natural
 from .handlers import Partition, PlateInfo, WholePartition, find_plates
-from .runtime import ProductPlan, first_conditionals
+from .runtime import first_conditionals
 from .sites import Held, LocalSites, OwnConditionals, SiteStack, posterior
 
 
@@ -474,7 +473,7 @@ def warn_of_choice(partition: Partition, num_groups: int | None) -> None:
     warnings.warn(
         f"num_groups={num_groups}: {what}, because {partition.why} To choose yourself, pass Partition(model, plate, groups), "
         "Partition(model, groups={'A': labels_a, 'B': labels_b}) or Partition(model, groups=..., sites={'obs': -1}).",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -521,13 +520,13 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
         ``jit``, where the rows are with clients, with latents inside the plate, under a solver that counts what was released,
         and for all other models.
     """
-    if not isinstance(state, PVIState) or isinstance(state.plan, ProductPlan) or pvi.partition is not None:
+    if not isinstance(state, PVIState) or pvi.partition is not None:
         return None
     if pvi.solver.private:
         # A state that is planned anew would begin to count anew.
         return None
     part, by_row = state.plan.partition, state.plan.rows is not None or state.sites.local is not None
-    if by_row or part.local is not None or state.plan.absent or streams(pvi.schedule):
+    if by_row or state.plan.own_latents or state.plan.absent or streams(pvi.schedule):
         return None
     if is_traced((state, args, kwargs)) or pvi.runtime.elsewhere is not None:
         return None
@@ -535,13 +534,12 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
         trace = abstract_trace(pvi.model, jax.random.key(0), *pvi._arguments(args, kwargs))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError):
         return None
-    own = model_layout(trace)
     # The guide of a state that was read from a file may not be set up yet.
-    if dict(zip(own.names, own.shapes, strict=True)) != latents_of(state.plan):
+    if state.plan.shapes_in(trace) != state.plan.latent_shapes:
         return None
     if not part.batches and _needs_batches(trace) is None:
         return None
-    made = at_natural(pvi.init(state.rng_key, *args, **kwargs), posterior(state.prior, state.sites))
+    made = pvi._fit.at_natural(pvi.init(state.rng_key, *args, **kwargs), posterior(state.prior, state.sites))
     return dataclasses.replace(made, rng_key=state.rng_key, optim_state=state.optim_state, step=state.step)
 
 

@@ -6,6 +6,7 @@ Jacobi-scaled matrix (unit diagonal), so column scales that differ by many decad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -438,6 +439,46 @@ def either_mode(run: Callable[[bool], Any]) -> Any:
         if _NO_REVERSE not in str(error):
             raise
     return run(True)
+
+
+def in_batches(function: Callable[[Any], Any], operands: Any, batch: int) -> Any:
+    """What ``jax.lax.map(function, operands, batch_size=batch)`` returns, in the memory of its results and one batch.
+
+    ``jax.lax.map`` copies operands and results whose number is no multiple of the batch, and compiles the function a second
+    time for what is left over. Here batches are as even as they can be and read in place; the last one begins where it ends
+    with the operands, so that some of them are evaluated twice.
+
+    Args:
+        function: of one operand: a pytree of arrays to a pytree of arrays.
+        operands: a pytree of arrays with a common leading axis.
+        batch: most operands that are evaluated side by side.
+
+    Returns:
+        The function's values, with a leading axis.
+    """
+    count = jax.tree.leaves(operands)[0].shape[0]
+    if batch >= count:
+        return jax.vmap(function)(operands)
+    if batch <= 1:
+        return jax.lax.map(function, operands)
+    steps = -(-count // batch)
+    size = -(-count // steps)
+    starts = jnp.minimum(jnp.arange(steps) * size, count - size)
+
+    # Traced once for its shapes and the loop.
+    @functools.partial(jax.jit, inline=True)
+    def side_by_side(some: Any) -> Any:
+        return jax.vmap(function)(some)
+
+    def one(results: Any, start: Int[Array, ""]) -> tuple[Any, None]:
+        some = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), operands)
+        place = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return jax.tree.map(place, results, side_by_side(some)), None
+
+    shapes = jax.eval_shape(
+        side_by_side, jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), operands)
+    )
+    return jax.lax.scan(one, jax.tree.map(lambda s: jnp.zeros((count, *s.shape[1:]), s.dtype), shapes), starts)[0]
 
 
 def value_and_grad(

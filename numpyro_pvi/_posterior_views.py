@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
-from ._compiling import Program
 from ._state import Plan, PVIInfo, PVIState, PVITrace
 from .errors import ImproperError, NonFiniteLossError, PartitionError, PVIError
 from .expectations import GRID_DIM, RULES, ImportanceMoments, LaplaceMoments, MCMCMoments, with_settings
-from .families import GaussianFamily, GaussianMoments, RowFamily, RowPrior
+from .families import GaussianFamily, GaussianMoments
 from .guides import event_rank, in_own_support
 from .handlers import PRIOR
 from .runtime import noise_floor
@@ -32,7 +30,6 @@ from .schedules import (
     stalled,
     within_noise,
 )
-from .sites import SiteStack, posterior, tied_site
 from .solvers import LocalSolver, trouble_of
 
 # ----------------------------------------------------------------------------------------------------- endings in words
@@ -448,56 +445,56 @@ def full_passes(state: PVIState) -> int:
     return part.table.num_groups if part.mechanism == "mask" and part.table.num_groups > 1 else 0
 
 
-def describe(state: PVIState, has_optim: bool, solver: Any, schedule: Any) -> PVIInfo:
+class FactorWords(NamedTuple):
+    """A factor, or all groups' factors, in words.
+
+    Attributes:
+        structure: what it was found to be.
+        expectation: how its expectations are taken, or the moments of its tilted distribution.
+        evidence: how the structure is known.
+    """
+
+    structure: str
+    expectation: str
+    evidence: str
+
+
+def describe(pvi: Any, state: PVIState) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
-    notes = optim_notes(has_optim, state)
-    part, family, report = state.plan.partition, state.plan.family, jax.device_get(state.report)
-    notes = (*notes, *split_notes(state))
-    labels, absent = factor_labels(state.plan), state.plan.absent
-    count, apart = len(part.table.labels), len(absent)
-    tied = count if state.plan.tied else None
-    if state.plan.rows is None:
-        found_proper = _cavities_proper(family, state.prior, state.sites, tied)
-    else:
-        found_proper = rows_proper(state.prior, state.sites, jnp.zeros(count)), True, True
-        notes = (*notes, row_note(state))
-    proper, others_proper, prior_proper = jax.device_get(found_proper)
-    found = part.likelihood if part.enumeration is None else "enumerated"
-    structure, expectation = (found,) * count, (words_of(part.likelihood, state, 0, solver),) * count
-    if absent:
+    plan, report = state.plan, jax.device_get(state.report)
+    part, apart, first = plan.partition, len(plan.absent), int(plan.partition.has_prior_factor)
+    groups, prior = pvi._fit.words(state, pvi.solver)
+    proper, others_proper, prior_proper = jax.device_get(pvi._engine.cavities_proper(state))
+    told = (prior,) * first + (groups,) * (apart + len(part.table.labels))
+    words = [own.expectation for own in told]
+    if apart:
         # Nothing happens to a group whose rows are not at hand.
-        first = int(part.has_prior_factor)
-        by_factor = {n: getattr(report, n) for n in BY_FACTOR}
-        report = report._replace(**{n: np.insert(x, [first] * apart, 0) for n, x in by_factor.items()})
-        labels, proper = (*labels[:first], *absent, *labels[first:]), np.concatenate([others_proper[:apart], proper])
-        structure, expectation = (found,) * apart + structure, ("site only",) * apart + expectation
-    if part.has_prior_factor:
-        proper = np.concatenate([[prior_proper], proper])
-        structure, expectation = (
-            (part.prior_kind, *structure),
-            (words_of(part.prior_kind, state, 1, solver), *expectation),
-        )
-    rhat = _by_factor(state, len(labels), lambda s: chain_reading(s, "rhat"))
+        report = report._replace(**{n: np.insert(getattr(report, n), [first] * apart, 0) for n in BY_FACTOR})
+        words[first : first + apart] = ["site only"] * apart
+    rhat = _by_factor(state, len(told), lambda s: chain_reading(s, "rhat"))
+    held = () if plan.rows is None else (row_note(state),)
     return PVIInfo(
-        **last_round(state, report, schedule, solver),
-        labels=labels,
-        cavity_proper=proper,
-        ess=_by_factor(state, len(labels), lambda s: getattr(s, "ess", None)),
-        structure=structure,
-        evidence=_evidence(part, len(structure)),
-        expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, expectation, strict=True)),
+        **last_round(state, report, pvi.schedule, pvi.solver),
+        labels=(PRIOR,) * first + (*plan.absent, *part.table.labels),
+        cavity_proper=np.array([*(prior_proper,) * first, *np.atleast_1d(others_proper)[:apart], *proper], bool),
+        ess=_by_factor(state, len(told), lambda s: getattr(s, "ess", None)),
+        structure=tuple(own.structure for own in told),
+        evidence=tuple(own.evidence for own in told),
+        expectation=tuple("mcmc" if x == x else word for x, word in zip(rhat, words, strict=True)),
         delbo=tuple(float(x) for x in report.delbo),
         rhat=rhat,
-        divergent=_by_factor(state, len(labels), lambda s: chain_reading(s, "divergent")),
-        sites="dense" if state.plan.rows is None else "rows",
-        notes=(*notes, *part.remarks, *moment_notes(state), *limits(state)),
+        divergent=_by_factor(state, len(told), lambda s: chain_reading(s, "divergent")),
+        sites="dense" if plan.rows is None else "rows",
+        notes=(
+            *optim_notes(pvi.optim is not None, state),
+            *split_notes(state),
+            *held,
+            *part.remarks,
+            *moment_notes(state),
+            *limits(state),
+        ),
+        traffic=pvi.runtime.traffic,
     )
-
-
-def _evidence(part: Any, count: int) -> tuple[str, ...]:
-    """How the structure of every factor is known, the prior factor's first."""
-    first = (part.evidence("prior") if part.prior_kind == "affine" else "",) * part.has_prior_factor
-    return first + (part.evidence("likelihood"),) * (count - len(first))
 
 
 def moment_notes(state: PVIState) -> tuple[str, ...]:
@@ -507,7 +504,7 @@ def moment_notes(state: PVIState) -> tuple[str, ...]:
     found = [trouble_of(solvers[0], i) for i in range(count)]
     if state.plan.partition.has_prior_factor:
         found = [trouble_of(solvers[1]), *found]
-    pairs = zip(factor_labels(state.plan), found, strict=True)
+    pairs = zip(labels_of(state.plan), found, strict=True)
     return tuple(f"group {label!r}: {text}." for label, text in pairs if text is not None)
 
 
@@ -550,7 +547,7 @@ def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITr
     # Of sites held by rows a message has the rows' numbers, at most all of them.
     size = sum(x.nbytes for x in jax.tree.leaves(state.prior if state.plan.rows is None else state.sites.groups))
     return PVITrace(
-        labels=factor_labels(state.plan),
+        labels=labels_of(state.plan),
         rounds=int(state.step) - count + 1 + np.arange(count),
         elbo=-np.asarray(losses),
         total_move=reports.total_move,
@@ -568,41 +565,6 @@ def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITr
         left=reports.left,
         **dict(zip(("trips", "sent", "received"), reports.traffic.T, strict=True)),
     )
-
-
-def factor_labels(plan: Plan) -> tuple:
-    """Labels of all factors, the prior factor (if any) first."""
-    return labels_of(plan)
-
-
-@partial(Program, static=("family", "tied"))
-def _cavities_proper(family: GaussianFamily, prior: Any, sites: SiteStack, tied: int | None) -> tuple[Any, Any, Any]:
-    """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable.
-
-    ``tied`` is the number of groups that share one site, or None.
-    """
-    q = posterior(prior, sites)
-
-    def without(stack: Any) -> Any:
-        return family.in_domain(jax.tree.map(lambda a, b: a - b, q, stack))
-
-    others = True if sites.others is None else without(sites.others)
-    if tied is None:
-        own = without(sites.groups)
-    else:
-        own = jnp.full((tied,), family.in_domain(q - tied_site(sites.groups, tied)))
-    return own, others, True if sites.prior is None else family.in_domain(q - sites.prior)
-
-
-@Program
-def rows_proper(prior: RowPrior, sites: SiteStack, count: Any) -> Any:
-    """Whether q without each group's site is normalisable; ``count`` is an array of M zeros."""
-    rows, family = jax.tree.map(lambda x: x[0], sites.groups), RowFamily(prior)
-
-    def proper(index):
-        return family.in_domain(jax.tree.map(lambda x: jnp.where(prior.group == index, 0.0, x), rows))
-
-    return jax.lax.map(proper, jnp.arange(count.shape[0]))
 
 
 def row_note(state: PVIState) -> str:

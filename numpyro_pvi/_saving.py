@@ -19,7 +19,6 @@ import numpy as np
 from ._checkpoint import read_checkpoint, write_checkpoint
 from ._closures import SiteDigest, first_difference, model_digest
 from ._compiling import content, is_traced
-from ._exponential_plan import check_families, guide_shapes, product_latents, product_types
 from ._group_lifecycle import other_rows
 from ._state import Plan, PVIState
 from .errors import CheckpointError, StateError
@@ -37,15 +36,13 @@ from .factors import (
     Reading,
     TermSpec,
     abstract_trace,
-    is_latent,
     join_arguments,
-    model_layout,
     summed_out,
 )
 from .families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily, RowPrior
-from .guides import NOT_SET_UP, keeps_supports, setup_guide
+from .guides import NOT_SET_UP, setup_guide
 from .handlers import GroupTable, RowAxes
-from .runtime import ProductPlan, solver_of_prior, with_chains
+from .runtime import solver_of_prior, with_chains
 from .schedules import Points, RoundReport, Rule
 from .sites import Held, LocalSites, OwnConditionals, RowSites, SiteStack
 from .wire import Decoder, Encoder, is_record, storable
@@ -62,25 +59,6 @@ class _Stored(NamedTuple):
     support: Any
 
 
-def latents_of(plan: Plan) -> Latents:
-    """Unconstrained shapes of a plan's latents, shared and local; those of values where q is a product of families."""
-    if isinstance(plan, ProductPlan):
-        return product_latents(plan)
-    part = plan.partition
-    found = dict(zip(part.layout.names, part.layout.shapes, strict=True))
-    if part.local is not None:
-        flat = jax.ShapeDtypeStruct((part.local.size, part.local.width), jnp.result_type(float))
-        found |= {n: tuple(x.shape) for n, x in jax.eval_shape(part.local.unflatten, flat).items()}
-    return found
-
-
-def guide_latents(guide: Any) -> Latents:
-    """Unconstrained shapes of the latents of a guide that is set up; those of values where latents keep their supports."""
-    if keeps_supports(guide):
-        return guide_shapes(guide)
-    return {name: tuple(jnp.shape(value)) for name, value in guide._init_locs.items()}
-
-
 def abstract_arguments(plan: Plan) -> tuple[list, tuple]:
     """Arguments like those that a plan was made with, split into shapes of arrays and static leaves."""
     leaves = plan.signature.leaves
@@ -89,7 +67,7 @@ def abstract_arguments(plan: Plan) -> tuple[list, tuple]:
 
 
 def model_latents(name: str, model: Any, plan: Plan) -> Latents:
-    """Unconstrained shapes of a model's latents, for arguments like those that a plan was made with.
+    """Shapes of a model's latents, measured as a plan's are, for arguments like those that it was made with.
 
     Args:
         name: the checkpoint, for the message.
@@ -104,18 +82,13 @@ def model_latents(name: str, model: Any, plan: Plan) -> Latents:
     """
     if plan.signature.by_value:
         # A file has no data, and the model asks for values: it is compared with the state once there are arguments.
-        return latents_of(plan)
+        return plan.latent_shapes
     arrays, static = abstract_arguments(plan)
     found: Latents = {}
 
     def run(key, arrays):
         args, kwargs = join_arguments(arrays, static)
-        trace = abstract_trace(plan.partition.model(model), key, args, kwargs)
-        if isinstance(plan, ProductPlan):
-            found.update({n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)})
-            return key
-        layout = model_layout(trace)
-        found.update(zip(layout.names, layout.shapes, strict=True))
+        found.update(plan.shapes_in(abstract_trace(plan.partition.model(model), key, args, kwargs)))
         return key
 
     try:
@@ -159,14 +132,13 @@ def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
         hides = partial(summed_out, enumeration=enumeration)
     # The key gives the guide starting values, which nothing reads.
     setup_guide(pvi.guide, jax.random.key(0), args, kwargs, hides)
-    wanted, found = latents_of(state.plan), guide_latents(pvi.guide)
+    wanted, found = state.plan.latent_shapes, pvi._fit.guide_latents(pvi.guide)
     if found != wanted:
         raise StateError(
-            f"the state has the latents {_listed(wanted)}, but the guide {_listed(found)} (unconstrained shapes): it belongs to "
+            f"the state has the latents {_listed(wanted)}, but the guide {_listed(found)} ({state.plan.measured}): it belongs to "
             "another model. Make the PVI from the model that the state was fitted with."
         )
-    if isinstance(state.plan, ProductPlan):
-        check_families(pvi.guide, state.plan)
+    pvi._fit.check_guide(pvi.guide, state.plan)
 
 
 def prototype(pvi: Any, state: PVIState) -> dict:
@@ -199,7 +171,7 @@ def stored_prototype(supports: dict[str, Any], state: PVIState) -> dict[str, dic
     Raises:
         StateError: when a latent's support is not known.
     """
-    if not set(latents_of(state.plan)) <= set(supports):
+    if not set(state.plan.latent_shapes) <= set(supports):
         raise StateError(NOT_SET_UP)
     return {name: {"fn": _Stored(support)} for name, support in supports.items()}
 
@@ -248,9 +220,9 @@ def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = Non
         raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
     _check_names(state)
     encoder = Encoder(_types(pvi), CheckpointError)
-    fields = {}
+    fields, own = {}, _own(pvi)
     for field in dataclasses.fields(state):
-        encode = encoder.leaves if field.name in _own(state.plan, pvi.solver) else encoder.node
+        encode = encoder.leaves if field.name in own else encoder.node
         fields[field.name] = encode(getattr(state, field.name), field.name)
     supports, salt = _supports(pvi), new_salt() if salt is None else salt
     header = {
@@ -362,12 +334,7 @@ def settings_of(pvi: Any, salt: str = "") -> dict[str, Any]:
     """
     words = functools.partial(_in_words, salt=salt)
     guide = {"type": type(pvi.guide).__name__, "fields": {"prefix": repr(pvi.guide.prefix)}}
-    for field in ("init_loc_fn", "_init_scale"):
-        if hasattr(pvi.guide, field):
-            guide["fields"][field.strip("_")] = words(getattr(pvi.guide, field))
-    if keeps_supports(pvi.guide):
-        given = {name: pvi.guide.families[name] for name in sorted(pvi.guide.families)}
-        guide["fields"] |= {"families": words(given), "joint": repr(pvi.guide.joint)}
+    guide["fields"] |= {"init_loc_fn": words(pvi.guide.init_loc_fn)} | pvi._fit.guide_settings(pvi.guide, words)
     optim = {"type": "None" if pvi.optim is None else type(pvi.optim).__name__, "fields": {}}
     own = {"solver": _describe(pvi.solver, salt), "schedule": _describe(pvi.schedule, salt), "optim": optim}
     return {"guide": guide, **own, "init_sites": {"type": repr(pvi.init_sites), "fields": {}}}
@@ -399,24 +366,22 @@ def fingerprint(tree: Any, salt: str = "") -> str:
 def _types(pvi: Any) -> dict[str, type]:
     """Types by name: the package's own, and the records that are loaded where the schedule comes from, which make up its state.
 
-    Where q is a product of families, the solver's and the families' as well.
+    Where solvers' memories are stored with their structure, the solver's as well; and those that the guide knows.
     """
-    found, kinds, product = {}, type(pvi.schedule).__mro__, keeps_supports(pvi.guide)
-    for kind in reversed((*kinds, *type(pvi.solver).__mro__) if product else kinds):
+    found, kinds = {}, type(pvi.schedule).__mro__
+    for kind in reversed((*kinds, *type(pvi.solver).__mro__) if pvi._fit.stores_memories else kinds):
         package = kind.__module__.rpartition(".")[0]
         for name, module in list(sys.modules.items()):
             if name == kind.__module__ or (package and name.startswith(package + ".")):
                 found |= {n: x for n, x in vars(module).items() if is_record(x) and x.__name__ == n}
-    if product:
-        found |= product_types(pvi.guide)
-    return found | {kind.__name__: kind for kind in _TYPES}
+    return found | pvi._fit.types(pvi.guide) | {kind.__name__: kind for kind in _TYPES}
 
 
-def _own(plan: Plan, solver: Any) -> tuple[str, ...]:
-    """Fields whose structure is not in the file; of a product of families those that optimisers have made."""
-    if not isinstance(plan, ProductPlan):
+def _own(pvi: Any) -> tuple[str, ...]:
+    """Fields whose structure is not in the file; where memories are stored, those that optimisers have made."""
+    if not pvi._fit.stores_memories:
         return _OWN
-    return ("solver_state", "optim_state") if solver.carries_optimiser else ("optim_state",)
+    return ("solver_state", "optim_state") if pvi.solver.carries_optimiser else ("optim_state",)
 
 
 def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
@@ -431,18 +396,16 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
             f"{header['versions']['numpyro_pvi']}, or start anew."
         )
     plan = decoder.value(fields["plan"])
-    if not isinstance(plan, Plan) or not isinstance(plan.signature, ArgumentSignature):
+    if type(plan) is not pvi._fit.plan_type or not isinstance(plan.signature, ArgumentSignature):
         raise TypeError("plan")
     if plan.signature.structure.num_leaves != len(plan.signature.leaves):  # type: ignore[attr-defined]
         raise ValueError("signature")
-    values = {
-        name: decoder.value(fields[name], True) for name in names if name not in (*_own(plan, pvi.solver), "plan")
-    }
+    values = {name: decoder.value(fields[name], True) for name in names if name not in (*_own(pvi), "plan")}
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
         raise TypeError("a leaf of the state")
     values["plan"] = plan
     structures = {"optim_state": _optim_structure(header, decoder, pvi)}
-    if not isinstance(plan, ProductPlan):
+    if not pvi._fit.stores_memories:
         _check_sizes(values, plan)
         structures |= _structures(pvi, plan, values["sites"].groups.precision_mean.dtype)
     elif pvi.solver.carries_optimiser:
@@ -559,16 +522,15 @@ def _shown(part: dict, fields: list[str]) -> str:
 
 
 def _check_latents(name: str, pvi: Any, plan: Plan) -> None:
-    wanted = latents_of(plan)
-    found = guide_latents(pvi.guide) if pvi.guide.prototype_trace is not None else model_latents(name, pvi.model, plan)
+    wanted, set_up = plan.latent_shapes, pvi.guide.prototype_trace is not None
+    found = pvi._fit.guide_latents(pvi.guide) if set_up else model_latents(name, pvi.model, plan)
     if found == wanted:
         return
     parts = [f"it lacks {n}" for n in wanted if n not in found] + [f"it has {n} more" for n in found if n not in wanted]
     parts += [f"{n} has shape {found[n]}, not {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
-    kind = "shapes" if isinstance(plan, ProductPlan) else "unconstrained shapes"
     raise CheckpointError(
         f"the checkpoint {name!r} was written for another model than this PVI's: of the file's latents "
-        f"{', '.join(wanted)}, {'; '.join(parts)} ({kind})."
+        f"{', '.join(wanted)}, {'; '.join(parts)} ({plan.measured})."
     )
 
 

@@ -8,9 +8,10 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from numpyro.infer.svi import SVIRunResult
 
-from .factors import FlatLatents, GroupMasks, Packing, PartitionPlan
+from .factors import FlatLatents, GroupMasks, Packing, PartitionPlan, model_layout
 from .schedules import RoundReport, Rule
 from .sites import SiteStack
 
@@ -44,6 +45,49 @@ class Plan:
     def groups(self) -> tuple:
         """Labels of all groups: absent ones, then those whose rows are at hand."""
         return (*self.absent, *self.partition.table.labels)
+
+    # What latents are measured in, in words: see :attr:`latent_shapes`.
+    measured = "unconstrained shapes"
+
+    @property
+    def own_latents(self) -> tuple[str, ...]:
+        """Latents inside the partitioned plate, of which every row has its own."""
+        local = self.partition.local
+        return () if local is None else local.names
+
+    @property
+    def latent_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all latents by name, rows' own among them: in unconstrained space."""
+        part = self.partition
+        found = dict(zip(part.layout.names, part.layout.shapes, strict=True))
+        if part.local is not None:
+            flat = jax.ShapeDtypeStruct((part.local.size, part.local.width), jnp.result_type(float))
+            found |= {n: tuple(x.shape) for n, x in jax.eval_shape(part.local.unflatten, flat).items()}
+        return found
+
+    def shapes_in(self, trace: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The same as a trace of the model has them."""
+        layout = model_layout(trace)
+        return dict(zip(layout.names, layout.shapes, strict=True))
+
+    @property
+    def coupled(self) -> str | None:
+        """Why the other groups' sites would be others without a group's rows, in words; None where they would not (law 10)."""
+        part = self.partition
+        if part.params:
+            return f"the model's numpyro.param site(s) {', '.join(part.params)} were fitted with it"
+        return self._coupled_by_q
+
+    @property
+    def _coupled_by_q(self) -> str | None:
+        part = self.partition
+        if part.likelihood != "quadratic":
+            return "the other groups' sites were fitted at a q that had it in"
+        if not self.family.full:
+            return "q is mean-field, so the other groups' sites were fitted at a q that had it in"
+        if part.has_prior_factor:
+            return f"the PRIOR site ({', '.join(part.prior_latents)}) was fitted at a q that had it in"
+        return None
 
     @property
     def chain_dim(self) -> int:

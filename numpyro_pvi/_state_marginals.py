@@ -17,8 +17,7 @@ from numpyro.distributions.transforms import PermuteTransform
 
 from ._compiling import Program, owned_jit
 from ._group_lifecycle import position, site_of
-from ._posterior_views import NaturalView, agent_natural, latent_distributions
-from ._saving import prototype
+from ._posterior_views import NaturalView, agent_natural
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError
 from .factors import (
@@ -483,15 +482,7 @@ _posterior = Program(posterior)
 
 
 def guide_params(guide: Any, state: PVIState) -> dict[str, Any]:
-    """The guide's params (constrained, under the guide's own names).
-
-    Args:
-        guide: the guide, set up.
-        state: any state.
-
-    Returns:
-        Params for ``Predictive(guide, params=...)``, ``guide.median`` and the like.
-    """
+    """A Gaussian guide's params (constrained, under its own names), over shared and local latents together."""
     part = state.plan.partition
     if state.plan.rows is not None:
         return row_params(guide, state)
@@ -501,32 +492,21 @@ def guide_params(guide: Any, state: PVIState) -> dict[str, Any]:
     return natural_to_params(guide, state.plan.family, part.layout.names, part.layout.shapes, q)
 
 
-def marginals(pvi: Any, state: PVIState, what: str, joint: bool, agent: Hashable | None = None) -> dict[Any, Any]:
-    """Marginals of every latent in its own support.
+def natural_of(schedule: Any, state: PVIState, what: str, agent: Hashable | None) -> Any:
+    """Natural parameters of what is shown: q, one agent's own, or the prior with its site.
 
     Args:
-        pvi: what the state belongs to.
-        state: any state.
+        schedule: of the fit.
+        state: a state.
         what: "posterior" or "prior".
-        joint: whether to add the joint Gaussian under the tuple of names.
-        agent: label of a group, under a schedule without a server, whose q is meant; or None.
+        agent: as of :func:`agent_natural`, or None.
 
     Returns:
-        Distributions by latent name, local latents' among them for the posterior.
-
-    Raises:
-        ImproperError: when q (or the prior) is not normalisable.
-        PVIError: for an agent under a schedule with a server.
+        Natural parameters.
     """
-    trace = prototype(pvi, state)
-    if state.plan.rows is not None and agent is None:
-        return row_distributions(state, trace, what, joint)
     if what == "prior":
-        natural = state.prior if state.sites.prior is None else state.prior + state.sites.prior
-        return latent_distributions(state.plan, natural, trace, what, joint)
-    q = posterior(state.prior, state.sites) if agent is None else agent_natural(pvi.schedule, state, agent)
-    found = latent_distributions(state.plan, q, trace, what, joint) | local_distributions(state, q, trace)
-    return SharedOnly(found, state.plan.partition.local) if isinstance(state.sites.local, Held) else found
+        return state.prior if state.sites.prior is None else state.prior + state.sites.prior
+    return posterior(state.prior, state.sites) if agent is None else agent_natural(schedule, state, agent)
 
 
 class SharedOnly(dict):

@@ -44,43 +44,11 @@ from .handlers import Partition, RowAxes
 from .runtime import Engine, Runtime, RuntimeDefaults, gradient_jumps
 from .schedules import Schedule, ScheduleDefaults
 from .sites import Held, LocalSites, OwnConditionals
-from .solvers import LocalSolver, NaturalGradient, SolverDefaults
+from .solvers import LocalSolver, SolverDefaults
 
 # Sets of fresh draws over which a variational fit's evidence is averaged, and what is folded into a state's key for them.
 EVIDENCE_SETS = 16
 _EVIDENCE_DRAWS = 0xE71D
-
-
-# Classes that PVI(...) makes instead of itself, each with the guides that it is for.
-SHELLS: list[tuple[Callable[[Any], bool], type]] = []
-
-
-def serves_none(guide: Any) -> bool:
-    """No guide: of a subclass that is only made by its own name."""
-    del guide
-    return False
-
-
-def shell_for(guide: Any, otherwise: type) -> type:
-    """The class that serves a guide, of those that have said which they serve."""
-    return next((shell for serves, shell in SHELLS if serves(guide)), otherwise)
-
-
-def introduce(cls: Any, serves: Callable[[Any], bool] = serves_none) -> None:
-    """Make a class of PVI known: its constructor's signature to help and editors, the guides that it is for to PVI itself.
-
-    Args:
-        cls: the class.
-        serves: whether a guide is its own.
-    """
-    cls.__signature__ = constructor_signature(cls)
-    SHELLS.append((serves, cls))
-
-
-def constructor_signature(cls: type) -> inspect.Signature:
-    """What a class is called with: ``__new__``, which takes anything, hides it."""
-    own = inspect.signature(cls.__init__)
-    return own.replace(parameters=[p for name, p in own.parameters.items() if name != "self"])
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "static", "length", "fine"))
@@ -535,13 +503,8 @@ def refuse_two_starts(init_state: Any, init_params: Any) -> None:
 
 
 def _elbo(engine: Any, state: PVIState, loss: Callable, traced: bool) -> tuple[Any, Any]:
-    """The ELBO and its standard error in nats, over fresh sets of draws where expectations are by draws.
-
-    A stochastic solver's own losses are taken on few draws that no round changes, so that rounds compare: a constant is between
-    them and the ELBO, of either sign. The evidence is to be bounded, so its draws are those of a natural gradient.
-    """
-    if engine.solver.stochastic and isinstance(engine, Engine):
-        engine = dataclasses.replace(engine, solver=NaturalGradient())
+    """The ELBO and its standard error in nats, over fresh sets of draws where expectations are by draws."""
+    engine = engine.for_evidence
     values = [-loss(engine, state)]
     if not traced:
         keys = jax.random.split(jax.random.fold_in(state.rng_key, _EVIDENCE_DRAWS), EVIDENCE_SETS)

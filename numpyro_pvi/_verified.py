@@ -306,7 +306,7 @@ def verified(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIStat
     if not found:
         pvi._memory.keep(state, dynamic, place)
         return state
-    demoted = pvi._demoted(state, found, dynamic, static)
+    demoted = pvi._fit.demoted(pvi, state, found, dynamic, static)
     pvi._memory.keep(demoted, dynamic)
     return demoted
 

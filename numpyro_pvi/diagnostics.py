@@ -34,7 +34,7 @@ from .handlers import PRIOR
 from .runtime import JointBlock, ProductEngine, chunk_log_likelihoods, factor_values, latent_values
 from .sites import posterior, tied_site
 
-__all__ = ["LogScore", "khat", "khat_by_group", "khat_of_product", "khat_of_product_by_group", "log_score", "map_draws"]
+__all__ = ["LogScore", "khat", "khat_by_group", "khat_of_product", "log_score", "map_draws"]
 
 
 # ----------------------------------------------------------------------------------------------------------- many draws
@@ -240,7 +240,7 @@ def judged(log_weights: Float[np.ndarray | Array, "S"], num_samples: int) -> flo
         warnings.warn(
             f"khat is NaN: the model's log density is NaN or +inf at {bad} of {num_samples} draws from q; look for "
             "a latent that overflows there (an exp link, a scale near zero).",
-            stacklevel=6,
+            stacklevel=7,
         )
     return pareto_khat(values, rounding=float(np.sqrt(np.finfo(values.dtype).eps)))
 
@@ -320,37 +320,37 @@ def _log_terms(call: ModelCall, point: Float[Array, "D"]) -> dict[str, Array]:
 
 
 def khat_of_product(
-    rng_key: Any, model: Callable, state: PVIState, args: tuple, kwargs: dict, params: dict, *, num_samples: int = 1000
-) -> float:
+    weights_of: Callable[[int], Any], state: PVIState, read: Any, *, num_samples: int = 1000, by_group: bool = False
+) -> Any:
     """Pareto k-hat of the importance weights from a product of families to the exact posterior: see :func:`khat`.
 
-    ``log w_s = log p(y, theta_s) - log q(theta_s)`` at draws of all latents in their own supports, rows' own and discrete ones
-    among them; latents that the model sums out stay summed out. A change of variables multiplies both densities alike, so
-    that this is k-hat in unconstrained space as well.
+    At draws of all latents in their own supports, rows' own and discrete ones among them; latents that the model sums out stay
+    summed out. A change of variables multiplies both densities alike, so that this is k-hat in unconstrained space as well.
 
     Args:
-        rng_key: random key.
-        model: the NumPyro model, discrete latents without a family summed out.
+        weights_of: from a number of draws S to Float[S], log weights in nats up to a constant; or by group to Float[S F], those of
+            every factor over its site, the prior factor's (if any) first.
         state: a state; it is only read.
-        args: the model's positional arguments. All rows are read.
-        kwargs: the model's keyword arguments.
-        params: constrained values of the model's ``numpyro.param`` sites.
-        num_samples: draws S from q, at least 100.
+        read: arrays that every draw reads.
+        num_samples: draws S from q, at least 100; more are taken as of :func:`khat`.
+        by_group: whether factors are judged: see :func:`khat_by_group`.
 
     Returns:
-        k-hat, as of :func:`khat`.
+        k-hat, as of :func:`khat`; by group a dict of one by label, ``PRIOR`` first where the prior has a site.
 
     Raises:
         PVIError: for fewer than 100 draws.
         ImproperError: when q is not normalisable.
     """
-    q, plan = posterior(state.prior, state.sites), state.plan
-    check_draws(num_samples, plan, q)
-    return settled(
-        lambda count: product_weights(rng_key, model, plan, q, args, kwargs, count, params),
-        num_samples,
-        (q, args, kwargs),
-    )
+    q, part = posterior(state.prior, state.sites), state.plan.partition
+    check_draws(num_samples, state.plan, q)
+    if not by_group:
+        return settled(weights_of, num_samples, (q, read))
+    labels = (*((PRIOR,) if part.has_prior_factor else ()), *part.table.labels)
+    known = functools.cache(lambda count: np.asarray(weights_of(count), np.float64))
+    return {
+        label: settled(lambda count, i=i: known(count)[:, i], num_samples, (q, read)) for i, label in enumerate(labels)
+    }
 
 
 def product_weights(
@@ -417,42 +417,6 @@ def _weights(
         return jnp.asarray(found)
 
     return map_draws(weight, draws, num_samples, elements_of=terms)
-
-
-def khat_of_product_by_group(
-    rng_key: Any, engine: ProductEngine, state: PVIState, args: tuple, kwargs: dict, *, num_samples: int = 1000
-) -> dict[Hashable, float]:
-    """Pareto k-hat of ``p(y_m | theta) / t_m(theta)`` at draws from a product of families: see :func:`khat_by_group`.
-
-    Where rows have latents of their own, a group's factor is ``p(y_m, z_m | theta)`` and its site has terms in their members.
-
-    Args:
-        rng_key: random key.
-        engine: of the fit.
-        state: a state with all rows at hand; it is only read.
-        args: the model's positional arguments. All rows are read.
-        kwargs: the model's keyword arguments.
-        num_samples: draws S from q, at least 100; more are taken as of :func:`khat`.
-
-    Returns:
-        k-hat by label, ``PRIOR`` first where the prior has a site.
-
-    Raises:
-        PVIError: for fewer than 100 draws.
-        ImproperError: when q is not normalisable.
-    """
-    q, plan = posterior(state.prior, state.sites), state.plan
-    check_draws(num_samples, plan, q)
-    labels = (*((PRIOR,) if state.sites.prior is not None else ()), *plan.partition.table.labels)
-
-    @functools.cache
-    def weights(count: int) -> np.ndarray:
-        return np.asarray(product_group_weights(rng_key, engine, state, args, kwargs, count), np.float64)
-
-    return {
-        label: settled(lambda count, i=i: weights(count)[:, i], num_samples, (q, args, kwargs))
-        for i, label in enumerate(labels)
-    }
 
 
 def product_group_weights(

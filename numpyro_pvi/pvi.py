@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,38 +12,29 @@ from jaxtyping import Array, Float
 from numpyro.infer import SVI, Trace_ELBO
 
 from . import diagnostics, export
-from ._arriving_groups import Newcomers, arrival_mode
-from ._closures import Followed, check_picklable, follows, read_prior, with_prior_of_now
+from ._arriving_groups import Newcomers
+from ._closures import Followed, check_picklable, follows, with_prior_of_now
 from ._compiling import is_traced, on_device
 from ._driver import BLOCK, Progress, Run, begin, drive, waiting
+from ._family_fit import FamilyFit
+from ._fits import GaussianFit, begin_fit
 from ._group_lifecycle import (
     begin_chains,
     check_rows,
     forgotten,
     reduced,
     refuse_absent,
+    refuse_members,
     refuse_other_rows,
     restored,
     rows_of,
 )
-from ._initial import (
-    as_the_solver_takes,
-    better_start,
-    check_structure,
-    default_partitions,
-    param_values,
-    spread_params,
-    start_mode,
-    streams,
-    taken,
-)
-from ._opening import begin_fit
+from ._initial import default_partitions, param_values, taken
 from ._posterior_views import NaturalView, describe, trace_of
 from ._saving import load_state, prepare_guide, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
-from ._state_marginals import by_unit, choose_rows, dense_form, group_view, guide_params, marginals, own_marginals
+from ._state_marginals import dense_form, group_view, own_marginals
 from ._user_inputs import (
-    arrive_groups,
     check_choices,
     check_keywords,
     check_loss,
@@ -53,7 +43,6 @@ from ._user_inputs import (
     evaluate_loss,
     evidence_of,
     float_dtype,
-    introduce,
     level_for,
     placed,
     positional_names,
@@ -61,22 +50,16 @@ from ._user_inputs import (
     refuse_elsewhere,
     refuse_held,
     refuse_look,
-    refuse_prior_of_rows,
     refuse_two_starts,
     run_rounds,
-    serves_none,
-    shell_for,
-    start_arrays,
     unseen,
-    watched,
 )
-from ._verified import Memory, Verifier, after_update, demoted
-from .factors import abstract_trace, as_arrays, move_to_prior_factor, split_arguments
-from .guides import check_guide
+from ._verified import Memory, Verifier, after_update
+from .factors import abstract_trace, as_arrays, split_arguments
+from .guides import check_guide, keeps_supports
 from .handlers import FullPlates, Partition
-from .runtime import Engine, RoundsDone, Runtime, Vmap
+from .runtime import RoundsDone, Runtime, Vmap
 from .schedules import Schedule, Synchronous
-from .sites import posterior
 from .solvers import LocalSolver, NaturalGradient, of_params
 
 # Groups times rounds up to which one update has room for a block of rounds.
@@ -154,7 +137,8 @@ class PVI(SVI):
         self.partition = model if isinstance(model, Partition) else None
         self.num_groups, self.init_sites = num_groups, init_sites
         self.solver, self.schedule, self.runtime = solver, schedule, runtime
-        self._engine = runtime.engine(self._make_engine(inner, int(getattr(loss, "num_particles", 1))))
+        self._fit = FamilyFit() if keeps_supports(guide) else GaussianFit()
+        self._engine = runtime.engine(self._fit.engine(self, int(getattr(loss, "num_particles", 1))))
         self._followed = Followed((inner, solver, schedule, runtime, self.optim))
         # The last to be set: from here on nothing is.
         self._memory = Memory(self._followed)
@@ -170,20 +154,6 @@ class PVI(SVI):
                 "one for another choice; states go on under it by run(..., init_state=state) where guide and groups are the same."
             )
         super().__setattr__(name, value)
-
-    def __init_subclass__(cls, serves: Callable[[Any], bool] = serves_none, **kwargs: Any) -> None:
-        """Show the constructor's signature, for help and editors.
-
-        Args:
-            serves: whether a guide is this class's own, so that ``PVI(model, guide)`` makes one of them.
-            kwargs: of other base classes.
-        """
-        super().__init_subclass__(**kwargs)
-        introduce(cls, serves)
-
-    def __new__(cls, model: Any = None, guide: Any = None, *args: Any, **kwargs: Any):
-        """A PVI, or one of the class that serves this guide."""
-        return super().__new__(shell_for(guide, cls) if cls is PVI else cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle without compiled programs, which are made anew; an error that says what to do where a part cannot be pickled."""
@@ -213,42 +183,9 @@ class PVI(SVI):
             ImproperError: when q is not normalisable (an improper prior that no data completes).
         """
         begun = begin_fit(self, rng_key, args, kwargs, init_params)
-        opening, planned, plan, optim_state = begun.opening, begun.planned, begun.plan, begun.optim_state
-        family, dynamic, static, plan_key = plan.family, begun.dynamic, begun.static, opening.plan_key
-        arguments = dynamic, static
-        if self.runtime.elsewhere is None:
-            plan = choose_rows(self._engine, self.guide, plan, planned, opening.trace, arguments, init_params, plan_key)
-        how = self._engine.whole_groups, planned.plan.mechanism, plan.rows is not None
-        packing = self.runtime.lay_out(planned.packing, *how)
-        planned = dataclasses.replace(planned, packing=packing)
-        refuse_prior_of_rows(self._engine, plan, packing, dynamic, static, optim_state, planned.prior_loc)
-        local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
-
-        def start(plan, mode=None):
-            mode = start_mode(self.guide, self.init_sites, plan, init_params, self.schedule) if mode is None else mode
-            moments = planned.prior_loc, planned.prior_sd, local
-            given = plan, planned.packing, dynamic, static, optim_state
-            level = self._level(plan, dynamic, static, often=False)
-            run = partial(start_arrays, self._engine, *given, *moments, mode=mode, level=level)
-            return watched(self.runtime, plan, run)
-
-        arrays, outside, proper = start(plan)
-        if bool(outside):
-            # A correlated Gaussian prior is outside a mean-field family: its latents go to the prior factor.
-            moved = as_the_solver_takes(self.solver, move_to_prior_factor(planned), family.full)
-            plan = dataclasses.replace(plan, partition=moved.plan)
-            arrays, _, proper = start(plan)
-        if not bool(proper) and self.init_sites == "auto" and not streams(self.schedule):
-            # An improper prior that the data complete: q is normalisable from the factors' curvature only.
-            arrays, _, proper = start(plan, "curvature")
-        check_structure(self.solver, plan)
-        state = PVIState(rng_key=opening.key, optim_state=optim_state, packing=planned.packing, plan=plan, **arrays)
-        if init_params is not None:
-            state = spread_params(self.guide, state, init_params)
-            proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
-        state = better_start(self, state, planned.hostile, proper, init_params, dynamic, static)
-        self._memory.labels = plan.partition.table.labels
-        self._memory.keep(state, dynamic)
+        state = self._fit.first_state(self, begun, init_params)
+        self._memory.labels = state.plan.partition.table.labels
+        self._memory.keep(state, begun.dynamic)
         self._followed.programs.note(state)
         return state
 
@@ -311,9 +248,7 @@ class PVI(SVI):
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
-        params = guide_params(self.guide, state)
-        params.update(self._param_values(state))
-        return params
+        return self._fit.params(self.guide, state) | self._param_values(state)
 
     @follows
     def run(
@@ -439,7 +374,7 @@ class PVI(SVI):
         Args:
             state: a state.
             joint: also give the joint Gaussian over all latents' unconstrained coordinates, under the tuple of their
-                names (q of full covariance only).
+                names (q of full covariance only); under ``AutoExponentialFamily`` those of its joint blocks, likewise.
             agent: label of a group, under a schedule without a server: the q of that agent instead of the network's mean.
 
         Returns:
@@ -449,7 +384,7 @@ class PVI(SVI):
             ImproperError: when q is not normalisable.
             PVIError: for an agent under a schedule with a server.
         """
-        return marginals(self, state, "posterior", joint, agent)
+        return self._fit.distributions(self, state, "posterior", joint, agent)
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
@@ -464,7 +399,7 @@ class PVI(SVI):
         Raises:
             ImproperError: when the prior (or its site) is not normalisable.
         """
-        return marginals(self, state, "prior", joint)
+        return self._fit.distributions(self, state, "prior", joint)
 
     def site(self, state: PVIState, group: Hashable) -> NaturalView:
         """One group's site t_m in natural space; ``numpyro_pvi.PRIOR`` names the prior factor's.
@@ -520,10 +455,10 @@ class PVI(SVI):
         state = with_prior_of_now(self, state, *rows)
         return evidence_of(self._engine, state, arguments, lambda *of: self._loss_under(*of, *rows), with_error)
 
+    @follows(trace=False)
     def info(self, state: PVIState) -> PVIInfo:
         """What happened to every factor in the last round; ``print`` it for a table."""
-        found = describe(state, self.optim is not None, self.solver, self.schedule)
-        return dataclasses.replace(found, traffic=self.runtime.traffic)
+        return describe(self, state)
 
     @property
     def groups(self) -> tuple:
@@ -547,9 +482,10 @@ class PVI(SVI):
         """Add a group of rows to a state: its site is fitted beside the sites of all others, whose rows are not needed.
 
         Afterwards the new group alone is *present*: ``update``, ``run(init_state=...)`` and ``evaluate`` take its rows, and
-        every other group is held by its site (local latents of their rows are dropped). Structure and partition are those
-        found at ``init``; the rows are compared with them. Values of ``numpyro.param`` sites stay as they are while any group
-        is absent, since sites say nothing of them. Arguments that are not per row are to be what they were.
+        every other group is held by its site (local latents of their rows are dropped; not under ``AutoExponentialFamily``,
+        where rows that have any neither come nor go). Structure and partition are those found at ``init``; the rows are compared
+        with them. Values of ``numpyro.param`` sites stay as they are while any group is absent, since sites say nothing of
+        them. Arguments that are not per row are to be what they were.
 
         Args:
             state: a state.
@@ -573,8 +509,9 @@ class PVI(SVI):
         refuse_look(self.solver, "add_group")
         refuse_elsewhere(self.runtime, "add_group")
         refuse_held(state, "add_group")
+        refuse_members(self._fit, state, "add_group")
         args, kwargs = self._arguments(args, kwargs, state)
-        return self._named(self._newcomers.add(dense_form(state), label, args, kwargs, num_steps, tol))
+        return self._named(Newcomers(self).add(dense_form(state), label, args, kwargs, num_steps, tol))
 
     @follows
     def revisit(
@@ -600,14 +537,16 @@ class PVI(SVI):
         refuse_look(self.solver, "revisit")
         refuse_elsewhere(self.runtime, "revisit")
         refuse_held(state, "revisit")
+        refuse_members(self._fit, state, "revisit")
         args, kwargs = self._arguments(args, kwargs, state)
-        return self._named(self._newcomers.revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
+        return self._named(Newcomers(self).revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
 
     def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
         """Take a group's site out of the posterior; no rows are needed.
 
         Where all factors are quadratic in the latents, q has full covariance, the solver gives such factors their own parameters
         (``Conjugate``, ``NaturalGradient``, ``PowerEP``) and nothing but sites was fitted, this equals never having seen the group.
+        So it does under ``AutoExponentialFamily`` where factors see one latent alone that they are conjugate in.
         Elsewhere the other groups' sites were fitted beside it, and a warning says that the
         result is approximate until they are revisited.
 
@@ -624,6 +563,8 @@ class PVI(SVI):
             ImproperError: when q is not normalisable without the group.
         """
         refuse_look(self.solver, "forget_group")
+        check_state(state)
+        refuse_members(self._fit, state, "forget_group")
         return self._named(forgotten(dense_form(state), label, self.solver))
 
     @follows
@@ -652,7 +593,7 @@ class PVI(SVI):
         refuse_elsewhere(self.runtime, "prequential")
         refuse_held(state, "prequential")
         args, kwargs = self._arguments(args, kwargs, state)
-        rows = self._newcomers.count(state, "the rows to be predicted", args, kwargs)
+        rows = Newcomers(self).count(state, "the rows to be predicted", args, kwargs)
         fixed = self.model, dense_form(state), args, kwargs, self._param_values(state), sum(rows.values())
         return diagnostics.log_score(rng_key, *fixed, num_samples=num_samples)
 
@@ -690,10 +631,7 @@ class PVI(SVI):
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
         state = with_prior_of_now(self, state, *split_arguments(args, kwargs))
-        local, params = None if state.plan.partition.local is None else by_unit(state), self._param_values(state)
-        fixed = FullPlates(state.plan.partition.model(self.model)), dense_form(state), args, kwargs, params
-        judge = diagnostics.khat_by_group if by_group else diagnostics.khat
-        return judge(rng_key, *fixed, num_samples=num_samples, local=local)
+        return self._fit.khat(self, state, args, kwargs, rng_key, num_samples, by_group)
 
     @follows
     def to_arviz(
@@ -723,9 +661,6 @@ class PVI(SVI):
 
     # ------------------------------------------------------------------ joints between the rooms
 
-    def _make_engine(self, model: Callable, num_particles: int) -> Any:
-        return Engine(model, self.solver, self.schedule, self.runtime, self.optim, num_particles)
-
     def _advance(
         self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, engine: Any = None
     ) -> RoundsDone:
@@ -752,9 +687,6 @@ class PVI(SVI):
         if told is not None:
             self._memory.look.keep(programs, done.state, dynamic, how, None if bool(done.missed) else done.evaluation)
         return done
-
-    def _read_prior(self, state: PVIState, dynamic: list, static: tuple) -> Any:
-        return read_prior(self._engine, state, dynamic, static)
 
     def _loss_under(
         self, engine: Any, state: PVIState, dynamic: list, static: tuple, often: bool = True
@@ -785,9 +717,6 @@ class PVI(SVI):
             workers=lambda: self.runtime.workers,
         )
 
-    def _demoted(self, state: PVIState, found: list, dynamic: list, static: tuple) -> PVIState:
-        return demoted(self, state, found, dynamic, static)
-
     def _partition_of(self, state: PVIState, args: tuple, kwargs: dict) -> Partition:
         """The partition that a state was planned with."""
         trace = abstract_trace(self.model, jax.random.key(0), args, kwargs)
@@ -797,16 +726,6 @@ class PVI(SVI):
     def _rows(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[list, tuple]:
         args, kwargs = self._checked_arguments(state, args, kwargs)
         return rows_of(state.plan, args, kwargs)
-
-    @property
-    def _newcomers(self) -> Newcomers:
-        def start(state: PVIState, dynamic: list, static: tuple, known: Any) -> Any:
-            small, mode = reduced(state, self._engine), arrival_mode(self.init_sites)
-            return arrive_groups(self._engine, small, dynamic, static, known, mode=mode)
-
-        check = self.partition is None or self.partition.check
-        how = self.solver, check, self.runtime, self._engine.whole_groups
-        return Newcomers(self.model, positional_names(self.model), start, self._drive, *how)
 
     def _named(self, state: PVIState) -> PVIState:
         self._memory.labels = state.groups
@@ -844,7 +763,5 @@ class PVI(SVI):
     def _param_values(self, state: PVIState) -> dict:
         return param_values(self.optim, self.guide, state)
 
-
-introduce(PVI)  # type: ignore[attr-defined]
 
 __all__ = ["PVI"]

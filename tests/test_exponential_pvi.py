@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import inspect
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import Predictive, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
 from scipy import integrate, special
 
 from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, GuideError, ImproperError, Partition, PVIError
@@ -51,6 +54,12 @@ def regression(X, y):
         numpyro.sample("y", dist.Normal(X @ w + b, 1 / jnp.sqrt(tau)), obs=y)
 
 
+def poisson(counts):
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 0.5))
+    with numpyro.plate("data", counts.shape[0]):
+        numpyro.sample("count", dist.Poisson(rate), obs=counts)
+
+
 def textbook_regression(rounds=100):
     """q(w, b) q(tau) by coordinate ascent (Bishop, section 10.3, with the prior's precision known)."""
     design = np.column_stack([X, np.ones(12)])
@@ -83,6 +92,16 @@ def test_results_come_back_as_the_guides_own():
     draws = Predictive(pvi.guide, params=params, num_samples=50)(KEY, jnp.asarray(X), jnp.asarray(Y))
     assert draws["w"].shape == (50, 2)
     assert jnp.all(draws["tau"] > 0)
+
+
+def test_there_is_one_pvi():
+    """Whatever the guide: what differs is an answer of the kind of q, and no other class is made; pickled or not."""
+    for guide in (AutoExponentialFamily(poisson), AutoNormal(poisson)):
+        pvi = PVI(poisson, guide)
+        assert type(pvi) is PVI
+        assert type(pickle.loads(pickle.dumps(pvi))) is PVI
+    own = inspect.signature(PVI.__init__)
+    assert inspect.signature(PVI) == own.replace(parameters=list(own.parameters.values())[1:])
 
 
 def test_posterior_and_prior_are_members_in_their_own_supports():
@@ -385,7 +404,7 @@ def test_conjugate_refuses_what_is_not_and_names_it():
 def test_unknown_names_are_refused():
     pvi, result = fitted()
     with pytest.raises(PVIError, match="init_params has unknown name"):
-        pvi._at_params(result.state, {"tau_auto_loc": 1.0})
+        pvi._fit.at_params(pvi, result.state, {"tau_auto_loc": 1.0})
     solver = NaturalGradient(blocks=("sigma",))
     other = PVI(pvi.partition, pvi.guide, solver=solver)
     with pytest.raises(PVIError, match="'sigma', which is no latent"):

@@ -73,7 +73,10 @@ def test_groups_that_leave_and_come_back_are_fitted_again():
     gamma_is(pvi, state, COUNTS)
     assert state.present == ("b",)
     np.testing.assert_allclose(pvi.site(state, "c").natural.parts["rate"].log, rows("c").sum(), rtol=TIGHT)
-    assert pvi.info(state).labels == ("b",)
+    info = pvi.info(state)
+    assert info.labels == state.groups == ("a", "c", "b")
+    assert info.expectation == ("site only", "site only", "closed form")
+    assert list(info.cavity_proper) == [True] * 3
     with pytest.raises(StateError, match="khat compares q with the posterior given all rows"):
         pvi.khat(state, rows("b"), rng_key=KEY)
 

@@ -11,7 +11,7 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from numpyro.optim import Adam, Minimize
 
-from numpyro_pvi import PVI, AutoExponentialFamily, Partition, _opening
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, _fits
 from numpyro_pvi.clients import Client, InMemorySums, InProcess, Summand, SummedClients
 from numpyro_pvi.clients._kept import Kept
 from numpyro_pvi.errors import ClientError, PVIError, StateError
@@ -107,10 +107,10 @@ class Recorded:
 @pytest.fixture
 def same_start(monkeypatch):
     """Own latents start from draws of their prior, which are others where rows are counted otherwise; here from one place."""
-    monkeypatch.setattr(_opening, "plan_factors", from_one_place)
+    monkeypatch.setattr(_fits, "plan_factors", from_one_place)
 
 
-FOUND = _opening.plan_factors
+FOUND = _fits.plan_factors
 
 
 def from_one_place(*args, **how):
@@ -158,14 +158,14 @@ def fits():
 
     def of(name):
         if name not in made:
-            before, _opening.plan_factors = _opening.plan_factors, from_one_place
+            before, _fits.plan_factors = _fits.plan_factors, from_one_place
             try:
                 wanted = here(name).run(KEY, 3, *rows_of(name), progress_bar=False)
                 said = []
                 far = elsewhere(name, through=lambda inner: Recorded(inner, said))
                 found = far.run(KEY, 3, *map(Unread, rows_of(name)), progress_bar=False)
             finally:
-                _opening.plan_factors = before
+                _fits.plan_factors = before
             made[name] = wanted, found, far, said
         return made[name]
 
@@ -294,7 +294,7 @@ def test_a_client_that_was_kept_goes_on_with_its_own_latents(fits):
         return new
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_opening, "plan_factors", from_one_place)
+        patch.setattr(_fits, "plan_factors", from_one_place)
         new = instead(True)
         again = far.update(found.state)[0]
         assert new.posterior()["u"].mean.shape == (4,)

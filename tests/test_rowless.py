@@ -11,7 +11,7 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from numpyro.optim import Adam
 
-from numpyro_pvi import PVI, Partition, _opening
+from numpyro_pvi import PVI, Partition, _fits
 from numpyro_pvi.clients import Client, Exchange, InProcess, Processes
 from numpyro_pvi.clients._holders import Holders
 from numpyro_pvi.errors import ClientError, PVIError, StateError
@@ -196,7 +196,7 @@ def test_shapes_are_enough_and_need_not_be_given(gradient):
 
 def test_structure_that_is_not_proved_is_verified_at_the_clients_rows(monkeypatch):
     """What holds passes, and was asked for; what does not hold is taken by draws from then on."""
-    asked, look, found = [], Exchange.look, _opening.plan_factors
+    asked, look, found = [], Exchange.look, _fits.plan_factors
 
     def watched(self, how, *rest):
         asked.append(how["ask"])
@@ -207,7 +207,7 @@ def test_structure_that_is_not_proved_is_verified_at_the_clients_rows(monkeypatc
             own = found(*args, **how)
             return dataclasses.replace(own, plan=dataclasses.replace(own.plan, proved=frozenset({"prior"}), **taken))
 
-        monkeypatch.setattr(_opening, "plan_factors", plan)
+        monkeypatch.setattr(_fits, "plan_factors", plan)
 
     monkeypatch.setattr(Exchange, "look", watched)
     unproved()
@@ -223,14 +223,14 @@ def test_structure_that_is_not_proved_is_verified_at_the_clients_rows(monkeypatc
 @pytest.mark.slow
 def test_structure_that_is_given_up_is_given_up_as_in_one_process(monkeypatch, tolerance):
     """Rounds go on with the same q, by sigma points, and by draws once these contradict them."""
-    found = _opening.plan_factors
+    found = _fits.plan_factors
 
     def plan(*args, **how):
         own = found(*args, **how)
         taken = {"proved": frozenset({"prior"}), "likelihood": "quadratic", "terms": ()}
         return dataclasses.replace(own, plan=dataclasses.replace(own.plan, **taken))
 
-    monkeypatch.setattr(_opening, "plan_factors", plan)
+    monkeypatch.setattr(_fits, "plan_factors", plan)
     far = server(logistic, InProcess(clients=clients_of(logistic, None)))
     there, (pvi, here) = far.run(KEY, 1, progress_bar=False), one_process(logistic, None, None, rounds=1)
     assert there.state.plan.partition.likelihood == here.state.plan.partition.likelihood == "draws"

@@ -364,6 +364,20 @@ def test_a_mini_batch_of_another_size_is_scaled_as_the_model_scales_it():
     assert pvi.posterior(found)["m"].mean == pytest.approx(Y[:4].mean() * N / (N + 1), rel=1e-5)
 
 
+def test_a_mini_batch_of_another_size_under_families():
+    """The same numbers where q is a product: rows stand for N, and q is taken over as it is."""
+    pvi = PVI(batched, AutoExponentialFamily(batched))
+    state, _ = pvi.update(pvi.init(KEY, Y), Y)
+    state, loss = pvi.update(state, Y[:4])
+    assert pvi.posterior(state)["m"].mean == pytest.approx(Y[:4].mean() * N / (N + 1), rel=1e-5)
+    assert pvi.posterior(state)["m"].variance == pytest.approx(1 / (N + 1), rel=1e-5)
+    # The bound is tight, of every row N/4 times.
+    assert -float(loss) == pytest.approx(evidence(np.repeat(Y[:4], N // 4), np.ones((N, N))), rel=1e-4)
+    # Evaluated with all rows, q stays where the batch has put it.
+    taken = pvi.evaluate(state, Y)
+    assert float(taken) > -evidence(Y, np.ones((N, N)))
+
+
 def test_other_rows_are_no_mini_batch_where_the_model_does_not_say_so():
     pvi = PVI(all_rows, AutoNormal(all_rows))
     state = pvi.init(KEY, Y)

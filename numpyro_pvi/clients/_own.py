@@ -14,7 +14,7 @@ import numpy as np
 from numpyro.optim import SGD
 
 from .._compiling import Program
-from .._opening import begin_fit
+from .._fits import begin_fit
 from .._saving import settings_of
 from .._state_marginals import own_distributions, rows_by_unit
 from ..errors import PVIError, WireError

@@ -18,6 +18,7 @@ from ._product_plan import (
     check_tilted,
     latent_values,
     prior_members,
+    value_shapes,
     with_tilted,
 )
 from ._product_subset import Labels, ProductMemory, is_partial, most_groups
@@ -78,6 +79,7 @@ __all__ = [
     "programs_of",
     "site_with_rows",
     "spread",
+    "value_shapes",
     "with_chains",
     "with_tilted",
 ]

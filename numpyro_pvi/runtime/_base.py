@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from .._numerics import in_batches
 from ..errors import PVIError
 from ..expectations import Expected, add_expected, sum_by_group
 from ..sites import take
@@ -478,10 +479,7 @@ class Vmap(RuntimeDefaults):
         if batch == 1 and num_groups < count and self._results_are_large(expect, chunks, count):
             # One at a time anyway: added up on the way, they hold one group's result each and not one chunk's.
             return LaxMap().sum_chunks(expect, chunks, chunk_group, offsets, working_bytes)
-        if batch >= count:
-            results = jax.vmap(expect)(chunks)
-        else:
-            results = jax.lax.map(expect, chunks, batch_size=batch if batch > 1 else None)
+        results = in_batches(expect, chunks, batch)
         return results if one_each else sum_by_group(results, chunk_group, num_groups)
 
     def map_groups(

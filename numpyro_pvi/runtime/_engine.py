@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
+from .._compiling import Program
 from .._numerics import either_mode, grad, hessian_of
 from .._state import SKIP_LIMIT, Plan, PVIState
 from ..expectations import FIXED_RULES, RULES, TOLERANCE, Expected, PointsProgram, disagreement
@@ -27,15 +29,15 @@ from ..factors import (
     read_row_prior,
 )
 from ..schedules import Evaluation, Points, RoundCarry, RoundReport, Schedule, empty_report, finished, sound
-from ..sites import SiteStack, posterior, select, sum_slots, take, tie
-from ..solvers import LocalSolver
+from ..sites import SiteStack, posterior, select, sum_slots, take, tie, tied_site
+from ..solvers import LocalSolver, NaturalGradient
 from ._base import Runtime
 from ._factors import Draws, FactorData
 from ._local import LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._programs import FactorReader, RowStream, beside_rows, first_conditionals, whole_call
 from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
-from ._row_problem import RowProblem, first_numbers, row_problem
+from ._row_problem import RowProblem, first_numbers, row_problem, rows_proper
 from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
 from ._tilted import chains_wanted, keeps_rows, most_chunks, refuse_rows, with_chains
 from ._verification import Check, begin_again, claims_of, verify_claims
@@ -59,6 +61,8 @@ class FitsParams:
 
     # Whether groups' own latents are with clients.
     of_clients = False
+    # Whether compiled rounds depend on the groups' sizes.
+    reads_sizes = False
 
     def runtime_of(self, packing: Packing | GroupMasks) -> Runtime:
         """Where the rows of a packing are read: on the devices that they were placed on, or on the one where all of them are."""
@@ -279,6 +283,15 @@ class Engine(FitsParams):
         """The state that such a run begins with, given by the user: as it is."""
         del loss_every
         return state
+
+    @property
+    def for_evidence(self) -> Engine:
+        """The engine on whose draws the ELBO is an estimate of the evidence: those of a natural gradient.
+
+        A stochastic solver's own losses are on few draws that no round changes, so that rounds compare: a constant is between
+        them and the ELBO, of either sign.
+        """
+        return dataclasses.replace(self, solver=NaturalGradient()) if self.solver.stochastic else self
 
     def problem(
         self,
@@ -749,6 +762,13 @@ class Engine(FitsParams):
         """Fields of a state with a new plan: see :func:`numpyro_pvi.runtime._verification.begin_again`."""
         return begin_again(self, state, args, kwargs)
 
+    def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, "*slots"], Bool[Array, ""]]:
+        """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable."""
+        plan, count = state.plan, len(state.plan.partition.table.labels)
+        if plan.rows is not None:
+            return rows_proper(state.prior, state.sites, jnp.zeros(count)), jnp.array(True), jnp.array(True)
+        return _cavities_proper(plan.family, state.prior, state.sites, count if plan.tied else None)
+
     def unvisited(self, problem: LocalProblem | RowProblem) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
@@ -772,6 +792,22 @@ class Engine(FitsParams):
             "schedule_state": self.schedule.init(problem, dtype),
             "report": empty_report(count, dtype),
         }
+
+
+@partial(Program, static=("family", "tied"))
+def _cavities_proper(family: Any, prior: Any, sites: SiteStack, tied: int | None) -> tuple[Any, Any, Any]:
+    """See :meth:`Engine.cavities_proper`; ``tied`` is the number of groups that share one site, or None."""
+    q = posterior(prior, sites)
+
+    def without(stack: Any) -> Any:
+        return family.in_domain(jax.tree.map(lambda a, b: a - b, q, stack))
+
+    others = jnp.array(True) if sites.others is None else without(sites.others)
+    if tied is None:
+        own = without(sites.groups)
+    else:
+        own = jnp.full((tied,), family.in_domain(q - tied_site(sites.groups, tied)))
+    return own, others, jnp.array(True) if sites.prior is None else family.in_domain(q - sites.prior)
 
 
 def _carry_of(state: PVIState, evaluation: Evaluation) -> RoundCarry:

@@ -486,6 +486,11 @@ class ProductEngine(FitsParams):
         return dataclasses.replace(state, schedule_state=memory)
 
     @property
+    def for_evidence(self) -> ProductEngine:
+        """The engine on whose draws the ELBO is an estimate of the evidence: its own, which every round has anew."""
+        return self
+
+    @property
     def fused(self) -> bool:
         """Whether rounds are this engine's own, of steps by some rows of all groups together, and not the schedule's."""
         return self.in_turns and self.solver.stochastic
@@ -748,8 +753,8 @@ class ProductEngine(FitsParams):
         states = state.solver_state, state.prior_solver_state
         return product_evidence(self.problem(state, args, kwargs), state.sites, states, self.solver, key)
 
-    def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
-        """Whether q without each group's site, and without the prior factor's, is normalisable."""
+    def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, "*slots"], Bool[Array, ""]]:
+        """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable."""
         return _cavities_proper(state=state, level="cheap")
 
 
@@ -763,25 +768,30 @@ def with_rules(state: PVIState, fine: bool) -> PVIState:
     return dataclasses.replace(state, plan=dataclasses.replace(state.plan, fine=fine))
 
 
-def _proper_without(state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, ""]]:
-    q, family = posterior(state.prior, state.sites), state.plan.family
-    groups = _without_groups(state, q)
-    prior = jnp.array(True) if state.sites.prior is None else family.in_domain(q - state.sites.prior)
-    return groups, prior
+def _proper_without(state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, "*slots"], Bool[Array, ""]]:
+    q, sites, family = posterior(state.prior, state.sites), state.sites, state.plan.family
+    others = jnp.array(True) if sites.others is None else _without_each(family, q, sites.others)
+    prior = jnp.array(True) if sites.prior is None else family.in_domain(q - sites.prior)
+    return _without_groups(state, q), others, prior
 
 
 _cavities_proper = owned_jit(_proper_without, ())
+
+
+def _without_each(family: ProductFamily, q: Any, stack: Any) -> Bool[Array, "*K"]:
+    """Whether the shared components of q without each site of a stack are normalisable."""
+    families, found = dict(family.components), jnp.array(True)
+    for name, site in stack.parts.items():
+        found = found & jax.vmap(lambda own, name=name: families[name].in_domain(q.parts[name] - own))(site)
+    return found
 
 
 def _without_groups(state: PVIState, q: Any) -> Bool[Array, "M"]:
     plan: Any = state.plan
     families, sites = dict(plan.family.components), state.sites
     count = len(plan.partition.table.labels)
-    found = jnp.ones((count,), bool)
     groups = jax.tree.map(lambda x: x / count, sites.groups) if plan.tied else sites.groups
-    for name, site in groups.parts.items():
-        proper = jax.vmap(lambda own, name=name: families[name].in_domain(q.parts[name] - own))(site)
-        found = found & proper
+    found = jnp.broadcast_to(_without_each(plan.family, q, groups), (count,))
     for name, site in () if sites.local is None else sites.local.parts.items():
         whole = families[name].in_domain(q.parts[name])
         improper = ~proper_members(families[name], q.parts[name] - site)

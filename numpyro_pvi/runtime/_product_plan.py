@@ -26,7 +26,7 @@ from ..expectations import (
     grid_of,
     with_settings,
 )
-from ..factors import GroupMasks, Layout, Packing, ValueCall
+from ..factors import GroupMasks, Layout, Packing, ValueCall, is_latent
 from ..families import (
     MultivariateNormalFamily,
     NormalFamily,
@@ -107,6 +107,27 @@ class ProductPlan(Plan):
     turns: tuple[int, ...] = ()
     inside: tuple[RowLatent, ...] = ()
     tilted: tuple[str, ...] = ()
+
+    measured = "shapes"
+
+    @property
+    def own_latents(self) -> tuple[str, ...]:
+        """Latents inside the partitioned plate, of which every row has its own."""
+        return tuple(latent.name for latent in self.inside)
+
+    @property
+    def latent_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all latents by name, in their own supports."""
+        layout = self.vector_layout([name for name, _ in self.family.components])
+        return dict(zip(layout.names, layout.shapes, strict=True))
+
+    def shapes_in(self, trace: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The same as a trace of the model has them."""
+        return value_shapes(trace)
+
+    @property
+    def _coupled_by_q(self) -> str | None:
+        return None if self.separate else "the other groups' sites were fitted at a q that had it in"
 
     @property
     def chain_dim(self) -> int:
@@ -230,6 +251,11 @@ class ProductPlan(Plan):
     def latent_values(self, values: Mapping[str, Array]) -> dict[str, Any]:
         """Latent -> value, of component -> value."""
         return latent_values(self.blocks, values)
+
+
+def value_shapes(trace: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the latents of a trace, in their own supports."""
+    return {n: tuple(s["fn"].shape()) for n, s in trace.items() if is_latent(s)}
 
 
 def touched(family: ProductFamily, factor: FactorStructure) -> ProductFamily:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite, value_and_grad
+from .._numerics import all_finite, in_batches, value_and_grad
 from ..expectations import MeanSpace, expected_terms, worst_error
 from ..factors import (
     GroupMasks,
@@ -271,7 +271,7 @@ class ProductProblem:
         count, rows = self.held, self.plan.partition.chunk_rows
         operands = self.chunks, self.runtime.mine(self.packing.chunk_group, count)
         batch = max(1, _ROWS_TOGETHER // max(rows, 1)) if self.runtime.vectorised else 1
-        return jax.vmap(one)(operands) if batch >= count else jax.lax.map(one, operands, batch_size=batch)
+        return in_batches(one, operands, batch)
 
     def _by_group(self, results: Any) -> Any:
         """Results of chunks, added up by group, those of all devices."""

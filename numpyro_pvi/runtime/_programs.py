@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from numpyro.distributions import constraints
 
+from .._numerics import in_batches
 from .._state import Plan
 from ..errors import PVIError
 from ..expectations import (
@@ -173,7 +174,7 @@ class FactorReader:
         count, rows = packing.rows.shape
         # A batch's tangents of the model (D per row) are what takes memory here.
         batch = max(1, min(count, (1 << 17) // max(rows * dim, 1)))
-        return jax.lax.map(prepare, packing.chunks, batch_size=batch)
+        return in_batches(prepare, packing.chunks, batch)
 
     def prior_factor(self):
         """The program and the arrays of the prior factor; a pair of None when there is none."""

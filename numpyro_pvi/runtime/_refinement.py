@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite, mixing_shares
+from .._numerics import all_finite, in_batches, mixing_shares
 from ..expectations import FIXED_RULES, AffineProgram, Expected, TermNumbers, add_expected, refined, rule_index
 from ..factors import Packing
 from ..families import GaussianMoments, GaussianNatural
@@ -233,7 +233,7 @@ class WideRows:
 
     def select(self, chunks: Any, moments: GaussianMoments) -> Int[Array, "K"]:
         """The slots, counted through all chunks, of the rows with the largest predictor sds under q."""
-        found = jax.lax.map(lambda c: self.program.widths(c, moments), chunks, batch_size=_AT_ONCE)
+        found = in_batches(lambda c: self.program.widths(c, moments), chunks, _AT_ONCE)
         # Single precision will do, and is sorted ten times as fast; NaNs are no rows to single out.
         widths = jnp.nan_to_num(jnp.where(self.mask, found, -1.0).astype(jnp.float32).reshape(-1))
         return jnp.sort(jax.lax.top_k(widths, self.count)[1]).astype(jnp.int32)

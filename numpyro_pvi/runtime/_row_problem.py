@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._compiling import Program
 from .._numerics import all_finite
 from .._state import Plan
 from ..errors import PVIError
@@ -413,3 +414,14 @@ def first_numbers(problem: RowProblem, at_prior: RowMoments) -> tuple[SiteStack,
     usable = jnp.any(valid)
     chosen = jax.tree.map(lambda x: jnp.where(usable, x[best], 0.0), groups)
     return SiteStack(chosen, None), first_rule(dtype, jnp.where(usable, spread[best], 0.0))
+
+
+@Program
+def rows_proper(prior: RowPrior, sites: SiteStack, count: Any) -> Any:
+    """Whether q without each group's site is normalisable; ``count`` is an array of M zeros."""
+    rows, family = jax.tree.map(lambda x: x[0], sites.groups), RowFamily(prior)
+
+    def proper(index):
+        return family.in_domain(jax.tree.map(lambda x: jnp.where(prior.group == index, 0.0, x), rows))
+
+    return jax.lax.map(proper, jnp.arange(count.shape[0]))

@@ -154,7 +154,7 @@ def expected_log_likelihood(params):
 def test_the_accounting_identity_holds_away_from_the_optimum():
     pvi, start = begun()
     params = {"rate_auto_rate": jnp.array([0.7, 2.0, 3.0]), "p_auto_concentration1": 0.3}
-    state = pvi._at_params(start, params)
+    state = pvi._fit.at_params(pvi, start, params)
     own = pvi.get_params(state)
     np.testing.assert_allclose(own["rate_auto_rate"], params["rate_auto_rate"], rtol=TIGHT)
     elbo = -float(pvi.evaluate(state, *DATA))

@@ -143,9 +143,19 @@ def test_a_loaded_state_can_be_read_and_tells_whose_it_is(tmp_path):
     assert second.groups == ("a", ("b", 1), 7)
     assert second.info(loaded).structure == first.info(state).structure
     with pytest.raises(StateError, match=r"pvi.load\(path, \*args\)"):
-        second.posterior(loaded)
+        second.get_params(loaded)
+    # Marginals need no guide that has seen the arguments.
+    shown = second.posterior(loaded, joint=True)
     second.load(path, data)
     assert numbers(second.get_params(loaded)) == numbers(first.get_params(state))
+    for name, own in second.guide.get_posterior(second.get_params(loaded)).items():
+        assert (type(shown[name]), shown[name].shape(), shown[name].event_dim) == (
+            type(own),
+            own.shape(),
+            own.event_dim,
+        )
+        point = own.sample(KEY)
+        np.testing.assert_allclose(shown[name].log_prob(point), own.log_prob(point), rtol=1e-4, err_msg=str(name))
     with pytest.raises(CheckpointError, match="with guide .*joint"):
         fresh("joint-random", options={"joint": None})[0].load(path)
     with pytest.raises(CheckpointError, match="with guide .*families"):

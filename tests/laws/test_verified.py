@@ -18,7 +18,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, _verified
 from numpyro_pvi import _exponential_plan as product_plan
-from numpyro_pvi import _opening as shell
+from numpyro_pvi import _fits as shell
 from numpyro_pvi._driver import Progress
 from numpyro_pvi._group_lifecycle import reduced, rows_of
 from numpyro_pvi._verified import Fingerprint, Verifier, contradictions
@@ -180,7 +180,7 @@ def test_a_missed_clamp_and_a_missed_switch_of_the_prior(monkeypatch, tmp_path):
     arguments = rows_of(state.plan, *pvi._arguments((X, y), {}))
     found = contradictions(pvi, state, *arguments)
     assert {one.claim for one in found} == {"likelihood", "prior"}
-    after = pvi._demoted(state, found, *arguments)
+    after = pvi._fit.demoted(pvi, state, found, *arguments)
     notes = " ".join(pvi.info(after).notes)
     assert "its likelihood was taken by quadrature, but differs" in notes
     assert "the prior of t, z, w was taken as Gaussian, but differs" in notes
@@ -227,7 +227,7 @@ def test_a_parameter_that_starts_at_zero_moves(monkeypatch):
     found = contradictions(pvi, state, *arguments)
     # At 0 every value is as claimed: only the slope tells.
     assert {one.claim for one in found} == {"likelihood"}
-    state = pvi._demoted(state, found, *arguments)
+    state = pvi._fit.demoted(pvi, state, found, *arguments)
     result = pvi.run(KEY, 20, *data, init_state=state, progress_bar=False)
     assert any("taken as quadratic" in note for note in result.info.notes)
     assert 0.3 < float(result.params["a"]) < 2.5
@@ -251,7 +251,7 @@ def test_rows_that_a_parameter_couples_are_masked_instead():
     arguments = rows_of(state.plan, *pvi._arguments((x, y), {}))
     found = contradictions(pvi, state, *arguments)
     assert "additivity" in {one.claim for one in found}
-    state = pvi._demoted(state, found, *arguments)
+    state = pvi._fit.demoted(pvi, state, found, *arguments)
     assert state.plan.partition.mechanism == "mask"
     assert contradictions(pvi, state, *arguments) == []
 
@@ -331,7 +331,7 @@ def test_families_are_verified_alike(monkeypatch):
     arguments = rows_of(state.plan, *pvi._arguments(data, {}))
     found = contradictions(pvi, state, *arguments)
     assert {one.claim for one in found} == {"likelihood/r", "likelihood/w", "prior/s"}
-    after = pvi._demoted(state, found, *arguments)
+    after = pvi._fit.demoted(pvi, state, found, *arguments)
     notes = " ".join(pvi.info(after).notes)
     assert "its likelihood was taken as conjugate in 'r', but differs" in notes
     assert "its likelihood was taken as constant in 'w', but differs" in notes

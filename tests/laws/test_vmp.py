@@ -124,7 +124,7 @@ def rounds_are(pvi, state, order):
 
 def test_rounds_are_coordinate_ascent_of_a_mixture():
     pvi, start = begun()
-    state = rounds_are(pvi, pvi._at_params(start, AWAY), ("w", "mu", "tau", "z"))
+    state = rounds_are(pvi, pvi._fit.at_params(pvi, start, AWAY), ("w", "mu", "tau", "z"))
     assert pvi.info(state).structure == ("conjugate in mu, tau, w, z",) * 2
     assert pvi.info(state).expectation == ("closed form",) * 2
 
@@ -228,7 +228,7 @@ def lda_begun(groups):
 def test_rounds_are_coordinate_ascent_of_lda(groups):
     pvi, state = lda_begun(groups)
     away = {"theta_auto_concentration": jnp.asarray(RNG.uniform(0.5, 3.0, (6, 1, TOPICS)), jnp.result_type(float))}
-    state = pvi._at_params(state, away)
+    state = pvi._fit.at_params(pvi, state, away)
     for lam, gamma, r, elbo in textbook_lda(pvi.get_params(state), 4):
         state, loss = pvi.update(state, jnp.asarray(DOCUMENTS))
         params = pvi.get_params(state)
@@ -362,7 +362,7 @@ def test_a_shared_discrete_latent_is_summed_over():
 def test_the_law_sees_another_order():
     pvi, start = begun()
     with pytest.raises(AssertionError):
-        rounds_are(pvi, pvi._at_params(start, AWAY), ("z", "w", "mu", "tau"))
+        rounds_are(pvi, pvi._fit.at_params(pvi, start, AWAY), ("z", "w", "mu", "tau"))
 
 
 @pytest.mark.parametrize("fault", ["swapped", "shared"])

@@ -1,0 +1,492 @@
+"""What PVI asks of a fit whose q is a product of families: sites are terms of the product of the latents' families."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import diagnostics
+from ._compiling import Program, level_of_looks, look, on_device, owned_jit
+from ._exponential_guide import block_marginals, with_events
+from ._exponential_plan import (
+    blocks_of,
+    check_families,
+    check_partial,
+    components_of,
+    expectation_of,
+    guide_shapes,
+    inside_of,
+    plan_beside,
+    plan_product,
+    product_prior_now,
+    product_types,
+    proved_plan,
+    turns_of,
+)
+from ._fits import Begun
+from ._initial import away_from, init_optim, initial_params
+from ._posterior_views import FactorWords
+from ._saving import prototype
+from ._state import Plan, PVIState
+from ._state_marginals import natural_of
+from ._user_inputs import Opening, float_dtype
+from ._verified import Contradiction, cannot_go_on, remark
+from .errors import ImproperError, PVIError, StateError
+from .expectations import FactorStructure, with_draws
+from .factors import (
+    Arrival,
+    Planned,
+    ValueCall,
+    abstract_trace,
+    arrive,
+    choose_chunk_rows,
+    join_arguments,
+    pack_rows,
+    split_arguments,
+)
+from .families import ProductFamily, ProductNatural
+from .guides import NOT_SET_UP
+from .handlers import GroupTable
+from .runtime import (
+    ProductEngine,
+    ProductPlan,
+    apart,
+    best_of_short_runs,
+    curvature_start,
+    factors_of,
+    first_weights,
+    jointly_affine,
+    spread,
+    value_shapes,
+    with_tilted,
+)
+from .schedules import Points, Rule
+from .sites import MemberSites, SiteStack, posterior
+
+# How tilted moments are taken, in words.
+_WORDS = {
+    "exact": "closed form",
+    "quadrature": "quadrature over the latents",
+    "importance": "weighted draws",
+    "laplace": "weighted draws of a Laplace approximation",
+    "mcmc": "mcmc",
+}
+
+
+class FamilyFit:
+    """Implements :class:`numpyro_pvi._fits.Fit` for :class:`numpyro_pvi.AutoExponentialFamily`.
+
+    A group's site is a term of the product family, and its update the conjugate-computation step
+    ``eta_m <- (1 - step) eta_m + step dE_q[log p(y_m | theta)]/dmu``. Where a factor is affine in a latent's statistics given the
+    others, the message is exact (variational message passing); other latents are drawn. ``info`` says which are which.
+    ``PowerEP`` matches the mean statistics of tilted distributions instead.
+
+    References:
+        Khan and Lin, Conjugate-Computation Variational Inference, algorithm 1. Winn and Bishop, Variational Message Passing.
+    """
+
+    plan_type, stores_memories, members_come = ProductPlan, True, False
+
+    def engine(self, pvi: Any, num_particles: int) -> ProductEngine:
+        """An engine of a product."""
+        pvi.solver.check_families()
+        pvi.schedule.check_families(pvi.solver)
+        if pvi.init_sites == "curvature":
+            raise PVIError(
+                "init_sites='curvature' is for Gaussian guides; under AutoExponentialFamily q starts at the prior. Leave it out, "
+                "or give init_params."
+            )
+        return ProductEngine(pvi.model, pvi.solver, pvi.schedule, pvi.runtime, num_particles, pvi.optim)
+
+    def families(self, guide: Any) -> Collection[str]:
+        """Those that the guide was given families for."""
+        return guide.families
+
+    # ------------------------------------------------------------------------------------------------ how it begins
+
+    def plan(self, pvi: Any, opening: Opening, init_params: dict | None) -> Begun:
+        """Find what every factor is conjugate in."""
+        args, kwargs, plan_key, solver = opening.args, opening.kwargs, opening.plan_key, pvi.solver
+        components = components_of(pvi.guide, value_shapes(opening.trace))
+
+        def split(opening: Opening) -> Planned:
+            return plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
+
+        opening, planned = opening.plan(pvi, split)
+        inside = inside_of(opening.trace, opening.rows, pvi.guide)
+        turns = turns_of(components, blocks_of(solver, inside))
+        params = initial_params(planned.params, init_params, pvi.optim is not None)
+        call = ValueCall(planned.plan.model(pvi.model), args, kwargs, params=params)
+        base = Plan(planned.plan, components.family, opening.signature, tied=solver.tied)
+        given = expectation_of(solver), turns, inside, plan_key
+        away = away_from(pvi.guide, params, plan_key)
+        plan, prior, base_site = plan_product(planned, components, call, base, *given, away=away)
+        plan = proved_plan(plan, expectation_of(solver)) if solver.private else plan
+        check_partial(solver, pvi.schedule, plan)
+        optim_state = init_optim(pvi.optim, pvi.guide, params)
+        rows = split_arguments(args, kwargs)
+        return Begun(opening, planned, plan, optim_state, *rows, components.start, (prior, base_site))
+
+    def first_state(self, pvi: Any, begun: Begun, init_params: dict | None) -> PVIState:
+        """Sites at 1, but for what would stay there for ever, or for very long."""
+        args, kwargs, engine = begun.opening.args, begun.opening.kwargs, pvi._engine
+        state = _at_prior(engine, begun, begun.lay_out(pvi, begun.plan))
+        curved = pvi.init_sites == "auto" and init_params is None
+        state = _away_from_prior(engine, state, begun.at, args, kwargs, curved)
+        if init_params is not None:
+            state = self.at_params(pvi, state, init_params)
+        if not bool(_proper(state=state, level="cheap")):
+            raise ImproperError(
+                "q is not normalisable at the start: give every latent a proper prior, or valid init_params."
+            )
+        return _ready_to_match(engine, state, args, kwargs)
+
+    def at_params(self, pvi: Any, state: PVIState, init_params: dict) -> PVIState:
+        """q at the guide params that the user gave, the change spread over all sites in equal shares."""
+        own, plan = pvi.get_params(state), _plan_of(state)
+        unknown = sorted(set(init_params) - set(own))
+        if unknown:
+            raise PVIError(f"init_params has unknown name(s) {', '.join(unknown)}; expected some of {', '.join(own)}.")
+        wanted = pvi.guide.get_posterior(own | {n: jnp.asarray(x) for n, x in init_params.items()})
+        joint = {block.name: block.latents for block in plan.blocks}
+        families = plan.family.components
+        natural = ProductNatural({n: f.from_distribution(wanted[joint.get(n, n)]) for n, f in families})
+        return self.at_natural(state, natural)
+
+    def at_natural(self, state: PVIState, wanted: Any) -> PVIState:
+        """In equal shares of all sites; the members of a row in its group's."""
+        change = wanted - posterior(state.prior, state.sites)
+        return dataclasses.replace(state, sites=spread(_plan_of(state), state.sites, change))
+
+    def read_prior(self, pvi: Any, state: PVIState, dynamic: list, static: tuple) -> Any:
+        """Members of the latents' families, 1 where the prior is a factor."""
+        call = pvi._engine.call(state, *join_arguments(dynamic, static))
+        return product_prior_now(pvi.guide, _plan_of(state), call)
+
+    # ------------------------------------------------------------------------------------------------- what is shown
+
+    def params(self, guide: Any, state: PVIState) -> dict[str, Any]:
+        """Parameters of every latent's distribution."""
+        return _params(guide, state, posterior(state.prior, state.sites))
+
+    def distributions(
+        self, pvi: Any, state: PVIState, what: str, joint: bool, agent: Hashable | None = None
+    ) -> dict[Any, Any]:
+        """Members of the latents' families; of a prior outside its family, the distribution of the PRIOR site."""
+        natural = natural_of(pvi.schedule, state, what, agent)
+        if not bool(state.plan.family.in_domain(natural)):
+            raise ImproperError(
+                f"the {what} is not normalisable; run rounds until the data complete it, or use a proper prior."
+            )
+        plan, trace = _plan_of(state), prototype(pvi, state)
+        members, found = dict(_members(plan.family, natural)), {}
+        for block in plan.blocks:
+            found |= block_marginals(block.latents, block.shapes, members.pop(block.name), trace)
+        found |= {name: with_events(own, trace[name]["fn"].support.event_dim) for name, own in members.items()}
+        return {name: d for name, d in found.items() if joint or isinstance(name, str)}
+
+    def words(self, state: PVIState, solver: Any) -> tuple[FactorWords, FactorWords]:
+        """What they are conjugate in."""
+        del solver
+        plan = _plan_of(state)
+
+        def told(factor: FactorStructure, which: int) -> FactorWords:
+            way = _WORDS[plan.tilted[which]] if plan.tilted else factor.expectation
+            return FactorWords(str(factor), way, factor.evidence)
+
+        groups = told(plan.likelihood, 0)
+        return groups, groups if plan.prior_factor is None else told(plan.prior_factor, 1)
+
+    def khat(
+        self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, by_group: bool
+    ) -> Any:
+        """In the latents' own supports; of a group, with the latents of its rows beside the shared ones."""
+        q, params = posterior(state.prior, state.sites), pvi._param_values(state)
+        fixed = state.plan.partition.model(pvi.model), state.plan, q, args, kwargs
+
+        def weights(count: int) -> Any:
+            if by_group:
+                return diagnostics.product_group_weights(rng_key, pvi._engine, state, args, kwargs, count)
+            return diagnostics.product_weights(rng_key, *fixed, count, params)
+
+        how = {"num_samples": num_samples, "by_group": by_group}
+        return diagnostics.khat_of_product(weights, state, (args, kwargs), **how)
+
+    # ------------------------------------------------------------------------------------- groups that come and go
+
+    def arrival(self, solver: Any, plan: Any, table: GroupTable, rows: dict[str, int]) -> Arrival:
+        """As of Gaussian fits; batches of rows are taken from a packing without empty slots."""
+        found = arrive(plan.partition, table, rows, False)
+        if not (found.padded_rows and solver.stochastic):
+            return found
+        length = choose_chunk_rows(table.sizes)
+        part = dataclasses.replace(found.plan, chunk_rows=length, num_chunks=-(-table.num_rows // length))
+        return Arrival(part, pack_rows(table, length), 0)
+
+    def arrived(self, pvi: Any, state: PVIState, dynamic: list, static: tuple, known: Any) -> tuple[dict, Any]:
+        """A new group's site is 1, and the schedule begins anew. What factors are conjugate in is what ``init`` found."""
+        del dynamic, static
+        fields = _unvisited(pvi._engine, state, known)
+        if bool(np.all(known)):
+            # Sites that were fitted before are as settled as they were.
+            settled = jnp.asarray(state.report.total_move)
+            fields["report"] = fields["report"]._replace(total_move=settled)
+        return fields, None
+
+    def demoted(self, pvi: Any, state: PVIState, found: list, dynamic: list, static: tuple) -> PVIState:
+        """Components are drawn, q stays."""
+        return demoted(pvi, state, found, dynamic, static)
+
+    # -------------------------------------------------------------------------------------------------------- files
+
+    def guide_latents(self, guide: Any) -> dict[str, tuple[int, ...]]:
+        """In their own supports."""
+        return guide_shapes(guide)
+
+    def check_guide(self, guide: Any, plan: Any) -> None:
+        """Latent by latent."""
+        check_families(guide, plan)
+
+    def guide_settings(self, guide: Any, words: Callable[[Any], str]) -> dict[str, str]:
+        """Families that were given, and joint blocks."""
+        given = {name: guide.families[name] for name in sorted(guide.families)}
+        return {"families": words(given), "joint": repr(guide.joint)}
+
+    def types(self, guide: Any) -> dict[str, type]:
+        """Those of families that were registered or given, too."""
+        return product_types(guide)
+
+
+def _plan_of(state: PVIState) -> Any:
+    """A state's plan, which is a :class:`numpyro_pvi.runtime.ProductPlan`."""
+    return state.plan
+
+
+@partial(Program, static=("family",))
+def _members(family: ProductFamily, natural: ProductNatural) -> dict[str, Any]:
+    """Every component's distribution."""
+    return family.to_distribution(natural)
+
+
+def _normalisable(state: PVIState) -> Any:
+    return state.plan.family.in_domain(posterior(state.prior, state.sites))
+
+
+_posterior, _proper = owned_jit(posterior, ()), owned_jit(_normalisable, ())
+
+
+def _params(guide: Any, state: PVIState, natural: Any) -> dict[str, Any]:
+    """Natural parameters as the guide's params."""
+    if guide.prototype_trace is None:
+        raise StateError(NOT_SET_UP)
+
+    def read(natural: Any) -> dict[str, Any]:
+        members, found = state.plan.family.to_distribution(natural), {}
+        for block in _plan_of(state).blocks:
+            whole = members[block.name]
+            found[guide._name(block.latents[0], "joint_loc")] = whole.mean
+            found[guide._name(block.latents[0], "joint_scale_tril")] = whole.scale_tril
+        for name, latent in guide._latents.items():
+            found |= {guide._name(name, p): x for p, x in latent.params(members[name]).items()}
+        return found
+
+    return look(read, natural)
+
+
+# ---------------------------------------------------------------------------------------------------------- first states
+# Where q begins, and the beginnings of solvers and schedules.
+
+
+def _at_prior(engine: ProductEngine, begun: Begun, packing: Any) -> PVIState:
+    """The state with all sites at 1."""
+    assert begun.first is not None  # plans of families read the prior
+    plan, (prior, base_site) = begun.plan, begun.first
+    count, dtype = len(plan.partition.table.labels), float_dtype()
+    shared = ProductNatural({n: prior.parts[n] for n in plan.shared})
+    stack = 1 if plan.tied else count
+    groups = jax.tree.map(lambda x: on_device(np.zeros((stack, *x.shape)), x.dtype), shared)
+    rows = {n: jax.tree.map(lambda x: on_device(np.zeros(x.shape), x.dtype), prior.parts[n]) for n in plan.row_axes}
+    sites, zero = SiteStack(groups, base_site, MemberSites(rows) if rows else None), on_device(0.0, dtype)
+    idle = Points(on_device(np.zeros((2,), bool)), zero, zero)
+    state = PVIState(
+        rng_key=begun.opening.key,
+        sites=sites,
+        prior=prior,
+        exact=None,
+        optim_state=begun.optim_state,
+        solver_state=(),
+        prior_solver_state=None,
+        schedule_state=None,
+        packing=packing,
+        report=None,
+        rule=Rule(on_device(0, np.int32), zero, zero, zero, idle),
+        step=on_device(0, np.int32),
+        plan=plan,
+    )
+    fields = engine.unvisited(state, _posterior(prior, sites, level="cheap"), dtype)
+    return dataclasses.replace(state, **fields)
+
+
+def _away_from_prior(
+    engine: ProductEngine, state: PVIState, start: ProductNatural, args: tuple, kwargs: dict, curved: bool
+) -> PVIState:
+    """Put q where its rounds begin: at the prior, but for what would stay there for ever, or for very long.
+
+    Latents that are taken by quadrature begin at the curvature of the groups' factors. Where values are summed over, q
+    begins where the best of a few short runs ends (not where moments are matched); else latents inside the partitioned plate
+    begin half way to a draw each.
+    """
+    plan: Any = state.plan
+    by_predictors = plan.likelihood.by_predictors and not plan.inside
+    arrays, static = split_arguments(args, kwargs)
+    if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed:
+        sites = _curved_sites(engine, static, state, arrays, level=level_of_looks(state, arrays))
+        return dataclasses.replace(state, sites=sites)
+    if engine.solver.matches_moments or engine.solver.private or (not plan.inside and not plan.summed):
+        return state
+    key = look(lambda key: jax.random.fold_in(key, 0), state.rng_key)
+    weights = first_weights(plan, key) if plan.summed else None
+    given = state, start, key, weights, arrays
+    return dataclasses.replace(state, sites=_sites_apart(engine, static, *given, level=level_of_looks(given)))
+
+
+# Programs of the fit that begins, like its rounds: traced when it is first made, and not at every `run`.
+
+
+def _at_curvatures(engine: ProductEngine, static: tuple, state: PVIState, arrays: list) -> SiteStack:
+    args, kwargs = join_arguments(arrays, static)
+    return curvature_start(engine.problem(state, args, kwargs), state.sites, engine.noise(state.rng_key))
+
+
+def _moved_apart(
+    engine: ProductEngine, static: tuple, state: PVIState, start: Any, key: Any, weights: Any, arrays: list
+) -> SiteStack:
+    plan: Any = state.plan
+    old = posterior(state.prior, state.sites)
+    q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
+    if weights is None:
+        q = apart(plan.family, tuple(plan.row_axes), q, key)
+    else:
+        args, kwargs = join_arguments(arrays, static)
+        q = best_of_short_runs(engine.problem(state, args, kwargs), q, weights, engine.noise(state.rng_key))
+    return spread(plan, state.sites, q - old)
+
+
+_curved_sites = owned_jit(_at_curvatures, ("engine", "static"))
+_sites_apart = owned_jit(_moved_apart, ("engine", "static"))
+
+
+def _ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
+    """A first state, whose q is normalisable, with the ways to take tilted moments where the solver matches them."""
+    if not engine.solver.matches_moments:
+        return state
+    plan: Any = state.plan
+    solver: Any = engine.solver
+    arrays, static = split_arguments(args, kwargs)
+
+    def affine(state: PVIState, arrays: list) -> Any:
+        args, kwargs = join_arguments(arrays, static)
+        problem = factors_of(engine.problem(state, args, kwargs), solver)
+        return jointly_affine(problem, state.sites, engine.noise(state.rng_key))
+
+    likelihood, prior = look(affine, state, arrays)
+    plan = with_tilted(plan, solver, (bool(likelihood), bool(prior)))
+    state = dataclasses.replace(state, plan=plan)
+    fields = engine.unvisited(state, posterior(state.prior, state.sites), float_dtype(), None, args, kwargs)
+    return dataclasses.replace(state, **fields | {"report": state.report})
+
+
+def _unvisited(engine: ProductEngine, state: PVIState, known: Any = None) -> dict[str, Any]:
+    """Fields of a state whose groups no round has visited as they are now, the clock and messages as they were.
+
+    ``known`` says which groups have a site (Bool[M]); None where none counts as one.
+    """
+    last = state.report
+    fields = engine.unvisited(state, posterior(state.prior, state.sites), last.move.dtype, known)
+    report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
+    return fields | {"report": report}
+
+
+# --------------------------------------------------------------------------------------------------- structure given up
+# What a fit under AutoExponentialFamily does when the model contradicts its structure: components are drawn, q stays.
+
+
+def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list, static: tuple) -> PVIState:
+    """The state with the contradicted structure given up: see :func:`numpyro_pvi._verified.demoted`."""
+    args, kwargs = join_arguments(dynamic, static)
+    names: dict[str, list[str]] = {"likelihood": [], "prior factor": [], "prior": []}
+    for one in found:
+        factor, name = one.claim.split("/")
+        names[factor].append(name)
+    notes = tuple(_remark(state, one) for one in found)
+    try:
+        if names["prior"]:
+            state = _with_prior_factor(pvi, state, names["prior"], args, kwargs)
+        state = dataclasses.replace(state, plan=_drawn(pvi, state, names, notes))
+    except PVIError as error:
+        raise cannot_go_on(error, notes) from error
+    # Solver and schedule begin again.
+    state = dataclasses.replace(state, **_unvisited(pvi._engine, state))
+    return _ready_to_match(pvi._engine, state, args, kwargs)
+
+
+def _remark(state: PVIState, found: Contradiction) -> str:
+    factor, name = found.claim.split("/")
+    plan: Any = state.plan
+    if factor == "prior":
+        return remark(state, found, f"the prior of {name!r} was held exactly", "it is a factor of its own")
+    structure = plan.likelihood if factor == "likelihood" else plan.prior_factor
+    words = {"absent": "constant in", "predictors": "a function of one or two predictors of"}
+    kind = words.get(next(role.kind for role in structure.roles if role.name == name), "conjugate in")
+    if factor == "prior factor":
+        return remark(state, found, f"the prior factor was taken as {kind} {name!r}", f"{name!r} is drawn")
+    label = plan.partition.table.labels[found.factor]
+    return remark(state, found, f"its likelihood was taken as {kind} {name!r}", f"{name!r} is drawn", label)
+
+
+def _drawn(pvi: Any, state: PVIState, names: dict[str, list[str]], notes: tuple[str, ...]) -> ProductPlan:
+    """The plan with contradicted components drawn."""
+    plan: Any = state.plan
+    expectation = expectation_of(pvi.solver)
+    likelihood, prior_factor = plan.likelihood, plan.prior_factor
+    if names["likelihood"]:
+        likelihood = with_draws(likelihood, plan.family, names["likelihood"], expectation, "groups' likelihood")
+    if names["prior factor"] and prior_factor is not None:
+        prior_factor = with_draws(prior_factor, plan.family, names["prior factor"], expectation, "prior factor")
+    part = dataclasses.replace(plan.partition, remarks=(*plan.partition.remarks, *notes))
+    return dataclasses.replace(plan, partition=part, likelihood=likelihood, prior_factor=prior_factor, tilted=())
+
+
+def _with_prior_factor(pvi: Any, state: PVIState, names: list[str], args: tuple, kwargs: dict) -> PVIState:
+    """The same q, with the priors of some components in the PRIOR site; what the factor is conjugate in is found around q."""
+    plan: Any = state.plan
+    key, q = jax.random.fold_in(state.rng_key, 0xD1), posterior(state.prior, state.sites)
+    trace = abstract_trace(pvi.model, key, args, kwargs)
+    components = dataclasses.replace(components_of(pvi.guide, value_shapes(trace)), start=q)
+    base = Plan(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)})
+    planned = Planned(plan.partition, state.packing, jnp.zeros(0), jnp.zeros(0), {})
+    kept = {*names, *(n for n, _ in plan.family.components if n not in plan.exact)}
+    given = expectation_of(pvi.solver), plan.turns, plan.inside, key, kept
+    call = pvi._engine.call(state, args, kwargs)
+    new, _, _ = plan_product(planned, components, call, base, *given, away=away_from(pvi.guide, call.params, key))
+    # What was found of the groups before stands, with what was already given up of it.
+    proved = new.partition.proved & plan.partition.proved
+    new = dataclasses.replace(
+        new, likelihood=plan.likelihood, partition=dataclasses.replace(new.partition, proved=proved)
+    )
+
+    def only(parts: dict, moved: bool) -> ProductNatural:
+        return ProductNatural(
+            {n: x if (n in names) == moved else jax.tree.map(jnp.zeros_like, x) for n, x in parts.items()}
+        )
+
+    own = only(state.prior.parts, True)
+    own = own if state.sites.prior is None else own + state.sites.prior
+    sites = dataclasses.replace(state.sites, prior=own)
+    return dataclasses.replace(state, plan=new, prior=only(state.prior.parts, False), sites=sites)
