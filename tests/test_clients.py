@@ -1,6 +1,7 @@
 """Clients answer, a server fits q: the trajectory is that of one process, whatever happens to the messages."""
 
 import collections
+import hashlib
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.optim import Adam
 
-from numpyro_pvi import PVI, AutoExponentialFamily, Partition
+from numpyro_pvi import PVI, Partition
 from numpyro_pvi.clients import Exchange, InProcess, Processes, Respondent
 from numpyro_pvi.clients._runtimes import Pipes, Share
 from numpyro_pvi.errors import ClientError, PVIError, WireError
@@ -329,6 +330,13 @@ def told(**changed):
     return lambda message: encode(message._replace(fields=message.fields | changed))
 
 
+def of_version(version, data):
+    """The same frame as another version would write it: its first bytes say which, and have a checksum."""
+    first = data[:8] + version.to_bytes(4, "little") + data[12:32]
+    body = first + hashlib.sha256(first).digest() + data[64:-32]
+    return body + hashlib.sha256(body).digest()
+
+
 def spoilt_site(spoil):
     def change(message):
         return told(site=tuple(spoil(x.copy()) for x in message.fields["site"]))(message)
@@ -359,8 +367,10 @@ def skewed(x):
             None,
         ),
         (lambda message: b"garbage", "has not answered question"),
+        (lambda message: of_version(1, encode(message)), "is of format 1, older than the 2 that is read here"),
+        (lambda message: of_version(3, encode(message)), "is of format 3, newer than the 2 that is read here"),
     ],
-    ids=["nan", "skewed", "shape", "version", "label", "ahead", "report", "gap", "garbage"],
+    ids=["nan", "skewed", "shape", "version", "label", "ahead", "report", "gap", "garbage", "older", "later"],
 )
 def test_answers_that_cannot_be_are_refused_by_name(refused, change, word):
     """And the state is what it was: the next round, undisturbed, is the one that would have been."""
@@ -433,9 +443,7 @@ def test_what_does_not_go_is_refused_by_name(choices, word):
         pvi.run(KEY, 1, X, Y, progress_bar=False)
 
 
-def test_models_and_guides_that_do_not_go_are_refused_by_name():
-    with pytest.raises(PVIError, match="does not go with AutoExponentialFamily"):
-        PVI(logistic, AutoExponentialFamily(logistic), runtime=InProcess())
+def test_what_no_process_can_be_handed_is_refused_by_name():
     with pytest.raises(PVIError, match="'east' is made of cannot be handed to a process"):
         Pipes([Share("east", logistic, ELBO, 1, None, None, [], (), ())])
     with pytest.raises(PVIError, match=r"wait=0.*positive"):

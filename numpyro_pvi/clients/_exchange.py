@@ -178,9 +178,11 @@ class Exchange:
         found = self._ask(dict.fromkeys(range(len(self.labels)), ("plan?", fields)), "hello")
         return [found[place].fields["facts"] for place in range(len(self.labels))]
 
-    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
+    def look(
+        self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = (), groups: np.ndarray | None = None
+    ) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
-        places, same = range(len(self.labels)), None
+        places, same = list(range(len(self.labels))) if groups is None else [int(g) for g in groups], None
         if how["ask"] in _OF_NAMES:
             # What is made of names is the same whenever it is asked for, and a step asks for it more than once.
             same = how["ask"], *(np.asarray(x).tobytes() for x in (*shared, *own))
@@ -192,7 +194,9 @@ class Exchange:
             while self._awaited:
                 self._wait_for_errands()
             found = self._ask(
-                {m: ("look?", {"how": how, "q": shared, "rest": _row(own, m)}) for m in places}, "look", keep=True
+                {m: ("look?", {"how": how, "q": shared, "rest": _row(own, i)}) for i, m in enumerate(places)},
+                "look",
+                keep=True,
             )
             named = "held" in how and (how["held"] or how["ask"] == "look")
             told = shapes[:-1] if named else shapes
@@ -451,7 +455,9 @@ class Exchange:
         self._count(received=len(data))
         try:
             message = decode(data, RECORDS)
-        except WireError:
+        except WireError as error:
+            if error.fault in ("newer", "older") and 0 <= place < len(self.labels):
+                raise self._refused(place, f"{error} Install one version of numpyro_pvi on both sides") from error
             # As good as lost: the question is repeated.
             self._count(damaged=1)
             return
@@ -508,11 +514,12 @@ class Exchange:
             raise self._refused(
                 place, f"its site has version {fields['version']}, which is not newer than {self._versions[place]}"
             )
-        for leaf in fields["site"]:
+        for leaf, wanted in zip(fields["site"], site, strict=True):
             if not np.all(np.isfinite(leaf)):
                 raise self._refused(place, "its site is not finite")
-            if leaf.ndim == 2:
-                gap, size = np.max(np.abs(leaf - leaf.T), initial=0.0), np.max(np.abs(leaf), initial=0.0)
+            if wanted.symmetric:
+                gap, size = np.abs(leaf - np.swapaxes(leaf, -1, -2)), np.max(np.abs(leaf), initial=0.0)
+                gap = np.max(gap, initial=0.0)
                 if gap > _ASYMMETRY[leaf.dtype.name] * size:
                     raise self._refused(place, f"its site's precision is not symmetric (by {gap:.2g} of {size:.2g})")
         self._versions[place] = fields["version"]

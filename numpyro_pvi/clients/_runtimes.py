@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import ClientError, PVIError, WireError
 from ..handlers import labels_table
-from ..runtime import Engine, RemoteEngine, RowlessEngine, RuntimeDefaults, Vmap
+from ..runtime import Engine, RemoteEngine, RemoteProductEngine, RowlessEngine, RuntimeDefaults, Vmap
 from ..sites import Held
 from ._exchange import Exchange, Traffic, Transport
 from ._holders import Holders, agree_on
@@ -57,9 +57,11 @@ class Line:
         now = Traffic() if self.exchange is None else self.exchange.traffic
         return Traffic(*(a + b for a, b in zip(self._before, now, strict=True)))
 
-    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
+    def look(
+        self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = (), groups: np.ndarray | None = None
+    ) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.look`."""
-        return self._open.look(how, shared, shapes, own)
+        return self._open.look(how, shared, shapes, own, groups)
 
     def seen(self, shapes: tuple) -> tuple:
         """See :meth:`numpyro_pvi.runtime.Network.seen`."""
@@ -167,16 +169,20 @@ class ClientsRuntime(RuntimeDefaults):
         """The engine whose rounds are with clients.
 
         Raises:
-            PVIError: for a fit under AutoExponentialFamily.
+            PVIError: for a fit under AutoExponentialFamily whose clients have their own rows.
         """
-        if not isinstance(engine, Engine):
+        if isinstance(engine, Engine):
+            given = (engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles)
+            kind = RemoteEngine if self.elsewhere is None else RowlessEngine
+            return kind(*given, network=self._line)
+        if self.elsewhere is not None:
             raise PVIError(
-                f"runtime={type(self).__name__}(...) does not go with AutoExponentialFamily, whose rounds take turns over "
-                "components of q: use a Gaussian guide, or leave runtime out."
+                f"runtime={type(self).__name__}(clients=...) does not go with AutoExponentialFamily: what q's components are "
+                "conjugate in is found at rows, and clients that have their own do not tell it yet. Use a Gaussian guide, or "
+                f"runtime={type(self).__name__}() and give the fit the rows, which it deals out."
             )
-        given = (engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles)
-        kind = RemoteEngine if self.elsewhere is None else RowlessEngine
-        return kind(*given, network=self._line)
+        given = engine.model, engine.solver, engine.schedule, self, engine.num_particles, engine.optim
+        return RemoteProductEngine(*given, network=self._line)
 
     @property
     def labels(self) -> tuple[Hashable, ...]:

@@ -439,8 +439,9 @@ class SumExchange(Exchange):
 
     # ------------------------------------------------------------------ in sums
 
-    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
+    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = (), groups: Any = None) -> tuple:
         """The sum of the clients' values at a q; NaN where it is without a client. See :meth:`numpyro_pvi.runtime.Network.look`."""
+        del groups
 
         def ask() -> list[tuple]:
             if how["ask"] not in ("look", "values") or own:

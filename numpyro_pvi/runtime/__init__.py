@@ -1,6 +1,6 @@
 """Runtimes: where the groups' passes over their rows are run."""
 
-from ._answers import Answers, programs_of
+from ._answers import Answers
 from ._base import LaxMap, Runtime, RuntimeDefaults, Vmap
 from ._engine import Engine, RoundsDone, gradient_jumps
 from ._factors import FactorData
@@ -21,6 +21,7 @@ from ._product_plan import (
     value_shapes,
     with_tilted,
 )
+from ._product_remote import RemoteProductEngine
 from ._product_subset import Labels, ProductMemory, is_partial, most_groups
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
@@ -34,6 +35,7 @@ __all__ = [
     "Answers",
     "Network",
     "RemoteEngine",
+    "RemoteProductEngine",
     "RowlessEngine",
     "SummedEngine",
     "chunk_log_likelihoods",
@@ -76,7 +78,6 @@ __all__ = [
     "noise_floor",
     "prior_members",
     "product_claims",
-    "programs_of",
     "site_with_rows",
     "spread",
     "value_shapes",

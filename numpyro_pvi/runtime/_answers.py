@@ -16,6 +16,7 @@ from .._state import Plan
 from ..errors import PVIError
 from ..expectations import RULES, Expected, PointSet
 from ..factors import join_arguments
+from ._base import Vmap
 from ._engine import Engine
 from ._factors import Draws
 from ._held import HeldPrograms, Units, held_programs, own_draws, starting
@@ -138,19 +139,19 @@ class Answers:
     """Answers for one group's rows: a look, values at points, and a visit.
 
     Args:
-        engine: the client's choices.
+        solver: the fit's.
         plan: of one group.
         packing: of its rows.
         dynamic: arrays of its arguments.
         prior: ``(natural, exact mask)`` of the exactly held prior, which enters no answer.
-        programs: what :func:`programs_of` has made.
+        programs: what :meth:`compiled` has made.
         units: where the group has latents of its own, its units; else None.
         params: values of the model's ``numpyro.param`` sites, of which structure and shapes are read.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        solver: Any,
         plan: Plan,
         packing: Any,
         dynamic: list,
@@ -159,19 +160,25 @@ class Answers:
         units: Units | None = None,
         params: Any = None,
     ):
-        self.family, self.solver, self._programs = plan.family, engine.solver, programs
+        self.family, self.solver, self._programs = plan.family, solver, programs
+        self.structure = plan.partition.likelihood
         self._rows = jax.tree.map(jnp.asarray, (dynamic, packing, prior, units))
         self._params = jax.tree.map(jnp.asarray, {} if params is None else params)
         # What it holds beside its site before the first round; None where it holds nothing.
         self.first_held = None
         if units is not None:
-            self.first_held = starting(plan, packing, engine.solver, units, prior[0].precision_mean.dtype)
+            self.first_held = starting(plan, packing, solver, units, prior[0].precision_mean.dtype)
         self.dtype = prior[0].precision_mean.dtype
         zeros = self.family.zeros((), self.dtype)
         self.first_memory = jax.tree.map(jnp.asarray, self.solver.init_among(self.family, self.dtype, 1))
         self.moments = jax.eval_shape(lambda: self.family.moments(zeros))
         self.site = jax.eval_shape(lambda: zeros)
         self._rule = jax.tree.structure(jax.eval_shape(lambda: first_rule(self.dtype)))
+
+    @classmethod
+    def compiled(cls, model: Any, solver: Any, num_particles: int, plan: Plan, static: tuple) -> Programs:
+        """The programs of all clients that differ in their rows only: see :func:`programs_of`."""
+        return programs_of(Engine(model, solver, None, Vmap(), None, num_particles), plan, static)  # type: ignore[arg-type]
 
     def ask_held(self, how: dict[str, Any], shared: tuple, own: tuple, held: Callable) -> tuple[tuple, Any]:
         """The answer to a question about what it holds beside its site, and what is to be kept, or None.

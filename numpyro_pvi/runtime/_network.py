@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from .._compiling import as_here
 
@@ -17,17 +17,20 @@ from .._compiling import as_here
 class Network(Protocol):
     """What carries questions to the clients and answers back. Called out of compiled programs: nothing of JAX runs in it."""
 
-    def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = ()) -> tuple:
-        """Ask every client for its factor's value, message and error at a q.
+    def look(
+        self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = (), groups: np.ndarray | None = None
+    ) -> tuple:
+        """Ask every client, or some, for its factor's value, message and error at a q.
 
         Args:
             how: static settings of the look.
             shared: what all clients are told, arrays.
             shapes: shapes and dtypes of one client's answer.
-            own: what each client alone is told, arrays with a leading axis of clients.
+            own: what each client alone is told, arrays with a leading axis of these clients.
+            groups: which clients; None for all of them.
 
         Returns:
-            NumPy arrays with a leading axis of clients.
+            NumPy arrays with a leading axis of these clients.
         """
         ...
 
@@ -50,7 +53,7 @@ class Network(Protocol):
             shared: what all clients are told, arrays.
             groups: which clients.
             own: ``(cavity, site, memory, key, start)`` of each, trees of arrays with a leading axis of these clients.
-            shapes: shapes and dtypes of one client's site, and of its memory and what it reports.
+            shapes: shapes and dtypes of one client's site (each a :class:`Leaf`), and of its memory and what it reports.
 
         Returns:
             NumPy arrays with a leading axis of these clients: the site's, the memory's, back-offs, moved, step.
@@ -111,6 +114,14 @@ def seed_of(key: Any) -> tuple[str, Array]:
     return str(jax.random.key_impl(key)), jax.random.key_data(key)
 
 
+class Leaf(NamedTuple):
+    """Shape and dtype of one array of a client's site, and whether it is the same when its last two axes are exchanged."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    symmetric: bool = False
+
+
 def stacked(one: tuple, count: int) -> tuple:
     """Shapes and dtypes of so many clients' answers, of one's."""
     return tuple(jax.ShapeDtypeStruct((count, *x.shape), x.dtype) for x in one)
@@ -124,11 +135,31 @@ def ask_all(
     shared: tuple,
     own: tuple = (),
     params: tuple = (),
+    groups: Int[Array, "count"] | None = None,
 ) -> tuple:
-    """Ask all of so many clients (see :meth:`Network.look`), who are told the params' values where there are any."""
+    """Ask all of so many clients, or those of ``groups`` (see :meth:`Network.look`); they are told the params' values, if any."""
     if params:
         how, shared = {**how, "params": len(params)}, (*shared, *params)
-    return call_out(lambda shared, own: network.look(how, shared, one, own), stacked(one, count), (shared, own))
+    return call_out(
+        lambda shared, own, groups: network.look(how, shared, one, own, groups),
+        stacked(one, count),
+        (shared, own, groups),
+    )
+
+
+def spent(network: Any, ends: Any, after: Any) -> Int[Array, "3"]:
+    """What was really sent in a round, repetitions included: see :meth:`Network.spent`.
+
+    Args:
+        network: who carries questions.
+        ends: whether the round counts.
+        after: arrays that must be there before: all that the round asked for.
+
+    Returns:
+        Round trips, bytes to clients, and bytes from them.
+    """
+    shape = (jax.ShapeDtypeStruct((3,), jnp.int32),)
+    return call_out(lambda ends, *_: network.spent(ends), shape, (ends, *jax.tree.leaves(after)))[0]
 
 
 def call_out(ask: Callable, shapes: tuple, operands: tuple) -> tuple:

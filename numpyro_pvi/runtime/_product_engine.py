@@ -37,8 +37,10 @@ from ._product_problem import ProductProblem
 from ._product_rounds import run_rounds, step_in_turns, sweep
 from ._product_subset import (
     Beside,
+    Chosen,
     SomeRows,
     batch_rows,
+    few_of,
     first_memory,
     is_partial,
     loss_when_due,
@@ -328,7 +330,7 @@ class ProductFactors:
 
         def solve(xs: tuple) -> LocalResult:
             index, site, state, own, start = xs
-            factor = self._factor(index, site, noise)
+            factor = self.factor(index, site, noise)
             return self.solver.solve(factor, cavity(evaluation.q, site), site, state, own, start=start, guarded=True)
 
         operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, evaluation.groups)
@@ -360,6 +362,10 @@ class ProductFactors:
     def part(self, carry: RoundCarry, groups: Int[Array, "K"], there: Bool[Array, "K"], noise: Any) -> Part:
         """Some groups as a problem of their own: see :func:`numpyro_pvi.runtime._product_subset.part_of`."""
         return part_of(self, carry, groups, there, noise)
+
+    def few(self, sites: SiteStack, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> tuple[Chosen, ProductProblem]:
+        """Some groups and the problem of these: see :func:`numpyro_pvi.runtime._product_subset.few_of`."""
+        return few_of(self.problem, sites, groups, there)
 
     def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
         """Every group's moments matched, from one q and on draws that all share."""
@@ -403,7 +409,7 @@ class ProductFactors:
             if self.solver.factors == "row":
                 return rows_of_group(tilted, index, q, site, local)
             return tilted.visit(index, q, site, state, tilted.alone(index, q)), None
-        factor = self._factor(index, site, noise)
+        factor = self.factor(index, site, noise)
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
@@ -422,7 +428,9 @@ class ProductFactors:
         solver = solver_of_prior(self.solver)
         return solver.solve(factor, cavity(q, site), site, state, key, start=start, guarded=guarded)
 
-    def _factor(self, index: Any, site: Any, noise: Any) -> Any:
+    def factor(self, index: Any, site: Any, noise: Any) -> Any:
+        """One group's factor as a solver's visit sees it; ``noise`` is the key of the draws."""
+
         def expected(moments: FamilyMoments) -> Expected:
             stack = SiteStack(jax.tree.map(lambda x: x[None], site), None)
             message, _, value = self.problem.group_value_and_message(moments.natural, stack, index, noise)
@@ -519,10 +527,24 @@ class ProductEngine(FitsParams):
             The factors; the sites of groups whose rows are not at hand count as a prior.
         """
         plan: Any = state.plan
-        draws = max(int(self.solver.num_draws), self.num_particles)
         runtime, others = self.runtime_of(state.packing), state.sites.others
         kind, prior = (ProductProblem, state.prior) if others is None else (Beside, state.prior + sum_slots(others))
-        return kind(plan, self.call(state, args, kwargs, params), state.packing, prior, draws, runtime)
+        return kind(plan, self.call(state, args, kwargs, params), state.packing, prior, self.num_draws, runtime)
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of a latent that is drawn."""
+        return max(int(self.solver.num_draws), self.num_particles)
+
+    def factors(self, problem: ProductProblem, *beside: Any) -> ProductFactors:
+        """The factors as schedules see them; what follows the problem is as of :class:`ProductFactors` after its solver."""
+        return ProductFactors(problem, self.solver, *beside)
+
+    def tallied(
+        self, state: PVIState, carry: RoundCarry, loss: Float[Array, ""]
+    ) -> tuple[PVIState, RoundCarry, Float[Array, ""]]:
+        """State, carry and loss after a round, whose report tells what was sent in it: nothing, where nobody is asked."""
+        return state, carry, loss
 
     def prior_gap(self, plan: Any, packing: Any, args: tuple, kwargs: dict, optim_state: Any, at: Any) -> Any:
         """See :meth:`numpyro_pvi.runtime.Engine.prior_gap`; ``at`` are natural parameters, where other latents are looked at."""
@@ -679,7 +701,7 @@ class ProductEngine(FitsParams):
 
         def problem_of(state: PVIState) -> ProductFactors:
             beside = state.sites if self.in_turns else None
-            return ProductFactors(factors(state), self.solver, None, continued, self.in_turns, beside)
+            return self.factors(factors(state), None, continued, self.in_turns, beside)
 
         # Rounds of some groups look at these alone.
         partial = self.in_turns and self.schedule.partial
@@ -704,13 +726,13 @@ class ProductEngine(FitsParams):
             state = with_params(state)
             if partial:
                 state, loss = loss_when_due(self, state, lambda: -self._elbo(factors(state), state))
-                return state, carry._replace(report=state.report), loss
+                return self.tallied(state, carry._replace(report=state.report), loss)
             if anew:
                 evaluation = looked_at(problem_of(state), state)
                 report = carry.report._replace(finite=sound(evaluation.elbo) | self.solver.private)
                 carry = carry._replace(evaluation=evaluation, report=report)
                 state = dataclasses.replace(state, report=report)
-            return state, carry, -carry.evaluation.elbo
+            return self.tallied(state, carry, -carry.evaluation.elbo)
 
         evaluation = looked_at(problem_of(state), state)
         memories = state.solver_state, state.prior_solver_state, state.schedule_state

@@ -534,22 +534,9 @@ class ProductProblem:
             The error; zero where no factor is taken over predictors.
         """
         q, found = posterior(self.prior, sites), [jnp.zeros(())]
-        space, prior = self._likelihood(), self._prior_factor()
-        if space.structure.terms:
-            reading, (variables, rest) = self.plan.partition.reading, space.variables(q)
-
-            def one(own: tuple) -> Array:
-                chunk = own[0]
-                here, masks = self.call.rows(reading, chunk), reading.masks(self.packing, chunk)
-
-                def error(values: dict, _: Any = None, laws: Any = None) -> Array:
-                    law = self.plan.predictor_law(space.structure, laws)
-                    return worst_error(law, self.plan.latent_values(values), here, masks)
-
-                own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
-                return space.average(*own, error, key, self._rows_key(key, chunk))
-
-            found.append(self.runtime.largest(jnp.max(self._map_chunks(one))))
+        prior = self._prior_factor()
+        if self.plan.likelihood.terms:
+            found.append(self.rows_error(q, key))
         if prior is not None and prior.structure.terms:
 
             def outside(values: dict, _: Any = None, laws: Any = None) -> Array:
@@ -560,6 +547,24 @@ class ProductProblem:
             found.append(prior.average(*prior.variables(q), outside, key))
         worst = jnp.stack(found).max()
         return jnp.where(jnp.isnan(worst), jnp.inf, worst)
+
+    def rows_error(self, q: ProductNatural, key: Any) -> Float[Array, ""]:
+        """The groups' part of :meth:`quadrature_error`, where their factors are taken over predictors."""
+        space, reading = self._likelihood(), self.plan.partition.reading
+        variables, rest = space.variables(q)
+
+        def one(own: tuple) -> Array:
+            chunk = own[0]
+            here, masks = self.call.rows(reading, chunk), reading.masks(self.packing, chunk)
+
+            def error(values: dict, _: Any = None, laws: Any = None) -> Array:
+                law = self.plan.predictor_law(space.structure, laws)
+                return worst_error(law, self.plan.latent_values(values), here, masks)
+
+            own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
+            return space.average(*own, error, key, self._rows_key(key, chunk))
+
+        return self.runtime.largest(jnp.max(self._map_chunks(one)))
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 

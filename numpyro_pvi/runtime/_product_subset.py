@@ -523,6 +523,14 @@ def _whole_prior(problem: ProductProblem, prior: Any, new: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- some groups
 
 
+def few_of(
+    problem: ProductProblem, sites: SiteStack, groups: Int[Array, "K"], there: Bool[Array, "K"]
+) -> tuple[Chosen, ProductProblem]:
+    """Some groups, and the problem of their rows beside the sites of all others; arguments as of :func:`part_of`."""
+    chosen = whole_groups(problem, groups, there)
+    return chosen, view_of(problem, chosen, others(problem, sites, chosen))
+
+
 def part_of(factors: Any, carry: RoundCarry, groups: Int[Array, "K"], there: Bool[Array, "K"], noise: Any) -> Part:
     """Some groups as a problem of their own: see :class:`numpyro_pvi.schedules.Part`.
 
@@ -537,8 +545,8 @@ def part_of(factors: Any, carry: RoundCarry, groups: Int[Array, "K"], there: Boo
         The part; of rows' own latents it has those of its rows.
     """
     problem, sites, last = factors.problem, carry.sites, carry.report
-    chosen = whole_groups(problem, groups, there)
-    view, ids = view_of(problem, chosen, others(problem, sites, chosen)), row_ids(chosen)
+    chosen, view = factors.few(sites, groups, there)
+    ids = row_ids(chosen)
     prior = _own_prior(problem, chosen, sites.prior)
     own = SiteStack(own_groups(sites, chosen), prior, local_of(problem, chosen, sites.local))
     here = dataclasses.replace(factors, problem=view, beside=own)

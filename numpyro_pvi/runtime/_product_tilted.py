@@ -220,11 +220,13 @@ class ProductTilted:
         problem: the factors.
         solver: whose ``power`` and ``moments`` count.
         key: of the round's draws, common to all groups.
+        first: what draws of one group's own know of its position: that of the problem's first group among all.
     """
 
     problem: ProductProblem
     solver: Any
     key: Any
+    first: Any = 0
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -346,7 +348,7 @@ class ProductTilted:
             self.methods[0],
             self.group_values(index),
             self._group_slopes(index),
-            jax.random.fold_in(jax.random.fold_in(self.key, _CHAINS), index),
+            jax.random.fold_in(jax.random.fold_in(self.key, _CHAINS), self.first + index),
         )
         return self._pointed(looks, q, site, shared, chains, power)
 
@@ -391,7 +393,7 @@ class ProductTilted:
             return fresh.group(index, at, own, common, chains, power)
 
         factor = MatchedFactor(self.problem.family, self._rules(0), tilted)
-        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), index)
+        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), self.first + index)
         return self.solver.solve_families(factor, q, site, state, key)
 
     def visit_prior(self, q: ProductNatural, site: ProductNatural, state: MatchState) -> LocalResult:
@@ -430,7 +432,7 @@ class ProductTilted:
         """
         if self.methods[0] != "importance":
             return shared
-        return dataclasses.replace(self, key=jax.random.fold_in(self.key, index)).shared(q)
+        return dataclasses.replace(self, key=jax.random.fold_in(self.key, self.first + index)).shared(q)
 
     def _prior_values(self, values: dict) -> Array:
         return _over_points(self.problem._prior_density, values, 1)

@@ -29,12 +29,12 @@ from ..factors import exact_log_constant
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import Held, SiteStack, cavity, damp
 from ..solvers import LocalResult
-from ._answers import NUMBERS
+from ._answers import NUMBERS, Answers
 from ._engine import Engine
 from ._factors import Draws, FactorData
 from ._held import Wanted
 from ._local import LocalProblem, fall_explained
-from ._network import TICKET, Network, ask_all, call_out, seed_of, stacked
+from ._network import TICKET, Leaf, Network, ask_all, call_out, seed_of, spent, stacked
 from ._programs import FactorReader, whole_call
 from ._refinement import cheaper_rule
 from ._tilted import keeps_rows
@@ -362,8 +362,10 @@ class RemoteProblem(LocalProblem):
             how, shared = {**how, "params": len(self.params)}, (*shared, *self.params)
         number, flag = jax.ShapeDtypeStruct((), self.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
         reported = (jax.ShapeDtypeStruct((), jnp.int32), flag, *(number,) * self.tells_step)
-        one = tuple(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), x) for x in own[1:3])
-        return how, own, shared, (*one, reported)
+        # Of a Gaussian's natural parameters a matrix is a precision.
+        first = tuple(Leaf(x.shape[1:], x.dtype, x.ndim == 3) for x in own[1])
+        memory = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in own[2])
+        return how, own, shared, (first, memory, reported)
 
 
 def visited(found: tuple, site: Any, state: Any) -> LocalResult:
@@ -610,6 +612,8 @@ class RemoteEngine(Engine):
     keeps: bool = True
 
     of_clients = True
+    # What answers for one group's rows.
+    answering = Answers
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
@@ -635,9 +639,8 @@ class RemoteEngine(Engine):
     def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
         """See :meth:`Engine.tallied`: what was really sent, repetitions included."""
         # All that the round asked for must have come before it is counted.
-        after = ends, carry.evaluation.elbo, *jax.tree.leaves((carry.sites, carry.schedule))
-        shape = (jax.ShapeDtypeStruct((3,), jnp.int32),)
-        report = carry.report._replace(traffic=call_out(lambda ends, *_: self.network.spent(ends), shape, after)[0])
+        after = carry.evaluation.elbo, carry.sites, carry.schedule
+        report = carry.report._replace(traffic=spent(self.network, ends, after))
         return dataclasses.replace(state, report=report), carry._replace(report=report)
 
     def refuse(self, state: PVIState) -> None:

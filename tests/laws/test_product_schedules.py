@@ -130,9 +130,9 @@ def test_prior_and_sites_make_q(name):
 @pytest.mark.once
 @each
 def test_rows_of_another_group_are_noticed(name, monkeypatch):
-    own = _product_engine.ProductFactors._factor
+    own = _product_engine.ProductFactors.factor
     monkeypatch.setattr(
-        _product_engine.ProductFactors, "_factor", lambda self, index, site, noise: own(self, 0 * index, site, noise)
+        _product_engine.ProductFactors, "factor", lambda self, index, site, noise: own(self, 0 * index, site, noise)
     )
     with pytest.raises(AssertionError):
         ends_where_ascent_does(name, run(name, lambda x, y: line(x, y))[1].params)
