@@ -248,7 +248,9 @@ def plan_product(
         found = here.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents)
         return {n: plan.over_base_measure(values, n, x) for n, x in found.items()}
 
-    likelihood = structure(likelihood_terms, "groups' likelihood", partial(_sites, plan, call, True))
+    likelihood = planned.structure
+    if likelihood is None:
+        likelihood = structure(likelihood_terms, "groups' likelihood", partial(_sites, plan, call, True))
     prior_factor, base_site = None, None
     if any(n not in held and n not in plan.row_axes for n, _ in family.components) or part.outside:
 

@@ -35,7 +35,7 @@ from ._posterior_views import FactorWords
 from ._saving import prototype
 from ._state import Plan, PVIState
 from ._state_marginals import natural_of
-from ._user_inputs import Opening, float_dtype
+from ._user_inputs import Opening, float_dtype, watched
 from ._verified import Contradiction, cannot_go_on, remark
 from .errors import ImproperError, PVIError, StateError
 from .expectations import FactorStructure, with_draws
@@ -46,6 +46,7 @@ from .factors import (
     abstract_trace,
     arrive,
     choose_chunk_rows,
+    is_latent,
     join_arguments,
     pack_rows,
     split_arguments,
@@ -113,9 +114,14 @@ class FamilyFit:
     def plan(self, pvi: Any, opening: Opening, init_params: dict | None) -> Begun:
         """Find what every factor is conjugate in."""
         args, kwargs, plan_key, solver = opening.args, opening.kwargs, opening.plan_key, pvi.solver
+        elsewhere = pvi.runtime.elsewhere
+        if elsewhere is not None:
+            refuse_members_elsewhere(opening)
         components = components_of(pvi.guide, value_shapes(opening.trace))
 
         def split(opening: Opening) -> Planned:
+            if elsewhere is not None:
+                return elsewhere.plan_families(components.family, expectation_of(solver), plan_key)
             return plan_beside(opening.partition, components.family, opening.held, args, kwargs, plan_key)
 
         opening, planned = opening.plan(pvi, split)
@@ -129,6 +135,8 @@ class FamilyFit:
         plan, prior, base_site = plan_product(planned, components, call, base, *given, away=away)
         plan = proved_plan(plan, expectation_of(solver)) if solver.private else plan
         check_partial(solver, pvi.schedule, plan)
+        if elsewhere is not None:
+            elsewhere.compare_priors(pvi._engine, plan, (args, kwargs))
         optim_state = init_optim(pvi.optim, pvi.guide, params)
         rows = split_arguments(args, kwargs)
         return Begun(opening, planned, plan, optim_state, *rows, components.start, (prior, base_site))
@@ -263,6 +271,24 @@ class FamilyFit:
         return product_types(guide)
 
 
+def refuse_members_elsewhere(opening: Opening) -> None:
+    """Raise for latents of rows that are not here.
+
+    Args:
+        opening: the call of ``init``.
+
+    Raises:
+        PVIError: naming them.
+    """
+    inside = [n for n, s in opening.trace.items() if is_latent(s) and opening.rows.of(s) is not None]
+    if inside:
+        raise PVIError(
+            f"clients do not go with latents inside the partitioned plate ({', '.join(inside)}) under AutoExponentialFamily: q has "
+            "members for single rows, which a server would hold. Sum or integrate them out in the model, or use a Gaussian guide, "
+            "under which they stay with their client."
+        )
+
+
 def _plan_of(state: PVIState) -> Any:
     """A state's plan, which is a :class:`numpyro_pvi.runtime.ProductPlan`."""
     return state.plan
@@ -346,14 +372,16 @@ def _away_from_prior(
     by_predictors = plan.likelihood.by_predictors and not plan.inside
     arrays, static = split_arguments(args, kwargs)
     if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed:
-        sites = _curved_sites(engine, static, state, arrays, level=level_of_looks(state, arrays))
+        run = partial(_curved_sites, engine, static, state, arrays, level=level_of_looks(state, arrays))
+        sites = watched(engine.runtime, plan, run)
         return dataclasses.replace(state, sites=sites)
     if engine.solver.matches_moments or engine.solver.private or (not plan.inside and not plan.summed):
         return state
     key = look(lambda key: jax.random.fold_in(key, 0), state.rng_key)
     weights = first_weights(plan, key) if plan.summed else None
     given = state, start, key, weights, arrays
-    return dataclasses.replace(state, sites=_sites_apart(engine, static, *given, level=level_of_looks(given)))
+    run = partial(_sites_apart, engine, static, *given, level=level_of_looks(given))
+    return dataclasses.replace(state, sites=watched(engine.runtime, plan, run))
 
 
 # Programs of the fit that begins, like its rounds: traced when it is first made, and not at every `run`.
@@ -395,7 +423,7 @@ def _ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs:
         problem = factors_of(engine.problem(state, args, kwargs), solver)
         return jointly_affine(problem, state.sites, engine.noise(state.rng_key))
 
-    likelihood, prior = look(affine, state, arrays)
+    likelihood, prior = watched(engine.runtime, plan, partial(look, affine, state, arrays))
     plan = with_tilted(plan, solver, (bool(likelihood), bool(prior)))
     state = dataclasses.replace(state, plan=plan)
     fields = engine.unvisited(state, posterior(state.prior, state.sites), float_dtype(), None, args, kwargs)
@@ -470,16 +498,14 @@ def _with_prior_factor(pvi: Any, state: PVIState, names: list[str], args: tuple,
     trace = abstract_trace(pvi.model, key, args, kwargs)
     components = dataclasses.replace(components_of(pvi.guide, value_shapes(trace)), start=q)
     base = Plan(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)})
-    planned = Planned(plan.partition, state.packing, jnp.zeros(0), jnp.zeros(0), {})
+    planned = Planned(plan.partition, state.packing, np.zeros(0), np.zeros(0), {}, structure=plan.likelihood)
     kept = {*names, *(n for n, _ in plan.family.components if n not in plan.exact)}
     given = expectation_of(pvi.solver), plan.turns, plan.inside, key, kept
     call = pvi._engine.call(state, args, kwargs)
     new, _, _ = plan_product(planned, components, call, base, *given, away=away_from(pvi.guide, call.params, key))
     # What was found of the groups before stands, with what was already given up of it.
     proved = new.partition.proved & plan.partition.proved
-    new = dataclasses.replace(
-        new, likelihood=plan.likelihood, partition=dataclasses.replace(new.partition, proved=proved)
-    )
+    new = dataclasses.replace(new, partition=dataclasses.replace(new.partition, proved=proved))
 
     def only(parts: dict, moved: bool) -> ProductNatural:
         return ProductNatural(

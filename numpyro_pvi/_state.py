@@ -19,6 +19,10 @@ from .sites import SiteStack
 SKIP_LIMIT = 10
 
 
+# What is found at rows of how a likelihood is taken.
+_TOLD = ("likelihood", "terms", "unstructured")
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The static, hashable part of a state: everything that was decided by looking at values, decided once in ``init``."""
@@ -98,6 +102,21 @@ class Plan:
     def latents(self) -> Any:
         """How the model is traced at one of :meth:`shared_draws`: see :class:`numpyro_pvi.factors.FlatLatents`."""
         return FlatLatents(self.partition.layout)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What clients are told to take their rows for."""
+        return {n: getattr(self.partition, n) for n in _TOLD} | {"chained": self.chained}
+
+    def taking(self, told: Mapping[str, Any]) -> Plan:
+        """A client's plan, with its rows taken for what it is told: the inverse of :attr:`told`."""
+        part = dataclasses.replace(self.partition, **{n: told[n] for n in _TOLD})
+        return dataclasses.replace(self, partition=part, chained=told["chained"])
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What a client says that it has found at its rows, beside how the model is partitioned."""
+        return {}
 
     def by_draws(self, rule: Rule) -> bool:
         """Whether any factor's expectations are by random draws, under a rule as NumPy's arrays."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import ClientError, WireError
+from ..expectations import FactorStructure, LatentRole
 from ..factors import (
     ArgumentSignature,
     DerivedLeaf,
@@ -33,7 +34,7 @@ RECORDS = {
     kind.__name__: kind
     for kind in (
         *(ArgumentSignature, DerivedLeaf, Enumeration, GroupTable, Layout, LeafSignature, LocalLayout, PartitionPlan),
-        *(Predictor, Reading, RowAxes, TermSpec),
+        *(FactorStructure, LatentRole, Predictor, Reading, RowAxes, TermSpec),
     )
 }
 # What a round's report counts, and the largest number in it.

@@ -15,10 +15,10 @@ from .._initial import refuse_nothing_shared
 from .._saving import settings_of
 from .._state import Plan
 from ..errors import ClientError, PVIError, StateError
+from ..expectations import FactorStructure, with_draws
 from ..factors import PartitionPlan, Planned, choose_chunk_rows, join_arguments, pack_rows, split_arguments
 from ..guides import family_of
 from ..handlers import Partition, known_labels, labels_table
-from ..runtime import whole_call
 from ..wire import KeyData, digest_of
 
 # From what says most of rows to what says least.
@@ -194,12 +194,8 @@ class Holders:
     def plan(self, pvi: Any, layout: Any, family: Any, arguments: tuple, key: Any) -> Planned:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.plan`."""
         args, kwargs, signature = arguments
-        place = KeyData(np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
-        facts = self._asked(lambda exchange: exchange.describe(place))
-        self.line.described = facts
-        agree_on(self.labels, [_shapes(said) for said in facts], ())
+        facts = self._found(key)
         parts = [said["part"] for said in facts]
-        agree_on(self.labels, [_fixed(part) for part in parts], ())
         local = parts[0].local
         own = () if local is None else local.names
         if list(zip(parts[0].layout.names, parts[0].layout.shapes, strict=True)) != [
@@ -209,34 +205,61 @@ class Holders:
                 f"client {self.labels[0]!r} has the latents {parts[0].layout}, and the server {layout}: they are not of one model.",
                 self.labels[0],
             )
-        rows = [label for label, said in zip(self.labels, facts, strict=True) for _ in range(said["rows"])]
-        layout, family = parts[0].layout, family_of(pvi.guide, parts[0].layout.dim)
         refuse_nothing_shared(parts[0])
-        table = labels_table(rows)
-        packing = pack_rows(table, choose_chunk_rows(table.sizes, dim=layout.dim))
-        shape: dict[str, Any] = {"chunk_rows": packing.rows.shape[1], "num_chunks": packing.rows.shape[0]}
-        if local is not None:
-            shape["local"] = dataclasses.replace(local, size=len(rows))
-        part = dataclasses.replace(_joined(parts), table=table, **shape)
-        loc, sd = facts[0]["loc"], facts[0]["sd"]
-        self._compare_priors(pvi._engine, Plan(part, family, signature), (args, kwargs), facts, loc)
-        nearby = np.sum([said["nearby"] for said in facts], axis=0)
-        params = self._params(facts)
-        self.line.place = place
-        return Planned(part, packing, loc, sd, params, nearby=nearby)
+        part, packing = self._split(facts)
+        self.compare_priors(pvi._engine, Plan(part, family_of(pvi.guide, part.layout.dim), signature), (args, kwargs))
+        (loc,), nearby = facts[0]["at"], np.sum([said["nearby"] for said in facts], axis=0)
+        return Planned(part, packing, loc, facts[0]["sd"], self._params(facts), nearby=nearby)
 
-    def _compare_priors(self, engine: Any, plan: Any, arguments: tuple, facts: list[dict[str, Any]], loc: Any) -> None:
-        """Raise where a client's prior is another than the server's, which has nothing to read it off but the model."""
+    def plan_families(self, family: Any, expectation: str, key: Any) -> Planned:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.plan_families`."""
+        facts = self._found(key)
+        found = [said["found"] for said in facts]
+        agree_on(self.labels, found, ("structure",))
+        own = tuple((name, repr(one)) for name, one in family.components)
+        if found[0]["families"] != own:
+            raise ClientError(
+                f"client {self.labels[0]!r} has the latents {found[0]['families']}, and the server {own}: they are not of one "
+                "model and guide.",
+                self.labels[0],
+            )
+        part, packing = self._split(facts)
+        structure = joined_structure([one["structure"] for one in found], family, expectation)
+        return Planned(part, packing, np.zeros(0), np.zeros(0), self._params(facts), structure=structure)
+
+    def _found(self, key: Any) -> list[dict[str, Any]]:
+        """What clients have found at their rows with a key, of one model's."""
+        place = KeyData(np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
+        facts = self._asked(lambda exchange: exchange.describe(place))
+        self.line.described = facts
+        agree_on(self.labels, [_shapes(said) for said in facts], ())
+        agree_on(self.labels, [_fixed(said["part"]) for said in facts], ())
+        self.line.place = place
+        return facts
+
+    def _split(self, facts: list[dict[str, Any]]) -> tuple[PartitionPlan, Any]:
+        """How all rows together are taken, and where they would stand."""
+        parts = [said["part"] for said in facts]
+        rows = [label for label, said in zip(self.labels, facts, strict=True) for _ in range(said["rows"])]
+        table = labels_table(rows)
+        packing = pack_rows(table, choose_chunk_rows(table.sizes, dim=parts[0].layout.dim))
+        shape: dict[str, Any] = {"chunk_rows": packing.rows.shape[1], "num_chunks": packing.rows.shape[0]}
+        if parts[0].local is not None:
+            shape["local"] = dataclasses.replace(parts[0].local, size=len(rows))
+        return dataclasses.replace(_joined(parts), table=table, **shape), packing
+
+    def compare_priors(self, engine: Any, plan: Any, arguments: tuple) -> None:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.compare_priors`."""
         if plan.partition.params:
             return
         dynamic, static = split_arguments(*arguments)
 
-        def numbers(arrays: list, loc: Any) -> tuple:
-            call = whole_call(engine.model, plan.partition, *join_arguments(arrays, static), {})
-            return tuple(engine.prior_numbers(plan, call, loc))
+        def numbers(arrays: list, at: tuple) -> tuple:
+            return engine.told_prior(plan, *join_arguments(arrays, static), at)
 
-        own = [np.asarray(x) for x in Program(numbers)(dynamic, loc)]
-        for label, said in zip(self.labels, facts, strict=True):
+        program = Program(numbers)
+        for label, said in zip(self.labels, self.described(), strict=True):
+            own = [np.asarray(x) for x in program(dynamic, said["at"])]
             if not all(_same(a, b) for a, b in zip(own, said["prior"], strict=True)):
                 raise ClientError(
                     f"client {label!r} has another prior than the server: the model closes over other numbers there, or its "
@@ -272,9 +295,7 @@ class Holders:
 
     def attend(self, plan: Any) -> None:
         """Have clients take their rows for what a plan says, those that have not been told or were told otherwise."""
-        line, part = self.line, plan.partition
-        exchange = self._open()
-        taken = {n: getattr(part, n) for n in ("likelihood", "terms", "unstructured")} | {"chained": plan.chained}
+        line, exchange, taken = self.line, self._open(), plan.told
         if line.taken == taken:
             return
         if line.place is None:
@@ -339,6 +360,46 @@ def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
     forms = {part.unstructured for part in parts}
     form = parts[0].unstructured if len(forms) == 1 else "stein"
     return dataclasses.replace(parts[0], likelihood=kind, terms=terms, proved=proved, unstructured=form, remarks=())
+
+
+def joined_structure(found: list[FactorStructure], family: Any, expectation: str) -> FactorStructure:
+    """What holds of all clients' factors: of every component the least, which is drawn where they have found different things.
+
+    A component that some rows do not see is taken as the others find it: their factors are constant in it.
+
+    Args:
+        found: by client.
+        family: of q.
+        expectation: as of :func:`numpyro_pvi.expectations.find_structure`.
+
+    Returns:
+        The structure; proved is what is proved of all.
+
+    Raises:
+        PVIError: where a component would have to be drawn that cannot be, or may not be.
+    """
+
+    def absent(structure: FactorStructure) -> set[str]:
+        return {role.name for role in structure.roles if role.kind == "absent"}
+
+    base = min(found, key=lambda one: len(absent(one)))
+    differ = {
+        role.name
+        for one in found
+        for role, own in zip(base.roles, one.roles, strict=True)
+        if own.kind not in ("absent", role.kind) or (own.kind != "absent" and own.single != role.single)
+    }
+    if any(_bare(one.terms) != _bare(base.terms) for one in found if one.terms):
+        differ |= set(base.by_predictors)
+    proved = [all(each) for each in zip(*([role.proved for role in one.roles] for one in found), strict=True)]
+    roles = tuple(dataclasses.replace(role, proved=sure) for role, sure in zip(base.roles, proved, strict=True))
+    # All combinations of signs are exact whatever meets in a term, an array of fewer where few do, random rows nowhere.
+    designs = {one.design for one in found}
+    design = base.design if len(designs) == 1 else "random" if "random" in designs else "all"
+    joined = dataclasses.replace(base, roles=roles, design=design)
+    if not differ:
+        return joined
+    return with_draws(joined, family, sorted(differ), expectation, "groups' likelihood")
 
 
 def _words(settings: dict[str, Any]) -> str:

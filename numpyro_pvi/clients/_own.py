@@ -19,10 +19,9 @@ from .._saving import settings_of
 from .._state_marginals import own_distributions, rows_by_unit
 from ..errors import PVIError, WireError
 from ..factors import abstract_trace, join_arguments, row_arguments, signature_of, split_arguments
-from ..guides import keeps_supports
 from ..handlers import Partition, numbered_table
 from ..pvi import PVI
-from ..runtime import Units, whole_call
+from ..runtime import Units
 from ..wire import KeyData, Message, decode, digest_of, encode
 from ._client import Respondent
 from ._exchange import RECORDS
@@ -40,7 +39,7 @@ class Client(Respondent):
 
     Args:
         model: the NumPyro model, or a :class:`numpyro_pvi.Partition` of one that names the plate (whose groups are not read).
-        guide: a Gaussian guide of it.
+        guide: a guide of it, of the kind that the server has.
         label: the group's label.
         args: the model's positional arguments, with this client's rows.
         load_rows: in place of these, called once to load them: the positional arguments as a tuple, or a pair of that and a dict of
@@ -81,11 +80,6 @@ class Client(Respondent):
             if args or kwargs:
                 raise PVIError(f"client {label!r} is given rows and load_rows, which loads them: leave one out.")
             args, kwargs = _loaded(load_rows())
-        if keeps_supports(guide):
-            raise PVIError(
-                f"client {label!r} does not go with AutoExponentialFamily, whose rounds take turns over components of q: use a "
-                "Gaussian guide, such as AutoMultivariateNormal(model), here and with the server."
-            )
         how: dict[str, Any] = {"loss": loss, "solver": solver}
         if isinstance(model, Partition):
             kept = {n: getattr(model, n) for n in ("sites", "data_axes", "mode", "chunk_size", "check")}
@@ -158,16 +152,21 @@ class Client(Respondent):
             return facts
         begun = self._shown(key)
         planned, plan = begun.planned, begun.plan
-        engine, loc = self._pvi._engine, np.asarray(planned.prior_loc)
+        engine, at = self._pvi._engine, tuple(np.asarray(x) for x in jax.tree.leaves(begun.at))
 
-        def numbers(arrays: list, loc: Any) -> tuple:
-            call = whole_call(engine.model, plan.partition, *join_arguments(arrays, begun.static), {})
-            return tuple(engine.prior_numbers(plan, call, loc))
+        def numbers(arrays: list, at: tuple) -> tuple:
+            return engine.told_prior(plan, *join_arguments(arrays, begun.static), at)
 
         part = dataclasses.replace(plan.partition, table=numbered_table((self._rows,)))
-        prior = () if part.params else tuple(np.asarray(x) for x in Program(numbers)(begun.dynamic, loc))
-        found = {"loc": loc, "sd": np.asarray(planned.prior_sd), "nearby": np.asarray(planned.nearby), "prior": prior}
-        return {**facts, "part": part, "params": jax.tree.map(np.asarray, planned.params), **found}
+        prior = () if part.params else tuple(np.asarray(x) for x in Program(numbers)(begun.dynamic, at))
+        found = {"at": at, "sd": np.asarray(planned.prior_sd), "nearby": np.asarray(planned.nearby), "prior": prior}
+        return {
+            **facts,
+            "part": part,
+            "found": plan.found,
+            "params": jax.tree.map(np.asarray, planned.params),
+            **found,
+        }
 
     def _check_privacy(self, secret: bytes | None, like: Any) -> Any:
         """What is given for a solver that is private; arguments with public rows, or None."""
@@ -251,10 +250,8 @@ class Client(Respondent):
     def _plan(self, key: KeyData, taken: dict[str, Any]) -> None:
         """Take the rows for what all clients' are taken for."""
         begun, engine = self._privately(key), self._pvi._engine
-        part = dataclasses.replace(
-            begun.plan.partition, **{n: taken[n] for n in ("likelihood", "terms", "unstructured")}
-        )
-        plan = dataclasses.replace(begun.plan, partition=part, chained=taken["chained"])
+        plan = begun.plan.taking(taken)
+        part = plan.partition
         arrays, static = split_arguments(self._args, self._kwargs)
         dtype = np.asarray(begun.planned.prior_loc).dtype
         prior = plan.family.zeros((), dtype), np.zeros(plan.family.dim, bool)

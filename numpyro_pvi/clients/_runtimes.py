@@ -21,7 +21,15 @@ import numpy as np
 
 from ..errors import ClientError, PVIError, WireError
 from ..handlers import labels_table
-from ..runtime import Engine, RemoteEngine, RemoteProductEngine, RowlessEngine, RuntimeDefaults, Vmap
+from ..runtime import (
+    Engine,
+    RemoteEngine,
+    RemoteProductEngine,
+    RowlessEngine,
+    RowlessProductEngine,
+    RuntimeDefaults,
+    Vmap,
+)
 from ..sites import Held
 from ._exchange import Exchange, Traffic, Transport
 from ._holders import Holders, agree_on
@@ -166,23 +174,13 @@ class ClientsRuntime(RuntimeDefaults):
         self._line.close()
 
     def engine(self, engine: Any) -> Any:
-        """The engine whose rounds are with clients.
-
-        Raises:
-            PVIError: for a fit under AutoExponentialFamily whose clients have their own rows.
-        """
+        """The engine whose rounds are with clients."""
+        here = self.elsewhere is None
         if isinstance(engine, Engine):
-            given = (engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles)
-            kind = RemoteEngine if self.elsewhere is None else RowlessEngine
-            return kind(*given, network=self._line)
-        if self.elsewhere is not None:
-            raise PVIError(
-                f"runtime={type(self).__name__}(clients=...) does not go with AutoExponentialFamily: what q's components are "
-                "conjugate in is found at rows, and clients that have their own do not tell it yet. Use a Gaussian guide, or "
-                f"runtime={type(self).__name__}() and give the fit the rows, which it deals out."
-            )
+            given = engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles
+            return (RemoteEngine if here else RowlessEngine)(*given, network=self._line)
         given = engine.model, engine.solver, engine.schedule, self, engine.num_particles, engine.optim
-        return RemoteProductEngine(*given, network=self._line)
+        return (RemoteProductEngine if here else RowlessProductEngine)(*given, network=self._line)
 
     @property
     def labels(self) -> tuple[Hashable, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..factors import choose_chunk_rows, join_arguments, pack_rows, split_arguments
 from ..handlers import one_group_table
-from ..runtime import Answers, Units
+from ..runtime import Answers, ProductAnswers, ProductPlan, Units
 from ._client import Respondent
 
 
@@ -31,8 +31,6 @@ class Share:
     prior: tuple
     units: Units | None = None
     params: Any = None
-    # What answers for rows of the fit's guide.
-    kind: Any = Answers
 
     def respondent(self, known: dict[Any, Any]) -> Respondent:
         """The client that answers for these rows; ``known`` as of :meth:`answers`."""
@@ -45,9 +43,10 @@ class Share:
             known: programs of other clients, which serve this one where it differs from them in its rows only.
         """
         key = self.model, self.solver, self.num_particles, self.plan, self.static
-        made = known.get(key) or (self.kind.compiled(*key), None)
+        kind: Any = ProductAnswers if isinstance(self.plan, ProductPlan) else Answers
+        made = known.get(key) or (kind.compiled(*key), None)
         given = self.plan, self.packing, self.arrays, self.prior
-        answers = self.kind(self.solver, *given, made[0], self.units, self.params)
+        answers = kind(self.solver, *given, made[0], self.units, self.params)
         step = answers.tells_step() if made[1] is None else made[1]
         known[key] = made[0], step
         part = self.plan.partition
@@ -93,7 +92,7 @@ def shares_of(engine: Any, state: Any, dynamic: list, static: tuple) -> list[Sha
             shape["local"] = dataclasses.replace(part.local, size=len(rows))
             units = Units(rows, *(np.asarray(x)[rows] for x in state.sites.local.first))
         plan = dataclasses.replace(state.plan, partition=dataclasses.replace(part, table=table, **shape))
-        given = [np.asarray(x) for x in arrays], kept, prior, units, params, engine.answering
+        given = [np.asarray(x) for x in arrays], kept, prior, units, params
         made = label, engine.model, engine.solver, engine.num_particles, plan, jax.device_get(own)
         found.append(Share(*made, *given))
     return found

@@ -664,7 +664,10 @@ class SummedClients(ClientsRuntime):
                 "answer one by one, or fit without it."
             )
         if not isinstance(engine, Engine):
-            return super().engine(engine)
+            raise PVIError(
+                "clients that are heard in sums only do not go with AutoExponentialFamily, whose components move in turns, each "
+                "from what every client says of the last: fit with runtime=InProcess(clients=...), or use a Gaussian guide."
+            )
         given = (engine.model, engine.solver, engine.schedule, self, engine.optim, engine.num_particles)
         return SummedEngine(*given, network=self._line)
 

@@ -162,6 +162,8 @@ class Planned:
     local_sd: np.ndarray | None = None
     # Log-likelihoods of the rows near the prior's location, nats: see ``densities_nearby``.
     nearby: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1))
+    # How the groups' expectations are taken where q is a product of families, if that is known already.
+    structure: Any = None
 
     @property
     def hostile(self) -> bool:

@@ -8,6 +8,7 @@ from ._held import Units
 from ._local import LocalProblem
 from ._moments import noise_floor, solver_of_prior
 from ._network import Network
+from ._product_answers import ProductAnswers
 from ._product_engine import ProductEngine
 from ._product_matching import RowMatches, factors_of, first_match_states
 from ._product_plan import (
@@ -21,7 +22,7 @@ from ._product_plan import (
     value_shapes,
     with_tilted,
 )
-from ._product_remote import RemoteProductEngine
+from ._product_remote import RemoteProductEngine, RowlessProductEngine
 from ._product_subset import Labels, ProductMemory, is_partial, most_groups
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
@@ -35,7 +36,9 @@ __all__ = [
     "Answers",
     "Network",
     "RemoteEngine",
+    "ProductAnswers",
     "RemoteProductEngine",
+    "RowlessProductEngine",
     "RowlessEngine",
     "SummedEngine",
     "chunk_log_likelihoods",

@@ -82,6 +82,35 @@ class Elsewhere(Protocol):
         """
         ...
 
+    def plan_families(self, family: Any, expectation: str, key: Any) -> Any:
+        """The same where q is a product of families.
+
+        Args:
+            family: of q.
+            expectation: how components are taken of which the holders have found different things.
+            key: random key of the points that structure is looked for at.
+
+        Returns:
+            A :class:`numpyro_pvi.factors.Planned`, with what the groups' factors are conjugate in wherever there are rows.
+
+        Raises:
+            PVIError: naming what does not go, or the holders that disagree.
+        """
+        ...
+
+    def compare_priors(self, engine: Any, plan: Any, arguments: tuple) -> None:
+        """Raise where a holder's prior is another than the server's, which has nothing to read it off but the model.
+
+        Args:
+            engine: of the fit.
+            plan: likewise.
+            arguments: positional and keyword ones, what stands in for the rows.
+
+        Raises:
+            PVIError: naming the holder.
+        """
+        ...
+
     def watched(self, plan: Any, run: Callable[[], Any]) -> Any:
         """Run programs that ask the holders in their course; what went wrong there is raised here.
 

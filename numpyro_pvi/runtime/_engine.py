@@ -393,6 +393,10 @@ class Engine(FitsParams):
         own = [prior_factor_log_density(call, loc + x, part.prior_latents, part.outside, part.rows) for x in (0, 0.5)]
         return jax.tree.leaves((found, own))
 
+    def told_prior(self, plan: Plan, args: tuple, kwargs: dict, at: tuple) -> tuple[Array, ...]:
+        """:meth:`prior_numbers` of a model without params; ``at`` are arrays that say where the prior factor is looked at."""
+        return tuple(self.prior_numbers(plan, whole_call(self.model, plan.partition, args, kwargs, {}), *at))
+
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
         """Read the exactly held prior off the model.
 

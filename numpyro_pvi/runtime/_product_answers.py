@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,22 +19,30 @@ from ..families import ProductNatural
 from ..sites import SiteStack, take
 from ._base import Vmap
 from ._product_engine import ProductEngine, ProductFactors, expected_of
-from ._product_matching import first_match_states, tilted_of
+from ._product_matching import first_match_states, group_product_evidence, tilted_of
 from ._product_problem import ProductProblem
+from ._product_tilted import rows_affine
 from ._tilted import with_chains
+from ._verification import rows_checks
 
 
 class ProductPrograms(NamedTuple):
     """What answers for one group's rows, compiled, of ``(arrays, packing, prior, params)`` first.
 
-    Values with messages, values alone, with derivatives by the params, how much quadrature misses, and visits.
+    Values with messages, values alone, with derivatives by the params, and visits; what a start asks for: messages at no more than
+    some variance, and whether factors are affine; how much quadrature misses, what is claimed of the rows beside the model, and
+    their part of the evidence.
     """
 
     message: Program
     average: Program
     slope: Program
-    error: Program
     visit: Program
+    curvature: Program
+    affine: Program
+    error: Program
+    verify: Program
+    evidence: Program
 
 
 def product_programs(engine: ProductEngine, plan: Any, static: tuple) -> ProductPrograms:
@@ -55,9 +64,10 @@ def product_programs(engine: ProductEngine, plan: Any, static: tuple) -> Product
         call = ValueCall(plan.partition.model(engine.model), args, kwargs, params=params)
         return ProductProblem(own, call, packing, prior, engine.num_draws, engine.runtime)
 
-    def message(rows, q, sites, key, rules):
-        values, messages = problem(rows, rules).group_values(q, key, sites)
-        return (*jax.tree.leaves(take(messages.groups, 0)), values[0])
+    def message(rows, q, sites, key, probs, rules):
+        own = problem(rows, rules)
+        values, messages = own.values_and_messages(q, key, probs, sites)
+        return (*jax.tree.leaves(take(messages.groups, 0)), jnp.sum(values))
 
     def average(rows, q, sites, key, rules):
         return (problem(rows, rules).group_averages(q, key, sites)[0],)
@@ -68,9 +78,6 @@ def product_programs(engine: ProductEngine, plan: Any, static: tuple) -> Product
 
         found, slopes = value_and_grad(value)(rows[3])
         return (found, *jax.tree.leaves(slopes))
-
-    def error(rows, q, key, rules):
-        return (problem(rows, rules).rows_error(q, key),)
 
     def visit(rows, rest, site, state, key, noise, place, start, guarded, rules):
         own, zero = problem(rows, rules), jnp.int32(0)
@@ -85,8 +92,39 @@ def product_programs(engine: ProductEngine, plan: Any, static: tuple) -> Product
         shared = tilted.shared(q) if guarded and tilted.methods[0] == "importance" else tilted.alone(zero, q)
         return tilted.visit(zero, q, site, state, shared)
 
-    found = tuple(Program(f, ("rules",)) for f in (message, average, slope, error))
-    return ProductPrograms(*found, Program(visit, ("guarded", "rules")))
+    return ProductPrograms(
+        *(Program(f, ("rules",)) for f in (message, average, slope)),
+        Program(visit, ("guarded", "rules")),
+        *_beside_rounds(engine.solver, problem),
+    )
+
+
+def _beside_rounds(solver: Any, problem: Callable) -> tuple[Program, ...]:
+    """What starts, verification and the evidence ask for, of ``problem(rows, rules)``."""
+
+    def curvature(rows, q, key, rules, widest):
+        return tuple(jax.tree.leaves(take(problem(rows, rules).curvatures(q, widest, key).groups, 0)))
+
+    def affine(rows, q, key, rules):
+        return (rows_affine(problem(rows, rules), q, key)[0],)
+
+    def error(rows, q, key, rules):
+        return (problem(rows, rules).rows_error(q, key)[0],)
+
+    def verify(rows, q, key, rules, names):
+        return tuple(x[0] for x in rows_checks(problem(rows, rules), names, q, key))
+
+    def evidence(rows, q, key, place, site, state, rules):
+        tilted = dataclasses.replace(tilted_of(problem(rows, rules), solver, key), first=place)
+        memory = state if solver.anchored else (), getattr(state, "chains", None)
+        return group_product_evidence(tilted, jnp.int32(0), q, site, memory, None)
+
+    return (
+        Program(curvature, ("rules", "widest")),
+        *(Program(f, ("rules",)) for f in (affine, error)),
+        Program(verify, ("rules", "names")),
+        Program(evidence, ("rules",)),
+    )
 
 
 class ProductAnswers:
@@ -135,6 +173,8 @@ class ProductAnswers:
         return product_programs(engine, plan, static)
 
     def _first_memory(self) -> Any:
+        if self._undecided:
+            return ()
         if not self._plan.tilted:
             return self.solver.init_among(self.family, self.dtype, 1)
         arrays, packing, prior = self._rows
@@ -154,13 +194,26 @@ class ProductAnswers:
         rows, shared = self._told(how, shared)
         size = jax.tree.structure(self.site).num_leaves
         q = jax.tree.unflatten(jax.tree.structure(self.site), [jnp.asarray(x) for x in shared[:size]])
-        key = _key_of(how, shared[size:])
-        if how["ask"] == "error":
-            return self._programs.error(rows, q, key, rules=how["rules"])
-        programs = {"message": self._programs.message, "average": self._programs.average, "slope": self._programs.slope}
-        if how["ask"] not in programs:
-            raise PVIError(f"a question {how['ask']!r} is none that is asked under AutoExponentialFamily")
-        return programs[how["ask"]](rows, q, self._beside(own), key, rules=how["rules"])
+        key, programs, ask = _key_of(how, shared[size:]), self._programs, how["ask"]
+        given, static = (rows, q), {"rules": how["rules"]}
+        if ask == "message":
+            probs = self._probs(shared[size + ("seed" in how) :]) if how.get("probs") else None
+            return programs.message(*given, self._beside(own), key, probs, **static)
+        if ask in ("average", "slope"):
+            return getattr(programs, ask)(*given, self._beside(own), key, **static)
+        if ask in ("curvature", "affine", "error", "verify"):
+            static |= {name: how[name] for name in ("widest", "names") if name in how}
+            return getattr(programs, ask)(*given, key, **static)
+        if ask == "evidence":
+            place, *told = (jnp.asarray(x) for x in own)
+            like = self.site, self.first_memory
+            return programs.evidence(*given, key, place, *jax.tree.unflatten(jax.tree.structure(like), told), **static)
+        raise PVIError(f"a question {ask!r} is none that is asked under AutoExponentialFamily")
+
+    def _probs(self, arrays: tuple) -> dict[str, Any]:
+        """Weights of the values of components that are summed over, by component."""
+        names = sorted(name for name, _ in self._plan.likelihood.cells)
+        return dict(zip(names, (jnp.asarray(x) for x in arrays), strict=True))
 
     def visit(
         self, how: dict[str, Any], shared: tuple, rest: Any, site: Any, memory: Any, key: Any, start: tuple
@@ -176,9 +229,16 @@ class ProductAnswers:
 
     def tells_step(self) -> bool:
         """Whether the solver's visits say what share of their change was taken, found without a pass over the rows."""
+        if self._undecided:
+            return False
         key, place = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
         given = (*self._rows, self._params), self.site, self.site, self.first_memory, key, key, place, None
         return jax.eval_shape(partial(self._programs.visit, guarded=True, rules=len(RULES)), *given).step is not None
+
+    @property
+    def _undecided(self) -> bool:
+        """Whether it is still to be found how moments are taken: nobody visits before."""
+        return self.solver.matches_moments and not self._plan.tilted
 
     def _told(self, how: dict[str, Any], shared: tuple) -> tuple[tuple, tuple]:
         """The rows at the params that were told, and what else was."""
@@ -188,8 +248,10 @@ class ProductAnswers:
         shared, params = shared[: len(shared) - count], shared[len(shared) - count :]
         return (*self._rows, structure.unflatten([jnp.asarray(x) for x in params])), shared
 
-    def _beside(self, own: tuple) -> SiteStack:
-        """The group's own site, of which it is told what stands beside its factor on draws."""
+    def _beside(self, own: tuple) -> SiteStack | None:
+        """The group's own site, of which it is told what stands beside its factor on draws; None where it is told nothing."""
+        if not own:
+            return None
         drawn = self._plan.likelihood.drawn
         parts = dict(self.family.zeros((1,), self.dtype).parts)
         told = {n: x for n, x in parts.items() if n in drawn}

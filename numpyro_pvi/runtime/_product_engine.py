@@ -557,12 +557,19 @@ class ProductEngine(FitsParams):
         )
         few = whole.rows(reading, chunk), take_rows(values, plan.row_axes, reading, chunk)
 
-        def numbers(call: ValueCall, values: dict) -> list[Array]:
-            held = prior_members(call, plan.family, plan.blocks, values)
-            own = prior_log_density(call, plan.latent_values(values), plan.partition.rows, plan.exact_latents)
-            return jax.tree.leaves(({n: x for n, x in held.items() if n in plan.exact}, own))
+        return furthest_apart(self.prior_numbers(plan, whole, values), self.prior_numbers(plan, *few))
 
-        return furthest_apart(numbers(whole, values), numbers(*few))
+    def prior_numbers(self, plan: Any, call: ValueCall, values: dict) -> list[Array]:
+        """What tells one prior from another, at values of all components: see :meth:`numpyro_pvi.runtime.Engine.prior_numbers`."""
+        held = prior_members(call, plan.family, plan.blocks, values)
+        own = prior_log_density(call, plan.latent_values(values), plan.partition.rows, plan.exact_latents)
+        return jax.tree.leaves(({n: x for n, x in held.items() if n in plan.exact}, own))
+
+    def told_prior(self, plan: Any, args: tuple, kwargs: dict, at: tuple) -> tuple[Array, ...]:
+        """The same of a model without params; ``at`` are leaves of natural parameters, from which values are drawn."""
+        natural = jax.tree.unflatten(jax.tree.structure(plan.family.zeros()), at)
+        call = ValueCall(plan.partition.model(self.model), args, kwargs, params={})
+        return tuple(self.prior_numbers(plan, call, plan.family.sample(natural, jax.random.key(0))))
 
     def claims(self, plan: Any) -> tuple[str, ...]:
         """What a plan claims of the model that is to be verified, as ``_product_verification.product_claims`` names it."""

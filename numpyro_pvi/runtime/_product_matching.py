@@ -441,6 +441,28 @@ def lanes(tilted: ProductTilted) -> int | None:
     return problem.num_groups if tilted.methods[0] == "mcmc" and pays else None
 
 
+def group_product_evidence(
+    tilted: ProductTilted, index: Int[Array, ""], q: ProductNatural, site: Any, memory: tuple[Any, Any], shared: Any
+) -> tuple[Array, Array]:
+    """One group's part of the evidence in nats, and its variance.
+
+    Args:
+        tilted: takes its tilted moments.
+        index: its position.
+        q: natural parameters.
+        site: the group's.
+        memory: its solver's, where tilted distributions are taken at a q of its own, and its chains; each may be nothing.
+        shared: as of :meth:`ProductTilted.shared`.
+
+    Returns:
+        Both.
+    """
+    state, chains = memory
+    at, power = tilted.solver.vantage(state, q)
+    found = tilted.group(index, at, site, tilted.fresh(index, at, shared), chains, power)
+    return found.value, found.variance
+
+
 def product_evidence(
     problem: ProductProblem, sites: SiteStack, states: tuple[Any, Any], solver: Any, key: Any
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
@@ -460,19 +482,22 @@ def product_evidence(
         ``(value, standard error, False)``: no finer rule is ever needed.
     """
     q, tilted, family = posterior(problem.prior, sites), tilted_of(problem, solver, key), problem.family
-    shared, factors, own, (groups, prior) = tilted.shared(q), tilted.problem, sites.groups, states
+    factors, own, (groups, prior) = tilted.problem, sites.groups, states
     if isinstance(factors, RowFactors):
         own = sites.local.sites + factors.lacking(own, sites.local.sites)
 
-    def look(operands: tuple) -> tuple[Array, Array]:
-        index, state, chains = operands
-        at, power = solver.vantage(state, q)
-        site = tied_site(own, factors.num_groups) if problem.plan.tied else take(own, index)
-        found = tilted.group(index, at, site, tilted.fresh(index, at, shared), chains, power)
-        return found.value, found.variance
+    def here() -> tuple[Array, Array]:
+        shared = tilted.shared(q)
 
-    chains, anchored = getattr(groups, "chains", None), groups if solver.anchored else ()
-    values, variances = jax.lax.map(look, (jnp.arange(factors.num_groups), anchored, chains))
+        def look(operands: tuple) -> tuple[Array, Array]:
+            index, state, chains = operands
+            site = tied_site(own, factors.num_groups) if problem.plan.tied else take(own, index)
+            return group_product_evidence(tilted, index, q, site, (state, chains), shared)
+
+        anchored = groups if solver.anchored else ()
+        return jax.lax.map(look, (jnp.arange(factors.num_groups), anchored, getattr(groups, "chains", None)))
+
+    values, variances = factors.of_rows("evidence", here, q, key, (own, groups))
     value, variance = jnp.sum(values), jnp.sum(variances)
     if sites.prior is not None:
         at, power = solver.for_prior.vantage(prior, q)

@@ -130,6 +130,23 @@ class ProductPlan(Plan):
         return None if self.separate else "the other groups' sites were fitted at a q that had it in"
 
     @property
+    def told(self) -> dict[str, Any]:
+        """See :attr:`numpyro_pvi._state.Plan.told`: what is found at rows, and at draws, of the groups' factors."""
+        return {"structure": self.likelihood, "exact": self.exact, "tilted": self.tilted, "chained": self.chained}
+
+    def taking(self, told: Mapping[str, Any]) -> ProductPlan:
+        """See :meth:`numpyro_pvi._state.Plan.taking`."""
+        own = {n: told[n] for n in ("exact", "tilted", "chained")}
+        return dataclasses.replace(self, likelihood=told["structure"], **own)
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """See :attr:`numpyro_pvi._state.Plan.found`."""
+        families = tuple((name, repr(family)) for name, family in self.family.components)
+        inside = tuple(latent.name for latent in self.inside)
+        return {"structure": self.likelihood, "exact": self.exact, "families": families, "inside": inside}
+
+    @property
     def chain_dim(self) -> int:
         """Unconstrained coordinates of the components that the groups' factors see."""
         return Unconstrained(touched(self.family, self.likelihood)).dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -385,18 +386,17 @@ class ProductProblem:
             good = good & (self.largest_by_group(name, jax.tree.map(lambda x: ~jnp.isfinite(x), own)) == 0)
         return good
 
-    def curvatures(self, sites: SiteStack, widest: float, key: Any) -> SiteStack:
+    def curvatures(self, q: ProductNatural, widest: float, key: Any) -> SiteStack:
         """Every group's message about the latents that are taken by quadrature, at no more than some variance.
 
         Args:
-            sites: all sites.
+            q: natural parameters.
             widest: the variance.
             key: for draws.
 
         Returns:
             The messages; precisions below zero of independent latents, of factors that are not log-concave, are zero.
         """
-        q = posterior(self.prior, sites)
         space, found = self._likelihood(), self.plan.likelihood
         variables, rest = space.variables(q)
         names = (*found.by_nodes, *found.by_predictors)
@@ -536,7 +536,7 @@ class ProductProblem:
         q, found = posterior(self.prior, sites), [jnp.zeros(())]
         prior = self._prior_factor()
         if self.plan.likelihood.terms:
-            found.append(self.rows_error(q, key))
+            found.append(jnp.max(self.rows_error(q, key)))
         if prior is not None and prior.structure.terms:
 
             def outside(values: dict, _: Any = None, laws: Any = None) -> Array:
@@ -548,8 +548,30 @@ class ProductProblem:
         worst = jnp.stack(found).max()
         return jnp.where(jnp.isnan(worst), jnp.inf, worst)
 
-    def rows_error(self, q: ProductNatural, key: Any) -> Float[Array, ""]:
-        """The groups' part of :meth:`quadrature_error`, where their factors are taken over predictors."""
+    def of_rows(
+        self, what: str, here: Callable[[], tuple], q: ProductNatural, key: Any, own: Any = (), **how: Any
+    ) -> tuple:
+        """What only a pass over every group's rows can say: ``here()``, where the rows are here.
+
+        Args:
+            what: its name, where it is asked for.
+            here: makes arrays with a leading axis of groups, of nothing but the rows and the other arguments.
+            q: natural parameters.
+            key: of draws.
+            own: of each group, trees with a leading axis of groups.
+            how: static settings.
+
+        Returns:
+            The arrays.
+        """
+        del what, q, key, own, how
+        return here()
+
+    def rows_error(self, q: ProductNatural, key: Any) -> Float[Array, "M"]:
+        """Every group's part of :meth:`quadrature_error`, where factors are taken over predictors."""
+        return self.of_rows("error", lambda: (self._rows_error(q, key),), q, key)[0]
+
+    def _rows_error(self, q: ProductNatural, key: Any) -> Float[Array, "M"]:
         space, reading = self._likelihood(), self.plan.partition.reading
         variables, rest = space.variables(q)
 
@@ -564,7 +586,10 @@ class ProductProblem:
             own = self._of_chunk(variables, chunk), self._of_chunk(rest, chunk)
             return space.average(*own, error, key, self._rows_key(key, chunk))
 
-        return self.runtime.largest(jnp.max(self._map_chunks(one)))
+        owner = self.runtime.mine(self.packing.chunk_group, self.held)
+        worst = jax.ops.segment_max(self._map_chunks(one), owner, self.num_groups)
+        # Of groups without a chunk here there is none.
+        return self.runtime.largest(jnp.maximum(worst, 0.0))
 
     # -------------------------------------------------------------------------------------------------------- ELBO
 

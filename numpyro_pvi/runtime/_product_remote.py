@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +19,10 @@ from ..schedules import RoundCarry, Rule
 from ..sites import SiteStack, cavity
 from ..solvers import LocalResult
 from ._network import Leaf, ask_all, call_out, seed_of, spent, stacked
-from ._product_answers import ProductAnswers
 from ._product_engine import ProductEngine, ProductFactors
 from ._product_problem import ProductProblem
 from ._product_subset import Beside, Chosen, others
-from ._remote import visited
+from ._remote import InTurn, visited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,27 @@ class AskedProduct(ProductProblem):
     def values_and_messages(
         self, q: ProductNatural, key: Any, probs: Any = None, sites: SiteStack | None = None
     ) -> tuple[Float[Array, "M"], SiteStack]:
-        """Every group's ``E_q[log f]`` in nats and its message, each with what its site says already."""
-        assert probs is None and sites is not None  # of a start that is elsewhere, and of moments that clients match
-        zeros = jax.eval_shape(lambda: self.family.of(self.plan.shared).zeros((), self._dtype))
-        *message, values = self._ask("message", q, key, sites, (*jax.tree.leaves(zeros), self._number))
-        return values, SiteStack(jax.tree.unflatten(jax.tree.structure(zeros), message), None)
+        """Every group's ``E_q[log f]`` in nats and its message; see :meth:`ProductProblem.values_and_messages`."""
+        how, shared, own = self._question("message", q, key, sites)
+        if probs is not None:
+            own_probs = {n: probs[n] for n, _ in self.plan.likelihood.cells}
+            how, shared = how | {"probs": True}, (*shared, *jax.tree.leaves(own_probs))
+        *message, values = self._answers(how, self.params, shared, own, (*jax.tree.leaves(self._zeros), self._number))
+        return values, self._stacked(message)
+
+    def curvatures(self, q: ProductNatural, widest: float, key: Any) -> SiteStack:
+        """Every group's message at no more than some variance: see :meth:`ProductProblem.curvatures`."""
+        how, shared, own = self._question("curvature", q, key, None)
+        told = how | {"widest": widest}, self.params, shared, own
+        return self._stacked(list(self._answers(*told, tuple(jax.tree.leaves(self._zeros)))))
+
+    @property
+    def _zeros(self) -> Any:
+        """Shapes of a message."""
+        return jax.eval_shape(lambda: self.family.of(self.plan.shared).zeros((), self._dtype))
+
+    def _stacked(self, message: list) -> SiteStack:
+        return SiteStack(jax.tree.unflatten(jax.tree.structure(self._zeros), message), None)
 
     def _by_group(self, results: Any) -> Any:
         """Clients tell of groups, not of chunks."""
@@ -86,9 +102,17 @@ class AskedProduct(ProductProblem):
 
         return value(self.params, *told)
 
-    def rows_error(self, q: ProductNatural, key: Any) -> Float[Array, ""]:
-        """The largest that any client tells of its rows."""
-        return jnp.max(self._ask("error", q, key, None, (self._number,))[0])
+    def of_rows(
+        self, what: str, here: Callable[[], tuple], q: ProductNatural, key: Any, own: Any = (), **how: Any
+    ) -> tuple:
+        """What clients say of their rows: see :meth:`ProductProblem.of_rows`."""
+        one = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.eval_shape(here))
+        told, shared, _ = self._question(what, q, key, None)
+        if "seed" not in told:
+            told["seed"], seed = seed_of(key)
+            shared = (*shared, seed)
+        places = jnp.arange(self.num_groups, dtype=jnp.int32)
+        return self._answers(told | how, self.params, shared, (places, *jax.tree.leaves(own)), one)
 
     @property
     def _dtype(self) -> Any:
@@ -133,10 +157,21 @@ class AskedBeside(AskedProduct, Beside):
 
 @dataclasses.dataclass(frozen=True)
 class AskedFactors(ProductFactors):
-    """The factors of clients as schedules see them: visits that are more than a look's message are theirs."""
+    """The factors of clients as schedules see them: visits that are more than a look's message are theirs.
+
+    Args:
+        tells_step: whether visits say what share of their change was taken.
+        came: by group, its client's number among those that were given, where clients have their own rows.
+    """
 
     problem: AskedProduct
     tells_step: bool = False
+    came: tuple[int, ...] = ()
+
+    @property
+    def stream(self) -> Any:
+        """The order in which groups come: that in which clients were given, where they have their own rows."""
+        return InTurn(self.came) if self.came else super().stream
 
     def few(self, sites: SiteStack, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> tuple[Chosen, ProductProblem]:
         """Some clients and the problem of these, beside the sites of all others."""
@@ -240,8 +275,6 @@ class RemoteProductEngine(ProductEngine):
     asks: bool = False
 
     of_clients = True
-    # What answers for one group's rows.
-    answering = ProductAnswers
 
     def problem(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ProductProblem:
         """The factors of a state, those of clients in rounds."""
@@ -277,6 +310,18 @@ class RemoteProductEngine(ProductEngine):
     def refuse(self, state: PVIState) -> None:
         """Raise for a fit whose factors clients cannot answer for."""
         refuse_product_remotely(state.plan, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowlessProductEngine(RemoteProductEngine):
+    """The same in a process that has no row: what is done before and between rounds is asked of the clients, too."""
+
+    asks: bool = True
+
+    def factors(self, problem: Any, *beside: Any) -> ProductFactors:
+        """The factors as schedules see them."""
+        holders: Any = self.runtime.elsewhere
+        return dataclasses.replace(super().factors(problem, *beside), came=holders.came)
 
 
 def refuse_product_remotely(plan: Any, engine: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import hessian_of, value_and_grad
 from ..expectations import (
@@ -168,8 +168,26 @@ def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple
     Returns:
         Two flags; the second False where there is no prior factor.
     """
-    family, q = problem.family, posterior(problem.prior, sites)
-    plan = problem.plan
+    q, plan = posterior(problem.prior, sites), problem.plan
+    likelihood, prior = jnp.array(False), jnp.array(False)
+    if _may_be_affine(plan.likelihood):
+        likelihood = jnp.all(problem.of_rows("affine", lambda: (rows_affine(problem, q, key),), q, key)[0])
+    if plan.prior_factor is not None and _may_be_affine(plan.prior_factor):
+        message, (points, same) = problem.prior_message(q, key), _affinity(problem.family, q, key)
+        prior = same(jax.vmap(problem._prior_density)(points), message)
+    return likelihood, prior
+
+
+def rows_affine(problem: ProductProblem, q: ProductNatural, key: Any) -> Bool[Array, "M"]:
+    """Whether every group's factor is affine in the statistics of all latents jointly: see :func:`jointly_affine`."""
+    points, same = _affinity(problem.family, q, key)
+    messages, tilted = problem.group_messages(q, key).groups, ProductTilted(problem, None, key)
+    numbers = jnp.arange(problem.num_groups)
+    return jax.lax.map(lambda g: same(tilted.group_values(g)(points), take(messages, g)), numbers)
+
+
+def _affinity(family: ProductFamily, q: ProductNatural, key: Any) -> tuple[dict, Callable[[Array, Any], Array]]:
+    """Points, and whether a factor's values there differ from what its message says by a constant."""
     near = jax.vmap(lambda k: probe_values(family, q, k))(jax.random.split(key, _PROBES))
     drawn = family.sample(q, jax.random.fold_in(key, 1), (_PROBES,))
     points = {n: jnp.concatenate([near[n], drawn[n]]) for n in near}
@@ -181,16 +199,7 @@ def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple
         left, size = values - sum(parts), jnp.abs(values) + sum(jnp.abs(x) for x in parts)
         return jnp.max(jnp.abs(left - left[0])) <= limit * (1 + jnp.max(size))
 
-    likelihood, prior = jnp.array(False), jnp.array(False)
-    if _may_be_affine(plan.likelihood):
-        messages = problem.group_messages(q, key).groups
-        tilted = ProductTilted(problem, None, key)
-        numbers = jnp.arange(problem.num_groups)
-        likelihood = jnp.all(jax.lax.map(lambda g: same(tilted.group_values(g)(points), take(messages, g)), numbers))
-    if plan.prior_factor is not None and _may_be_affine(plan.prior_factor):
-        message = problem.prior_message(q, key)
-        prior = same(jax.vmap(problem._prior_density)(points), message)
-    return likelihood, prior
+    return points, same
 
 
 def _may_be_affine(factor: FactorStructure) -> bool:

@@ -29,7 +29,7 @@ from ..factors import exact_log_constant
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import Held, SiteStack, cavity, damp
 from ..solvers import LocalResult
-from ._answers import NUMBERS, Answers
+from ._answers import NUMBERS
 from ._engine import Engine
 from ._factors import Draws, FactorData
 from ._held import Wanted
@@ -61,7 +61,7 @@ class _Rows(NamedTuple):
         return ask_all(self.network, how, one, self.count, (points,), params=self.params)[0]
 
 
-class _InTurn(NamedTuple):
+class InTurn(NamedTuple):
     """In which order clients came that have their own rows; takes the place of :class:`RowStream`, whose rows nobody reads."""
 
     places: tuple[int, ...]
@@ -612,8 +612,6 @@ class RemoteEngine(Engine):
     keeps: bool = True
 
     of_clients = True
-    # What answers for one group's rows.
-    answering = Answers
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
@@ -715,7 +713,7 @@ class RowlessEngine(RemoteEngine):
         given = natural, exact, -exact_log_constant(call, part.exact), reader.prior_factor()
         fresh = self.fresh or not self.schedule.at_their_pace
         holders: Any = self.runtime.elsewhere
-        stream = _InTurn(holders.came)
+        stream = InTurn(holders.came)
         sizes = part.table.sizes
         starts = tuple(sum(sizes[:i]) for i in range(len(sizes)))
         how = num_rules, self.network.tells_step, fresh, stream, self.keeps, starts, params

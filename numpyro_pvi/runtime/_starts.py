@@ -574,7 +574,7 @@ def best_of_short_runs(
 # the data by one unit of the predictor a round. Looked at with a moderate sd it says where the data are.
 
 # Largest variance at which a latent is looked at, and how often the step to its sites may be halved.
-_WIDEST, _HALVINGS = 1.0, 8
+WIDEST, _HALVINGS = 1.0, 8
 
 
 def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> SiteStack:
@@ -588,7 +588,7 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
     Returns:
         The sites, those of other latents as they were; all as they were where no step raises the ELBO.
     """
-    found = problem.curvatures(sites, _WIDEST, key)
+    found = problem.curvatures(posterior(problem.prior, sites), WIDEST, key)
     names = (*problem.plan.likelihood.by_nodes, *problem.plan.likelihood.by_predictors)
 
     def kept(own: Any) -> Any:

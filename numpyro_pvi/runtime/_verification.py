@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -327,20 +328,46 @@ def verify_product(problem: ProductProblem, state: PVIState, natural: Any) -> di
         By claim (see :func:`product_claims`) its check: of groups under "likelihood", else of one factor.
     """
     plan, claims = problem.plan, product_claims(problem.plan)
-    draws = problem.family.sample(
-        natural, jax.random.fold_in(state.rng_key, _PRODUCT_SEED), (_BACKGROUNDS, 1 + _FITTED)
-    )
-    found = {}
+    draws, found = _draws_of(problem, natural, jax.random.fold_in(state.rng_key, _PRODUCT_SEED)), {}
     for factor in ("likelihood", "prior factor"):
         names = tuple(c.split("/")[1] for c in claims if c.startswith(factor + "/"))
-        if names:
+        if names and factor == "likelihood":
+            key = jax.random.fold_in(state.rng_key, _PRODUCT_SEED)
+            here = functools.partial(rows_checks, problem, names, natural, key)
+            gaps = problem.of_rows("verify", here, natural, key, names=names)
+            checks = [Check(gaps[i].T, gaps[i + 1].T) for i in range(0, len(gaps), 2)]
+        elif names:
             checks = _factor_checks(problem, factor, names, natural, draws)
+        if names:
             found |= {f"{factor}/{name}": check for name, check in zip(names, checks, strict=True)}
     if plan.exact and "prior" not in plan.partition.proved:
         own = {n: x.reshape(-1, *x.shape[2:]) for n, x in draws.items()}
         found |= {f"prior/{name}": _held(problem, state.prior, name, own) for name in plan.exact}
     valid = problem.family.in_domain(natural)
     return {claim: Check(jnp.where(valid, own.gap, 0.0), own.allowed) for claim, own in found.items()}
+
+
+def _draws_of(problem: ProductProblem, natural: ProductNatural, key: Any) -> dict:
+    """Draws of all components from q, with a leading axis of backgrounds and one of draws."""
+    return problem.family.sample(natural, key, (_BACKGROUNDS, 1 + _FITTED))
+
+
+def rows_checks(
+    problem: ProductProblem, names: tuple[str, ...], natural: ProductNatural, key: Any
+) -> tuple[Float[Array, "M _"], ...]:
+    """What is claimed of every group's factor in some components, at draws from q.
+
+    Args:
+        problem: the factors.
+        names: the components.
+        natural: natural parameters of q.
+        key: of the draws.
+
+    Returns:
+        Of each component two arrays, gaps and what is allowed of them, with a leading axis of groups.
+    """
+    checks = _factor_checks(problem, "likelihood", names, natural, _draws_of(problem, natural, key))
+    return tuple(x.T for check in checks for x in check)
 
 
 def _factor_checks(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,15 @@ from numpyro_pvi.schedules import (
     Streaming,
     Synchronous,
 )
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP, StochasticEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import (
+    Conjugate,
+    DifferentialPrivacy,
+    LocalELBO,
+    NaturalGradient,
+    PowerEP,
+    StochasticEP,
+    StochasticNaturalGradient,
+)
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(7)
@@ -107,6 +116,8 @@ CELLS = {
     "elbo-synchronous": (line, ELBO, Synchronous()),
     "elbo-asynchronous": (line, ELBO, Asynchronous(delays={"a": 1.0, "b": 2.5, "c": 1.0})),
 }
+if importlib.util.find_spec("dp_accounting"):
+    CELLS["private-synchronous"] = line, DifferentialPrivacy(ELBO, 1.0, 1.0), Synchronous(damping=0.5)
 QUICK = ["line-sequential", "drawn-synchronous"]
 names = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CELLS]
 
