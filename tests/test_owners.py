@@ -182,6 +182,7 @@ def test_rows_that_are_dealt_out_make_no_difference(name, tolerance):
     assert_same(numbers(found), numbers(wanted), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_so_it_is_in_processes_of_their_own(fits, same_start, tolerance):
     """Latents of rows' own and params, over pipes."""
@@ -194,6 +195,7 @@ def test_so_it_is_in_processes_of_their_own(fits, same_start, tolerance):
     assert_same(numbers(found), numbers(wanted), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_so_it_is_at_flowers_nodes(fits, same_start, tolerance):
     """The same at nodes whose state is bytes between two questions."""
@@ -325,6 +327,7 @@ def test_owners_have_draws_with_their_own_rows(fits):
     assert gap.max() < 5.0
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_finds_the_others_latents_where_they_were(fits):
     """The state's sites are kept to the bit, and clients go on from what they held; limits are those of all from the start."""
     *_, far, _ = fits(QUICK)
@@ -410,9 +413,14 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def begun():
+def beginner():
     pvi = PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1), runtime=InProcess())
-    return pvi.init(KEY, X, COUNTS)
+    return pvi, pvi.init(KEY, X, COUNTS)
+
+
+@pytest.fixture
+def begun(beginner):
+    return beginner[1]
 
 
 @pytest.mark.parametrize(
@@ -425,9 +433,9 @@ def test_what_does_not_go_is_refused_by_name(name, begun):
         pvi.update(begun, X, COUNTS)
 
 
-def test_a_state_of_clients_is_theirs(begun):
+def test_a_state_of_clients_is_theirs(beginner):
     """What reads own latents in this process says who has them, and another runtime does not go on from their names."""
-    pvi = PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1), runtime=InProcess())
+    pvi, begun = beginner
     calls = {
         "khat": lambda: pvi.khat(begun, X, COUNTS, rng_key=KEY),
         "to_arviz": lambda: pvi.to_arviz(KEY, begun, X, COUNTS),

@@ -259,13 +259,24 @@ def heavy(X, y):
         numpyro.sample("obs", dist.Bernoulli(logits=X @ w), obs=y)
 
 
-@pytest.fixture(scope="module")
-def judged():
-    """A fit of one process, one of clients, and all bytes that are said."""
-    pvi, wanted = one_process(heavy, NaturalGradient(), Synchronous())
-    said = []
-    runtime = InProcess(clients=clients_of(heavy, NaturalGradient()), through=lambda inner: Recorded(inner, said))
-    far = server(heavy, runtime, NaturalGradient())
+# Programs of the clients of the next tests.
+KNOWN = {}
+
+
+def known(clients, **how):
+    """A server of clients whose programs are there."""
+    runtime = InProcess(clients=clients, **how)
+    for client in clients:
+        client.compile_with(KNOWN)
+    return server(clients[0]._pvi.model, runtime, NaturalGradient())
+
+
+@pytest.fixture(scope="module", params=[logistic, pytest.param(heavy, marks=pytest.mark.slow)], ids=["exact", "prior"])
+def judged(request):
+    """A fit of one process, one of clients, and all bytes that are said; with a site of the prior's, and without."""
+    model, said = request.param, []
+    pvi, wanted = one_process(model, NaturalGradient(), Synchronous())
+    far = known(clients_of(model, NaturalGradient()), through=lambda inner: Recorded(inner, said))
     return pvi, wanted, far, far.run(KEY, 3, progress_bar=False), said
 
 
@@ -288,7 +299,8 @@ def test_clients_judge_their_own_sites_and_tell_one_number(judged, monkeypatch):
     how = {"rng_key": KEY, "by_group": True, "num_samples": 200}
     here, count = pvi.khat(wanted.state, X[CAME], Y[CAME], **how), len(said)
     there = far.khat(found.state, **how)
-    assert list(there) == list(here) == [PRIOR, "east", "north", "south"]
+    first = [PRIOR] * (far.model is heavy)
+    assert list(there) == list(here) == [*first, "east", "north", "south"]
     np.testing.assert_allclose(list(there.values()), list(here.values()), rtol=1e-6)
     answers = [decode(data).fields["found"] for data in said[count:]]
     assert [[x.size for x in found] for found in answers] == [[1]] * 3
@@ -314,22 +326,15 @@ def test_draws_of_what_all_share_are_exported(judged):
     w, logs = np.asarray(own["posterior"]["w"])[0], np.asarray(own["log_likelihood"]["obs"])[0]
     np.testing.assert_allclose(logs, -np.logaddexp(0, -(2 * Y[mine] - 1) * (w @ X[mine].T)), rtol=1e-6)
     np.testing.assert_array_equal(own["observed_data"]["obs"], Y[mine])
-    fresh = clients_of(heavy, NaturalGradient())[0]
+    fresh = clients_of(logistic, NaturalGradient())[0]
     with pytest.raises(PVIError, match="has not been asked yet what it sees at a q"):
         fresh.to_arviz(KEY)
 
 
 def test_a_client_that_joins_is_fitted_beside_the_others(monkeypatch):
     """Others' sites are what they were, to the bit, until rounds go on; the limit is that of all from the beginning."""
-    (east, north, south), known = sorted(clients_of(logistic, NaturalGradient()), key=lambda c: c.label), {}
-
-    def fit(*clients):
-        runtime = InProcess(clients=clients)
-        for client in clients:
-            client.compile_with(known)
-        return server(logistic, runtime, NaturalGradient())
-
-    few, more = fit(east, south), fit(east, north, south)
+    east, north, south = sorted(clients_of(logistic, NaturalGradient()), key=lambda c: c.label)
+    few, more = known([east, south]), known([east, north, south])
     state = few.run(KEY, 3, progress_bar=False).state
     joined = more.add_group(state, "north", num_steps=0)
     assert joined.groups == more.groups == ("east", "north", "south")

@@ -39,8 +39,8 @@ def app_of(client, least=2):
 
 
 def strategy(**settings):
-    given = {"owners": 3, "patience": 5.0, "secure": True, "threshold": 2, **settings}
-    return PVIStrategy(linear, AutoMultivariateNormal(linear), solver=Conjugate(), **given)
+    given = {"owners": 3, "patience": 5.0, "secure": True, "threshold": 2, "solver": Conjugate(), **settings}
+    return PVIStrategy(linear, AutoMultivariateNormal(linear), **given)
 
 
 @pytest.fixture(scope="module")
