@@ -147,6 +147,7 @@ def test_a_driver_that_is_given_no_row(cluster, folder, here, tolerance):
     assert_same(sites_of(result), here(None, Sequential()), tolerance)
 
 
+@pytest.mark.slow
 def test_own_latents_and_params_in_an_actor(cluster, tolerance):
     """What rows keep for themselves stays in the actor, whose trajectory is that of one process."""
     counts = np.random.default_rng(5).poisson(1.5, 12)

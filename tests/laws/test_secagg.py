@@ -125,6 +125,7 @@ def test_a_sum_without_masks_is_seen(federation, monkeypatch):
     assert shown(grid.replies[begun:], clients) == {"east", "north", "south"}
 
 
+@pytest.mark.slow
 def test_private_owners_go_into_sums():
     """What is masked is noised already, by keys of the owner's own; the server counts what it has asked for."""
     pytest.importorskip("dp_accounting", reason="dp-accounting (the extra `privacy`) is not installed")
