@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._driver import Progress
-from ._group_lifecycle import all_absent, position, refuse_tied, rows_of
+from ._group_lifecycle import all_absent, position, refuse_absent, refuse_tied, rows_of
 from ._state import Plan, PVIState
 from ._user_inputs import check_run, check_state, positional_names
-from .errors import NonFiniteLossError, PartitionError, SkippedGroupError
+from .errors import NonFiniteLossError, PartitionError, SkippedGroupError, StateError
 from .factors import Arrival, check_data, count_rows, signature_of
-from .handlers import GroupTable, known_labels, labels_table, one_group_table
+from .handlers import GroupTable, known_labels, labels_table, one_group_table, plain
 from .sites import SiteStack, keep_slots, stack_sites
 
 
@@ -79,6 +79,39 @@ class Newcomers:
         table = newcomers_table(state, label, sum(rows.values()))
         return self._fit(state, table, rows, args, kwargs, num_steps, tol)
 
+    def join(
+        self, fresh: PVIState, state: PVIState, label: Hashable, rows: tuple[list, tuple], num_steps: int, tol: Any
+    ) -> PVIState:
+        """Bring in a client that has its own rows, where all others are there as well: see :meth:`numpyro_pvi.PVI.add_group`.
+
+        Args:
+            fresh: a state of all clients that there are now, as ``init`` makes it.
+            state: of those that there were.
+            label: of the one that has come.
+            rows: what stands for the rows of all, arrays and static leaves.
+            num_steps: rounds over all clients.
+            tol: posterior sds below which they stop.
+
+        Raises:
+            PartitionError: for a label that a group has already.
+            StateError: where the clients are not those of the state and the new one.
+        """
+        refuse_tied(state, "add_group")
+        refuse_absent(state, "add_group goes on with all clients")
+        check_run(num_steps, tol, least=0)
+        before, here = state.groups, fresh.groups
+        if plain(label) in before:
+            raise PartitionError(f"there is a group {label!r} already: a client that comes needs a label of its own.")
+        if set(here) != {*before, plain(label)}:
+            raise StateError(
+                f"add_group(state, {label!r}) with clients that have their own rows: the clients are {known_labels(here)}, and the "
+                f"state has {known_labels(before)}. Make the PVI with a runtime of the state's clients and {label!r}, no others."
+            )
+        joined = _with_client(fresh, state, curved=self.pvi.init_sites == "curvature")
+        if num_steps == 0:
+            return joined
+        return self._driven(joined, *rows, num_steps, tol)
+
     def revisit(self, state: PVIState, labels: Any, args: tuple, kwargs: dict, num_steps: int, tol: Any) -> PVIState:
         """See :meth:`numpyro_pvi.PVI.revisit`."""
         refuse_tied(state, "revisit")
@@ -101,8 +134,10 @@ class Newcomers:
     ) -> PVIState:
         check_run(num_steps, tol, least=0)
         state, dynamic, static = self._bring(state, table, rows, args, kwargs)
-        if num_steps == 0:
-            return state
+        return state if num_steps == 0 else self._driven(state, dynamic, static, num_steps, tol)
+
+    def _driven(self, state: PVIState, dynamic: list, static: tuple, num_steps: int, tol: Any) -> PVIState:
+        """The state after rounds, every group of which has been absorbed in one."""
         try:
             run = self.pvi._drive(Progress(state), dynamic, static, int(num_steps), tol, None, False)
         except NonFiniteLossError as error:
@@ -158,6 +193,31 @@ def _with_groups(state: PVIState, arrival: Arrival, slots: np.ndarray, signature
     )
     sites = SiteStack(groups, state.sites.prior, None, others)
     return dataclasses.replace(state, sites=sites, packing=arrival.packing, plan=plan)
+
+
+def _with_client(fresh: PVIState, state: PVIState, curved: bool) -> PVIState:
+    """A fresh state of more clients, which is left where another one was: their sites, memories, params and rounds."""
+    places = {label: i for i, label in enumerate(state.groups)}
+    slots = np.asarray([places.get(label, -1) for label in fresh.groups])
+
+    def woven(new: Any, old: Any) -> Any:
+        """By group, the old where there was one."""
+        shapes = [[x.shape[1:] for x in jax.tree.leaves(tree)] for tree in (new, old)]
+        if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
+            # What solvers remember has another shape once there are chains, which begin anew.
+            return new
+
+        def leaf(a: Any, b: Any) -> Any:
+            known = (slots >= 0).reshape(-1, *(1,) * (a.ndim - 1))
+            return jnp.where(known, jnp.asarray(b)[np.maximum(slots, 0)], a)
+
+        return jax.tree.map(leaf, new, old)
+
+    first = fresh.sites.groups if curved else jax.tree.map(jnp.zeros_like, fresh.sites.groups)
+    sites = SiteStack(woven(first, state.sites.groups), state.sites.prior, woven(fresh.sites.local, state.sites.local))
+    kept = {n: getattr(state, n) for n in ("rng_key", "prior", "exact", "optim_state", "prior_solver_state", "step")}
+    memory = woven(fresh.solver_state, state.solver_state)
+    return dataclasses.replace(fresh, sites=sites, solver_state=memory, **kept)
 
 
 def _check_structure(plan: Plan, found: Any) -> None:

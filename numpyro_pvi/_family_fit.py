@@ -35,7 +35,7 @@ from ._posterior_views import FactorWords
 from ._saving import prototype
 from ._state import Plan, PVIState
 from ._state_marginals import natural_of
-from ._user_inputs import Opening, float_dtype, watched
+from ._user_inputs import Opening, float_dtype, refuse_elsewhere, watched
 from ._verified import Contradiction, cannot_go_on, remark
 from .errors import ImproperError, PVIError, StateError
 from .expectations import FactorStructure, with_draws
@@ -215,6 +215,7 @@ class FamilyFit:
         self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, by_group: bool
     ) -> Any:
         """In the latents' own supports; of a group, with the latents of its rows beside the shared ones."""
+        refuse_elsewhere(pvi.runtime, "khat")
         q, params = posterior(state.prior, state.sites), pvi._param_values(state)
         fixed = state.plan.partition.model(pvi.model), state.plan, q, args, kwargs
 

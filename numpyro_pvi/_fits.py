@@ -342,7 +342,8 @@ class GaussianFit:
         """In unconstrained space, Jacobians included."""
         local, params = None if state.plan.partition.local is None else by_unit(state), pvi._param_values(state)
         fixed = FullPlates(state.plan.partition.model(pvi.model)), dense_form(state), args, kwargs, params
-        judge = diagnostics.khat_by_group if by_group else diagnostics.khat
+        by_clients = partial(diagnostics.khat_by_group, elsewhere=pvi.runtime.elsewhere)
+        judge = by_clients if by_group else diagnostics.khat
         return judge(rng_key, *fixed, num_samples=num_samples, local=local)
 
     def arrival(self, solver: Any, plan: Any, table: GroupTable, rows: dict[str, int]) -> Arrival:

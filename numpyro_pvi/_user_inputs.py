@@ -102,6 +102,15 @@ def _over_rows(engine: Any, program: Callable, state: PVIState, dynamic: list, s
     return engine.runtime.over_rows(with_rows, dynamic, axes, state.packing, bare, *others)
 
 
+# What reads rows in this process, and what there is in its place where the clients alone have them.
+_INSTEAD = {
+    "khat": "khat of the whole q is of every client's log-likelihood at each of many draws, numbers from which its rows can be "
+    "solved for: khat(state, by_group=True, rng_key=...) has each client judge its own site, and tell one number",
+    "prequential": "prequential gives every row's own log predictive density, which is the client's to know",
+    "revisit": "revisit is for rows that have been away, and clients are there: run(init_state=state) or update goes on with them",
+}
+
+
 def refuse_elsewhere(runtime: Runtime, verb: str) -> None:
     """Raise for what reads rows in this process where it has none.
 
@@ -114,8 +123,8 @@ def refuse_elsewhere(runtime: Runtime, verb: str) -> None:
     """
     if runtime.elsewhere is not None:
         raise PVIError(
-            f"{verb} reads rows, which are with the clients alone, and no question asks for what it would say. Call it on a PVI "
-            "without this runtime where the rows are: a state's q is the same there."
+            f"{verb} reads rows, which are with the clients alone: {_INSTEAD[verb]}. Where the rows are, call it on a PVI without "
+            "this runtime: a state's q is the same there."
         )
 
 

@@ -25,6 +25,7 @@ from .factors import (
     observed_log_likelihood,
     pad_rows,
     padded_length,
+    prior_factor_log_density,
     site_log_prob,
     split_arguments,
     summed_out,
@@ -34,7 +35,15 @@ from .handlers import PRIOR
 from .runtime import JointBlock, ProductEngine, chunk_log_likelihoods, factor_values, latent_values
 from .sites import posterior, tied_site
 
-__all__ = ["LogScore", "khat", "khat_by_group", "khat_of_product", "log_score", "map_draws"]
+__all__ = [
+    "LogScore",
+    "khat",
+    "khat_by_group",
+    "khat_of_sites",
+    "khat_of_product",
+    "log_score",
+    "map_draws",
+]
 
 
 # ----------------------------------------------------------------------------------------------------------- many draws
@@ -485,6 +494,7 @@ def khat_by_group(
     *,
     num_samples: int = 1000,
     local: Any = None,
+    elsewhere: Any = None,
 ) -> dict[Hashable, float]:
     """Pareto k-hat of ``p(y_m | theta) / t_m(theta)`` at draws from q, for every group m.
 
@@ -500,6 +510,7 @@ def khat_by_group(
         params: constrained values of the model's ``numpyro.param`` sites.
         num_samples: draws S from q, at least 100; more are taken as of :func:`khat`.
         local: what :func:`khat` takes; anything but None is refused.
+        elsewhere: who has the rows (:class:`numpyro_pvi.runtime.Elsewhere`), and judges its own site; None where they are here.
 
     Returns:
         k-hat by label, ``PRIOR`` first where the prior has a site; read as :func:`khat`'s. Of a factor that is quadratic in the
@@ -517,27 +528,99 @@ def khat_by_group(
         )
     q = posterior(state.prior, state.sites)
     check_draws(num_samples, plan, q)
-    arrays, static = split_arguments(args, kwargs)
     sites, groups = state.sites.groups, len(part.table.labels)
     if plan.tied:
         sites = jax.tree.map(lambda x: jnp.broadcast_to(x, (groups, *x.shape)), tied_site(sites, groups))
-    labels = (*((PRIOR,) if part.has_prior_factor else ()), *part.table.labels)
+    found = {}
+    if part.has_prior_factor:
+        arrays, static = split_arguments(args, kwargs)
+        fixed = model, part, plan.family, static
+        found[PRIOR] = settled(
+            lambda count: _prior_weights(*fixed, count, rng_key, q, state.sites.prior, params, arrays),
+            num_samples,
+            (q, args, kwargs),
+        )
+    if elsewhere is not None:
+        return found | elsewhere.judged(plan, rng_key, q, sites, params, num_samples)
+    fixed = rng_key, model, part, plan.family, q, sites, state.packing, args, kwargs, params
+    own = khat_of_sites(*fixed, num_samples=num_samples)
+    return found | dict(zip(part.table.labels, own, strict=True))
+
+
+def khat_of_sites(
+    rng_key: Any,
+    model: Callable,
+    part: Any,
+    family: Any,
+    q: Any,
+    sites: Any,
+    packing: Any,
+    args: tuple,
+    kwargs: dict,
+    params: dict[str, Any],
+    *,
+    num_samples: int = 1000,
+) -> list[float]:
+    """k-hat of every group whose rows are given, in order: see :func:`khat_by_group`.
+
+    Args:
+        rng_key: random key; all groups are judged at the same draws.
+        model: the NumPyro model, as factors are read off it.
+        part: the plan of these rows.
+        family: of q.
+        q: natural parameters.
+        sites: those of the groups, with a leading axis.
+        packing: of the rows.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+        params: constrained values of the model's ``numpyro.param`` sites.
+        num_samples: draws S from q.
+    """
+    arrays, static = split_arguments(args, kwargs)
 
     @functools.cache
     def weights(count: int) -> np.ndarray:
-        fixed = model, part, plan.family, static, count
-        own = np.asarray(_group_weights(*fixed, rng_key, q, sites, state.packing, params, arrays), np.float64)
-        if not part.has_prior_factor:
-            return own
-        whole = log_importance_weights(
-            rng_key, model, part.layout, plan.family, q, args, kwargs, params, num_samples=count
-        )
-        return np.concatenate([(np.asarray(whole, np.float64) - own.sum(1))[:, None], own], axis=1)
+        fixed = model, part, family, static, count
+        return np.asarray(_group_weights(*fixed, rng_key, q, sites, packing, params, arrays), np.float64)
 
-    read = q, args, kwargs
-    return {
-        label: settled(lambda count, i=i: weights(count)[:, i], num_samples, read) for i, label in enumerate(labels)
-    }
+    groups, read = range(len(part.table.labels)), (q, args, kwargs)
+    return [settled(lambda count, i=i: weights(count)[:, i], num_samples, read) for i in groups]
+
+
+def _of_site(family: Any, site: Any, point: Array) -> tuple[Array, Array]:
+    """The log of a site at a point, as two terms."""
+    return jnp.vdot(site.precision_mean, point), -0.5 * jnp.vdot(point, family.precision_product(site, point))
+
+
+@functools.partial(owned_jit, static_argnames=("model", "part", "family", "static", "num_samples"))
+def _prior_weights(
+    model: Callable,
+    part: Any,
+    family: Any,
+    static: tuple,
+    num_samples: int,
+    rng_key: Any,
+    natural: Any,
+    site: Any,
+    params: dict,
+    arrays: list,
+) -> Float[Array, "S"]:
+    """Log weights of the prior factor over its site, at the draws of the groups'."""
+    call = ModelCall(model, part.layout, *join_arguments(arrays, static), params)
+    moments = family.moments(natural)
+
+    def terms(point: Array) -> tuple[Array, Array, Array]:
+        factor = prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
+        return factor, *_of_site(family, site, point)
+
+    centre = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), terms(moments.loc))
+
+    def weight(noise: Array) -> Array:
+        factor, linear, square = jax.tree.map(jnp.subtract, terms(family.draw(moments, noise)), centre)
+        return factor - linear - square
+
+    noise = jax.random.normal(rng_key, (num_samples, family.dim), moments.loc.dtype)
+    return map_draws(weight, noise, num_samples, elements_of=terms)
 
 
 @functools.partial(owned_jit, static_argnames=("model", "part", "family", "static", "num_samples"))
@@ -558,9 +641,8 @@ def _group_weights(
     moments = family.moments(natural)
 
     def terms(point: Array) -> tuple[Array, Array, Array]:
-        linear = sites.precision_mean @ point
-        square = jax.vmap(lambda site: jnp.vdot(point, family.precision_product(site, point)))(sites)
-        return chunk_log_likelihoods(part, packing, call, point), linear, -0.5 * square
+        linear, square = jax.vmap(lambda site: _of_site(family, site, point))(sites)
+        return chunk_log_likelihoods(part, packing, call, point), linear, square
 
     # Relative to q's location, as of the whole q's weights.
     centre = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), terms(moments.loc))

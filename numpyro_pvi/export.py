@@ -18,7 +18,7 @@ from ._compiling import owned_jit
 from ._state import PVIRunResult, PVIState, PVITrace
 from .diagnostics import map_draws
 from .errors import ImproperError, PVIError
-from .factors import join_arguments, split_arguments
+from .factors import ModelCall, join_arguments, split_arguments
 from .guides import marginal_quantiles, setup_guide
 from .handlers import PRIOR
 from .sites import with_shares
@@ -384,6 +384,61 @@ def to_arviz(
     if agents is not None:
         made["agents"] = agents_dataset(*agents, dims)
     return _assemble({group: values for group, values in groups.items() if values}, dims, made)
+
+
+def shared_to_arviz(
+    rng_key: Any,
+    model: Callable,
+    plan: Any,
+    natural: Any,
+    args: tuple,
+    kwargs: dict,
+    params: dict[str, Any],
+    *,
+    num_samples: int = 1000,
+    trace: PVITrace | None = None,
+) -> Any:
+    """Draws of the latents outside the plate as ArviZ data, where the rows are elsewhere: see :func:`to_arviz`.
+
+    Args:
+        rng_key: random key.
+        model: the NumPyro model.
+        plan: of a Gaussian fit's state.
+        natural: natural parameters of q.
+        args: what stands for the model's positional arguments; no row is read.
+        kwargs: likewise.
+        params: constrained values of the model's ``numpyro.param`` sites.
+        num_samples: draws S.
+        trace: what happened in every round, of a run that has it.
+
+    Returns:
+        As of :func:`to_arviz`, with the group ``posterior`` and, with a trace, ``rounds``. Deterministics, log-likelihoods and
+        observed data are made of rows, and are not there.
+
+    Raises:
+        PVIError: for a number of draws below 1.
+        ImproperError: when q is not normalisable.
+    """
+    if num_samples < 1:
+        raise PVIError(f"to_arviz(num_samples={num_samples!r}): expected at least one draw.")
+    if not bool(plan.family.in_domain(natural)):
+        raise ImproperError(
+            "q is not normalisable, so it cannot be drawn from: run more rounds before calling to_arviz."
+        )
+    part = plan.partition
+    own = None if part.local is None else jnp.zeros((part.local.size, part.local.width))
+    call = ModelCall(model, part.layout, args, kwargs, params, part.local, own)
+
+    def one(point: Any) -> dict[str, Any]:
+        sites, _ = call.trace(point)
+        return {name: sites[name]["value"] for name in part.layout.names}
+
+    draws = plan.shared_draws(natural, rng_key, num_samples)
+    values = jax.device_get(jax.jit(lambda draws: map_draws(one, draws, num_samples))(draws))
+    sites: dict = {}
+    jax.eval_shape(lambda point: sites.update(call.trace(point)[0]), draws[0])
+    made = {} if trace is None else {"rounds": rounds_dataset(trace)}
+    return _assemble({"posterior": _one_chain(values)}, site_dims(sites, _SAMPLE_DIMS), made)
 
 
 @functools.partial(owned_jit, static_argnames=("model", "guide", "static", "num_samples"))

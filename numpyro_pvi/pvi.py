@@ -487,12 +487,15 @@ class PVI(SVI):
         with them. Values of ``numpyro.param`` sites stay as they are while any group is absent, since sites say nothing of
         them. Arguments that are not per row are to be what they were.
 
+        Where clients have their own rows, this PVI's runtime is one of the state's clients and the new one, under ``label``: all of
+        them are there, and the rounds are over all. Structure is agreed on anew.
+
         Args:
             state: a state.
             label: a label that no group has.
             args: the model's positional arguments, with the rows of this group only.
-            num_steps: rounds of the schedule over the new group; 0 leaves its site at 1 (``init_sites="curvature"``: at its
-                factor's curvature).
+            num_steps: rounds of the schedule over the new group (with clients, over all); 0 leaves its site at 1
+                (``init_sites="curvature"``: at its factor's curvature).
             tol: posterior sds below which rounds stop, as in :meth:`run`.
             kwargs: the model's keyword arguments.
 
@@ -502,12 +505,16 @@ class PVI(SVI):
 
         Raises:
             PartitionError: for a label that is there already, or rows that do not fit the structure.
-            StateError: for arguments of other types, columns or static values.
+            StateError: for arguments of other types, columns or static values, and for clients that are not the state's and this.
             DataError: for NaN or infinity, or no rows.
             SkippedGroupError: when no round could absorb the group.
         """
         refuse_look(self.solver, "add_group")
-        refuse_elsewhere(self.runtime, "add_group")
+        if self.runtime.elsewhere is not None:
+            check_state(state)
+            fresh = self.init(state.rng_key, *args, **kwargs)
+            rows = self._rows(fresh, args, kwargs)
+            return self._named(Newcomers(self).join(fresh, state, label, rows, num_steps, tol))
         refuse_held(state, "add_group")
         refuse_members(self._fit, state, "add_group")
         args, kwargs = self._arguments(args, kwargs, state)
@@ -591,7 +598,6 @@ class PVI(SVI):
         """
         refuse_look(self.solver, "prequential")
         refuse_elsewhere(self.runtime, "prequential")
-        refuse_held(state, "prequential")
         args, kwargs = self._arguments(args, kwargs, state)
         rows = Newcomers(self).count(state, "the rows to be predicted", args, kwargs)
         fixed = self.model, dense_form(state), args, kwargs, self._param_values(state), sum(rows.values())
@@ -612,6 +618,7 @@ class PVI(SVI):
                 tenth of a thousand draws is too much to be the tail of a q that is nearly right.
             by_group: judge every group's site by itself: k-hat of the weights ``p(y_m | theta) / t_m(theta)``, from q to q with the
                 exact factor of group m in its site's place. Under a Gaussian guide only without local latents, which no site has.
+                Clients that have their own rows judge their own sites, at the same draws, and tell that number alone.
             kwargs: the model's keyword arguments.
 
         Returns:
@@ -626,7 +633,8 @@ class PVI(SVI):
             Yao et al., Yes, but Did It Work?: Evaluating Variational Inference, section 3.
         """
         refuse_look(self.solver, "khat")
-        refuse_elsewhere(self.runtime, "khat")
+        if not by_group:
+            refuse_elsewhere(self.runtime, "khat")
         refuse_held(state, "khat")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")
@@ -648,15 +656,23 @@ class PVI(SVI):
 
         Returns:
             ``InferenceData`` (ArviZ 0.23) or ``DataTree`` (1.x); log-likelihoods use the fitted ``numpyro.param``
-            values. Without a server the group ``agents`` has every agent's own marginals.
+            values. Without a server the group ``agents`` has every agent's own marginals. Where clients have their own rows there
+            are draws of the latents that all share, and nothing that is read off rows: each client has the rest of its own, by
+            :meth:`numpyro_pvi.clients.Client.to_arviz` in its process.
         """
         refuse_look(self.solver, "to_arviz")
-        refuse_elsewhere(self.runtime, "to_arviz")
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
-        refuse_held(state, "to_arviz")
+        elsewhere = self.runtime.elsewhere is not None
+        if not elsewhere:
+            refuse_held(state, "to_arviz")
         args, kwargs = self._checked_arguments(state, args, kwargs)
-        model, params = FullPlates(state.plan.partition.model(self.model)), self.get_params(state)
-        shown = {"trace": getattr(state_or_result, "trace", None), "agents": own_marginals(self, state)}
+        model, trace = FullPlates(state.plan.partition.model(self.model)), getattr(state_or_result, "trace", None)
+        if elsewhere:
+            q, values = posterior(state.prior, state.sites), self._param_values(state)
+            fixed = model, state.plan, q, args, kwargs, values
+            return export.shared_to_arviz(rng_key, *fixed, num_samples=num_samples, trace=trace)
+        params = self.get_params(state)
+        shown = {"trace": trace, "agents": own_marginals(self, state)}
         return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, **shown)
 
     # ------------------------------------------------------------------ joints between the rooms

@@ -1,5 +1,6 @@
-"""A model that a process of its own can import by name."""
+"""Models that a process of its own can import by name."""
 
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -14,6 +15,15 @@ def logistic(X, y):
     w = numpyro.sample("w", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
     with numpyro.plate("data", X.shape[0]):
         numpyro.sample("obs", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def both(X, y):
+    """A latent of every row's own, and a param of its prior; neither Gaussian nor seen through one predictor."""
+    spread = numpyro.param("spread", jnp.array(0.5), constraint=dist.constraints.positive)
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        u = numpyro.sample("u", dist.Normal(0.3 * w[0], spread))
+        numpyro.sample("obs", dist.Poisson(jnp.exp(0.5 * (X @ w) + u)), obs=y)
 
 
 def client_of(label):

@@ -10,15 +10,17 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from numpyro.optim import Adam, Minimize
+from scipy.special import gammaln
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, _fits
-from numpyro_pvi.clients import Client, InMemorySums, InProcess, Summand, SummedClients
+from numpyro_pvi.clients import Client, InMemorySums, InProcess, Processes, Summand, SummedClients
 from numpyro_pvi.clients._kept import Kept
 from numpyro_pvi.errors import ClientError, PVIError, StateError
 from numpyro_pvi.runtime import Answers
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming, Synchronous
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
 from numpyro_pvi.wire import decode
+from tests.client_model import both
 from tests.test_rowless import Unread, assert_same
 
 KEY = jax.random.key(0)
@@ -49,15 +51,6 @@ def shifted(X, y):
     w = numpyro.sample("w", dist.Normal(0.0, scale).expand([2]).to_event(1))
     with numpyro.plate("data", X.shape[0]):
         numpyro.sample("obs", dist.Bernoulli(logits=X @ w + shift), obs=y)
-
-
-def both(X, y):
-    """A param of the prior of latents of rows' own."""
-    spread = numpyro.param("spread", jnp.array(0.5), constraint=dist.constraints.positive)
-    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    with numpyro.plate("data", X.shape[0]):
-        u = numpyro.sample("u", dist.Normal(0.3 * w[0], spread))
-        numpyro.sample("obs", dist.Poisson(jnp.exp(0.5 * (X @ w) + u)), obs=y)
 
 
 DATA = {effects: COUNTS, shifted: OUTCOMES, both: COUNTS}
@@ -189,6 +182,40 @@ def test_rows_that_are_dealt_out_make_no_difference(name, tolerance):
     assert_same(numbers(found), numbers(wanted), tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.once
+def test_so_it_is_in_processes_of_their_own(fits, same_start, tolerance):
+    """Latents of rows' own and params, over pipes."""
+    wanted, *_ = fits(QUICK)
+    runtime = Processes()
+    try:
+        found = here(QUICK, runtime).run(KEY, 3, *rows_of(QUICK), progress_bar=False)
+    finally:
+        runtime.close()
+    assert_same(numbers(found), numbers(wanted), tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_so_it_is_at_flowers_nodes(fits, same_start, tolerance):
+    """The same at nodes whose state is bytes between two questions."""
+    pytest.importorskip("flwr", reason="flwr is not installed: pip install 'numpyro_pvi[flower]'")
+    from numpyro_pvi.flower import Flower, client_app
+    from tests.flower_grid import Fake
+
+    wanted, *_ = fits(QUICK)
+    model, solver, schedule, guide, optim = CELLS[QUICK]
+
+    def load(context):
+        mine = context.node_config["label"] == LABELS
+        return X[mine], DATA[model][mine]
+
+    grid = Fake(dict.fromkeys(("south", "east", "north"), client_app(model, guide(model), load, solver=solver)))
+    runtime = Flower(grid=grid, owners=NAMES, patience=5.0, wait=0.2, tries=30)
+    pvi = PVI(model, guide(model), optim(), solver=solver, schedule=schedule, runtime=runtime)
+    assert_same(numbers(pvi.run(KEY, 3, progress_bar=False)), numbers(wanted), tolerance)
+
+
 def test_clients_that_forget_their_own_latents_are_seen(fits, monkeypatch):
     """The law has teeth: where a client goes on from its first latents, or stays at the old ones, sites come out others."""
     _, found, far, _ = fits(QUICK)
@@ -276,6 +303,57 @@ def test_owners_have_the_posteriors_of_their_own_latents(fits, tolerance):
         shared["v"]
 
 
+def test_owners_have_draws_with_their_own_rows(fits):
+    """ArviZ data of one client: log-likelihoods are those of its draws, by hand; the server has draws of what all share."""
+    pytest.importorskip("arviz")
+    _, found, far, _ = fits(QUICK)
+    far.run(KEY, 1, init_state=far.run(KEY, 2, progress_bar=False).state, progress_bar=False)
+    client = far.runtime.clients[0]
+    mine = client.label == LABELS
+    data = client.to_arviz(KEY, num_samples=400)
+    w, u, logs = (
+        np.asarray(data[g][n])[0] for g, n in (("posterior", "w"), ("posterior", "u"), ("log_likelihood", "obs"))
+    )
+    rate = 0.5 * w @ X[mine].T + u
+    assert u.shape == (400, 3)
+    np.testing.assert_allclose(logs, COUNTS[mine] * rate - np.exp(rate) - gammaln(COUNTS[mine] + 1.0), rtol=1e-6)
+    own = client.posterior()["u"]
+    gap = np.abs(u.mean(0) - np.asarray(own.mean)) / np.sqrt(np.asarray(own.variance) / 400)
+    assert gap.max() < 5.0 and np.abs(u.var(0) / np.asarray(own.variance) - 1).max() < 0.5
+    shared = far.to_arviz(KEY, found, num_samples=400)
+    assert list(shared["posterior"].data_vars) == ["w"] and "log_likelihood" not in shared
+    q = far.posterior(found.state)["w"]
+    gap = np.abs(np.asarray(shared["posterior"]["w"])[0].mean(0) - q.mean) / np.sqrt(np.asarray(q.variance) / 400)
+    assert gap.max() < 5.0
+
+
+@pytest.mark.slow
+def test_a_client_that_joins_finds_the_others_latents_where_they_were(fits):
+    """The state's sites are kept to the bit, and clients go on from what they held; limits are those of all from the start."""
+    *_, far, _ = fits(QUICK)
+    model, solver, schedule, guide, optim = CELLS[QUICK]
+    known, clients = far.runtime._line.known, [client_of(QUICK, x) for x in NAMES]
+
+    def fit(*clients):
+        runtime = InProcess(clients=clients)
+        for client in clients:
+            client.compile_with(known)
+        return PVI(model, guide(model), optim(), solver=solver, schedule=schedule, runtime=runtime)
+
+    state = fit(*clients[:2]).run(KEY, 3, progress_bar=False).state
+    more = fit(*clients)
+    joined = more.add_group(state, "south", num_steps=0)
+    assert joined.groups == NAMES and int(joined.step) == 3
+    for now, before in zip(jax.tree.leaves(joined.sites.groups), jax.tree.leaves(state.sites.groups), strict=True):
+        np.testing.assert_array_equal(now[:2], before)
+        assert not np.any(now[2])
+    np.testing.assert_array_equal(joined.sites.local.tickets[:2], state.sites.local.tickets)
+    held = [np.asarray(c._kept.at(t).rows.linear) for c, t in zip(clients, joined.sites.local.tickets, strict=True)]
+    found = more.update(joined)[0]
+    assert np.abs(held[0] - np.asarray(clients[0]._kept.first.rows.linear)).max() > 1e-3
+    assert np.any(found.sites.groups.precision[2]) and np.any(found.sites.local.tickets[2])
+
+
 def test_a_client_that_was_kept_goes_on_with_its_own_latents(fits):
     """To the bit; one that was begun anew without what was kept is refused by name, and the state stays what it was."""
     *_, far, _ = fits(QUICK)
@@ -335,9 +413,14 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def begun():
+def beginner():
     pvi = PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1), runtime=InProcess())
-    return pvi.init(KEY, X, COUNTS)
+    return pvi, pvi.init(KEY, X, COUNTS)
+
+
+@pytest.fixture
+def begun(beginner):
+    return beginner[1]
 
 
 @pytest.mark.parametrize(
@@ -350,9 +433,9 @@ def test_what_does_not_go_is_refused_by_name(name, begun):
         pvi.update(begun, X, COUNTS)
 
 
-def test_a_state_of_clients_is_theirs(begun):
+def test_a_state_of_clients_is_theirs(beginner):
     """What reads own latents in this process says who has them, and another runtime does not go on from their names."""
-    pvi = PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1), runtime=InProcess())
+    pvi, begun = beginner
     calls = {
         "khat": lambda: pvi.khat(begun, X, COUNTS, rng_key=KEY),
         "to_arviz": lambda: pvi.to_arviz(KEY, begun, X, COUNTS),
@@ -361,6 +444,9 @@ def test_a_state_of_clients_is_theirs(begun):
     for verb, call in calls.items():
         with pytest.raises(PVIError, match=f"{verb} reads latents inside the plate, which are with the clients"):
             call()
+    # Rows that nobody has seen are foretold by the latents that all share alone.
+    score = pvi.prequential(begun, X[:3], COUNTS[:3], rng_key=KEY, num_samples=50)
+    assert score.rows.shape == (3,) and bool(np.isfinite(score.rows).all())
     with pytest.raises(StateError, match="another runtime, and what its groups hold of their own"):
         PVI(Partition(both, "data", LABELS), FULL(both), Adam(0.1)).update(begun, X, COUNTS)
 

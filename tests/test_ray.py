@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
+from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.clients import Ray, _ray
@@ -21,7 +22,7 @@ from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import SNEP, PowerEP
 from tests import ray_faults
-from tests.client_model import logistic
+from tests.client_model import both, logistic
 from tests.laws.models import rows
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'numpyro_pvi[ray]'")
@@ -144,6 +145,23 @@ def test_a_driver_that_is_given_no_row(cluster, folder, here, tolerance):
     assert not (folder / "north.kill").exists() and runtime.restarts["north"] == 1
     assert_law(pvi, result)
     assert_same(sites_of(result), here(None, Sequential()), tolerance)
+
+
+@pytest.mark.slow
+def test_own_latents_and_params_in_an_actor(cluster, tolerance):
+    """What rows keep for themselves stays in the actor, whose trajectory is that of one process."""
+    counts = np.random.default_rng(5).poisson(1.5, 12)
+
+    def fit_of(runtime):
+        pvi = PVI(Partition(both, "data", LABELS), AutoMultivariateNormal(both), Adam(0.05), runtime=runtime)
+        result = pvi.run(KEY, 2, X, counts, progress_bar=False)
+        return result.state.sites.groups, result.params["spread"], result.losses
+
+    runtime = Ray(groups_per_actor=3)
+    try:
+        assert_same(fit_of(runtime), fit_of(None), tolerance)
+    finally:
+        runtime.close()
 
 
 @pytest.fixture(scope="module")

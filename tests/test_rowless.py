@@ -11,12 +11,13 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from numpyro.optim import Adam
 
-from numpyro_pvi import PVI, Partition, _fits
+from numpyro_pvi import PRIOR, PVI, Partition, _arriving_groups, _fits
 from numpyro_pvi.clients import Client, Exchange, InProcess, Processes
 from numpyro_pvi.clients._holders import Holders
-from numpyro_pvi.errors import ClientError, PVIError, StateError
+from numpyro_pvi.errors import ClientError, PartitionError, PVIError, StateError
 from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, StochasticSubset, Streaming, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
+from numpyro_pvi.wire import decode
 from tests.client_model import client_of, logistic
 from tests.laws.models import rows
 from tests.test_clients import Weather
@@ -243,14 +244,119 @@ def test_what_reads_rows_is_refused_by_name(gradient):
     state = pvi.init(KEY)
     calls = {
         "khat": lambda: pvi.khat(state, rng_key=KEY),
-        "to_arviz": lambda: pvi.to_arviz(KEY, state),
         "prequential": lambda: pvi.prequential(state, X, Y, rng_key=KEY),
-        "add_group": lambda: pvi.add_group(state, "west", X, Y),
         "revisit": lambda: pvi.revisit(state, "east", X, Y),
     }
     for verb, call in calls.items():
         with pytest.raises(PVIError, match=f"{verb} reads rows, which are with the clients alone"):
             call()
+
+
+def heavy(X, y):
+    """A prior outside of the family, which has a site."""
+    w = numpyro.sample("w", dist.Laplace(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+# Programs of the clients of the next tests.
+KNOWN = {}
+
+
+def known(clients, **how):
+    """A server of clients whose programs are there."""
+    runtime = InProcess(clients=clients, **how)
+    for client in clients:
+        client.compile_with(KNOWN)
+    return server(clients[0]._pvi.model, runtime, NaturalGradient())
+
+
+@pytest.fixture(scope="module", params=[logistic, pytest.param(heavy, marks=pytest.mark.slow)], ids=["exact", "prior"])
+def judged(request):
+    """A fit of one process, one of clients, and all bytes that are said; with a site of the prior's, and without."""
+    model, said = request.param, []
+    pvi, wanted = one_process(model, NaturalGradient(), Synchronous())
+    far = known(clients_of(model, NaturalGradient()), through=lambda inner: Recorded(inner, said))
+    return pvi, wanted, far, far.run(KEY, 3, progress_bar=False), said
+
+
+class Recorded:
+    """A transport that remembers what comes back."""
+
+    def __init__(self, inner, said):
+        self.inner, self.said, self.send, self.close = inner, said, inner.send, inner.close
+
+    def receive(self, wait):
+        came = self.inner.receive(wait)
+        if came is not None:
+            self.said.append(came[1])
+        return came
+
+
+def test_clients_judge_their_own_sites_and_tell_one_number(judged, monkeypatch):
+    """k-hats are those of one process, at the same draws; planted: clients that judge another site."""
+    pvi, wanted, far, found, said = judged
+    how = {"rng_key": KEY, "by_group": True, "num_samples": 200}
+    here, count = pvi.khat(wanted.state, X[CAME], Y[CAME], **how), len(said)
+    there = far.khat(found.state, **how)
+    first = [PRIOR] * (far.model is heavy)
+    assert list(there) == list(here) == [*first, "east", "north", "south"]
+    np.testing.assert_allclose(list(there.values()), list(here.values()), rtol=1e-6)
+    answers = [decode(data).fields["found"] for data in said[count:]]
+    assert [[x.size for x in found] for found in answers] == [[1]] * 3
+    judge = Client._judge
+    monkeypatch.setattr(Client, "_judge", lambda self, how, q, own: judge(self, how, q, tuple(0 * x for x in own)))
+    assert all(abs(a - here[n]) > 1e-3 for n, a in far.khat(found.state, **how).items() if n is not PRIOR)
+    with pytest.raises(ClientError, match="k-hat is of 100 to 1048576 draws, and 2000000 are asked for"):
+        far.khat(found.state, **(how | {"num_samples": 2_000_000}))
+
+
+def test_draws_of_what_all_share_are_exported(judged):
+    """And each client's own log-likelihoods in its own process, which are those of its draws."""
+    pytest.importorskip("arviz")
+    _, _, far, _, _ = judged
+    found = far.run(KEY, 3, progress_bar=False)
+    shared = far.to_arviz(KEY, found, num_samples=500)
+    assert list(shared["posterior"].data_vars) == ["w"] and "log_likelihood" not in shared and "rounds" in shared
+    q = far.posterior(found.state)["w"]
+    w = np.asarray(shared["posterior"]["w"])[0]
+    assert np.max(np.abs(w.mean(0) - q.mean) / np.sqrt(np.asarray(q.variance) / 500)) < 5
+    client = far.runtime.clients[0]
+    mine, own = client.label == LABELS, client.to_arviz(KEY, num_samples=5)
+    w, logs = np.asarray(own["posterior"]["w"])[0], np.asarray(own["log_likelihood"]["obs"])[0]
+    np.testing.assert_allclose(logs, -np.logaddexp(0, -(2 * Y[mine] - 1) * (w @ X[mine].T)), rtol=1e-6)
+    np.testing.assert_array_equal(own["observed_data"]["obs"], Y[mine])
+    fresh = clients_of(logistic, NaturalGradient())[0]
+    with pytest.raises(PVIError, match="has not been asked yet what it sees at a q"):
+        fresh.to_arviz(KEY)
+
+
+def test_a_client_that_joins_is_fitted_beside_the_others(monkeypatch):
+    """Others' sites are what they were, to the bit, until rounds go on; the limit is that of all from the beginning."""
+    east, north, south = sorted(clients_of(logistic, NaturalGradient()), key=lambda c: c.label)
+    few, more = known([east, south]), known([east, north, south])
+    state = few.run(KEY, 3, progress_bar=False).state
+    joined = more.add_group(state, "north", num_steps=0)
+    assert joined.groups == more.groups == ("east", "north", "south")
+
+    def sites(state, *places):
+        return jax.tree.map(lambda x: np.asarray(x)[list(places)], state.sites.groups)
+
+    assert_same(sites(joined, 0, 2), sites(state, 0, 1), 0.0)
+    assert not any(np.any(x) for x in jax.tree.leaves(sites(joined, 1)))
+    assert_same(more.posterior(joined)["w"].mean, few.posterior(state)["w"].mean, 1e-12)
+    limit = more.run(KEY, 60, tol=1e-9, progress_bar=False).state
+    found = more.add_group(state, "north", num_steps=60, tol=1e-9)
+    assert_same(sites(found, 0, 1, 2), sites(limit, 0, 1, 2), 1e-6)
+    with pytest.raises(StateError, match=r"the clients are 'east', 'north', 'south', and the state has 'east'"):
+        more.add_group(state, "west")
+    with pytest.raises(PartitionError, match="there is a group 'east' already"):
+        more.add_group(state, "east")
+    with monkeypatch.context() as patch:
+        patch.setattr(_arriving_groups, "_with_client", lambda fresh, state, curved: fresh)
+        assert np.any(
+            np.asarray(sites(more.add_group(state, "north", num_steps=0), 0).precision) != sites(state, 0).precision
+        )
 
 
 def test_a_state_goes_on_with_the_clients_that_it_was_made_with(gradient, tmp_path):

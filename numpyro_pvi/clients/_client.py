@@ -144,13 +144,15 @@ class Respondent:
             return "hello", {"facts": self.facts}, same
         if ask.kind == "look?":
             told = ask.fields["how"], ask.fields["q"], ask.fields["rest"]
-            if "held" in ask.fields["how"]:
+            if "held" in told[0]:
                 found, self._made = self._answers.ask_held(*told, self._kept.at)
-                if told[0]["ask"] == "look":
-                    # At which q, for whoever asks for latents of its own in this process.
-                    self._kept.seen = told[2][0], told[1][: len(jax.tree.leaves(self._answers.moments))]
-                return "look", {"found": _numbers(found)}, same
-            return "look", {"found": _numbers(self._answers.look(*told))}, same
+            else:
+                found = self._answers.look(*told)
+            if told[0]["ask"] == "look":
+                # At which q, for whoever asks for latents in this process.
+                ticket = told[2][0] if "held" in told[0] else np.zeros(2, np.int32)
+                self._kept.seen = ticket, told[1][: len(jax.tree.leaves(self._answers.moments))]
+            return "look", {"found": _numbers(found)}, same
         if ask.kind == "visit?":
             return self._visit(ask.fields)
         raise PVIError(f"a message {ask.kind!r} is no question that a client answers")

@@ -293,6 +293,17 @@ class Holders:
             raise exchange.error
         return found
 
+    def judged(
+        self, plan: Any, rng_key: Any, q: Any, sites: Any, params: dict, num_samples: int
+    ) -> dict[Hashable, float]:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.judged`."""
+        key, values = _typed(rng_key), jax.tree.leaves(params)
+        how = {"ask": "khat", "samples": int(num_samples), "key": str(jax.random.key_impl(key)), "params": len(values)}
+        told = tuple(np.asarray(x) for x in (*jax.tree.leaves(q), jax.random.key_data(key), *values))
+        own, one = tuple(np.asarray(x) for x in jax.tree.leaves(sites)), (np.zeros((), np.float64),)
+        (found,) = self.watched(plan, lambda: self.line.look(how, told, one, own))
+        return dict(zip(plan.partition.table.labels, found.tolist(), strict=True))
+
     def attend(self, plan: Any) -> None:
         """Have clients take their rows for what a plan says, those that have not been told or were told otherwise."""
         line, exchange, taken = self.line, self._open(), plan.told
@@ -306,6 +317,11 @@ class Holders:
         agree_on(exchange.labels, facts, ("rows",))
         _compare_latents(plan, exchange.labels, facts)
         line.tells_step, line.taken = facts[0]["step"], taken
+
+
+def _typed(key: Any) -> Any:
+    """A random key of today's kind."""
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
 def _compare_latents(plan: Any, labels: tuple, facts: list[dict[str, Any]]) -> None:

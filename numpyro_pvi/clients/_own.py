@@ -13,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.optim import SGD
 
+from .. import export
 from .._compiling import Program
 from .._fits import begin_fit
 from .._saving import settings_of
 from .._state_marginals import own_distributions, rows_by_unit
+from ..diagnostics import MIN_SAMPLES, khat_of_sites
 from ..errors import PVIError, WireError
-from ..factors import abstract_trace, join_arguments, row_arguments, signature_of, split_arguments
-from ..handlers import Partition, numbered_table
+from ..factors import ModelCall, abstract_trace, join_arguments, row_arguments, signature_of, split_arguments
+from ..families import conditional_moments
+from ..handlers import FullPlates, Partition, numbered_table
 from ..pvi import PVI
 from ..runtime import Units
 from ..wire import KeyData, Message, decode, digest_of, encode
@@ -106,6 +109,8 @@ class Client(Respondent):
         self._like = self._check_privacy(secret, like)
         self._begun: tuple[Any, Any] | None = None
         self._known: dict[Any, Any] = {}
+        # Values of the model's params, as leaves, that the last look told; none where it has none, or nobody has looked.
+        self._last_params: tuple = ()
 
     def compile_with(self, known: dict[Any, Any]) -> None:
         """Take programs of other clients in this process, which serve this one where it differs from them in its rows only.
@@ -124,7 +129,23 @@ class Client(Respondent):
             told = Message("plan?", ask.fields | {"run": "", "sequence": 0})
             self._told = encode(told, RECORDS)
             return "hello", {"facts": self.facts}, (self._memory, self._version)
-        return super()._reply(ask)
+        if ask.kind == "look?":
+            self._refuse_looks()
+            if ask.fields["how"]["ask"] == "khat":
+                self._recall()
+                return "look", {"found": (self._judge(*(ask.fields[n] for n in ("how", "q", "rest"))),)}, same
+        found = super()._reply(ask)
+        if ask.kind == "look?" and (count := ask.fields["how"].get("params", 0)):
+            self._last_params = ask.fields["q"][-count:]
+        return found
+
+    def _refuse_looks(self) -> None:
+        """Raise where nobody but visits may hear the rows, whoever asks."""
+        solver = self._pvi.solver
+        if solver.private:
+            raise PVIError(
+                f"under {type(solver).__name__} it answers visits alone: a look is neither noised nor counted"
+            )
 
     def _recall(self) -> None:
         if self._answers is None and self._told:
@@ -209,10 +230,16 @@ class Client(Respondent):
         if self._secret is None:
             return found
         # Under another number, or with the memory that the digest is of, it is the same question.
-        asked = encode(Message("visit?", fields | {"run": "", "sequence": 0, "memory": ()}), RECORDS)
+        return self._secretly(
+            found, encode(Message("visit?", fields | {"run": "", "sequence": 0, "memory": ()}), RECORDS)
+        )
+
+    def _secretly(self, key: Any, asked: bytes) -> Any:
+        """A key that only who has the secret can make, the same for the same question."""
+        assert self._secret is not None
         for word in np.frombuffer(hashlib.blake2b(asked, key=self._secret, digest_size=32).digest(), np.uint32):
-            found = jax.random.fold_in(found, word)
-        return found
+            key = jax.random.fold_in(key, word)
+        return key
 
     def _shown(self, key: KeyData) -> Any:
         """What the server is told was found: at the rows, or where visits are private at those that everybody knows."""
@@ -264,6 +291,22 @@ class Client(Respondent):
         answers, self.facts = share.answers(self._known)
         self._take_up(answers)
 
+    def _judge(self, how: dict[str, Any], told: tuple, own: tuple) -> np.ndarray:
+        """k-hat of its factor over its site, at draws from a q: one number of them all."""
+        count, most = how["samples"], 1 << 20
+        if not MIN_SAMPLES <= count <= most:
+            raise PVIError(f"k-hat is of {MIN_SAMPLES} to {most} draws, and {count} are asked for")
+        assert self._begun is not None
+        begun, family = self._begun[1], self._answers.family
+        part, site = begun.plan.partition, jax.tree.structure(self._answers.site)
+        q, key, params = told[: site.num_leaves], told[site.num_leaves], told[site.num_leaves + 1 :]
+        values = jax.tree.structure(begun.planned.params).unflatten([jnp.asarray(x) for x in params])
+        at = site.unflatten([jnp.asarray(x) for x in q]), site.unflatten([jnp.asarray(x)[None] for x in own])
+        drawn = jax.random.wrap_key_data(jnp.asarray(key), impl=how["key"])
+        fixed = drawn, FullPlates(part.model(self._pvi.model)), part, family, *at, begun.planned.packing
+        (found,) = khat_of_sites(*fixed, self._args, self._kwargs, values, num_samples=count)
+        return np.asarray(found, np.float64)
+
     def posterior(self) -> dict[str, Any]:
         """Marginal posteriors of latents of this group's own, at the q of the last look: nobody else is told them.
 
@@ -273,18 +316,46 @@ class Client(Respondent):
         Raises:
             PVIError: where the model has no latents inside the plate, or nobody has looked yet.
         """
-        self._recall()
-        if self._answers is None or self._begun is None or self._kept.seen is None:
-            raise PVIError(f"client {self.label!r} has not been asked yet what it sees at a q: fit first.")
-        part, planned = self._begun[1].plan.partition, self._begun[1].planned
-        if part.local is None:
+        shared, rows = self._last_look()
+        local = self._begun[1].plan.partition.local  # type: ignore[index]
+        if local is None:
             raise PVIError(
                 f"client {self.label!r} has no latents of its own: pvi.posterior(state) has those that all share."
             )
-        ticket, leaves = self._kept.seen
+        return own_distributions(local, self._answers.family, shared, rows, self._pvi.guide.prototype_trace)
+
+    def to_arviz(self, rng_key: Any, *, num_samples: int = 1000) -> Any:
+        """Draws of all latents with this client's rows as ArviZ data, at the q of the last look: nobody else is told them.
+
+        Args:
+            rng_key: random key.
+            num_samples: draws.
+
+        Returns:
+            As of :meth:`numpyro_pvi.PVI.to_arviz`, with draws of latents of this group's own, and log-likelihoods and observed data
+            of its rows; params of the model have the values that the last look told.
+
+        Raises:
+            PVIError: where nobody has looked yet, as under solvers whose visits alone see the rows, and for less than one draw.
+        """
+        shared, rows = self._last_look()
+        plan, model = self._begun[1].plan, FullPlates(self._begun[1].plan.partition.model(self._pvi.model))  # type: ignore[index]
+        params = self._begun[1].planned.params  # type: ignore[index]
+        if self._last_params:
+            params = jax.tree.structure(params).unflatten([jnp.asarray(x) for x in self._last_params])
+        drawn = _Drawn(model, plan, shared, rows, params, self._pvi.guide.prototype_trace)
+        return export.to_arviz(rng_key, model, drawn, params, self._args, self._kwargs, num_samples=num_samples)
+
+    def _last_look(self) -> tuple[Any, Any]:
+        """Moments of the q of the last look, and natural parameters of latents of this group's own there, or None."""
+        self._recall()
+        if self._answers is None or self._begun is None or self._kept.seen is None:
+            raise PVIError(f"client {self.label!r} has not been asked yet what it sees at a q: fit first.")
+        local, (ticket, leaves) = self._begun[1].plan.partition.local, self._kept.seen
         shared = jax.tree.unflatten(jax.tree.structure(self._answers.moments), [jnp.asarray(x) for x in leaves])
-        rows = rows_by_unit(self._kept.at(ticket).rows, part.local, planned.packing)
-        return own_distributions(part.local, self._answers.family, shared, rows, self._pvi.guide.prototype_trace)
+        if local is None:
+            return shared, None
+        return shared, rows_by_unit(self._kept.at(ticket).rows, local, self._begun[1].planned.packing)
 
     def serve(self, receive: Callable[[], bytes], send: Callable[[bytes], None]) -> None:
         """Answer questions until ``receive`` raises ``EOFError`` or ``OSError``.
@@ -303,6 +374,30 @@ class Client(Respondent):
                 return
             if answer is not None:
                 send(answer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Drawn:
+    """All latents of a client's model as it last saw them: as much of a guide as an export draws from."""
+
+    model: Any
+    plan: Any
+    shared: Any
+    rows: Any
+    params: dict[str, Any]
+    prototype_trace: dict[str, Any]
+
+    def sample_posterior(self, rng_key: Any, params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """One draw in the latents' own supports."""
+        family, part, own = self.plan.family, self.plan.partition, None
+        keys = jax.random.split(rng_key)
+        point = family.draw(self.shared, jax.random.normal(keys[0], (family.dim,), self.shared.loc.dtype))
+        if self.rows is not None:
+            noise = jax.random.normal(keys[1], self.rows.linear.shape, self.shared.loc.dtype)
+            own = conditional_moments(self.rows).draw(point, noise)
+        trace, _ = ModelCall(self.model, part.layout, args, kwargs, self.params, part.local, own).trace(point)
+        names = (*part.layout.names, *(() if part.local is None else part.local.names))
+        return {name: trace[name]["value"] for name in names}
 
 
 def _loaded(given: Any) -> tuple[tuple, dict]:

@@ -175,6 +175,9 @@ class Summand(Client):
     What it says to a sum is the rounded change of its site; it moves its site by what was absorbed of it, which it is told with
     the next question, and not at all where its change was lost on the way. Arguments are those of :class:`Client`.
 
+    Under a solver that is ``private`` every one of its changes is noised by itself, before it is added to any other, and counts as
+    released once it is made, whether or not it comes to be absorbed; it answers visits alone, and no look.
+
     Attributes:
         notes: what it has to say of itself, in its own process only: changes that did not fit.
     """
@@ -272,12 +275,13 @@ class Summand(Client):
             if fields["sequence"] < number:
                 raise PVIError(f"client {self.label!r} has answered a newer question.")
             return said
-        place = self._settle(fields)
-        if fields["how"]["ask"] == "visit":
+        place, what = self._settle(fields), fields["how"]["ask"]
+        if what == "visit":
             numbers = self._visited(fields, place, capacity)
-        elif fields["how"]["ask"] == "settle":
+        elif what == "settle":
             numbers, self._open = np.zeros(_COUNTS, np.int64), None
         else:
+            self._refuse_looks()
             numbers = self._looked(fields, capacity)
         self._said = fields["sequence"], numbers
         return numbers
@@ -313,8 +317,11 @@ class Summand(Client):
         site = tuple(x.astype(dtype) for x in self._site)
         tree = jax.tree.structure(like)
         own = jax.random.fold_in(key.on_device(), place)
-        given = tree.unflatten(rest), tree.unflatten(site), self._memory, own, ()
+        given = tree.unflatten(rest), tree.unflatten(site), self._memory, self._own_key(own, fields), ()
         found = self._answers.visit(fields["how"], shared, *given)
+        if self._answers.solver.private:
+            # What was made is released, whatever becomes of it: it may have been heard where it is said to be lost.
+            self._memory = found.state
         wanted = tuple(np.asarray(x, np.float64) for x in jax.tree.leaves(found.site))
         units, step = _flat(lattice(q)), _step(fields["reach"], capacity)
         change = _flat(tuple(a - b for a, b in zip(wanted, self._site, strict=True))) / units
@@ -327,6 +334,15 @@ class Summand(Client):
         # What was said before and not absorbed by now was lost on the way.
         self._open = _Change(fields["sequence"], _leaves(whole * step * units, exact), found.state)
         return np.concatenate([[not fits, moved], whole]).astype(np.int64)
+
+    def _own_key(self, key: Any, fields: dict[str, Any]) -> Any:
+        """Of a question and of what it is answered from: asked with another site, or once more, it draws anew."""
+        if self._secret is None:
+            return key
+        # Every field but the run's name and the question's number, by which a repetition would be another question.
+        asked = encode(Message("sum?", fields | {"run": "", "sequence": 0}), RECORDS)
+        own = (*self._site, *jax.tree.leaves(self._memory))
+        return self._secretly(key, asked + b"".join(np.asarray(x).tobytes() for x in own))
 
     def _note(self, change: np.ndarray, reach: float) -> None:
         assert self._begun is not None
@@ -389,6 +405,8 @@ class SumExchange(Exchange):
         self._asked: tuple[np.ndarray, ...] = ()
         self._who: tuple[int, ...] = ()
         self._round = 0
+        # Times that clients were asked for a visit and no state has counted yet.
+        self._uncounted = 0
 
     # ------------------------------------------------------------------ in the open
 
@@ -467,6 +485,8 @@ class SumExchange(Exchange):
         """The sum of what clients make of their sites: see :meth:`numpyro_pvi.runtime.Network.visit`."""
         del groups
         rest, site, memory, keys, _ = own
+        how = {**how}
+        counter = how.pop("counter", None)
 
         def ask() -> list[tuple]:
             here = tuple(np.asarray(x)[0] for x in site)
@@ -482,7 +502,11 @@ class SumExchange(Exchange):
             self._report(found, whole * step, reach, step)
             told = [(a + b).astype(x.dtype) for a, b, x in zip(self._total, self._change, here, strict=True)]
             flag = np.asarray(bool(counts[1]))
-            kept = tuple(np.asarray(x)[0] for x in memory)
+            kept = [np.asarray(x)[0] for x in memory]
+            if counter is not None:
+                # Nobody tells what clients remember. Each has made at most so many releases: one a time that all were asked.
+                kept[counter] = (kept[counter] + self._uncounted).astype(kept[counter].dtype)
+            self._uncounted = 0
             return [(*told, *kept, np.zeros((), np.int32), flag)]
 
         return self._kept(ask, tuple(x for part in shapes for x in part), 1)
@@ -518,6 +542,7 @@ class SumExchange(Exchange):
         ledger = (self.clients, self._rounds, self._shares, self._start)
         for attempt in range(self.tries):
             self._number += 1
+            self._uncounted += how["ask"] == "visit"
             fields = {"run": self.run, "sequence": self._number, "how": how, "q": q, "rest": rest, "reach": reach}
             question = encode(Message("sum?", {**fields, "ledger": ledger}), RECORDS)
             before = self.sums.traffic
@@ -657,12 +682,7 @@ class SummedClients(ClientsRuntime):
             PVIError: for choices that need more than sums, and what to write instead.
         """
         self.expect_sums_suffice(engine.schedule, "runtime=InProcess(clients=...)")
-        if engine.solver.private:
-            raise PVIError(
-                f"{type(engine.solver).__name__} counts releases in what groups remember, which clients that are heard in sums "
-                "keep to themselves, so that no epsilon could be told: write runtime=InProcess(clients=...), whose clients "
-                "answer one by one, or fit without it."
-            )
+        engine.solver.check_sums()
         if not isinstance(engine, Engine):
             raise PVIError(
                 "clients that are heard in sums only do not go with AutoExponentialFamily, whose components move in turns, each "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import logging
@@ -92,7 +93,8 @@ class Made:
         load = lambda: self.load_rows(context)  # noqa: E731
         secret = None if self.secret is None else self.secret(context)
         made = {"load_rows": load, "solver": self.solver, "loss": self.loss, "secret": secret, "like": self.like}
-        return kind(self.model, self.guide, label, **made)
+        # One of its own: it is set up with the shapes of its owner's rows, and a process may answer for several.
+        return kind(self.model, copy.copy(self.guide), label, **made)
 
 
 @dataclasses.dataclass(frozen=True)

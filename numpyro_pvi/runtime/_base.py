@@ -111,6 +111,25 @@ class Elsewhere(Protocol):
         """
         ...
 
+    def judged(self, plan: Any, rng_key: Any, q: Any, sites: Any, params: dict, num_samples: int) -> dict:
+        """How well each holder finds that its site stands in for its factor, at draws from q that all share: one number each.
+
+        Args:
+            plan: the state's.
+            rng_key: random key of the draws.
+            q: natural parameters.
+            sites: the groups', with a leading axis.
+            params: constrained values of the model's ``numpyro.param`` sites.
+            num_samples: draws.
+
+        Returns:
+            k-hat by label: see :func:`numpyro_pvi.diagnostics.khat_by_group`.
+
+        Raises:
+            PVIError: where holders are not heard one by one.
+        """
+        ...
+
     def watched(self, plan: Any, run: Callable[[], Any]) -> Any:
         """Run programs that ask the holders in their course; what went wrong there is raised here.
 

@@ -355,6 +355,8 @@ class RemoteProblem(LocalProblem):
         how = {"rules": self.num_rules, "guarded": guarded, "start": start is not None}
         said, arrays = self._drawn(noise, None if noise is None or self.stochastic else noise.points)
         how |= {"key": str(jax.random.key_impl(keys)), **said}
+        if self.only_visits:
+            how |= {"counter": self.solver.counter(state)}
         told = () if start is None else jax.tree.leaves(start)
         own = tuple(tuple(jax.tree.leaves(x)) for x in (rest, site, state)) + (jax.random.key_data(keys), tuple(told))
         shared = (*jax.tree.leaves(rule), *arrays)

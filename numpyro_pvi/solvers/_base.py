@@ -320,6 +320,22 @@ class LocalSolver(Protocol):
         """
         ...
 
+    def counter(self, state: Any) -> int | None:
+        """Which of a memory's arrays counts the visits that have released something; None where none does.
+
+        Args:
+            state: a memory, of one group or stacked.
+        """
+        ...
+
+    def check_sums(self) -> None:
+        """Raise where what a visit has spent is not told by the number of visits, as it has to be of groups heard in sums only.
+
+        Raises:
+            PVIError: saying what to write.
+        """
+        ...
+
     def check_state(self, state: Any) -> None:
         """Raise where the groups' stacked states are of other settings, and mean something else under these."""
         ...
@@ -473,6 +489,13 @@ class SolverDefaults:
     def privacy(self, state: Any, sizes: tuple[int, ...]) -> PrivacySpent | None:
         """Nothing is counted."""
         del state, sizes
+
+    def counter(self, state: Any) -> int | None:
+        """Nothing is counted."""
+        del state
+
+    def check_sums(self) -> None:
+        """Nothing is spent."""
 
     def check_state(self, state: Any) -> None:
         """Every state will do."""

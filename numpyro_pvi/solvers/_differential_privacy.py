@@ -264,6 +264,23 @@ class DifferentialPrivacy(SolverDefaults):
         spent = [self.epsilon(int(n), size) for n, size in zip(counts, sizes, strict=True)]
         return PrivacySpent(np.asarray(spent, float), float(self.delta), counts)
 
+    def counter(self, state: PrivateState) -> int:
+        """Where visits are counted: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        return len(jax.tree.leaves(state.inner))
+
+    def check_sums(self) -> None:
+        """Raise where epsilon depends on how many rows each group has, which are told together.
+
+        Raises:
+            PVIError: for sampled batches.
+        """
+        if self.level == "row" and self.solver.batch_size is not None:
+            raise PVIError(
+                f"DifferentialPrivacy(level='row') with batch_size={self.solver.batch_size}: what a visit spends depends on the "
+                "client's own number of rows, and clients that are heard in sums are one group, whose rows are all of theirs. "
+                "Write LocalELBO(num_steps=..., batch_size=None), or runtime=InProcess(clients=...), whose clients answer in turn."
+            )
+
     def check_state(self, state: Any) -> None:
         """Refuse a state whose visits were counted under other terms, or not at all.
 

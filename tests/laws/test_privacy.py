@@ -22,7 +22,8 @@ from scipy import stats
 
 import numpyro_pvi.solvers._differential_privacy as privacy
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
-from numpyro_pvi.clients import Client, InMemorySums, InProcess, SummedClients, _exchange
+from numpyro_pvi.clients import Client, InMemorySums, InProcess, Summand, Summed, SummedClients, _exchange
+from numpyro_pvi.clients._sums import EVERYONE, SumExchange, _step, lattice
 from numpyro_pvi.errors import ClientError
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
 from numpyro_pvi.runtime import _factors, _product_engine
@@ -48,7 +49,7 @@ from numpyro_pvi.solvers import (
     StochasticEP,
     StochasticNaturalGradient,
 )
-from numpyro_pvi.wire import KeyData
+from numpyro_pvi.wire import KeyData, Message, decode, encode
 
 counts = pytest.mark.skipif(
     importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting (the extra `privacy`) is not installed"
@@ -687,6 +688,214 @@ def test_what_is_wrong_with_rows_is_not_told(caplog):
     assert "NaN" in caplog.text or "not finite" in caplog.text
 
 
+# ----------------------------------------------------------------------------------------------------- heard in sums only
+
+
+class Overheard(InMemorySums):
+    """Sums that keep all that is asked and what comes of it; by number of the visit, whose answer is lost ("" for everybody's)."""
+
+    def __init__(self, clients, lost=()):
+        super().__init__(clients)
+        self.lost, self.asked, self.seen, self.alone = dict(lost), 0, [], []
+
+    def open(self):
+        return Heard(super().open(), self.alone)
+
+    def sum(self, question):
+        self.asked += decode(question).fields["how"]["ask"] == "visit"
+        said = {place: c.contribute(question, self.capacity) for place, c in enumerate(self.clients)}
+        lost = self.lost.get(self.asked)
+        there = () if lost == "" else [i for i in said if self.labels[i] != lost]
+        found = Summed(np.sum([said[i] for i in there], axis=0), tuple(there)) if there else None
+        self.seen.append((question, found, said))
+        return found
+
+
+def in_sums(solver, y=Y, lost=(), model=location, kind=Summand, secrets=None):
+    """A fit whose clients keep their sites, and its sums."""
+    mine, guide, clients = np.array(LABELS), AutoMultivariateNormal(model), []
+    for c in "abc":
+        given = {} if secrets is None else {"secret": secrets[c]}
+        given |= {"like": PUBLIC} if solver.private else {}
+        clients.append(kind(model, guide, c, y[mine == c], solver=solver, **given))
+        clients[-1].compile_with(KNOWN)
+    sums = Overheard(clients, lost)
+    how = {"schedule": Synchronous(damping=0.5), "runtime": SummedClients(sums=sums)}
+    return PVI(model, AutoMultivariateNormal(model), solver=solver, **how), sums
+
+
+@pytest.mark.slow
+def test_sums_without_noise_and_clipping_are_the_plain_solvers():
+    plain = run(make(NaturalGradient(), Synchronous(damping=0.5), init_sites="prior"), 3)
+    found = in_sums(DifferentialPrivacy(NaturalGradient(), 0.0, 1e9))[0].run(KEY, 3, progress_bar=False)
+    for n, x in plain.params.items():
+        np.testing.assert_allclose(found.params[n], x, rtol=1e-9 if x.dtype == np.float64 else 1e-4)
+    assert np.isnan(found.losses).all() and found.epsilon == math.inf
+
+
+def squared_length(question, numbers, capacity):
+    """Of what a sum or a client says, a change of natural parameters, in the Fisher metric of q; one latent, by hand."""
+    fields = decode(question).fields
+    units, step = np.concatenate([np.ravel(x) for x in lattice(fields["q"])]), _step(fields["reach"], capacity)
+    h, precision = numbers[2:] * step * units
+    m, v = (float(x.squeeze()) for x in (fields["q"][0] / fields["q"][1][0], 1 / fields["q"][1]))
+    # Of T = (theta, -theta^2 / 2): its covariance.
+    return h * h * v - 2 * h * precision * m * v + precision * precision * (v * v / 2 + m * m * v)
+
+
+def noise_of_sums(solver, rounds=40, **options):
+    """Of clients who say nothing: chi-square of the sums' noise, and of single clients', each in its counted size."""
+    pvi, sums = in_sums(solver, **options)
+    pvi.run(KEY, rounds, progress_bar=False)
+    size = (solver.noise_multiplier * solver.sensitivity) ** 2
+    seen = [x for x in sums.seen if decode(x[0]).fields["how"]["ask"] == "visit"]
+    whole = sum(squared_length(question, found.numbers, sums.capacity) for question, found, _ in seen)
+    one = [squared_length(question, x, sums.capacity) for question, _, said in seen for x in said.values()]
+    return whole / (len(sums.clients) * size), sum(one) / size
+
+
+def right(chi, freedom):
+    low, high = stats.chi2.ppf([5e-5, 1 - 5e-5], freedom)
+    return bool(low < chi < high)
+
+
+@counts
+@pytest.mark.parametrize("secret", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["open", "secret"])
+def test_every_client_adds_all_of_its_noise_and_the_sum_has_that_of_them_all(secret):
+    """M times one client's variance, so that what anybody adds or knows besides takes off nothing of it."""
+    options = {"secrets": {c: c.encode() * 16 for c in "abc"}} if secret else {}
+    whole, one = noise_of_sums(DifferentialPrivacy(Deaf(), QUIET, 0.2), **options)
+    assert right(whole, 2 * 40) and right(one, 2 * 3 * 40)
+
+
+@counts
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["shared out", "alike"])
+def test_noise_that_clients_share_out_or_draw_alike_is_seen(fault, monkeypatch):
+    """The law has teeth: each adds its part of one client's noise, or all add the same."""
+    released = DifferentialPrivacy._released
+
+    def shared(self, x, key):
+        own = privacy.clipped(x, self.clip)
+        return own + (released(self, x, key) - own) / math.sqrt(3)
+
+    KNOWN.clear()
+    if fault == "shared out":
+        monkeypatch.setattr(DifferentialPrivacy, "_released", shared)
+    else:
+        monkeypatch.setattr(Summand, "_own_key", lambda self, key, fields: jax.random.key(fields["sequence"]))
+    whole, one = noise_of_sums(DifferentialPrivacy(Deaf(), QUIET, 0.2))
+    KNOWN.clear()
+    assert not right(whole, 2 * 40)
+    assert right(one, 2 * 3 * 40) is (fault == "alike")
+
+
+def test_noise_that_is_shared_out_is_not_counted_by_the_sum():
+    """The counterexample of the page on privacy: the same sums, the same differences of noises, one client's data replaced.
+
+    Given what is seen, the second sum moves by more than the sensitivity, since nobody sees the noise that sites have taken in.
+    """
+    rho, clip, count, rng = 0.5, 1.0, 10, np.random.default_rng(0)
+    aims, apart = 0.1 * rng.normal(size=count), rng.normal(size=count)
+    apart, total = apart - apart.mean(), 0.3
+
+    def second(first):
+        own = np.append(first, aims[1:])
+        change = np.clip(own, -clip, clip)
+        # The noise that makes the first sum what was seen.
+        noise = (total - change.sum()) / count + 0.1 * apart
+        return np.clip(own - rho * (change + noise), -clip, clip).sum()
+
+    moved = second(100.0) - second(-100.0)
+    np.testing.assert_allclose(moved, 2 * clip * (1 + rho * (count - 1) / count), rtol=1e-12)
+
+
+class Loose(Summand):
+    """Planted: describes its own rows."""
+
+    def _shown(self, key):
+        return self._begin(key)
+
+
+def overheard(solver, y, kind, rounds, monkeypatch, model):
+    """All that is said alone, all questions and sums of a fit, and its result."""
+    monkeypatch.setattr(_exchange.secrets, "token_hex", lambda size: "0" * 2 * size)
+    pvi, sums = in_sums(solver, y, model=model, kind=kind)
+    result = pvi.run(KEY, rounds, progress_bar=False) if rounds else pvi.init(KEY)
+    return sums.alone, [(question, total.numbers.tobytes(), total.who) for question, total, _ in sums.seen], result
+
+
+@counts
+@pytest.mark.parametrize("model", [location, pytest.param(sly, marks=pytest.mark.slow)], ids=["location", "sly"])
+def test_the_servers_view_of_sums_depends_on_no_row_but_by_visits(model, monkeypatch):
+    """The same whatever the rows are, where visits are deaf; planted: clients that describe their own rows."""
+    solver = DifferentialPrivacy(Deaf(), QUIET, 0.2)
+    found = [overheard(solver, y, Summand, 2, monkeypatch, model) for y in (Y, OTHERS)]
+    (alone, heard, one), (others, again, other) = found
+    assert len(alone) > 12 and alone == others and len(heard) == 2 and heard == again
+    assert same(one.state, other.state) and one.epsilon == other.epsilon == solver.epsilon(2)
+    if model is sly:
+        loose, _, _ = overheard(solver, OTHERS, Loose, 0, monkeypatch, model)
+        assert loose[: len(alone)] != alone[: len(loose)]
+
+
+@pytest.fixture(scope="module")
+def added():
+    """A fit of sums whose second is without a client, and whose third did not come about."""
+    pytest.importorskip("dp_accounting", reason="dp-accounting (the extra `privacy`) is not installed")
+    solver = DifferentialPrivacy(NaturalGradient(), 2.0, 1.0)
+    pvi, sums = in_sums(solver, lost={2: "b", 3: ""})
+    return solver, pvi, sums, pvi.run(KEY, 3, progress_bar=False)
+
+
+def test_what_was_asked_for_counts_whether_or_not_it_was_absorbed(added, monkeypatch):
+    """A client that drops out has made its release, and so have all where no sum came about and it is asked again."""
+    solver, pvi, sums, found = added
+    assert sums.asked == 4 and found.epsilon == solver.epsilon(4)
+    assert found.info.epsilons == {EVERYONE: found.epsilon}
+    assert [int(c._memory.releases) for c in sums.clients] == [4, 4, 4]
+    again = pvi.run(KEY, 1, init_state=found.state, progress_bar=False)
+    assert again.epsilon == solver.epsilon(5)
+    pvi.runtime.settle(again.state)
+    own = [np.sum([c.site[i] for c in sums.clients], axis=0) for i in range(2)]
+    for a, b in zip(own, jax.tree.leaves(again.state.sites.groups), strict=True):
+        np.testing.assert_allclose(a, b[0], rtol=1e-9 if b.dtype == np.float64 else 1e-3)
+    # Planted: a server that counts what is absorbed, and not what was asked for.
+    real = SumExchange._sum
+
+    def once(self, how, *rest):
+        before, found = self._uncounted, real(self, how, *rest)
+        self._uncounted = min(self._uncounted, before + 1)
+        return found
+
+    monkeypatch.setattr(SumExchange, "_sum", once)
+    sums.asked = 0
+    assert pvi.run(KEY, 3, progress_bar=False).epsilon == solver.epsilon(3) and sums.asked == 4
+
+
+def test_a_private_client_answers_visits_alone_and_draws_by_all_that_is_asked(added):
+    solver, _, sums, _ = added
+    client, fields = sums.clients[0], decode(sums.seen[0][0]).fields
+    look = {"ask": "values", "rules": 1, "clip": False}
+    alone = Client(location, AutoMultivariateNormal(location), "a", Y[:2], solver=solver, like=PUBLIC)
+    with pytest.raises(PVIError, match="under DifferentialPrivacy it answers visits alone"):
+        alone._reply(Message("look?", {"how": look, "q": (np.zeros((1, 1)),), "rest": ()}))
+    ask = fields | {"how": look, "q": (np.zeros((1, 1)),), "run": "another", "sequence": 99}
+    with pytest.raises(PVIError, match="under DifferentialPrivacy it answers visits alone"):
+        client.contribute(encode(Message("sum?", ask), _exchange.RECORDS), sums.capacity)
+    client._secret = b"x" * 16
+
+    def by(**others):
+        return tuple(np.asarray(jax.random.key_data(client._own_key(KEY, fields | others))))
+
+    assert by() == by(sequence=8, run="later")
+    other = [by(), by(q=(np.ones(1), np.ones((1, 1)))), by(reach=3.0), by(how={"ask": "visit"})]
+    client._site = tuple(x + 1e-9 for x in client._site)
+    other.append(by())
+    client._memory = client._memory._replace(releases=jnp.int32(7))
+    assert len({*other, by(), tuple(np.asarray(jax.random.key_data(KEY)))}) == 7
+
+
 # ------------------------------------------------------------------------------------------------------------- the count
 
 
@@ -771,10 +980,10 @@ WRONG = {
     "what they see at a q": lambda: make(
         DifferentialPrivacy(NaturalGradient(), 0.0, 1.0), Asynchronous(delays="real"), runtime=InProcess()
     ),
-    "no epsilon could be told": lambda: PVI(
+    "depends on the client's own number of rows": lambda: PVI(
         location,
         AutoMultivariateNormal(location),
-        solver=DifferentialPrivacy(NaturalGradient(), 0.0, 1.0),
+        solver=DifferentialPrivacy(LocalELBO(batch_size=2), 0.0, 1.0, level="row"),
         schedule=Synchronous(damping=0.5),
         runtime=SummedClients(sums=InMemorySums([])),
     ),

@@ -17,9 +17,9 @@ from numpyro_pvi.clients._sums import lattice
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.flower import PVIStrategy, SecAggSums, _app, _messages, client_app
 from numpyro_pvi.schedules import Synchronous
-from numpyro_pvi.solvers import Conjugate
+from numpyro_pvi.solvers import Conjugate, DifferentialPrivacy
 from tests.secagg_grid import Recorded
-from tests.test_rowless import KEY, assert_same, linear
+from tests.test_rowless import KEY, LABELS, X, Y, assert_same, linear
 from tests.test_sums import NOISE, SCHEDULES, SHAPES, clients_of, one_process, summed_sites, total
 
 pytestmark = pytest.mark.once
@@ -39,8 +39,8 @@ def app_of(client, least=2):
 
 
 def strategy(**settings):
-    given = {"owners": 3, "patience": 5.0, "secure": True, "threshold": 2, **settings}
-    return PVIStrategy(linear, AutoMultivariateNormal(linear), solver=Conjugate(), **given)
+    given = {"owners": 3, "patience": 5.0, "secure": True, "threshold": 2, "solver": Conjugate(), **settings}
+    return PVIStrategy(linear, AutoMultivariateNormal(linear), **given)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,27 @@ def test_a_sum_without_masks_is_seen(federation, monkeypatch):
     again = run(pvi, 1)
     assert_same(summed_sites(again), sites, 1e-5)
     assert shown(grid.replies[begun:], clients) == {"east", "north", "south"}
+
+
+@pytest.mark.slow
+def test_private_owners_go_into_sums():
+    """What is masked is noised already, by keys of the owner's own; the server counts what it has asked for."""
+    pytest.importorskip("dp_accounting", reason="dp-accounting (the extra `privacy`) is not installed")
+    solver, found = DifferentialPrivacy(Conjugate(), 1.0, 1.0), []
+    public = np.array([[0.4, -1.0], [1.1, 0.3]]), np.array([0.5, -0.2]), *NOISE
+
+    def load(context):
+        mine = context.node_config["label"] == LABELS
+        return X[mine], Y[mine], *NOISE
+
+    for secret in (b"one", b"other"):
+        how = {"secret": lambda context, word=secret: word * 8, "like": public, "secure": True, "least": 2}
+        app = client_app(linear, AutoMultivariateNormal(linear), load, solver=solver, **how)
+        grid = Recorded(dict.fromkeys(("east", "north", "south"), app))
+        found.append(strategy(solver=solver).start(grid, num_rounds=2, key=KEY, args=(*SHAPES, *NOISE)).fit)
+    assert [fit.epsilon for fit in found] == [solver.epsilon(2)] * 2
+    one, other = (summed_sites(fit.state)[1] for fit in found)
+    assert np.abs(one).max() > 0.1 and np.abs(one - other).min() > 1e-6
 
 
 STAGES = (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS)
