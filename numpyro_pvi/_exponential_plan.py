@@ -39,7 +39,7 @@ from .families import (
     repeated,
     support_of,
 )
-from .runtime import JointBlock, ProductMemory, ProductPlan, RowLatent, RowMatches, prior_members
+from .runtime import JointBlock, LookedAtLess, ProductPlan, RowLatent, RowMatches, prior_members
 from .sites import MemberSites, RowVisits
 from .solvers import MatchState
 
@@ -47,7 +47,7 @@ from .solvers import MatchState
 # What files need to know of states under AutoExponentialFamily: their types, and the latents of plan and guide.
 
 _PLAN = (ProductPlan, JointBlock, RowLatent, FactorStructure, LatentRole)
-_STATE = (MemberSites, RowVisits, ProductMemory, MatchState, RowMatches, Chains)
+_STATE = (MemberSites, RowVisits, LookedAtLess, MatchState, RowMatches, Chains)
 
 
 def product_types(guide: Any) -> dict[str, type]:

@@ -60,7 +60,6 @@ from .guides import NOT_SET_UP, keeps_supports
 from .handlers import GroupTable, Partition, RowAxes
 from .pvi import PVI
 from .runtime import (
-    Labels,
     ProductEngine,
     ProductPlan,
     RowLatent,
@@ -70,16 +69,13 @@ from .runtime import (
     curvature_start,
     factors_of,
     first_weights,
-    is_partial,
     jointly_affine,
-    most_groups,
     product_claims,
     spread,
     with_tilted,
 )
 from .schedules import Points, Rule
 from .sites import MemberSites, SiteStack, posterior
-from .solvers import resolve
 
 # ---------------------------------------------------------------------------------------- random groups and random rows
 # Random groups and random rows under AutoExponentialFamily: what goes together, and in which order latents then move.
@@ -120,17 +116,9 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
             f"latents of their own, and {plan.inside[0].name!r} is inside the partitioned plate: write {instead}"
             "schedule=Synchronous(), or integrate it out."
         )
-    if not is_partial(solver, schedule):
-        return
-    table = plan.partition.table
     if solver.stochastic:
-        sizes = dict(zip(table.labels, table.sizes, strict=True))
-        solver.check_groups(sizes, plan.partition.reading.mechanism)
-    if schedule.partial:
-        if most_groups(schedule, table.num_groups) > table.num_groups:
-            raise PVIError(f"StochasticSubset(k={schedule.k}): there are only {table.num_groups} groups.")
-        if schedule.rates is not None:
-            resolve(schedule.rates, "StochasticSubset(rates)", Labels(table.num_groups, table.labels), 1.0)
+        table = plan.partition.table
+        solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), plan.partition.reading.mechanism)
 
 
 # ---------------------------------------------------------------------------------------------- groups that come and go

@@ -6,7 +6,7 @@ from ._factors import FactorData
 from ._held import Units
 from ._local import LocalProblem
 from ._moments import noise_floor, solver_of_prior
-from ._product_engine import ProductEngine
+from ._product_engine import LookedAtLess, ProductEngine
 from ._product_matching import RowMatches, factors_of, first_match_states
 from ._product_plan import (
     SAMPLED_WAYS,
@@ -18,7 +18,6 @@ from ._product_plan import (
     prior_members,
     with_tilted,
 )
-from ._product_subset import Labels, ProductMemory, is_partial, most_groups
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
 from ._remote import Answers, Network, RemoteEngine, RowlessEngine, SummedEngine, programs_of
@@ -40,11 +39,10 @@ __all__ = [
     "RoundsDone",
     "FactorData",
     "JointBlock",
-    "Labels",
     "LaxMap",
     "LocalProblem",
+    "LookedAtLess",
     "ProductEngine",
-    "ProductMemory",
     "ProductPlan",
     "RowLatent",
     "RowMatches",
@@ -66,10 +64,8 @@ __all__ = [
     "first_match_states",
     "first_weights",
     "gradient_jumps",
-    "is_partial",
     "jointly_affine",
     "latent_values",
-    "most_groups",
     "noise_floor",
     "prior_members",
     "product_claims",
