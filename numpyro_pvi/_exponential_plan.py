@@ -56,25 +56,22 @@ from .families import (
 from .handlers import Partition, RowAxes
 from .runtime import (
     JointBlock,
-    Labels,
-    ProductMemory,
+    LookedAtLess,
     ProductPlan,
     RowLatent,
     RowMatches,
     check_tilted,
-    is_partial,
-    most_groups,
     prior_members,
     product_claims,
 )
 from .sites import MemberSites, RowVisits
-from .solvers import MatchState, resolve
+from .solvers import MatchState
 
 # ---------------------------------------------------------------------------------------------- what files need to know
 # What files need to know of states under AutoExponentialFamily: their types, and the latents of plan and guide.
 
 _PLAN = (ProductPlan, JointBlock, RowLatent, FactorStructure, LatentRole)
-_STATE = (MemberSites, RowVisits, ProductMemory, MatchState, RowMatches, Chains)
+_STATE = (MemberSites, RowVisits, LookedAtLess, MatchState, RowMatches, Chains)
 
 
 def product_types(guide: Any) -> dict[str, type]:
@@ -436,17 +433,9 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
             f"latents of their own, and {plan.inside[0].name!r} is inside the partitioned plate: write {instead}"
             "schedule=Synchronous(), or integrate it out."
         )
-    if not is_partial(solver, schedule):
-        return
-    table = plan.partition.table
     if solver.stochastic:
-        sizes = dict(zip(table.labels, table.sizes, strict=True))
-        solver.check_groups(sizes, plan.partition.reading.mechanism)
-    if schedule.partial:
-        if most_groups(schedule, table.num_groups) > table.num_groups:
-            raise PVIError(f"StochasticSubset(k={schedule.k}): there are only {table.num_groups} groups.")
-        if schedule.rates is not None:
-            resolve(schedule.rates, "StochasticSubset(rates)", Labels(table.num_groups, table.labels), 1.0)
+        table = plan.partition.table
+        solver.check_groups(dict(zip(table.labels, table.sizes, strict=True)), plan.partition.reading.mechanism)
 
 
 def proved_plan(plan: ProductPlan, expectation: str) -> ProductPlan:

@@ -346,8 +346,9 @@ class ProductFamily(MetricDefaults):
         return ProductNatural(self._map(lambda family, x: family.fisher_diagonal(x), natural))
 
     def symmetrise(self, natural: ProductNatural) -> ProductNatural:
-        """Every component's."""
-        return ProductNatural(self._map(lambda family, x: family.symmetrise(x), natural))
+        """Every component's, of those that the parameters have."""
+        own, families = natural.parts, dict(self.components)
+        return ProductNatural({name: families[name].symmetrise(x) for name, x in own.items()})
 
     def fisher_solve(self, natural: ProductNatural, tangent: ProductMean) -> ProductNatural:
         """Every component's."""

@@ -9,7 +9,7 @@ from ._local import LocalProblem
 from ._moments import noise_floor, solver_of_prior
 from ._network import Network
 from ._product_answers import ProductAnswers
-from ._product_engine import ProductEngine
+from ._product_engine import LookedAtLess, ProductEngine
 from ._product_matching import RowMatches, factors_of, first_match_states
 from ._product_plan import (
     SAMPLED_WAYS,
@@ -23,7 +23,6 @@ from ._product_plan import (
     with_tilted,
 )
 from ._product_remote import RemoteProductEngine, RowlessProductEngine
-from ._product_subset import Labels, ProductMemory, is_partial, most_groups
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
 from ._remote import RemoteEngine, RowlessEngine, SummedEngine
@@ -48,11 +47,10 @@ __all__ = [
     "RoundsDone",
     "FactorData",
     "JointBlock",
-    "Labels",
     "LaxMap",
     "LocalProblem",
+    "LookedAtLess",
     "ProductEngine",
-    "ProductMemory",
     "ProductPlan",
     "RowLatent",
     "RowMatches",
@@ -74,10 +72,8 @@ __all__ = [
     "first_match_states",
     "first_weights",
     "gradient_jumps",
-    "is_partial",
     "jointly_affine",
     "latent_values",
-    "most_groups",
     "noise_floor",
     "prior_members",
     "product_claims",

@@ -249,6 +249,63 @@ class RoundsDone(NamedTuple):
     evaluation: Any = None
 
 
+def run_rounds(
+    state: PVIState,
+    carry: Any,
+    one: Callable[[PVIState, Any, Any], tuple[PVIState, Any, Float[Array, ""], Any]],
+    count: Int[Array, ""],
+    tol: Float[Array, ""],
+    length: int,
+    solver: LocalSolver,
+    missed: Any = False,
+    opening: Any = None,
+) -> tuple[RoundsDone, Any]:
+    """Run up to ``count`` rounds in one compiled loop, whatever a round is.
+
+    Args:
+        state: where they start.
+        carry: what rounds hand on to one another beside the state.
+        one: a round: of a state, a carry and ``opening`` the state and the carry afterwards, the loss in nats, and whether the
+            round is not to be, as it needs the finest quadrature rule; None where none ever does.
+        count: most rounds.
+        tol: largest move of a round, in posterior sds, that ends them; no lower than what the noise of sampled moments explains.
+            Negative never ends them.
+        length: rounds that there is room for.
+        solver: where its weights keep collapsing rounds end early, so that chains can be compiled in.
+        missed: whether the first round needs that rule already.
+        opening: whether the first is no round, but the evaluation of the state's own q; None where it never is.
+
+    Returns:
+        The rounds, and what the last of them hands on.
+    """
+
+    def unfinished(loop: tuple) -> Array:
+        i, state, *_, missed, _ = loop
+        floor = noise_floor(state.solver_state, state.report)
+        halted = finished(state.report, tol, floor) | jnp.any(state.report.skip_run >= SKIP_LIMIT)
+        halted = halted | chains_wanted(solver, state.solver_state)
+        return (i < count) & ~missed & ~((i > 0) & halted)
+
+    def again(loop: tuple) -> tuple:
+        i, *before, losses, reports, missed, opening = loop
+        state, carry, loss, over = one(*before, opening)
+        if over is not None:
+            missed, loss = over, jnp.where(over, jnp.nan, loss)
+        losses = losses.at[i].set(loss)
+        reports = jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, state.report)
+        if over is not None:
+            state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
+        if opening is None:
+            return i + ~missed, state, carry, losses, reports, missed, None
+        return i + (~missed & ~opening), state, carry, losses, reports, missed, jnp.array(False)
+
+    losses = jnp.full((length,), jnp.nan, state.report.move.dtype)
+    reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), state.report)
+    first = jnp.int32(0), state, carry, losses, reports, jnp.asarray(missed), opening
+    done, state, carry, losses, reports, missed, _ = jax.lax.while_loop(unfinished, again, first)
+    return RoundsDone(state, losses, reports, done, missed), carry
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine(FitsParams):
     """Everything static about a fit except its plan: the model and the independent choices.
@@ -440,7 +497,7 @@ class Engine(FitsParams):
             empty = self._empty(problem, state)
             still = jnp.zeros((), empty.elbo.dtype)
             evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
-        return _carry_of(state, evaluation)
+        return carry_of(state, evaluation)
 
     def _empty(self, problem: LocalProblem | RowProblem, state: PVIState) -> Evaluation:
         """An evaluation of the right shapes, and the state's rule."""
@@ -450,7 +507,7 @@ class Engine(FitsParams):
 
     def _unread(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
         """The form that rounds take, without a pass over the rows."""
-        return _carry_of(state, problem.unread(state.sites, state.rule))
+        return carry_of(state, problem.unread(state.sites, state.rule))
 
     def rounds(
         self,
@@ -480,42 +537,26 @@ class Engine(FitsParams):
         Returns:
             The state and what was recorded.
         """
-        stored, state = state.sites.others, _present(state)
+        stored, state = state.sites.others, present_alone(state)
         others = None if stored is None else sum_slots(stored)
         static = not self._fits_params(state, others)
         fixed = self._state_problem(state, others, args, kwargs, fine) if static else None
 
-        def unfinished(loop):
-            i, _, carry, *_, missed, _ = loop
-            stuck = jnp.any(carry.report.skip_run >= SKIP_LIMIT)
-            ends = finished(carry.report, tol, noise_floor(carry.solver, carry.report))
-            halted = ends | stuck | chains_wanted(self.solver, carry.solver)
-            return (i < count) & ~missed & ~((i > 0) & halted)
-
-        def one(loop):
-            i, *before, losses, reports, _, opening = loop
-            problem = fixed if static else self._state_problem(before[0], others, args, kwargs, fine)
-            state, carry = self._round(problem, *before, args, kwargs, fine, opening)
+        def one(state, carry, opening):
+            problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
+            state, carry = self._round(problem, state, carry, args, kwargs, fine, opening)
             missed = carry.evaluation.missed | moments_missed(carry)
             if opening is not None:
                 missed = jnp.where(opening, carry.evaluation.missed, missed)
             missed = missed & (not fine)
             state, carry = self.tallied(state, carry, ~missed if opening is None else ~(missed | opening))
-            losses = losses.at[i].set(jnp.where(missed, jnp.nan, -carry.evaluation.elbo))
-            reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, carry.report)
-            state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
-            if opening is None:
-                return i + ~missed, state, carry, losses, reports, missed, None
-            return i + (~missed & ~opening), state, carry, losses, reports, missed, jnp.array(False)
+            return state, carry, -carry.evaluation.elbo, missed
 
         problem = fixed if static else self._state_problem(state, others, args, kwargs, fine)
         carry, missed, opening = self._begin(problem, state, not static, fine, seen)
-        empty = jnp.full((length,), jnp.nan, carry.evaluation.elbo.dtype)
-        reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), carry.report)
-        first = (jnp.int32(0), state, carry, empty, reports, missed, opening)
-        done, state, carry, losses, reports, missed, _ = jax.lax.while_loop(unfinished, one, first)
-        state = dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=stored))
-        return RoundsDone(state, losses, reports, done, missed, None if seen is None else carry.evaluation)
+        done, carry = run_rounds(state, carry, one, count, tol, length, self.solver, missed, opening)
+        state = dataclasses.replace(done.state, sites=dataclasses.replace(done.state.sites, others=stored))
+        return done._replace(state=state, evaluation=None if seen is None else carry.evaluation)
 
     def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
         """State and carry after a round whose report tells what was sent in it: nothing, where nobody is asked.
@@ -535,7 +576,7 @@ class Engine(FitsParams):
         if self.schedule.streams or solver.stochastic or solver.private or self.runtime.alone is not self.runtime:
             return None
         others = None if state.sites.others is None else sum_slots(state.sites.others)
-        problem, state = self._state_problem(state, others, args, kwargs, fine), _present(state)
+        problem, state = self._state_problem(state, others, args, kwargs, fine), present_alone(state)
         return self._empty(problem, state) if self._opens(problem, self._fits_params(state, others)) else None
 
     def _begin(
@@ -545,7 +586,7 @@ class Engine(FitsParams):
         if self._opens(problem, fits_params):
             # The state's own q is evaluated where rounds evaluate theirs: a second place would be compiled a second time.
             evaluation, known = (self._empty(problem, state), jnp.array(False)) if seen is None else seen
-            return _carry_of(state, evaluation._replace(rule=state.rule)), jnp.array(False), ~known
+            return carry_of(state, evaluation._replace(rule=state.rule)), jnp.array(False), ~known
         carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
         return carry, carry.evaluation.missed & (not fine), None
 
@@ -623,7 +664,6 @@ class Engine(FitsParams):
         fine: bool,
     ) -> tuple[PVIState, RoundCarry]:
         """State and carry after the schedule's round, and a step of the params."""
-        next_key, round_key = jax.random.split(state.rng_key)
         # Set before the round, so that a state's rule is the one its own evaluation (and the loss that went with it)
         # used.
         rule, dtype = carry.evaluation.rule, carry.evaluation.elbo.dtype
@@ -633,17 +673,7 @@ class Engine(FitsParams):
             tolerance=tolerance if carry.opening is None else select(carry.opening, rule.tolerance, tolerance)
         )
         carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
-        carry = self.schedule.round(problem, carry, round_key, self.noise(problem, state.rng_key))
-        state = dataclasses.replace(
-            state,
-            rng_key=next_key,
-            sites=carry.sites,
-            solver_state=carry.solver,
-            prior_solver_state=carry.prior_solver,
-            schedule_state=carry.schedule,
-            report=carry.report,
-            step=state.step + 1,
-        )
+        state, carry = moved_by(self.schedule, problem, state, carry, self.noise(problem, state.rng_key))
         if self._fits_params(state, problem.data.others):
             state = self._update_params(problem, state, carry, args, kwargs, fine)
         return state, carry
@@ -677,7 +707,7 @@ class Engine(FitsParams):
         """Negative global ELBO at a state in nats, and whether rows asked for a finer quadrature rule than was compiled in."""
         others = None if state.sites.others is None else sum_slots(state.sites.others)
         problem = self._state_problem(state, others, args, kwargs, fine)
-        evaluation = self.carry(problem, _present(state)).evaluation
+        evaluation = self.carry(problem, present_alone(state)).evaluation
         return -evaluation.elbo, evaluation.missed & (not fine)
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
@@ -814,15 +844,45 @@ def _cavities_proper(family: Any, prior: Any, sites: SiteStack, tied: int | None
     return own, others, jnp.array(True) if sites.prior is None else family.in_domain(q - sites.prior)
 
 
-def _carry_of(state: PVIState, evaluation: Evaluation) -> RoundCarry:
+def carry_of(state: PVIState, evaluation: Any) -> RoundCarry:
     """A state in the form that rounds take."""
     return RoundCarry(
         state.sites, evaluation, state.solver_state, state.prior_solver_state, state.schedule_state, state.report
     )
 
 
-def _present(state: PVIState) -> PVIState:
-    """The state without the sites of absent groups, which rounds take as one factor beside the prior."""
+def moved_by(
+    schedule: Schedule, problem: Any, state: PVIState, carry: RoundCarry, noise: Any
+) -> tuple[PVIState, RoundCarry]:
+    """State and carry after a schedule's round.
+
+    Args:
+        schedule: whose.
+        problem: the factors.
+        state: before it.
+        carry: likewise, in the form that rounds take.
+        noise: the round's draws, or None.
+
+    Returns:
+        Both.
+    """
+    next_key, round_key = jax.random.split(state.rng_key)
+    carry = schedule.round(problem, carry, round_key, noise)
+    state = dataclasses.replace(
+        state,
+        rng_key=next_key,
+        sites=carry.sites,
+        solver_state=carry.solver,
+        prior_solver_state=carry.prior_solver,
+        schedule_state=carry.schedule,
+        report=carry.report,
+        step=state.step + 1,
+    )
+    return state, carry
+
+
+def present_alone(state: PVIState) -> PVIState:
+    """A state without the sites of groups whose rows are not at hand, which rounds take as one factor beside the prior."""
     return dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=None))
 
 

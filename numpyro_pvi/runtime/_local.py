@@ -21,8 +21,8 @@ from ..expectations import (
     shifted_normals,
 )
 from ..families import GaussianFamily, GaussianMoments, conditional_moments
-from ..schedules import Evaluation, RoundCarry, Rule, move_in_nats
-from ..sites import LocalSites, RowSites, SiteStack, cavity, damp, keep_groups, marginal_sites, posterior, tie
+from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule, move_in_nats
+from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, tie
 from ..solvers import LocalResult
 from ._factors import Draws, Factors, GroupFactor
 from ._local_latents import chunks_with, conditionals_proposal, own_move, visit_with_locals
@@ -170,16 +170,8 @@ _SIDE_BY_SIDE = 1 << 21
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalProblem(Factors):
+class LocalProblem(Factors, ProblemDefaults):
     """The factors of one model with the way to run them: implements :class:`numpyro_pvi.schedules.Problem`."""
-
-    # Every group's site stands by itself.
-    flat = in_turns = False
-
-    @property
-    def errands(self) -> Any:
-        """Visits are made when they are asked for."""
-        return None
 
     @property
     def noisy(self) -> bool:
@@ -253,14 +245,6 @@ class LocalProblem(Factors):
             return found
         # What rounds keep of an evaluation has no more sites in it than they have.
         return found._replace(groups=dataclasses.replace(found.groups, target=tie(found.groups.target)))
-
-    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
-        """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""
-        q = posterior(self.prior_natural, sites)
-        moments = self.family.moments(q)
-        zero, zeros = jnp.zeros((), self.dtype), jnp.zeros((self.num_groups,), self.dtype)
-        groups = Expected(zeros, None, None, zeros, zeros, zeros)
-        return Evaluation(q, moments, groups, None, self.rest(moments), zero, zero, rule, jnp.array(False))
 
     def evaluate_at(
         self, q, moments: GaussianMoments, rule, noise, probe=None, clip=False, trial=False, local=None, hopeless=None
@@ -394,10 +378,6 @@ class LocalProblem(Factors):
             local = LocalSites(self.family.symmetrise(local.shared), local.rows)
             groups = marginal_sites(local, self.data.chunk_group)
         return SiteStack(groups, None if sites.prior is None else self.family.symmetrise(sites.prior), local)
-
-    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
-        """A share of the way: see :class:`numpyro_pvi.schedules.Problem`."""
-        return self.tidy(damp(old, aim, step))
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """Natural-gradient targets over shared and local latents, of groups that moved and were finite.

@@ -101,28 +101,38 @@ def visit_all_moments(
         return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
 
     if problem.tied:
-        return _visit_all_tied(problem, partial(solve_group, problem), carry, keys)
+        numbers = jnp.arange(problem.num_groups)
+        return visit_tied(carry.sites.groups, partial(solve_group, problem), numbers, carry.solver, keys)
     operands = (jnp.arange(problem.num_groups), carry.sites.groups, carry.solver, keys)
     if only is not None:
         operands = jax.tree.map(lambda x: x[only], operands)
     return problem.map_groups(solve_group, operands, not problem.quadratic, side_by_side(problem))
 
 
-def _visit_all_tied(problem: Factors, solve_group: Any, carry: RoundCarry, keys: Any) -> LocalResult:
+def visit_tied(whole: Any, visit: Callable[..., LocalResult], groups: Int[Array, "M"], *operands: Any) -> LocalResult:
     """Every group asks for its own tied site from the same q; the site moves to the mean of what they ask for.
 
     One group after another, so that there are never as many sites as groups.
-    """
-    whole, count = carry.sites.groups, problem.num_groups
-    site = tied_site(whole, count)
 
-    def visit(total, operands):
-        index, state, key = operands
-        result = solve_group(index, site, state, key)
+    Args:
+        whole: the product of all groups' sites, as a stack of one.
+        visit: a group's visit, of its position, the site and its operands.
+        groups: positions of all groups.
+        operands: with a leading group axis.
+
+    Returns:
+        Results with a leading group axis, and the product after them.
+    """
+    site = tied_site(whole, groups.shape[0])
+
+    def one(total, operands):
+        index, *own = operands
+        result = visit(index, site, *own)
         return total + (result.site - site), result._replace(site=None, step=None)
 
-    zero = problem.family.zeros((), problem.dtype)
-    change, results = jax.lax.scan(visit, zero, (jnp.arange(count), carry.solver, keys))
+    # Of the mean of what groups ask for M copies make the sum.
+    zero = jax.tree.map(jnp.zeros_like, site)
+    change, results = jax.lax.scan(one, zero, (groups, *operands))
     return results._replace(site=whole + change)
 
 

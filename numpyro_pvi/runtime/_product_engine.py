@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import owned_jit
@@ -15,14 +16,14 @@ from .._state import PVIState
 from ..expectations import TOLERANCE, Expected
 from ..factors import ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
-from ..schedules import Evaluation, Part, RoundCarry, Rule, Schedule, Turns, empty_report, sound
-from ..sites import SiteStack, cavity, damp, posterior, select, sum_slots, take, tied_site
-from ..solvers import BatchStep, LocalResult, LocalSolver
+from ..schedules import Evaluation, Part, ProblemDefaults, RoundCarry, Rule, Schedule, Turns, empty_report, sound
+from ..sites import SiteStack, cavity, posterior, select, sum_slots, take
+from ..solvers import BatchStep, LocalResult, LocalSolver, share_of_steps
 from ._base import Runtime
-from ._engine import FitsParams, RoundsDone, furthest_apart
+from ._engine import FitsParams, RoundsDone, carry_of, furthest_apart, moved_by, present_alone, run_rounds
 from ._factors import GroupFactor
 from ._local import unlooked
-from ._moments import solver_of_prior
+from ._moments import solver_of_prior, visit_tied
 from ._product_matching import (
     first_match_states,
     first_rows,
@@ -34,19 +35,20 @@ from ._product_matching import (
 )
 from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners, prior_members
 from ._product_problem import ProductProblem
-from ._product_rounds import run_rounds, step_in_turns, sweep
-from ._product_subset import (
+from ._product_rounds import (
     Beside,
     Chosen,
     SomeRows,
+    Walked,
     batch_rows,
     few_of,
-    first_memory,
-    is_partial,
-    loss_when_due,
+    others,
     part_of,
-    partial_rounds,
+    shared_of,
+    step_in_turns,
+    sweep,
     view_of,
+    walk,
     whole_groups,
 )
 from ._product_tilted import ProductTilted
@@ -156,7 +158,7 @@ class GroupOrder:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductFactors:
+class ProductFactors(ProblemDefaults):
     """Implements :class:`numpyro_pvi.schedules.Problem` for a product of families.
 
     Args:
@@ -175,12 +177,6 @@ class ProductFactors:
     continued: bool = False
     in_turns: bool = False
     beside: SiteStack | None = None
-
-    quadratic: bool = dataclasses.field(default=False, init=False)
-    units: None = dataclasses.field(default=None, init=False)
-    capped: bool = dataclasses.field(default=False, init=False)
-    flat: bool = dataclasses.field(default=False, init=False)
-    errands: None = dataclasses.field(default=None, init=False)
 
     @property
     def family(self) -> ProductFamily:
@@ -259,29 +255,6 @@ class ProductFactors:
         del num_particles
         return key
 
-    def tidy(self, sites: SiteStack) -> SiteStack:
-        """The sites without rounding asymmetry."""
-        even, shared = self.family.symmetrise, self.family.of(self.problem.plan.shared).symmetrise
-        return SiteStack(shared(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
-
-    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
-        """A share of the way: see :class:`numpyro_pvi.schedules.Problem`."""
-        return self.tidy(damp(old, aim, step))
-
-    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
-        """None: rows have no latents of their own."""
-        del new, old
-        return jnp.zeros(())
-
-    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> None:
-        """Rows have no latents of their own."""
-        del carry, moved
-
-    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
-        """The results as they are."""
-        del evaluation
-        return results
-
     def evaluate(
         self,
         sites: SiteStack,
@@ -306,21 +279,16 @@ class ProductFactors:
         else:
             values, messages = self.problem.group_values(q, noise, beside)
             prior, messages = self._prior_expected(moments, noise, beside.prior), messages.groups
-        groups = expected_of(values, messages)
-        rest = jnp.sum(self.problem.divergences(q))
+        groups, rest = expected_of(values, messages), self.rest(moments)
         terms = [values, rest[None], *([] if prior is None else [prior.value[None]])]
         every = jnp.concatenate(terms)
         elbo = jnp.where(moments.valid, jnp.sum(every), jnp.nan)
         size = jnp.sum(jnp.abs(every))
         return Evaluation(q, moments, groups, prior, rest, elbo, size, rule, jnp.array(False))
 
-    def unread(self, sites: SiteStack, rule: Any) -> Evaluation:
-        """The q of these sites without a pass over any row: see :class:`numpyro_pvi.schedules.Problem`."""
-        q = posterior(self.prior_natural, sites)
-        rest = jnp.sum(self.problem.divergences(q))
-        groups = expected_of(jnp.zeros((self.num_groups,), rest.dtype), None)
-        zero = jnp.zeros_like(rest)
-        return Evaluation(q, self.family.moments(q), groups, None, rest, zero, zero, rule, jnp.array(False))
+    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
+        """Of all components, minus KL to the exact prior, or the entropy, in nats."""
+        return jnp.sum(self.problem.divergences(moments.natural))
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Every group's local solve from the same q, or those of some groups; or their moments matched."""
@@ -360,12 +328,17 @@ class ProductFactors:
         return Turns(swept.sites, groups, prior, share)
 
     def part(self, carry: RoundCarry, groups: Int[Array, "K"], there: Bool[Array, "K"], noise: Any) -> Part:
-        """Some groups as a problem of their own: see :func:`numpyro_pvi.runtime._product_subset.part_of`."""
+        """Some groups as a problem of their own: see :func:`numpyro_pvi.runtime._product_rounds.part_of`."""
         return part_of(self, carry, groups, there, noise)
 
     def few(self, sites: SiteStack, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> tuple[Chosen, ProductProblem]:
-        """Some groups and the problem of these: see :func:`numpyro_pvi.runtime._product_subset.few_of`."""
+        """Some groups and the problem of these: see :func:`numpyro_pvi.runtime._product_rounds.few_of`."""
         return few_of(self.problem, sites, groups, there)
+
+    def among(self, chosen: Chosen, problem: ProductProblem, sites: SiteStack) -> ProductFactors:
+        """The factors of some groups, with their problem and sites."""
+        del chosen
+        return dataclasses.replace(self, problem=problem, beside=sites)
 
     def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
         """Every group's moments matched, from one q and on draws that all share."""
@@ -379,16 +352,9 @@ class ProductFactors:
             if only is not None:
                 operands = take(operands, only)
             return jax.lax.map(lambda xs: tilted.visit(xs[0], q, *xs[1:], shared), operands, batch_size=lanes(tilted))
-        site = tied_site(sites, self.num_groups)
-
-        def visit(total: Any, xs: tuple) -> tuple[Any, LocalResult]:
-            result = tilted.visit(xs[0], q, site, xs[1], shared)
-            return total + (result.site - site), result._replace(site=None)
-
-        # Of the mean of what groups ask for M copies make the sum.
-        zero = jax.tree.map(jnp.zeros_like, site)
-        change, results = jax.lax.scan(visit, zero, (numbers, carry.solver))
-        return results._replace(site=sites + change)
+        return visit_tied(
+            sites, lambda index, site, state: tilted.visit(index, q, site, state, shared), numbers, carry.solver
+        )
 
     def visit_group(
         self,
@@ -450,7 +416,110 @@ class ProductFactors:
         return None if found is None else expected_of(*found)
 
 
+# ------------------------------------------------------------------------------------------------------ some of the rows
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchFactors(ProductFactors):
+    """The same where groups step together by batches of their rows: nobody looks at the others, and q is that of shared latents.
+
+    What rows have of their own is moved by their own batches alone, and no schedule's business: its sites are the solver's memory.
+
+    Args:
+        chosen: who takes part; sites of those who do not count as the problem's prior.
+        said: what the prior factor's site says of rows' own latents.
+    """
+
+    chosen: Any = None
+    said: Any = None
+
+    @classmethod
+    def of_all(cls, factors: ProductFactors, prior: ProductNatural | None) -> BatchFactors:
+        """The factors of all groups.
+
+        Args:
+            factors: as other rounds see them.
+            prior: the prior factor's site, of all components.
+
+        Returns:
+            The same, as rounds by batches see them.
+        """
+        problem = factors.problem
+        count = problem.num_groups
+        everyone = jnp.asarray(np.arange(count, dtype=np.int32)), jnp.asarray(np.ones((count,), bool))
+        chosen = Chosen(*everyone, problem.packing, None)
+        said = {} if prior is None else {n: prior.parts[n] for n in problem.plan.row_axes}
+        return cls(problem, factors.solver, None, factors.continued, True, None, chosen, said)
+
+    @property
+    def family(self) -> ProductFamily:
+        """Of the shared latents."""
+        return self.problem.family.of(self.problem.plan.shared)
+
+    @property
+    def num_groups(self) -> int:
+        """Of those that may take part."""
+        return self.chosen.groups.shape[0]
+
+    @property
+    def prior_natural(self) -> ProductNatural:
+        """The problem's, of shared components."""
+        return shared_of(self.problem.plan, self.problem.prior)
+
+    @property
+    def stochastic(self) -> bool:
+        """No visit goes as if alone: groups step together."""
+        return False
+
+    @property
+    def blind(self) -> bool:
+        """Rounds are not tested by an ELBO, which would take all rows."""
+        return True
+
+    @property
+    def _sampled(self) -> bool:
+        return True
+
+    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
+        """Nothing: there is no ELBO."""
+        return jnp.zeros_like(moments.log_partition)
+
+    def sweep(self, carry: RoundCarry, share: Any, noise: Any, order: None = None) -> Turns:
+        """Steps by batches, of all groups together: see :meth:`ProductFactors.sweep`."""
+        del order
+        solver: Any = self.solver
+        start = carry.sites, carry.sites, carry.solver, jnp.int32(0), jnp.zeros(carry.report.step.shape, bool)
+        done, count = walk(self.problem, self.chosen, Walked(*start), self.said, solver, share, noise)
+        prior, first = None, int(carry.sites.prior is not None)
+        backoffs = jnp.broadcast_to(done.backoffs, done.moved.shape)
+        if first:
+            prior = LocalResult(None, carry.prior_solver, backoffs[0], done.moved[0])
+        groups = LocalResult(None, done.local, backoffs[first:], done.moved[first:])
+        taken = share_of_steps(solver.step_size * share, count, solver.average)
+        return Turns(done.mean, groups, prior, jnp.asarray(taken, carry.report.step.dtype), count)
+
+    def few(self, sites: SiteStack, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> tuple[Chosen, ProductProblem]:
+        """Some groups, of no rows yet, as every step looks at rows of its own; the others' sites count as the problem's prior."""
+        chosen = Chosen(groups, there, self.problem.packing, None)
+        prior = ProductNatural(self.problem.prior.parts | others(self.problem, sites, chosen).parts)
+        return chosen, dataclasses.replace(self.problem, prior=prior)
+
+    def among(self, chosen: Chosen, problem: ProductProblem, sites: SiteStack) -> BatchFactors:
+        """The factors of some groups, with their problem."""
+        del sites
+        return dataclasses.replace(self, problem=problem, chosen=chosen)
+
+
 # ------------------------------------------------------------------------------------------------------- product engine
+
+
+class LookedAtLess(NamedTuple):
+    """A schedule's memory, where rounds know of no loss."""
+
+    schedule: Any
+    # What remains of the rounds after which losses are due.
+    loss_from: Int[Array, ""]
+
 
 # What is folded into a state's key for the draws of its loss and of its next round.
 _DRAWS = 0x9E37
@@ -488,7 +557,7 @@ class ProductEngine(FitsParams):
     def counted(self, state: PVIState, loss_every: int) -> PVIState:
         """The state that such a run begins with, given by the user: it counts rounds from there, without compiling anew."""
         memory = state.schedule_state
-        if loss_every == 1 or getattr(memory, "loss_from", None) is None:
+        if loss_every == 1 or not self.reads_some:
             return state
         memory = memory._replace(loss_from=jnp.int32(state.step % loss_every))
         return dataclasses.replace(state, schedule_state=memory)
@@ -499,14 +568,19 @@ class ProductEngine(FitsParams):
         return self
 
     @property
-    def fused(self) -> bool:
-        """Whether rounds are this engine's own, of steps by some rows of all groups together, and not the schedule's."""
-        return self.in_turns and self.solver.stochastic
-
-    @property
     def in_turns(self) -> bool:
         """Whether components move in the plan's turns."""
         return self.schedule.fuses(self.solver)
+
+    @property
+    def by_batches(self) -> bool:
+        """Whether groups step together by batches of their rows."""
+        return self.in_turns and self.solver.stochastic
+
+    @property
+    def reads_some(self) -> bool:
+        """Whether rounds look at some of the rows only, and know of no loss."""
+        return self.in_turns and (self.schedule.partial or self.solver.stochastic)
 
     def call(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ValueCall:
         """The model with all rows, at the state's params or at others."""
@@ -583,7 +657,7 @@ class ProductEngine(FitsParams):
     @property
     def reads_sizes(self) -> bool:
         """Whether compiled rounds depend on the groups' sizes: room is made for the largest ones."""
-        return is_partial(self.solver, self.schedule)
+        return self.schedule.partial or self.solver.stochastic
 
     def unvisited(
         self, state: PVIState, q: Any, dtype: Any, known: Any = None, args: tuple = (), kwargs: dict | None = None
@@ -615,11 +689,11 @@ class ProductEngine(FitsParams):
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
             has_prior = state.sites.prior is not None
             prior_solver = solver_of_prior(self.solver).init(plan.family, dtype) if has_prior else None
-        if self.fused:
-            memory: Any = first_memory(q, plan.shared)
-        else:
-            others = state.sites.others is not None
-            memory = self.schedule.init(ProductFactors(problem, self.solver, known, others, self.in_turns), dtype)
+        others = state.sites.others is not None
+        factors = ProductFactors(problem, self.solver, known, others, self.in_turns)
+        memory: Any = self.schedule.init(self._as_seen(factors, sites), dtype)
+        if self.reads_some:
+            memory = LookedAtLess(memory, jnp.int32(0))
         return {
             "sites": sites,
             "solver_state": solver,
@@ -627,6 +701,33 @@ class ProductEngine(FitsParams):
             "schedule_state": memory,
             "report": empty_report(count + (state.sites.prior is not None), dtype),
         }
+
+    def _as_seen(self, factors: ProductFactors, sites: SiteStack) -> ProductFactors:
+        """The factors as the schedule's rounds see them."""
+        return BatchFactors.of_all(factors, sites.prior) if self.by_batches else factors
+
+    def _bare(self, state: PVIState) -> PVIState:
+        """A state as rounds have it: by batches, what rows have of their own is the solver's memory, and no site."""
+        if self.reads_some:
+            state = dataclasses.replace(state, schedule_state=state.schedule_state.schedule)
+        if not self.by_batches:
+            return state
+        sites, plan = state.sites, cast(Any, state.plan)
+        prior = None if sites.prior is None else shared_of(plan, sites.prior)
+        return dataclasses.replace(state, sites=SiteStack(sites.groups, prior), solver_state=sites.local)
+
+    def _whole(self, state: PVIState, before: PVIState) -> PVIState:
+        """The state of rounds with what they do not see of it."""
+        if self.reads_some:
+            memory = before.schedule_state._replace(schedule=state.schedule_state)
+            state = dataclasses.replace(state, schedule_state=memory)
+        if not self.by_batches:
+            return state
+        prior = state.sites.prior
+        if prior is not None:
+            prior = ProductNatural(before.sites.prior.parts | prior.parts)
+        sites = SiteStack(state.sites.groups, prior, state.solver_state)
+        return dataclasses.replace(state, sites=sites, solver_state=before.solver_state)
 
     def noise(self, rng_key: Any) -> Any:
         """Key of the draws that belong to a state: its loss and its next round share them."""
@@ -677,74 +778,56 @@ class ProductEngine(FitsParams):
         tol: Float[Array, ""],
         length: int,
     ) -> RoundsDone:
-        """Rounds by the rules that the state's plan has compiled in."""
+        """Rounds by the rules that the state's plan has compiled in: the schedule's own, of visits that are the solver's."""
         # Sites say nothing of params: they move only while all groups' rows are at hand.
-        moves = bool(state.plan.partition.params) and state.sites.others is None
+        continued = state.sites.others is not None
+        moves = bool(state.plan.partition.params) and not continued
         fixed, state = self.problem(state, args, kwargs), present_alone(state)
-
-        def with_params(state: PVIState) -> PVIState:
-            return self._with_params(state, args, kwargs) if moves else state
 
         def factors(state: PVIState) -> ProductProblem:
             return self.problem(state, args, kwargs) if moves else fixed
 
-        if self.fused:
-            return partial_rounds(self, state, factors, with_params, count, tol, length)
-        # Fresh draws for the next round, or params that have moved, need a new evaluation.
-        return self._scheduled(state, factors, with_params, moves or fixed.plan.noisy, count, tol, length)
-
-    def _scheduled(
-        self,
-        state: PVIState,
-        factors: Callable[[PVIState], ProductProblem],
-        with_params: Callable[[PVIState], PVIState],
-        anew: bool,
-        count: Int[Array, ""],
-        tol: Float[Array, ""],
-        length: int,
-    ) -> RoundsDone:
-        """Rounds that are the schedule's own, of visits that are the solver's; ``anew``: each is followed by another evaluation."""
-        continued = state.sites.others is not None
-
         def problem_of(state: PVIState) -> ProductFactors:
             beside = state.sites if self.in_turns else None
-            return self.factors(factors(state), None, continued, self.in_turns, beside)
+            found = self.factors(factors(state), None, continued, self.in_turns, beside)
+            return self._as_seen(found, state.sites)
 
-        # Rounds of some groups look at these alone.
-        partial = self.in_turns and self.schedule.partial
+        def begun(state: PVIState) -> RoundCarry:
+            # A part of some groups is looked at as such.
+            in_parts, bare, evaluation = self.in_turns and self.schedule.partial, self._bare(state), None
+            if not in_parts:
+                evaluation = problem_of(state).evaluate(bare.sites, state.rule, self.noise(state.rng_key))
+            return carry_of(bare, evaluation)
 
-        def looked_at(problem: ProductFactors, state: PVIState) -> Any:
-            return None if partial else problem.evaluate(state.sites, state.rule, self.noise(state.rng_key))
+        def one(state: PVIState, carry: RoundCarry | None, _: None) -> tuple[PVIState, RoundCarry | None, Array, None]:
+            # Nothing of a look at some rows is of use to the next round.
+            carry, noise = begun(state) if carry is None else carry, self.noise(state.rng_key)
+            done, carry = moved_by(self.schedule, problem_of(state), self._bare(state), carry, noise)
+            state = self._whole(done, state)
+            if moves:
+                state = self._with_params(state, args, kwargs)
+            if self.reads_some:
+                loss, finite = self._loss_when_due(state, lambda: -self._elbo(factors(state), state))
+                state = _with_report(state, finite=finite)
+                state, _, loss = self.tallied(state, carry._replace(report=state.report), loss)
+                return state, None, loss, None
+            # Fresh draws for the next round, or params that have moved, need a new evaluation.
+            if moves or fixed.plan.noisy:
+                carry = carry._replace(evaluation=begun(state).evaluation)
+                state = _with_report(state, finite=sound(carry.evaluation.elbo) | self.solver.private)
+            return *self.tallied(state, carry._replace(report=state.report), -carry.evaluation.elbo), None
 
-        def one(state: PVIState, carry: RoundCarry) -> tuple[PVIState, RoundCarry, Float[Array, ""]]:
-            next_key, round_key = jax.random.split(state.rng_key)
-            problem = problem_of(state)
-            carry = self.schedule.round(problem, carry, round_key, self.noise(state.rng_key))
-            state = dataclasses.replace(
-                state,
-                rng_key=next_key,
-                sites=carry.sites,
-                solver_state=carry.solver,
-                prior_solver_state=carry.prior_solver,
-                schedule_state=carry.schedule,
-                report=carry.report,
-                step=state.step + 1,
-            )
-            state = with_params(state)
-            if partial:
-                state, loss = loss_when_due(self, state, lambda: -self._elbo(factors(state), state))
-                return self.tallied(state, carry._replace(report=state.report), loss)
-            if anew:
-                evaluation = looked_at(problem_of(state), state)
-                report = carry.report._replace(finite=sound(evaluation.elbo) | self.solver.private)
-                carry = carry._replace(evaluation=evaluation, report=report)
-                state = dataclasses.replace(state, report=report)
-            return self.tallied(state, carry, -carry.evaluation.elbo)
+        first = None if self.reads_some else begun(state)
+        return run_rounds(state, first, one, count, tol, length, self.solver)[0]
 
-        evaluation = looked_at(problem_of(state), state)
-        memories = state.solver_state, state.prior_solver_state, state.schedule_state
-        first = RoundCarry(state.sites, evaluation, *memories, state.report)
-        return run_rounds(state, first, one, count, tol, length, self.solver)
+    def _loss_when_due(
+        self, state: PVIState, loss: Callable[[], Float[Array, ""]]
+    ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+        """The loss of all rows where somebody asks for it, else NaN; and whether it is a number, or nobody has looked."""
+        due = (state.step - state.schedule_state.loss_from) % self.loss_every == 0
+        nobody = jnp.full((), jnp.nan, state.report.move.dtype)
+        found = loss() if self.loss_every == 1 else jax.lax.cond(due, loss, lambda: nobody)
+        return found, sound(found) | ~due
 
     def _with_params(self, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
@@ -797,6 +880,11 @@ def with_rules(state: PVIState, fine: bool) -> PVIState:
     return dataclasses.replace(state, plan=dataclasses.replace(state.plan, fine=fine))
 
 
+def _with_report(state: PVIState, **fields: Any) -> PVIState:
+    """A state whose report says something else."""
+    return dataclasses.replace(state, report=state.report._replace(**fields))
+
+
 def _proper_without(state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, "*slots"], Bool[Array, ""]]:
     q, sites, family = posterior(state.prior, state.sites), state.sites, state.plan.family
     others = jnp.array(True) if sites.others is None else _without_each(family, q, sites.others)
@@ -827,13 +915,6 @@ def _without_groups(state: PVIState, q: Any) -> Bool[Array, "M"]:
         owner = owners(state.packing, improper.shape[plan.row_axes[name]], plan.row_key)
         found = found & whole & (plan.largest_by_group(name, improper, owner) == 0)
     return found
-
-
-def present_alone(state: PVIState) -> PVIState:
-    """A state without the sites of groups whose rows are not at hand, which the problem has for a prior."""
-    if state.sites.others is None:
-        return state
-    return dataclasses.replace(state, sites=dataclasses.replace(state.sites, others=None))
 
 
 def proper_members(family: Family, natural: Any) -> Bool[Array, "*members"]:

@@ -21,7 +21,7 @@ from ..solvers import LocalResult
 from ._network import Leaf, ask_all, call_out, seed_of, spent, stacked
 from ._product_engine import ProductEngine, ProductFactors
 from ._product_problem import ProductProblem
-from ._product_subset import Beside, Chosen, others
+from ._product_rounds import Beside, Chosen, others
 from ._remote import InTurn, visited
 
 

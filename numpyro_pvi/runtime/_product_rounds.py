@@ -1,23 +1,29 @@
-"""Sweeps of natural-gradient steps over the sites of a product of families, and the compiled loop that rounds run in."""
+"""What moves the sites of a product of families: sweeps by turns of components, random groups, and steps by mini-batches of rows.
+
+``StochasticSubset`` moves a random few of the groups; ``StochasticNaturalGradient`` gives every group that moves a batch of its
+rows. Both together are doubly stochastic variational inference, whose round costs what its rows cost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._state import SKIP_LIMIT, PVIState
-from ..families import base_family
-from ..schedules import finished
+from ..factors import GroupMasks, Packing, ValueCall
+from ..families import ProductFamily, ProductNatural, base_family, members_of, repeated
+from ..schedules import BY_FACTOR, UNHEARD_MOVE, Part, RoundCarry, RoundReport
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, posterior, select, take
-from ._engine import RoundsDone
-from ._moments import noise_floor
+from ..solvers import late_from, late_weight, plan_batches
 from ._product_plan import ProductPlan
 from ._product_problem import ProductProblem, finite_or
-from ._tilted import chains_wanted
+
+# --------------------------------------------------------------------------------------------------------------- sweeps
+# Natural-gradient steps of all sites by turns of components, from one q or one group after another.
 
 # Longest step of a drawn member, in its Fisher metric: posterior sds, for a shift.
 _REACH = 2.0
@@ -316,51 +322,545 @@ def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> Si
     return SiteStack(back(new.groups, old.groups, 1), prior, local)
 
 
-# ------------------------------------------------------------------------------------------------------------- the loop
-# Rounds of a product of families in one compiled loop, whatever a round is.
+# ----------------------------------------------------------------------------------------------- some rows as a problem
+# Some rows of some groups as a problem of their own: what a round of a few groups sees, and a step by a mini-batch.
+#
+# The sites of all other groups count as a prior, and of latents inside the partitioned plate only the rows at hand are
+# looked up, so that what is done with them costs as much as these rows.
 
 
-def run_rounds(
-    state: PVIState,
-    carry: Any,
-    one: Callable[[PVIState, Any], tuple[PVIState, Any, Float[Array, ""]]],
-    count: Int[Array, ""],
-    tol: Float[Array, ""],
-    length: int,
-    solver: Any,
-) -> RoundsDone:
-    """Run up to ``count`` rounds: see :meth:`numpyro_pvi.runtime.Engine.rounds`.
+class Chosen(NamedTuple):
+    """K groups, and some of the rows of each in chunks."""
+
+    # Positions of different groups, and which of them take part; the others' sites stay as they are.
+    groups: Int[Array, "K"]
+    there: Bool[Array, "K"]
+    # Plate indices of the rows, as a packing has them; all groups' masks where rows cannot be taken.
+    packing: Packing | GroupMasks
+    # What a sum over a group's rows is multiplied by; None is 1.
+    weights: Float[Array, "K"] | None
+    # Where the rows stand on this device, and which of them are here; None where all of them are, at their plate indices.
+    here: tuple[Int[Array, "C R"], Bool[Array, "C R"]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathered(ValueCall):
+    """A model whose chunks name places in a list of rows."""
+
+    ids: Int[Array, "P"]
+
+    def rows(self, reading: Any, chunk: Any) -> ValueCall:
+        """The model on one chunk's rows."""
+        return super().rows(reading, (self.ids[chunk[0]], chunk[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside(ProductProblem):
+    """A problem whose prior holds the sites of other groups, and need not be normalisable."""
+
+    def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
+        """Of every component ``A(q) - <q - prior, mu>``, nats: minus a divergence to a prior that need not be normalisable."""
+        found = []
+        for name, family in self.family.components:
+            own = q.parts[name]
+            gap = own - self.prior.parts[name]
+            found.append(family.log_partition(own) - family.inner(gap, family.natural_to_mean(own)))
+        return jnp.stack([jnp.asarray(x) for x in found])
+
+
+@dataclasses.dataclass(frozen=True)
+class SomeRows(Beside):
+    """A problem of K groups, or of a batch of the rows of each.
+
+    Its ELBO is the local free energy of these groups and the prior factor, ``sum_S E_q[log f_m] - KL(q || q without the sites of
+    S)`` with an unnormalised second argument (PVI eq. 2). Under ``weights`` a message about shared latents is ``N_m / B`` times
+    the batch's; a row's own latents get their own.
 
     Args:
-        state: where they start.
-        carry: what rounds hand on to one another beside the state.
-        one: a round: the state and the carry afterwards, and the loss in nats.
-        count: most rounds.
-        tol: largest move of a round, in posterior sds, that ends them; no lower than what the noise of sampled moments explains.
-            Negative never ends them.
-        length: rounds that there is room for.
-        solver: where its weights keep collapsing rounds end early, so that chains can be compiled in.
-
-    Returns:
-        The rounds; no quadrature is ever missed.
+        full: the problem of all groups.
+        chosen: the groups and rows, by plate index.
     """
 
-    def unfinished(loop: tuple) -> Array:
-        i, state, *_ = loop
-        floor = noise_floor(state.solver_state, state.report)
-        halted = finished(state.report, tol, floor) | jnp.any(state.report.skip_run >= SKIP_LIMIT)
-        halted = halted | chains_wanted(solver, state.solver_state)
-        return (i < count) & ~((i > 0) & halted)
+    full: ProductProblem
+    chosen: Chosen
 
-    def again(loop: tuple) -> tuple:
-        i, state, carry, losses, reports = loop
-        state, carry, loss = one(state, carry)
-        reports = jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, state.report)
-        return i + 1, state, carry, losses.at[i].set(loss), reports
+    @property
+    def num_groups(self) -> int:
+        """K."""
+        return self.chosen.groups.shape[0]
 
-    losses = jnp.full((length,), jnp.nan, state.report.move.dtype)
-    reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), state.report)
-    done, state, _, losses, reports = jax.lax.while_loop(
-        unfinished, again, (jnp.int32(0), state, carry, losses, reports)
+    def _by_group(self, results: Any) -> Any:
+        found, weights = super()._by_group(results), self.chosen.weights
+        if weights is None:
+            return found
+        return jax.tree.map(lambda x: x * weights.reshape((-1,) + (1,) * (x.ndim - 1)), found)
+
+    def _known(self, sites: SiteStack | None, chunk: Any, group: Any, place: Any, counts: Any) -> dict[str, Any]:
+        found, weights = super()._known(sites, chunk, group, place, counts), self.chosen.weights
+        if self.chosen.here is not None:
+            # Of what is known of a chunk as much as there is of its rows here.
+            packing = self.chosen.packing
+            assert isinstance(packing, Packing)  # rows have places
+            rows = jnp.sum(packing.mask.reshape(-1)[chunk[0]])
+            found = jax.tree.map(lambda x: x * (jnp.sum(chunk[1]) / jnp.maximum(rows, 1)), found)
+        if weights is None:
+            return found
+        # A batch's share of what its group's site says, so that the whole is what the batch's total is compared with.
+        inside, share = self.plan.row_axes, 1.0 / weights[group]
+        return {n: x if n in inside else jax.tree.map(lambda a: a * share, x) for n, x in found.items()}
+
+    def _rows_key(self, key: Any, chunk: Any) -> Any:
+        if isinstance(self.packing, GroupMasks):
+            return None
+        ids = row_ids(self.chosen)
+        assert ids is not None
+        return self.full._rows_key(key, (ids[chunk[0]], chunk[1]))
+
+    def _prior_density(self, values: dict, weights: Any = None, laws: Any = None) -> Array:
+        # The prior factor reads the model's own arguments; it says nothing of rows' latents, whose values are of no account.
+        count, axes = self.plan.partition.table.num_rows, self.plan.row_axes
+        if not isinstance(self.packing, GroupMasks):
+            first = jnp.zeros((count,), jnp.int32)
+            values = {n: jnp.take(x, first, axis=axes[n]) if n in axes else x for n, x in values.items()}
+        return self.full._prior_density(values, weights, laws)
+
+
+def whole_groups(problem: ProductProblem, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> Chosen:
+    """All rows of some groups, in as many chunks as the K largest groups have.
+
+    Args:
+        problem: of all groups.
+        groups: positions of the groups, all different.
+        there: which of them take part.
+
+    Returns:
+        The rows.
+    """
+    packing, count = problem.packing, groups.shape[0]
+    if isinstance(packing, GroupMasks):
+        place = jnp.full((problem.num_groups,), -1, jnp.int32)
+        place = place.at[groups].set(jnp.where(there, jnp.arange(count, dtype=jnp.int32), -1))
+        own = {key: jnp.where(index >= 0, place[index], -1) for key, index in packing.group_of_row.items()}
+        numbers = jnp.arange(count + 1, dtype=jnp.int32)
+        return Chosen(groups, there, GroupMasks(own, numbers[:-1], numbers), None)
+    length = packing.rows.shape[1]
+    chunks = np.sort(-(-np.asarray(problem.plan.partition.table.sizes) // length))[::-1]
+    most = int(chunks[:count].sum())
+    counts = problem.chunk_counts()[groups]
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    numbers = jnp.arange(most, dtype=jnp.int32)
+    slot = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), count - 1).astype(jnp.int32)
+    spare = numbers >= ends[-1]
+    found = problem.look_up(groups[slot], jnp.where(spare, 0, numbers - (ends[slot] - counts[slot])))
+    take_part = (~spare & there[slot])[:, None]
+    # Spare chunks belong to the last group and hold no row.
+    offsets = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1], jnp.full((1,), most, ends.dtype)])
+    packed = Packing(found.rows, found.mask & take_part, slot, offsets)
+    return Chosen(groups, there, packed, None, _here(problem, found.stands, found.here & take_part))
+
+
+def _here(problem: ProductProblem, stands: Array, here: Array) -> tuple[Array, Array] | None:
+    return None if problem.placed is None else (stands, here)
+
+
+def batch_rows(
+    problem: ProductProblem, groups: Int[Array, "K"], there: Bool[Array, "K"], positions: Int[Array, "K B"]
+) -> Chosen:
+    """A batch of B rows of each of some groups, weighted by ``N_m / B``.
+
+    Args:
+        problem: of all groups.
+        groups: positions of the groups, all different.
+        there: which of them take part.
+        positions: of the rows within their groups, all different.
+
+    Returns:
+        The rows.
+    """
+    packing, (count, size) = problem.packing, positions.shape
+    assert isinstance(packing, Packing)  # batches are refused where rows cannot be taken
+    length = packing.rows.shape[1]
+    found = problem.look_up(groups[:, None], positions // length, positions % length)
+    # In the order of the plate: a model that reads a whole plate by its indices has to find them in order.
+    rows, stands, here = jnp.sort(found.rows, axis=1), found.stands, found.here
+    if problem.placed is not None:
+        order = jnp.argsort(found.rows, axis=1)
+        stands, here = (jnp.take_along_axis(x, order, axis=1) for x in (stands, here))
+    each = min(size, length)
+    chunks = -(-size // each)
+    slots = jnp.arange(chunks * each)
+    mask = jnp.broadcast_to(slots < size, (count, chunks * each)) & there[:, None]
+    rows, stands, here = (x[:, jnp.where(slots < size, slots, 0)] for x in (rows, stands, here))
+    numbers = jnp.arange(count + 1, dtype=jnp.int32)
+    shape = (count * chunks, each)
+    packed = Packing(rows.reshape(shape), mask.reshape(shape), jnp.repeat(numbers[:-1], chunks), numbers * chunks)
+    sizes = jnp.asarray(problem.plan.partition.table.sizes, jnp.result_type(float))
+    own = _here(problem, stands.reshape(shape), (here & mask).reshape(shape))
+    return Chosen(groups, there, packed, sizes[groups] / size, own)
+
+
+def others(problem: ProductProblem, sites: SiteStack, chosen: Chosen) -> ProductNatural:
+    """The exact prior times the sites of all groups that take no part, of shared components.
+
+    Args:
+        problem: of all groups.
+        sites: all sites.
+        chosen: who takes part.
+
+    Returns:
+        Natural parameters.
+    """
+    rest = jnp.ones((problem.num_groups,), bool).at[chosen.groups].set(~chosen.there)
+    parts = {}
+    for name, site in sites.groups.parts.items():
+
+        def add(prior: Array, x: Array) -> Array:
+            return prior + jnp.sum(jnp.where(rest.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0.0), axis=0)
+
+        parts[name] = jax.tree.map(add, problem.prior.parts[name], site)
+    return ProductNatural(parts)
+
+
+def own_groups(sites: SiteStack, chosen: Chosen) -> ProductNatural:
+    """The groups' own sites, zero (the unit factor) of those that take no part."""
+
+    def kept(x: Array) -> Array:
+        there = chosen.there.reshape((-1,) + (1,) * (x.ndim - 1))
+        return jnp.where(there, x[chosen.groups], 0.0)
+
+    return jax.tree.map(kept, sites.groups)
+
+
+def view_of(problem: ProductProblem, chosen: Chosen, base: ProductNatural) -> SomeRows:
+    """The problem of some rows.
+
+    Args:
+        problem: of all groups.
+        chosen: the rows.
+        base: as of :func:`others`.
+
+    Returns:
+        The problem; its prior is ``base``, with the rows' part of the prior of their own latents.
+    """
+    plan, call, packing, ids = problem.plan, problem.call, chosen.packing, row_ids(chosen)
+    if isinstance(packing, Packing) and ids is not None:
+        stands, mask = (packing.rows, packing.mask) if chosen.here is None else chosen.here
+        call = _Gathered(call.model, call.args, call.kwargs, stands.reshape(-1), params=call.params)
+        places = jnp.arange(ids.shape[0], dtype=jnp.int32).reshape(packing.rows.shape)
+        packing = Packing(places, mask, packing.chunk_group, packing.offsets)
+        plan = _resized(plan, ids.shape[0])
+    prior = ProductNatural(base.parts | rows_of(problem.plan, problem.prior.parts, ids))
+    return SomeRows(plan, call, packing, prior, problem.num_draws, problem.runtime.side_by_side, problem, chosen)
+
+
+def row_ids(chosen: Chosen) -> Int[Array, "P"] | None:
+    """Plate indices of the places of some rows; None where all rows have their own place."""
+    return chosen.packing.rows.reshape(-1) if isinstance(chosen.packing, Packing) else None
+
+
+def rows_of(plan: ProductPlan, parts: dict[str, Any], ids: Any) -> dict[str, Any]:
+    """Of latents inside the partitioned plate, the members of some rows; of all rows where ``ids`` is None."""
+    axes = plan.row_axes
+    own = {n: x for n, x in parts.items() if n in axes}
+    if ids is None:
+        return own
+    return {n: jax.tree.map(lambda x, n=n: jnp.take(x, ids, axis=axes[n]), part) for n, part in own.items()}
+
+
+def shared_of(plan: ProductPlan, natural: ProductNatural) -> ProductNatural:
+    """The components outside the partitioned plate."""
+    return ProductNatural({name: natural.parts[name] for name in plan.shared})
+
+
+def local_of(problem: ProductProblem, chosen: Chosen, local: MemberSites | None) -> MemberSites | None:
+    """The sites of the rows' own latents."""
+    if local is None:
+        return None
+    return MemberSites(rows_of(problem.plan, local.parts, row_ids(chosen)))
+
+
+def with_local(problem: ProductProblem, chosen: Chosen, local: Any, new: Any) -> Any:
+    """Sites of all rows' own latents (or any natural parameters by latent) with those of some rows replaced.
+
+    Args:
+        problem: of all groups.
+        chosen: the rows.
+        local: of all rows, or None.
+        new: of these rows.
+
+    Returns:
+        Of all rows.
+    """
+    if local is None or not isinstance(chosen.packing, Packing):
+        return new
+    packing, axes = chosen.packing, problem.plan.row_axes
+    # A row that is not there is left out.
+    ids = jnp.where(packing.mask, packing.rows, np.iinfo(np.int32).max).reshape(-1)
+
+    def put(axis: int, old: Array, x: Array) -> Array:
+        moved = jnp.moveaxis(old, axis, 0).at[ids].set(jnp.moveaxis(x, axis, 0), mode="drop")
+        return jnp.moveaxis(moved, 0, axis)
+
+    parts = {
+        n: jax.tree.map(lambda a, b, n=n: put(axes[n], a, b), local.parts[n], x) if n in axes else x
+        for n, x in new.parts.items()
+    }
+    return type(local)(parts)
+
+
+def with_groups(sites: SiteStack, chosen: Chosen, new: ProductNatural) -> ProductNatural:
+    """All groups' sites with those that take part replaced."""
+
+    def put(x: Array, own: Array) -> Array:
+        there = chosen.there.reshape((-1,) + (1,) * (own.ndim - 1))
+        return x.at[chosen.groups].set(jnp.where(there, own, x[chosen.groups]))
+
+    return jax.tree.map(put, sites.groups, new)
+
+
+def _resized(plan: ProductPlan, count: int) -> ProductPlan:
+    """A plan whose latents inside the plate have a given number of rows."""
+    families = dict(plan.family.components)
+    for latent in plan.inside:
+        members = list(members_of(families[latent.name]))
+        members[latent.axis] = count
+        # The last axes are those of one event, which its family has already.
+        batch = members[: len(members) - len(members_of(latent.family))]
+        families[latent.name] = repeated(latent.family, tuple(batch))
+    return dataclasses.replace(plan, family=ProductFamily(families))
+
+
+# ---------------------------------------------------------------------------------------------------------- some groups
+# Some groups as a problem of their own, and what a round of it is for all groups.
+
+
+def _merged(last: RoundReport, own: RoundReport, chosen: Chosen, heard: Bool[Array, "M"]) -> RoundReport:
+    """The report of some groups among those of all; groups that took no part keep their last move."""
+    extra = last.move.shape[0] - heard.shape[0]
+    part = jnp.concatenate([jnp.ones((extra,), bool), heard])
+
+    def put(old: Array, new: Array, keep: bool) -> Array:
+        groups = old[extra:].at[chosen.groups].set(new[extra:])
+        return jnp.where(part, jnp.concatenate([new[:extra], groups]), old if keep else jnp.zeros_like(old))
+
+    move = put(last.move, own.move, True)
+    waiting = jnp.max(jnp.where(part, 0.0, move), initial=0.0)
+    unheard = jnp.minimum(waiting, UNHEARD_MOVE).astype(own.left.dtype)
+    return own._replace(
+        move=move,
+        asked=put(last.asked, own.asked, True),
+        left=jnp.maximum(own.left, unheard),
+        step=put(last.step, own.step, False),
+        backoffs=put(last.backoffs, own.backoffs, False),
+        skipped=put(last.skipped, own.skipped, False),
+        skip_run=put(last.skip_run, own.skip_run, True),
+        staleness=last.staleness,
+        total_move=jnp.maximum(own.total_move, unheard),
     )
-    return RoundsDone(state, losses, reports, done, jnp.array(False))
+
+
+def _of_some(last: RoundReport, chosen: Chosen, extra: int) -> RoundReport:
+    """What a report says of some groups, after that of the prior factor, if there is one."""
+    places = jnp.concatenate([jnp.arange(extra, dtype=jnp.int32), extra + chosen.groups])
+    return last._replace(**{name: getattr(last, name)[places] for name in BY_FACTOR})
+
+
+def _own_prior(problem: ProductProblem, chosen: Chosen, prior: Any) -> Any:
+    """The prior factor's site beside some rows."""
+    if prior is None:
+        return None
+    return ProductNatural(prior.parts | rows_of(problem.plan, prior.parts, row_ids(chosen)))
+
+
+def _whole_prior(prior: Any, new: Any, plan: ProductPlan) -> Any:
+    """The same beside all rows, of whose own latents it says nothing."""
+    if prior is None:
+        return None
+    return ProductNatural(new.parts | {n: x for n, x in prior.parts.items() if n in plan.row_axes})
+
+
+def few_of(
+    problem: ProductProblem, sites: SiteStack, groups: Int[Array, "K"], there: Bool[Array, "K"]
+) -> tuple[Chosen, ProductProblem]:
+    """Some groups, and the problem of their rows beside the sites of all others; arguments as of :func:`part_of`."""
+    chosen = whole_groups(problem, groups, there)
+    return chosen, view_of(problem, chosen, others(problem, sites, chosen))
+
+
+def part_of(factors: Any, carry: RoundCarry, groups: Int[Array, "K"], there: Bool[Array, "K"], noise: Any) -> Part:
+    """Some groups as a problem of their own: see :class:`numpyro_pvi.schedules.Part`.
+
+    Args:
+        factors: those of all groups, as schedules see them.
+        carry: where things stand.
+        groups: positions of the groups, all different.
+        there: which of them take part; the others stay.
+        noise: key of the draws.
+
+    Returns:
+        The part; of rows' own latents it has those of its rows.
+    """
+    problem, sites, last = factors.problem, carry.sites, carry.report
+    chosen, few = factors.few(sites, groups, there)
+    ids, prior = row_ids(chosen), _own_prior(problem, chosen, sites.prior)
+    own = SiteStack(own_groups(sites, chosen), prior, local_of(problem, chosen, sites.local))
+    here = factors.among(chosen, few, own)
+    report = _of_some(last, chosen, int(prior is not None))
+    begun = carry._replace(sites=own, evaluation=here.evaluate(own, None, noise), report=report)
+    by_row = factors.noisy and sites.local is not None
+
+    def near(whole: Array) -> Array:
+        if not by_row:
+            return whole
+        parts = problem.family.unflat(whole).parts
+        return here.family.flat(ProductNatural(parts | rows_of(problem.plan, parts, ids)))
+
+    def far(whole: Array, some: Array) -> Array:
+        if not by_row:
+            return some
+        return problem.family.flat(with_local(problem, chosen, problem.family.unflat(whole), here.family.unflat(some)))
+
+    def whole(done: RoundCarry) -> RoundCarry:
+        new = SiteStack(
+            with_groups(sites, chosen, done.sites.groups),
+            _whole_prior(sites.prior, done.sites.prior, problem.plan),
+            with_local(problem, chosen, sites.local, done.sites.local),
+        )
+        # Only those that are there get a q and send a site.
+        each = (done.report.messages - last.messages) // groups.shape[0]
+        report = done.report._replace(messages=last.messages + jnp.sum(there, dtype=jnp.int32) * each)
+        heard = jnp.zeros((problem.num_groups,), bool).at[groups].set(there)
+        return done._replace(sites=new, evaluation=None, report=_merged(last, report, chosen, heard))
+
+    return Part(here, begun, near, far, whole)
+
+
+# ------------------------------------------------------------------------------------------------------------ some rows
+# Steps of groups that move together, each by a batch of its rows.
+
+# Rows are drawn one by one, not by shuffling a group's, where there are at least so many for each that is drawn.
+_SPARSE = 8
+
+
+class _Rows(NamedTuple):
+    """What dealing out batches reads of a group."""
+
+    num_rows: Any
+    max_rows: int
+    fresh_batches: bool = False
+
+
+class Walked(NamedTuple):
+    """Where the steps of a visit have led."""
+
+    # Shared latents' sites of those who take part and of the prior factor, the average of late ones, and rows' own latents' sites.
+    sites: SiteStack
+    mean: SiteStack
+    local: MemberSites | None
+    backoffs: Int[Array, ""]
+    # Which factors have made a step, the prior factor (if any) first.
+    moved: Bool[Array, "F"]
+
+
+def walk(
+    problem: ProductProblem,
+    chosen: Chosen,
+    start: Walked,
+    said: dict[str, Any],
+    solver: Any,
+    share: Any,
+    key: Any,
+) -> tuple[Walked, Int[Array, ""]]:
+    """Steps of all groups that take part, together, each by a batch of its rows.
+
+    Args:
+        problem: of all groups; sites of those that take no part count as its prior.
+        chosen: who takes part.
+        start: where they stand.
+        said: what the prior factor's site says of rows' own latents.
+        solver: whose settings the steps have.
+        share: of its step size that steps have: small steps, not small shares of large ones, as q would go astray in every visit,
+            and messages there are of another q.
+        key: of rows and draws.
+
+    Returns:
+        Where they stand afterwards, and how many steps those made that made most.
+    """
+    rows_key, draws_key = jax.random.split(key)
+    groups, there = chosen.groups, chosen.there
+    rows, steps = _deal(problem, solver, groups, rows_key)
+    few, most = dataclasses.replace(problem, num_draws=solver.num_particles), jnp.max(steps)
+    base = shared_of(problem.plan, problem.prior)
+    lengths = SiteStack(steps, None if start.sites.prior is None else most)
+    first = jax.tree.map(lambda count: late_from(count, solver.average), lengths)
+
+    def averaged(mean: Any, new: Any, count: Any, first: Any, k: Any) -> Any:
+        return mean + (new - mean) * jnp.where(k < count, late_weight(k, first), 0.0)
+
+    def step(k: Int[Array, ""], walk: Walked) -> Walked:
+        here = whole_groups(few, groups, there) if rows is None else batch_rows(few, groups, there, rows[:, k])
+        view, prior = view_of(few, here, base), walk.sites.prior
+        if prior is not None:
+            prior = ProductNatural(prior.parts | rows_of(few.plan, said, row_ids(here)))
+        stack = SiteStack(walk.sites.groups, prior, local_of(few, here, walk.local))
+        stack, halvings, good = step_in_turns(
+            view, stack, there & (k < steps), solver.step_size * share, jax.random.fold_in(draws_key, k)
+        )
+        mean = SiteStack(averaged(walk.mean.groups, stack.groups, lengths.groups, first.groups, k), None)
+        sites = SiteStack(stack.groups, None)
+        if prior is not None:
+            shared = shared_of(few.plan, stack.prior)
+            own = averaged(walk.mean.prior, shared, lengths.prior, first.prior, k)
+            mean, sites = dataclasses.replace(mean, prior=own), dataclasses.replace(sites, prior=shared)
+        local = with_local(few, here, walk.local, stack.local)
+        return Walked(sites, mean, local, walk.backoffs + halvings, walk.moved | good)
+
+    return jax.lax.fori_loop(0, most, step, start), most
+
+
+def _deal(
+    problem: ProductProblem, solver: Any, groups: Int[Array, "K"], key: Any
+) -> tuple[Int[Array, "K S B"] | None, Int[Array, "K"]]:
+    """Rows of every step, by position within their group (None where all are taken), and how many steps a group makes."""
+    sizes = problem.plan.partition.table.sizes
+    most, (size, num_steps, epochs) = max(sizes), (solver.batch_size, solver.num_steps, solver.epochs)
+    longest = plan_batches(_Rows(most, most), key, size, num_steps, epochs).num_steps
+    total = (size or 0) * (num_steps or 0)
+
+    def own(group: Int[Array, ""]) -> tuple:
+        count, own_key = jnp.asarray(sizes)[group], jax.random.fold_in(key, group)
+        if 0 < _SPARSE * total <= min(sizes):
+            return some_of(own_key, count, total).reshape(num_steps, size), jnp.int32(num_steps)
+        found = plan_batches(_Rows(count, most), own_key, size, num_steps, epochs)
+        dealt = None if found.rows is None else jax.vmap(found.rows)(jnp.arange(longest))
+        return dealt, jnp.asarray(found.num_steps, jnp.int32)
+
+    return jax.vmap(own)(groups)
+
+
+def some_of(key: Any, count: Any, size: int) -> Int[Array, "size"]:
+    """Some different numbers below a count, each of which is as likely in every place; what it costs depends on their number alone.
+
+    The first different ones of twice as many draws. They are drawn anew where there are too few, which depends on which draws
+    are equal and not on their numbers, so that all orders of all numbers stay equally likely.
+
+    Args:
+        key: a random key.
+        count: the numbers are 0 to count - 1; several times ``size``.
+        size: how many are drawn.
+
+    Returns:
+        The numbers.
+    """
+
+    def draw(tried: tuple) -> tuple:
+        key, _, _ = tried
+        key, own = jax.random.split(key)
+        drawn = jax.random.randint(own, (2 * size,), 0, count, jnp.int32)
+        order = jnp.argsort(drawn, stable=True)
+        again = jnp.concatenate([jnp.zeros((1,), bool), jnp.diff(drawn[order]) == 0])
+        later = jnp.zeros((2 * size,), bool).at[order].set(again)
+        return key, drawn[jnp.argsort(later, stable=True)[:size]], jnp.sum(~later) >= size
+
+    first = key, jnp.zeros((size,), jnp.int32), jnp.array(False)
+    return jax.lax.while_loop(lambda tried: ~tried[2], draw, first)[1]

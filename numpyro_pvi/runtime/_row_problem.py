@@ -17,7 +17,7 @@ from ..errors import PVIError
 from ..expectations import RULES, Expected, RowNumbersProgram
 from ..factors import ModelCall, read_rows
 from ..families import GaussianNatural, RowFamily, RowMoments, RowPrior
-from ..schedules import Evaluation, RoundCarry, Rule
+from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule
 from ..sites import SiteStack, cavity, damp, posterior, take
 from ..solvers import LocalResult, LocalSolver
 from ._factors import GroupFactor
@@ -41,7 +41,7 @@ class _NoOthers:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowProblem:
+class RowProblem(ProblemDefaults):
     """Implements :class:`numpyro_pvi.schedules.Problem` for sites kept by rows.
 
     The sites of all groups lie in one vector over rows, ``SiteStack.groups`` with a leading axis of 1: a group's site are its
@@ -66,14 +66,8 @@ class RowProblem:
 
     # Sites of all groups in one vector: schedules that visit groups one by one leave the sweep to the problem.
     flat = True
-    # Visits are made when they are asked for.
-    errands = None
-    prior_program = None
-    has_prior_factor = stochastic = matches_moments = tied = capped = noisy = redraws = can_switch = blind = (
-        in_turns
-    ) = False
-    continued = quadratic = chained = False
-    units = known = stream = None
+    prior_program = stream = None
+    redraws = can_switch = chained = False
 
     @property
     def dtype(self) -> Any:
@@ -85,40 +79,9 @@ class RowProblem:
         """Nothing: the family has the prior in it."""
         return self.family.zeros((), self.dtype)
 
-    def sampled(self, rule: Rule) -> Bool[Array, ""]:
-        """Nothing is by draws."""
-        del rule
-        return jnp.array(False)
-
-    def allowance(self, *args: Any) -> Any:
-        """Nothing may be lost."""
-        del args
-        return 0.0
-
-    def noise(self, key: Any, num_particles: int = 1) -> None:
-        """There is none."""
-        del key, num_particles
-
     def draws_of(self, *args: Any) -> None:
         """There are none."""
         del args
-
-    def tidy(self, sites: SiteStack) -> SiteStack:
-        """Numbers of rows are symmetric already."""
-        return sites
-
-    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
-        """A share of the way: see :class:`numpyro_pvi.schedules.Problem`."""
-        return self.tidy(damp(old, aim, step))
-
-    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
-        """None: rows have no latents of their own."""
-        del new, old
-        return jnp.zeros(())
-
-    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> None:
-        """No row has latents of its own."""
-        del carry, moved
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites."""
@@ -160,14 +123,6 @@ class RowProblem:
         size = jnp.sum(jnp.abs(groups.value)) + jnp.abs(rest)
         after = next_rule(rule, used, jnp.max(groups.spread))
         return Evaluation(q, moments, groups, None, rest, elbo, size, after, error > rule.tolerance)
-
-    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
-        """The q of these sites without a pass over any row."""
-        q = posterior(self.prior_natural, sites)
-        moments = self.family.moments(q)
-        zero, zeros = jnp.zeros((), self.dtype), jnp.zeros((self.num_groups,), self.dtype)
-        groups = Expected(zeros, None, None, zeros, zeros, zeros)
-        return Evaluation(q, moments, groups, None, self.rest(moments), zero, zero, rule, jnp.array(False))
 
     def expect(
         self, program: RowNumbersProgram, *, moments: RowMoments, level: Any, clip: Any, **unused: Any
@@ -221,11 +176,6 @@ class RowProblem:
         operands = (jnp.arange(self.num_groups), carry.solver, jax.random.split(key, self.num_groups))
         whole, results = jax.lax.scan(visit, take(old, 0), operands)
         return results._replace(site=jax.tree.map(lambda x: x[None], whole))
-
-    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
-        """As they are."""
-        del evaluation
-        return results
 
     def visit_group(
         self,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError, not_under_families
 from ..expectations import Expected
 from ..families import Moments
-from ..sites import SiteStack
+from ..sites import SiteStack, damp, posterior
 from ..solvers import LocalResult, LocalSolver
 from ._stream import Stream
 
@@ -181,6 +181,8 @@ class Turns(NamedTuple):
     prior: LocalResult | None
     # Of every change that was asked for, what was taken: the schedule's share times the solver's own.
     share: Float[Array, ""]
+    # How often q went out to every group, and an answer came back.
+    trips: Any = 1
 
 
 class Part(NamedTuple):
@@ -229,7 +231,8 @@ class Problem(Protocol):
     stream: Stream
     # Whether local solves match moments: rounds are then accepted when q is valid.
     matches_moments: bool
-    # Whether visits alone may look at rows: evaluations have no values, and rounds are accepted when q is valid.
+    # Whether visits alone may look at rows, or turns by some of them: evaluations have no values, and rounds are accepted when q
+    # is valid.
     blind: bool
     # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
     tied: bool
@@ -324,6 +327,75 @@ class Problem(Protocol):
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve; ``start`` gives its expectations at q when they are known (a guarded step)."""
         ...
+
+
+class ProblemDefaults:
+    """A base class to derive a problem from: exact factors, a site per group and nothing beside it, a prior that is held exactly.
+
+    See :class:`Problem` for what each says. A subclass writes down where it differs, and ``family``, ``solver``, ``labels``,
+    ``num_groups``, ``prior_natural``, ``stream``, ``evaluate``, its visits, and ``rest(moments)``: the ELBO without its factors.
+    """
+
+    has_prior_factor: Any = False
+    continued: Any = False
+    known: Any = None
+    quadratic: Any = False
+    units: Any = None
+    noisy: Any = False
+    stochastic: Any = False
+    matches_moments: Any = False
+    blind: Any = False
+    tied: Any = False
+    capped: Any = False
+    flat: Any = False
+    in_turns: Any = False
+    errands: Any = None
+
+    def sampled(self, rule: Any) -> Bool[Array, ""]:
+        """Nothing is by draws."""
+        del rule
+        return jnp.array(False)
+
+    def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
+        """Nothing may be lost."""
+        del new_sites, new, old_sites, old, step
+        return 0.0
+
+    def noise(self, key: Any, num_particles: int = 1) -> Any:
+        """There is none."""
+        del key, num_particles
+
+    def unread(self: Any, sites: SiteStack, rule: Any) -> Evaluation:
+        """The q of these sites without a pass over any row."""
+        q = posterior(self.prior_natural, sites)
+        moments = self.family.moments(q)
+        rest = self.rest(moments)
+        zero, zeros = jnp.zeros_like(rest), jnp.zeros((self.num_groups,), rest.dtype)
+        groups = Expected(zeros, None, None, zeros, zeros, zeros)
+        return Evaluation(q, moments, groups, None, rest, zero, zero, rule, jnp.array(False))
+
+    def tidy(self: Any, sites: SiteStack) -> SiteStack:
+        """Symmetrised, what groups hold beside them as it is."""
+        even = self.family.symmetrise
+        return SiteStack(even(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
+
+    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
+        """A share of the way, of everything that sites hold."""
+        return self.tidy(damp(old, aim, step))
+
+    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+        """None: groups hold nothing beside their sites."""
+        del new, old
+        return jnp.zeros(())
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
+        """Nothing: groups hold nothing beside their sites."""
+        del carry, moved
+
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """The results as they are."""
+        del evaluation
+        return results
 
 
 @runtime_checkable

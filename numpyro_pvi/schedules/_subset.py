@@ -30,14 +30,6 @@ class SubsetState(NamedTuple):
     averaging: Averaging
 
 
-class PartState(NamedTuple):
-    """The same where the groups of a round move as if there were no others."""
-
-    joint: SynchronousState
-    # What remains of the rounds after which whoever runs them looks at all groups' factors.
-    loss_from: Int[Array, ""]
-
-
 @dataclasses.dataclass(frozen=True)
 class StochasticSubset(ScheduleDefaults):
     """Some groups each round, from the same q, absorbed together: ``eta_m <- eta_m + step rho_m (proposal_m - eta_m)``.
@@ -146,7 +138,7 @@ class StochasticSubset(ScheduleDefaults):
                 "groups of a round move by one common step: write one number, or 'auto'."
             )
 
-    def init(self, problem: Problem, dtype: Any) -> SubsetState | PartState:
+    def init(self, problem: Problem, dtype: Any) -> SubsetState | SynchronousState:
         """Start at the largest steps."""
         count, dim = problem.num_groups, problem.family.dim
         if self._count(problem) > count:
@@ -154,7 +146,7 @@ class StochasticSubset(ScheduleDefaults):
         if self.rates is not None:
             resolve(self.rates, "StochasticSubset(rates)", problem, 1.0)
         if problem.in_turns:
-            return PartState(Synchronous(self.damping).init(problem, dtype), jnp.int32(0))
+            return Synchronous(self.damping).init(problem, dtype)
         self._dampings(problem, dtype)
         averaging = no_averaging(dim if problem.noisy and not problem.stochastic else 0, dtype)
         one = jnp.ones((), dtype)
@@ -241,14 +233,14 @@ class StochasticSubset(ScheduleDefaults):
         state, alone = carry.schedule, Synchronous(self.damping)
         part: Part = cast(Any, problem).part(carry, *self.who(problem, key), noise)
 
-        def with_shift(joint: SynchronousState, shift: Any) -> SynchronousState:
-            return joint._replace(averaging=joint.averaging._replace(shift=shift))
+        def with_shift(state: SynchronousState, shift: Any) -> SynchronousState:
+            return state._replace(averaging=state.averaging._replace(shift=shift))
 
-        before = state.joint.averaging.shift
-        near = with_shift(state.joint, part.near(before))
+        before = state.averaging.shift
+        near = with_shift(state, part.near(before))
         done = alone.round(part.problem, part.carry._replace(schedule=near), key, noise)
-        joint = with_shift(done.schedule, part.far(before, done.schedule.averaging.shift))
-        return part.whole(done)._replace(schedule=state._replace(joint=joint))
+        after = with_shift(done.schedule, part.far(before, done.schedule.averaging.shift))
+        return part.whole(done)._replace(schedule=after)
 
     def _local_proposal(self, problem: Problem, carry: RoundCarry, moves: Bool[Array, "M"]) -> Any:
         local = problem.local_proposal(carry, moves)

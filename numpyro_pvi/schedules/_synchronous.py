@@ -14,7 +14,7 @@ from ..errors import PVIError
 from ..families import GaussianNatural
 from ..sites import MAX_HALVINGS, SiteStack, posterior, select
 from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, elbo_gain, no_averaging
-from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults
+from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, Turns
 from ._convergence import round_report, with_prior
 
 # ------------------------------------------------------------------------------------------------------ Anderson mixing
@@ -302,11 +302,16 @@ class Synchronous(ScheduleDefaults):
         return self._finish(problem, carry, results, prior, done, scale)
 
     def _in_turns(self, problem: Problem, carry: RoundCarry, noise: Any) -> RoundCarry:
-        late = averaging_step(carry.schedule.averaging, carry.schedule.step.dtype)
+        late = self._late(problem, carry.schedule)
         share = late if self.damping == "auto" else late * self.damping
         swept = cast(Any, problem).sweep(carry, share, noise)
         done = accept_jointly(problem, carry.sites, swept.sites, carry.evaluation, carry.schedule.step, noise)
-        return self._finish(problem, carry, swept.groups, swept.prior, done, None, swept.share)
+        return self._finish(problem, carry, swept.groups, swept.prior, done, None, swept)
+
+    def _late(self, problem: Problem, state: SynchronousState) -> Float[Array, ""]:
+        """The largest step of a round; turns by some of the rows keep all of a step that was given, and the noise of it."""
+        given = problem.in_turns and problem.blind and self.damping != "auto"
+        return jnp.ones_like(state.step) if given else averaging_step(state.averaging, state.step.dtype)
 
     def _probe(self, problem: Problem, carry: RoundCarry):
         if not problem.capped:
@@ -319,8 +324,13 @@ class Synchronous(ScheduleDefaults):
         largest = jnp.minimum(state.step, self._largest(problem) * averaging_step(state.averaging, state.step.dtype))
         return jnp.minimum(largest, 1.0 / jnp.maximum(state.eigenvalue, 1.0))
 
-    def _finish(self, problem: Problem, carry: RoundCarry, results, prior, done, scale, share: Any = 1.0) -> RoundCarry:
+    def _finish(
+        self, problem: Problem, carry: RoundCarry, results, prior, done, scale, swept: Turns | None = None
+    ) -> RoundCarry:
         old, state = carry.evaluation, carry.schedule
+        share = 1.0 if swept is None else swept.share
+        # The pass that tests a joint step also finds what the groups want next, but for visits that look by themselves.
+        looks = 0 if swept is not None and problem.blind else done.tries
         skipped = with_prior(None if prior is None else ~prior.moved, ~results.moved)
         taken = jnp.where(done.accepted, done.step * share, 0.0)
         report = round_report(
@@ -330,13 +340,12 @@ class Synchronous(ScheduleDefaults):
             step=jnp.where(skipped, 0.0, taken),
             backoffs=with_prior(None if prior is None else prior.backoffs, results.backoffs) + done.halvings,
             skipped=skipped,
-            # The pass that tests a joint step also finds what the groups want next, but for visits that look by themselves.
-            exchanges=problem.num_groups * ((problem.stochastic or problem.in_turns) + done.tries),
+            exchanges=problem.num_groups * ((problem.stochastic if swept is None else swept.trips) + looks),
             states=results.state,
             prior_state=None if prior is None else prior.state,
             largest=self._largest(problem),
             full=self._full(problem),
-            late=1.0 if problem.stochastic else averaging_step(state.averaging, done.step.dtype),
+            late=1.0 if problem.stochastic else self._late(problem, state),
             own=results.step if problem.stochastic else share,
         )
         moved = report.total_move

@@ -29,7 +29,7 @@ from ._matching import (
     trouble_of,
     trouble_sentence,
 )
-from ._minibatch import of_params, plan_batches
+from ._minibatch import late_from, late_weight, of_params, plan_batches, share_of_steps
 from ._natural_gradient import Conjugate, NaturalGradient, StochasticNaturalGradient
 from ._power_ep import PowerEP, StochasticEP
 from ._snep import SNEP
@@ -65,9 +65,12 @@ __all__ = [
     "TROUBLES",
     "TiltedFactor",
     "first_match_state",
+    "late_from",
+    "late_weight",
     "local_free_energy",
     "match_visit",
     "of_params",
+    "share_of_steps",
     "trouble_of",
     "trouble_sentence",
 ]

@@ -24,7 +24,7 @@ from ..families import (
 from ..sites import back_off, select
 from ._base import FamilyFactor, LocalResult, TiltedFactor
 from ._matching import MatchesMoments, MatchState, check_moments, check_share, gaussian_rules, match_visit, own_step
-from ._minibatch import Optimiser, as_optimiser
+from ._minibatch import Optimiser, as_optimiser, late_weight
 from ._power_ep import PowerEP
 
 
@@ -296,9 +296,8 @@ class AlphaDivergence(MatchesMoments):
             point = local.within(walk.point, point)
             # What a line search saw on its way is its own.
             found = look(point, own) if optimiser.searches else seen[0]
-            late = jnp.maximum(k - first + 1, 0)
-            weight = jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0)
-            return _Walk(point, state, walk.average + weight * (point - walk.average), found)
+            average = walk.average + late_weight(k, first) * (point - walk.average)
+            return _Walk(point, state, average, found)
 
         zero = jnp.zeros((local.size,), jax.tree.leaves(q)[0].dtype)
         shapes = jax.eval_shape(lambda: look(zero, key))

@@ -22,6 +22,8 @@ from ._minibatch import (
     Optimiser,
     as_optimiser,
     check_steps,
+    late_from,
+    late_weight,
     move_precision,
     next_draws,
     plan_batches,
@@ -262,7 +264,7 @@ class LocalELBO(BatchSolver):
     def _first_averaged(self, num_steps: Any) -> Int[Array, ""]:
         """The step from which on iterates are averaged."""
         share = (0.0 if self._optimiser.searches else 0.5) if self.average == "auto" else float(self.average)
-        return jnp.minimum(num_steps - 1, jnp.ceil((1.0 - share) * num_steps)).astype(jnp.int32)
+        return late_from(num_steps, share)
 
     def _solve_whitened(self, factor: LocalFactor, cavity: Any, site: Any, state: Any, key: Any) -> LocalResult:
         """A visit over a product of families."""
@@ -296,8 +298,7 @@ class LocalELBO(BatchSolver):
             share, tries = back_off(valid, jnp.ones((), change.dtype))
             x = walk.x + change * jnp.where(tries < MAX_HALVINGS, share, 0.0)
             state = select(tries > 0, optimiser.init(x), select(sound, state, walk.optimiser))
-            late = jnp.maximum(k - first + 1, 0)
-            average = walk.average + jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0) * (x - walk.average)
+            average = walk.average + late_weight(k, first) * (x - walk.average)
             return _Whitened(x, state, average, walk.backoffs + tries, walk.moved | (sound & (tries < MAX_HALVINGS)))
 
         zero = jnp.zeros((white.size,), jax.tree.leaves(site)[0].dtype)
@@ -350,8 +351,7 @@ class LocalELBO(BatchSolver):
                     moment = moment + batches.weight * jnp.mean(found.hessian, axis=0)
                 else:
                     moment = moment + stein_moment(family, noise, batches.weight * found.gradient)
-            late = jnp.maximum(k - first + 1, 0)
-            average = walk.average + jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0) * (shift - walk.average)
+            average = walk.average + late_weight(k, first) * (shift - walk.average)
             return _Walk(shift, optimiser_state, noise, average, moment)
 
         moment = jnp.zeros((family.dim,) * (1 + family.full), zero.dtype) if needs_moment else ()

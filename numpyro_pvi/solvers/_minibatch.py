@@ -93,6 +93,30 @@ def plan_batches(
     return Batches(length, rows, count / batch_size)
 
 
+def late_from(num_steps: Any, average: float) -> Int[Array, "..."]:
+    """The first of a visit's steps whose naturals are averaged.
+
+    Args:
+        num_steps: of the visit, one number or one per group.
+        average: share of the steps, counted from the end.
+
+    Returns:
+        Its number; the last step's at most.
+    """
+    return jnp.minimum(num_steps - 1, jnp.ceil((1.0 - average) * num_steps)).astype(jnp.int32)
+
+
+def late_weight(step: Any, first: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Weight of a step in the running mean of all from the first one on; 0 before."""
+    late = jnp.maximum(step - first + 1, 0)
+    return jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0)
+
+
+def share_of_steps(step_size: Any, num_steps: Any, average: float) -> Float[Array, ""]:
+    """So much of the way to a target that stands still, on the average of the iterates that are averaged."""
+    return 1.0 - (1.0 - step_size) ** (0.5 * (late_from(num_steps, average) + 1 + num_steps))
+
+
 def next_draws(key: Any, step: Any, last: Float[Array, "S D"]) -> Float[Array, "S D"]:
     """Standard normal draws of one step: pairs of both signs, or a single draw whose sign the next step turns over.
 

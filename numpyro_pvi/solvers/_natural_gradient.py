@@ -18,9 +18,12 @@ from ._base import LocalFactor, LocalResult, SolverDefaults, local_free_energy
 from ._minibatch import (
     BatchSolver,
     check_steps,
+    late_from,
+    late_weight,
     move_precision,
     next_draws,
     plan_batches,
+    share_of_steps,
     stein_moment,
     stein_precision,
 )
@@ -359,8 +362,9 @@ class StochasticNaturalGradient(BatchSolver):
     group, B rows and damping 1 that is stochastic variational inference. Latents of the rows' own then move first, those of the
     batch alone and all the way; no round is tested by the ELBO, which would take all rows; losses are computed where
     ``run(loss_every=...)`` asks for them; and under damping "auto" steps are 10 / (10 + k) of ``step_size`` after k rounds in
-    which q turned back, so that noise averages out. Under every other schedule a group makes the steps of its visit alone, beside
-    its cavity, as with a Gaussian guide; rows have no latents of their own there.
+    which q turned back, so that noise averages out, while a number is the share of ``step_size`` that all steps take. Under every
+    other schedule a group makes the steps of its visit alone, beside its cavity, as with a Gaussian guide; rows have no latents of
+    their own there.
 
     Args:
         step_size: the step in (0, 1], in natural space; 1 is the full step. Small steps average the noise of batches.
@@ -435,8 +439,7 @@ class StochasticNaturalGradient(BatchSolver):
         family = factor.family
         rows_key, noise_key = jax.random.split(key)
         batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
-        last = jnp.ceil((1.0 - self.average) * batches.num_steps)
-        first = jnp.minimum(batches.num_steps - 1, last).astype(jnp.int32)
+        first = late_from(batches.num_steps, self.average)
 
         def step(k, walk: _Walk) -> _Walk:
             noise, rows = walk.noise, None if batches.rows is None else batches.rows(k)
@@ -447,9 +450,7 @@ class StochasticNaturalGradient(BatchSolver):
             else:
                 own = jax.random.fold_in(noise_key, k)
                 now, halved, moved = factor.step(cavity, walk.site, self.step_size, own, rows)
-            late = jnp.maximum(k - first + 1, 0)
-            weight = jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0)
-            average = walk.average + (now - walk.average) * weight
+            average = walk.average + (now - walk.average) * late_weight(k, first)
             return _Walk(now, average, noise, walk.backoffs + halved, walk.moved | moved)
 
         dtype = jax.tree.leaves(site)[0].dtype
@@ -458,8 +459,7 @@ class StochasticNaturalGradient(BatchSolver):
         walk = jax.lax.fori_loop(0, batches.num_steps, step, begin)
         new = family.symmetrise(walk.average)
         good = walk.moved & all_finite(new) & family.in_domain(cavity + new)
-        # So much of the way to a target that stands still, on the average of the iterates that are averaged.
-        share = 1.0 - (1.0 - self.step_size) ** (0.5 * (first + 1 + batches.num_steps))
+        share = share_of_steps(self.step_size, batches.num_steps, self.average)
         share = jnp.where(good, jnp.asarray(share, dtype), 0.0)
         return LocalResult(select(good, new, site), state, walk.backoffs, good, share)
 

@@ -11,10 +11,12 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-import numpyro_pvi.runtime._product_subset as some
+import numpyro_pvi.runtime._product_rounds as some
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.families import CategoricalFamily
-from numpyro_pvi.runtime._product_subset import batch_rows, local_of, others, own_groups, view_of
+from numpyro_pvi.runtime._engine import carry_of
+from numpyro_pvi.runtime._product_engine import ProductFactors
+from numpyro_pvi.runtime._product_rounds import batch_rows, local_of, others, own_groups, view_of
 from numpyro_pvi.schedules import StochasticSubset, Synchronous
 from numpyro_pvi.sites import SiteStack, posterior
 from numpyro_pvi.solvers import NaturalGradient, StochasticNaturalGradient
@@ -210,15 +212,19 @@ def hoffman(b, rho):
         yield c, d
 
 
-def steps_are_hoffmans(monkeypatch, rho):
-    """Four steps of one visit, fed the same batches."""
+def steps_are_hoffmans(monkeypatch, rho, damping=1.0, late=0, share=1.0):
+    """Four steps of one visit, fed the same batches, each by a share of the step size."""
     dealt = Batches(len(BATCHES), lambda k: jnp.asarray(BATCHES)[k], None)
     monkeypatch.setattr(some, "plan_batches", lambda *_: dealt)
     solver = StochasticNaturalGradient(rho, num_steps=4, batch_size=3, average=0.0)
-    pvi, state, data = fresh("rates", solver, Synchronous(damping=1.0), ("all",) * 12)
+    pvi, state, data = fresh("rates", solver, Synchronous(damping=damping), ("all",) * 12)
+    averaging = state.schedule_state.schedule.averaging._replace(late=jnp.int32(late))
+    memory = state.schedule_state.schedule._replace(averaging=averaging)
+    state = dataclasses.replace(state, schedule_state=state.schedule_state._replace(schedule=memory))
     before = pvi.get_params(state)
     start = float(before["b_auto_concentration"]), float(before["b_auto_rate"])
     found, _, _ = params_after(pvi, state, data, 1)
+    rho = share * rho
     *_, (c, d) = hoffman(start, rho)
     np.testing.assert_allclose(found["b_auto_concentration"], c, rtol=TIGHT)
     np.testing.assert_allclose(found["b_auto_rate"], d, rtol=TIGHT)
@@ -232,6 +238,16 @@ def steps_are_hoffmans(monkeypatch, rho):
 
 def test_one_groups_steps_are_stochastic_variational_inference(monkeypatch):
     steps_are_hoffmans(monkeypatch, 0.3)
+
+
+@pytest.mark.once
+def test_late_steps_are_short_and_those_of_a_given_damping_stay(monkeypatch):
+    """After 30 rounds in which q turned back: 10 / (10 + 30) of the step size, or the share that was given."""
+    steps_are_hoffmans(monkeypatch, 0.3, "auto", 30, 0.25)
+    steps_are_hoffmans(monkeypatch, 0.3, 0.5, 30, 0.5)
+    monkeypatch.setattr(Synchronous, "_late", lambda _, problem, state: jnp.ones_like(state.step))
+    with pytest.raises(AssertionError):
+        steps_are_hoffmans(monkeypatch, 0.32, "auto", 30, 0.25)
 
 
 def test_steps_without_weights_are_noticed(monkeypatch):
@@ -279,7 +295,7 @@ def test_random_groups_and_random_rows_lead_to_the_posterior():
     assert mean < 0.3
     assert variance < 0.27
     # Steps have become short: nothing else would average the noise.
-    assert int(state.schedule_state.turns) > 100
+    assert int(state.schedule_state.schedule.averaging.late) > 100
 
 
 def test_groups_that_take_no_part_keep_their_sites_and_count_as_unheard():
@@ -397,8 +413,10 @@ def work_of_a_round(num_rows):
     state = pvi.init(KEY, counts)
 
     def one(state, key, counts):
-        problem = pvi._engine.problem(state, (counts,), {})
-        return some._stochastic_round(pvi._engine, problem, state, key)
+        engine = pvi._engine
+        factors = ProductFactors(engine.problem(state, (counts,), {}), solver, in_turns=True)
+        carry = carry_of(engine._bare(state), None)
+        return schedule.round(engine._as_seen(factors, state.sites), carry, key, key)
 
     def loss(state, counts):
         return pvi._engine.elbo(state, (counts,), {})

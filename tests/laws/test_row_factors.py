@@ -12,8 +12,7 @@ import pytest
 
 import numpyro_pvi.runtime._product_matching as row_factors
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
-from numpyro_pvi.runtime import _product_engine
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Sequential, Synchronous, _contract
 from numpyro_pvi.solvers import ImportanceMoments, PowerEP
 
 from . import family_ep
@@ -125,9 +124,9 @@ def test_rounds_are_those_of_a_group_per_row(name, x64):
 def test_rows_take_the_share_that_their_group_takes(x64, monkeypatch):
     """A damped round is that of damped groups of one row, and not one whose rows have gone all the way."""
     assert gap("quadrature", damping=0.5)[0] < (1e-9 if x64 else 1e-3)
-    own = _product_engine.damp
+    own = _contract.damp
     monkeypatch.setattr(
-        _product_engine, "damp", lambda old, new, step: dataclasses.replace(own(old, new, step), local=new.local)
+        _contract, "damp", lambda old, new, step: dataclasses.replace(own(old, new, step), local=new.local)
     )
     # Another power, here as below.
     assert gap("quadrature", 0.66, 0.5)[0] > 1e-4
