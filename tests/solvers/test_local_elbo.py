@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from typing import Any
 
 import jax
@@ -42,6 +41,11 @@ LABELS = np.arange(24) % 3
 def fit(model, y, solver, rounds, schedule=None, guide=AutoMultivariateNormal, labels=LABELS, **options):
     pvi = PVI(Partition(model, "data", labels), guide(model), solver=solver, schedule=schedule, **options)
     return pvi, pvi.run(KEY, rounds, X, y, progress_bar=False)
+
+
+def problem_of(pvi, state, args):
+    """What a schedule sees of a fit."""
+    return pvi._engine.problem(state.plan, state.packing, args, {}, {}, (state.prior, state.exact), 1)
 
 
 def moments(result):
@@ -339,14 +343,13 @@ def test_means_of_normalisable_q_are_normalisable_at_every_power(monkeypatch):
 
 
 def test_schedules_take_a_powers_part_of_what_comes_at_once():
-    problem = types.SimpleNamespace(stochastic=True, num_groups=3, continued=False, solver=LocalELBO(power=1.5))
+    pvi, result = fit(make_independent_linear(), Y, allowing(1.5), 3, Asynchronous(1.0), AutoDiagonalNormal)
+    # From the second round on every group is two changes late.
+    assert np.allclose(result.info.step, 0.5)
+    problem = problem_of(pvi, result.state, (jnp.asarray(X), jnp.asarray(Y)))
     assert Synchronous()._full(problem) == 0.5
     assert StochasticSubset(2)._full(problem) == 0.75
-    problem.solver = DifferentialPrivacy(LocalELBO(power=5.0), 0.0, 1.0)
-    assert Synchronous()._full(problem) == 1.0
-    # From the second round on every group is two changes late.
-    _, result = fit(make_independent_linear(), Y, allowing(1.5), 3, Asynchronous(1.0), AutoDiagonalNormal)
-    assert np.allclose(result.info.step, 0.5)
+    assert DifferentialPrivacy(allowing(1.5), 0.0, 1.0).power == 1.5
 
 
 def test_a_power_needs_a_guide_without_correlations():
@@ -470,10 +473,9 @@ def test_the_loss_is_that_of_the_state(make_model, tolerance):
 def test_rounds_are_tested_by_values_only():
     """Nothing that only a natural gradient would read is computed after a round."""
     pvi, result = fit(make_logistic(), CLASSES, LocalELBO(num_steps=2), 1)
-    state, engine = result.state, pvi._engine
-    args, kwargs = (jnp.asarray(X), jnp.asarray(CLASSES)), {}
-    problem = engine.problem(state.plan, state.packing, args, kwargs, {}, (state.prior, state.exact), 1)
-    evaluation = problem.evaluate(state.sites, state.rule, engine.noise(problem, state.rng_key))
+    state = result.state
+    problem = problem_of(pvi, state, (jnp.asarray(X), jnp.asarray(CLASSES)))
+    evaluation = problem.evaluate(state.sites, state.rule, pvi._engine.noise(problem, state.rng_key))
     assert evaluation.groups.target is None
     assert evaluation.groups.product is None
 
