@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -56,6 +57,20 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) 
     # A q that was not normalisable has no bound to fall from.
     better = (gain >= -rounding - allowance) | ~old.moments.valid
     return new.moments.valid & stays_finite & better
+
+
+def taken_whole(problem: Problem) -> float:
+    """How many groups' changes may be absorbed at once and whole: a joint step is this over the groups that are, or 1.
+
+    Args:
+        problem: the factors.
+
+    Returns:
+        Infinity where a visit knows where the other sites are going to (a step to its factor's target); else as many as it
+        allows for: one, or the ``power`` of :class:`numpyro_pvi.solvers.LocalELBO`.
+    """
+    alone = problem.stochastic or problem.solver.moves_alone
+    return max(1.0, float(problem.solver.power)) if alone else math.inf
 
 
 def shorten(problem: Problem, at: Callable[[Any], SiteStack], step: Any, halvings: Any = 0) -> tuple[Any, Any]:

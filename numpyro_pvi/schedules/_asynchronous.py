@@ -13,7 +13,7 @@ from ..errors import PVIError
 from ..families import Moments
 from ..sites import SiteStack, damp, posterior, take
 from ..solvers import LocalResult
-from ._acceptance import Averaging, average_late, averaging_step, no_averaging
+from ._acceptance import Averaging, average_late, averaging_step, no_averaging, taken_whole
 from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import round_report, with_prior
 from ._network import (
@@ -211,7 +211,8 @@ class Messages:
             step = step * share
         elif self.auto and problem.stochastic:
             # Of the changes since, at most one of each other group counts: later ones took the place of earlier ones.
-            step = step / (1.0 + jnp.minimum(state.age[m], problem.num_groups - 1))
+            others = jnp.minimum(state.age[m], problem.num_groups - 1)
+            step = step * jnp.minimum(1.0, taken_whole(problem) / (1.0 + others))
         # What cannot be used must not be searched with.
         change = jax.tree.map(lambda x: jnp.where(usable, x, 0.0), change)
         step, moments, halvings = bounded_step(problem, walk.q, walk.moments, change, step, limit)
@@ -297,8 +298,9 @@ class Asynchronous(ScheduleDefaults):
       to nothing when it arrives late, and in full when q has come to rest meanwhile;
     * a group whose changes turn back without getting shorter halves its step, and lets it grow while they do not: what
       parallel mean-field updates need. Under delays a mean-field q begins with steps of 1/M;
-    * under a stochastic solver, which moves each site as if alone, the step is ``1 / (1 + min(staleness, M - 1))``; where
-      expectations are by draws, the naturals of late rounds are averaged, as :class:`Synchronous` does;
+    * under a stochastic solver, which moves each site as if alone, the step is ``1 / (1 + min(staleness, M - 1))``,
+      times the ``power`` of ``LocalELBO`` and at most 1; where expectations are by draws, the naturals of late rounds are
+      averaged, as :class:`Synchronous` does;
     * sites of factors that are quadratic under a q of full covariance are right at any q, and taken as they come.
 
     Args:

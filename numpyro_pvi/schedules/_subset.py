@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..sites import MAX_HALVINGS, SiteStack, damp, select
 from ..solvers import ByLabel, LocalResult, by_label, freeze, resolve
-from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, no_averaging
+from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, no_averaging, taken_whole
 from ._contract import Evaluation, Part, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import round_report, with_prior
 from ._network import next_share
@@ -42,8 +42,8 @@ class StochasticSubset(ScheduleDefaults):
     otherwise the joint step is halved, and doubled again when accepted at once. With all groups in S this is the global ELBO.
     With fewer the ELBO is no test: the first of two groups that disagree lowers it rightly, and nobody asks absent groups.
     Beside it every group's own step is halved when its changes turn back without getting shorter. Under a stochastic solver
-    "auto" is one over the number of groups that may take part (also under ``SNEP`` with anchors that outlast a visit); a round
-    is undone only where it lost more than noise explains.
+    "auto" is one (or the ``power`` of ``LocalELBO``) over the number of groups that may take part (also under ``SNEP`` with anchors
+    that outlast a visit); a round is undone only where it lost more than noise explains.
 
     ``tol`` waits for every group: one that took no part counts with its last move.
 
@@ -159,8 +159,7 @@ class StochasticSubset(ScheduleDefaults):
 
     def _full(self, problem: Problem) -> float:
         """The joint step that takes all that is asked for."""
-        alone = problem.stochastic or problem.solver.moves_alone
-        return 1.0 / self._count(problem) if alone and self.damping == "auto" else 1.0
+        return min(1.0, taken_whole(problem) / self._count(problem)) if self.damping == "auto" else 1.0
 
     def round(self, problem: Problem, carry: RoundCarry, key: Any, noise: Any) -> RoundCarry:
         """One update of the sites of a few groups: see :class:`numpyro_pvi.schedules.Schedule`."""

@@ -13,7 +13,16 @@ from .._numerics import all_finite, congruent, invert_lower, missing_eigenvalues
 from ..errors import PVIError
 from ..families import GaussianNatural
 from ..sites import MAX_HALVINGS, SiteStack, posterior, select
-from ._acceptance import Averaging, accept_jointly, accept_once, average_late, averaging_step, elbo_gain, no_averaging
+from ._acceptance import (
+    Averaging,
+    accept_jointly,
+    accept_once,
+    average_late,
+    averaging_step,
+    elbo_gain,
+    no_averaging,
+    taken_whole,
+)
 from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, Turns
 from ._convergence import round_report, with_prior
 
@@ -194,13 +203,13 @@ class Synchronous(ScheduleDefaults):
     these are below five posterior sds; where the ELBO has fallen there, at the round's own target. A number takes plain steps.
 
     Under a stochastic solver each site has been moved as if alone, so that M of them together go M times too far: "auto"
-    is then 1/M (a mean of M normalisable q's is normalisable). The ELBO is looked at once, and a round is undone, and the
+    is then 1/M (a mean of M normalisable q's is normalisable), or ``power / M`` under :class:`numpyro_pvi.solvers.LocalELBO` with
+    a ``power``, whose visits allow for so many groups. The ELBO is looked at once, and a round is undone, and the
     step halved, only where it has lost more than noise explains.
 
     Args:
-        damping: largest joint step in (0, 1], or "auto": 1, and 1/M under a stochastic solver, or one that moves sites as if
-            alone (``SNEP`` with anchors that outlast a visit). 1 is the full step, as in
-            earlier PVI code.
+        damping: largest joint step in (0, 1], or "auto": 1, and 1/M or ``power / M`` under a stochastic solver, or one that
+            moves sites as if alone (``SNEP`` with anchors that outlast a visit). 1 is the full step, as in earlier PVI code.
 
     Raises:
         PVIError: on construction, for a damping outside (0, 1].
@@ -235,8 +244,7 @@ class Synchronous(ScheduleDefaults):
 
     def _full(self, problem: Problem) -> float:
         """The joint step that takes all that is asked for."""
-        alone = problem.stochastic or problem.solver.moves_alone
-        return 1.0 / problem.num_groups if alone else 1.0
+        return min(1.0, taken_whole(problem) / problem.num_groups)
 
     def opens(self, problem: Problem) -> bool:
         """Where visits read no rows, and a candidate's evaluation is all that any evaluation is."""

@@ -275,7 +275,7 @@ class LocalSolver(Protocol):
 
     @property
     def power(self) -> float:
-        """Power of the factor in its tilted distribution, in (0, 1]."""
+        """Power of the factor in its tilted distribution, in (0, 1]; above 1, how many groups a ``stochastic`` visit allows for."""
         ...
 
     @property

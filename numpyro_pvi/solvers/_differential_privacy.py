@@ -365,6 +365,11 @@ class DifferentialPrivacy(SolverDefaults):
         return self.solver.moves_alone
 
     @property
+    def power(self) -> Any:
+        """The wrapped solver's."""
+        return self.solver.power
+
+    @property
     def for_prior(self) -> Any:
         """The wrapped solver's: the prior says nothing of any row."""
         return self.solver.for_prior

@@ -46,6 +46,25 @@ class _Walk(NamedTuple):
     moment: Any
 
 
+def held_back(family: Any, cavity: Any, q: Any, power: float) -> Any:
+    """What holds a visit's location back: the precision of ``cavity``, or ``Lambda_q / power - Lambda_m`` at a larger power.
+
+    Args:
+        family: the family of q, mean-field where the power is not 1.
+        cavity: q less the site.
+        q: natural parameters of q.
+        power: at least 1.
+
+    Returns:
+        Natural parameters of which the precision counts; at a power above 1 at least a tenth of ``Lambda_q / power``.
+    """
+    if power == 1.0:
+        return cavity
+    share = q.precision / power
+    kept = jnp.maximum(share - (q.precision - cavity.precision), SMALLEST_SHARE * share)
+    return family.natural(jnp.zeros_like(kept), kept)
+
+
 class _Whitened(NamedTuple):
     """The same over a product of families: ``x`` are whitened coordinates of the site's change since the start."""
 
@@ -84,6 +103,17 @@ class LocalELBO(BatchSolver):
     optimiser begins anew there; one along a gradient that is not finite is left out. Late x are averaged. The fixed point,
     ``target = eta_m``, is that of the natural gradient.
 
+    Groups that are visited in parallel, each as if the others stood still, move q M times too far together, so that a joint
+    step of 1/M is taken; where the sites hold more precision than the data give, as after a narrow start, that is M times too
+    little. With ``power`` a, a visit allows for a groups that want the same: it raises, by way of the location,
+
+        a E_q[log p(y_m | theta)] - KL(q || q / t_m^a),
+
+    and takes an a-th of the change (power EP's update, with the divergence turned round). Every power has the fixed point
+    of power 1. Joint steps are then ``a / M``, so that q goes to the mean of what the groups ask for. Of a quadratic factor
+    of curvature h under sites of precision s, a round leaves ``s / (s + h)`` of the way at a = M/2, and ``(M - 1) s /
+    ((M - 1) s + h)`` at 1; a larger power lets differences between groups swing.
+
     With ``local_reparameterisation`` every row of a batch takes its own draw of what it sees of a mean-field q: where that is
     ``h^T w``, as in the layers of a network, it is normal with location ``h^T m`` and variance ``(h^2)^T v``. Gradients have the
     noise of as many draws as a batch has rows, and so have the curvatures of the steps, ``2 dE[f]/dv``; a step costs a
@@ -107,6 +137,8 @@ class LocalELBO(BatchSolver):
         num_draws: antithetic pairs of that pass, where expectations are by draws.
         local_reparameterisation: whether every row of a step takes draws of its own, ``num_particles`` of them, which do not
             come in pairs then.
+        power: how many groups that want the same a visit allows for, at least 1: half the groups that are visited in parallel,
+            where they are alike. For guides without correlations.
 
     Raises:
         PVIError: on construction, for values outside these ranges, both ``num_steps`` and ``epochs``, or mini-batches
@@ -114,7 +146,8 @@ class LocalELBO(BatchSolver):
 
     References:
         Ashman et al., Partitioned Variational Inference, algorithm 1 and eq. 2, section 3.4.1 (mini-batches); eq. 10
-        (precision). Kingma, Salimans and Welling, Variational Dropout and the Local Reparameterization Trick, section 2.2.
+        (precision). Minka, Power EP, 2004 (a change to the power 1/a). Kingma, Salimans and Welling, Variational Dropout and the
+        Local Reparameterization Trick, section 2.2.
     """
 
     optim: Any = None
@@ -128,6 +161,7 @@ class LocalELBO(BatchSolver):
     curvature: str = "auto"
     num_draws: int = 8
     local_reparameterisation: bool = False
+    power: float = 1.0
 
     stochastic = True
 
@@ -147,6 +181,12 @@ class LocalELBO(BatchSolver):
             raise PVIError(
                 f"LocalELBO(local_reparameterisation={self.local_reparameterisation!r}): expected True or False."
             )
+        if not (
+            isinstance(self.power, (int, float)) and not isinstance(self.power, bool) and 1.0 <= self.power < jnp.inf
+        ):
+            raise PVIError(
+                f"LocalELBO(power={self.power!r}): expected a number of at least 1, of groups that a visit allows for."
+            )
         if not isinstance(self.num_draws, int) or self.num_draws < 1:
             raise PVIError(f"LocalELBO(num_draws={self.num_draws!r}): expected a positive int.")
         if self.optim is not None and self._optimiser.searches and self.batch_size is not None:
@@ -156,8 +196,13 @@ class LocalELBO(BatchSolver):
             )
 
     def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise for local latents, and for rows' own draws of a q whose latents are correlated."""
+        """Raise for local latents, and for rows' own draws and a power of a q whose latents are correlated."""
         super().check(structure, full, where)
+        if self.power != 1.0 and full:
+            raise PVIError(
+                f"LocalELBO(power={self.power!r}) is for guides without correlations, whose precisions can be kept positive one by "
+                "one. Use AutoNormal or AutoDiagonalNormal, or leave it out."
+            )
         if self.local_reparameterisation and full:
             raise PVIError(
                 "LocalELBO(local_reparameterisation=True) is for guides without correlations: what a row sees of q has the "
@@ -215,7 +260,12 @@ class LocalELBO(BatchSolver):
         Raises:
             PVIError: naming the argument and what to write.
         """
-        for name, plain in (("curvature", "auto"), ("precision_step", 1.0), ("local_reparameterisation", False)):
+        for name, plain in (
+            ("curvature", "auto"),
+            ("precision_step", 1.0),
+            ("local_reparameterisation", False),
+            ("power", 1.0),
+        ):
             if getattr(self, name) != plain:
                 raise PVIError(
                     f"LocalELBO({name}={getattr(self, name)!r}) is about the steps under a Gaussian guide; under "
@@ -245,11 +295,14 @@ class LocalELBO(BatchSolver):
             wanted = -walk.moment / num_steps
         else:
             wanted = stein_precision(family, q, moments, walk.moment / num_steps)
-        change, halvings = move_precision(family, site, q, wanted, self.precision_step)
+        # A precision's change is taken whole, and goes as far down as leaves the mean of the groups' q's normalisable.
+        change, halvings = move_precision(family, site, q * (1.0 / self.power), wanted, self.precision_step)
         added = family.natural(jnp.zeros_like(moments.loc), change)
         # Of the new precision-mean (Lambda_q + change) (loc + shift) only the difference from the old one is formed:
         # nothing is lost to a cavity that is much larger than the site.
-        force = family.precision_product(q + added, walk.average) + family.precision_product(added, moments.loc)
+        force = family.precision_product(q + added, walk.average / self.power) + family.precision_product(
+            added, moments.loc
+        )
         new = family.natural(site.precision_mean + force, site.precision + change)
         good = moments.valid & all_finite(new)
         if self.optimiser_state == "keep":
@@ -315,7 +368,8 @@ class LocalELBO(BatchSolver):
         rows_key, noise_key = jax.random.split(key)
         batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)
         zero = jnp.zeros_like(moments.loc)
-        pull = family.pull(cavity, moments.loc)
+        # As q is prior times sites, a power a makes the pull and the rows' gradient a times as large: that is left out.
+        pull, around = family.pull(cavity, moments.loc), held_back(family, cavity, q, self.power)
         first = self._first_averaged(batches.num_steps)
         needs_moment, by_row = not self._by_pass(factor), self.local_reparameterisation
 
@@ -338,7 +392,7 @@ class LocalELBO(BatchSolver):
                 found = at(shift)
                 gradient = batches.weight * found.gradient
                 seen.append(found)
-                bend = family.precision_product(cavity, shift)
+                bend = family.precision_product(around, shift)
                 value = batches.weight * jnp.mean(found.value) + jnp.vdot(shift, pull - 0.5 * bend)
                 return -value, bend - pull - jnp.mean(gradient, axis=0)
 

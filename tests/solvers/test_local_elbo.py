@@ -1,6 +1,7 @@
 """Optimisers on single sites: exact where the model is, the natural gradient's optimum elsewhere, whatever q started from."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.families import NormalFamily
 from numpyro_pvi.runtime import LaxMap
-from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import Derivatives, LocalELBO, NaturalGradient, StochasticNaturalGradient
+from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
+from numpyro_pvi.solvers import Derivatives, DifferentialPrivacy, LocalELBO, NaturalGradient, StochasticNaturalGradient
 from tests.laws import oracles
 from tests.laws.models import (
     NOISE,
@@ -40,6 +41,11 @@ LABELS = np.arange(24) % 3
 def fit(model, y, solver, rounds, schedule=None, guide=AutoMultivariateNormal, labels=LABELS, **options):
     pvi = PVI(Partition(model, "data", labels), guide(model), solver=solver, schedule=schedule, **options)
     return pvi, pvi.run(KEY, rounds, X, y, progress_bar=False)
+
+
+def problem_of(pvi, state, args):
+    """What a schedule sees of a fit."""
+    return pvi._engine.problem(state.plan, state.packing, args, {}, {}, (state.prior, state.exact), 1)
 
 
 def moments(result):
@@ -222,6 +228,135 @@ def test_a_prior_outside_the_family_gets_its_natural_gradient():
     assert stretched < 0.2
 
 
+# ---------------------------------------------------------------- visits in parallel that allow for one another
+
+SHARE = 0.4
+NARROW = {"auto_loc": jnp.array([0.3, -0.1]), "auto_scale": jnp.full(2, 0.03)}
+GROUPS = [(X[m == LABELS], Y[m == LABELS]) for m in range(3)]
+
+
+def allowing(power):
+    """Pairs of both signs and a search along lines: visits go all the way, and nothing is drawn that would be seen."""
+    return LocalELBO(optax.lbfgs(), num_steps=8, num_particles=2, power=power, precision_step=SHARE)
+
+
+@functools.cache
+def trajectory(power, rounds, fault=""):
+    """Under a fault or none: locations and precisions of q, round by round, from a start that is a fifth as wide as its end."""
+    model = make_independent_linear()
+    pvi = PVI(Partition(model, "data", LABELS), AutoDiagonalNormal(model), solver=allowing(power))
+    state, found = pvi.init(KEY, X, Y, init_params=NARROW), []
+    for _ in range(rounds):
+        state, _ = pvi.update(state, X, Y)
+        params = pvi.get_params(state)
+        found.append(np.concatenate([params["auto_loc"], params["auto_scale"] ** -2.0]))
+    return np.array(found)
+
+
+def recursion(power, rounds, groups=GROUPS, start=(0.3, -0.1), total=0.03**-2.0, share=SHARE):
+    """The same of visits that end where the gradient of ``power f - KL(q || q / t^power)`` is 0, one linear system each."""
+    prior, count = np.full(2, 0.25), len(groups)
+    vectors, precisions = [total * np.asarray(start) / count] * count, [(total - prior) / count] * count
+    found = []
+    for _ in range(rounds):
+        vector, precision = sum(vectors), prior + sum(precisions)
+        loc = vector / precision
+        for m, (rows_of, response) in enumerate(groups):
+            curvature = rows_of.T @ rows_of / NOISE**2
+            cavity = vector - power * vectors[m], precision - power * precisions[m]
+            # The tilted distribution of the location: a likelihood to a power times what is left of q.
+            tilted = power * curvature + np.diag(np.maximum(cavity[1], 0.1 * precision))
+            slope = power * (rows_of.T @ response / NOISE**2 - curvature @ loc) + cavity[0] - cavity[1] * loc
+            there = loc + np.linalg.solve(tilted, slope) / power
+            widened = share * (np.diag(curvature) - precisions[m])
+            change = (precision + widened) * there - vector
+            # All of them together: the power over the number of groups.
+            vectors[m] = vectors[m] + min(1.0, power / count) * change
+            precisions[m] = precisions[m] + min(1.0, power / count) * widened
+        found.append(np.concatenate([sum(vectors) / (prior + sum(precisions)), prior + sum(precisions)]))
+    return np.array(found)
+
+
+def far(found, wanted):
+    """Largest difference, in sds of the recursion's q, and of a log precision."""
+    shift = np.abs(found[:, :2] - wanted[:, :2]) * np.sqrt(wanted[:, 2:])
+    return max(shift.max(), np.abs(np.log(found[:, 2:] / wanted[:, 2:])).max())
+
+
+@pytest.mark.parametrize("power", [1.5, 2.0])
+def test_parallel_rounds_are_those_of_power_visits(power, x64):
+    assert far(trajectory(power, 40), recursion(power, 40)) < (1e-5 if x64 else 1e-2)
+
+
+def test_every_power_ends_at_the_mean_field_posterior():
+    exact = oracles.linear_posterior(X, Y, NOISE, np.zeros(2), 4 * np.eye(2))
+    loc, variances = oracles.mean_field_of_gaussian(*exact)
+    end = np.concatenate([loc, 1 / variances])[None]
+    assert max(far(recursion(power, 400)[-1:], end) for power in (1.0, 1.5, 2.0)) < 1e-6
+    assert far(trajectory(2.0, 40)[-1:], end) < 0.02
+
+
+@pytest.mark.parametrize(("power", "kept"), [(1.0, 9.0), (5.0, 1.0)])
+def test_a_round_leaves_of_the_way_what_the_docstring_says(power, kept):
+    """Ten groups of the same rows, columns at right angles: ``k s / (k s + h)``, k = M - 1 at power 1 and 1 at M / 2."""
+    x, y = np.linalg.qr(np.array([[1.0, 2.0], [2.0, 1.0]]))[0] * 40, np.array([10.0, -20.0])
+    h, s = 1600 / NOISE**2, 16_000 / NOISE**2
+    found = recursion(power, 3, [(x, y)] * 10, (0.0, 0.0), 0.25 + 10 * s, 1e-9)[:, :2]
+    end = oracles.linear_posterior(np.tile(x, (10, 1)), np.tile(y, 10), NOISE, np.zeros(2), 4 * np.eye(2))[0]
+    left = (kept * s / (kept * s + h)) ** np.arange(1, 4)
+    np.testing.assert_allclose(1 - found / end, np.stack([left, left], 1), rtol=1e-4)
+
+
+def test_visits_of_a_power_that_are_held_back_by_the_cavity_would_be_seen(monkeypatch):
+    monkeypatch.setattr("numpyro_pvi.solvers._local_elbo.held_back", lambda family, cavity, q, power: cavity)
+    assert far(trajectory(1.5, 3, "cavity"), recursion(1.5, 3)) > 0.1
+
+
+def test_joint_steps_that_do_not_know_of_the_power_would_be_seen(monkeypatch):
+    monkeypatch.setattr("numpyro_pvi.schedules._synchronous.taken_whole", lambda problem: 1.0)
+    assert far(trajectory(1.5, 3, "joint step"), recursion(1.5, 3)) > 0.1
+
+
+def halvings_of_hollow_factors():
+    """Where every group asks for a precision below zero."""
+
+    def hollow(x):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.factor("up", 0.5 * jnp.square(x @ w))
+
+    solver = LocalELBO(optax.sgd(1e-6), num_steps=1, num_particles=2, power=2.0)
+    pvi = PVI(Partition(hollow, "data", LABELS), AutoDiagonalNormal(hollow), solver=solver)
+    state, _ = pvi.update(pvi.init(KEY, X), X)
+    return int(np.sum(np.asarray(pvi.info(state).backoffs)))
+
+
+def test_means_of_normalisable_q_are_normalisable_at_every_power(monkeypatch):
+    assert halvings_of_hollow_factors() == 0
+    plain = minibatch.move_precision
+
+    def fault(family, site, q, *more):
+        return plain(family, site, q * 2.0, *more)
+
+    monkeypatch.setattr("numpyro_pvi.solvers._local_elbo.move_precision", fault)
+    assert halvings_of_hollow_factors() > 0
+
+
+def test_schedules_take_a_powers_part_of_what_comes_at_once():
+    pvi, result = fit(make_independent_linear(), Y, allowing(1.5), 3, Asynchronous(1.0), AutoDiagonalNormal)
+    # From the second round on every group is two changes late.
+    assert np.allclose(result.info.step, 0.5)
+    problem = problem_of(pvi, result.state, (jnp.asarray(X), jnp.asarray(Y)))
+    assert Synchronous()._full(problem) == 0.5
+    assert StochasticSubset(2)._full(problem) == 0.75
+    assert DifferentialPrivacy(allowing(1.5), 0.0, 1.0).power == 1.5
+
+
+def test_a_power_needs_a_guide_without_correlations():
+    with pytest.raises(PVIError, match=r"power=1.5\) is for guides without correlations"):
+        fit(make_independent_linear(), Y, allowing(1.5), 1)
+
+
 # ---------------------------------------------------------------- batches
 
 
@@ -338,10 +473,9 @@ def test_the_loss_is_that_of_the_state(make_model, tolerance):
 def test_rounds_are_tested_by_values_only():
     """Nothing that only a natural gradient would read is computed after a round."""
     pvi, result = fit(make_logistic(), CLASSES, LocalELBO(num_steps=2), 1)
-    state, engine = result.state, pvi._engine
-    args, kwargs = (jnp.asarray(X), jnp.asarray(CLASSES)), {}
-    problem = engine.problem(state.plan, state.packing, args, kwargs, {}, (state.prior, state.exact), 1)
-    evaluation = problem.evaluate(state.sites, state.rule, engine.noise(problem, state.rng_key))
+    state = result.state
+    problem = problem_of(pvi, state, (jnp.asarray(X), jnp.asarray(CLASSES)))
+    evaluation = problem.evaluate(state.sites, state.rule, pvi._engine.noise(problem, state.rng_key))
     assert evaluation.groups.target is None
     assert evaluation.groups.product is None
 
@@ -392,6 +526,8 @@ def test_a_factor_that_is_not_finite_keeps_its_site():
         ({"precision_step": 0.0}, "precision_step=0.0"),
         ({"curvature": "hessian"}, "curvature='hessian'"),
         ({"num_draws": 0}, "num_draws=0"),
+        ({"power": 0.5}, "power=0.5"),
+        ({"power": True}, "power=True"),
         ({"optim": "adam"}, "optim='adam'"),
         ({"optim": optax.lbfgs(), "batch_size": 4}, "line search"),
         ({"optim": numpyro.optim.Minimize(), "batch_size": 4}, "line search"),
