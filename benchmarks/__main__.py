@@ -62,7 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="with banana, intel, dinno, streaming-gp, ray or papers: folder for the pictures (extra plots)",
+        help="with banana, intel, dinno, streaming-gp, ray or papers: folder for the pictures (extra plots); networks: for scores",
     )
     parser.add_argument("--rows", type=int, help="use only the first ROWS rows of the real data")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where PVI and SVI run (default: cpu)")

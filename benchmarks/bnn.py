@@ -127,8 +127,10 @@ def svi_epoch(svi: SVI, num_rows: int) -> Callable[..., Any]:
     return epoch
 
 
-def compare(report: _report.Report, pvi: PVI, data: dict[str, Any], repeats: int, decides: bool) -> None:
-    """Seconds and bytes of a round beside those of as many SVI gradients and one loss."""
+def compare(
+    report: _report.Report, pvi: PVI, data: dict[str, Any], repeats: int, decides: bool, whose: str = ""
+) -> None:
+    """Seconds and bytes of a round beside those of as many SVI gradients and one loss; ``whose`` goes before captions."""
     X, y = data["X"], data["y"]
     num_rows = X.shape[0]
     start = pvi.init(jax.random.key(0), X, y, init_params=start_params(START_SD))
@@ -159,11 +161,11 @@ def compare(report: _report.Report, pvi: PVI, data: dict[str, Any], repeats: int
         for name, a in analyses.items()
     ]  # fmt: skip
     header = ("what", "s a round", "arguments MiB", "temporary MiB", "results MiB", "together MiB")
-    caption = f"{num_rows // BATCH} gradients of {BATCH} rows and one loss on {num_rows:,}, median of {repeats}"
+    caption = f"{whose}{num_rows // BATCH} gradients of {BATCH} rows and one loss on {num_rows:,}, median of {repeats}"
     report.add_table(f"{caption} runs of {TIMED_ROUNDS} rounds", header, rows)
     if decides:
-        report.add_target("seconds of a round over SVI's", times["PVI"] / times["SVI"], 1.1)
-        report.add_target("memory over SVI's", used["PVI"] / used["SVI"], 1.5)
+        report.add_target(f"{whose}seconds of a round over SVI's", times["PVI"] / times["SVI"], 1.1)
+        report.add_target(f"{whose}memory over SVI's", used["PVI"] / used["SVI"], 1.5)
 
 
 def svi_errors(data: dict[str, Any], rounds: int) -> list[float]:

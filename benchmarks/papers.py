@@ -72,6 +72,8 @@ class Bars:
 class Lines:
     """One line a column of a table, over another column; rows whose place is no number are left out.
 
+    Of several rows at one place (seeds) the line is the mean, in a band from the least to the largest.
+
     Attributes:
         table: which of the report's tables.
         x: column with the places.
@@ -101,9 +103,16 @@ class Lines:
             places = [number(x) for x, keep in zip(table.column(self.x), kept, strict=True) if keep]
             for name, column in self.columns.items():
                 values = [number(y) for y, keep in zip(table.column(column), kept, strict=True) if keep]
-                pairs = [(x, y) for x, y in zip(places, values, strict=True) if x == x and y == y]
-                if pairs:
-                    axes.plot(*zip(*pairs, strict=True), "o-", ms=4, label=" ".join(filter(None, (str(kind), name))))
+                at: dict[float, list[float]] = {}
+                for x, y in zip(places, values, strict=True):
+                    if x == x and y == y:
+                        at.setdefault(x, []).append(y)
+                if at:
+                    means = [sum(found) / len(found) for found in at.values()]
+                    (line,) = axes.plot(list(at), means, "o-", ms=4, label=" ".join(filter(None, (str(kind), name))))
+                    if any(len(found) > 1 for found in at.values()):
+                        ends = [[end(found) for found in at.values()] for end in (min, max)]
+                        axes.fill_between(list(at), *ends, color=line.get_color(), alpha=0.25, lw=0)
         for name, level in self.levels.items():
             axes.axhline(level, color="0.5", lw=1, ls="--")
             axes.annotate(name, (0.99, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)

@@ -1,7 +1,7 @@
-"""Draws the pictures that are kept beside this file: python docs/pictures/draw.py [partitioned benchmark plots thumbnails ...].
+"""Draws the pictures that are kept beside this file: python docs/pictures/draw.py [partitioned benchmark networks plots thumbnails ...].
 
 `partitioned`, `plots`, `chunks`, `streaming` and `forgetting` are of plans and fits that are made here, `choosing`, `server` and
-`graphs` are diagrams, `benchmark` is of the table in docs/benchmarks.md, and `thumbnails` of the notebooks as the last `make docs` has
+`graphs` are diagrams, `benchmark` and `networks` are of tables in docs/benchmarks.md, and `thumbnails` of the notebooks as the last `make docs` has
 executed them.
 """
 
@@ -142,6 +142,33 @@ def benchmark():
     axis.invert_yaxis()
     axis.grid(True, axis="x", which="both", color="0.9")
     figure.savefig(HERE / "benchmark.png", dpi=110)
+
+
+def networks():
+    """Test errors of `networks` as the first table of docs/benchmarks.md has them: means, and from the least to the largest seed."""
+    text = (HERE.parent / "benchmarks.md").read_text().split("### `networks`\n")[1].split("\n### ")[0]
+    found, name = {}, ""
+    for line in text.split("\n| fit |")[1].split("\n\n")[0].splitlines()[2:]:
+        cells = [cell.strip().replace("*", "") for cell in line.strip("|").split("|")]
+        name = cells[0].split(",")[0].split(" (")[0] or name
+        places = [float(cell.replace(",", "")) if cell != "-" else np.nan for cell in cells[1:3]]
+        errors = [float(number) for number in cells[3].split(",")]
+        found.setdefault(name, []).append((*places, np.mean(errors), min(errors), max(errors)))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for i, (name, rows) in enumerate(found.items()):
+        for axis, at in zip(axes, (0, 1), strict=True):
+            x, _, mean, low, high = (np.array(rows)[:, k] for k in (at, 0, 2, 3, 4))
+            axis.plot(x, mean, "o-", color=f"C{i}", markersize=4, label=name)
+            axis.fill_between(x, low, high, color=f"C{i}", alpha=0.25, linewidth=0)
+    for axis, what in zip(axes, ("exchanges", "gradients of 100 images"), strict=True):
+        axis.axhline(2.0, color="0.5", linewidth=1, linestyle="--")
+        axis.set(xscale="log", yscale="log", xlabel=what)
+        axis.set_yticks([2, 3, 4, 6, 8], ["2", "3", "4", "6", "8"])
+        axis.set_yticks([], minor=True)
+        axis.grid(True, which="both", color="0.93")
+    axes[0].set_ylabel("test error, %")
+    axes[1].legend(frameon=False, fontsize=8)
+    figure.savefig(HERE / "networks.png", dpi=110)
 
 
 def plots():
@@ -413,7 +440,7 @@ def thumbnails():
         card.quantize(64).save(HERE / f"{name}.png", optimize=True)
 
 
-DRAWN = (partitioned, benchmark, plots, chunks, choosing, streaming, forgetting, server, graphs, thumbnails)
+DRAWN = (partitioned, benchmark, networks, plots, chunks, choosing, streaming, forgetting, server, graphs, thumbnails)
 
 if __name__ == "__main__":
     matplotlib.use("Agg")

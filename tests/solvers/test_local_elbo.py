@@ -307,11 +307,13 @@ def test_a_round_leaves_of_the_way_what_the_docstring_says(power, kept):
     np.testing.assert_allclose(1 - found / end, np.stack([left, left], 1), rtol=1e-4)
 
 
+@pytest.mark.once
 def test_visits_of_a_power_that_are_held_back_by_the_cavity_would_be_seen(monkeypatch):
     monkeypatch.setattr("numpyro_pvi.solvers._local_elbo.held_back", lambda family, cavity, q, power: cavity)
     assert far(trajectory(1.5, 3, "cavity"), recursion(1.5, 3)) > 0.1
 
 
+@pytest.mark.once
 def test_joint_steps_that_do_not_know_of_the_power_would_be_seen(monkeypatch):
     monkeypatch.setattr("numpyro_pvi.schedules._synchronous.taken_whole", lambda problem: 1.0)
     assert far(trajectory(1.5, 3, "joint step"), recursion(1.5, 3)) > 0.1
@@ -331,6 +333,7 @@ def halvings_of_hollow_factors():
     return int(np.sum(np.asarray(pvi.info(state).backoffs)))
 
 
+@pytest.mark.once
 def test_means_of_normalisable_q_are_normalisable_at_every_power(monkeypatch):
     assert halvings_of_hollow_factors() == 0
     plain = minibatch.move_precision
@@ -342,6 +345,7 @@ def test_means_of_normalisable_q_are_normalisable_at_every_power(monkeypatch):
     assert halvings_of_hollow_factors() > 0
 
 
+@pytest.mark.once
 def test_schedules_take_a_powers_part_of_what_comes_at_once():
     pvi, result = fit(make_independent_linear(), Y, allowing(1.5), 3, Asynchronous(1.0), AutoDiagonalNormal)
     # From the second round on every group is two changes late.
