@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import diagnostics
+from . import diagnostics, export
 from ._compiling import Program, level_of_looks, look, on_device, owned_jit
 from ._exponential_guide import block_marginals, with_events
 from ._exponential_plan import (
@@ -215,7 +215,7 @@ class FamilyFit:
         self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, by_group: bool
     ) -> Any:
         """In the latents' own supports; of a group, with the latents of its rows beside the shared ones."""
-        refuse_elsewhere(pvi.runtime, "khat")
+        refuse_elsewhere(pvi.runtime, "khat of families")
         q, params = posterior(state.prior, state.sites), pvi._param_values(state)
         fixed = state.plan.partition.model(pvi.model), state.plan, q, args, kwargs
 
@@ -226,6 +226,13 @@ class FamilyFit:
 
         how = {"num_samples": num_samples, "by_group": by_group}
         return diagnostics.khat_of_product(weights, state, (args, kwargs), **how)
+
+    def shared_to_arviz(
+        self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, trace: Any
+    ) -> Any:
+        """In the latents' own supports."""
+        q = posterior(state.prior, state.sites)
+        return export.product_to_arviz(rng_key, state.plan, q, num_samples=num_samples, trace=trace)
 
     # ------------------------------------------------------------------------------------- groups that come and go
 

@@ -163,6 +163,12 @@ class Fit(Protocol):
         """Pareto k-hat of q, or of every group's site: see :mod:`numpyro_pvi.diagnostics`."""
         ...
 
+    def shared_to_arviz(
+        self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, trace: Any
+    ) -> Any:
+        """Draws of the latents that all share as ArviZ data, where the rows are elsewhere."""
+        ...
+
     def arrival(self, solver: Any, plan: Any, table: GroupTable, rows: dict[str, int]) -> Arrival:
         """Where the rows of groups that come stand."""
         ...
@@ -345,6 +351,14 @@ class GaussianFit:
         by_clients = partial(diagnostics.khat_by_group, elsewhere=pvi.runtime.elsewhere)
         judge = by_clients if by_group else diagnostics.khat
         return judge(rng_key, *fixed, num_samples=num_samples, local=local)
+
+    def shared_to_arviz(
+        self, pvi: Any, state: PVIState, args: tuple, kwargs: dict, rng_key: Any, num_samples: int, trace: Any
+    ) -> Any:
+        """See :func:`numpyro_pvi.export.shared_to_arviz`."""
+        model, q = FullPlates(state.plan.partition.model(pvi.model)), posterior(state.prior, state.sites)
+        fixed = model, state.plan, q, args, kwargs, pvi._param_values(state)
+        return export.shared_to_arviz(rng_key, *fixed, num_samples=num_samples, trace=trace)
 
     def arrival(self, solver: Any, plan: Any, table: GroupTable, rows: dict[str, int]) -> Arrival:
         """See :func:`numpyro_pvi.factors.arrive`."""

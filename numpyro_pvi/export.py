@@ -419,12 +419,7 @@ def shared_to_arviz(
         PVIError: for a number of draws below 1.
         ImproperError: when q is not normalisable.
     """
-    if num_samples < 1:
-        raise PVIError(f"to_arviz(num_samples={num_samples!r}): expected at least one draw.")
-    if not bool(plan.family.in_domain(natural)):
-        raise ImproperError(
-            "q is not normalisable, so it cannot be drawn from: run more rounds before calling to_arviz."
-        )
+    _check_draws(plan.family, natural, num_samples)
     part = plan.partition
     own = None if part.local is None else jnp.zeros((part.local.size, part.local.width))
     call = ModelCall(model, part.layout, args, kwargs, params, part.local, own)
@@ -437,6 +432,43 @@ def shared_to_arviz(
     values = jax.device_get(jax.jit(lambda draws: map_draws(one, draws, num_samples))(draws))
     sites: dict = {}
     jax.eval_shape(lambda point: sites.update(call.trace(point)[0]), draws[0])
+    return _draws_alone(values, sites, trace)
+
+
+def product_to_arviz(
+    rng_key: Any, plan: Any, natural: Any, *, num_samples: int = 1000, trace: PVITrace | None = None
+) -> Any:
+    """The same of a product of families, whose draws are in the latents' own supports already.
+
+    Args:
+        rng_key: random key.
+        plan: of the fit's state.
+        natural: natural parameters of q.
+        num_samples: draws S.
+        trace: what happened in every round, of a run that has it.
+
+    Returns:
+        As of :func:`shared_to_arviz`.
+
+    Raises:
+        PVIError: for a number of draws below 1.
+        ImproperError: when q is not normalisable.
+    """
+    _check_draws(plan.family, natural, num_samples)
+    draws = jax.jit(lambda q, key: plan.latent_values(plan.family.sample(q, key, (num_samples,))))
+    return _draws_alone(jax.device_get(draws(natural, rng_key)), {}, trace)
+
+
+def _check_draws(family: Any, natural: Any, num_samples: int) -> None:
+    if num_samples < 1:
+        raise PVIError(f"to_arviz(num_samples={num_samples!r}): expected at least one draw.")
+    if not bool(family.in_domain(natural)):
+        raise ImproperError(
+            "q is not normalisable, so it cannot be drawn from: run more rounds before calling to_arviz."
+        )
+
+
+def _draws_alone(values: Any, sites: dict, trace: PVITrace | None) -> Any:
     made = {} if trace is None else {"rounds": rounds_dataset(trace)}
     return _assemble({"posterior": _one_chain(values)}, site_dims(sites, _SAMPLE_DIMS), made)
 

@@ -668,9 +668,7 @@ class PVI(SVI):
         args, kwargs = self._checked_arguments(state, args, kwargs)
         model, trace = FullPlates(state.plan.partition.model(self.model)), getattr(state_or_result, "trace", None)
         if elsewhere:
-            q, values = posterior(state.prior, state.sites), self._param_values(state)
-            fixed = model, state.plan, q, args, kwargs, values
-            return export.shared_to_arviz(rng_key, *fixed, num_samples=num_samples, trace=trace)
+            return self._fit.shared_to_arviz(self, state, args, kwargs, rng_key, num_samples, trace)
         params = self.get_params(state)
         shown = {"trace": trace, "agents": own_marginals(self, state)}
         return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, **shown)

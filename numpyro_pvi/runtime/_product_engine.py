@@ -801,15 +801,15 @@ class ProductEngine(FitsParams):
 
         def one(state: PVIState, carry: RoundCarry | None, _: None) -> tuple[PVIState, RoundCarry | None, Array, None]:
             # Nothing of a look at some rows is of use to the next round.
-            carry, noise = begun(state) if carry is None else carry, self.noise(state.rng_key)
-            done, carry = moved_by(self.schedule, problem_of(state), self._bare(state), carry, noise)
+            old, noise = begun(state) if carry is None else carry, self.noise(state.rng_key)
+            done, carry = moved_by(self.schedule, problem_of(state), self._bare(state), old, noise)
             state = self._whole(done, state)
             if moves:
                 state = self._with_params(state, args, kwargs)
             if self.reads_some:
                 loss, finite = self._loss_when_due(state, lambda: -self._elbo(factors(state), state))
                 state = _with_report(state, finite=finite)
-                state, _, loss = self.tallied(state, carry._replace(report=state.report), loss)
+                state, _carry, loss = self.tallied(state, carry._replace(report=state.report), loss)
                 return state, None, loss, None
             # Fresh draws for the next round, or params that have moved, need a new evaluation.
             if moves or fixed.plan.noisy:

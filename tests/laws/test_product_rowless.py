@@ -120,6 +120,30 @@ def test_what_does_not_go_is_refused_by_name():
         PVI(line, AutoExponentialFamily(line), schedule=Synchronous(damping=0.5), runtime=sums)
 
 
+def test_a_client_that_joins_is_a_group_of_the_exact_posterior():
+    """And draws of what all share are told without a row, k-hat of a group's site is not."""
+    counts = {"a": [3, 1], "b": [4], "c": [2, 6]}
+
+    def rated(y):
+        rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with numpyro.plate("data", y.shape[0]):
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    def with_clients(labels):
+        own = [Client(rated, AutoExponentialFamily(rated), x, np.array(counts[x])) for x in labels]
+        return PVI(rated, AutoExponentialFamily(rated), runtime=InProcess(clients=own))
+
+    state = with_clients("ab").run(KEY, 2, progress_bar=False).state
+    all_three = with_clients("abc")
+    joined = all_three.add_group(state, "c", num_steps=2)
+    q = all_three.posterior(joined)["rate"]
+    np.testing.assert_allclose((q.concentration, q.rate), (2 + 16, 1 + 5), rtol=1e-5)
+    draws = all_three.to_arviz(KEY, joined, num_samples=400)
+    assert np.abs(float(draws.posterior["rate"].mean()) - 3.0) < 5 * np.sqrt(18 / 36 / 400)
+    with pytest.raises(PVIError, match="under AutoExponentialFamily no question to clients asks"):
+        all_three.khat(joined, rng_key=KEY, by_group=True)
+
+
 def test_what_clients_have_found_differently_is_drawn():
     """And what some rows do not see is taken as the others find it; a proof is one where all have it."""
     family = ProductFamily({"a": ScalarNormalFamily(), "tau": GammaFamily()})
