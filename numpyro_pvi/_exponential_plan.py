@@ -136,8 +136,8 @@ class Components:
     family: ProductFamily
     start: ProductNatural
     blocks: tuple[JointBlock, ...]
-    # Components in the model's order.
-    order: tuple[str, ...]
+    # Components in the model's order, where a guide says so.
+    order: tuple[str, ...] = ()
 
 
 def components_of(guide: AutoExponentialFamily, latents: dict[str, tuple[int, ...]]) -> Components:
@@ -507,13 +507,13 @@ def _flat(terms: dict) -> Any:
     return jnp.concatenate(flat) if flat else jnp.zeros((0,))
 
 
-def product_prior_now(guide: AutoExponentialFamily, plan: ProductPlan, call: ValueCall) -> ProductNatural:
+def product_prior_now(plan: ProductPlan, call: ValueCall, q: ProductNatural) -> ProductNatural:
     """The exactly held prior as the model has it now; see :func:`numpyro_pvi._closures.with_prior_of_now`.
 
     Args:
-        guide: set up.
         plan: of a state.
         call: the model with its arguments.
+        q: where the other latents are looked at, of which it does not depend.
 
     Returns:
         Natural parameters by component, zero where the prior is a factor.
@@ -521,13 +521,12 @@ def product_prior_now(guide: AutoExponentialFamily, plan: ProductPlan, call: Val
     Raises:
         StateError: where a prior that was held exactly is of another family now.
     """
-    components = components_of(guide, guide_shapes(guide))
-    held, _ = _exact_prior(components, call, jax.random.key(0))
+    held, _ = _exact_prior(Components(plan.family, q, plan.blocks), call, jax.random.key(0))
     for name in plan.exact:
         if name not in held:
             raise other_family(name)
     kept = {n: x for n, x in held.items() if n in plan.exact}
-    return ProductNatural({n: kept[n] if n in kept else _zeros(x) for n, x in components.start.parts.items()})
+    return ProductNatural({n: kept[n] if n in kept else _zeros(x) for n, x in q.parts.items()})
 
 
 def _exact_prior(components: Components, call: ValueCall, key: Any) -> tuple[dict[str, Any], bool]:

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import diagnostics, export
+from ._closures import other_family
 from ._compiling import Program, level_of_looks, look, on_device, owned_jit
-from ._exponential_guide import block_marginals, with_events
+from ._exponential_guide import block_marginals, make_latent, with_events
 from ._exponential_plan import (
+    Components,
     blocks_of,
     check_families,
     check_partial,
@@ -43,7 +45,6 @@ from .factors import (
     Arrival,
     Planned,
     ValueCall,
-    abstract_trace,
     arrive,
     choose_chunk_rows,
     is_latent,
@@ -51,7 +52,7 @@ from .factors import (
     pack_rows,
     split_arguments,
 )
-from .families import ProductFamily, ProductNatural
+from .families import ProductFamily, ProductNatural, repeated
 from .guides import NOT_SET_UP
 from .handlers import GroupTable
 from .runtime import (
@@ -63,6 +64,7 @@ from .runtime import (
     factors_of,
     first_weights,
     jointly_affine,
+    prior_members,
     spread,
     value_shapes,
     with_tilted,
@@ -92,7 +94,7 @@ class FamilyFit:
         Khan and Lin, Conjugate-Computation Variational Inference, algorithm 1. Winn and Bishop, Variational Message Passing.
     """
 
-    plan_type, stores_memories, members_come = ProductPlan, True, False
+    plan_type, stores_memories = ProductPlan, True
 
     def engine(self, pvi: Any, num_particles: int) -> ProductEngine:
         """An engine of a product."""
@@ -174,8 +176,8 @@ class FamilyFit:
 
     def read_prior(self, pvi: Any, state: PVIState, dynamic: list, static: tuple) -> Any:
         """Members of the latents' families, 1 where the prior is a factor."""
-        call = pvi._engine.call(state, *join_arguments(dynamic, static))
-        return product_prior_now(pvi.guide, _plan_of(state), call)
+        call, q = pvi._engine.call(state, *join_arguments(dynamic, static)), posterior(state.prior, state.sites)
+        return product_prior_now(_plan_of(state), call, q)
 
     # ------------------------------------------------------------------------------------------------- what is shown
 
@@ -237,9 +239,9 @@ class FamilyFit:
     # ------------------------------------------------------------------------------------- groups that come and go
 
     def arrival(self, solver: Any, plan: Any, table: GroupTable, rows: dict[str, int]) -> Arrival:
-        """As of Gaussian fits; batches of rows are taken from a packing without empty slots."""
+        """As of Gaussian fits; batches of rows, and rows' own members, are taken from a packing without empty slots."""
         found = arrive(plan.partition, table, rows, False)
-        if not (found.padded_rows and solver.stochastic):
+        if not (found.padded_rows and (solver.stochastic or plan.inside)):
             return found
         length = choose_chunk_rows(table.sizes)
         part = dataclasses.replace(found.plan, chunk_rows=length, num_chunks=-(-table.num_rows // length))
@@ -247,13 +249,15 @@ class FamilyFit:
 
     def arrived(self, pvi: Any, state: PVIState, dynamic: list, static: tuple, known: Any) -> tuple[dict, Any]:
         """A new group's site is 1, and the schedule begins anew. What factors are conjugate in is what ``init`` found."""
-        del dynamic, static
+        plan = _plan_of(state)
+        if plan.inside:
+            state = _with_members(pvi, state, *join_arguments(dynamic, static))
         fields = _unvisited(pvi._engine, state, known)
-        if bool(np.all(known)):
+        if bool(np.all(known)) and not plan.inside:
             # Sites that were fitted before are as settled as they were.
             settled = jnp.asarray(state.report.total_move)
             fields["report"] = fields["report"]._replace(total_move=settled)
-        return fields, None
+        return fields | {"plan": state.plan, "prior": state.prior}, None
 
     def demoted(self, pvi: Any, state: PVIState, found: list, dynamic: list, static: tuple) -> PVIState:
         """Components are drawn, q stays."""
@@ -326,8 +330,9 @@ def _params(guide: Any, state: PVIState, natural: Any) -> dict[str, Any]:
             whole = members[block.name]
             found[guide._name(block.latents[0], "joint_loc")] = whole.mean
             found[guide._name(block.latents[0], "joint_scale_tril")] = whole.scale_tril
-        for name, latent in guide._latents.items():
-            found |= {guide._name(name, p): x for p, x in latent.params(members[name]).items()}
+        # Of rows' own latents there are members while rows are at hand.
+        for name in members.keys() & guide._latents.keys():
+            found |= {guide._name(name, p): x for p, x in guide._latents[name].params(members[name]).items()}
         return found
 
     return look(read, natural)
@@ -438,6 +443,43 @@ def _ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs:
     return dataclasses.replace(state, **fields | {"report": state.report})
 
 
+def _with_members(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
+    """A state with members for the rows that have come: at their prior, given a draw of the shared latents from q.
+
+    Args:
+        pvi: whose.
+        state: with the plan and packing of these rows, and without members.
+        args: the model's positional arguments, with these rows.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The state. What q says of shared latents is as it was.
+
+    Raises:
+        StateError: where a prior that was held exactly is of another family now.
+    """
+    plan, call, q = _plan_of(state), pvi._engine.call(state, args, kwargs), posterior(state.prior, state.sites)
+    key = jax.random.fold_in(state.rng_key, 0xA77)
+    shared = jax.tree.map(lambda x: x[0], plan.shared_draws(q, key, 1))
+    trace, families, start = call.trace(plan.latent_values(shared), key), dict(plan.family.components), {}
+    for own in plan.inside:
+        fn = trace[own.name]["fn"]
+        latent = make_latent(own.name, fn, pvi.guide.families.get(own.name))
+        families[own.name] = repeated(latent.family, fn.batch_shape)
+        start[own.name] = families[own.name].from_distribution(latent.member(latent.start))
+    plan = dataclasses.replace(plan, family=ProductFamily(families))
+    values = plan.family.sample(q + ProductNatural(start), key)
+    held, exact = prior_members(call, plan.family, plan.blocks, values), set(plan.exact) & start.keys()
+    if missing := exact - held.keys():
+        raise other_family(min(missing))
+    none = {name: jax.tree.map(jnp.zeros_like, own) for name, own in start.items()}
+    members = ProductNatural({name: held[name] if name in exact else own for name, own in none.items()})
+    prior_site = None if state.sites.prior is None else state.sites.prior + ProductNatural(none)
+    local = MemberSites((ProductNatural(start) - members).parts)
+    sites = dataclasses.replace(state.sites, prior=prior_site, local=local)
+    return dataclasses.replace(state, plan=plan, prior=state.prior + members, sites=sites)
+
+
 def _unvisited(engine: ProductEngine, state: PVIState, known: Any = None) -> dict[str, Any]:
     """Fields of a state whose groups no round has visited as they are now, the clock and messages as they were.
 
@@ -503,8 +545,7 @@ def _with_prior_factor(pvi: Any, state: PVIState, names: list[str], args: tuple,
     """The same q, with the priors of some components in the PRIOR site; what the factor is conjugate in is found around q."""
     plan: Any = state.plan
     key, q = jax.random.fold_in(state.rng_key, 0xD1), posterior(state.prior, state.sites)
-    trace = abstract_trace(pvi.model, key, args, kwargs)
-    components = dataclasses.replace(components_of(pvi.guide, value_shapes(trace)), start=q)
+    components = Components(plan.family, q, plan.blocks)
     base = Plan(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)})
     planned = Planned(plan.partition, state.packing, np.zeros(0), np.zeros(0), {}, structure=plan.likelihood)
     kept = {*names, *(n for n, _ in plan.family.components if n not in plan.exact)}

@@ -112,12 +112,10 @@ class Fit(Protocol):
     Attributes:
         plan_type: class of the plans of its states.
         stores_memories: whether a file has solvers' memories with their structure; else that is the solver's own.
-        members_come: whether rows that have latents of their own may come to a state and leave it.
     """
 
     plan_type: type
     stores_memories: bool
-    members_come: bool
 
     def engine(self, pvi: Any, num_particles: int) -> Any:
         """Everything static about the fit except its plan; raises ``PVIError`` for choices that do not go together."""
@@ -230,7 +228,7 @@ def begin_fit(
 class GaussianFit:
     """Implements :class:`Fit` for guides whose q is a Gaussian in unconstrained space."""
 
-    plan_type, stores_memories, members_come = Plan, False, True
+    plan_type, stores_memories = Plan, False
 
     def engine(self, pvi: Any, num_particles: int) -> Engine:
         """An engine of one block."""

@@ -214,25 +214,6 @@ def refuse_tied(state: PVIState, call: str) -> None:
         )
 
 
-def refuse_members(fit: Any, state: PVIState, call: str) -> None:
-    """Raise where groups cannot come or go: where q has members of their rows.
-
-    Args:
-        fit: the kind of q.
-        state: a state.
-        call: the method that was called.
-
-    Raises:
-        PVIError: naming the latent and what to write.
-    """
-    if isinstance(state, PVIState) and state.plan.own_latents and not fit.members_come:
-        raise PVIError(
-            f"{call} is not possible where latents are inside the partitioned plate under AutoExponentialFamily "
-            f"({state.plan.own_latents[0]!r}): q has members for the rows that init saw. Make a fit of the other rows, "
-            "pvi.init(key, *args, init_params=...) with the shared latents' params of this one."
-        )
-
-
 # --------------------------------------------------------------------------------------------------- labels and their sites
 
 
@@ -254,7 +235,9 @@ def site_of(state: PVIState, label: Hashable) -> Any:
     if state.plan.tied:
         return tied_site(state.sites.groups, len(state.plan.groups))
     if place < slots:
-        return take(state.sites.others, place)
+        site = take(state.sites.others, place)
+        # Of the members of rows that are at hand it says nothing.
+        return site + state.plan.family.zeros() if isinstance(state.sites.local, MemberSites) else site
     if isinstance(state.sites.local, MemberSites):
         plan: Any = state.plan
         return site_with_rows(plan, state.sites, place)
@@ -295,14 +278,17 @@ def all_absent(state: PVIState) -> PVIState:
 def _settled(state: PVIState, others: Any, absent: tuple) -> PVIState:
     """A state of absent groups only."""
     arrival = nobody(state.plan.partition, state.packing)
-    plan = dataclasses.replace(state.plan, partition=arrival.plan, absent=absent, padded_rows=0)
+    bare, prior = state.plan.without_members(state.prior)
+    plan = dataclasses.replace(bare, partition=arrival.plan, absent=absent, padded_rows=0)
     none = jax.tree.map(lambda x: x[:0], (state.sites.groups, state.solver_state))
     first = int(state.plan.partition.has_prior_factor)
     report = state.report._replace(**{n: getattr(state.report, n)[:first] for n in BY_FACTOR})
-    local = None if state.sites.local is None else jax.tree.map(lambda x: x[:0], state.sites.local)
+    local = state.sites.local
+    local = None if isinstance(local, MemberSites) else jax.tree.map(lambda x: x[:0], local)
     return dataclasses.replace(
         state,
-        sites=SiteStack(none[0], state.sites.prior, local, others),
+        sites=SiteStack(none[0], state.plan.without_members(state.sites.prior)[1], local, others),
+        prior=prior,
         solver_state=none[1],
         report=report,
         packing=arrival.packing,

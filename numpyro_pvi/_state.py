@@ -93,6 +93,10 @@ class Plan:
             return f"the PRIOR site ({', '.join(part.prior_latents)}) was fitted at a q that had it in"
         return None
 
+    def without_members(self, natural: Any) -> tuple[Plan, Any]:
+        """The plan, and natural parameters, where no row is at hand: without members of q that only rows have."""
+        return self, natural
+
     @property
     def chain_dim(self) -> int:
         """Coordinates of chains on a group's tilted distribution."""

@@ -24,7 +24,6 @@ from ._group_lifecycle import (
     forgotten,
     reduced,
     refuse_absent,
-    refuse_members,
     refuse_other_rows,
     restored,
     rows_of,
@@ -482,10 +481,9 @@ class PVI(SVI):
         """Add a group of rows to a state: its site is fitted beside the sites of all others, whose rows are not needed.
 
         Afterwards the new group alone is *present*: ``update``, ``run(init_state=...)`` and ``evaluate`` take its rows, and
-        every other group is held by its site (local latents of their rows are dropped; not under ``AutoExponentialFamily``,
-        where rows that have any neither come nor go). Structure and partition are those found at ``init``; the rows are compared
-        with them. Values of ``numpyro.param`` sites stay as they are while any group is absent, since sites say nothing of
-        them. Arguments that are not per row are to be what they were.
+        every other group is held by its site (local latents of their rows are dropped). Structure and partition are those
+        found at ``init``; the rows are compared with them. Values of ``numpyro.param`` sites stay as they are while any group
+        is absent, since sites say nothing of them. Arguments that are not per row are to be what they were.
 
         Where clients have their own rows, this PVI's runtime is one of the state's clients and the new one, under ``label``: all of
         them are there, and the rounds are over all. Structure is agreed on anew.
@@ -516,7 +514,6 @@ class PVI(SVI):
             rows = self._rows(fresh, args, kwargs)
             return self._named(Newcomers(self).join(fresh, state, label, rows, num_steps, tol))
         refuse_held(state, "add_group")
-        refuse_members(self._fit, state, "add_group")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(Newcomers(self).add(dense_form(state), label, args, kwargs, num_steps, tol))
 
@@ -544,7 +541,6 @@ class PVI(SVI):
         refuse_look(self.solver, "revisit")
         refuse_elsewhere(self.runtime, "revisit")
         refuse_held(state, "revisit")
-        refuse_members(self._fit, state, "revisit")
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(Newcomers(self).revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
 
@@ -571,7 +567,6 @@ class PVI(SVI):
         """
         refuse_look(self.solver, "forget_group")
         check_state(state)
-        refuse_members(self._fit, state, "forget_group")
         return self._named(forgotten(dense_form(state), label, self.solver))
 
     @follows

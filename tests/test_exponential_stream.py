@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from scipy import special, stats
 
-from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, StateError
 from numpyro_pvi.schedules import StochasticSubset
 from numpyro_pvi.solvers import NaturalGradient, PowerEP, StochasticNaturalGradient
 
@@ -212,17 +212,54 @@ def rates(counts):
         numpyro.sample("count", dist.Poisson(rate), obs=counts)
 
 
+def rates_by_hand(counts, absent=(0, 0.0)):
+    """Coordinate ascent on q(b) and every row's q(rate), beside sites that say how many rows there are elsewhere, and their sum.
+
+    Returns shape and rate of b, and every row's rate.
+    """
+    mean = 1.0
+    for _ in range(500):
+        own = (2.0 + counts) / (1.0 + mean)
+        shape, rate = 1.5 + 2.0 * (absent[0] + len(counts)), 0.7 + absent[1] + own.sum()
+        mean = shape / rate
+    return shape, rate, own
+
+
+def rates_are(pvi, state, counts, absent=(0, 0.0)):
+    shape, rate, own = rates_by_hand(np.asarray(counts), absent)
+    found, close = pvi.posterior(state), {"rtol": max(TIGHT, 1e-7)}
+    np.testing.assert_allclose(found["b"].concentration, shape, **close)
+    np.testing.assert_allclose(found["b"].rate, rate, **close)
+    np.testing.assert_allclose(found["rate"].mean, own, **close)
+
+
 @pytest.mark.once
-def test_rows_own_latents_neither_come_nor_go():
-    pvi = PVI(Partition(rates, "data", LABELS), AutoExponentialFamily(rates))
-    state = pvi.init(KEY, jnp.asarray(COUNTS))
-    for call in (
-        lambda: pvi.add_group(state, "d", rows("a")),
-        lambda: pvi.revisit(state, "a", rows("a")),
-        lambda: pvi.forget_group(state, "a"),
-    ):
-        with pytest.raises(PVIError, match="latents are inside the partitioned plate .*'rate'.*init_params"):
-            call()
+def test_rows_with_members_come_and_go(tmp_path):
+    """Their members go with them and what they have said of shared latents stays; those of rows that come start anew."""
+    first = LABELS != "c"
+    pvi = PVI(Partition(rates, "data", LABELS[first]), AutoExponentialFamily(rates))
+    state = pvi.run(KEY, 60, jnp.asarray(COUNTS[first]), progress_bar=False).state
+    rates_are(pvi, state, COUNTS[first])
+    before = int(first.sum()), rates_by_hand(COUNTS[first])[2].sum()
+    state = pvi.add_group(state, "c", rows("c"), num_steps=60, tol=None)
+    rates_are(pvi, state, rows("c"), before)
+    # Sites of absent groups that are left out are seen.
+    with pytest.raises(AssertionError):
+        rates_are(pvi, state, rows("c"))
+    assert pvi.get_params(state)["rate_auto_rate"].shape == (5,)
+    pvi.save(tmp_path / "fit.pvi", state)
+    loaded = PVI(pvi.partition, AutoExponentialFamily(rates)).load(tmp_path / "fit.pvi", rows("c"))
+    np.testing.assert_allclose(pvi.site(loaded, "a").natural.parts["b"].log, 6.0, rtol=TIGHT)
+    state = pvi.revisit(state, LABELS, jnp.asarray(COUNTS), num_steps=60, tol=None)
+    rates_are(pvi, state, COUNTS)
+    own = rates_by_hand(COUNTS)[2][LABELS != "b"]
+    with pytest.warns(UserWarning, match="fitted at a q that had it in"):
+        state = pvi.forget_group(state, "b")
+    q = pvi.posterior(state)
+    assert set(q) == {"b"} and state.present == ()
+    np.testing.assert_allclose(
+        [q["b"].concentration, q["b"].rate], [1.5 + 2.0 * 8, 0.7 + own.sum()], rtol=max(TIGHT, 1e-7)
+    )
 
 
 @pytest.mark.once

@@ -223,9 +223,27 @@ def family_for(distribution: dist.Distribution) -> Family:
 
 @natural_parameters
 class ProductNatural(Vector):
-    """Natural parameters of a product: those of every component, in a dict (or a tuple, for blocks)."""
+    """Natural parameters of a product: those of every component, in a dict (or a tuple, for blocks).
+
+    A factor that has none of a component is 1 in it: sums and differences are over the components of both.
+    """
 
     parts: Any
+
+    def __add__(self, other):
+        if self._alike(other):
+            return super().__add__(other)
+        alone = {n: x for n, x in other.parts.items() if n not in self.parts}
+        return ProductNatural({n: x + other.parts[n] if n in other.parts else x for n, x in self.parts.items()} | alone)
+
+    def __sub__(self, other):
+        return super().__sub__(other) if self._alike(other) else self + -other
+
+    def _alike(self, other: Any) -> bool:
+        """Whether there is nothing to be filled up with ones."""
+        if type(other) is not type(self) or not isinstance(self.parts, dict):
+            return True
+        return self.parts.keys() == other.parts.keys()
 
 
 @natural_parameters

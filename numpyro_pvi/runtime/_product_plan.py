@@ -125,6 +125,14 @@ class ProductPlan(Plan):
         """The same as a trace of the model has them."""
         return value_shapes(trace)
 
+    def without_members(self, natural: Any) -> tuple[ProductPlan, Any]:
+        """The plan, and natural parameters, of the components outside the partitioned plate."""
+        families = dict(self.family.components)
+        own = dataclasses.replace(self, family=ProductFamily([(n, families[n]) for n in self.shared]))
+        if natural is None:
+            return own, None
+        return own, ProductNatural({n: natural.parts[n] for n in self.shared})
+
     @property
     def _coupled_by_q(self) -> str | None:
         return None if self.separate else "the other groups' sites were fitted at a q that had it in"
