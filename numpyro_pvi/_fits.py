@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from . import diagnostics
+from . import diagnostics, export
 from ._closures import other_family
 from ._compiling import owned_jit
 from ._group_lifecycle import reduced

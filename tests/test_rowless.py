@@ -331,6 +331,7 @@ def test_draws_of_what_all_share_are_exported(judged):
         fresh.to_arviz(KEY)
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_is_fitted_beside_the_others(monkeypatch):
     """Others' sites are what they were, to the bit, until rounds go on; the limit is that of all from the beginning."""
     east, north, south = sorted(clients_of(logistic, NaturalGradient()), key=lambda c: c.label)

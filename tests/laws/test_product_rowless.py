@@ -30,8 +30,10 @@ from tests.laws.test_product_clients import (
 from tests.test_rowless import Unread
 
 ORDER = np.argsort(LABELS, kind="stable")
-QUICK = ["conjugate-synchronous", "drawn-synchronous", "ep-synchronous", "odds-synchronous"]
+QUICK = ["conjugate-synchronous", "ep-synchronous"]
 SLOW = [
+    "drawn-synchronous",
+    "odds-synchronous",
     "line-sequential",
     "line-subset",
     "plane-synchronous",
