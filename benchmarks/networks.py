@@ -268,19 +268,14 @@ def fits(part: str, quick: bool) -> list[Fit]:
         return 2 if quick else count
 
     if part == "ablation":
-        return _one_change_at_a_time(rounds(10), rounds(20))
+        return _one_change_at_a_time(rounds(10), rounds(40))
     if part == "noise":
         return [Fit(f"sequential, {m} workers", alike, Sequential(), 1.5e-3, 1, rounds(20), m, 0.1) for m in (10, 3)]
     if part == "alike":
         step, epochs, own = TOGETHER
-        # A hundred rounds of 6,000 rows a worker.
-        falls = {"falls": 100 * epochs * 6_000 // BATCH}
         found = [
             Fit("sequential", alike, Sequential(), 1.5e-3, 1, rounds(40)),
             Fit("synchronous", alike, Synchronous(), step, epochs, rounds(40), settings=own),
-            Fit(
-                "synchronous with falling steps", alike, Synchronous(), step, epochs, rounds(100), settings=own | falls
-            ),
             Fit("asynchronous", alike, AT_THEIR_PACE, step, epochs, rounds(40), settings=own),
         ]
         return found + [Fit(f"FedAvg, steps of {x:g}", alike, None, x, 1, rounds(40)) for x in LENGTHS]
@@ -311,7 +306,13 @@ def _one_change_at_a_time(count: int, parallel: int) -> list[Fit]:
     found = [Fit(name, alike, Sequential(), 1.5e-3, 1, count, settings=own) for name, own in changes.items()]
     found.append(Fit("start at the prior's sd", alike, Sequential(), 1.5e-3, 1, count, start_sd=1.0))
     step, epochs, own = TOGETHER
-    for name, other in {"synchronous": {}, "synchronous, visits as if alone": {"power": 1.0}}.items():
+    others = {
+        "synchronous": {},
+        "synchronous, visits as if alone": {"power": 1.0},
+        # Over all rounds of 6,000 rows a worker.
+        "synchronous, steps that fall": {"falls": parallel * epochs * 6_000 // BATCH},
+    }
+    for name, other in others.items():
         found.append(Fit(name, alike, Synchronous(), step, epochs, parallel, settings=own | other))
     return found
 
