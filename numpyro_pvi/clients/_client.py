@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ..errors import PVIError, WireError
-from ..runtime import Answers
+from ..runtime import Answers, ProductAnswers
 from ..wire import KeyData, Message, decode, digest_of, encode
 from ._exchange import RECORDS, ticket_of
 from ._kept import Kept
@@ -27,7 +27,7 @@ class Respondent:
         facts: what it says of itself.
     """
 
-    def __init__(self, label: Hashable, answers: Answers | None, facts: dict[str, Any]):
+    def __init__(self, label: Hashable, answers: Answers | ProductAnswers | None, facts: dict[str, Any]):
         self.label, self.facts = label, facts
         self._version, self._last = 0, ("", 0, b"")
         self._answers: Any = None
@@ -40,7 +40,7 @@ class Respondent:
         if answers is not None:
             self._take_up(answers)
 
-    def _take_up(self, answers: Answers) -> None:
+    def _take_up(self, answers: Answers | ProductAnswers) -> None:
         self._answers, self._memory, self._leaves = answers, answers.first_memory, None
         # What it holds outlives the plan that it is told anew, by a conversation or a server that begins anew.
         self._kept = Kept(answers.first_held).after(self._kept)

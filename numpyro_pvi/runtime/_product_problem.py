@@ -615,7 +615,7 @@ class ProductProblem:
         # Only the value is not used where q is outside: a point inside keeps everything finite.
         return jnp.where(self.family.in_domain(q), jnp.sum(jnp.concatenate(terms)), jnp.nan)
 
-    def group_averages(self, q: ProductNatural, key: Any, control: SiteStack) -> Float[Array, "M"]:
+    def group_averages(self, q: ProductNatural, key: Any, control: SiteStack | None) -> Float[Array, "M"]:
         """Every group's ``E_q[log f_m]`` in nats, without its message; ``control`` stands beside the factors on the draws."""
         space, counts = self._likelihood(), self.chunk_counts()
         variables, rest = space.variables(q)

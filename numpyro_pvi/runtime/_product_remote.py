@@ -83,7 +83,7 @@ class AskedProduct(ProductProblem):
         values, messages = one.values_and_messages(q, key, sites=sites)
         return jax.tree.map(lambda x: x[0], messages.groups), None, values[0]
 
-    def group_averages(self, q: ProductNatural, key: Any, control: SiteStack) -> Float[Array, "M"]:
+    def group_averages(self, q: ProductNatural, key: Any, control: SiteStack | None) -> Float[Array, "M"]:
         """Every group's ``E_q[log f_m]`` in nats; its derivative by the params is what clients tell of theirs."""
         if not self.params:
             return self._ask("average", q, key, control, (self._number,))[0]
