@@ -107,6 +107,7 @@ class Newcomers:
                 f"add_group(state, {label!r}) with clients that have their own rows: the clients are {known_labels(here)}, and the "
                 f"state has {known_labels(before)}. Make the PVI with a runtime of the state's clients and {label!r}, no others."
             )
+        _refuse_other_client(fresh, state)
         joined = _with_client(fresh, state, curved=self.pvi.init_sites == "curvature")
         if num_steps == 0:
             return joined
@@ -193,6 +194,24 @@ def _with_groups(state: PVIState, arrival: Arrival, slots: np.ndarray, signature
     )
     sites = SiteStack(groups, state.sites.prior, None, others)
     return dataclasses.replace(state, sites=sites, packing=arrival.packing, plan=plan)
+
+
+def _refuse_other_client(fresh: PVIState, state: PVIState) -> None:
+    """Raise where those that were there are not what they were, or what they are taken for is not what the state has."""
+    was, now = (
+        dict(zip(x.plan.partition.table.labels, x.plan.partition.table.sizes, strict=True)) for x in (state, fresh)
+    )
+    if other := tuple(n for n in was if was[n] != now[n]):
+        raise StateError(
+            f"client(s) {known_labels(other)} have other numbers of rows than when the state was made: give them those, or begin "
+            "anew with init."
+        )
+    kinds = [jax.tree.structure((x.prior, x.sites.prior, x.sites.groups)) for x in (fresh, state)]
+    if kinds[0] != kinds[1] or type(fresh.sites.local) is not type(state.sites.local):
+        raise StateError(
+            "add_group: the clients' structure is agreed on anew, and is not what the state has, of which a part was given up in "
+            "its rounds, or which was made with another runtime: fit all clients from the beginning, with init."
+        )
 
 
 def _with_client(fresh: PVIState, state: PVIState, curved: bool) -> PVIState:

@@ -331,7 +331,7 @@ def _params(guide: Any, state: PVIState, natural: Any) -> dict[str, Any]:
             found[guide._name(block.latents[0], "joint_loc")] = whole.mean
             found[guide._name(block.latents[0], "joint_scale_tril")] = whole.scale_tril
         # Of rows' own latents there are members while rows are at hand.
-        for name in members.keys() & guide._latents.keys():
+        for name in [n for n in guide._latents if n in members]:
             found |= {guide._name(name, p): x for p, x in guide._latents[name].params(members[name]).items()}
         return found
 

@@ -240,7 +240,7 @@ def site_of(state: PVIState, label: Hashable) -> Any:
         return site + state.plan.family.zeros() if isinstance(state.sites.local, MemberSites) else site
     if isinstance(state.sites.local, MemberSites):
         plan: Any = state.plan
-        return site_with_rows(plan, state.sites, place)
+        return site_with_rows(plan, state.sites, place - slots)
     return take(state.sites.groups, place - slots)
 
 

@@ -539,8 +539,12 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
         return None
     if not part.batches and _needs_batches(trace) is None:
         return None
-    made = pvi._fit.at_natural(pvi.init(state.rng_key, *args, **kwargs), posterior(state.prior, state.sites))
-    return dataclasses.replace(made, rng_key=state.rng_key, optim_state=state.optim_state, step=state.step)
+    made = dataclasses.replace(pvi.init(state.rng_key, *args, **kwargs), optim_state=state.optim_state)
+    if made.plan.partition.params:
+        # `init` has read the prior at the params that fits begin with.
+        made = dataclasses.replace(made, prior=pvi._fit.read_prior(pvi, made, *pvi._rows(made, args, kwargs)))
+    made = pvi._fit.at_natural(made, posterior(state.prior, state.sites))
+    return dataclasses.replace(made, rng_key=state.rng_key, step=state.step)
 
 
 def _why_whole(trace: Mapping[str, Any]) -> str:

@@ -524,6 +524,9 @@ def _shown(part: dict, fields: list[str]) -> str:
 def _check_latents(name: str, pvi: Any, plan: Plan) -> None:
     wanted, set_up = plan.latent_shapes, pvi.guide.prototype_trace is not None
     found = pvi._fit.guide_latents(pvi.guide) if set_up else model_latents(name, pvi.model, plan)
+    # Latents of rows' own come and go with their rows; what they are at the file's arguments is compared with the model.
+    own = dict.fromkeys(plan.own_latents, ())
+    wanted, found = wanted | own, found | {n: () for n in own if n in found}
     if found == wanted:
         return
     parts = [f"it lacks {n}" for n in wanted if n not in found] + [f"it has {n} more" for n in found if n not in wanted]

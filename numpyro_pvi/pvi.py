@@ -510,6 +510,7 @@ class PVI(SVI):
         refuse_look(self.solver, "add_group")
         if self.runtime.elsewhere is not None:
             check_state(state)
+            self.runtime.elsewhere.expect_answers("add_group")
             fresh = self.init(state.rng_key, *args, **kwargs)
             rows = self._rows(fresh, args, kwargs)
             return self._named(Newcomers(self).join(fresh, state, label, rows, num_steps, tol))
@@ -630,6 +631,8 @@ class PVI(SVI):
         refuse_look(self.solver, "khat")
         if not by_group:
             refuse_elsewhere(self.runtime, "khat")
+        elif self.runtime.elsewhere is not None:
+            self.runtime.elsewhere.expect_answers("khat(by_group=True)")
         refuse_held(state, "khat")
         args, kwargs = self._checked_arguments(state, args, kwargs)
         refuse_absent(state, "khat compares q with the posterior given all rows")

@@ -250,8 +250,17 @@ def test_rows_with_members_come_and_go(tmp_path):
     pvi.save(tmp_path / "fit.pvi", state)
     loaded = PVI(pvi.partition, AutoExponentialFamily(rates)).load(tmp_path / "fit.pvi", rows("c"))
     np.testing.assert_allclose(pvi.site(loaded, "a").natural.parts["b"].log, 6.0, rtol=TIGHT)
+    # The guide is set up for the rows of the beginning, and the file is of others.
+    again = pvi.load(tmp_path / "fit.pvi", rows("c"))
+    np.testing.assert_allclose(pvi.site(again, "a").natural.parts["b"].log, 6.0, rtol=TIGHT)
     state = pvi.revisit(state, LABELS, jnp.asarray(COUNTS), num_steps=60, tol=None)
     rates_are(pvi, state, COUNTS)
+    # Beside an absent group, sites are still their own groups'.
+    two = pvi.revisit(state, LABELS[first], jnp.asarray(COUNTS[first]), num_steps=3, tol=None)
+    for label in "ab":
+        np.testing.assert_allclose(
+            pvi.site(two, label).natural.parts["b"].log, 2.0 * np.sum(label == LABELS), rtol=TIGHT
+        )
     own = rates_by_hand(COUNTS)[2][LABELS != "b"]
     with pytest.warns(UserWarning, match="fitted at a q that had it in"):
         state = pvi.forget_group(state, "b")

@@ -244,6 +244,10 @@ def test_what_is_made_of_single_sites_is_refused(fit):
         pvi._engine.evidence(result.state, (), {}, False)
     with pytest.raises(PVIError):
         pvi.khat(result.state, *SHAPES, *NOISE, rng_key=KEY)
+    with pytest.raises(PVIError, match=r"khat\(by_group=True\) needs what single clients say"):
+        pvi.khat(result.state, *SHAPES, *NOISE, rng_key=KEY, by_group=True)
+    with pytest.raises(PVIError, match="add_group needs what single clients say"):
+        pvi.add_group(result.state, "west", *SHAPES, *NOISE)
     with pytest.raises(PVIError):
         pvi.site(result.state, "north")
     curved = SummedClients(sums=sums)

@@ -364,6 +364,26 @@ def test_a_mini_batch_of_another_size_is_scaled_as_the_model_scales_it():
     assert pvi.posterior(found)["m"].mean == pytest.approx(Y[:4].mean() * N / (N + 1), rel=1e-5)
 
 
+def centred(y):
+    """The same about a param."""
+    m = numpyro.sample("m", dist.Normal(numpyro.param("centre", 0.0), 1))
+    with numpyro.plate("data", N, subsample_size=len(y)):
+        numpyro.sample("obs", dist.Normal(m, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoExponentialFamily], ids=["gaussian", "family"])
+def test_a_mini_batch_of_another_size_keeps_the_prior_of_the_params(guide):
+    """The loss is of the prior that the params have by then, by hand."""
+    pvi = PVI(centred, guide(centred), optim=numpyro.optim.Adam(0.5))
+    state = pvi.run(KEY, 8, Y + 3, progress_bar=False).state
+    q, centre, part = pvi.posterior(state)["m"], float(pvi.get_params(state)["centre"]), Y[:4] + 3
+    assert centre > 1
+    mean, variance = float(q.mean), float(q.variance)
+    value = -N / 8 * np.sum(np.log(2 * np.pi) + (part - mean) ** 2 + variance)
+    divergence = 0.5 * (variance + (mean - centre) ** 2 - 1 - np.log(variance))
+    assert float(pvi.evaluate(state, part)) == pytest.approx(divergence - value, rel=1e-4)
+
+
 def test_a_mini_batch_of_another_size_under_families():
     """The same numbers where q is a product: rows stand for N, and q is taken over as it is."""
     pvi = PVI(batched, AutoExponentialFamily(batched))

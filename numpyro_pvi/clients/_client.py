@@ -108,7 +108,13 @@ class Respondent:
         Raises:
             WireError: for bytes that are no message; nothing was done.
         """
-        ask = decode(data, RECORDS)
+        try:
+            ask = decode(data, RECORDS)
+        except WireError as error:
+            if error.fault not in ("newer", "older"):
+                raise
+            # In this version's own format, by which the other side sees what is installed here.
+            return encode(Message("refusal", {"run": "", "sequence": 0, "label": self.label, "why": str(error)[:1000]}))
         if ask.kind == "who?":
             return encode(Message("who", {"run": ask.fields["run"], "label": self.label}))
         run, sequence, label = (ask.fields[name] for name in ("run", "sequence", "label"))

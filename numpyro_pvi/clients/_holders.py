@@ -73,6 +73,9 @@ class Holders:
         """See :attr:`numpyro_pvi.runtime.Elsewhere.came`."""
         return self.runtime.came
 
+    def expect_answers(self, verb: str) -> None:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.expect_answers`."""
+
     def _open(self) -> Any:
         line = self.line
         if line.exchange is None or line.exchange.error is not None:
@@ -381,7 +384,8 @@ def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
 def joined_structure(found: list[FactorStructure], family: Any, expectation: str) -> FactorStructure:
     """What holds of all clients' factors: of every component the least, which is drawn where they have found different things.
 
-    A component that some rows do not see is taken as the others find it: their factors are constant in it.
+    A component that some rows do not see is taken as the others find it, whose factors see all that any do: the factors of
+    those rows are constant in it. Where no client's rows see all components, those that only others see are drawn.
 
     Args:
         found: by client.
@@ -412,7 +416,12 @@ def joined_structure(found: list[FactorStructure], family: Any, expectation: str
     # All combinations of signs are exact whatever meets in a term, an array of fewer where few do, random rows nowhere.
     designs = {one.design for one in found}
     design = base.design if len(designs) == 1 else "random" if "random" in designs else "all"
-    joined = dataclasses.replace(base, roles=roles, design=design)
+    # A term that a component's values move at anybody's rows is one that they move.
+    cells = tuple(
+        (name, tuple(dict.fromkeys(t for one in found for n, own in one.cells if n == name for t in own)))
+        for name, _ in base.cells
+    )
+    joined = dataclasses.replace(base, roles=roles, design=design, cells=cells)
     if not differ:
         return joined
     return with_draws(joined, family, sorted(differ), expectation, "groups' likelihood")

@@ -22,6 +22,7 @@ from ..diagnostics import MIN_SAMPLES, khat_of_sites
 from ..errors import PVIError, WireError
 from ..factors import ModelCall, abstract_trace, join_arguments, row_arguments, signature_of, split_arguments
 from ..families import conditional_moments
+from ..guides import keeps_supports
 from ..handlers import FullPlates, Partition, numbered_table
 from ..pvi import PVI
 from ..runtime import Units
@@ -129,13 +130,15 @@ class Client(Respondent):
             told = Message("plan?", ask.fields | {"run": "", "sequence": 0})
             self._told = encode(told, RECORDS)
             return "hello", {"facts": self.facts}, (self._memory, self._version)
-        if ask.kind == "look?":
+        looks = ask.kind == "look?"
+        if looks or (ask.kind == "visit?" and ask.fields["how"].get("look") is not None):
             self._refuse_looks()
-            if ask.fields["how"]["ask"] == "khat":
-                self._recall()
-                return "look", {"found": (self._judge(*(ask.fields[n] for n in ("how", "q", "rest"))),)}, same
+        if looks and ask.fields["how"]["ask"] == "khat":
+            self._recall()
+            return "look", {"found": (self._judge(*(ask.fields[n] for n in ("how", "q", "rest"))),)}, same
         found = super()._reply(ask)
-        if ask.kind == "look?" and (count := ask.fields["how"].get("params", 0)):
+        # Slopes are asked for at values that a search may not take.
+        if looks and ask.fields["how"]["ask"] == "look" and (count := ask.fields["how"].get("params", 0)):
             self._last_params = ask.fields["q"][-count:]
         return found
 
@@ -343,11 +346,26 @@ class Client(Respondent):
         params = self._begun[1].planned.params  # type: ignore[index]
         if self._last_params:
             params = jax.tree.structure(params).unflatten([jnp.asarray(x) for x in self._last_params])
+        elif jax.tree.leaves(params):
+            raise PVIError(
+                f"client {self.label!r} was begun anew and does not know the params of the last look: have it asked once more, by "
+                "pvi.evaluate(state)."
+            )
         drawn = _Drawn(model, plan, shared, rows, params, self._pvi.guide.prototype_trace)
         return export.to_arviz(rng_key, model, drawn, params, self._args, self._kwargs, num_samples=num_samples)
 
     def _last_look(self) -> tuple[Any, Any]:
         """Moments of the q of the last look, and natural parameters of latents of this group's own there, or None."""
+        if keeps_supports(self._pvi.guide):
+            raise PVIError(
+                f"client {self.label!r} has no latents of its own under AutoExponentialFamily and keeps no q: "
+                "pvi.posterior(state) and pvi.to_arviz(key, state) have what all share."
+            )
+        if self._pvi.solver.private:
+            raise PVIError(
+                f"client {self.label!r} answers visits alone under {type(self._pvi.solver).__name__}, so that no look has told it "
+                "a q: pvi.posterior(state) has it."
+            )
         self._recall()
         if self._answers is None or self._begun is None or self._kept.seen is None:
             raise PVIError(f"client {self.label!r} has not been asked yet what it sees at a q: fit first.")

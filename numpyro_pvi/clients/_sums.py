@@ -16,7 +16,7 @@ from ..handlers import numbered_table
 from ..runtime import Engine, SummedEngine
 from ..wire import KeyData, Message, decode, encode
 from ._exchange import RECORDS, Exchange, Traffic, Transport
-from ._holders import _fixed, _joined, _same, _shapes, agree_on
+from ._holders import Holders, _fixed, _joined, _same, _shapes, agree_on
 from ._own import Client
 from ._runtimes import ClientsRuntime, Nearby, in_order
 
@@ -382,16 +382,19 @@ class SumExchange(Exchange):
         wait: seconds after which a question in the open is repeated.
         tries: times that a question is asked.
         reach: largest number of a client's first change, in units of q.
+        made: visits of this fit that all were asked for, in conversations before and by states that were gone back from as well;
+            this one goes on counting in it.
     """
 
-    def __init__(self, sums: SecureSum, wait: float, tries: int, reach: float):
+    def __init__(self, sums: SecureSum, wait: float, tries: int, reach: float, made: list[int] | None = None):
         super().__init__((EVERYONE,), sums.open(), wait, tries)
         self.sums, self.clients = sums, sums.labels
         self.report = SumReport(reach=reach)
         self._first = reach
         self._known = Exchange(self.clients, self.transport, wait, tries)
-        self._rows = 0
+        self._rows, self._made = 0, [0]
         self.recall()
+        self._made = self._made if made is None else made
 
     def recall(self) -> None:
         """Another fit begins: clients forget their sites."""
@@ -406,7 +409,7 @@ class SumExchange(Exchange):
         self._who: tuple[int, ...] = ()
         self._round = 0
         # Times that clients were asked for a visit and no state has counted yet.
-        self._uncounted = 0
+        self._uncounted, self._made[0] = 0, 0
 
     # ------------------------------------------------------------------ in the open
 
@@ -505,7 +508,8 @@ class SumExchange(Exchange):
             kept = [np.asarray(x)[0] for x in memory]
             if counter is not None:
                 # Nobody tells what clients remember. Each has made at most so many releases: one a time that all were asked.
-                kept[counter] = (kept[counter] + self._uncounted).astype(kept[counter].dtype)
+                self._made[0] = max(self._made[0], int(kept[counter])) + self._uncounted
+                kept[counter] = np.asarray(self._made[0], kept[counter].dtype)
             self._uncounted = 0
             return [(*told, *kept, np.zeros((), np.int32), flag)]
 
@@ -594,6 +598,18 @@ class SumExchange(Exchange):
         self.report = SumReport(self.report.rounds + 1, absent, unfit, float(_power_of_two(np.array(wanted))), error)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Summed(Holders):
+    """Clients of whom nobody hears one alone."""
+
+    def expect_answers(self, verb: str) -> None:
+        """See :meth:`numpyro_pvi.runtime.Elsewhere.expect_answers`."""
+        raise PVIError(
+            f"{verb} needs what single clients say, and these are heard in sums only: fit with runtime=InProcess(clients=...), "
+            "whose clients answer one by one."
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class SummedClients(ClientsRuntime):
     """Clients that have their own rows and are heard in sums only: ``PVI(..., runtime=SummedClients(sums=InMemorySums(clients)))``.
@@ -621,6 +637,7 @@ class SummedClients(ClientsRuntime):
 
     sums: Any = None
     reach: float = 2.0**12
+    _made: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -633,6 +650,11 @@ class SummedClients(ClientsRuntime):
     def labels(self) -> tuple[Hashable, ...]:
         """Of the one group that the fit has."""
         return (EVERYONE,)
+
+    @property
+    def elsewhere(self) -> Holders | None:
+        """See :attr:`numpyro_pvi.runtime.Runtime.elsewhere`."""
+        return _Summed(self) if self.labels else None
 
     @property
     def report(self) -> SumReport:
@@ -693,7 +715,7 @@ class SummedClients(ClientsRuntime):
 
     def open(self) -> Exchange:
         """See :meth:`ClientsRuntime.open`."""
-        return SumExchange(self.sums, self.wait, self.tries, self.reach)
+        return SumExchange(self.sums, self.wait, self.tries, self.reach, self._made)
 
 
 class InMemorySums:

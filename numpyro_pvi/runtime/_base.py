@@ -111,6 +111,17 @@ class Elsewhere(Protocol):
         """
         ...
 
+    def expect_answers(self, verb: str) -> None:
+        """Raise where holders are not heard one by one, which a method needs.
+
+        Args:
+            verb: the method.
+
+        Raises:
+            PVIError: naming it.
+        """
+        ...
+
     def judged(self, plan: Any, rng_key: Any, q: Any, sites: Any, params: dict, num_samples: int) -> dict:
         """How well each holder finds that its site stands in for its factor, at draws from q that all share: one number each.
 

@@ -312,7 +312,7 @@ def _members_back(problem: ProductProblem, new: SiteStack, old: SiteStack) -> Si
 
     def back(own: Any, before: Any, lead: int = 0) -> Any:
         parts = dict(own.parts)
-        for name in parts.keys() & good.keys():
+        for name in [n for n in parts if n in good]:
             keep = good[name].reshape((1,) * lead + good[name].shape)
             parts[name] = select(keep, parts[name], before.parts[name])
         return type(own)(parts)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments, Moments, conditional_divergence
 from ..sites import MAX_HALVINGS, SiteStack, back_off, late_share, posterior, select
 from ._contract import Accepted, Evaluation, Problem, Rule
@@ -71,6 +72,20 @@ def taken_whole(problem: Problem) -> float:
     """
     alone = problem.stochastic or problem.solver.moves_alone
     return max(1.0, float(problem.solver.power)) if alone else math.inf
+
+
+def refuse_power(schedule: Any, problem: Problem) -> None:
+    """Raise for a power above 1 where groups are not visited in parallel, again and again.
+
+    Raises:
+        PVIError: naming the schedule.
+    """
+    if problem.solver.power > 1.0:
+        raise PVIError(
+            f"{type(schedule).__name__} fits one group after another and is done, while visits of "
+            f"LocalELBO(power={problem.solver.power!r}) go a part of the way each, for groups that are visited in parallel: leave "
+            "power out."
+        )
 
 
 def shorten(problem: Problem, at: Callable[[Any], SiteStack], step: Any, halvings: Any = 0) -> tuple[Any, Any]:

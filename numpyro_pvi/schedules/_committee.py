@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from ..errors import PVIError
 from ..families import Moments
 from ..sites import SiteStack, damp, select
-from ._acceptance import shorten
+from ._acceptance import refuse_power, shorten
 from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import Approach, Asked, approach, at_rest, round_report, with_prior
 
@@ -85,6 +85,7 @@ class Committee(ScheduleDefaults):
     def init(self, problem: Problem, dtype: Any) -> Bool[Array, ""]:
         """Not complete yet."""
         del dtype
+        refuse_power(self, problem)
         if problem.units is not None:
             raise PVIError(
                 "Committee does not fit a model with latents inside the partitioned plate: a member alone, without a test of its "

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import PVIError
 from ..families import Moments
 from ..sites import SiteStack, damp, posterior, select
-from ._acceptance import Averaging, average_late, averaging_step, no_averaging
+from ._acceptance import Averaging, average_late, averaging_step, no_averaging, refuse_power
 from ._contract import Accepted, Problem, RoundCarry, Rule, ScheduleDefaults, check_visits
 from ._convergence import Approach, Asked, approach, at_rest, round_report, with_prior
 
@@ -102,6 +102,7 @@ class Streaming(ScheduleDefaults):
     def init(self, problem: Problem, dtype: Any) -> StreamingState:
         """No group absorbed; the prior factor is, where other groups' sites were fitted before."""
         del dtype
+        refuse_power(self, problem)
         none = jnp.zeros((problem.num_groups,), bool)
         return StreamingState(none, ~(none if problem.known is None else problem.known), jnp.asarray(problem.continued))
 

@@ -109,10 +109,12 @@ class LocalELBO(BatchSolver):
 
         a E_q[log p(y_m | theta)] - KL(q || q / t_m^a),
 
-    and takes an a-th of the change (power EP's update, with the divergence turned round). Every power has the fixed point
-    of power 1. Joint steps are then ``a / M``, so that q goes to the mean of what the groups ask for. Of a quadratic factor
-    of curvature h under sites of precision s, a round leaves ``s / (s + h)`` of the way at a = M/2, and ``(M - 1) s /
-    ((M - 1) s + h)`` at 1; a larger power lets differences between groups swing.
+    and moves q's location an a-th of the way there, at the precision that q comes to, which moves as at power 1 (power EP's
+    update, with the divergence turned round, takes an a-th of both). Every power has the fixed point of power 1. Joint steps
+    are then ``a / M``. Where precisions stand still, a round leaves ``s / (s + h)`` of the way to a quadratic factor of curvature
+    h under sites of precision s at a = M/2, and ``(M - 1) s / ((M - 1) s + h)`` at 1; a larger power lets differences between
+    groups swing. Where sites begin at 1 nothing holds q back, and a power is slower: ten groups that agree go .99 of the way in
+    a round at 1, and .20 at 5. ``Streaming`` and ``Committee``, which do not come back to a group, refuse it.
 
     With ``local_reparameterisation`` every row of a batch takes its own draw of what it sees of a mean-field q: where that is
     ``h^T w``, as in the layers of a network, it is normal with location ``h^T m`` and variance ``(h^2)^T v``. Gradients have the

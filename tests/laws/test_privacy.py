@@ -856,6 +856,9 @@ def test_what_was_asked_for_counts_whether_or_not_it_was_absorbed(added, monkeyp
     assert [int(c._memory.releases) for c in sums.clients] == [4, 4, 4]
     again = pvi.run(KEY, 1, init_state=found.state, progress_bar=False)
     assert again.epsilon == solver.epsilon(5)
+    # A state that is gone back from: its visits were made.
+    again = pvi.run(KEY, 1, init_state=found.state, progress_bar=False)
+    assert again.epsilon == solver.epsilon(6) == solver.epsilon(sums.asked)
     pvi.runtime.settle(again.state)
     own = [np.sum([c.site[i] for c in sums.clients], axis=0) for i in range(2)]
     for a, b in zip(own, jax.tree.leaves(again.state.sites.groups), strict=True):
@@ -880,6 +883,10 @@ def test_a_private_client_answers_visits_alone_and_draws_by_all_that_is_asked(ad
     alone = Client(location, AutoMultivariateNormal(location), "a", Y[:2], solver=solver, like=PUBLIC)
     with pytest.raises(PVIError, match="under DifferentialPrivacy it answers visits alone"):
         alone._reply(Message("look?", {"how": look, "q": (np.zeros((1, 1)),), "rest": ()}))
+    # Nor one that comes with a visit.
+    visit = {"how": fields["how"] | {"look": look}, "q": (), "rest": ()}
+    with pytest.raises(PVIError, match="under DifferentialPrivacy it answers visits alone"):
+        alone._reply(Message("visit?", visit))
     ask = fields | {"how": look, "q": (np.zeros((1, 1)),), "run": "another", "sequence": 99}
     with pytest.raises(PVIError, match="under DifferentialPrivacy it answers visits alone"):
         client.contribute(encode(Message("sum?", ask), _exchange.RECORDS), sums.capacity)

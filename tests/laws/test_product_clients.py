@@ -10,6 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.optim import Adam
 
 from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi.clients import InProcess
@@ -116,6 +117,10 @@ CELLS = {
     "elbo-synchronous": (line, ELBO, Synchronous()),
     "elbo-asynchronous": (line, ELBO, Asynchronous(delays={"a": 1.0, "b": 2.5, "c": 1.0})),
 }
+CELLS |= {
+    "params-synchronous": (ridge, NaturalGradient(), Synchronous()),
+    "params-sequential": (ridge, NaturalGradient(), Sequential()),
+}
 if importlib.util.find_spec("dp_accounting"):
     CELLS["private-synchronous"] = line, DifferentialPrivacy(ELBO, 1.0, 1.0), Synchronous(damping=0.5)
 QUICK = ["line-sequential", "drawn-synchronous"]
@@ -126,6 +131,7 @@ def made(name, runtime=None, model=None, **options):
     own, solver, schedule = CELLS[name]
     model = own if model is None else model
     split = Partition(model, "data", LABELS)
+    options |= {"optim": Adam(0.1)} if model is ridge else {}
     return PVI(split, AutoExponentialFamily(model), solver=solver, schedule=schedule, runtime=runtime, **options)
 
 

@@ -1,5 +1,6 @@
 """A server under families that has no row: clients tell what factors are conjugate in, and the fit is that of one process."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi.clients import Client, InMemorySums, InProcess, SummedClients
@@ -26,12 +28,14 @@ from tests.laws.test_product_clients import (
     assert_same,
     assert_same_fit,
     line,
+    ridge,
 )
 from tests.test_rowless import Unread
 
 ORDER = np.argsort(LABELS, kind="stable")
 QUICK = ["conjugate-synchronous", "ep-synchronous"]
 SLOW = [
+    "params-synchronous",
     "drawn-synchronous",
     "odds-synchronous",
     "line-sequential",
@@ -55,16 +59,21 @@ def clients_of(name, model=None):
     return [Client(model, AutoExponentialFamily(model), x, *rows_of(name, x), solver=solver) for x in "abc"]
 
 
+def optim(model):
+    return Adam(0.1) if model is ridge else None
+
+
 def server(name, clients=None):
     model, solver, schedule = CELLS[name]
     runtime = InProcess(clients=clients or clients_of(name))
-    return PVI(model, AutoExponentialFamily(model), solver=solver, schedule=schedule, runtime=runtime)
+    return PVI(model, AutoExponentialFamily(model), optim(model), solver=solver, schedule=schedule, runtime=runtime)
 
 
 @functools.cache
 def here(name):
     model, solver, schedule = CELLS[name]
-    pvi = PVI(Partition(model, "data", LABELS[ORDER]), AutoExponentialFamily(model), solver=solver, schedule=schedule)
+    how = {"solver": solver, "schedule": schedule}
+    pvi = PVI(Partition(model, "data", LABELS[ORDER]), AutoExponentialFamily(model), optim(model), **how)
     return pvi, pvi.run(KEY, 3, *rows_of(name), progress_bar=False)
 
 
@@ -135,7 +144,10 @@ def test_a_client_that_joins_is_a_group_of_the_exact_posterior():
         own = [Client(rated, AutoExponentialFamily(rated), x, np.array(counts[x])) for x in labels]
         return PVI(rated, AutoExponentialFamily(rated), runtime=InProcess(clients=own))
 
-    state = with_clients("ab").run(KEY, 2, progress_bar=False).state
+    pair = with_clients("ab")
+    state = pair.run(KEY, 2, progress_bar=False).state
+    with pytest.raises(PVIError, match="client 'a' has no latents of its own under AutoExponentialFamily"):
+        pair.runtime.clients[0].posterior()
     all_three = with_clients("abc")
     joined = all_three.add_group(state, "c", num_steps=2)
     q = all_three.posterior(joined)["rate"]
@@ -154,5 +166,7 @@ def test_what_clients_have_found_differently_is_drawn():
     blind = FactorStructure((LatentRole("a", "absent"), LatentRole("tau", "exact", 0, 1, proved=True)))
     assert joined_structure([both, both], family, "auto") == both
     assert joined_structure([bent, both], family, "auto").drawn == ("a",)
+    seen = [dataclasses.replace(both, cells=(("a", terms),)) for terms in (("y",), ("y", "z"))]
+    assert joined_structure(seen, family, "auto").cells == (("a", ("y", "z")),)
     found = joined_structure([blind, both], family, "auto")
     assert found.conjugate == ("a", "tau") and found.evidence == "found" and not found.drawn

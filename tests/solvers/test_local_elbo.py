@@ -20,7 +20,7 @@ from numpyro_pvi import PVI, Partition
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.families import NormalFamily
 from numpyro_pvi.runtime import LaxMap
-from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
+from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, StochasticSubset, Streaming, Synchronous
 from numpyro_pvi.solvers import Derivatives, DifferentialPrivacy, LocalELBO, NaturalGradient, StochasticNaturalGradient
 from tests.laws import oracles
 from tests.laws.models import (
@@ -294,6 +294,15 @@ def test_every_power_ends_at_the_mean_field_posterior():
     end = np.concatenate([loc, 1 / variances])[None]
     assert max(far(recursion(power, 400)[-1:], end) for power in (1.0, 1.5, 2.0)) < 1e-6
     assert far(trajectory(2.0, 40)[-1:], end) < 0.02
+
+
+@pytest.mark.parametrize("schedule", [Streaming(), Committee()], ids=["streaming", "committee"])
+def test_a_power_is_refused_where_no_group_is_visited_again(schedule):
+    """A part of every change would be all that is ever taken."""
+    model = make_independent_linear()
+    pvi = PVI(Partition(model, "data", LABELS), AutoDiagonalNormal(model), solver=allowing(2.0), schedule=schedule)
+    with pytest.raises(PVIError, match=r"LocalELBO\(power=2.0\) go a part of the way each"):
+        pvi.init(KEY, X, Y)
 
 
 @pytest.mark.parametrize(("power", "kept"), [(1.0, 9.0), (5.0, 1.0)])
