@@ -13,9 +13,9 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 
 import numpyro_pvi._state_marginals as readings
 import numpyro_pvi.families._gaussian as gaussian
-import numpyro_pvi.runtime._local as _local
 import numpyro_pvi.runtime._local as local
 import numpyro_pvi.schedules._acceptance as base
+import numpyro_pvi.schedules._contract as contract
 import numpyro_pvi.schedules._sequential as sequential
 import numpyro_pvi.schedules._synchronous as synchronous
 from numpyro_pvi.expectations import QuadraticProgram
@@ -64,7 +64,7 @@ def test_wrong_sign_of_the_target(monkeypatch):
 
 @pytest.mark.parametrize("schedule", [Sequential(damping=0.5), Synchronous(damping=0.5)], ids=["cyclic", "parallel"])
 def test_missing_damping(monkeypatch, schedule):
-    for module in (_local, sequential):
+    for module in (contract, sequential):
         monkeypatch.setattr(module, "damp", lambda old, new, damping: new)
     assert checks.conjugate(linear_fit(schedule=schedule), NOISE, damping=0.5) > FAR
 
