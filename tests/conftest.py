@@ -85,22 +85,29 @@ def pytest_collection_modifyitems(config, items):
     left = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
     if config.getoption("--brief") or config.getoption("--sample"):
         left |= _beyond_a_sample([item for item in items if item not in left])
-    listed = set(listed_as_whole())
-    _refuse_unknown(listed, items)
-    heavy = {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & listed}
+    heavy, sampled = map(set, listed_as_whole())
+    _refuse_unknown(heavy | sampled, items)
     if config.getoption("--brief"):
-        left |= heavy
+        left |= _named(items, heavy | sampled)
     elif config.getoption("--sample"):
-        left |= _heavy_beyond_one([item for item in items if item not in left], heavy)
+        left |= _heavy_beyond_one([item for item in items if item not in left], _named(items, heavy))
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
 
 
 def listed_as_whole():
-    """The node ids of ``whole.txt``."""
-    lines = (HERE / "whole.txt").read_text().splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    """The node ids of ``whole.txt``: those of which a sample has one where no other is left, and those that it has all of."""
+    heavy, sampled = (HERE / "whole.txt").read_text().split("[sampled]\n")
+    return [
+        [line.strip() for line in part.splitlines() if line.strip() and not line.startswith("#")]
+        for part in (heavy, sampled)
+    ]
+
+
+def _named(items, listed):
+    """The tests that are listed, by their own id or all sets of parameters at once."""
+    return {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & listed}
 
 
 def _refuse_unknown(listed, items):
