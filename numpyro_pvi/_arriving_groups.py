@@ -14,9 +14,9 @@ import numpy as np
 from ._driver import Progress
 from ._group_lifecycle import all_absent, position, refuse_absent, refuse_tied, rows_of
 from ._state import Plan, PVIState
-from ._user_inputs import check_run, check_state, positional_names
+from ._user_inputs import check_run, check_state
 from .errors import NonFiniteLossError, PartitionError, SkippedGroupError, StateError
-from .factors import Arrival, check_data, count_rows, signature_of
+from .factors import Arrival, check_data, count_rows, positional_names, signature_of
 from .handlers import GroupTable, known_labels, labels_table, one_group_table, plain
 from .sites import SiteStack, keep_slots, stack_sites
 

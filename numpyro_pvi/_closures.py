@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
 import pickle
 import re
@@ -44,6 +45,7 @@ from .factors import (
     is_latent,
     is_observed,
     join_arguments,
+    positional_names,
     split_arguments,
 )
 from .handlers import FullPlates
@@ -745,13 +747,36 @@ def follows(verb: Callable | None = None, *, trace: bool = True) -> Any:
     """
     if verb is None:
         return functools.partial(follows, trace=trace)
+    own = {p.name for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
     @functools.wraps(verb)
     def turn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if shared := own & kwargs.keys():
+            _refuse_shared(verb.__name__, self.model, shared, len(args) - 1)
         with _TURN, self._followed.turn(trace):
             return verb(self, *args, **kwargs)
 
     return turn
+
+
+def _refuse_shared(verb: str, model: Callable, names: set[str], count: int) -> None:
+    """Raise where a keyword is the verb's own and a parameter of the model that no positional argument is for.
+
+    Args:
+        verb: name of the method.
+        model: the NumPyro model.
+        names: keywords of the call that are the method's own.
+        count: positional arguments of the model.
+
+    Raises:
+        PVIError: naming the keyword.
+    """
+    for place, name in enumerate(positional_names(model)):
+        if name in names and place >= count:
+            raise PVIError(
+                f"{name}= is a keyword of PVI.{verb}, and the model has a parameter of that name, which would not get it: pass the "
+                f"model's arguments up to {name!r} by position."
+            )
 
 
 # ----------------------------------------------------------------------------------------------------- the prior of now

@@ -43,20 +43,46 @@ def initial_params(found: dict, given: dict | None, has_optim: bool) -> dict:
             "pass an optimiser, PVI(model, guide, numpyro.optim.Adam(0.01)), or give them a prior with numpyro.sample."
         )
 
-    def like(value, default):
-        return jnp.asarray(value, jnp.result_type(default))
+    return {n: _like(n, (given or {}).get(n, v), v) for n, v in found.items()}
 
-    return {n: jax.tree.map(like, (given or {}).get(n, v), v) for n, v in found.items()}
+
+def _like(name: str, given: Any, default: Any) -> Any:
+    """The start of one ``numpyro.param`` site, of the structure and in the dtypes that the model gives it."""
+    if jax.tree.structure(given) != jax.tree.structure(default):
+        raise PVIError(
+            f"init_params[{name!r}] is another tree than the model's numpyro.param: give it {_shapes(default)}."
+        )
+    for value, own in zip(jax.tree.leaves(given), jax.tree.leaves(default), strict=True):
+        if np.shape(value) != np.shape(own):
+            raise PVIError(
+                f"init_params[{name!r}] has shape {np.shape(value)}, and the model's numpyro.param {np.shape(own)}: give it that."
+            )
+        if not is_traced(value) and not bool(np.all(np.isfinite(value))):
+            raise PVIError(f"init_params[{name!r}], a numpyro.param, has entries that are not finite.")
+    return jax.tree.map(lambda value, own: jnp.asarray(value, jnp.result_type(own)), given, default)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(np.shape, tree)
 
 
 def init_optim(optim: Any, guide: Any, params: dict) -> Any:
-    """The optimiser's state at unconstrained values of the model's params; None without an optimiser."""
+    """The optimiser's state at unconstrained values of the model's params; None without an optimiser.
+
+    Raises:
+        PVIError: for a param outside of its constraint.
+    """
     if optim is None:
         return None
     transforms, dtype = param_transforms(guide), jnp.result_type(float)
-    return optim.init(
-        {n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()}
-    )
+    start = {n: jax.tree.map(lambda x: jnp.asarray(x, dtype), transforms[n].inv(v)) for n, v in params.items()}
+    for name, value in start.items():
+        if not is_traced(value) and not all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves(value)):
+            raise PVIError(
+                f"numpyro.param {name!r} starts outside of its constraint, or at its edge: give a value inside in init_params, or "
+                "in the model."
+            )
+    return optim.init(start)
 
 
 def away_from(guide: Any, params: dict, rng_key: Any) -> dict:

@@ -33,6 +33,7 @@ from .factors import (
     is_latent,
     join_arguments,
     model_work,
+    positional_names,
     refuse_randomness,
     refuse_unsupported,
     signature_of,
@@ -532,15 +533,6 @@ def _elbo(engine: Any, state: PVIState, loss: Callable, traced: bool) -> tuple[A
 def float_dtype():
     """The floating dtype that is switched on."""
     return jnp.result_type(float)
-
-
-def positional_names(model: Callable) -> tuple[str, ...]:
-    """Names of a model's positional parameters, for messages."""
-    try:
-        parameters = inspect.signature(model).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 def check_loss(loss: Any) -> None:

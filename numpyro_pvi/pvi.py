@@ -44,7 +44,6 @@ from ._user_inputs import (
     float_dtype,
     level_for,
     placed,
-    positional_names,
     private_start,
     refuse_elsewhere,
     refuse_held,
@@ -54,7 +53,8 @@ from ._user_inputs import (
     unseen,
 )
 from ._verified import Memory, Verifier, after_update
-from .factors import abstract_trace, as_arrays, split_arguments
+from .errors import StateError
+from .factors import abstract_trace, as_arrays, positional_names, split_arguments
 from .guides import check_guide, keeps_supports
 from .handlers import FullPlates, Partition
 from .runtime import RoundsDone, Runtime, Vmap
@@ -190,7 +190,7 @@ class PVI(SVI):
 
     @follows(trace=False)
     def update(
-        self, state: PVIState, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
+        self, state: PVIState, /, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
     ) -> tuple[PVIState, Float[Array, ""]]:
         """One round of the schedule.
 
@@ -230,13 +230,13 @@ class PVI(SVI):
         return after_update(self, done.state, on_device(np.asarray(done.losses)[0]), dynamic, static)
 
     def stable_update(
-        self, state: PVIState, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
+        self, state: PVIState, /, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any
     ) -> tuple[PVIState, Float[Array, ""]]:
         """The same as :meth:`update`: a PVI round never takes a step to an invalid q or from a non-finite factor."""
         return self.update(state, *args, forward_mode_differentiation=forward_mode_differentiation, **kwargs)
 
     @follows
-    def evaluate(self, state: PVIState, *args: Any, **kwargs: Any) -> Float[Array, ""]:
+    def evaluate(self, state: PVIState, /, *args: Any, **kwargs: Any) -> Float[Array, ""]:
         """Negative global ELBO at a state, in nats; ``update``'s loss equals this at the state it returns.
 
         Groups whose rows are not at hand count by their sites, which stand in for their factors up to a constant: losses
@@ -422,7 +422,7 @@ class PVI(SVI):
         return group_view(state, group, "cavity")
 
     @follows
-    def log_evidence(self, state: PVIState, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
+    def log_evidence(self, state: PVIState, /, *args: Any, with_error: bool = False, **kwargs: Any) -> Any:
         """Estimate of log p(y) in nats: the global ELBO, a lower bound, for variational solvers; EP's own if moments are matched.
 
         Where expectations are by draws, the ELBO is the mean over 16 fresh sets of them, a lower bound up to its standard error;
@@ -572,7 +572,7 @@ class PVI(SVI):
 
     @follows
     def prequential(
-        self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any
+        self, state: PVIState, /, *args: Any, rng_key: Any, num_samples: int = 1000, **kwargs: Any
     ) -> diagnostics.LogScore:
         """Predict, then update: log predictive density, under q, of a group's rows before it is added.
 
@@ -601,7 +601,14 @@ class PVI(SVI):
 
     @follows
     def khat(
-        self, state: PVIState, *args: Any, rng_key: Any, num_samples: int = 1000, by_group: bool = False, **kwargs: Any
+        self,
+        state: PVIState,
+        /,
+        *args: Any,
+        rng_key: Any,
+        num_samples: int = 1000,
+        by_group: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Pareto k-hat of importance weights from q to the exact posterior: below .7 q is usable, below .5 good.
 
@@ -641,14 +648,21 @@ class PVI(SVI):
 
     @follows
     def to_arviz(
-        self, rng_key: Any, state_or_result: PVIState | PVIRunResult, *args: Any, num_samples: int = 1000, **kwargs: Any
+        self,
+        rng_key: Any,
+        state_or_result: PVIState | PVIRunResult,
+        /,
+        *args: Any,
+        num_samples: int = 1000,
+        **kwargs: Any,
     ) -> Any:
         """Posterior draws and log-likelihoods as ArviZ data, with chain and draw dimensions.
 
         Args:
             rng_key: random key.
             state_or_result: a state, or what ``run`` returned; that has a trace, which becomes the group ``rounds``.
-            args: the model's positional arguments.
+            args: the model's positional arguments. After ``add_group``, ``revisit`` or ``forget_group`` those of any rows, all of
+                them or the latest; of models with latents inside the plate the latest.
             num_samples: draws.
             kwargs: the model's keyword arguments.
 
@@ -663,7 +677,7 @@ class PVI(SVI):
         elsewhere = self.runtime.elsewhere is not None
         if not elsewhere:
             refuse_held(state, "to_arviz")
-        args, kwargs = self._checked_arguments(state, args, kwargs)
+        args, kwargs = self._shown_arguments(state, args, kwargs)
         model, trace = FullPlates(state.plan.partition.model(self.model)), getattr(state_or_result, "trace", None)
         if elsewhere:
             return self._fit.shared_to_arviz(self, state, args, kwargs, rng_key, num_samples, trace)
@@ -765,6 +779,18 @@ class PVI(SVI):
             self._followed.renew_guide(self.guide)
         prepare_guide(self, state, args, kwargs)
         return args, kwargs
+
+    def _shown_arguments(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Checked arguments of rows that are read at draws from q alone: any rows, where some groups' are not at hand."""
+        try:
+            return self._checked_arguments(state, args, kwargs)
+        except StateError:
+            if not state.plan.absent or state.plan.own_latents:
+                raise
+            args, kwargs = self._arguments(args, kwargs, state)
+            Newcomers(self).count(state, "the rows to be shown", args, kwargs)
+            prepare_guide(self, state, args, kwargs)
+            return args, kwargs
 
     def _partitions(self, trace: dict) -> tuple[Partition, ...]:
         """The partition that the user gave, or those that stand in for it, the first choice first."""

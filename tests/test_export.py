@@ -12,7 +12,7 @@ import pytest
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 
-from numpyro_pvi import PVI, PVIError
+from numpyro_pvi import PVI, PVIError, StateError
 from numpyro_pvi.export import to_arviz
 
 ROWS = 40
@@ -261,3 +261,21 @@ class TestOfAFit:
         np.testing.assert_allclose(array(idata, "log_likelihood", "y"), expected, rtol=1e-3, atol=1e-3)
         same = pvi.to_arviz(rng_key, result.state, *data, num_samples=300)
         np.testing.assert_array_equal(array(same, "posterior", "w"), w)
+
+
+def test_rows_of_all_groups_are_shown_after_one_has_come():
+    X, y = np.linspace(-1.0, 1.0, 12).reshape(6, 2), np.linspace(0.0, 1.0, 6)
+
+    def line(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("obs", dist.Normal(X @ w, 0.5), obs=y)
+
+    pvi = PVI(line, AutoMultivariateNormal(line), num_groups=2)
+    state = pvi.run(jax.random.key(0), 2, X[:4], y[:4], progress_bar=False).state
+    state = pvi.add_group(state, "new", X[4:], y[4:], num_steps=2)
+    for rows in (slice(None), slice(4, None), slice(0, 3)):
+        data = pvi.to_arviz(jax.random.key(1), state, X[rows], y[rows], num_samples=5)
+        assert data["log_likelihood"]["obs"].shape == (1, 5, len(y[rows]))
+    with pytest.raises(StateError):
+        pvi.to_arviz(jax.random.key(1), state, X[:, :1], y, num_samples=5)

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_pvi import PVI, AutoExponentialFamily, DataError, GuideError, Partition, PartitionError, PVIError
+from numpyro_pvi import PVI, AutoExponentialFamily, DataError, GuideError, Partition, PartitionError, PVIError, StateError
 from numpyro_pvi.schedules import Asynchronous, Decentralized
 from numpyro_pvi.schedules._network import delay_sampler
 
@@ -146,3 +146,23 @@ def test_an_agent_alone_needs_no_neighbours():
     result = pvi.run(KEY, 30, X, Y, tol=1e-6, progress_bar=False)
     precision = np.eye(2) / 9 + X.T @ X / 0.25
     np.testing.assert_allclose(result.params["auto_loc"], np.linalg.solve(precision, X.T @ Y / 0.25), rtol=1e-3)
+
+
+def of_states(state, y, num_samples=0.7):
+    """A model whose parameters have names that verbs of PVI have too."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", y.shape[0]):
+        numpyro.sample("obs", dist.Normal(w[state], num_samples), obs=y)
+
+
+def test_arguments_of_a_model_may_be_called_state():
+    rows = {"state": np.array([0, 1, 0, 1]), "y": np.array([0.1, 1.2, 0.3, 0.9])}
+    pvi = PVI(of_states, AutoDiagonalNormal(of_states), num_groups=2)
+    state = pvi.run(jax.random.key(0), 2, progress_bar=False, **rows).state
+    assert float(pvi.update(state, **rows)[1]) == pytest.approx(float(pvi.evaluate(state, **rows)), abs=1e-4)
+    assert np.isfinite(pvi.log_evidence(state, **rows))
+    with pytest.raises(PVIError, match=r"num_samples= is a keyword of PVI.khat, and the model has a parameter of that name"):
+        pvi.khat(state, rng_key=jax.random.key(1), num_samples=200, **rows)
+    # By position there is no doubt whose it is; the state was made with keywords.
+    with pytest.raises(StateError, match="arguments are not those"):
+        pvi.khat(state, *rows.values(), 0.7, rng_key=jax.random.key(1), num_samples=200)

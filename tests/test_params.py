@@ -61,3 +61,26 @@ def test_an_optimiser_that_searches_fits_the_params_of_a_model():
 def test_what_is_no_optimiser_is_refused(optim):
     with pytest.raises(PVIError, match=r"optim=.*expected an optimiser of numpyro.optim, .*\(0.01\)"):
         PVI(model, AutoDiagonalNormal(model), optim)
+
+
+def positive(y):
+    scale = numpyro.param("scale", jnp.ones(2), constraint=dist.constraints.positive)
+    w = numpyro.sample("w", dist.Normal(0.0, scale).to_event(1))
+    with numpyro.plate("data", y.shape[0]):
+        numpyro.sample("obs", dist.Normal(w.sum(), 0.7), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        (np.ones(3), r"init_params\['scale'\] has shape \(3,\), and the model's numpyro.param \(2,\)"),
+        (np.array([1.0, np.nan]), r"init_params\['scale'\], a numpyro.param, has entries that are not finite"),
+        (np.array([2.0, -1.0]), r"numpyro.param 'scale' starts outside of its constraint"),
+        ({"a": 1.0}, r"init_params\['scale'\] is another tree than the model's numpyro.param: give it \(2,\)"),
+    ],
+    ids=["shape", "nan", "outside", "tree"],
+)
+def test_a_start_that_a_param_cannot_have_is_refused_by_its_name(start, said):
+    pvi = PVI(positive, AutoDiagonalNormal(positive), numpyro.optim.Adam(0.1), num_groups=2)
+    with pytest.raises(PVIError, match=said):
+        pvi.init(jax.random.key(0), jnp.asarray(Y), init_params={"scale": start})

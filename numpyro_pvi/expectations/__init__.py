@@ -74,7 +74,7 @@ from ._tilted import (
     with_settings,
 )
 from ._tilted_rows import RowReport, row_sites_zero, row_targets, tilted_rows
-from .quadrature import refined, rule_index
+from .quadrature import log_expectation_1d, refined, rule_index
 
 __all__ = [
     "FIXED_RULES",
@@ -135,6 +135,7 @@ __all__ = [
     "grid_of",
     "least_ess",
     "linear_tilted",
+    "log_expectation_1d",
     "log_densities_at",
     "log_density_at",
     "no_chains",

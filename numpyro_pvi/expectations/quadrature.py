@@ -25,6 +25,7 @@ from ._rules import RULES, SD_LIMITS, TARGET, locate_features, node_table
 
 RowFn2D = Callable[[Array, Array], Array]
 
+_HALF_LOG_2PI = 0.5 * np.log(2 * np.pi)
 _NUM_OUTER = {"float64": 96, "float32": 64}
 _NUM_INNER = {"float64": 112, "float32": 72}
 
@@ -605,6 +606,60 @@ def expect_1d(
     if rule is None:
         rule = choose_rule(row_fn, mean, sd)
     return _dispatch(lambda *a: _fixed(row_fn, *a), lambda *a: _mapped(row_fn, *a), rule, num_rules, (mean, sd))
+
+
+# Where the largest value of an integrand is looked for: so many prior sds to both sides, then ever finer about the best.
+_FARTHEST, _LOOKS, _ZOOMS = 40.0, 81, 8
+# Nodes along t, of distances ``width sinh(t)`` from it, out to so many prior sds or widths.
+_STRETCHED, _REACH = 161, 12.0
+# The width is the largest distance, of the prior sd halved again and again, at which the log of the integrand has fallen by this.
+_FALL, _HALVINGS = 0.5, 24
+
+
+def log_expectation_1d(row_fn: RowFn, mean: Float[Array, "*rows"], sd: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """``log E exp(psi)`` of every row under u ~ N(mean, sd^2), in nats, wherever the mass of the product is and however narrow.
+
+    The trapezoidal rule about the largest value of ``psi(u) + log N(u)``, in ``t`` with ``u = mode + width sinh(t)``: nodes as
+    close as the product is narrow there, and as far as its tails go. The largest term is taken off before any is exponentiated.
+    For products with one peak that matters; a second one is met if it is not narrow beside its distance from the first. A kink
+    costs about 1e-4 nats.
+
+    Args:
+        row_fn: elementwise psi, rows to rows, in nats; minus infinity where the density is 0.
+        mean: mean of each row's predictor.
+        sd: standard deviation of each row's predictor, > 0.
+
+    Returns:
+        One number a row; minus infinity where the density is 0 at every place that was looked at.
+    """
+    mean, sd = jnp.broadcast_arrays(mean, sd)
+
+    def log_product(u: Array) -> Array:
+        value = row_fn(u) - 0.5 * ((u - mean) / sd) ** 2
+        return jnp.where(jnp.isnan(value), -jnp.inf, value)
+
+    def values(offsets: Array, about: Array) -> Array:
+        return jax.lax.map(lambda offset: log_product(about + offset), offsets)
+
+    grid = jnp.linspace(-1.0, 1.0, _LOOKS, dtype=mean.dtype)
+
+    def zoom(_: Any, at: tuple[Array, Array]) -> tuple[Array, Array]:
+        mode, span = at
+        found = values(grid.reshape(-1, *(1,) * mean.ndim) * span, mode)
+        # Between the best and its neighbours on both sides.
+        return mode + grid[jnp.argmax(found, axis=0)] * span, span * (4.0 / (_LOOKS - 1))
+
+    mode, _ = jax.lax.fori_loop(0, _ZOOMS, zoom, (mean, _FARTHEST * sd))
+    top = log_product(mode)
+    distances = 2.0 ** -jnp.arange(_HALVINGS, dtype=mean.dtype).reshape(-1, *(1,) * mean.ndim) * sd
+    near = jnp.minimum(values(distances, mode), values(-distances, mode)) > top - _FALL
+    width = jnp.max(jnp.where(near, distances, distances[-1]), axis=0)
+    reach = jnp.arcsinh(_REACH * jnp.maximum(sd / width, 1.0) + jnp.abs(mode - mean) / width)
+    t = jnp.linspace(-1.0, 1.0, _STRETCHED, dtype=mean.dtype).reshape(-1, *(1,) * mean.ndim) * reach
+    step = 2.0 * reach / (_STRETCHED - 1)
+    terms = values(width * jnp.sinh(t), mode) - top + jnp.log(jnp.cosh(t))
+    scale = jnp.log(width * step) - jnp.log(sd) - _HALF_LOG_2PI
+    return jnp.where(jnp.isfinite(top), top + jax.nn.logsumexp(terms, axis=0) + scale, top)
 
 
 def expect_2d(

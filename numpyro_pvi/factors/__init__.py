@@ -8,6 +8,7 @@ from ._arguments import (
     check_finite_arguments,
     check_same_signature,
     join_arguments,
+    positional_names,
     signature_of,
     split_arguments,
 )
@@ -144,6 +145,7 @@ __all__ = [
     "claimed_prior_factor",
     "claimed_rows",
     "claimed_term",
+    "positional_names",
     "predictor_terms",
     "claims_likelihood",
     "count_rows",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Hashable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
@@ -275,6 +276,15 @@ def _is_array(leaf: Any) -> bool:
 
 def _can_be_nonfinite(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def positional_names(model: Callable) -> tuple[str, ...]:
+    """Names of a model's positional parameters, for messages."""
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 def _convert(leaf: Any, name: str) -> Any:

@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 from jaxtyping import Array, Float
 
 from ..errors import PVIError
-from ..expectations import FIXED_RULES
+from ..expectations import FIXED_RULES, log_expectation_1d
 from ..expectations.quadrature import expect_1d
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -120,11 +120,8 @@ class LogDensity:
     def log_predictive(
         self, params: Any, y: Array, mean: Float[Array, "N"], variance: Float[Array, "N"]
     ) -> Float[Array, "N"]:
-        """By quadrature of the density, relative to the one at the mean so that it does not underflow."""
-        rows = self._rows(params, y)
-        here = rows(mean)
-        found = expect_1d(lambda f: jnp.exp(rows(f) - here), mean, jnp.sqrt(variance), rule=self.rule)
-        return here + jnp.log(found.value)
+        """By quadrature about the most likely value of the predictor, given the row."""
+        return log_expectation_1d(self._rows(params, y), mean, jnp.sqrt(variance))
 
 
 def from_distribution(

@@ -246,7 +246,7 @@ class SparseGP:
         name = state.arrived if name is None else name
         if name in state.names:
             raise PVIError(f"add_batch(name={name!r}): that batch is there already; revisit takes its rows again.")
-        X, y = self._rows(state, name, X, y)
+        X, y = self._rows(state, f"batch {name!r}", X, y)
         if self.pseudo == "private":
             at = self._own_inputs(state, name, X, 10 if pseudo_inputs is None else pseudo_inputs)
             others = state.process
@@ -279,7 +279,7 @@ class SparseGP:
             ImproperError: the bound is not finite at the batch.
         """
         k = self._place(state, name)
-        X, y = self._rows(state, name, X, y)
+        X, y = self._rows(state, f"batch {name!r}", X, y)
         without = dataclasses.replace(state, batches=state.batches[:k] + state.batches[k + 1 :])
         process = None
         if self.pseudo == "private":
@@ -357,9 +357,12 @@ class SparseGP:
 
         Returns:
             Log densities, those of q over hyperparameters' mixture where there is one.
+
+        Raises:
+            PVIError: where there is not one finite observation for every row of inputs.
         """
-        X = _inputs("log_predictive: X", X, state.process.inputs.shape[1], state.process.root.dtype)
-        scores = self._run(_predicted, state, X=X, y=jnp.asarray(y))[2]
+        X, y = self._rows(state, "log_predictive", X, y)
+        scores = self._run(_predicted, state, X=X, y=y)[2]
         return logsumexp(scores, axis=0) - jnp.log(len(scores))
 
     def free_energy(self, state: SparseGPState) -> Float[Array, ""]:
@@ -574,15 +577,13 @@ class SparseGP:
             raise PVIError(f"there is no batch {name!r}: the batches of this state are {known}.")
         return state.names.index(name)
 
-    def _rows(self, state: SparseGPState, name: Hashable, X: Any, y: Any) -> tuple[Array, Array]:
-        X = _inputs(f"batch {name!r}: X", X, state.process.inputs.shape[1], state.process.root.dtype)
+    def _rows(self, state: SparseGPState, what: str, X: Any, y: Any) -> tuple[Array, Array]:
+        X = _inputs(f"{what}: X", X, state.process.inputs.shape[1], state.process.root.dtype)
         y = jnp.asarray(y)
         if y.shape != X.shape[:1]:
-            raise PVIError(
-                f"batch {name!r}: y has shape {y.shape}, expected ({len(X)},), one observation for every row of X."
-            )
+            raise PVIError(f"{what}: y has shape {y.shape}, expected ({len(X)},), one observation for every row of X.")
         if not is_traced(y) and not bool(jnp.all(jnp.isfinite(y))):
-            raise PVIError(f"batch {name!r}: y has entries that are not finite.")
+            raise PVIError(f"{what}: y has entries that are not finite.")
         return X, y
 
     def _check_kernel(self, params: Any, num_inputs: int) -> None:

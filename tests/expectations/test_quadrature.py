@@ -19,8 +19,10 @@ from numpyro_pvi.expectations.quadrature import (
     expect_1d,
     expect_2d,
     gaussian_law,
+    log_expectation_1d,
     rule_index,
 )
+from tests.conftest import X64
 
 SDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 MEANS = (0.0, 2.0, -10.0)
@@ -447,3 +449,38 @@ def test_derivatives_in_whitened_coordinates_and_back():
     assert_allclose(np.array(found[0]), jax.grad(lambda z: psi(of(z)))(z), rtol=1e-5)
     assert_allclose(np.array(found[1]), np.array([wanted[0, 0], wanted[0, 1], wanted[1, 1]]), rtol=1e-5)
     assert_allclose(np.array(law.unwhiten_hess(found[1])), np.array(hess), rtol=1e-4)
+
+
+# Rows of log-densities, by NumPy or JAX, and observations of them, some where nobody expects any.
+DENSITIES = {
+    "narrow": (lambda u, y, xp: -0.5 * ((y - u) / 0.05) ** 2 + 3.0, (0.0, 1.0, 40.0)),
+    "poisson": (
+        lambda u, y, xp: y * u - xp.exp(xp.minimum(u, 80.0)) - special.gammaln(y + 1.0),
+        (0.0, 60.0, 200.0, 1000.0),
+    ),
+    "student": (lambda u, y, xp: -1.5 * xp.log1p(((y - u) / 0.05) ** 2 / 2), (0.0, 3.0, 30.0)),
+    "laplace": (lambda u, y, xp: -xp.abs(y - u) / 0.05, (0.1, 9.0)),
+    "bernoulli": (lambda u, y, xp: -xp.logaddexp(0.0, -y * u), (1.0, -1.0)),
+}
+
+
+def by_a_fine_grid(row, y, mean, sd):
+    """Two million nodes within forty sds: close enough for a width of a fortieth of one."""
+    u = np.linspace(mean - 40 * sd, mean + 40 * sd, 2_000_001)
+    terms = row(u, y, np) - 0.5 * ((u - mean) / sd) ** 2
+    return special.logsumexp(terms) + np.log((u[1] - u[0]) / sd) - 0.5 * np.log(2 * np.pi)
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_the_log_of_an_expected_density_wherever_its_mass_is(name):
+    row, ys = DENSITIES[name]
+    found = log_expectation_1d(
+        lambda u: row(u, np.array(ys, u.dtype), jnp), jnp.full(len(ys), 0.3), jnp.full(len(ys), 2.0)
+    )
+    exact = np.array([by_a_fine_grid(row, y, 0.3, 2.0) for y in ys])
+    # In single precision psi itself is known to some 1e-7 of its terms; a kink costs a trapezoid's h^2 / 12.
+    assert np.all(np.abs(found - exact) < (1e-7 if X64 and name != "laplace" else 2e-4) * (1 + np.abs(exact)))
+
+
+def test_a_density_that_is_nought_has_no_log_expectation():
+    assert log_expectation_1d(lambda u: jnp.full_like(u, -jnp.inf), jnp.zeros(2), jnp.ones(2)).tolist() == [-np.inf] * 2

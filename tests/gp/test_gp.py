@@ -417,6 +417,21 @@ def test_log_predictive_is_a_density():
     assert np.allclose(total, 1.0, atol=1e-6)
 
 
+def test_log_predictive_of_counts_that_nobody_expected_is_finite():
+    of = model("shared", gp.from_distribution(lambda f: dist.Poisson(jnp.exp(f))))
+    state = fed(of, [slice(0, 12)], LABELS)
+    score = of.log_predictive(state, NEW, np.full(7, 60))
+    assert np.all(np.isfinite(score)) and np.all(score < 0)
+
+
+@pytest.mark.parametrize("y", [Y[:7, None], Y[:1], 0.5, np.full(7, np.nan)], ids=["column", "one", "number", "nan"])
+def test_log_predictive_takes_one_finite_observation_a_row(y):
+    of = model("private")
+    state = of.add_batch(start(of), X[:3], Y[:3], pseudo_inputs=X[:3])
+    with pytest.raises(PVIError, match="log_predictive: y has"):
+        of.log_predictive(state, NEW, y)
+
+
 def test_messages_name_batch_and_argument():
     of = model("private")
     state = of.add_batch(start(of), X[:3], Y[:3], name="north")
