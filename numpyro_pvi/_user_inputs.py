@@ -361,6 +361,11 @@ def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, sch
         raise PVIError(
             "num_groups is given beside a Partition; write the number there: Partition(model, plate, num_groups)."
         )
+    if num_groups is not None and "num_groups" in positional_names(model):
+        raise PVIError(
+            f"num_groups={num_groups} is how many groups PVI makes, and the model has a parameter of that name: give its own to "
+            "run or bind it (functools.partial), and write the groups as Partition(model, plate, number)."
+        )
     if isinstance(model, Partition) and model.group is not None:
         raise PVIError("the Partition is restricted to one group; pass it without `group`.")
     kinds = (

@@ -8,7 +8,16 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_pvi import PVI, AutoExponentialFamily, DataError, GuideError, Partition, PartitionError, PVIError, StateError
+from numpyro_pvi import (
+    PVI,
+    AutoExponentialFamily,
+    DataError,
+    GuideError,
+    Partition,
+    PartitionError,
+    PVIError,
+    StateError,
+)
 from numpyro_pvi.schedules import Asynchronous, Decentralized
 from numpyro_pvi.schedules._network import delay_sampler
 
@@ -161,8 +170,18 @@ def test_arguments_of_a_model_may_be_called_state():
     state = pvi.run(jax.random.key(0), 2, progress_bar=False, **rows).state
     assert float(pvi.update(state, **rows)[1]) == pytest.approx(float(pvi.evaluate(state, **rows)), abs=1e-4)
     assert np.isfinite(pvi.log_evidence(state, **rows))
-    with pytest.raises(PVIError, match=r"num_samples= is a keyword of PVI.khat, and the model has a parameter of that name"):
+    with pytest.raises(
+        PVIError, match=r"num_samples= is a keyword of PVI.khat, and the model has a parameter of that name"
+    ):
         pvi.khat(state, rng_key=jax.random.key(1), num_samples=200, **rows)
     # By position there is no doubt whose it is; the state was made with keywords.
     with pytest.raises(StateError, match="arguments are not those"):
         pvi.khat(state, *rows.values(), 0.7, rng_key=jax.random.key(1), num_samples=200)
+
+
+def test_a_number_of_groups_that_could_be_the_models_is_refused():
+    def hierarchical(y, num_groups=2):
+        return of_states(np.zeros(y.shape[0], int), y, num_groups)
+
+    with pytest.raises(PVIError, match=r"num_groups=5 is how many groups PVI makes, and the model has a parameter"):
+        PVI(hierarchical, AutoDiagonalNormal(hierarchical), num_groups=5)
