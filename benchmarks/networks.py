@@ -308,18 +308,18 @@ def fits(part: str, quick: bool) -> list[Fit]:
         ]
         return found + [Fit(f"FedAvg, steps of {x:g}", alike, None, x, 1, rounds(40)) for x in LENGTHS]
     # Visits are short where workers disagree: q is with the classes of the last ones.
-    split = two_classes if part == "two-classes" else one_class
-    found = [
-        Fit("sequential", split, Sequential(order="random"), ALONG, 0.25, rounds(300), settings=BY_GRADIENTS),
-        Fit("synchronous", split, Synchronous(), ALONG, 1, rounds(100), settings=BY_GRADIENTS | {"power": 5.0}),
-    ]
+    split, in_turn = two_classes if part == "two-classes" else one_class, Sequential(order="random")
+    found = [Fit("sequential", split, in_turn, ALONG, 0.25, rounds(300), settings=BY_GRADIENTS)]
     if part == "two-classes":
-        step, epochs, own = TOGETHER
-        found += [
-            Fit("sequential, Adam", split, Sequential(order="random"), 1e-3, 0.25, rounds(200), settings=SLOW),
-            Fit("synchronous, Adam", split, Synchronous(), step, 1, rounds(100), settings=own),
-        ]
-    return found + [Fit(f"FedAvg, steps of {x:g}", split, None, x, 0.25, rounds(300)) for x in LENGTHS]
+        step, _, own = TOGETHER
+        found.append(Fit("synchronous, Adam", split, Synchronous(), step, 1, rounds(100), settings=own))
+        found.append(Fit("sequential, Adam", split, in_turn, 1e-3, 0.25, rounds(200), settings=SLOW))
+    found += [Fit(f"FedAvg, steps of {x:g}", split, None, x, 0.25, rounds(300)) for x in LENGTHS]
+    found.append(Fit("asynchronous", split, AT_THEIR_PACE, ALONG, 0.25, rounds(300), settings=BY_GRADIENTS))
+    if part == "one-class":
+        settings = BY_GRADIENTS | {"power": 5.0}
+        found.append(Fit("synchronous", split, Synchronous(), ALONG, 1, rounds(100), settings=settings))
+    return found
 
 
 def seeds(part: str, fit: Fit) -> range:
