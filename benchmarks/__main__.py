@@ -79,6 +79,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="with regressions, gallery, hierarchical, mixed-effects, cvi-glm, cvi-gp, cvi-gamma, first-fit, networks or papers: "
         "only these",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        help="with networks, as one of papers too: after so many no fit is begun or goes on (default: 60)",
+    )
     parser.add_argument("--kills", type=int, help="with resume: how many processes are killed (default: 50)")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
     return parser.parse_args(arguments)

@@ -110,13 +110,15 @@ def fit(
     return errors, losses, sds
 
 
-def svi_epoch(svi: SVI, num_rows: int) -> Callable[..., Any]:
-    """One epoch of SVI gradients on shuffled batches, and one loss on all rows, compiled together."""
+def svi_epoch(svi: SVI, num_rows: int, epochs: int = 1) -> Callable[..., Any]:
+    """An epoch of SVI gradients on shuffled batches, or more, and one loss on all rows, compiled together."""
     steps = num_rows // BATCH
 
     @jax.jit
     def epoch(state: Any, key: jax.Array, X: jax.Array, y: jax.Array) -> Any:
-        order = jax.random.permutation(key, num_rows)[: steps * BATCH].reshape(steps, BATCH)
+        keys = [key, *(jax.random.fold_in(key, k) for k in range(1, epochs))]
+        shuffled = [jax.random.permutation(key, num_rows)[: steps * BATCH] for key in keys]
+        order = jnp.concatenate(shuffled).reshape(epochs * steps, BATCH)
 
         def step(state: Any, rows: jax.Array) -> Any:
             return svi.update(state, X[rows], y[rows], scale=num_rows / BATCH)[0], None
@@ -128,15 +130,21 @@ def svi_epoch(svi: SVI, num_rows: int) -> Callable[..., Any]:
 
 
 def compare(
-    report: _report.Report, pvi: PVI, data: dict[str, Any], repeats: int, decides: bool, whose: str = ""
+    report: _report.Report,
+    pvi: PVI,
+    data: dict[str, Any],
+    repeats: int,
+    decides: bool,
+    whose: str = "",
+    epochs: int = 1,
 ) -> None:
-    """Seconds and bytes of a round beside those of as many SVI gradients and one loss; ``whose`` goes before captions."""
+    """Seconds and bytes of a round of so many epochs beside as many SVI gradients and one loss; ``whose`` goes before captions."""
     X, y = data["X"], data["y"]
     num_rows = X.shape[0]
     start = pvi.init(jax.random.key(0), X, y, init_params=start_params(START_SD))
     svi = SVI(network, AutoNormal(network), optax.adam(1e-3), Trace_ELBO())
     svi_state = svi.init(jax.random.key(0), X[:BATCH], y[:BATCH], init_params=start_params(START_SD))
-    epoch = svi_epoch(svi, num_rows)
+    epoch = svi_epoch(svi, num_rows, epochs)
 
     def svi_rounds() -> Any:
         state, loss = svi_state, None
@@ -161,7 +169,7 @@ def compare(
         for name, a in analyses.items()
     ]  # fmt: skip
     header = ("what", "s a round", "arguments MiB", "temporary MiB", "results MiB", "together MiB")
-    caption = f"{whose}{num_rows // BATCH} gradients of {BATCH} rows and one loss on {num_rows:,}, median of {repeats}"
+    caption = f"{whose}{epochs * (num_rows // BATCH)} gradients of {BATCH} rows and one loss on {num_rows:,}, median of {repeats}"
     report.add_table(f"{caption} runs of {TIMED_ROUNDS} rounds", header, rows)
     if decides:
         report.add_target(f"{whose}seconds of a round over SVI's", times["PVI"] / times["SVI"], 1.1)

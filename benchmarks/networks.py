@@ -3,7 +3,8 @@
 Every fit is scored by the error, the log score and the calibration error of its test probabilities, against exchanges (what a
 worker sends) and against gradients. Nothing is fitted to pooled images but the batch fit, no likelihood is tempered, and the
 prior is N(0, 1). With ``--out`` every score goes to ``networks.jsonl`` in that folder at once, and a fit that is there
-to its last round, under the same settings, is read from there.
+to its last round, under the same settings, is read from there. After ``--minutes`` no fit goes on: tables say which were
+cut, and with ``--out`` the next call begins with those.
 """
 
 import argparse
@@ -34,6 +35,8 @@ BINS = 15
 START_SD = 0.1
 # Lengths of FedAvg's gradient steps, of which the best is shown (a favour).
 LENGTHS = (0.1, 0.3)
+# Epochs over which batch VI's steps fall, beside the parts that have it; it is scored on its way, too.
+BATCH_EPOCHS = {"alike": (60,), "noise": (20, 60)}
 
 
 # ------------------------------------------------------------------------------------------------------------------ data
@@ -103,23 +106,26 @@ class Fit:
         return json.dumps(found | dict(self.settings), sort_keys=True)
 
 
-def solver(step: float, epochs: float = 1, falls: int | None = None, **changed: Any) -> LocalELBO:
+def solver(
+    step: float, epochs: float = 1, falls: int | None = None, optimiser: str = "adam", **changed: Any
+) -> LocalELBO:
     """What was found to be needed; ``changed`` takes single parts of it back.
 
     Args:
-        step: Adam's, in units of a weight.
+        step: Adam's, in units of a weight; or a gradient's factor, of the log-likelihood of all of a worker's rows.
         epochs: passes over a worker's rows in a visit.
         falls: a worker's steps, over which theirs fall along a cosine, with an optimiser that is kept; None: they never do.
+        optimiser: "adam", or "sgd" for steps along the gradient.
         changed: other settings of the solver.
 
     Returns:
-        Adam, begun anew at every visit; rows with draws of their own; precisions that go a twentieth of the way in a visit.
+        It, begun anew at every visit; rows with draws of their own; precisions that go a twentieth of the way in a visit.
     """
     settings = {"batch_size": BATCH, "local_reparameterisation": True, "precision_step": 0.05, "curvature": "steps"}
     if falls is not None:
         settings["optimiser_state"] = "keep"
     length = step if falls is None else optax.cosine_decay_schedule(step, falls)
-    return LocalELBO(optax.adam(length), epochs=epochs, **settings | changed)
+    return LocalELBO(getattr(optax, optimiser)(length), epochs=epochs, **settings | changed)
 
 
 def scores(params: dict[str, Any], data: dict[str, Any]) -> tuple[float, float, float, float]:
@@ -179,7 +185,9 @@ def averaged(fit: Fit, X: Any, y: Any, owner: np.ndarray, start: dict[str, Any])
         yield {f"{n}_auto_loc": x for n, x in w.items()} | {f"{n}_auto_scale": jnp.zeros_like(x) for n, x in w.items()}
 
 
-def curve(fit: Fit, data: dict[str, Any], seed: int, record: pathlib.Path | None = None) -> list[tuple]:
+def curve(
+    fit: Fit, data: dict[str, Any], seed: int, record: pathlib.Path | None = None, until: float = math.inf
+) -> list[tuple]:
     """Rows of the table: fit, seed, exchanges, gradients of a batch, scores, seconds so far without scoring."""
     per_round = round(fit.epochs * data["X"].shape[0] / BATCH)
     wanted = {"fit": fit.words, "seed": seed, "images": data["X"].shape[0]}
@@ -188,11 +196,16 @@ def curve(fit: Fit, data: dict[str, Any], seed: int, record: pathlib.Path | None
         for done, params, spent in timed(states(fit, data, seed), fit.rounds):
             yield fit.name, seed, done, done * per_round, *scores(params, data), spent
 
-    return kept(rows(), wanted, fit.rounds, record)
+    return kept(rows(), wanted, fit.rounds, record, until=until)
 
 
 def batch(
-    data: dict[str, Any], epochs: int, noise: float, seed: int, record: pathlib.Path | None = None
+    data: dict[str, Any],
+    epochs: int,
+    noise: float,
+    seed: int,
+    record: pathlib.Path | None = None,
+    until: float = math.inf,
 ) -> list[tuple]:
     """The same of NumPyro's SVI on all images: Adam, steps of 1e-3 that fall along a cosine, and no exchanges."""
     X, steps = data["X"], data["X"].shape[0] // BATCH
@@ -212,9 +225,14 @@ def batch(
     def rows() -> Iterator[tuple]:
         for done, params, spent in timed(epoch_by_epoch(), epochs):
             # Epochs stand in the place of rounds, and are no exchanges.
-            yield "batch VI", seed, "", done * steps, *scores(params, data), spent
+            yield batch_name(epochs), seed, "", done * steps, *scores(params, data), spent
 
-    return kept(rows(), wanted, epochs * steps, record, at=3)
+    return kept(rows(), wanted, epochs * steps, record, at=3, until=until)
+
+
+def batch_name(epochs: int) -> str:
+    """What batch VI is called in the tables."""
+    return f"batch VI, {epochs} epochs"
 
 
 def timed(params: Iterable[dict[str, Any]], last: int) -> Iterator[tuple[int, dict[str, Any], float]]:
@@ -229,7 +247,12 @@ def timed(params: Iterable[dict[str, Any]], last: int) -> Iterator[tuple[int, di
 
 
 def kept(
-    rows: Iterable[tuple], wanted: dict[str, Any], last: int, record: pathlib.Path | None, at: int = 2
+    rows: Iterable[tuple],
+    wanted: dict[str, Any],
+    last: int,
+    record: pathlib.Path | None,
+    at: int = 2,
+    until: float = math.inf,
 ) -> list[tuple]:
     """Rows as they come, written down one by one; or those of a fit that is on record up to its last row.
 
@@ -239,9 +262,10 @@ def kept(
         last: what its last row has in column ``at``.
         record: the file, or None.
         at: a column.
+        until: the time by ``time.perf_counter`` from which on nothing is begun or gone on with.
 
     Returns:
-        The rows.
+        The rows: fewer where they were cut, or none.
     """
     lines = record.read_text().splitlines() if record is not None and record.exists() else []
     found = [tuple(line["row"]) for line in map(json.loads, lines) if all(line[k] == v for k, v in wanted.items())]
@@ -249,12 +273,16 @@ def kept(
         # A fit that was cut off and begun anew is there twice up to some round.
         return list({row[at]: row for row in found if row[at] <= last}.values())
     found = []
+    if time.perf_counter() > until:
+        return found
     for row in rows:
         found.append(row)
         print(*row, flush=True)
         if record is not None:
             with record.open("a") as file:
                 file.write(json.dumps(wanted | {"row": row}) + "\n")
+        if time.perf_counter() > until:
+            break
     return found
 
 
@@ -280,13 +308,18 @@ def fits(part: str, quick: bool) -> list[Fit]:
         ]
         return found + [Fit(f"FedAvg, steps of {x:g}", alike, None, x, 1, rounds(40)) for x in LENGTHS]
     # Visits are short where workers disagree: q is with the classes of the last ones.
-    split, short = two_classes if part == "two-classes" else one_class, {"precision_step": 0.03}
-    found = [
-        Fit("sequential", split, Sequential(order="random"), 1e-3, 0.25, rounds(140), settings=short),
-        Fit("asynchronous", split, AT_THEIR_PACE, 1e-3, 0.25, rounds(140), settings=short),
-        Fit("synchronous", split, Synchronous(), 2e-3, 1, rounds(40)),
-    ]
-    return found + [Fit(f"FedAvg, steps of {x:g}", split, None, x, 0.25, rounds(140)) for x in LENGTHS]
+    split, in_turn = two_classes if part == "two-classes" else one_class, Sequential(order="random")
+    found = [Fit("sequential", split, in_turn, ALONG, 0.25, rounds(300), settings=BY_GRADIENTS)]
+    if part == "two-classes":
+        step, _, own = TOGETHER
+        found.append(Fit("synchronous, Adam", split, Synchronous(), step, 1, rounds(100), settings=own))
+        found.append(Fit("sequential, Adam", split, in_turn, 1e-3, 0.25, rounds(200), settings=SLOW))
+    found += [Fit(f"FedAvg, steps of {x:g}", split, None, x, 0.25, rounds(300)) for x in LENGTHS]
+    found.append(Fit("asynchronous", split, AT_THEIR_PACE, ALONG, 0.25, rounds(300), settings=BY_GRADIENTS))
+    if part == "one-class":
+        settings = BY_GRADIENTS | {"power": 5.0}
+        found.append(Fit("synchronous", split, Synchronous(), ALONG, 1, rounds(100), settings=settings))
+    return found
 
 
 def seeds(part: str, fit: Fit) -> range:
@@ -322,12 +355,16 @@ PARTS = {
     "two-classes": "ten workers of two classes each",
     "one-class": "ten workers of one class each",
     "noise": "random images, one label in ten wrong",
-    "ablation": "ten workers of random images, one change at a time",
     "seconds": "a round of the first two beside SVI's gradients",
+    "ablation": "ten workers of random images, one change at a time",
 }
 # Adam's steps, epochs and settings of visits that ten workers alike make in parallel, each allowing for four others.
 TOGETHER = (5e-3, 2, {"precision_step": 0.1, "power": 5.0})
 AT_THEIR_PACE = Asynchronous(("exponential", 1.0))
+# Where workers disagree: a tenth of the gradient of the mean over a worker's 6,000 rows, of whose direction all have the same
+# units; Adam's have the sizes of a worker's own gradients, so that nine small ones outvote the one that matters.
+SLOW = {"precision_step": 0.03}
+ALONG, BY_GRADIENTS = 0.1 / 6_000, SLOW | {"optimiser": "sgd"}
 # Part, fit, error in per cent, and exchanges within which it is to be reached.
 LIMITS = (
     ("alike", "sequential", 2.0, 100),
@@ -355,12 +392,38 @@ def seconds(report: _report.Report, data: dict[str, Any], decides: bool) -> None
     for fit in fits("alike", not decides)[:2]:
         visits = solver(fit.step, fit.epochs, **fit.settings)
         pvi = PVI(Partition(network, "data", owner), AutoNormal(network), solver=visits, schedule=fit.schedule)
-        compare(report, pvi, data, 3 if decides else 1, decides, f"{fit.name}: ")
+        compare(report, pvi, data, 3 if decides else 1, decides, f"{fit.name}: ", round(fit.epochs))
+
+
+def table(
+    part: str, data: dict[str, Any], quick: bool, record: pathlib.Path | None, until: float
+) -> tuple[list[tuple], list[str]]:
+    """Rows of a part's fits, and what was cut at the time ``until``."""
+    rows: list[tuple] = []
+    cut: list[str] = []
+
+    def add(found: list[tuple], name: str, at: int, last: int, what: str) -> None:
+        rows.extend(found)
+        done = found[-1][at] if found else 0
+        if done < last:
+            cut.append(f"{name} at {done:,} of {last:,} {what}")
+
+    every = fits(part, quick)
+    # Programs take long to compile.
+    for fit in (every[0], every[-1]) if quick else every:
+        for seed in range(1) if quick else seeds(part, fit):
+            found = curve(fit, data, seed, record, until)
+            add(found, f"{fit.name} (seed {seed})", 2, fit.rounds, "exchanges")
+    for epochs in BATCH_EPOCHS.get(part, ())[: 1 if quick else None]:
+        count = 2 if quick else epochs
+        found = batch(data, count, 0.1 * (part == "noise"), 0, record, until)
+        add(found, batch_name(count), 3, count * (data["X"].shape[0] // BATCH), "gradients")
+    return rows, cut
 
 
 def run(options: argparse.Namespace) -> _report.Report:
     """A table a part; ``--only`` names some; made-up images without ``--data`` decide nothing."""
-    report = _report.Report("networks")
+    report, until = _report.Report("networks"), time.perf_counter() + 60 * options.minutes
     chosen = list(PARTS) if options.only is None else options.only
     for name in chosen:
         if name not in PARTS:
@@ -372,29 +435,27 @@ def run(options: argparse.Namespace) -> _report.Report:
         record.parent.mkdir(parents=True, exist_ok=True)
     for part in chosen:
         if part == "seconds":
-            seconds(report, data, decides)
+            if time.perf_counter() > until:
+                report.add_table(f"{PARTS[part]}: not run in {options.minutes:g} minutes", ("what",), ())
+            else:
+                seconds(report, data, decides)
             continue
-        rows: list[tuple] = []
-        every = fits(part, options.quick)
-        # Programs take long to compile.
-        for fit in (every[0], every[-1]) if options.quick else every:
-            for seed in range(1) if options.quick else seeds(part, fit):
-                rows += curve(fit, data, seed, record)
-        if part in ("alike", "noise"):
-            rows += batch(data, 2 if options.quick else 60, 0.1 * (part == "noise"), 0, record)
-        report.add_table(f"{PARTS[part]}; {data['X'].shape[0]:,} images", HEADER, rows)
+        rows, cut = table(part, data, options.quick, record, until)
+        caption = f"{PARTS[part]}; {data['X'].shape[0]:,} images"
+        if cut:
+            caption += f"; cut after {options.minutes:g} minutes: {', '.join(cut)}"
+        report.add_table(caption, HEADER, rows)
         for of, fit_name, limit, exchanges in LIMITS if decides else ():
-            if of == part:
-                report.add_target(
-                    f"{part}, {fit_name}: error in {exchanges} exchanges, %", reached(rows, fit_name, exchanges), limit
-                )
+            error = reached(rows, fit_name, exchanges)
+            if of == part and error is not None:
+                report.add_target(f"{part}, {fit_name}: error in {exchanges} exchanges, %", error, limit)
     return report
 
 
-def reached(rows: list[tuple], name: str, exchanges: int) -> float:
-    """The lowest error in so many exchanges, the mean over seeds."""
+def reached(rows: list[tuple], name: str, exchanges: int) -> float | None:
+    """The lowest error in so many exchanges, the mean over seeds; None where there is no row."""
     errors: dict[int, list[float]] = {}
     for row in rows:
         if row[0] == name and row[2] <= exchanges:
             errors.setdefault(row[2], []).append(row[4])
-    return min(float(np.mean(found)) for found in errors.values())
+    return min((float(np.mean(found)) for found in errors.values()), default=None)
