@@ -196,22 +196,59 @@ def _with_groups(state: PVIState, arrival: Arrival, slots: np.ndarray, signature
     return dataclasses.replace(state, sites=sites, packing=arrival.packing, plan=plan)
 
 
-def _refuse_other_client(fresh: PVIState, state: PVIState) -> None:
-    """Raise where those that were there are not what they were, or what they are taken for is not what the state has."""
+def _other_latents(fresh: PVIState, state: PVIState) -> str | None:
+    # Of latents of rows' own there are as many as there are rows.
+    was, now = (
+        {n: "one a row" if n in x.plan.own_latents else shape for n, shape in x.plan.latent_shapes.items()}
+        for x in (state, fresh)
+    )
+    if was == now:
+        return None
+    told = [", ".join(f"{name} {shape}" for name, shape in x.items()) for x in (was, now)]
+    return f"the state has the latents {told[0]}, and the clients {told[1]}: they are of another model."
+
+
+def _other_rows(fresh: PVIState, state: PVIState) -> str | None:
     was, now = (
         dict(zip(x.plan.partition.table.labels, x.plan.partition.table.sizes, strict=True)) for x in (state, fresh)
     )
-    if other := tuple(n for n in was if was[n] != now[n]):
-        raise StateError(
-            f"client(s) {known_labels(other)} have other numbers of rows than when the state was made: give them those, or begin "
-            "anew with init."
-        )
-    kinds = [jax.tree.structure((x.prior, x.sites.prior, x.sites.groups)) for x in (fresh, state)]
-    if kinds[0] != kinds[1] or type(fresh.sites.local) is not type(state.sites.local):
-        raise StateError(
-            "add_group: the clients' structure is agreed on anew, and is not what the state has, of which a part was given up in "
-            "its rounds, or which was made with another runtime: fit all clients from the beginning, with init."
-        )
+    other = tuple(n for n in was if was[n] != now[n])
+    if not other:
+        return None
+    return (
+        f"client(s) {known_labels(other)} have other numbers of rows than when the state was made: give them those, or begin anew "
+        "with init."
+    )
+
+
+def _other_structure(fresh: PVIState, state: PVIState) -> str | None:
+    one, other = (jax.tree.structure((x.prior, x.sites.prior, x.sites.groups)) for x in (fresh, state))
+    if one == other:
+        return None
+    return (
+        "add_group: the clients' structure is agreed on anew, and is not what the state has, of which a part was given up in its "
+        "rounds: fit all clients from the beginning, with init."
+    )
+
+
+def _other_holders(fresh: PVIState, state: PVIState) -> str | None:
+    if type(fresh.sites.local) is type(state.sites.local):
+        return None
+    return (
+        "add_group: what groups hold beside their sites is held elsewhere than with these clients: the state was made with another "
+        "runtime. Fit all clients from the beginning, with init."
+    )
+
+
+# What a state that a client is to join is compared by: each says what is other, or nothing.
+_COMPARED = (_other_latents, _other_rows, _other_structure, _other_holders)
+
+
+def _refuse_other_client(fresh: PVIState, state: PVIState) -> None:
+    """Raise where those that were there are not what they were, or what they are taken for is not what the state has."""
+    for compare in _COMPARED:
+        if told := compare(fresh, state):
+            raise StateError(told)
 
 
 def _with_client(fresh: PVIState, state: PVIState, curved: bool) -> PVIState:

@@ -600,8 +600,9 @@ class Message(NamedTuple):
     fields: dict[str, Any]
 
 
-# 1 had no `own` in `client`, and less in the `rest` of `visit?`: a client of that version would answer something else.
-_FORM = Form(b"\x89PVW\r\n\x1a\n", 2, 2, 1 << 20, 1 << 30, 1 << 12)
+# 1 had no `own` in `client`, and less in the `rest` of `visit?`, 2 no `released` in `summand` and less in the `ledger` of `sum?`: a
+# client of those versions would answer something else.
+_FORM = Form(b"\x89PVW\r\n\x1a\n", 3, 3, 1 << 20, 1 << 30, 1 << 12)
 # Fields of every kind of message and their types; "any" is a label, or a key that the kind of fit may do without.
 _ASK = {"run": str, "sequence": int, "label": "any"}
 _ANSWER = {"run": str, "sequence": int, "label": "any"}
@@ -632,10 +633,20 @@ MESSAGES: dict[str, dict[str, Any]] = {
     # bytes, the last question that it answered, with the answer's, and latents of its own; nothing of it is ever sent.
     "client": {**_ANSWER, "version": int, "memory": tuple, "told": tuple, "answer": tuple, "own": tuple},
     # What clients answer in sum only, to all of them alike: q and what a visit or a look takes, how large a number may be, and
-    # what was made of every client's last answer.
+    # what was made of every client's last answer, with the fit's name.
     "sum?": {"run": str, "sequence": int, "how": dict, "q": tuple, "rest": tuple, "reach": float, "ledger": tuple},
     # What a client that is heard in sums only keeps for itself where its process ends between two questions; it is never sent.
-    "summand": {**_ANSWER, "version": int, "said": tuple, "told": tuple, "site": tuple, "memory": tuple, "open": tuple},
+    "summand": {
+        **_ANSWER,
+        "version": int,
+        "said": tuple,
+        "told": tuple,
+        "site": tuple,
+        "memory": tuple,
+        "open": tuple,
+        # Of fits by name, how many private visits it has made in each.
+        "released": tuple,
+    },
 }
 
 

@@ -6,6 +6,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
+from numpyro_pvi import AutoExponentialFamily
 from numpyro_pvi.clients import Client
 from tests.laws.models import rows
 
@@ -26,8 +27,28 @@ def both(X, y):
         numpyro.sample("obs", dist.Poisson(jnp.exp(0.5 * (X @ w) + u)), obs=y)
 
 
+def line(x, y):
+    """A normal slope and a gamma precision, each conjugate given the other."""
+    a = numpyro.sample("a", dist.Normal(0.0, 3.0))
+    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("data", y.shape[0]):
+        numpyro.sample("y", dist.Normal(a * x, 1 / jnp.sqrt(tau)), obs=y)
+
+
 def client_of(label):
     """The client of one label, from rows that it makes itself."""
+    X, y = rows_of(label)
+    return Client(logistic, AutoMultivariateNormal(logistic), label, load_rows=lambda: (X, y))
+
+
+def family_client_of(label, solver=None):
+    """The same under families: of :func:`line`."""
+    X, y = rows_of(label)
+    return Client(line, AutoExponentialFamily(line), label, load_rows=lambda: (X[:, 0], y), solver=solver)
+
+
+def rows_of(label):
+    """Of one label, every third row."""
     X, _, y = rows(12)
     mine = np.array(["east", "north", "south"])[np.arange(12) % 3] == label
-    return Client(logistic, AutoMultivariateNormal(logistic), label, load_rows=lambda: (X[mine], y[mine]))
+    return X[mine], y[mine]

@@ -367,8 +367,8 @@ def skewed(x):
             None,
         ),
         (lambda message: b"garbage", "has not answered question"),
-        (lambda message: of_version(1, encode(message)), "is of format 1, older than the 2 that is read here"),
-        (lambda message: of_version(3, encode(message)), "is of format 3, newer than the 2 that is read here"),
+        (lambda message: of_version(2, encode(message)), "is of format 2, older than the 3 that is read here"),
+        (lambda message: of_version(4, encode(message)), "is of format 4, newer than the 3 that is read here"),
     ],
     ids=["nan", "skewed", "shape", "version", "label", "ahead", "report", "gap", "garbage", "older", "later"],
 )

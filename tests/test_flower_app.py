@@ -109,21 +109,28 @@ def test_fedavg_in_the_app_is_fedavg(app):
     """Flower's own strategy over the hospitals' app, against a few lines of NumPy; planted: hospitals that count alike."""
     task = app[0]
     fedavg, client = (importlib.import_module(f"hospitals_app.{name}") for name in ("fedavg", "client_app"))
-    found, sent = fedavg.average(Fake(dict.fromkeys("ABCDE", client.app)), 5, 2, 0.5, 2)
+    shapes, heard = {"intercept": (), "coefficients": (3,)}, []
+
+    def average():
+        grid = Fake(dict.fromkeys("ABCDE", client.app))
+        return fedavg.average(grid, shapes, 5, 2, 0.5, 2, lambda *told: heard.append(told))
+
+    found, sent = average()
     mode = np.append(found["intercept"], found["coefficients"])
     np.testing.assert_allclose(mode, by_hand(task, 2, 0.5, 2), rtol=1e-10)
+    assert [number for number, _ in heard] == [0, 1, 2] and heard[-1][1]["intercept"] == found["intercept"]
     # Two rounds, five hospitals, there and back; four numbers of eight bytes, and what Flower writes beside them.
     assert sent % 20 == 0 and 32 < sent // 20 < 500
     real = fedavg.descend
 
-    def alike(message, X, y):
-        reply = real(message, X, y)
+    def alike(message, *given):
+        reply = real(message, *given)
         reply.content["metrics"]["num-examples"] = 1
         return reply
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "descend", alike)
-        found, _ = fedavg.average(Fake(dict.fromkeys("ABCDE", client.app)), 5, 2, 0.5, 2)
+        found, _ = average()
     assert abs(float(found["intercept"]) - mode[0]) > 1e-3
 
 

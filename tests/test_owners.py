@@ -328,6 +328,26 @@ def test_owners_have_draws_with_their_own_rows(fits):
 
 
 @pytest.mark.slow
+def test_owners_draw_at_the_params_that_they_were_told_last(fits, tolerance):
+    """Log-likelihoods by hand, at the server's params; planted: those that the fit started from."""
+    pytest.importorskip("arviz")
+    _, found, far, _ = fits("params-gradient-parallel")
+    far.evaluate(found.state)
+    client = far.runtime.clients[0]
+    mine = client.label == LABELS
+
+    def gap():
+        data = client.to_arviz(KEY, num_samples=20)
+        w, logs = np.asarray(data["posterior"]["w"])[0], np.asarray(data["log_likelihood"]["obs"])[0]
+        logits = w @ X[mine].T + np.asarray(found.params["shift"])
+        return np.abs(logs + np.logaddexp(0, -(2 * OUTCOMES[mine] - 1) * logits)).max()
+
+    assert gap() < 100 * tolerance
+    client._last_params = tuple(np.asarray(x) for x in jax.tree.leaves(client._begun[1].planned.params))
+    assert gap() > 1e-2
+
+
+@pytest.mark.slow
 def test_a_client_that_joins_finds_the_others_latents_where_they_were(fits):
     """The state's sites are kept to the bit, and clients go on from what they held; limits are those of all from the start."""
     *_, far, _ = fits(QUICK)

@@ -4,6 +4,7 @@ import collections
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import types
@@ -15,14 +16,14 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro.optim import Adam
 
-from numpyro_pvi import PVI, Partition
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.clients import Ray, _ray
 from numpyro_pvi.clients._ray import Actors, Crew
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
-from numpyro_pvi.solvers import SNEP, PowerEP
+from numpyro_pvi.solvers import SNEP, NaturalGradient, PowerEP
 from tests import ray_faults
-from tests.client_model import both, logistic
+from tests.client_model import both, family_client_of, line, logistic
 from tests.laws.models import rows
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'numpyro_pvi[ray]'")
@@ -162,6 +163,31 @@ def test_own_latents_and_params_in_an_actor(cluster, tolerance):
         assert_same(fit_of(runtime), fit_of(None), tolerance)
     finally:
         runtime.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("solver", "own"), [(NaturalGradient(), True), (PowerEP(), False)], ids=["own", "dealt out"])
+def test_families_in_an_actor_that_is_killed(cluster, solver, own):
+    """By signal 9 after a round, with all its clients: turns over components go on, with memories of the server's."""
+    x, names, how = X[:, 0], ("east", "north", "south"), {"solver": solver, "schedule": Sequential()}
+    split, guide = Partition(line, "data", LABELS), AutoExponentialFamily
+    wanted = PVI(split, guide(line), **how).run(KEY, 3, x, Y, progress_bar=False)
+    makers = {n: partial(family_client_of, n, solver) for n in names} if own else {}
+    runtime, killed = Ray(groups_per_actor=3, clients=makers), []
+
+    def kill(done, state, info):
+        if done == 1:
+            killed.extend(runtime.processes.values())
+            os.kill(killed[0], signal.SIGKILL)
+
+    pvi = PVI(line if own else split, guide(line), runtime=runtime, **how)
+    try:
+        found = pvi.run(KEY, 3, *(() if own else (x, Y)), callback=kill, progress_bar=False)
+        # Who was being asked is begun anew: one or more of the three.
+        assert len(killed) == 1 and runtime.restarts and killed[0] not in runtime.processes.values()
+    finally:
+        runtime.close()
+    assert_same((found.state.sites.groups, found.losses), (wanted.state.sites.groups, wanted.losses), 1e-8)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,9 @@ from numpyro_pvi import PRIOR, PVI, Partition, _arriving_groups, _fits
 from numpyro_pvi.clients import Client, Exchange, InProcess, Processes
 from numpyro_pvi.clients._holders import Holders
 from numpyro_pvi.errors import ClientError, PartitionError, PVIError, StateError
+from numpyro_pvi.handlers import labels_table
 from numpyro_pvi.schedules import Asynchronous, Committee, Sequential, StochasticSubset, Streaming, Synchronous
+from numpyro_pvi.sites import Held
 from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
 from numpyro_pvi.wire import decode
 from tests.client_model import client_of, logistic
@@ -329,6 +331,87 @@ def test_draws_of_what_all_share_are_exported(judged):
     fresh = clients_of(logistic, NaturalGradient())[0]
     with pytest.raises(PVIError, match="has not been asked yet what it sees at a q"):
         fresh.to_arviz(KEY)
+
+
+def test_a_clients_draws_have_latents_that_its_rows_do_not_see():
+    """From q, as the others' rows have made it, at the state that was asked for last."""
+    pytest.importorskip("arviz")
+    Z = np.where((LABELS == "east")[:, None] & [False, True], 0.0, X)
+    names = ("east", "north", "south")
+    solver = NaturalGradient()
+    clients = [Client(logistic, FULL(logistic), n, Z[n == LABELS], Y[n == LABELS], solver=solver) for n in names]
+    far = known(clients)
+    drawn = []
+    for rounds in (3, 1):
+        state = far.run(KEY, rounds, progress_bar=False).state
+        far.evaluate(state)
+        q, own = far.posterior(state)["w"], clients[0].to_arviz(KEY, num_samples=800)
+        w, logs = np.asarray(own["posterior"]["w"])[0], np.asarray(own["log_likelihood"]["obs"])[0]
+        gap = np.abs(w.mean(0) - q.mean) / np.sqrt(np.asarray(q.variance) / 800)
+        assert gap.max() < 5 and np.abs(w.var(0) / np.asarray(q.variance) - 1).max() < 0.3
+        signs = 2 * Y[LABELS == "east"] - 1
+        np.testing.assert_allclose(logs, -np.logaddexp(0, -signs * (w @ Z[LABELS == "east"].T)), rtol=1e-6)
+        drawn.append(w)
+    # The same noise, at another q.
+    assert np.abs(drawn[0] - drawn[1]).max() > 1e-2
+    with pytest.raises(PVIError, match="num_samples=0.*at least one draw"):
+        clients[0].to_arviz(KEY, num_samples=0)
+
+
+def with_partition(state, **fields):
+    part = dataclasses.replace(state.plan.partition, **fields)
+    return dataclasses.replace(state, plan=dataclasses.replace(state.plan, partition=part))
+
+
+def other_latents(state):
+    layout = state.plan.partition.layout
+    return with_partition(state, layout=dataclasses.replace(layout, names=("v",)))
+
+
+def other_rows(state):
+    return with_partition(state, table=labels_table(["east"] * 3 + ["south"] * 4))
+
+
+def other_structure(state):
+    return dataclasses.replace(state, sites=dataclasses.replace(state.sites, prior=state.prior))
+
+
+def other_holders(state):
+    local = Held(jax.numpy.zeros((2, 2), jax.numpy.int32), None)
+    return dataclasses.replace(state, sites=dataclasses.replace(state.sites, local=local))
+
+
+OTHERS = {
+    other_latents: "has the latents v .2,., and the clients w .2,.: they are of another model",
+    other_rows: r"client.s. 'east' have other numbers of rows than when the state was made",
+    other_structure: "structure is agreed on anew, and is not what the state has",
+    other_holders: "the state was made with another runtime. Fit all clients",
+}
+
+
+@pytest.fixture(scope="module")
+def joining():
+    """A state of two clients, and a fresh one of three."""
+    clients = {c.label: c for c in clients_of(logistic, NaturalGradient())}
+    more = known(list(clients.values()))
+    return more, more.init(KEY), known([clients["east"], clients["south"]]).init(KEY)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
+def test_a_state_that_a_client_is_to_join_is_compared(other, joining, monkeypatch):
+    """By all that it would be mixed with; planted: a comparison that is left out, where it goes on with what is not its own."""
+    more, fresh, state = joining
+
+    def join(state):
+        return _arriving_groups.Newcomers(more).join(fresh, state, "north", ([], ()), 0, None)
+
+    assert join(state).groups == ("east", "north", "south")
+    with pytest.raises(StateError, match=OTHERS[other]):
+        join(other(state))
+    kept = tuple(x for x in _arriving_groups._COMPARED if x.__name__ != f"_{other.__name__}")
+    assert len(kept) == len(_arriving_groups._COMPARED) - 1 == len(OTHERS) - 1
+    monkeypatch.setattr(_arriving_groups, "_COMPARED", kept)
+    assert join(other(state)).groups == ("east", "north", "south")
 
 
 @pytest.mark.slow

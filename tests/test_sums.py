@@ -178,6 +178,18 @@ def test_a_change_that_does_not_fit_stays_out_and_is_named_at_its_client(fit, to
     assert_same(total(sums.clients), summed_sites(state), tolerance)
 
 
+def test_a_client_of_sums_has_draws_for_its_owner(fit):
+    """At the q of the last look, which was one of all; nobody else hears them."""
+    pytest.importorskip("arviz")
+    pvi, _, sums = fit
+    sums.deaf, sums.lost, sums.asked = {}, {}, 0
+    state = pvi.run(KEY, 1, *SHAPES, *NOISE, progress_bar=False).state
+    pvi.evaluate(state, *SHAPES, *NOISE)
+    draws = np.asarray(sums.clients[0].to_arviz(KEY, num_samples=500)["posterior"]["w"])[0]
+    q = pvi.posterior(state)["w"]
+    assert np.max(np.abs(draws.mean(0) - q.mean) / np.sqrt(np.asarray(q.variance) / 500)) < 5
+
+
 def test_a_look_without_a_client_is_no_loss(fit):
     pvi, _, sums = fit
     sums.deaf, sums.lost, sums.asked = {}, {}, 0

@@ -39,7 +39,7 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-def crafted(header: bytes, numbers: bytes = b"", version: int = 2) -> bytes:
+def crafted(header: bytes, numbers: bytes = b"", version: int = 3) -> bytes:
     """A frame with right checksums, made here and not by the package."""
     first = struct.pack("<8sIIQQ", MAGIC, version, 0, len(header), len(numbers))
     body = first + hashlib.sha256(first).digest() + header + numbers
@@ -109,12 +109,12 @@ def test_crafted_messages_are_refused_before_memory_is_taken(header, word):
 
 
 def test_sizes_are_held_against_limits_first():
-    first = struct.pack("<8sIIQQ", MAGIC, 2, 0, 10, 1 << 40)
+    first = struct.pack("<8sIIQQ", MAGIC, 3, 0, 10, 1 << 40)
     with pytest.raises(WireError, match="announces 1099511627776 bytes") as caught:
         decode(first + hashlib.sha256(first).digest())
     assert caught.value.fault == "large"
-    said = {"newer": "format 3, newer than the 2", "older": "format 1, older than the 2", "damaged": "make no sense"}
-    for version, fault in ((3, "newer"), (1, "older"), (0, "damaged")):
+    said = {"newer": "format 4, newer than the 3", "older": "format 2, older than the 3", "damaged": "make no sense"}
+    for version, fault in ((4, "newer"), (2, "older"), (0, "damaged")):
         with pytest.raises(WireError, match=said[fault]) as caught:
             decode(crafted(b"{}", version=version))
         assert caught.value.fault == fault

@@ -155,13 +155,20 @@ class Respondent:
             else:
                 found = self._answers.look(*told)
             if told[0]["ask"] == "look":
-                # At which q, for whoever asks for latents in this process.
-                ticket = told[2][0] if "held" in told[0] else np.zeros(2, np.int32)
-                self._kept.seen = ticket, told[1][: len(jax.tree.leaves(self._answers.moments))]
+                self._note_look(told[1], *(told[2][:1] if "held" in told[0] else ()))
             return "look", {"found": _numbers(found)}, same
         if ask.kind == "visit?":
             return self._visit(ask.fields)
         raise PVIError(f"a message {ask.kind!r} is no question that a client answers")
+
+    def _note_look(self, shared: tuple, ticket: Any = (0, 0)) -> None:
+        """At which q a look was, for whoever asks for latents in this process.
+
+        Args:
+            shared: what all were told, the moments of q first.
+            ticket: the name of what it holds of latents of its own.
+        """
+        self._kept.seen = np.asarray(ticket, np.int32), shared[: len(jax.tree.leaves(self._answers.moments))]
 
     def _key(self, key: KeyData, fields: dict[str, Any]) -> Any:
         """The random key of a visit."""

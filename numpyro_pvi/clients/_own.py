@@ -313,6 +313,9 @@ class Client(Respondent):
     def posterior(self) -> dict[str, Any]:
         """Marginal posteriors of latents of this group's own, at the q of the last look: nobody else is told them.
 
+        The last look of a round may have been at a q that was tried and refused: ``pvi.evaluate(state)`` has clients look at a
+        state's.
+
         Returns:
             NumPyro distributions by latent, in their own supports, along this client's rows.
 
@@ -330,16 +333,23 @@ class Client(Respondent):
     def to_arviz(self, rng_key: Any, *, num_samples: int = 1000) -> Any:
         """Draws of all latents with this client's rows as ArviZ data, at the q of the last look: nobody else is told them.
 
+        The last look of a round may have been at a q that was tried and refused: ``pvi.evaluate(state)`` has clients look at a
+        state's.
+        Needs ArviZ.
+
         Args:
             rng_key: random key.
-            num_samples: draws.
+            num_samples: draws S.
 
         Returns:
-            As of :meth:`numpyro_pvi.PVI.to_arviz`, with draws of latents of this group's own, and log-likelihoods and observed data
-            of its rows; params of the model have the values that the last look told.
+            As of :meth:`numpyro_pvi.PVI.to_arviz`: draws of the latents that all share, from q, whether or not this client's rows
+            see them, and of latents of this group's own given these; deterministics; log-likelihoods (nats) and observed data of
+            its rows alone. Params of the model have the values that the last look told. There are no rounds: they are the server's.
 
         Raises:
-            PVIError: where nobody has looked yet, as under solvers whose visits alone see the rows, and for less than one draw.
+            PVIError: where nobody has looked yet, as under solvers whose visits alone see the rows; under
+                ``AutoExponentialFamily``, whose clients keep no q; where the client was begun anew since and the model has params;
+                for less than one draw.
         """
         shared, rows = self._last_look()
         plan, model = self._begun[1].plan, FullPlates(self._begun[1].plan.partition.model(self._pvi.model))  # type: ignore[index]
@@ -368,7 +378,10 @@ class Client(Respondent):
             )
         self._recall()
         if self._answers is None or self._begun is None or self._kept.seen is None:
-            raise PVIError(f"client {self.label!r} has not been asked yet what it sees at a q: fit first.")
+            raise PVIError(
+                f"client {self.label!r} has not been asked yet what it sees at a q: fit first, with a solver whose rounds look at "
+                "rows beside visits (LocalELBO does not); pvi.posterior(state) has what all share."
+            )
         local, (ticket, leaves) = self._begun[1].plan.partition.local, self._kept.seen
         shared = jax.tree.unflatten(jax.tree.structure(self._answers.moments), [jnp.asarray(x) for x in leaves])
         if local is None:

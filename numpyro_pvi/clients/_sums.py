@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ClientError, PVIError
 from ..handlers import numbered_table
 from ..runtime import Engine, SummedEngine
-from ..wire import KeyData, Message, decode, encode
+from ..wire import KeyData, Message, decode, digest_of, encode
 from ._exchange import RECORDS, Exchange, Traffic, Transport
 from ._holders import Holders, _fixed, _joined, _same, _shapes, agree_on
 from ._own import Client
@@ -189,6 +189,8 @@ class Summand(Client):
         self._site: tuple[np.ndarray, ...] = ()
         self._said: tuple[int, np.ndarray] = (0, np.zeros(0, np.int64))
         self._open: _Change | None = None
+        # Of fits by name, how many private visits it has made in each: it outlives whoever asked for them.
+        self._released: dict[int, int] = {}
 
     @property
     def site(self) -> tuple[np.ndarray, ...]:
@@ -198,7 +200,10 @@ class Summand(Client):
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         if ask.kind in ("look?", "visit?"):
             raise PVIError("it is heard in sums only, and answers no such question on its own")
-        return super()._reply(ask)
+        kind, fields, after = super()._reply(ask)
+        if ask.kind == "plan?":
+            fields = {"facts": {**fields["facts"], "released": _as_arrays(self._released)}}
+        return kind, fields, after
 
     def save(self) -> bytes:
         """All that it has to remember between two questions, for :meth:`restore`: to be kept where its rows are.
@@ -211,6 +216,7 @@ class Summand(Client):
         fields = {"run": self._run, "sequence": number, "label": self.label, "version": self._settled, "said": (said,)}
         fields |= {"told": (np.frombuffer(self._told, np.uint8),), "site": self._site}
         fields |= {"memory": tuple(np.asarray(x) for x in jax.tree.leaves(self._memory)), "open": ()}
+        fields["released"] = _as_arrays(self._released)
         if (open_ := self._open) is not None:
             leaves = tuple(np.asarray(x) for x in jax.tree.leaves(open_.memory))
             fields["open"] = (np.asarray(open_.sequence), *open_.change, *leaves)
@@ -238,12 +244,24 @@ class Summand(Client):
             self._reply(decode(told, RECORDS))
         self._run, self._settled, self._site = fields["run"], fields["version"], fields["site"]
         self._said, self._open = (fields["sequence"], fields["said"][0]), None
+        _count_in(self._released, fields["released"])
         if told:
             tree = jax.tree.structure(self._answers.first_memory)
             self._memory = tree.unflatten(fields["memory"])
             if fields["open"]:
                 number, h, precision, *leaves = fields["open"]
                 self._open = _Change(int(number), (h, precision), tree.unflatten(leaves))
+
+    def recount(self, data: bytes) -> None:
+        """Know of private visits that another client of these rows has made, for the server that goes on with their fit.
+
+        Args:
+            data: what :meth:`save` of the other has returned.
+
+        Raises:
+            WireError: for bytes that are no whole message.
+        """
+        _count_in(self._released, decode(data).fields.get("released", _as_arrays({})))
 
     def _describe(self, key: KeyData | None = None) -> dict[str, Any]:
         facts = super()._describe(key)
@@ -288,7 +306,7 @@ class Summand(Client):
 
     def _settle(self, fields: dict[str, Any]) -> int:
         """Take up what the server has made of the last change; its place."""
-        labels, rounds, shares, start = fields["ledger"]
+        labels, rounds, shares, start, _ = fields["ledger"]
         if self.label not in labels:
             raise PVIError(f"client {self.label!r} is not among those of the sum.")
         place = labels.index(self.label)
@@ -321,7 +339,8 @@ class Summand(Client):
         found = self._answers.visit(fields["how"], shared, *given)
         if self._answers.solver.private:
             # What was made is released, whatever becomes of it: it may have been heard where it is said to be lost.
-            self._memory = found.state
+            self._memory, fit = found.state, fields["ledger"][-1]
+            self._released[fit] = self._released.get(fit, 0) + 1
         wanted = tuple(np.asarray(x, np.float64) for x in jax.tree.leaves(found.site))
         units, step = _flat(lattice(q)), _step(fields["reach"], capacity)
         change = _flat(tuple(a - b for a, b in zip(wanted, self._site, strict=True))) / units
@@ -339,8 +358,9 @@ class Summand(Client):
         """Of a question and of what it is answered from: asked with another site, or once more, it draws anew."""
         if self._secret is None:
             return key
-        # Every field but the run's name and the question's number, by which a repetition would be another question.
-        asked = encode(Message("sum?", fields | {"run": "", "sequence": 0}), RECORDS)
+        # Every field but the run's and the fit's name and the question's number, by which a repetition would be another question.
+        nameless = {"run": "", "sequence": 0, "ledger": fields["ledger"][:-1]}
+        asked = encode(Message("sum?", fields | nameless), RECORDS)
         own = (*self._site, *jax.tree.leaves(self._memory))
         return self._secretly(key, asked + b"".join(np.asarray(x).tobytes() for x in own))
 
@@ -361,11 +381,31 @@ class Summand(Client):
         """Its value at q and the value's error, in nats, rounded."""
         how = fields["how"]
         found = [np.asarray(x, np.float64) for x in self._answers.look(how, fields["q"], ())]
+        if how["ask"] == "look":
+            self._note_look(fields["q"])
         size = 0 if how["ask"] == "values" else len(jax.tree.leaves(self._answers.site))
         both = np.array([found[size], 0.0 if how["ask"] == "values" else found[size + 1]])
         fits = bool(np.all(np.abs(both) <= fields["reach"]))
         whole = np.rint(both / _step(fields["reach"], capacity)) if fits else np.zeros(2)
         return np.concatenate([[not fits, 0], whole]).astype(np.int64)
+
+
+def _name_of(keys: np.ndarray) -> int:
+    """A positive int32 of random keys."""
+    return int.from_bytes(digest_of((keys,))[:4], "little") >> 1 or 1
+
+
+def _as_arrays(released: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Names of fits, and visits in each."""
+    found = np.array(sorted(released.items()), np.int32).reshape(-1, 2)
+    return found[:, 0].copy(), found[:, 1].copy()
+
+
+def _count_in(released: dict[int, int], told: tuple) -> None:
+    """Take up what was told of visits, where it is more."""
+    names, counts = told
+    for name, count in zip(names.tolist(), counts.tolist(), strict=True):
+        released[name] = max(released.get(name, 0), count)
 
 
 # ------------------------------------------------------------------------------------------------------ the server's side
@@ -382,19 +422,18 @@ class SumExchange(Exchange):
         wait: seconds after which a question in the open is repeated.
         tries: times that a question is asked.
         reach: largest number of a client's first change, in units of q.
-        made: visits of this fit that all were asked for, in conversations before and by states that were gone back from as well;
-            this one goes on counting in it.
+        made: of fits by name, visits that all were asked for, in conversations before and by states that were gone back from as
+            well; this one goes on counting in it.
     """
 
-    def __init__(self, sums: SecureSum, wait: float, tries: int, reach: float, made: list[int] | None = None):
+    def __init__(self, sums: SecureSum, wait: float, tries: int, reach: float, made: dict[int, int] | None = None):
         super().__init__((EVERYONE,), sums.open(), wait, tries)
         self.sums, self.clients = sums, sums.labels
         self.report = SumReport(reach=reach)
         self._first = reach
         self._known = Exchange(self.clients, self.transport, wait, tries)
-        self._rows, self._made = 0, [0]
+        self._rows, self._made = 0, {} if made is None else made
         self.recall()
-        self._made = self._made if made is None else made
 
     def recall(self) -> None:
         """Another fit begins: clients forget their sites."""
@@ -408,8 +447,8 @@ class SumExchange(Exchange):
         self._asked: tuple[np.ndarray, ...] = ()
         self._who: tuple[int, ...] = ()
         self._round = 0
-        # Times that clients were asked for a visit and no state has counted yet.
-        self._uncounted, self._made[0] = 0, 0
+        # The fit's name, where visits are counted.
+        self._fit = 0
 
     # ------------------------------------------------------------------ in the open
 
@@ -444,6 +483,9 @@ class SumExchange(Exchange):
     def agree(self, key: KeyData, taken: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell clients what their rows are taken for: see :meth:`Exchange.agree`."""
         facts = self._in_the_open(lambda known: known.agree(key, taken))
+        # What another server asked for, or this one before its process began, nobody else knows.
+        for said in facts:
+            _count_in(self._made, said.pop("released"))
         agree_on(self.clients, facts, ("rows",))
         self._rows = sum(said["rows"] for said in facts)
         return [{**facts[0], "rows": self._rows, "step": False}]
@@ -496,7 +538,11 @@ class SumExchange(Exchange):
             self._settle(here)
             q = tuple(np.asarray(x)[0] + y for x, y in zip(rest, here, strict=True))
             key = KeyData(np.asarray(keys)[0], how["key"])
-            reach = self.report.reach
+            kept, reach = [np.asarray(x)[0] for x in memory], self.report.reach
+            if counter is not None:
+                # A fit has its name from its first key: one that is begun again from a file of no round is the same.
+                self._fit = int(kept[counter + 1]) or _name_of(np.asarray(keys))
+                self._made[self._fit] = max(self._made.get(self._fit, 0), int(kept[counter]))
             found = self._sum({**how, "ask": "visit"}, q, (key, shared), reach)
             self._count(visits=1)
             units, step = lattice(q), _step(reach, self.sums.capacity)
@@ -505,12 +551,10 @@ class SumExchange(Exchange):
             self._report(found, whole * step, reach, step)
             told = [(a + b).astype(x.dtype) for a, b, x in zip(self._total, self._change, here, strict=True)]
             flag = np.asarray(bool(counts[1]))
-            kept = [np.asarray(x)[0] for x in memory]
             if counter is not None:
-                # Nobody tells what clients remember. Each has made at most so many releases: one a time that all were asked.
-                self._made[0] = max(self._made[0], int(kept[counter])) + self._uncounted
-                kept[counter] = np.asarray(self._made[0], kept[counter].dtype)
-            self._uncounted = 0
+                # Each client has made at most so many releases: one a time that all were asked.
+                for i, number in enumerate((self._made[self._fit], self._fit)):
+                    kept[counter + i] = np.asarray(number, kept[counter + i].dtype)
             return [(*told, *kept, np.zeros((), np.int32), flag)]
 
         return self._kept(ask, tuple(x for part in shapes for x in part), 1)
@@ -543,10 +587,11 @@ class SumExchange(Exchange):
 
     def _sum(self, how: dict[str, Any], q: tuple, rest: tuple, reach: float) -> Summed:
         """One question to all clients, asked anew under the next number where nothing came of it."""
-        ledger = (self.clients, self._rounds, self._shares, self._start)
+        ledger = (self.clients, self._rounds, self._shares, self._start, self._fit)
         for attempt in range(self.tries):
             self._number += 1
-            self._uncounted += how["ask"] == "visit"
+            if self._fit and how["ask"] == "visit":
+                self._made[self._fit] += 1
             fields = {"run": self.run, "sequence": self._number, "how": how, "q": q, "rest": rest, "reach": reach}
             question = encode(Message("sum?", {**fields, "ledger": ledger}), RECORDS)
             before = self.sums.traffic
@@ -637,7 +682,7 @@ class SummedClients(ClientsRuntime):
 
     sums: Any = None
     reach: float = 2.0**12
-    _made: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
+    _made: dict[int, int] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         super().__post_init__()

@@ -200,6 +200,13 @@ class Owner:
         file = self._file(label, context) if found is None else None
         return file.read_bytes() if file is not None and file.exists() else found
 
+    def _recount(self, client: Any, context: Any) -> None:
+        """Have a client that is heard in sums know what other runs have released of its rows, as the owner's folder has it."""
+        file = self._file(client.label, context) if self.in_sums(context) else None
+        if file is not None:
+            for other in file.parent.glob(f"*-{file.name.rpartition('-')[2]}"):
+                client.recount(other.read_bytes())
+
     def _file(self, label: Hashable, context: Any) -> Path | None:
         folder = self.keep(context) if callable(self.keep) else self.keep
         if folder is None:
@@ -220,6 +227,7 @@ class Owner:
                 del _LIVING[of]
             try:
                 client = self.make(label, context, Summand if self.in_sums(context) else Client)
+                self._recount(client, context)
             except PVIError as error:
                 return _Failed(label, error)
             except Exception as error:
@@ -295,7 +303,8 @@ def client_app(
         keep: folder of the owner's own, or a function of the context that gives one, in which what the client remembers lies as
             well, in a file a run and label that nobody else may read: a node whose process has ended (``flower-supernode`` has its
             state in memory alone) goes on where it was when it is begun again. A client with ``secure`` needs it for that: nobody
-            else knows its site. Others are told anew, and sent the server's copy of their solver's memory.
+            else knows its site. Others are told anew, and sent the server's copy of their solver's memory. Under a solver that
+            is ``private``, counts of what earlier runs have released in sums are taken over from the folder.
         secure: whether the client is heard in sums only, through Flower's SecAgg+ mod, by a ``PVIStrategy(secure=True)``; or a
             function of the context that says so, for an app that serves both. It is then a :class:`numpyro_pvi.clients.Summand`,
             which answers no look and no visit on its own; another run begins it anew. ``train`` messages are the mod's then.

@@ -323,6 +323,9 @@ class LocalSolver(Protocol):
     def counter(self, state: Any) -> int | None:
         """Which of a memory's arrays counts the visits that have released something; None where none does.
 
+        The next array is the fit's name, an int32 that is 0 until somebody gives it one: visits of clients that are heard in sums
+        only are counted beside the rows as well.
+
         Args:
             state: a memory, of one group or stacked.
         """

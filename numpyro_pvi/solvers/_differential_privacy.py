@@ -31,10 +31,12 @@ _LEAST, _MOST, _NEAR = 0.05, 1e4, 1e-3
 
 
 class PrivateState(NamedTuple):
-    """One group's memory: the wrapped solver's, how many visits have released something, and under which terms."""
+    """One group's memory: the wrapped solver's, how many visits have released something, in which fit, and under which terms."""
 
     inner: Any
     releases: Int[Array, ""]
+    # Where clients count beside their rows, the name that the fit has with them; else 0.
+    fit: Int[Array, ""]
     # Noise multiplier, rows of a batch (0: all), steps of a visit (0: by passes), passes, level and relation as numbers.
     terms: Float[Array, "6"]
 
@@ -383,7 +385,7 @@ class DifferentialPrivacy(SolverDefaults):
         return self._counting(self.solver.init_among(family, dtype, count))
 
     def _counting(self, inner: Any) -> PrivateState:
-        return PrivateState(inner, jnp.int32(0), jnp.asarray(self._terms(), jnp.float32))
+        return PrivateState(inner, jnp.int32(0), jnp.int32(0), jnp.asarray(self._terms(), jnp.float32))
 
     def init_groups(self, groups: Any, state: Any) -> PrivateState:
         """The wrapped solver's own by group."""

@@ -10,13 +10,13 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install 'numpyro_
 from flwr.app import Context, Error, Message, RecordDict
 from numpyro.optim import Adam
 
-from numpyro_pvi import PVI, Partition, wire
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, wire
 from numpyro_pvi.clients import Client
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.flower import Flower, PVIStrategy, _app, _messages, client_app
 from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient
-from tests.client_model import logistic
+from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
+from tests.client_model import line, logistic
 from tests.flower_grid import CRASHED, Fake
 from tests.laws.models import rows
 from tests.test_rowless import linear
@@ -104,6 +104,37 @@ def test_owners_fit_what_one_process_fits(name, here, tolerance):
     np.testing.assert_allclose(found.arrays["auto_loc"].numpy(), wanted.params["auto_loc"], rtol=1e-8)
     elbos = [found.train_metrics_clientapp[i]["elbo"] for i in (1, 2, 3)]
     np.testing.assert_allclose(elbos, -np.asarray(wanted.losses), rtol=1e-8)
+    assert_no_row_travels(grid)
+
+
+def load_line(context):
+    X, Y = load(context)
+    return X[:, 0], Y
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("solver", "schedule", "kind"),
+    [(NaturalGradient(), Sequential(), "look?"), (PowerEP(), Synchronous(), "visit?")],
+    ids=["gradient", "ep"],
+)
+def test_owners_fit_what_one_process_fits_under_families(solver, schedule, kind):
+    """A question in every turn over components, one of which crashes, and a node that comes back without its state."""
+    how, guide = {"solver": solver, "schedule": schedule}, AutoExponentialFamily
+    wanted = PVI(Partition(line, "data", LABELS), guide(line), **how).run(KEY, 3, X[:, 0], Y, progress_bar=False)
+    grid = Fake(dict.fromkeys(NAMES, client_app(line, guide(line), load_line, solver=solver)))
+    crash = lambda grid, message: Message(Error(CRASHED, "killed"), reply_to=message)  # noqa: E731
+
+    def leave(grid, message):
+        grid.come_back("north")
+        return grid.answer(message)
+
+    grid.prepare("north")
+    grid.events["east", kind, 1], grid.events["north", kind, 2] = crash, leave
+    found = PVIStrategy(line, guide(line), owners=3, **how, **QUICK).start(grid, num_rounds=3, key=KEY)
+    assert not grid.events and found.pvi.runtime.moves == {"north": 1}
+    assert_same(found.fit, wanted, 1e-8)
+    assert set(found.arrays) == set(wanted.params)
     assert_no_row_travels(grid)
 
 

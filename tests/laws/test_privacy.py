@@ -22,7 +22,7 @@ from scipy import stats
 
 import numpyro_pvi.solvers._differential_privacy as privacy
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
-from numpyro_pvi.clients import Client, InMemorySums, InProcess, Summand, Summed, SummedClients, _exchange
+from numpyro_pvi.clients import Client, InMemorySums, InProcess, Summand, Summed, SummedClients, _exchange, _sums
 from numpyro_pvi.clients._sums import EVERYONE, SumExchange, _step, lattice
 from numpyro_pvi.errors import ClientError
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
@@ -573,15 +573,15 @@ class Heard:
         self._inner.close()
 
 
-def rowless(solver, y=Y, model=location, kind=Client, **options):
+def rowless(solver, y=Y, model=location, kind=Client, guide=AutoMultivariateNormal, **options):
     """A fit whose clients have their own rows, and all that is said in it."""
-    said, mine = [], np.array(LABELS)
-    guide = AutoMultivariateNormal(model)
+    said, mine, kind_of_q = [], np.array(LABELS), guide
+    guide = kind_of_q(model)
     clients = [kind(model, guide, c, y[mine == c], solver=solver, like=PUBLIC, **options) for c in "abc"]
     runtime = InProcess(clients=clients, through=lambda inner: Heard(inner, said))
     for client in clients:
         client.compile_with(KNOWN)
-    return PVI(model, AutoMultivariateNormal(model), solver=solver, runtime=runtime), said
+    return PVI(model, kind_of_q(model), solver=solver, runtime=runtime), said
 
 
 def sly(y):
@@ -612,26 +612,33 @@ def talk(solver, monkeypatch, y, rounds=2, **options):
     return said, pvi.run(KEY, rounds, progress_bar=False) if rounds else pvi.init(KEY)
 
 
-DESCRIBED = {"found": (sly, OTHERS), "hidden": (slope, 0.0 * OTHERS), "location": (location, OTHERS)}
+DESCRIBED = {
+    "found": (sly, OTHERS, AutoMultivariateNormal),
+    "hidden": (slope, 0.0 * OTHERS, AutoMultivariateNormal),
+    "families": (sly, OTHERS, AutoExponentialFamily),
+    "location": (location, OTHERS, AutoMultivariateNormal),
+}
 
 
 @counts
-@pytest.mark.parametrize("name", ["found", "hidden", pytest.param("location", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*list(DESCRIBED)[:3], pytest.param("location", marks=pytest.mark.slow)])
 def test_clients_with_rows_of_their_own_say_nothing_of_them_but_by_visits(name, monkeypatch):
     """Every byte in both directions, from the first question to the last: the same whatever the rows are."""
-    solver, (model, others) = DifferentialPrivacy(Deaf(), QUIET, 1.0), DESCRIBED[name]
-    (one, here), (other, there) = (talk(solver, monkeypatch, y, model=model) for y in (Y, others))
+    solver, (model, others, guide) = DifferentialPrivacy(Deaf(), QUIET, 1.0), DESCRIBED[name]
+    (one, here), (other, there) = (talk(solver, monkeypatch, y, model=model, guide=guide) for y in (Y, others))
     assert len(one) > 12 and one == other
     assert same(here.state, there.state) and here.epsilon == there.epsilon == solver.epsilon(2)
-    (one, _), (other, _) = (talk(solver, monkeypatch, y, 0, model=model, kind=Open) for y in (Y, others))
+    how = {"model": model, "kind": Open, "guide": guide}
+    (one, _), (other, _) = (talk(solver, monkeypatch, y, 0, **how) for y in (Y, others))
     assert one != other
 
 
 @counts
-def test_clients_with_rows_of_their_own_fit_and_count_as_one_process():
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily])
+def test_clients_with_rows_of_their_own_fit_and_count_as_one_process(guide):
     solver = DifferentialPrivacy(NaturalGradient(), 1.0, 1.0)
-    pvi, _ = rowless(solver)
-    found, wanted = pvi.run(KEY, 2, progress_bar=False), run(make(solver))
+    pvi, _ = rowless(solver, guide=guide)
+    found, wanted = pvi.run(KEY, 2, progress_bar=False), run(make(solver, guide=guide))
     for n, x in wanted.params.items():
         np.testing.assert_allclose(found.params[n], x, rtol=1e-10 if x.dtype == np.float64 else 1e-4)
     assert found.epsilon == wanted.epsilon == solver.epsilon(2) and found.info.epsilons == wanted.info.epsilons
@@ -867,13 +874,52 @@ def test_what_was_asked_for_counts_whether_or_not_it_was_absorbed(added, monkeyp
     real = SumExchange._sum
 
     def once(self, how, *rest):
-        before, found = self._uncounted, real(self, how, *rest)
-        self._uncounted = min(self._uncounted, before + 1)
+        before, found = self._made.get(self._fit, 0), real(self, how, *rest)
+        self._made[self._fit] = min(self._made.get(self._fit, 0), before + 1)
         return found
 
     monkeypatch.setattr(SumExchange, "_sum", once)
     sums.asked = 0
-    assert pvi.run(KEY, 3, progress_bar=False).epsilon == solver.epsilon(3) and sums.asked == 4
+    other = pvi.run(jax.random.key(1), 3, progress_bar=False)
+    assert other.epsilon == solver.epsilon(3) and sums.asked == 4
+
+
+def test_the_count_of_sums_outlives_the_servers_process(added, tmp_path, monkeypatch):
+    """Rounds that no file has were made all the same, as the clients know; planted: clients that keep it to themselves."""
+    (solver, pvi, sums, _), (one, other, third) = added, map(jax.random.key, (3, 4, 5))
+    monkeypatch.setattr(sums, "lost", {})
+    half = pvi.run(one, 2, progress_bar=False).state
+    pvi.save(tmp_path / "state", half)
+    assert pvi.run(one, 3, init_state=half, progress_bar=False).epsilon == solver.epsilon(5)
+
+    def end():
+        """Of the server's process: another one has files, and the clients, who lived on."""
+        pvi.runtime.close()
+        pvi.runtime._made.clear()
+
+    def begun_anew():
+        """Epsilon after one round more than the file has."""
+        end()
+        return pvi.run(one, 1, init_state=pvi.load(tmp_path / "state"), progress_bar=False).epsilon
+
+    assert begun_anew() == solver.epsilon(6)
+    # A fit by another key is another one, which does not take the count of the first away; one by the same key is the same.
+    assert pvi.run(other, 1, progress_bar=False).epsilon == solver.epsilon(1)
+    assert pvi.run(one, 1, progress_bar=False).epsilon == solver.epsilon(7)
+    assert begun_anew() == solver.epsilon(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(_sums, "_as_arrays", lambda released: (np.zeros(0, np.int32),) * 2)
+        assert begun_anew() == solver.epsilon(3)
+
+    def die(done, state, info):
+        if done == 3:
+            raise KeyError("killed before anything was written but the start")
+
+    file = {"checkpoint": tmp_path / "run", "checkpoint_every": 10, "progress_bar": False}
+    with pytest.raises(KeyError):
+        pvi.run(third, 9, callback=die, **file)
+    end()
+    assert pvi.run(third, 2, **file).epsilon == solver.epsilon(5)
 
 
 def test_a_private_client_answers_visits_alone_and_draws_by_all_that_is_asked(added):

@@ -13,7 +13,7 @@ import pytest
 from numpyro.optim import Adam
 
 from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, Partition, PVIError
-from numpyro_pvi.clients import InProcess
+from numpyro_pvi.clients import InProcess, Processes
 from numpyro_pvi.runtime import RowLatent, _product_remote
 from numpyro_pvi.schedules import (
     Asynchronous,
@@ -33,6 +33,8 @@ from numpyro_pvi.solvers import (
     StochasticEP,
     StochasticNaturalGradient,
 )
+from tests.client_model import family_client_of, line
+from tests.laws import models
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(7)
@@ -50,14 +52,6 @@ def counts(y, scale):
     with numpyro.plate("data", y.shape[0]):
         numpyro.sample("y", dist.Poisson(rate), obs=y)
         numpyro.sample("large", dist.Bernoulli(share), obs=(y > 3).astype(int))
-
-
-def line(x, y):
-    """A normal slope and a gamma precision, each conjugate given the other."""
-    a = numpyro.sample("a", dist.Normal(0.0, 3.0))
-    tau = numpyro.sample("tau", dist.Gamma(2.0, 1.0))
-    with numpyro.plate("data", y.shape[0]):
-        numpyro.sample("y", dist.Normal(a * x, 1 / jnp.sqrt(tau)), obs=y)
 
 
 def plane(x, y):
@@ -198,6 +192,27 @@ def test_what_was_really_sent_is_told(name, trips):
     assert (trace.sent > 0).all() and (trace.received > 0).all() and trace.sent.sum() < traffic.sent
     assert (traffic.visits == 0) == (name != "ep-synchronous")
     assert f"clients: {traffic.trips} round trips so far" in str(result.info)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dealt out", "its own"])
+def test_so_it_is_in_processes_of_their_own(own):
+    """Over pipes, with rows that are dealt out or that each process makes itself, which the server is not given."""
+    names = ("east", "north", "south") if own else ("east", "north")
+    X, _, y = models.rows(12)
+    labels = np.array(names)[np.arange(12) % len(names)]
+    how = {"solver": NaturalGradient(), "schedule": Sequential()}
+    split = Partition(line, "data", labels)
+    wanted = PVI(split, AutoExponentialFamily(line), **how).run(KEY, 3, X[:, 0], y, progress_bar=False)
+    makers = {n: functools.partial(family_client_of, n, NaturalGradient()) for n in names} if own else {}
+    runtime = Processes(clients=makers)
+    pvi = PVI(line if own else split, AutoExponentialFamily(line), runtime=runtime, **how)
+    try:
+        found = pvi.run(KEY, 3, *(() if own else (X[:, 0], y)), progress_bar=False)
+        assert len({child.pid for child in runtime._line.exchange.transport._children}) == len(names)
+    finally:
+        runtime.close()
+    assert_same_fit(found, wanted)
 
 
 # --------------------------------------------------------------------------------------------------------------- faults

@@ -18,6 +18,7 @@ from numpyro_pvi.expectations import FactorStructure, LatentRole
 from numpyro_pvi.families import GammaFamily, ProductFamily, ScalarNormalFamily
 from numpyro_pvi.schedules import Synchronous
 from numpyro_pvi.solvers import PowerEP
+from tests.client_model import line
 from tests.laws.test_product_clients import (
     CELLS,
     KEY,
@@ -27,7 +28,6 @@ from tests.laws.test_product_clients import (
     Y,
     assert_same,
     assert_same_fit,
-    line,
     ridge,
 )
 from tests.test_rowless import Unread

@@ -252,6 +252,25 @@ def test_nodes_that_have_lost_their_state_go_on_from_the_owners_own_file(federat
     assert_same(summed_sites(run(pvi, 2, state)), summed_sites(wanted), 0.0)
 
 
+def test_what_earlier_runs_have_released_is_taken_over_from_the_owners_folder(tmp_path):
+    """Where every run has clients of its own: of the same label alone, and of none without a folder."""
+
+    def make(label, context, kind):
+        mine = label == LABELS
+        return kind(linear, AutoMultivariateNormal(linear), label, X[mine], Y[mine], *NOISE, solver=Conjugate())
+
+    def client(run, label, keep=tmp_path):
+        context = SimpleNamespace(run_id=run, node_id=7, node_config={"label": label}, state={})
+        owner = _app.Owner(make, _app.label_of, keep=keep, secure=True)
+        return owner, context, owner._client(context)
+
+    owner, context, first = client(1, "north")
+    first._released[5] = 3
+    owner._keep(first, context)
+    assert client(2, "north")[2]._released == {5: 3}
+    assert client(2, "south")[2]._released == client(2, "north", None)[2]._released == {}
+
+
 def test_a_client_that_comes_back_at_another_node_goes_on(federation):
     pvi, clients, grid, _ = federation
     state = run(pvi, 1)

@@ -33,7 +33,7 @@ def hospital(secure=heard_in_sums):
     def train(message, context):
         if secure(context) if callable(secure) else secure:
             raise ValueError("this hospital is heard in sums only, and takes no part in FedAvg, which shows its steps")
-        return descend(message, *load_rows(context))
+        return descend(message, model, *load_rows(context))
 
     return made
 

@@ -6,13 +6,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp.strategy import FedAvg
 from numpyro import handlers
 
-from .task import COLUMNS, model
-
 ROUTE = "train.fedavg"
+# Where all latents start. Not at 0, where log(1 + exp(-|logits|)), by which a Bernoulli is evaluated, has a kink, and automatic
+# derivatives are wrong.
 START = 0.01
 
 
-def objective(theta, X, y, hospitals):
+def objective(model, theta, X, y, hospitals):
     """Minus a hospital's part of log p(y, theta), per row: its log-likelihood and its share of the prior, nats.
 
     Averaged by hospitals' numbers of rows, as FedAvg does, it is minus log p(y, theta) per row, exactly.
@@ -25,21 +25,34 @@ def objective(theta, X, y, hospitals):
     return -(density[True] + density[False] / hospitals) / len(y)
 
 
-def steps(theta, X, y, hospitals, length, count):
+# Once for all messages that a process answers.
+gradient = jax.jit(jax.grad(objective, argnums=1), static_argnums=(0, 4))
+
+
+def steps(model, theta, X, y, hospitals, length, count):
     """Some gradient steps of a hospital's own, each over all its rows."""
-    gradient = jax.jit(jax.grad(objective), static_argnums=3)
     for _ in range(count):
-        theta = jax.tree.map(lambda x, g: x - length * g, theta, gradient(theta, X, y, hospitals))
+        theta = jax.tree.map(lambda x, g: x - length * g, theta, gradient(model, theta, X, y, hospitals))
     return theta
 
 
-def descend(message, X, y):
+def descend(message, model, X, y):
     """A hospital's answer: where its steps have led."""
     content = message.content
-    theta, config = {name: array.numpy() for name, array in content["arrays"].items()}, content["config"]
-    theta = steps(theta, X, y, config["hospitals"], config["length"], config["steps"])
-    arrays = ArrayRecord({name: Array(np.asarray(x)) for name, x in theta.items()})
-    return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": len(y)})}), reply_to=message)
+    theta, config = latents_of(content["arrays"]), content["config"]
+    theta = steps(model, theta, X, y, config["hospitals"], config["length"], config["steps"])
+    metrics = MetricRecord({"num-examples": len(y)})
+    return Message(RecordDict({"arrays": arrays_of(theta), "metrics": metrics}), reply_to=message)
+
+
+def arrays_of(theta):
+    """Latents as Flower sends them."""
+    return ArrayRecord({name: Array(np.asarray(x)) for name, x in theta.items()})
+
+
+def latents_of(arrays):
+    """What Flower has sent, by name."""
+    return {name: array.numpy() for name, array in arrays.items()}
 
 
 class Averages(FedAvg):
@@ -52,24 +65,24 @@ class Averages(FedAvg):
             yield message
 
 
-def average(grid, hospitals, rounds, length, count):
-    """The mode that some rounds of FedAvg lead to, and what the last round's messages held.
+def average(grid, shapes, hospitals, rounds, length, count, heard=None):
+    """The mode that some rounds of FedAvg lead to, and what its messages held.
 
     Args:
         grid: Flower's.
+        shapes: of latents, by name.
         hospitals: how many take part.
         rounds: of messages.
         length: of a gradient step; the gradient is per row.
         count: steps of a hospital in a round.
+        heard: called with the number of every round and latents after it; 0 with those at the start.
 
     Returns:
         Latents by name, and bytes of all rounds to and from all hospitals.
     """
-    # Not 0, where log(1 + exp(-|logits|)), by which a Bernoulli is evaluated, has a kink, and automatic derivatives are wrong.
-    start = {"intercept": np.full((), START), "coefficients": np.full(len(COLUMNS), START)}
-    arrays = ArrayRecord({name: Array(x) for name, x in start.items()})
+    start = arrays_of({name: np.full(shape, START) for name, shape in shapes.items()})
     strategy = Averages(fraction_evaluate=0.0, min_train_nodes=hospitals, min_available_nodes=hospitals)
     config = ConfigRecord({"hospitals": hospitals, "length": length, "steps": count})
-    found = strategy.start(grid, initial_arrays=arrays, num_rounds=rounds, train_config=config).arrays
-    sent = 2 * rounds * hospitals * found.count_bytes()
-    return {name: array.numpy() for name, array in found.items()}, sent
+    told = None if heard is None else lambda number, arrays: heard(number, latents_of(arrays))
+    found = strategy.start(grid, start, num_rounds=rounds, train_config=config, evaluate_fn=told).arrays
+    return latents_of(found), 2 * rounds * hospitals * found.count_bytes()

@@ -50,7 +50,8 @@ def by_pvi(grid, owners, rounds, config):
 def by_fedavg(grid, owners, rounds, config):
     """The posterior's mode by Flower's FedAvg, to compare with: no sd comes of it."""
     length, count = float(config.get("step-length", 1.0)), int(config.get("local-steps", 5))
-    theta, sent = average(grid, len(owners), rounds, length, count)
+    shapes = {"intercept": (), "coefficients": (len(COLUMNS),)}
+    theta, sent = average(grid, shapes, len(owners), rounds, length, count)
     mode = np.append(theta["intercept"], theta["coefficients"])
     for name, m in zip(NAMES, mode, strict=True):
         print(f"{name:>20} {m:8.4f}", flush=True)
