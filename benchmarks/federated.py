@@ -70,7 +70,7 @@ def fedavg(options: argparse.Namespace, dim: int, rounds: int) -> dict[float, tu
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
-    from hospitals_app import fedavg as app
+    from hospitals_app import fedavg as app  # pyright: ignore[reportMissingImports]
 
     found, where = {}, (options.data, options.quick)
     server, owner = ServerApp(), ClientApp()

@@ -83,7 +83,8 @@ def here():
 @pytest.fixture(scope="module")
 def cluster():
     """Ray on this machine, begun once: nothing is told to anybody outside of it."""
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    # Ray has its workers wait for all other programs of a machine (nice 15), and a busy one does not come to them.
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0"}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}

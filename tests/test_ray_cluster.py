@@ -48,6 +48,8 @@ def quiet(monkeypatch):
     """Nothing is told to anybody outside of this machine."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray has its workers wait for all other programs of a machine (nice 15), and a busy one does not come to them.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     yield {"log_to_driver": False, "logging_level": "ERROR"}
     ray.shutdown()
 
