@@ -122,7 +122,9 @@ class Lines:
             axes.set_xscale("log")
         if "y" in self.log:
             axes.set_yscale("log")
-        axes.legend(frameon=False, fontsize=8)
+        # Of an experiment that was cut nothing may be there.
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8)
 
 
 def number(entry: Any) -> float:

@@ -167,7 +167,7 @@ def networks():
         axis.set_yticks([], minor=True)
         axis.grid(True, which="both", color="0.93")
     axes[0].set_ylabel("test error, %")
-    axes[1].legend(frameon=False, fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(HERE / "networks.png", dpi=110)
 
 
