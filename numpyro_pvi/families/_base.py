@@ -484,6 +484,9 @@ class MetricDefaults(FamilyDefaults):
     the mean of a Gaussian moves in units of posterior sds.
     """
 
+    # Of a Gaussian True: a member is a location and a scale, and moves are of these.
+    located = False
+
     @property
     def dim(self: Any) -> int:
         """P, the number of sufficient statistics."""

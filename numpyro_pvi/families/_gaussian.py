@@ -143,6 +143,8 @@ class GaussianDefaults(FamilyDefaults):
 
     dim: int
     full: bool
+    # A member is a location and a scale, and moves are of these.
+    located = True
 
     @property
     def event_shape(self) -> tuple[int, ...]:
