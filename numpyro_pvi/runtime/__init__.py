@@ -1,6 +1,6 @@
 """Runtimes: where the groups' passes over their rows are run."""
 
-from ._answers import Answers
+from ._answers import Answers, ProductAnswers
 from ._base import LaxMap, Runtime, RuntimeDefaults, Vmap
 from ._engine import Engine, RoundsDone, gradient_jumps
 from ._factors import FactorData
@@ -8,7 +8,6 @@ from ._held import Units
 from ._local import LocalProblem
 from ._moments import noise_floor, solver_of_prior
 from ._network import Network
-from ._product_answers import ProductAnswers
 from ._product_engine import LookedAtLess, ProductEngine
 from ._product_matching import RowMatches, factors_of, first_match_states
 from ._product_plan import (
