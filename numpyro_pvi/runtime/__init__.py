@@ -21,10 +21,15 @@ from ._product_plan import (
     value_shapes,
     with_tilted,
 )
-from ._product_remote import RemoteProductEngine, RowlessProductEngine
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
-from ._remote import RemoteEngine, RowlessEngine, SummedEngine
+from ._remote_engine import (
+    RemoteEngine,
+    RemoteProductEngine,
+    RowlessEngine,
+    RowlessProductEngine,
+    SummedEngine,
+)
 from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread
 from ._tilted import by_chains, chains_wanted, with_chains
