@@ -37,6 +37,7 @@ from ..factors import chunk_log_likelihood
 from ..families import MultivariateNormalFamily, ProductFamily, ProductNatural
 from ..sites import SiteStack, cavity, posterior, take
 from ..solvers import LocalResult, MatchRules, MatchState, match_rules
+from ._base import sum_span
 from ._product_plan import touched
 from ._product_problem import ProductProblem
 from ._tilted import MomentFactor, laplace_proposal
@@ -237,13 +238,7 @@ class ProductTilted:
         problem, chunks = self.problem, self.problem.chunks
         if problem.one_chunk_each:
             return problem.runtime.total(of_chunk(take(chunks, index)))
-        shapes = jax.eval_shape(lambda: of_chunk(take(chunks, 0)))
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-        def add(c: Any, total: Any) -> Any:
-            return jax.tree.map(jnp.add, total, of_chunk(take(chunks, c)))
-
-        return problem.runtime.total(jax.lax.fori_loop(*problem.span(index), add, zero))
+        return problem.runtime.total(sum_span(of_chunk, chunks, *problem.span(index)))
 
     def group_values(self, index: Any) -> Callable[[dict], Float[Array, "S"]]:
         """One group's log-likelihood, in nats, at values of all components with a leading axis of points.

@@ -42,6 +42,7 @@ from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
 from ..sites import RowSites, cavity, select, take
 from ..solvers import COLLAPSES, LocalSolver, MatchRules, match_rules
+from ._base import sum_span
 from ._factors import Factors, GroupRows
 from ._refinement import cheaper_rule, escalated, relative_error
 
@@ -232,16 +233,7 @@ def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable],
 
         return add_up
 
-    def total(look: Callable) -> Any:
-        shapes = jax.eval_shape(lambda: look(program, take(data.chunks, 0)))
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-        def add(c, sums):
-            return jax.tree.map(jnp.add, sums, look(program, take(data.chunks, c)))
-
-        return problem.runtime.total(jax.lax.fori_loop(first, last, add, zero))
-
-    return total
+    return lambda look: problem.runtime.total(sum_span(partial(look, program), data.chunks, first, last))
 
 
 def chained_moments(
