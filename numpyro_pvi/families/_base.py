@@ -362,6 +362,22 @@ class FamilyDefaults:
         return self.from_minimal(solved)
 
 
+class ScalarDefaults(FamilyDefaults):
+    """Of laws of single numbers, all axes of whose natural parameters are batch axes."""
+
+    # Class of the natural parameters.
+    _natural: Any = None
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """``()``."""
+        return ()
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> Any:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return self._natural(*(jnp.zeros(batch_shape, dtype) for _ in dataclasses.fields(self._natural)))
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def implicit_inverse(family: Any, mean_params: Any) -> Any:
     """``family.invert(mean_params)``, differentiated by the implicit function theorem: ``d_eta = F(eta)^-1 d_mu``.

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from .._numerics import above_minus_one, inside_support, newton_in_bracket, snap_to_positive
 from ._base import (
     FamilyDefaults,
+    ScalarDefaults,
     Vector,
     base_of,
     implicit_inverse,
@@ -237,17 +238,10 @@ def _pair(params: Any) -> Float[Array, "*batch 2"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class BetaFamily(FamilyDefaults):
+class BetaFamily(ScalarDefaults):
     """Beta distributions over (0, 1), ``T(x) = (log x, log (1 - x))``; conjugate to Bernoulli probabilities."""
 
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
-
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> BetaNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return BetaNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+    _natural = BetaNatural
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> BetaMean:
         """``(log x, log (1 - x))``."""
