@@ -356,10 +356,8 @@ def khat_of_product(
     if not by_group:
         return settled(weights_of, num_samples, (q, read))
     labels = (*((PRIOR,) if part.has_prior_factor else ()), *part.table.labels)
-    known = functools.cache(lambda count: np.asarray(weights_of(count), np.float64))
-    return {
-        label: settled(lambda count, i=i: known(count)[:, i], num_samples, (q, read)) for i, label in enumerate(labels)
-    }
+    found = _settled_each(weights_of, len(labels), num_samples, (q, read))
+    return dict(zip(labels, found, strict=True))
 
 
 def product_weights(
@@ -536,7 +534,7 @@ def khat_by_group(
         arrays, static = split_arguments(args, kwargs)
         fixed = model, part, plan.family, static
         found[PRIOR] = settled(
-            lambda count: _prior_weights(*fixed, count, rng_key, q, state.sites.prior, params, arrays),
+            lambda count: _site_weights(*fixed, count, rng_key, q, state.sites.prior, None, params, arrays),
             num_samples,
             (q, args, kwargs),
         )
@@ -578,53 +576,20 @@ def khat_of_sites(
     """
     arrays, static = split_arguments(args, kwargs)
 
-    @functools.cache
-    def weights(count: int) -> np.ndarray:
-        fixed = model, part, family, static, count
-        return np.asarray(_group_weights(*fixed, rng_key, q, sites, packing, params, arrays), np.float64)
+    def weights(count: int) -> Any:
+        return _site_weights(model, part, family, static, count, rng_key, q, sites, packing, params, arrays)
 
-    groups, read = range(len(part.table.labels)), (q, args, kwargs)
-    return [settled(lambda count, i=i: weights(count)[:, i], num_samples, read) for i in groups]
+    return _settled_each(weights, len(part.table.labels), num_samples, (q, args, kwargs))
 
 
-def _of_site(family: Any, site: Any, point: Array) -> tuple[Array, Array]:
-    """The log of a site at a point, as two terms."""
-    return jnp.vdot(site.precision_mean, point), -0.5 * jnp.vdot(point, family.precision_product(site, point))
+def _settled_each(weights_of: Callable[[int], Any], factors: int, num_samples: int, read: Any) -> list[float]:
+    """:func:`settled` of every factor, whose weights at the same draws are columns."""
+    known = functools.cache(lambda count: np.asarray(weights_of(count), np.float64))
+    return [settled(lambda count, i=i: known(count)[:, i], num_samples, read) for i in range(factors)]
 
 
 @functools.partial(owned_jit, static_argnames=("model", "part", "family", "static", "num_samples"))
-def _prior_weights(
-    model: Callable,
-    part: Any,
-    family: Any,
-    static: tuple,
-    num_samples: int,
-    rng_key: Any,
-    natural: Any,
-    site: Any,
-    params: dict,
-    arrays: list,
-) -> Float[Array, "S"]:
-    """Log weights of the prior factor over its site, at the draws of the groups'."""
-    call = ModelCall(model, part.layout, *join_arguments(arrays, static), params)
-    moments = family.moments(natural)
-
-    def terms(point: Array) -> tuple[Array, Array, Array]:
-        factor = prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
-        return factor, *_of_site(family, site, point)
-
-    centre = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), terms(moments.loc))
-
-    def weight(noise: Array) -> Array:
-        factor, linear, square = jax.tree.map(jnp.subtract, terms(family.draw(moments, noise)), centre)
-        return factor - linear - square
-
-    noise = jax.random.normal(rng_key, (num_samples, family.dim), moments.loc.dtype)
-    return map_draws(weight, noise, num_samples, elements_of=terms)
-
-
-@functools.partial(owned_jit, static_argnames=("model", "part", "family", "static", "num_samples"))
-def _group_weights(
+def _site_weights(
     model: Callable,
     part: Any,
     family: Any,
@@ -636,13 +601,21 @@ def _group_weights(
     packing: Any,
     params: dict,
     arrays: list,
-) -> Float[Array, "S M"]:
+) -> Float[Array, "S *M"]:
+    """Log weights of the groups' factors over their sites, at common draws; of the prior factor over its own without a packing."""
     call = ModelCall(model, part.layout, *join_arguments(arrays, static), params)
     moments = family.moments(natural)
 
     def terms(point: Array) -> tuple[Array, Array, Array]:
-        linear, square = jax.vmap(lambda site: _of_site(family, site, point))(sites)
-        return chunk_log_likelihoods(part, packing, call, point), linear, square
+        """A factor's log density, and the log of its site as two terms."""
+
+        def of_site(site: Any) -> tuple[Array, Array]:
+            return jnp.vdot(site.precision_mean, point), -0.5 * jnp.vdot(point, family.precision_product(site, point))
+
+        if packing is None:
+            factor = prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
+            return factor, *of_site(sites)
+        return chunk_log_likelihoods(part, packing, call, point), *jax.vmap(of_site)(sites)
 
     # Relative to q's location, as of the whole q's weights.
     centre = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), terms(moments.loc))

@@ -362,6 +362,22 @@ class FamilyDefaults:
         return self.from_minimal(solved)
 
 
+class ScalarDefaults(FamilyDefaults):
+    """Of laws of single numbers, all axes of whose natural parameters are batch axes."""
+
+    # Class of the natural parameters.
+    _natural: Any = None
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """``()``."""
+        return ()
+
+    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> Any:
+        """The natural parameters of a unit factor, ``exp(0)``."""
+        return self._natural(*(jnp.zeros(batch_shape, dtype) for _ in dataclasses.fields(self._natural)))
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def implicit_inverse(family: Any, mean_params: Any) -> Any:
     """``family.invert(mean_params)``, differentiated by the implicit function theorem: ``d_eta = F(eta)^-1 d_mu``.
@@ -483,6 +499,9 @@ class MetricDefaults(FamilyDefaults):
     Sufficient statistics stand where a Gaussian has coordinates: a move is a change of their means in units of their sds, as
     the mean of a Gaussian moves in units of posterior sds.
     """
+
+    # Of a Gaussian True: a member is a location and a scale, and moves are of these.
+    located = False
 
     @property
     def dim(self: Any) -> int:

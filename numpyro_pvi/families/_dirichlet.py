@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from .._numerics import above_minus_one, inside_support, newton_in_bracket, snap_to_positive
 from ._base import (
     FamilyDefaults,
+    ScalarDefaults,
     Vector,
     base_of,
     implicit_inverse,
@@ -148,8 +149,55 @@ def _solve(a, direction):
     return own * (direction + common[..., None])
 
 
+class _DirichletLaws(FamilyDefaults):
+    """What a Dirichlet and a beta, one of two proportions, share: concentrations are ``_read`` of natural parameters, plus 1."""
+
+    _natural: Any = None
+    _mean: Any = None
+
+    def _read(self, params: Any) -> Float[Array, "*batch K"]:
+        """Natural or mean parameters side by side."""
+        return params.log
+
+    def _as(self, kind: Any, values: Float[Array, "*batch K"]) -> Any:
+        """Natural or mean parameters of what stands side by side."""
+        return kind(values)
+
+    def log_partition(self: Any, natural: Any) -> Float[Array, "*batch"]:
+        """``sum_k lgamma(a_k) - lgamma(sum_k a_k)`` in nats; NaN where not normalisable."""
+        return jnp.where(self.in_domain(natural), _partition(self._read(natural) + 1), jnp.nan)
+
+    def natural_to_mean(self, natural: Any) -> Any:
+        """``psi(a_k) - psi(sum a)``."""
+        return self._as(self._mean, _mean(self._read(natural) + 1))
+
+    def invert(self, mean_params: Any) -> Any:
+        """:meth:`mean_to_natural` without its derivative."""
+        return self._as(self._natural, _invert(self._read(mean_params)) - 1)
+
+    def mean_to_natural(self, mean_params: Any) -> Any:
+        """The inverse of :meth:`natural_to_mean`; NaN outside the domain ``sum_k exp E[log x_k] < 1``."""
+        return implicit_inverse(self, mean_params)
+
+    def entropy(self, natural: Any) -> Float[Array, "*batch"]:
+        """Entropy in nats, without the cancellation of the textbook's form."""
+        return _entropy(self._read(natural) + 1)
+
+    def kl(self, natural: Any, other: Any) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
+        return _divergence(self._read(natural) + 1, self._read(other) + 1)
+
+    def fisher_product(self, natural: Any, tangent: Any) -> Any:
+        """``d_mu`` of ``d_eta`` in O(K); see :class:`Family`."""
+        return self._as(self._mean, _product(self._read(natural) + 1, self._read(tangent)))
+
+    def fisher_solve(self, natural: Any, tangent: Any) -> Any:
+        """``d_eta`` of ``d_mu`` in O(K) by Sherman-Morrison; see :class:`Family`."""
+        return self._as(self._natural, _solve(self._read(natural) + 1, self._read(tangent)))
+
+
 @dataclasses.dataclass(frozen=True)
-class DirichletFamily(FamilyDefaults):
+class DirichletFamily(_DirichletLaws):
     """Dirichlet distributions over ``dim`` proportions, ``T(x) = log x``; conjugate to categorical probabilities.
 
     Args:
@@ -157,6 +205,8 @@ class DirichletFamily(FamilyDefaults):
     """
 
     dim: int
+
+    _natural, _mean = DirichletNatural, DirichletMean
 
     @property
     def event_shape(self) -> tuple[int, ...]:
@@ -170,22 +220,6 @@ class DirichletFamily(FamilyDefaults):
     def sufficient_statistics(self, theta: Float[Array, "*batch K"]) -> DirichletMean:
         """``log x``."""
         return DirichletMean(jnp.log(theta))
-
-    def log_partition(self, natural: DirichletNatural) -> Float[Array, "*batch"]:
-        """``sum_k lgamma(a_k) - lgamma(sum_k a_k)`` in nats; NaN where not normalisable."""
-        return jnp.where(self.in_domain(natural), _partition(natural.log + 1), jnp.nan)
-
-    def natural_to_mean(self, natural: DirichletNatural) -> DirichletMean:
-        """``psi(a_k) - psi(sum a)``."""
-        return DirichletMean(_mean(natural.log + 1))
-
-    def invert(self, mean_params: DirichletMean) -> DirichletNatural:
-        """:meth:`mean_to_natural` without its derivative."""
-        return DirichletNatural(_invert(mean_params.log) - 1)
-
-    def mean_to_natural(self, mean_params: DirichletMean) -> DirichletNatural:
-        """The inverse of :meth:`natural_to_mean`; NaN outside the domain ``sum_k exp E[log x_k] < 1``."""
-        return implicit_inverse(self, mean_params)
 
     def to_distribution(self, natural: DirichletNatural) -> dist.Distribution:
         """``Dirichlet(concentration)``."""
@@ -210,66 +244,27 @@ class DirichletFamily(FamilyDefaults):
         """Draws, kept inside the simplex where they underflow; implicitly reparameterised."""
         return inside_support(self.to_distribution(natural).sample(key, shape))
 
-    def entropy(self, natural: DirichletNatural) -> Float[Array, "*batch"]:
-        """Entropy in nats, without the cancellation of the textbook's form."""
-        return _entropy(natural.log + 1)
-
-    def kl(self, natural: DirichletNatural, other: DirichletNatural) -> Float[Array, "*batch"]:
-        """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
-        return _divergence(natural.log + 1, other.log + 1)
-
-    def fisher_product(self, natural: DirichletNatural, tangent: DirichletNatural) -> DirichletMean:
-        """``d_mu`` of ``d_eta`` in O(K); see :class:`Family`."""
-        return DirichletMean(_product(natural.log + 1, tangent.log))
-
     def fisher_diagonal(self, natural: DirichletNatural) -> DirichletNatural:
         """``psi'(a_k) - psi'(sum a)``; see :class:`Family`."""
         a = natural.log + 1
         return DirichletNatural(trigamma(a) - trigamma(jnp.sum(a, axis=-1, keepdims=True)))
 
-    def fisher_solve(self, natural: DirichletNatural, tangent: DirichletMean) -> DirichletNatural:
-        """``d_eta`` of ``d_mu`` in O(K) by Sherman-Morrison; see :class:`Family`."""
-        return DirichletNatural(_solve(natural.log + 1, tangent.log))
-
-
-def _pair(params: Any) -> Float[Array, "*batch 2"]:
-    return jnp.stack([params.log, params.log_complement], axis=-1)
-
 
 @dataclasses.dataclass(frozen=True)
-class BetaFamily(FamilyDefaults):
+class BetaFamily(_DirichletLaws, ScalarDefaults):
     """Beta distributions over (0, 1), ``T(x) = (log x, log (1 - x))``; conjugate to Bernoulli probabilities."""
 
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
+    _natural, _mean = BetaNatural, BetaMean
 
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> BetaNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return BetaNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+    def _read(self, params: Any) -> Float[Array, "*batch 2"]:
+        return jnp.stack([params.log, params.log_complement], axis=-1)
+
+    def _as(self, kind: Any, values: Float[Array, "*batch 2"]) -> Any:
+        return kind(values[..., 0], values[..., 1])
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> BetaMean:
         """``(log x, log (1 - x))``."""
         return BetaMean(jnp.log(theta), jnp.log1p(-theta))
-
-    def log_partition(self, natural: BetaNatural) -> Float[Array, "*batch"]:
-        """The log beta function in nats; NaN where not normalisable."""
-        return jnp.where(self.in_domain(natural), _partition(_pair(natural) + 1), jnp.nan)
-
-    def natural_to_mean(self, natural: BetaNatural) -> BetaMean:
-        """``psi(a) - psi(a + b)`` and ``psi(b) - psi(a + b)``."""
-        found = _mean(_pair(natural) + 1)
-        return BetaMean(found[..., 0], found[..., 1])
-
-    def invert(self, mean_params: BetaMean) -> BetaNatural:
-        """:meth:`mean_to_natural` without its derivative."""
-        found = _invert(_pair(mean_params)) - 1
-        return BetaNatural(found[..., 0], found[..., 1])
-
-    def mean_to_natural(self, mean_params: BetaMean) -> BetaNatural:
-        """The inverse of :meth:`natural_to_mean`; NaN outside the domain ``exp E[log x] + exp E[log (1-x)] < 1``."""
-        return implicit_inverse(self, mean_params)
 
     def to_distribution(self, natural: BetaNatural) -> dist.Distribution:
         """``Beta(concentration1, concentration0)``."""
@@ -292,24 +287,6 @@ class BetaFamily(FamilyDefaults):
     def sample(self, natural: BetaNatural, key: Array, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
         """Draws, kept inside (0, 1) where they round to an end; implicitly reparameterised."""
         return inside_support(self.to_distribution(natural).sample(key, shape), 0.0, 1.0)
-
-    def entropy(self, natural: BetaNatural) -> Float[Array, "*batch"]:
-        """Entropy in nats, without the cancellation of the textbook's form."""
-        return _entropy(_pair(natural) + 1)
-
-    def kl(self, natural: BetaNatural, other: BetaNatural) -> Float[Array, "*batch"]:
-        """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
-        return _divergence(_pair(natural) + 1, _pair(other) + 1)
-
-    def fisher_product(self, natural: BetaNatural, tangent: BetaNatural) -> BetaMean:
-        """``d_mu`` of ``d_eta`` in closed form; see :class:`Family`."""
-        found = _product(_pair(natural) + 1, _pair(tangent))
-        return BetaMean(found[..., 0], found[..., 1])
-
-    def fisher_solve(self, natural: BetaNatural, tangent: BetaMean) -> BetaNatural:
-        """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
-        found = _solve(_pair(natural) + 1, _pair(tangent))
-        return BetaNatural(found[..., 0], found[..., 1])
 
 
 register_family(dist.Dirichlet, lambda distribution: DirichletFamily(distribution.event_shape[-1]))

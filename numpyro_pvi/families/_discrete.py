@@ -11,7 +11,16 @@ import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import finite_logits
-from ._base import Family, FamilyDefaults, Vector, base_of, natural_parameters, read_parameters, register_family
+from ._base import (
+    Family,
+    FamilyDefaults,
+    ScalarDefaults,
+    Vector,
+    base_of,
+    natural_parameters,
+    read_parameters,
+    register_family,
+)
 from ._product import base_family
 
 
@@ -44,17 +53,10 @@ class CategoricalMean(Vector):
 
 
 @dataclasses.dataclass(frozen=True)
-class BernoulliFamily(FamilyDefaults):
+class BernoulliFamily(ScalarDefaults):
     """Bernoulli distributions over {0, 1}, ``T(x) = x``."""
 
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
-
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> BernoulliNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return BernoulliNatural(jnp.zeros(batch_shape, dtype))
+    _natural = BernoulliNatural
 
     def sufficient_statistics(self, theta: Any) -> BernoulliMean:
         """x."""

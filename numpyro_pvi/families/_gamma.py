@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._numerics import above_minus_one, inside_support, keep_positive, snap_to_positive
 from ._base import (
-    FamilyDefaults,
+    ScalarDefaults,
     Vector,
     base_of,
     implicit_inverse,
@@ -286,47 +286,68 @@ def _log_draws(a, b, key, shape):
     return log_gamma_draws(key, a, shape) - jnp.log(b)
 
 
+class _GammaLaws(ScalarDefaults):
+    """What a gamma and the law of its inverse share: natural parameters a + ``_more`` and b, mean parameters of y ~ Gamma(a, b)."""
+
+    _mean: Any = None
+    _more = -1
+
+    def log_partition(self, natural: Any) -> Float[Array, "*batch"]:
+        """``lgamma(a) - a log b`` in nats; NaN where not normalisable."""
+        return jnp.where(self.in_domain(natural), _partition(*self._read(natural)), jnp.nan)
+
+    def natural_to_mean(self, natural: Any) -> Any:
+        """``(psi(a) - log b, -a/b)``."""
+        return self._mean(*_mean(*self._read(natural)))
+
+    def invert(self, mean_params: Any) -> Any:
+        """:meth:`mean_to_natural` without its derivative."""
+        a, b = _invert(*jax.tree.leaves(mean_params))
+        return self._natural(a + self._more, b)
+
+    def mean_to_natural(self, mean_params: Any) -> Any:
+        """The inverse of :meth:`natural_to_mean`; NaN outside the domain ``E[log y] < log E[y]``.
+
+        The concentration a comes from the gap ``log E[y] - E[log y]``, about 1/(2a): what rounding leaves of it limits
+        a to about 1/eps.
+        """
+        return implicit_inverse(self, mean_params)
+
+    def in_domain(self, natural: Any) -> Bool[Array, "*batch"]:
+        """Whether both are finite, the concentration positive and the rate positive."""
+        finite = jnp.isfinite(natural.log) & jnp.isfinite(natural.rate)
+        return finite & (natural.log > self._more) & (natural.rate > 0)
+
+    def kl(self, natural: Any, other: Any) -> Float[Array, "*batch"]:
+        """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
+        return _divergence(*self._read(natural), *self._read(other))
+
+    def fisher_product(self, natural: Any, tangent: Any) -> Any:
+        """``d_mu`` of ``d_eta`` in closed form; see :class:`Family`."""
+        return self._mean(*_product(*self._read(natural), tangent.log, tangent.rate))
+
+    def fisher_solve(self, natural: Any, tangent: Any) -> Any:
+        """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
+        return self._natural(*_solve(*self._read(natural), *jax.tree.leaves(tangent)))
+
+    def _read(self, natural: Any) -> tuple[Array, Array]:
+        """a and b."""
+        return natural.log - self._more, natural.rate
+
+
 @dataclasses.dataclass(frozen=True)
-class GammaFamily(FamilyDefaults):
+class GammaFamily(_GammaLaws):
     """Gamma distributions, ``T(x) = (log x, -x)``; conjugate to Poisson rates, precisions, exponential rates.
 
     An ``Exponential`` prior is the gamma of concentration 1 and has this family too; :class:`ExponentialLawFamily` keeps
     the concentration there.
     """
 
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
-
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> GammaNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return GammaNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+    _natural, _mean = GammaNatural, GammaMean
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> GammaMean:
         """``(log x, -x)``."""
         return GammaMean(jnp.log(theta), -theta)
-
-    def log_partition(self, natural: GammaNatural) -> Float[Array, "*batch"]:
-        """``lgamma(a) - a log b`` in nats; NaN where not normalisable."""
-        return jnp.where(self.in_domain(natural), _partition(natural.log + 1, natural.rate), jnp.nan)
-
-    def natural_to_mean(self, natural: GammaNatural) -> GammaMean:
-        """``(psi(a) - log b, -a/b)``."""
-        return GammaMean(*_mean(natural.log + 1, natural.rate))
-
-    def invert(self, mean_params: GammaMean) -> GammaNatural:
-        """:meth:`mean_to_natural` without its derivative."""
-        a, b = _invert(mean_params.log, mean_params.negative)
-        return GammaNatural(a - 1, b)
-
-    def mean_to_natural(self, mean_params: GammaMean) -> GammaNatural:
-        """The inverse of :meth:`natural_to_mean`; NaN outside the domain ``E[log x] < log E[x]``.
-
-        The concentration a comes from the gap ``log E[x] - E[log x]``, about 1/(2a): what rounding leaves of it limits
-        a to about 1/eps.
-        """
-        return implicit_inverse(self, mean_params)
 
     def to_distribution(self, natural: GammaNatural) -> dist.Distribution:
         """``Gamma(concentration, rate)``."""
@@ -339,11 +360,6 @@ class GammaFamily(FamilyDefaults):
             return GammaNatural(jnp.zeros_like(rate), rate)
         concentration, rate = read_parameters(distribution, "concentration", "rate")
         return GammaNatural(concentration - 1, rate)
-
-    def in_domain(self, natural: GammaNatural) -> Bool[Array, "*batch"]:
-        """Whether both are finite, the concentration positive and the rate positive."""
-        finite = jnp.isfinite(natural.log) & jnp.isfinite(natural.rate)
-        return finite & (natural.log > -1) & (natural.rate > 0)
 
     def nearest_valid(self, natural: GammaNatural) -> GammaNatural:
         """Raise the concentration and the rate to the smallest that the precision can hold."""
@@ -368,52 +384,16 @@ class GammaFamily(FamilyDefaults):
         stable = 0.5 * jnp.log(a) + HALF_LOG_2PI + stirling_remainder(a) + natural.log * log_minus_digamma(a)
         return stable - jnp.log(natural.rate)
 
-    def kl(self, natural: GammaNatural, other: GammaNatural) -> Float[Array, "*batch"]:
-        """KL(q || p) in nats, without cancellation where concentrations are large or the two are close."""
-        return _divergence(natural.log + 1, natural.rate, other.log + 1, other.rate)
-
-    def fisher_product(self, natural: GammaNatural, tangent: GammaNatural) -> GammaMean:
-        """``d_mu`` of ``d_eta`` in closed form; see :class:`Family`."""
-        return GammaMean(*_product(natural.log + 1, natural.rate, tangent.log, tangent.rate))
-
-    def fisher_solve(self, natural: GammaNatural, tangent: GammaMean) -> GammaNatural:
-        """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
-        return GammaNatural(*_solve(natural.log + 1, natural.rate, tangent.log, tangent.negative))
-
 
 @dataclasses.dataclass(frozen=True)
-class InverseGammaFamily(FamilyDefaults):
+class InverseGammaFamily(_GammaLaws):
     """Inverse gammas, ``T(x) = (-log x, -1/x)``; conjugate to variances."""
 
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
-
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> InverseGammaNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return InverseGammaNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+    _natural, _mean, _more = InverseGammaNatural, InverseGammaMean, 1
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> InverseGammaMean:
         """``(-log x, -1/x)``."""
         return InverseGammaMean(-jnp.log(theta), -1 / theta)
-
-    def log_partition(self, natural: InverseGammaNatural) -> Float[Array, "*batch"]:
-        """``lgamma(a) - a log b`` in nats; NaN where not normalisable."""
-        return jnp.where(self.in_domain(natural), _partition(natural.log - 1, natural.rate), jnp.nan)
-
-    def natural_to_mean(self, natural: InverseGammaNatural) -> InverseGammaMean:
-        """``(psi(a) - log b, -a/b)``."""
-        return InverseGammaMean(*_mean(natural.log - 1, natural.rate))
-
-    def invert(self, mean_params: InverseGammaMean) -> InverseGammaNatural:
-        """:meth:`mean_to_natural` without its derivative."""
-        a, b = _invert(mean_params.log, mean_params.inverse)
-        return InverseGammaNatural(a + 1, b)
-
-    def mean_to_natural(self, mean_params: InverseGammaMean) -> InverseGammaNatural:
-        """The inverse of :meth:`natural_to_mean`, as for a gamma."""
-        return implicit_inverse(self, mean_params)
 
     def to_distribution(self, natural: InverseGammaNatural) -> dist.Distribution:
         """``InverseGamma(concentration, rate)``."""
@@ -423,11 +403,6 @@ class InverseGammaFamily(FamilyDefaults):
         """Natural parameters of an ``InverseGamma``."""
         concentration, rate = read_parameters(distribution, "concentration", "rate")
         return InverseGammaNatural(concentration + 1, rate)
-
-    def in_domain(self, natural: InverseGammaNatural) -> Bool[Array, "*batch"]:
-        """Whether both are finite, the concentration positive and the rate positive."""
-        finite = jnp.isfinite(natural.log) & jnp.isfinite(natural.rate)
-        return finite & (natural.log > 1) & (natural.rate > 0)
 
     def nearest_valid(self, natural: InverseGammaNatural) -> InverseGammaNatural:
         """Raise the concentration and the rate to the smallest that the precision can hold."""
@@ -451,31 +426,12 @@ class InverseGammaFamily(FamilyDefaults):
         stable = HALF_LOG_2PI - 1.5 * jnp.log(a) + stirling_remainder(a) + natural.log * log_minus_digamma(a)
         return stable + jnp.log(natural.rate)
 
-    def kl(self, natural: InverseGammaNatural, other: InverseGammaNatural) -> Float[Array, "*batch"]:
-        """KL(q || p) in nats, that of the gammas of 1/x."""
-        return _divergence(natural.log - 1, natural.rate, other.log - 1, other.rate)
-
-    def fisher_product(self, natural: InverseGammaNatural, tangent: InverseGammaNatural) -> InverseGammaMean:
-        """``d_mu`` of ``d_eta`` in closed form; see :class:`Family`."""
-        return InverseGammaMean(*_product(natural.log - 1, natural.rate, tangent.log, tangent.rate))
-
-    def fisher_solve(self, natural: InverseGammaNatural, tangent: InverseGammaMean) -> InverseGammaNatural:
-        """``d_eta`` of ``d_mu`` in closed form; see :class:`Family`."""
-        return InverseGammaNatural(*_solve(natural.log - 1, natural.rate, tangent.log, tangent.inverse))
-
 
 @dataclasses.dataclass(frozen=True)
-class ExponentialLawFamily(FamilyDefaults):
+class ExponentialLawFamily(ScalarDefaults):
     """The exponential distributions themselves, ``T(x) = -x``: gammas whose concentration stays 1."""
 
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
-
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> ExponentialNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return ExponentialNatural(jnp.zeros(batch_shape, dtype))
+    _natural = ExponentialNatural
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> ExponentialMean:
         """``-x``."""

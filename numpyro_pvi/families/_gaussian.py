@@ -29,7 +29,7 @@ from .._numerics import (
     symmetric_to_lower,
     symmetrise,
 )
-from ._base import FamilyDefaults, Vector, base_of, natural_parameters, read_parameters, register_family
+from ._base import FamilyDefaults, ScalarDefaults, Vector, base_of, natural_parameters, read_parameters, register_family
 from ._special import HALF_LOG_2PI, log_ratio_excess
 
 # ---------------------------------------------------------------------------------------- parameters over a flat vector
@@ -143,6 +143,8 @@ class GaussianDefaults(FamilyDefaults):
 
     dim: int
     full: bool
+    # A member is a location and a scale, and moves are of these.
+    located = True
 
     @property
     def event_shape(self) -> tuple[int, ...]:
@@ -311,21 +313,14 @@ def _normal_kl(precision, loc, other_precision, other_loc):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScalarNormalFamily(FamilyDefaults):
+class ScalarNormalFamily(ScalarDefaults):
     """Scalar normals, ``T(x) = (x, -x^2/2)``: all axes of the parameters are batch axes.
 
     The Gaussian families over a flat vector are :class:`NormalFamily`, :class:`MultivariateNormalFamily` and
     :class:`BlockNormalFamily`.
     """
 
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
-
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> ScalarNormalNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return ScalarNormalNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+    _natural = ScalarNormalNatural
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> ScalarNormalMean:
         """``(x, -x^2/2)``."""
@@ -401,20 +396,13 @@ class LogNormalMean(Vector):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogNormalFamily(FamilyDefaults):
+class LogNormalFamily(ScalarDefaults):
     """Log-normals over x > 0, ``T(x) = (log x, -(log x)^2/2)``."""
 
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
+    _natural = LogNormalNatural
 
     def _normal(self, natural: LogNormalNatural) -> ScalarNormalNatural:
         return ScalarNormalNatural(natural.log + 1, natural.precision)
-
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> LogNormalNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return LogNormalNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> LogNormalMean:
         """``(log x, -(log x)^2/2)``."""

@@ -12,7 +12,14 @@ from jax.scipy.special import i0e
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import inside_unit, keep_positive
-from ._base import FamilyDefaults, Vector, implicit_inverse, natural_parameters, read_parameters, register_family
+from ._base import (
+    ScalarDefaults,
+    Vector,
+    implicit_inverse,
+    natural_parameters,
+    read_parameters,
+    register_family,
+)
 from ._special import bessel_ratio_parts, inverse_bessel_ratio, log_bessel_i0
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -43,19 +50,11 @@ def _polar(params: Any):
 
 
 @dataclasses.dataclass(frozen=True)
-class VonMisesFamily(FamilyDefaults):
+class VonMisesFamily(ScalarDefaults):
     """Von Mises distributions over an angle, ``T(x) = (cos x, sin x)``; 0 is the uniform distribution."""
 
     periodic = True
-
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """``()``."""
-        return ()
-
-    def zeros(self, batch_shape: tuple[int, ...] = (), dtype: Any = None) -> VonMisesNatural:
-        """The natural parameters of a unit factor, ``exp(0)``."""
-        return VonMisesNatural(jnp.zeros(batch_shape, dtype), jnp.zeros(batch_shape, dtype))
+    _natural = VonMisesNatural
 
     def sufficient_statistics(self, theta: Float[Array, "*batch"]) -> VonMisesMean:
         """``(cos x, sin x)``."""

@@ -1,6 +1,6 @@
 """Runtimes: where the groups' passes over their rows are run."""
 
-from ._answers import Answers
+from ._answers import Answers, ProductAnswers
 from ._base import LaxMap, Runtime, RuntimeDefaults, Vmap
 from ._engine import Engine, RoundsDone, gradient_jumps
 from ._factors import FactorData
@@ -8,7 +8,6 @@ from ._held import Units
 from ._local import LocalProblem
 from ._moments import noise_floor, solver_of_prior
 from ._network import Network
-from ._product_answers import ProductAnswers
 from ._product_engine import LookedAtLess, ProductEngine
 from ._product_matching import RowMatches, factors_of, first_match_states
 from ._product_plan import (
@@ -22,10 +21,15 @@ from ._product_plan import (
     value_shapes,
     with_tilted,
 )
-from ._product_remote import RemoteProductEngine, RowlessProductEngine
 from ._product_tilted import jointly_affine
 from ._programs import chunk_log_likelihoods, first_conditionals, whole_call
-from ._remote import RemoteEngine, RowlessEngine, SummedEngine
+from ._remote_engine import (
+    RemoteEngine,
+    RemoteProductEngine,
+    RowlessEngine,
+    RowlessProductEngine,
+    SummedEngine,
+)
 from ._sharded import Sharded
 from ._starts import apart, best_of_short_runs, curvature_start, first_weights, site_with_rows, spread
 from ._tilted import by_chains, chains_wanted, with_chains

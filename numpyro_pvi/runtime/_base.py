@@ -482,7 +482,7 @@ class RuntimeDefaults:
         self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
     ) -> Expected:
         """In a loop over the group's chunks."""
-        return sum_span(expect, chunks, offsets[group], offsets[group + 1])
+        return sum_span(expect, chunks, offsets[group], offsets[group + 1], add_expected)
 
 
 # ------------------------------------------------------------------------------------------------------ two ways to run
@@ -600,18 +600,24 @@ class LaxMap(RuntimeDefaults):
         return jax.lax.map(lambda xs: solve(*xs), operands)
 
 
-def sum_span(expect: Callable[[Any], Expected], chunks: Any, first: Int[Array, ""], last: Int[Array, ""]) -> Expected:
+def add(total: Any, more: Any) -> Any:
+    """The sum of two trees of arrays."""
+    return jax.tree.map(jnp.add, total, more)
+
+
+def sum_span(of_chunk: Callable, chunks: Any, first: Any, last: Any, add: Callable[[Any, Any], Any] = add) -> Any:
     """Add up neighbouring chunks in a loop of as many steps as there are.
 
     Args:
-        expect: one chunk's arrays to its expectations.
+        of_chunk: one chunk's arrays to what it says.
         chunks: arrays with a leading chunk axis.
         first: the first of them.
         last: past the last.
+        add: of two results.
 
     Returns:
-        The sum of their expectations; zero where there are none.
+        The sum; zero where there are none.
     """
-    shapes = jax.eval_shape(expect, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks))
+    shapes = jax.eval_shape(of_chunk, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.fori_loop(first, last, lambda c, total: add_expected(total, expect(take(chunks, c))), zero)
+    return jax.lax.fori_loop(first, last, lambda c, total: add(total, of_chunk(take(chunks, c))), zero)

@@ -18,7 +18,7 @@ from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ..schedules import Rule
 from ..sites import take
 from ..solvers import BatchStep, Derivatives, LocalSolver
-from ._base import Runtime, Vmap
+from ._base import Runtime, Vmap, sum_span
 from ._refinement import WideRows
 
 # --------------------------------------------------------------------------------------------------------------- arrays
@@ -177,13 +177,7 @@ class GroupRows:
         if offsets.shape[0] - 1 == self.packing.chunk_group.shape[0]:
             found = at(take(chunks, span[0]))
             return runtime.total(found, runtime.holds(offsets, group, self.held))
-        shapes = jax.eval_shape(lambda: at(take(chunks, 0)))
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-        def add(chunk, total):
-            return jax.tree.map(jnp.add, total, at(take(chunks, chunk)))
-
-        return runtime.total(jax.lax.fori_loop(*span, add, zero))
+        return runtime.total(sum_span(at, chunks, *span))
 
     def _at(self, chunk, points, hessian: bool) -> Derivatives:
         def one(point):

@@ -19,7 +19,7 @@ from ._factors import Factors
 from ._local_latents import at_conditionals, conditionals_after, look_together, shares_points
 from ._refinement import cheaper_rule, escalated, first_rule, relative_error
 from ._tilted import (
-    MomentFactor,
+    factor_of,
     method_of,
     of_rows,
     own_coordinates,
@@ -206,7 +206,7 @@ def all_rows(problem: Factors, q: Any, local: RowSites, rule: Rule) -> Expected:
 
 def _solve_found(problem: Factors, q: Any, rule: Rule, found: Expected, site: Any, state: Any, key: Any) -> LocalResult:
     """The solver's answer to moments that a pass over rows has found."""
-    factor = MomentFactor(problem.family, lambda *_: of_rows(found, rule))
+    factor = factor_of(problem, lambda *_: of_rows(found, rule))
     return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
 
 

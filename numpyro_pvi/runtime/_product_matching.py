@@ -423,7 +423,7 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> tupl
         if method == "mcmc":
             assert isinstance(settings, MCMCMoments)  # the plan says so
             chains = no_chains(settings, Unconstrained(touched(plan.family, factor)).dim, dtype, True)
-        return who.init_families(jax.tree.map(jnp.zeros_like, problem.prior), dtype, chains, count)
+        return who.init_among(plan.family, dtype, count)._replace(chains=chains)
 
     if solver.factors == "row":
         groups: Any = first_rows(problem, solver, dtype)[0]

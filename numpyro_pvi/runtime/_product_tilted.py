@@ -23,7 +23,6 @@ from ..expectations import (
     discrete_of,
     draw,
     grid_of,
-    least_ess,
     linear_tilted,
     normal_cloud,
     paired,
@@ -36,11 +35,12 @@ from ..expectations import (
 )
 from ..factors import chunk_log_likelihood
 from ..families import MultivariateNormalFamily, ProductFamily, ProductNatural
-from ..sites import SiteStack, posterior, take
-from ..solvers import LocalResult, MatchRules, MatchState
+from ..sites import SiteStack, cavity, posterior, take
+from ..solvers import LocalResult, MatchRules, MatchState, match_rules
+from ._base import sum_span
 from ._product_plan import touched
 from ._product_problem import ProductProblem
-from ._tilted import laplace_proposal
+from ._tilted import MomentFactor, laplace_proposal
 
 # ------------------------------------------------------------------------------------------------- draws about the mode
 # Moments of a tilted distribution of a product of families from weighted draws about its mode.
@@ -207,21 +207,6 @@ def _may_be_affine(factor: FactorStructure) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class MatchedFactor:
-    """One factor as a solver's visit sees it: see :class:`numpyro_pvi.solvers.TiltedFactor`.
-
-    Args:
-        family: of q.
-        rules: how far visits go, and what collapsed weights are.
-        tilted: of q, a site, a power, a key (None for the draws that all groups share) and chains.
-    """
-
-    family: ProductFamily
-    rules: MatchRules
-    tilted: Callable[..., Tilted]
-
-
-@dataclasses.dataclass(frozen=True)
 class ProductTilted:
     """Takes the tilted moments of the factors of one round.
 
@@ -253,13 +238,7 @@ class ProductTilted:
         problem, chunks = self.problem, self.problem.chunks
         if problem.one_chunk_each:
             return problem.runtime.total(of_chunk(take(chunks, index)))
-        shapes = jax.eval_shape(lambda: of_chunk(take(chunks, 0)))
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-        def add(c: Any, total: Any) -> Any:
-            return jax.tree.map(jnp.add, total, of_chunk(take(chunks, c)))
-
-        return problem.runtime.total(jax.lax.fori_loop(*problem.span(index), add, zero))
+        return problem.runtime.total(sum_span(of_chunk, chunks, *problem.span(index)))
 
     def group_values(self, index: Any) -> Callable[[dict], Float[Array, "S"]]:
         """One group's log-likelihood, in nats, at values of all components with a leading axis of points.
@@ -380,7 +359,7 @@ class ProductTilted:
     def visit(
         self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, state: MatchState, shared: Any
     ) -> LocalResult:
-        """One group's visit: see :meth:`numpyro_pvi.solvers.LocalSolver.solve_families`.
+        """One group's visit: see :meth:`numpyro_pvi.solvers.LocalSolver.solve`.
 
         Args:
             index: its position.
@@ -401,9 +380,7 @@ class ProductTilted:
             common = fresh.alone(index, at) if self.methods[0] == "importance" else shared
             return fresh.group(index, at, own, common, chains, power)
 
-        factor = MatchedFactor(self.problem.family, self._rules(0), tilted)
-        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), self.first + index)
-        return self.solver.solve_families(factor, q, site, state, key)
+        return self._solved(0, tilted, self.first + index, q, site, state)
 
     def visit_prior(self, q: ProductNatural, site: ProductNatural, state: MatchState) -> LocalResult:
         """The prior factor's: see :meth:`visit`."""
@@ -412,21 +389,26 @@ class ProductTilted:
             fresh = self if key is None else dataclasses.replace(self, key=key)
             return fresh.prior(at, own, chains, power)
 
-        factor = MatchedFactor(self.problem.family, self._rules(1), tilted)
-        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), _PRIOR)
-        return self.solver.for_prior.solve_families(factor, q, site, state, key)
+        return self._solved(1, tilted, _PRIOR, q, site, state)
+
+    def _solved(
+        self, which: int, tilted: Callable[..., Tilted], own: Any, q: Any, site: Any, state: Any
+    ) -> LocalResult:
+        """The visit of a group (0) or of the prior factor (1); ``own`` is folded into its key."""
+        factor = MomentFactor(self.problem.family, self._rules(which), tilted)
+        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), own)
+        solver = self.solver.for_prior if which else self.solver
+        return solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
 
     def _rules(self, which: int) -> MatchRules:
         """What a visit of a group (0) or of the prior factor (1) reads beside its moments."""
-        plan, settings = self.problem.plan, with_settings(self.solver.moments)
+        plan = self.problem.plan
         factor = plan.prior_factor if which else plan.likelihood
         assert factor is not None  # asked for where there is one
         seen, way = touched(self.problem.family, factor), self.methods[which]
         size = seen.to_minimal(seen.zeros()).shape[-1] if seen.components else 0
-        count = getattr(settings, "num_draws", ImportanceMoments().num_draws)
         plain = self.solver.moments == "auto" and self.solver.factors == "group" and way == "importance"
-        may_chain = plain and not which and not discrete_of(seen)
-        return MatchRules(float(self.solver.damping), self.solver.moments, least_ess(count, size), size, may_chain)
+        return match_rules(self.solver, size, plain and not which and not discrete_of(seen), shared=True)
 
     def fresh(self, index: Int[Array, ""], q: ProductNatural, shared: Any) -> Any:
         """What :meth:`shared` gives, with draws of a factor's own where all have the same: errors then add up as if independent.

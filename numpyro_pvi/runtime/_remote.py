@@ -4,44 +4,86 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._state import Plan, PVIState
-from ..errors import PVIError
-from ..expectations import (
-    RULES,
-    AffineProgram,
-    DrawsProgram,
-    Expected,
-    IntegratedProgram,
-    LocalLatentProgram,
-    LocalNoise,
-    PointSet,
-    PointsProgram,
-    QuadraticProgram,
-)
-from ..factors import exact_log_constant
+from ..expectations import RULES, Expected, LocalNoise, PointSet
+from ..families import ProductFamily, ProductNatural
 from ..schedules import Evaluation, RoundCarry, Rule
-from ..sites import Held, SiteStack, cavity, damp
+from ..sites import SiteStack, cavity, damp
 from ..solvers import LocalResult
 from ._answers import NUMBERS
-from ._engine import Engine
-from ._factors import Draws, FactorData
+from ._factors import Draws
 from ._held import Wanted
 from ._local import LocalProblem, fall_explained
-from ._network import TICKET, Leaf, Network, ask_all, call_out, seed_of, spent, stacked
-from ._programs import FactorReader, whole_call
+from ._network import TICKET, Leaf, Network, ask_all, call_out, seed_of, stacked
+from ._product_engine import ProductFactors
+from ._product_problem import ProductProblem
+from ._product_rounds import Beside, Chosen, others
 from ._refinement import cheaper_rule
-from ._tilted import keeps_rows
-from ._verification import Check, direction_of, draws_of, num_draws, verify_claims
+
+# ------------------------------------------------------------------------------------------- questions of every family
 
 
-class _Rows(NamedTuple):
+def value_with_slopes(value: Callable[..., Array], slopes: Callable[..., tuple]) -> Callable[..., Float[Array, "M"]]:
+    """``value`` of params and other arrays, by client, differentiable in the params by what ``slopes`` of the same asks for."""
+    found = jax.custom_jvp(value)
+
+    @found.defjvp
+    def _(primals: tuple, tangents: tuple) -> tuple:
+        here, *by = slopes(*primals)
+        parts = zip(by, tangents[0], strict=True)
+        return here, sum(jnp.sum(x * t, axis=tuple(range(1, x.ndim))) for x, t in parts)
+
+    return found
+
+
+def visit_operands(
+    problem: Any, carry: RoundCarry, keys: Any, start: Any, only: Int[Array, "k"] | None
+) -> tuple[Any, ...]:
+    """What visits of all groups, or some, begin with: groups, cavities, sites, memories, keys and what is known at q."""
+    operands = jnp.arange(problem.num_groups, dtype=jnp.int32), carry.sites.groups, carry.solver, keys, start
+    if only is not None:
+        operands = jax.tree.map(lambda x: x[only], operands)
+    groups, site, *others = operands
+    return groups, jax.vmap(lambda one: cavity(carry.evaluation.q, one))(site), site, *others
+
+
+def visit_shapes(first: tuple[Leaf, ...], memory: tuple, tells_step: bool, dtype: Any) -> tuple:
+    """Shapes of a client's answer: its site's arrays, its memory's (``memory`` is stacked), and what it reports."""
+    number, flag = jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.bool_)
+    own = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in memory)
+    return first, own, (jax.ShapeDtypeStruct((), jnp.int32), flag, *(number,) * tells_step)
+
+
+def ask_visits(network: Any, question: tuple, groups: Int[Array, "k"], site: Any, state: Any, names: tuple = ()) -> Any:
+    """Ask some clients for visits, ``(how, own, shared, shapes)`` of :meth:`Network.visit`; ``local`` is what they have named."""
+    how, own, shared, shapes = question
+    found = call_out(
+        lambda who, own, shared: network.visit(how, shared, who, own, shapes),
+        stacked((*(x for part in shapes for x in part), *names), groups.shape[0]),
+        (groups, own, shared),
+    )
+    return visited(found[:-1], site, state)._replace(local=found[-1]) if names else visited(found, site, state)
+
+
+def visited(found: tuple, site: Any, state: Any) -> LocalResult:
+    """What clients answer to a visit, in the structures of the site and the memory that they were asked with."""
+    shapes = jax.tree.structure(site), jax.tree.structure(state)
+    first, second = shapes[0].num_leaves, shapes[0].num_leaves + shapes[1].num_leaves
+    backoffs, moved, *step = found[second:]
+    new, memory = jax.tree.unflatten(shapes[0], found[:first]), jax.tree.unflatten(shapes[1], found[first:second])
+    return LocalResult(new, memory, backoffs, moved, step[0] if step else None)
+
+
+# ----------------------------------------------------------------------------------------------------- Gaussian guides
+
+
+class RowValues(NamedTuple):
     """Values of the groups' rows at points, asked for; takes the place of :class:`GroupRows`."""
 
     network: Network
@@ -165,21 +207,11 @@ class RemoteProblem(LocalProblem):
             own = local.tickets, jnp.asarray(self.starts, jnp.int32)
         number = jax.ShapeDtypeStruct((), self.dtype)
 
-        def ask(params: tuple, shared: tuple, own: tuple) -> tuple[Array, list[Array]]:
+        def ask(params: tuple, shared: tuple, own: tuple) -> tuple:
             one = (number, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params))
-            value, *slopes = ask_all(self.network, how, one, self.num_groups, shared, own, params)
-            return jnp.sum(value), [jnp.sum(x, axis=0) for x in slopes]
+            return ask_all(self.network, how, one, self.num_groups, shared, own, params)
 
-        @jax.custom_jvp
-        def value(params, shared, own):
-            return ask(params, shared, own)[0]
-
-        @value.defjvp
-        def _(primals, tangents):
-            found, slopes = ask(*primals)
-            return found, sum(jnp.sum(x * t) for x, t in zip(slopes, tangents[0], strict=True))
-
-        return value(self.params, shared, own)
+        return jnp.sum(value_with_slopes(lambda *told: ask(*told)[0], ask)(self.params, shared, own))
 
     def _drawn(self, noise: Draws | None, points: Any) -> tuple[dict[str, Any], tuple]:
         """How clients are told of a round's draws, and the arrays: pairs, points, and the key of what units draw for themselves."""
@@ -265,18 +297,11 @@ class RemoteProblem(LocalProblem):
         """Ask all clients, or some, for their sites from the same q; see :class:`numpyro_pvi.schedules.Problem`."""
         if self.solver.immediate and not (self.matches_moments or self.only_visits):
             return super().visit_all(carry, key, noise, only)
-        keys = jax.random.split(key, self.num_groups)
-        groups = jnp.arange(self.num_groups, dtype=jnp.int32)
         start = None
         if not (self.matches_moments or self.stochastic or self.blind):
             start = dataclasses.replace(carry.evaluation.groups, local=None)
-        operands = groups, carry.sites.groups, carry.solver, keys, start
-        if only is not None:
-            operands = jax.tree.map(lambda x: x[only], operands)
-        groups, site, state, keys, start = operands
-        rest = jax.vmap(lambda one: cavity(carry.evaluation.q, one))(site)
-        noise, local = self._visit_noise(key, noise), carry.sites.local
-        asked = groups, rest, site, state, keys, start
+        asked = visit_operands(self, carry, jax.random.split(key, self.num_groups), start, only)
+        noise, local, groups = self._visit_noise(key, noise), carry.sites.local, asked[0]
         if self.units is None:
             return self._ask(asked, carry.evaluation.rule, noise, guarded=True)
         found = self._ask(asked, carry.evaluation.rule, noise, guarded=True, held=local.tickets[groups])
@@ -335,19 +360,12 @@ class RemoteProblem(LocalProblem):
 
     def _ask(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool, held: Any = None) -> LocalResult:
         how, own, shared, shapes = self.question(operands, rule, noise, guarded)
-        groups, site, state = operands[0], operands[2], operands[3]
+        groups, _, site, state, *_ = operands
         names: tuple = ()
         if held is not None:
             how, names = {**how, "units": self.units[0]}, (TICKET,)  # type: ignore[index]
             own = (*own, (held, jnp.asarray(self.starts, jnp.int32)[groups]))
-        found = call_out(
-            lambda who, own, shared: self.network.visit(how, shared, who, own, shapes),
-            stacked((*(x for part in shapes for x in part), *names), groups.shape[0]),
-            (groups, own, shared),
-        )
-        if held is None:
-            return visited(found, site, state)
-        return visited(found[:-1], site, state)._replace(local=found[-1])
+        return ask_visits(self.network, (how, own, shared, shapes), groups, site, state, names)
 
     def question(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool) -> tuple:
         """A visit's settings, what each client is told and what all are told, and shapes of an answer's three parts."""
@@ -362,21 +380,9 @@ class RemoteProblem(LocalProblem):
         shared = (*jax.tree.leaves(rule), *arrays)
         if self.params:
             how, shared = {**how, "params": len(self.params)}, (*shared, *self.params)
-        number, flag = jax.ShapeDtypeStruct((), self.dtype), jax.ShapeDtypeStruct((), jnp.bool_)
-        reported = (jax.ShapeDtypeStruct((), jnp.int32), flag, *(number,) * self.tells_step)
         # Of a Gaussian's natural parameters a matrix is a precision.
         first = tuple(Leaf(x.shape[1:], x.dtype, x.ndim == 3) for x in own[1])
-        memory = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in own[2])
-        return how, own, shared, (first, memory, reported)
-
-
-def visited(found: tuple, site: Any, state: Any) -> LocalResult:
-    """What clients answer to a visit, in the structures of the site and the memory that they were asked with."""
-    shapes = jax.tree.structure(site), jax.tree.structure(state)
-    first, second = shapes[0].num_leaves, shapes[0].num_leaves + shapes[1].num_leaves
-    backoffs, moved, *step = found[second:]
-    new, memory = jax.tree.unflatten(shapes[0], found[:first]), jax.tree.unflatten(shapes[1], found[first:second])
-    return LocalResult(new, memory, backoffs, moved, step[0] if step else None)
+        return how, own, shared, visit_shapes(first, own[2], self.tells_step, self.dtype)
 
 
 class Errands(NamedTuple):
@@ -464,359 +470,223 @@ def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
     return {"draws": "points", "slopes": slopes}, arrays
 
 
-def refuse_remotely(plan: Plan, engine: Any) -> None:
-    """Raise for a fit whose factors clients cannot answer for.
-
-    Args:
-        plan: the plan.
-        engine: the fit's choices.
-
-    Raises:
-        PVIError: naming what it is, and why.
-    """
-    part, schedule = plan.partition, engine.schedule
-    reasons = {
-        f"numpyro.param sites ({', '.join(part.params)}) under {schedule!r}": (
-            bool(part.params) and schedule.at_their_pace,
-            "their step needs all rows' gradients at one q, and no round waits for all clients",
-        ),
-        "sites of two numbers a row": (
-            plan.rows is not None,
-            "they say what the rows are: pass NaturalGradient(sites='dense')",
-        ),
-        f"latents inside the partitioned plate under {schedule!r}": (
-            part.local is not None and not schedule.carries_own,
-            "pass Synchronous(), StochasticSubset(...) or Sequential(), under which they stay with their client",
-        ),
-        f"{type(schedule).__name__}": (
-            bool(schedule.streams or schedule.has_agents),
-            "its groups talk with each other, without a server, and in this process they are simulated",
-        ),
-        f"one site for all groups ({type(engine.solver).__name__})": (plan.tied, "every client has a site of its own"),
-        f"sites of single rows ({type(engine.solver).__name__}(factors='row'))": (
-            engine.solver.factors == "row",
-            "a server would hold them; pass factors='group'",
-        ),
-        "groups whose rows are not at hand": (bool(plan.absent), "no client answers for them"),
-        "rows that no argument holds": (
-            part.mechanism != "args" or part.rows.whole,
-            "a client is given its rows as arguments whose leading axis is the plate's",
-        ),
-    }
-    for what, (found, why) in reasons.items():
-        if found:
-            raise PVIError(f"clients do not go with {what}: {why}. Leave runtime out to fit in this process.")
-
-
-def remote_problem(
-    engine: Any,
-    plan: Plan,
-    network: Any,
-    prior: tuple,
-    num_rules: int,
-    tells_step: bool,
-    fresh: bool = False,
-    stream: Any = None,
-    keeps: bool = True,
-    starts: tuple[int, ...] = (),
-    params: Any = (),
-) -> RemoteProblem:
-    """The factors of clients, as rounds take them.
-
-    Args:
-        engine: the fit's choices.
-        plan: the plan, of which labels, sizes and structure are read.
-        network: who carries questions.
-        prior: ``(natural, exact, log partition)`` of the exactly held prior, and ``(program, arrays)`` of the prior factor.
-        num_rules: how many quadrature rules are compiled in.
-        tells_step: whether visits say what share of their change was taken.
-        fresh: whether looks wait for clients that are at work.
-        stream: says which group came first.
-        keeps: as of :class:`RemoteProblem`.
-        starts: likewise.
-        params: constrained values of the model's ``numpyro.param`` sites.
-
-    Returns:
-        The factors.
-
-    Raises:
-        PVIError: where expectations are by points that only a look at all rows can choose.
-    """
-    natural, exact, partition, (prior_program, prior_data) = prior
-    part, family, count = plan.partition, plan.family, plan.partition.table.num_groups
-    program = bare_program(plan, num_rules, engine)
-    # Of the rows nothing is here; more than one a group, for whoever asks how many.
-    chunks = ((None, jnp.zeros((count, 2), bool)),)
-    data = FactorData(chunks, jnp.arange(count), jnp.arange(count + 1), prior_data, natural, exact, partition)
-    dtype = natural.precision_mean.dtype
-    told = tuple(jax.tree.leaves(params))
-    rows = _Rows(network, count, dtype, num_rules, fresh, told) if engine.solver.stochastic else None
-    fields = {"rows": rows, "labels": part.table.labels, "network": network, "tells_step": tells_step, "fresh": fresh}
-    fields |= {"stream": stream, "params": told}
-    if part.local is not None:
-        fields |= {"units": (part.local.size, part.local.width), "keeps": keeps, "starts": starts or (0,) * count}
-    quadratic = part.likelihood == "quadratic"
-    return RemoteProblem(
-        family, engine.solver, engine.runtime, program, prior_program, quadratic, num_rules, data, **fields
-    )
-
-
-def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
-    """The likelihood's program as far as it is known without rows.
-
-    Args:
-        plan: the plan.
-        num_rules: how many quadrature rules are compiled in.
-        engine: the fit's choices.
-
-    Returns:
-        The program; it evaluates nothing.
-
-    Raises:
-        PVIError: for a likelihood whose expectations no question asks for.
-    """
-    part, family = plan.partition, plan.family
-    if part.likelihood == "quadratic":
-        return QuadraticProgram(None, family)
-    if part.likelihood == "affine":
-        return AffineProgram(part.terms, family, num_rules)
-    if part.likelihood == "draws" and part.unstructured == "hessian":
-        return DrawsProgram(_no_rows, family)
-    if part.likelihood == "draws":
-        pairs = max(engine.solver.num_draws, -(-engine.num_particles // 2))
-        return PointsProgram(_no_rows, family, part.unstructured, pairs)
-    if part.likelihood == "local":
-        local = LocalLatentProgram(_no_rows, family)
-        return IntegratedProgram(_no_rows, family, 1) if engine.solver.matches_moments else local
-    raise PVIError(
-        "clients answer for factors that are quadratic, seen through affine predictors, or taken by points or draws; the "
-        f"likelihood of {part.where} was found to be {part.likelihood!r}, of which no question asks. Pass solver=LocalELBO() or "
-        "PowerEP(moments='importance'), or leave runtime out to fit in this process."
-    )
-
-
-def _no_rows(*_: Any) -> Any:
-    raise PVIError("a server has no rows to evaluate")
+# ------------------------------------------------------------------------------------------------ products of families
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteEngine(Engine):
-    """The engine of a fit whose rounds are with clients; what is done before and between them passes over the rows here.
+class AskedProduct(ProductProblem):
+    """The factors of all clients, or of some: what rows say of a q is asked for, and the prior factor's is here.
 
     Args:
         network: who carries questions.
-        fresh: whether looks wait for clients that are at work.
-        keeps: whether clients keep what looks find that their own latents want, as rounds go by it.
+        params: leaves of the constrained values of the model's ``numpyro.param`` sites, which every question tells.
+        some: positions of the clients that are asked; None for all of them.
+        there: which of these take part: what the others say is nothing.
     """
 
     network: Any = None
-    fresh: bool = False
-    keeps: bool = True
+    params: tuple = ()
+    some: Any = None
+    there: Any = None
 
-    of_clients = True
+    @property
+    def num_groups(self) -> int:
+        """M, or as many as are asked."""
+        return super().num_groups if self.some is None else self.some.shape[0]
 
-    def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-        """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
-        return Engine.loss(dataclasses.replace(self, fresh=True, keeps=False), state, args, kwargs, fine)
+    def values_and_messages(
+        self, q: ProductNatural, key: Any, probs: Any = None, sites: SiteStack | None = None
+    ) -> tuple[Float[Array, "M"], SiteStack]:
+        """Every group's ``E_q[log f]`` in nats and its message; see :meth:`ProductProblem.values_and_messages`."""
+        how, shared, own = self._question("message", q, key, sites)
+        if probs is not None:
+            own_probs = {n: probs[n] for n, _ in self.plan.likelihood.cells}
+            how, shared = how | {"probs": True}, (*shared, *jax.tree.leaves(own_probs))
+        *message, values = self._answers(how, self.params, shared, own, (*jax.tree.leaves(self._zeros), self._number))
+        return values, self._stacked(message)
 
-    def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
-        """Arrays of a fresh state; what groups hold beside their sites is with the clients. See :meth:`Engine.start`.
+    def curvatures(self, q: ProductNatural, widest: float, key: Any) -> SiteStack:
+        """Every group's message at no more than some variance: see :meth:`ProductProblem.curvatures`."""
+        how, shared, own = self._question("curvature", q, key, None)
+        told = how | {"widest": widest}, self.params, shared, own
+        return self._stacked(list(self._answers(*told, tuple(jax.tree.leaves(self._zeros)))))
 
-        Raises:
-            PVIError: for a start from the curvature of groups with latents of their own.
-        """
-        if plan.partition.local is None:
-            return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
-        if mode == "curvature":
-            raise PVIError(
-                "init_sites='curvature' does not go with clients that have latents of their own "
-                f"({', '.join(plan.partition.local.names)}): leave init_sites out, so that sites start at 1."
-            )
-        fields, outside, proper = super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
-        held = Held(jnp.zeros((plan.partition.table.num_groups, 2), jnp.int32), local)
-        return fields | {"sites": dataclasses.replace(fields["sites"], local=held)}, outside, proper
+    @property
+    def _zeros(self) -> Any:
+        """Shapes of a message."""
+        return jax.eval_shape(lambda: self.family.of(self.plan.shared).zeros((), self._dtype))
 
-    def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
-        """See :meth:`Engine.tallied`: what was really sent, repetitions included."""
-        # All that the round asked for must have come before it is counted.
-        after = carry.evaluation.elbo, carry.sites, carry.schedule
-        report = carry.report._replace(traffic=spent(self.network, ends, after))
-        return dataclasses.replace(state, report=report), carry._replace(report=report)
+    def _stacked(self, message: list) -> SiteStack:
+        return SiteStack(jax.tree.unflatten(jax.tree.structure(self._zeros), message), None)
 
-    def refuse(self, state: PVIState) -> None:
-        """Raise for a fit whose factors clients cannot answer for."""
-        refuse_remotely(state.plan, self)
-        bare_program(state.plan, len(RULES), self)
+    def _by_group(self, results: Any) -> Any:
+        """Clients tell of groups, not of chunks."""
+        return results
 
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
-        params, prior = self.constrain(state.plan, args, kwargs, state.optim_state), (state.prior, state.exact)
-        return self._asked(state, args, kwargs, params, prior, others, fine)
+    def group_value_and_message(
+        self, q: ProductNatural, sites: SiteStack, group: Int[Array, ""], key: Any
+    ) -> tuple[ProductNatural, None, Float[Array, ""]]:
+        """One group's message: that client is asked, and no other."""
+        one = dataclasses.replace(self, some=jnp.asarray(group, jnp.int32)[None], there=None)
+        values, messages = one.values_and_messages(q, key, sites=sites)
+        return jax.tree.map(lambda x: x[0], messages.groups), None, values[0]
 
-    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
-        return self._asked(state, args, kwargs, params, None, None, fine)
+    def group_averages(self, q: ProductNatural, key: Any, control: SiteStack | None) -> Float[Array, "M"]:
+        """Every group's ``E_q[log f_m]`` in nats; its derivative by the params is what clients tell of theirs."""
+        if not self.params:
+            return self._ask("average", q, key, control, (self._number,))[0]
+        (how, *told), number = self._question("average", q, key, control), self._number
 
-    def _asked(self, state: PVIState, args, kwargs, params: dict, prior: Any, others: Any, fine: bool) -> Any:
-        """The factors of clients, whose prior is read off the model here."""
-        self.refuse(state)
-        num_rules = len(RULES) - (not fine)
-        own: Any = self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
-        if own.matches_moments and keeps_rows(own):
-            raise PVIError(
-                f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or groups of one row "
-                "each): a server would hold them. Pass PowerEP(factors='group')."
-            )
-        prior = own.data.prior_natural, own.data.exact, own.data.prior_partition, (own.prior_program, own.data.prior)
-        tells, fresh = self.network.tells_step, self.fresh or not self.schedule.at_their_pace
-        how = num_rules, tells, fresh, own.stream, self.keeps, (), params
-        return remote_problem(self, state.plan, self.network, prior, *how)
+        def value(*given: tuple) -> Array:
+            return self._answers(how, *given, (number,))[0]
 
-    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
-        """The evidence, from the rows in this process, or from what clients say of theirs that have latents of their own."""
-        if state.plan.partition.local is not None:
-            problem: Any = self._state_problem(state, None, args, kwargs, fine)
-            return self.evidence_at(problem, state, partial(problem.evidence_of_groups, local=state.sites.local))
-        here = Engine(self.model, self.solver, self.schedule, self.runtime, self.optim, self.num_particles)
-        return here.evidence(state, args, kwargs, fine)
+        def slopes(params: tuple, *given: tuple) -> tuple:
+            shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params)
+            return self._answers({**how, "ask": "slope"}, params, *given, (number, *shapes))
 
+        return value_with_slopes(value, slopes)(self.params, *told)
 
-@dataclasses.dataclass(frozen=True)
-class RowlessEngine(RemoteEngine):
-    """The engine of a fit in a process that has no row: what is done before and between rounds is asked of the clients, too.
+    def of_rows(
+        self, what: str, here: Callable[[], tuple], q: ProductNatural, key: Any, own: Any = (), **how: Any
+    ) -> tuple:
+        """What clients say of their rows: see :meth:`ProductProblem.of_rows`."""
+        one = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.eval_shape(here))
+        told, shared, _ = self._question(what, q, key, None)
+        if "seed" not in told:
+            told["seed"], seed = seed_of(key)
+            shared = (*shared, seed)
+        places = jnp.arange(self.num_groups, dtype=jnp.int32)
+        return self._answers(told | how, self.params, shared, (places, *jax.tree.leaves(own)), one)
 
-    The model's arguments here are arrays of the rows' shapes that hold nothing; of the model nothing is evaluated but its prior.
-    """
+    @property
+    def _dtype(self) -> Any:
+        return jax.tree.leaves(self.prior)[0].dtype
 
-    # Programs tell each client where its units stand among all, and one of a single row from others.
-    reads_sizes = True
+    @property
+    def _number(self) -> Any:
+        return jax.ShapeDtypeStruct((), self._dtype)
 
-    def problem(
-        self,
-        plan: Plan,
-        packing: Any,
-        args: tuple,
-        kwargs: dict,
-        params: dict,
-        prior: Any,
-        num_rules: int,
-        others: Any = None,
-    ) -> Any:
-        """The factors of clients: see :meth:`Engine.problem`."""
-        del others
-        refuse_remotely(plan, self)
-        part = plan.partition
-        if self.solver.matches_moments and (self.solver.factors == "row" or min(part.table.sizes) == 1):
-            raise PVIError(
-                f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or a client of one "
-                "row): a server would hold them. Pass PowerEP(factors='group'), and give every client two rows or more."
-            )
-        call = whole_call(self.model, part, args, kwargs, params)
-        natural, exact = self.exact_prior(plan, call)[:2] if prior is None else prior
-        reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
-        given = natural, exact, -exact_log_constant(call, part.exact), reader.prior_factor()
-        fresh = self.fresh or not self.schedule.at_their_pace
-        holders: Any = self.runtime.elsewhere
-        stream = InTurn(holders.came)
-        sizes = part.table.sizes
-        starts = tuple(sum(sizes[:i]) for i in range(len(sizes)))
-        how = num_rules, self.network.tells_step, fresh, stream, self.keeps, starts, params
-        return remote_problem(self, plan, self.network, given, *how)
+    @property
+    def rules(self) -> int:
+        """How many quadrature rules are compiled in."""
+        return len(RULES) - (not self.plan.fine)
 
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
-        return Engine._state_problem(self, state, others, args, kwargs, fine)
+    def _ask(self, what: str, q: ProductNatural, key: Any, sites: SiteStack | None, one: tuple) -> tuple:
+        """Ask clients about a q; ``sites`` are those of the clients that are asked, ``one`` shapes of an answer."""
+        how, shared, own = self._question(what, q, key, sites)
+        return self._answers(how, self.params, shared, own, one)
 
-    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
-        return Engine._at_params(self, state, args, kwargs, params, fine)
+    def _question(self, what: str, q: ProductNatural, key: Any, sites: SiteStack | None) -> tuple[dict, tuple, tuple]:
+        """A question's settings, what all clients are told, and what each alone is told: its site of what is drawn."""
+        how, shared, own = {"ask": what, "rules": self.rules}, tuple(jax.tree.leaves(q)), ()
+        if not self.plan.likelihood.exact:
+            how["seed"], seed = seed_of(key)
+            shared = (*shared, seed)
+        if sites is not None:
+            drawn = self.plan.likelihood.drawn
+            own = tuple(jax.tree.leaves({n: x for n, x in sites.groups.parts.items() if n in drawn}))
+        return how, shared, own
 
-    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
-        """The evidence, from what clients say of their rows."""
-        problem: Any = self._state_problem(state, None, args, kwargs, fine)
-        return self.evidence_at(problem, state, partial(problem.evidence_of_groups, local=state.sites.local))
-
-    def verify(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Check]:
-        """The claims beside the model: those of the likelihood are compared by the clients, at the same draws from q."""
-        plan, count = state.plan, num_draws(state.packing)
-        proved = plan.partition.proved | {"likelihood", "additivity"}
-        prior = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, proved=proved))
-        found = verify_claims(self, dataclasses.replace(state, plan=prior), args, kwargs) if self.claims(prior) else {}
-        if "likelihood" not in self.claims(plan):
+    def _answers(self, how: dict, params: tuple, shared: tuple, own: tuple, one: tuple) -> tuple:
+        found = ask_all(self.network, how, one, self.num_groups, shared, own, params, self.some)
+        if self.there is None:
             return found
-        places, valid = draws_of(state, count)
-        one = (jax.ShapeDtypeStruct((count,), places[0].dtype),) * 2
-        params = self.constrain(plan, args, kwargs, state.optim_state)
-        tangent = jax.tree.leaves(direction_of(params, state))
-        count, told = plan.partition.table.num_groups, tuple(jax.tree.leaves(params))
-        gap, allowed = ask_all(self.network, {"ask": "verify"}, one, count, (*places, *tangent), params=told)
-        return {"likelihood": Check(jnp.where(valid, gap.T, 0.0), allowed.T), **found}
+        return tuple(jnp.where(self.there.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0) for x in found)
 
 
 @dataclasses.dataclass(frozen=True)
-class SummedEngine(RowlessEngine):
-    """The engine of a fit whose clients are heard in sums only: one group, whose site is the sum of the clients' sites.
+class AskedBeside(AskedProduct, Beside):
+    """The same of some clients, whose prior holds the sites of all others, and need not be normalisable."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedFactors(ProductFactors):
+    """The factors of clients as schedules see them: visits that are more than a look's message are theirs.
 
     Args:
-        looks: whether the clients' values are asked for, in sum, as a loss needs them; rounds ask for none.
+        tells_step: whether visits say what share of their change was taken.
+        came: by group, its client's number among those that were given, where clients have their own rows.
     """
 
-    looks: bool = False
+    problem: AskedProduct
+    tells_step: bool = False
+    came: tuple[int, ...] = ()
 
-    def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-        """Negative global ELBO at a state, from the sum of the clients' values, in nats; see :meth:`Engine.loss`."""
-        return Engine.loss(dataclasses.replace(self, fresh=True, looks=True), state, args, kwargs, fine)
+    @property
+    def stream(self) -> Any:
+        """The order in which groups come: that in which clients were given, where they have their own rows."""
+        return InTurn(self.came) if self.came else super().stream
 
-    def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> None:
-        """Rounds evaluate nothing."""
-        del state, args, kwargs, fine
+    def few(self, sites: SiteStack, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> tuple[Chosen, ProductProblem]:
+        """Some clients and the problem of these, beside the sites of all others."""
+        # Without rows, none of which is here.
+        rows: Any = None
+        chosen, whole = Chosen(groups, there, rows, None), self.problem
+        given = {f.name: getattr(whole, f.name) for f in dataclasses.fields(AskedProduct)}
+        prior = others(whole, sites, chosen)
+        return chosen, AskedBeside(**given | {"prior": prior, "some": groups, "there": there})
 
-    def problem(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
-        """The factors of clients: see :meth:`Engine.problem`.
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Ask all clients, or some, for their sites from the same q."""
+        if self.solver.immediate and not self.matches_moments:
+            return super().visit_all(carry, key, noise, only)
+        start, keys = None, jax.random.split(key, self.num_groups)
+        if self.matches_moments:
+            keys = jnp.broadcast_to(jax.random.fold_in(key, 0), (self.num_groups,))
+        elif not (self.stochastic or self.blind):
+            start = carry.evaluation.groups.value, carry.evaluation.groups.target
+        return self._asked(visit_operands(self, carry, keys, start, only), noise, guarded=True)
 
-        Raises:
-            PVIError: for a model with ``numpyro.param`` sites, or latents inside the plate.
-        """
-        part = plan.partition
-        what = [f"numpyro.param sites ({', '.join(part.params)}), whose step is of the clients' gradients"] * bool(
-            part.params
-        )
-        if part.local is not None:
-            what += [
-                f"latents inside the plate ({', '.join(part.local.names)}), whose own steps go with each client's site"
-            ]
-        if what:
-            raise PVIError(
-                f"clients that are heard in sums only do not go with {' or '.join(what)}: fit with "
-                "runtime=InProcess(clients=...), whose clients answer one by one."
-            )
-        return dataclasses.replace(super().problem(plan, *args, **kwargs), only_visits=not self.looks)
+    def visit_group(
+        self,
+        index: Any,
+        q: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        rule: Rule,
+        noise: Any,
+        local: Any,
+        alone: bool = False,
+    ) -> tuple[LocalResult, Any]:
+        """Ask one client for its site from the current q."""
+        del rule, local, alone
+        key = jax.random.fold_in(key, 0) if self.matches_moments else key
+        one = jnp.asarray(index, jnp.int32), cavity(q, site), site, state, key
+        found = self._asked((*jax.tree.map(lambda x: jnp.asarray(x)[None], one), None), noise, guarded=False)
+        return jax.tree.map(lambda x: x[0], found), None
 
-    def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
-        """Arrays of a fresh state, whose sites say nothing: clients start from nothing too; see :meth:`Engine.start`.
+    def _asked(self, operands: tuple, noise: Any, guarded: bool) -> LocalResult:
+        """Ask some clients for visits."""
+        problem, (groups, rest, sites, states, keys, start) = self.problem, operands
+        dtype = jax.tree.leaves(rest)[0].dtype
+        how = {"rules": problem.rules, "guarded": guarded, "start": start is not None}
+        how["key"], keys = seed_of(keys)
+        shared: tuple = problem.params
+        if problem.params:
+            how["params"] = len(problem.params)
+        if not (self.matches_moments or problem.plan.likelihood.exact):
+            how["seed"], seed = seed_of(noise)
+            shared = (seed, *shared)
+        own = tuple(tuple(jax.tree.leaves(x)) for x in (rest, sites, states))
+        own = (*own, keys, (groups, *jax.tree.leaves(start)))
+        shapes = visit_shapes(symmetric_leaves(self.family, dtype), own[2], self.tells_step, dtype)
+        return ask_visits(problem.network, (how, own, shared, shapes), groups, sites, states)
 
-        Raises:
-            PVIError: for a start from the clients' curvatures.
-        """
-        if mode == "curvature":
-            raise PVIError(
-                "init_sites='curvature' starts sites at what each client sees alone, and clients that are heard in sums tell no "
-                "such thing: leave init_sites out, and sites start at 1; init_params may say where q starts."
-            )
-        return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
 
-    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
-        """There is none: it is made of every client's own part.
+def symmetric_leaves(family: ProductFamily, dtype: Any) -> tuple[Leaf, ...]:
+    """Shapes of a site's arrays, and which are symmetric matrices: those of which the family makes some.
 
-        Raises:
-            PVIError: always.
-        """
-        raise PVIError(
-            "log_evidence needs every client's own site and what normalises it, and these clients are heard in sums only: "
-            "pvi.evaluate(state) is a bound of it, or fit with runtime=InProcess(clients=...), which hears clients one by one."
-        )
+    Args:
+        family: of q.
+        dtype: floating dtype.
 
-    def _opens(self, problem: Any, fits_params: bool) -> bool:
-        del problem, fits_params
-        return False
-
-    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
-        # No look tells a server that a finer rule is needed: clients refine on their own, as far as there are rules.
-        del fine
-        return super()._state_problem(state, others, args, kwargs, True)
+    Returns:
+        One entry per array.
+    """
+    with jax.ensure_compile_time_eval():
+        zeros = family.zeros((), dtype)
+        uneven = jax.tree.map(lambda x: jnp.arange(x.size, dtype=dtype).reshape(x.shape) ** 2, zeros)
+        even = family.symmetrise(uneven)
+        pairs = zip(jax.tree.leaves(uneven), jax.tree.leaves(even), strict=True)
+        return tuple(Leaf(x.shape, x.dtype, not np.array_equal(x, y)) for x, y in pairs)

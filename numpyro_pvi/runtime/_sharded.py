@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from .._compiling import is_traced, on_device
 from ..errors import PVIError
-from ..expectations import Expected
+from ..expectations import Expected, add_expected
 from ..factors import Packing, even_packing
 from ._base import RuntimeDefaults, Vmap, sum_span
 
@@ -82,7 +82,7 @@ class _OwnGroups(RuntimeDefaults):
 
     def sum_group(self, expect: Callable, chunks: Any, offsets: Array, group: Array) -> Expected:
         """One group's chunks that are held here."""
-        return sum_span(expect, chunks, *self.span(offsets, group, _held(chunks)))
+        return sum_span(expect, chunks, *self.span(offsets, group, _held(chunks)), add_expected)
 
     def map_groups(
         self, solve: Callable, operands: Any, reads_rows: bool, side_by_side: bool = False, holds: Any = True

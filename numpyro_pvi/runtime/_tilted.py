@@ -41,7 +41,8 @@ from ..factors import Packing
 from ..families import GaussianFamily, GaussianNatural
 from ..schedules import Rule
 from ..sites import RowSites, cavity, select, take
-from ..solvers import COLLAPSES, LocalSolver
+from ..solvers import COLLAPSES, LocalSolver, MatchRules, match_rules
+from ._base import sum_span
 from ._factors import Factors, GroupRows
 from ._refinement import cheaper_rule, escalated, relative_error
 
@@ -232,16 +233,7 @@ def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable],
 
         return add_up
 
-    def total(look: Callable) -> Any:
-        shapes = jax.eval_shape(lambda: look(program, take(data.chunks, 0)))
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-        def add(c, sums):
-            return jax.tree.map(jnp.add, sums, look(program, take(data.chunks, c)))
-
-        return problem.runtime.total(jax.lax.fori_loop(first, last, add, zero))
-
-    return total
+    return lambda look: problem.runtime.total(sum_span(partial(look, program), data.chunks, first, last))
 
 
 def chained_moments(
@@ -311,14 +303,21 @@ _OWN = "value"
 
 @dataclasses.dataclass(frozen=True)
 class MomentFactor:
-    """One factor as a solver that matches moments sees it."""
+    """One factor as a solver that matches moments sees it: see :class:`numpyro_pvi.solvers.TiltedFactor`."""
 
-    family: GaussianFamily
+    family: Any
+    rules: MatchRules
     take_moments: Callable[..., Tilted]
 
     def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any, memory: Any = None) -> Tilted:
         """See :meth:`numpyro_pvi.solvers.TiltedFactor.tilted`."""
         return self.take_moments(q, site, power, key, memory)
+
+
+def factor_of(problem: Any, take_moments: Callable[..., Tilted]) -> MomentFactor:
+    """A factor whose moments are taken in this way, of a function of q, site, power, key and memory."""
+    solver, family = problem.solver, problem.family
+    return MomentFactor(family, match_rules(solver, family.dim, solver.moments == "auto"), take_moments)
 
 
 def method_of(problem: Any, prior: bool) -> Any:
@@ -471,16 +470,18 @@ def group_factor(problem: Factors, index: Int[Array, ""], looked: Callable | Non
     """One group's factor, its moments over theta as a whole; ``looked`` takes them where it has been evaluated already."""
     method, data = method_of(problem, False), problem.data
     if method == "exact":
-        chunk = take(data.chunks, index)
-        return _exact_factor(problem.family, chunk)
+        own, family = take(data.chunks, index), problem.family
+        return factor_of(
+            problem, lambda q, site, power, *_: exact_tilted(family, own.target, own.value, q, site, power)
+        )
 
     total = group_total(problem, index)
     if isinstance(method, MCMCMoments):
-        return MomentFactor(problem.family, chained_moments(problem, total, None, index))
-    factor = _pointed_factor(problem, method, total) if looked is None else MomentFactor(problem.family, looked)
+        return factor_of(problem, chained_moments(problem, total, None, index))
+    looked = _pointed_moments(problem, method, total) if looked is None else looked
     if problem.chained and method == with_settings("importance"):
-        return MomentFactor(problem.family, chained_moments(problem, total, factor.take_moments))
-    return factor
+        looked = chained_moments(problem, total, looked)
+    return factor_of(problem, looked)
 
 
 def prior_factor(problem: Factors, rule: Rule) -> MomentFactor:
@@ -488,9 +489,9 @@ def prior_factor(problem: Factors, rule: Rule) -> MomentFactor:
     method = method_of(problem, True)
     program, chunk = problem.prior_program, problem.data.prior
     if isinstance(method, MCMCMoments):
-        return MomentFactor(problem.family, chained_moments(problem, lambda look: look(program, chunk), None))
+        return factor_of(problem, chained_moments(problem, lambda look: look(program, chunk), None))
     if method != "rows":
-        return _pointed_factor(problem, method, lambda look: look(program, chunk))
+        return factor_of(problem, _pointed_moments(problem, method, lambda look: look(program, chunk)))
 
     def moments_of(q, site, power, key, memory=None):
         del key, memory
@@ -503,7 +504,7 @@ def prior_factor(problem: Factors, rule: Rule) -> MomentFactor:
         )
         return of_rows(found, rule)
 
-    return MomentFactor(problem.family, moments_of)
+    return factor_of(problem, moments_of)
 
 
 def coordinate_sites(program: AffineProgram, chunk: Any, site: Any) -> RowSites:
@@ -528,14 +529,8 @@ def own_coordinates(problem: Factors, site: GaussianNatural) -> GaussianNatural:
     return family.natural(jnp.where(covered, site.precision_mean, 0.0), jnp.diag(diagonal) if family.full else diagonal)
 
 
-def _exact_factor(family: GaussianFamily, chunk: Expected) -> MomentFactor:
-    return MomentFactor(
-        family,
-        lambda q, site, power, key, memory=None: exact_tilted(family, chunk.target, chunk.value, q, site, power),
-    )
-
-
-def _pointed_factor(problem: Factors, method: Any, total: Callable) -> MomentFactor:
+def _pointed_moments(problem: Factors, method: Any, total: Callable) -> Callable[..., Tilted]:
+    """Moments from points at which ``total`` sums the factor: a grid's, or weighted draws."""
     family = problem.family
 
     def moments_of(q, site, power, key, memory=None):
@@ -560,7 +555,7 @@ def _pointed_factor(problem: Factors, method: Any, total: Callable) -> MomentFac
         factor = total(lambda program, chunk: log_densities_at(program, chunk, points))
         return from_points(family, cloud, factor, q, site, proposal, power)
 
-    return MomentFactor(family, moments_of)
+    return moments_of
 
 
 # ----------------------------------------------------------------------------------------------- groups of a single row
@@ -602,4 +597,4 @@ def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Ca
         usable = tilted.valid & moments.valid
         return tilted._replace(change=tilted.change - site, value=tilted.value + shift, valid=usable)
 
-    return MomentFactor(family, moments_of)
+    return factor_of(problem, moments_of)

@@ -22,8 +22,8 @@ from ..families import (
     whitening,
 )
 from ..sites import back_off, select
-from ._base import FamilyFactor, LocalResult, TiltedFactor
-from ._matching import MatchesMoments, MatchState, check_moments, check_share, gaussian_rules, match_visit, own_step
+from ._base import LocalResult, TiltedFactor
+from ._matching import MatchesMoments, MatchState, check_moments, check_share, match_visit
 from ._minibatch import Optimiser, as_optimiser, late_weight
 from ._power_ep import PowerEP
 
@@ -259,20 +259,15 @@ class AlphaDivergence(MatchesMoments):
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
         del start, guarded
         family, q = factor.family, cavity + site
-        local = _Whitened(family, q, family.moments(q))
-        walk = self._walk(factor, local, q, site, key)
-        found = walk.found._replace(change=local.change(walk.average))
-        return match_visit(family, q, site, found, state, gaussian_rules(self, family), own_step)
-
-    def solve_families(
-        self, factor: FamilyFactor, q: ProductNatural, site: ProductNatural, state: MatchState, key: Any
-    ) -> LocalResult:
-        """The same in the site's natural parameters, where q is a product of families."""
-        local = _MetricCoordinates(factor.family, q, whitening(factor.family, q))
+        local: Any = (
+            _Whitened(family, q, family.moments(q))
+            if family.located
+            else _MetricCoordinates(family, q, whitening(family, q))
+        )
         walk = self._walk(factor, local, q, site, key)
         found = walk.found._replace(change=local.change(walk.average))
         # No chains: they would start at every step.
-        return match_visit(factor.family, q, site, found, state, factor.rules._replace(may_chain=False))
+        return match_visit(family, q, site, found, state, factor.rules._replace(may_chain=False))
 
     def _walk(self, factor: Any, local: Any, q: Any, site: Any, key: Any) -> _Walk:
         optimiser: Optimiser = as_optimiser(self.optim, "AlphaDivergence")

@@ -142,6 +142,8 @@ class TiltedFactor(Protocol):
     """One group's exact factor, as a solver that matches moments sees it."""
 
     family: Any
+    # How far visits go, what collapsed weights are, and whether draws are common (:class:`numpyro_pvi.solvers.MatchRules`).
+    rules: Any
 
     def tilted(self, q: Any, site: Any, power: float | Float[Array, ""], key: Any, memory: Any = None) -> Tilted:
         """What matching the moments of ``q (p / t)^power`` asks for.
@@ -150,25 +152,14 @@ class TiltedFactor(Protocol):
             q: natural parameters of q.
             site: the factor's site.
             power: alpha in (0, 1].
-            key: a random key, for sampled moments.
+            key: a random key, for sampled moments; where ``rules.shared``, None for the draws that all groups of a round share,
+                which are of the q that the visit starts from.
             memory: the ``memory`` of the factor's last visit, from which chains go on; None starts anew.
 
         Returns:
             The site's change at a full step, with what is known of its error.
         """
         ...
-
-
-@runtime_checkable
-class FamilyFactor(TiltedFactor, Protocol):
-    """The same where q is a product of families.
-
-    Its ``tilted`` takes a random key for draws of its own at the q given, and None for those that all groups of a round share,
-    which are of the q that the visit starts from.
-    """
-
-    # How far visits go, and what collapsed weights are (:class:`numpyro_pvi.solvers.MatchRules`).
-    rules: Any
 
 
 class LocalResult(NamedTuple):
@@ -387,24 +378,6 @@ class LocalSolver(Protocol):
         """The stacked states of all groups from one that is the same for all, where settings differ by group."""
         ...
 
-    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> Any:
-        """:meth:`init` of a solver that ``matches_moments``, where q is a product of families.
-
-        Args:
-            zeros: natural parameters of a unit site.
-            dtype: floating dtype.
-            chains: those that take the group's moments from the first visit on, or None.
-            count: number of groups.
-
-        Returns:
-            The state for one group.
-        """
-        ...
-
-    def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: Any, key: Any) -> LocalResult:
-        """One visit of a solver that ``matches_moments``, where q is a product of families: see :meth:`solve`."""
-        ...
-
     def init(self, family: Any, dtype: Any) -> Any:
         """The solver's state for one group, a pytree of arrays."""
         ...
@@ -521,19 +494,6 @@ class SolverDefaults:
         """q itself, and the solver's power."""
         del state
         return q, self.power
-
-    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> Any:
-        """Nothing: no moments are matched."""
-        del zeros, dtype, chains, count
-        return ()
-
-    def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: Any, key: Any) -> LocalResult:
-        """No moments are matched.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(f"{type(self).__name__} matches no moments of products of families")
 
     def check_families(self) -> None:
         """Refused: the visit is written for one Gaussian block.

@@ -1,8 +1,8 @@
-"""What solvers that match moments share: settings, chains of a factor, shortened steps, visits of products of families."""
+"""What solvers that match moments share: settings, chains of a factor, shortened steps, and the visit, of every family of q."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +25,9 @@ from ..expectations import (
     no_chains,
     with_settings,
 )
-from ..families import GaussianFamily, ProductFamily, Vector
+from ..families import GaussianFamily, Vector
 from ..sites import MAX_HALVINGS, back_off, next_step, select
-from ._base import FamilyFactor, LocalResult, SolverDefaults, TiltedFactor
+from ._base import LocalResult, SolverDefaults, TiltedFactor
 from ._minibatch import check_batch_size
 
 # --------------------------------------------------------------------------------------------------- chains of a factor
@@ -89,38 +89,45 @@ def chain_troubles(moments: Moments, chains: Chains, ess: Array, least: float) -
 # ------------------------------------------------------------------------------------------------------ shortened steps
 # A group's own step, shortened while its moves turn back on each other.
 
+# Standard errors that a change must exceed to count as a swing.
+_NOISES = 3.0
+
 
 def own_step(
-    family: GaussianFamily, q: Any, change: Any, noise: Any, state: MatchState, largest: float
-) -> tuple[Float[Array, ""], Float[Array, "two_D"] | None]:
+    family: Any, q: Any, change: Any, noise: Any, state: MatchState, largest: float
+) -> tuple[Float[Array, ""], Any]:
     """The step of a visit: halved where the move asked for turns back on the last one, and grown again where it goes on.
 
     Args:
         family: the family of q.
         q: natural parameters of q.
         change: what a full step would add to the site.
-        noise: standard error of that; not looked at.
+        noise: standard error of that, in sds of q; of Gaussians not looked at.
         state: the group's memory.
         largest: the largest step in (0, 1]; 1 is the full step.
 
     Returns:
-        ``(step, move)``; the move is the change of q's location in sds and, to first order, of its log sds. The last step, and
-        None, where no moves are kept to compare with.
+        ``(step, move)``; the move is the change, of a Gaussian that of q's location in sds and, to first order, of its log sds. The
+        last step, and None, where no moves are kept to compare with.
     """
-    del noise
-    if state.last is None:
+    last, floor = state.last, 0.0
+    if last is None:
         return state.step, None
-    moments = family.moments(q)
-    stretch = -0.5 * family.precision_diagonal(change) * family.variances(moments)
-    move, last = jnp.concatenate([family.shift(change, moments), stretch]), state.last
-    return next_step(state.step, jnp.dot(move, last), jnp.dot(move, move), jnp.dot(last, last), largest), move
+    if family.located:
+        moments = family.moments(q)
+        stretch = -0.5 * family.precision_diagonal(change) * family.variances(moments)
+        move = jnp.concatenate([family.shift(change, moments), stretch])
+        lengths = jnp.dot(move, last), jnp.dot(move, move), jnp.dot(last, last)
+    else:
+        move, image = change, family.fisher_product(q, change)
+        before = family.inner(last, family.fisher_product(q, last))
+        # Of draws' noise late rounds are averaged.
+        lengths, floor = (family.inner(last, image), family.inner(change, image), before), _NOISES * noise
+    return next_step(state.step, *lengths, largest, floor), move
 
 
 # ----------------------------------------------------------------------------------------------------------------- visits
 # Visits of solvers that match moments, of Gaussians and of products of families: what a group remembers, and what went wrong.
-
-# Standard errors that a change must exceed to count as a swing.
-_NOISES = 3.0
 
 # Why a group's moments were not what was asked for.
 FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
@@ -197,6 +204,8 @@ class MatchRules(NamedTuple):
     size: int
     # Whether chains may take over from weights that keep collapsing.
     may_chain: bool = False
+    # Whether all groups of a round share draws, which a factor takes where its key is None.
+    shared: bool = False
 
 
 class MatchState(NamedTuple):
@@ -254,24 +263,23 @@ def first_match_state(last: Any, damping: float, dtype: Any, chains: Chains | No
     return MatchState(zero + damping, last, *found, none, chains)
 
 
-def gaussian_rules(solver: Any, family: GaussianFamily) -> MatchRules:
-    """What a visit reads beside the moments where q is Gaussian.
+def match_rules(solver: Any, size: int, may_chain: bool = False, shared: bool = False) -> MatchRules:
+    """What a visit reads beside the moments.
 
     Args:
         solver: whose ``damping`` and ``moments`` count.
-        family: of q.
+        size: numbers that are matched.
+        may_chain: as of :class:`MatchRules`.
+        shared: likewise.
 
     Returns:
         The rules.
     """
     count = getattr(with_settings(solver.moments), "num_draws", ImportanceMoments().num_draws)
-    least, may_chain = least_ess(count, family.dim), isinstance(solver.moments, str) and solver.moments == "auto"
-    return MatchRules(float(solver.damping), solver.moments, least, family.dim, may_chain)
+    return MatchRules(float(solver.damping), solver.moments, least_ess(count, size), size, may_chain, shared)
 
 
-def match_visit(
-    family: Any, q: Any, site: Any, found: Tilted, state: MatchState, rules: MatchRules, own: Callable | None = None
-) -> LocalResult:
+def match_visit(family: Any, q: Any, site: Any, found: Tilted, state: MatchState, rules: MatchRules) -> LocalResult:
     """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, as much of it as leaves q normalisable.
 
     Args:
@@ -281,7 +289,6 @@ def match_visit(
         found: what matching moments asks for.
         state: the group's memory.
         rules: the largest step, and what collapsed weights are.
-        own: the group's own step, :func:`own_step` of a Gaussian; :func:`own_family_step` by default.
 
     Returns:
         The site, the new memory, and how it went.
@@ -290,7 +297,7 @@ def match_visit(
     usable = found.valid & all_finite(change)
     change = select(usable, change, jax.tree.map(jnp.zeros_like, site))
     noise = jnp.where(usable, found.noise, state.noise)
-    step, last = (own or own_family_step)(family, q, change, noise, state, rules.damping)
+    step, last = own_step(family, q, change, noise, state, rules.damping)
     taken, tries = back_off(lambda step: family.in_domain(q + change * step), step)
     good = usable & family.in_domain(q + change * taken)
     new = after_match(found, state, rules, found.valid, usable & ~good)._replace(
@@ -355,30 +362,6 @@ def _after(
         return collapses, state.chains, []
     said = chain_troubles(rules.moments, chains, found.ess, LEAST_PER_LATENT * rules.size)
     return collapses, chains._replace(used=chains.used | (collapses >= COLLAPSES)), said
-
-
-def own_family_step(
-    family: ProductFamily, q: Any, change: Any, noise: Any, state: MatchState, damping: float
-) -> tuple[Float[Array, ""], Any]:
-    """The step of a visit: halved where the change asked for turns back on the last one, and grown again where it goes on.
-
-    Args:
-        family: of q.
-        q: natural parameters.
-        change: what a full step would add to the site.
-        noise: standard error of that, in sds of q.
-        state: the group's memory.
-        damping: the largest step in (0, 1]; 1 is the full step.
-
-    Returns:
-        The step, and the change; the last step, and None, where no changes are kept to compare with.
-    """
-    if state.last is None:
-        return state.step, None
-    image = family.fisher_product(q, change)
-    size, last = family.inner(change, image), family.inner(state.last, family.fisher_product(q, state.last))
-    # Of draws' noise late rounds are averaged.
-    return next_step(state.step, family.inner(state.last, image), size, last, damping, _NOISES * noise), change
 
 
 # ------------------------------------------------------------------------------------------------------------- matching
@@ -458,9 +441,11 @@ class MatchesMoments(SolverDefaults):
                 f"{structure!r}; leave moments='auto'."
             )
 
-    def init(self, family: GaussianFamily, dtype: Any) -> MatchState:
-        """Start every group at the largest step."""
-        last, chains = jnp.zeros((2 * family.dim,), dtype), first_chains(self.moments, family, dtype)
+    def init(self, family: Any, dtype: Any) -> MatchState:
+        """Start every group at the largest step. Chains of what a factor sees of a product of families are its engine's to add."""
+        last, chains = family.zeros((), dtype), None
+        if family.located:
+            last, chains = jnp.zeros((2 * family.dim,), dtype), first_chains(self.moments, family, dtype)
         return first_match_state(last, float(self.damping), dtype, chains)
 
     def solve(
@@ -473,26 +458,14 @@ class MatchesMoments(SolverDefaults):
         start: Expected | None = None,
         guarded: bool = False,
     ) -> LocalResult:
-        """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
+        """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``; see :class:`numpyro_pvi.solvers.LocalSolver`."""
         del start, guarded
-        family, q = factor.family, cavity + site
-        known = () if state.chains is None else (state.chains,)
-        found = factor.tilted(q, site, self.power, key, *known)
-        return match_visit(family, q, site, found, state, gaussian_rules(self, family), own_step)
+        q, known = cavity + site, () if state.chains is None else (state.chains,)
+        found = factor.tilted(q, site, self.power, None if factor.rules.shared else key, *known)
+        return match_visit(factor.family, q, site, found, state, factor.rules)
 
     def check_families(self) -> None:
         """Goes with every family whose tilted moments can be taken; which can is found at ``init``."""
-
-    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> MatchState:
-        """Start every group at the largest step: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del count
-        return first_match_state(zeros, float(self.damping), dtype, chains)
-
-    def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: MatchState, key: Any) -> LocalResult:
-        """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, by the draws that groups share."""
-        del key
-        found = factor.tilted(q, site, self.power, None, state.chains)
-        return match_visit(factor.family, q, site, found, state, factor.rules)
 
     @property
     def moments_batch(self) -> int | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from ..errors import PVIError
 from ..expectations import SAMPLED, Moments, with_settings
-from ..families import GaussianFamily
 from ._matching import MatchesMoments, MatchState, check_moments, check_share
 
 
@@ -178,16 +177,11 @@ class StochasticEP(MatchesMoments):
         """Who refines the PRIOR site, which is not tied; and a visit's arithmetic."""
         return PowerEP(self.power, self.moments, damping=self.damping)
 
-    def init_among(self, family: GaussianFamily, dtype: Any, count: int) -> MatchState:
+    def init_among(self, family: Any, dtype: Any, count: int) -> MatchState:
         """The state of each of ``count`` groups: a few numbers.
 
         PowerEP compares a group's move with its last one and halves steps that turn back. Here the site's last move was
         another group's, which says nothing where there are several, and is not kept.
         """
         state = self.init(family, dtype)
-        return state if count == 1 else state._replace(last=None)
-
-    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> MatchState:
-        """As :meth:`init_among`, where q is a product of families."""
-        state = super().init_families(zeros, dtype, chains, count)
         return state if count == 1 else state._replace(last=None)

@@ -15,18 +15,8 @@ from ..errors import PVIError
 from ..expectations import Expected, Moments
 from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, member_metrics
 from ..sites import MAX_HALVINGS, back_off, damp, select
-from ._base import ByLabel, FamilyFactor, Labelled, LocalResult, TiltedFactor, by_label, freeze, resolve
-from ._matching import (
-    MatchesMoments,
-    MatchRules,
-    MatchState,
-    after_match,
-    check_moments,
-    check_share,
-    gaussian_rules,
-    own_family_step,
-    own_step,
-)
+from ._base import ByLabel, Labelled, LocalResult, TiltedFactor, by_label, freeze, resolve
+from ._matching import MatchesMoments, MatchState, after_match, check_moments, check_share, own_step
 
 # -------------------------------------------------------------------------------------------- steps in mean coordinates
 # Steps in mean coordinates: how a site moves when expected statistics are asked to move by a share.
@@ -176,18 +166,6 @@ class _Walk(NamedTuple):
     moved: Bool[Array, ""]
 
 
-class _Ways(NamedTuple):
-    """What inner steps of a kind of q are made of."""
-
-    rules: MatchRules
-    # A group's own share of the step size, as of :func:`own_step`.
-    own: Callable
-    # The largest ratio of the tilted distribution's Fisher metric to that of q.
-    wider: Callable
-    # As of :meth:`SNEP._change`.
-    change: Callable
-
-
 @dataclasses.dataclass(frozen=True)
 class SNEP(MatchesMoments):
     """Stochastic natural-gradient expectation propagation (SNEP): power EP's fixed points by a convergent double loop.
@@ -293,15 +271,12 @@ class SNEP(MatchesMoments):
         """Whether sites are moved as if alone, so that a parallel schedule takes a joint step of one over their number."""
         return self.outer_period > self.num_steps
 
-    def init(self, family: GaussianFamily, dtype: Any) -> MatchState:
+    def init(self, family: Any, dtype: Any) -> MatchState:
         """No anchor yet: the first inner step sets it. Groups have the number ``beta``, or 1 where it differs between them."""
-        return self._begun(super().init(family, dtype), family.zeros((), dtype))
-
-    def _begun(self, state: MatchState, anchor: Any) -> MatchState:
+        anchor, beta = family.zeros((), dtype), jnp.asarray(self.beta if isinstance(self.beta, float) else 1.0, dtype)
         # Steps of a visit are a share of step_size; damping counts after the last of them.
-        dtype = state.step.dtype
-        beta = jnp.asarray(self.beta if isinstance(self.beta, float) else 1.0, dtype)
-        return state._replace(step=jnp.ones((), dtype), anchor=anchor, age=jnp.int32(0), beta=beta)
+        one = jnp.ones((), dtype)
+        return super().init(family, dtype)._replace(step=one, anchor=anchor, age=jnp.int32(0), beta=beta)
 
     def init_groups(self, groups: Labelled, state: Any) -> Any:
         """The start of every group, with its own beta.
@@ -337,10 +312,19 @@ class SNEP(MatchesMoments):
         Of the rest of the fit it reads ``cavity + site``, the current sum of naturals, and nothing else.
         """
         del start, guarded
-        rules = gaussian_rules(self, factor.family)
-        # Second moments weigh as squares of variances in the Hessian.
-        ways = _Ways(rules, own_step, lambda *gap: widening(*gap) ** 2, self._change)
-        return self._visit(ways, factor, cavity, site, state, key)
+
+        def step(k, walk: _Walk) -> _Walk:
+            return self._step(factor, cavity, walk, k, jax.random.fold_in(key, k))
+
+        walk = _Walk(site, state, jnp.int32(0), jnp.array(False))
+        if self.num_steps == 1:
+            walk = step(jnp.int32(0), walk)
+        else:
+            walk = jax.lax.fori_loop(0, self.num_steps, step, walk)
+        new = damp(site, walk.site, self.damping)
+        good = walk.moved & all_finite(new) & factor.family.in_domain(cavity + new)
+        taken = jnp.where(good, jnp.ones_like(state.noise), 0.0)
+        return LocalResult(select(good, new, site), walk.state, walk.halvings, good, taken)
 
     def check_families(self) -> None:
         """Goes with every family whose tilted moments can be taken, in the metric of q.
@@ -356,32 +340,7 @@ class SNEP(MatchesMoments):
                 "which asks for a normalisable q alone."
             )
 
-    def init_families(self, zeros: Any, dtype: Any, chains: Any, count: int) -> MatchState:
-        """As :meth:`init`, where q is a product of families."""
-        return self._begun(super().init_families(zeros, dtype, chains, count), zeros)
-
-    def solve_families(self, factor: FamilyFactor, q: Any, site: Any, state: MatchState, key: Any) -> LocalResult:
-        """The same where q is a product of families."""
-        ways = _Ways(factor.rules, own_family_step, metric_widening, _family_change)
-        return self._visit(ways, factor, q - site, site, state, key)
-
-    def _visit(self, ways: _Ways, factor: Any, cavity: Any, site: Any, state: Any, key: Any) -> LocalResult:
-        """``num_steps`` inner steps, and the share of them that is taken."""
-
-        def step(k, walk: _Walk) -> _Walk:
-            return self._step(ways, factor, cavity, walk, k, jax.random.fold_in(key, k))
-
-        walk = _Walk(site, state, jnp.int32(0), jnp.array(False))
-        if self.num_steps == 1:
-            walk = step(jnp.int32(0), walk)
-        else:
-            walk = jax.lax.fori_loop(0, self.num_steps, step, walk)
-        new = damp(site, walk.site, self.damping)
-        good = walk.moved & all_finite(new) & factor.family.in_domain(cavity + new)
-        taken = jnp.where(good, jnp.ones_like(state.noise), 0.0)
-        return LocalResult(select(good, new, site), walk.state, walk.halvings, good, taken)
-
-    def _step(self, ways: _Ways, factor: Any, cavity: Any, walk: _Walk, k: Any, key: Any) -> _Walk:
+    def _step(self, factor: Any, cavity: Any, walk: _Walk, k: Any, key: Any) -> _Walk:
         """One inner step."""
         family, state, site = factor.family, walk.state, walk.site
         if self.metric == "site":
@@ -396,13 +355,13 @@ class SNEP(MatchesMoments):
         gap = family.symmetrise((anchor - q) + found.change * used)
         usable = found.valid & all_finite(gap) & family.in_domain(q + gap)
         gap = select(usable, gap, jax.tree.map(jnp.zeros_like, gap))
-        share, last = ways.own(family, q, gap, found.noise * used, state, 1.0)
+        share, last = own_step(family, q, gap, found.noise * used, state, 1.0)
         share, last = jnp.where(k == 0, share, state.step), select((k == 0) & usable, last, state.last)
-        size = share * self._size(state, lambda: ways.wider(family, q, gap))
-        change, size, halvings, inside = ways.change(family, site, q, gap, size)
+        size = share * self._size(state, family, q, gap)
+        change, size, halvings, inside = self._change(family, site, q, gap, size)
         change = family.symmetrise(change)
         good = usable & inside & all_finite(change) & family.in_domain(q + change)
-        new = after_match(found, state, ways.rules, usable, usable & ~good)._replace(
+        new = after_match(found, state, factor.rules, usable, usable & ~good)._replace(
             step=jnp.where(usable, share, state.step),
             last=last,
             noise=jnp.where(usable, found.noise * used * size, state.noise),
@@ -411,10 +370,11 @@ class SNEP(MatchesMoments):
         )
         return _Walk(select(good, site + change, walk.site), new, walk.halvings + halvings, walk.moved | good)
 
-    def _change(self, family: GaussianFamily, site: Any, q: Any, gap: Any, size: Any):
+    def _change(self, family: Any, site: Any, q: Any, gap: Any, size: Any):
         """The site's change, the step that was taken, how often it was halved, and whether it stays in the mean domain."""
         if self.metric == "posterior":
-            return posterior_step(family, q, gap, size), size, jnp.int32(0), jnp.array(True)
+            step = posterior_step if family.located else mean_step
+            return step(family, q, gap, size), size, jnp.int32(0), jnp.array(True)
 
         def inside(size):
             change, valid = site_step(family, site, q, gap, size)
@@ -423,20 +383,16 @@ class SNEP(MatchesMoments):
         size, halvings = back_off(inside, size)
         return site_step(family, site, q, gap, size)[0], size, halvings, halvings < MAX_HALVINGS
 
-    def _size(self, state: Any, wider: Callable[[], Float[Array, ""]]) -> Float[Array, ""]:
-        """The inner step; ``wider`` gives the largest ratio of the tilted distribution's Fisher metric to that of q."""
+    def _size(self, state: Any, family: Any, q: Any, gap: Any) -> Float[Array, ""]:
+        """The inner step."""
         if callable(self.step_size):
             wanted = jnp.asarray(self.step_size(state.age), state.noise.dtype)
             return jnp.clip(wanted, 0.0, 1.0)
         if self.step_size == "auto":
-            return state.beta / (state.beta + jnp.maximum(wider(), 1.0))
+            # Second moments weigh as squares of variances in the Hessian.
+            wider = widening(family, q, gap) ** 2 if family.located else metric_widening(family, q, gap)
+            return state.beta / (state.beta + jnp.maximum(wider, 1.0))
         return jnp.full_like(state.noise, cast(float, self.step_size))
-
-
-def _family_change(family: ProductFamily, site: Any, q: Any, gap: Any, size: Any) -> tuple:
-    """As of :meth:`SNEP._change`, in the metric of q."""
-    del site
-    return mean_step(family, q, gap, size), size, jnp.int32(0), jnp.array(True)
 
 
 def _is_share(value: Any) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from numpyro_pvi.expectations import Proposal, from_points, grid_cloud, normal_cloud
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily
+from numpyro_pvi.solvers import SNEP, match_rules
 
 from .models import groups, rows
 from .oracles import log_partition
@@ -34,6 +35,7 @@ class GridFactor:
     sign: Any
     num_draws: int | None = None
     family: Any = FAMILY
+    rules = match_rules(SNEP(), 1)
 
     def tilted(self, q, site, power, key):
         """See :class:`numpyro_pvi.solvers.TiltedFactor`."""

@@ -14,7 +14,7 @@ from numpyro.optim import Adam
 
 from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi.clients import InProcess, Processes
-from numpyro_pvi.runtime import RowLatent, _product_remote
+from numpyro_pvi.runtime import RowLatent, _remote, _remote_engine
 from numpyro_pvi.schedules import (
     Asynchronous,
     Committee,
@@ -219,27 +219,27 @@ def test_so_it_is_in_processes_of_their_own(own):
 
 
 def dropped(monkeypatch):
-    own = _product_remote.AskedProduct._answers
+    own = _remote.AskedProduct._answers
 
     def without_one(self, *args):
         return tuple(x.at[-1].set(0) if x.shape[0] == 3 else x for x in own(self, *args))
 
-    monkeypatch.setattr(_product_remote.AskedProduct, "_answers", without_one)
+    monkeypatch.setattr(_remote.AskedProduct, "_answers", without_one)
 
 
 def stale(monkeypatch):
-    own = _product_remote.AskedProduct._question
+    own = _remote.AskedProduct._question
 
     def as_it_was(self, what, q, key, sites):
         return own(self, what, q, key, None if sites is None else jax.tree.map(jnp.zeros_like, sites))
 
-    monkeypatch.setattr(_product_remote.AskedProduct, "_question", as_it_was)
+    monkeypatch.setattr(_remote.AskedProduct, "_question", as_it_was)
 
 
 def turned(monkeypatch):
-    own = _product_remote.AskedProduct.only
+    own = _remote.AskedProduct.only
     monkeypatch.setattr(
-        _product_remote.AskedProduct,
+        _remote.AskedProduct,
         "only",
         lambda self, change, turn: own(self, change, (turn + 1) % 2),
         raising=False,
@@ -247,9 +247,9 @@ def turned(monkeypatch):
 
 
 def misplaced(monkeypatch):
-    own = _product_remote.AskedProduct.group_value_and_message
+    own = _remote.AskedProduct.group_value_and_message
     monkeypatch.setattr(
-        _product_remote.AskedProduct, "group_value_and_message", lambda self, q, s, g, k: own(self, q, s, 0 * g, k)
+        _remote.AskedProduct, "group_value_and_message", lambda self, q, s, g, k: own(self, q, s, 0 * g, k)
     )
 
 
@@ -289,11 +289,11 @@ def test_what_does_not_go_is_refused_by_name(options, word):
     plan = dataclasses.replace(here("line-sequential").state.plan, tied=isinstance(options.get("solver"), StochasticEP))
     pvi = PVI(Partition(line, "data", LABELS), AutoExponentialFamily(line), runtime=InProcess(), **options)
     with pytest.raises(PVIError, match=f"clients do not go with .*{word}"):
-        _product_remote.refuse_product_remotely(plan, pvi._engine)
+        _remote_engine.refuse_remotely(plan, pvi._engine)
 
 
 def test_rows_latents_are_refused_by_name():
     inside = RowLatent("b", 0, None, "data")
     plan = dataclasses.replace(here("line-sequential").state.plan, inside=(inside,))
     with pytest.raises(PVIError, match=r"latents inside the partitioned plate \(b\).*a server would hold"):
-        _product_remote.refuse_product_remotely(plan, there("line-sequential")[0]._engine)
+        _remote_engine.refuse_remotely(plan, there("line-sequential")[0]._engine)

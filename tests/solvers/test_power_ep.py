@@ -22,7 +22,7 @@ from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, Norm
 from numpyro_pvi.runtime import noise_floor
 from numpyro_pvi.runtime._tilted import method_of
 from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import SNEP, ImportanceMoments, LaplaceMoments, LocalResult, PowerEP
+from numpyro_pvi.solvers import SNEP, ImportanceMoments, LaplaceMoments, LocalResult, PowerEP, match_rules
 
 FAMILY = MultivariateNormalFamily(2)
 Q = GaussianNatural(jnp.array([1.0, -0.5]), jnp.array([[2.0, 0.3], [0.3, 1.0]]))
@@ -281,6 +281,7 @@ class Scripted:
 
     family: MultivariateNormalFamily
     found: Tilted
+    rules = match_rules(PowerEP(), 2)
 
     def tilted(self, q, site, power, key):
         return self.found

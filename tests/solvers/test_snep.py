@@ -12,7 +12,7 @@ import pytest
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import Tilted
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
-from numpyro_pvi.solvers import SNEP, trouble_of
+from numpyro_pvi.solvers import SNEP, match_rules, trouble_of
 from numpyro_pvi.solvers._matching import HELD
 from numpyro_pvi.solvers._snep import posterior_step, site_step, widening
 
@@ -131,6 +131,7 @@ class Scripted:
     family: MultivariateNormalFamily
     found: Tilted
     asked: Any
+    rules = match_rules(SNEP(), 2)
 
     def tilted(self, q, site, power, key):
         self.asked.append((q, power))

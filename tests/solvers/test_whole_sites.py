@@ -10,7 +10,7 @@ from numpyro_pvi.errors import PVIError
 from numpyro_pvi.expectations import exact_tilted
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.runtime._moments import solver_of_prior
-from numpyro_pvi.solvers import AlphaDivergence, ImportanceMoments, NaturalGradient, PowerEP, StochasticEP
+from numpyro_pvi.solvers import AlphaDivergence, ImportanceMoments, NaturalGradient, PowerEP, StochasticEP, match_rules
 from numpyro_pvi.solvers._alpha_divergence import _Whitened
 
 MATRIX = jnp.array([[2.0, 0.3], [0.3, 1.0]])
@@ -101,7 +101,7 @@ class Quadratic:
     """A Gaussian factor as a solver that matches moments sees it."""
 
     def __init__(self, family, factor):
-        self.family, self.factor = family, factor
+        self.family, self.factor, self.rules = family, factor, match_rules(AlphaDivergence(1.0), 2)
 
     def tilted(self, q, site, power, key):
         return exact_tilted(self.family, self.factor, jnp.zeros(()), q, site, power)

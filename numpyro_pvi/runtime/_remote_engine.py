@@ -1,0 +1,478 @@
+"""The engines of fits whose rounds are with clients, for every family of q; and what clients do not answer for."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from .._state import Plan, PVIState
+from ..errors import PVIError
+from ..expectations import (
+    RULES,
+    AffineProgram,
+    DrawsProgram,
+    IntegratedProgram,
+    LocalLatentProgram,
+    PointsProgram,
+    QuadraticProgram,
+)
+from ..factors import exact_log_constant
+from ..schedules import RoundCarry
+from ..sites import Held
+from ._engine import Engine
+from ._factors import FactorData
+from ._network import ask_all, spent
+from ._product_engine import ProductEngine, ProductFactors
+from ._product_problem import ProductProblem
+from ._programs import FactorReader, whole_call
+from ._remote import AskedFactors, AskedProduct, InTurn, RemoteProblem, RowValues
+from ._tilted import keeps_rows
+from ._verification import Check, direction_of, draws_of, num_draws, verify_claims
+
+
+def refuse_remotely(plan: Any, engine: Any) -> None:
+    """Raise for a fit whose factors clients cannot answer for.
+
+    Args:
+        plan: the plan.
+        engine: of clients.
+
+    Raises:
+        PVIError: naming what it is, and why.
+    """
+    part, schedule, who = plan.partition, engine.schedule, type(engine.solver).__name__
+    reasons = engine.unasked(plan) | {
+        f"{type(schedule).__name__}": (
+            bool(schedule.streams or schedule.has_agents),
+            "its groups talk with each other, without a server, and in this process they are simulated",
+        ),
+        f"one site for all groups ({who})": (plan.tied, "every client has a site of its own"),
+        f"sites of single rows ({who}(factors='row'))": (
+            engine.solver.factors == "row",
+            "a server would hold them; pass factors='group'",
+        ),
+        "groups whose rows are not at hand": (bool(plan.absent), "no client answers for them"),
+        "rows that no argument holds": (
+            part.mechanism != "args" or part.rows.whole,
+            "a client is given its rows as arguments whose leading axis is the plate's",
+        ),
+    }
+    for what, (found, why) in reasons.items():
+        if found:
+            raise PVIError(f"clients do not go with {what}: {why}. Leave runtime out to fit in this process.")
+
+
+def remote_problem(
+    engine: Any,
+    plan: Plan,
+    network: Any,
+    prior: tuple,
+    num_rules: int,
+    tells_step: bool,
+    fresh: bool = False,
+    stream: Any = None,
+    keeps: bool = True,
+    starts: tuple[int, ...] = (),
+    params: Any = (),
+) -> RemoteProblem:
+    """The factors of clients, as rounds take them.
+
+    Args:
+        engine: the fit's choices.
+        plan: the plan, of which labels, sizes and structure are read.
+        network: who carries questions.
+        prior: ``(natural, exact, log partition)`` of the exactly held prior, and ``(program, arrays)`` of the prior factor.
+        num_rules: how many quadrature rules are compiled in.
+        tells_step: whether visits say what share of their change was taken.
+        fresh: whether looks wait for clients that are at work.
+        stream: says which group came first.
+        keeps: as of :class:`RemoteProblem`.
+        starts: likewise.
+        params: constrained values of the model's ``numpyro.param`` sites.
+
+    Returns:
+        The factors.
+
+    Raises:
+        PVIError: where expectations are by points that only a look at all rows can choose.
+    """
+    natural, exact, partition, (prior_program, prior_data) = prior
+    part, family, count = plan.partition, plan.family, plan.partition.table.num_groups
+    program = bare_program(plan, num_rules, engine)
+    # Of the rows nothing is here; more than one a group, for whoever asks how many.
+    chunks = ((None, jnp.zeros((count, 2), bool)),)
+    data = FactorData(chunks, jnp.arange(count), jnp.arange(count + 1), prior_data, natural, exact, partition)
+    dtype = natural.precision_mean.dtype
+    told = tuple(jax.tree.leaves(params))
+    rows = RowValues(network, count, dtype, num_rules, fresh, told) if engine.solver.stochastic else None
+    fields = {"rows": rows, "labels": part.table.labels, "network": network, "tells_step": tells_step, "fresh": fresh}
+    fields |= {"stream": stream, "params": told}
+    if part.local is not None:
+        fields |= {"units": (part.local.size, part.local.width), "keeps": keeps, "starts": starts or (0,) * count}
+    quadratic = part.likelihood == "quadratic"
+    return RemoteProblem(
+        family, engine.solver, engine.runtime, program, prior_program, quadratic, num_rules, data, **fields
+    )
+
+
+def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
+    """The likelihood's program as far as it is known without rows.
+
+    Args:
+        plan: the plan.
+        num_rules: how many quadrature rules are compiled in.
+        engine: the fit's choices.
+
+    Returns:
+        The program; it evaluates nothing.
+
+    Raises:
+        PVIError: for a likelihood whose expectations no question asks for.
+    """
+    part, family = plan.partition, plan.family
+    if part.likelihood == "quadratic":
+        return QuadraticProgram(None, family)
+    if part.likelihood == "affine":
+        return AffineProgram(part.terms, family, num_rules)
+    if part.likelihood == "draws" and part.unstructured == "hessian":
+        return DrawsProgram(_no_rows, family)
+    if part.likelihood == "draws":
+        pairs = max(engine.solver.num_draws, -(-engine.num_particles // 2))
+        return PointsProgram(_no_rows, family, part.unstructured, pairs)
+    if part.likelihood == "local":
+        local = LocalLatentProgram(_no_rows, family)
+        return IntegratedProgram(_no_rows, family, 1) if engine.solver.matches_moments else local
+    raise PVIError(
+        "clients answer for factors that are quadratic, seen through affine predictors, or taken by points or draws; the "
+        f"likelihood of {part.where} was found to be {part.likelihood!r}, of which no question asks. Pass solver=LocalELBO() or "
+        "PowerEP(moments='importance'), or leave runtime out to fit in this process."
+    )
+
+
+def _no_rows(*_: Any) -> Any:
+    raise PVIError("a server has no rows to evaluate")
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteEngine(Engine):
+    """The engine of a fit whose rounds are with clients; what is done before and between them passes over the rows here.
+
+    Args:
+        network: who carries questions.
+        fresh: whether looks wait for clients that are at work.
+        keeps: whether clients keep what looks find that their own latents want, as rounds go by it.
+    """
+
+    network: Any = None
+    fresh: bool = False
+    keeps: bool = True
+
+    of_clients = True
+    # Whether this process has the rows, too.
+    rows_here = True
+
+    def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+        """Negative global ELBO at a state, which every client is asked for, in nats; see :meth:`Engine.loss`."""
+        return Engine.loss(dataclasses.replace(self, fresh=True, keeps=False), state, args, kwargs, fine)
+
+    def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
+        """Arrays of a fresh state; what groups hold beside their sites is with the clients. See :meth:`Engine.start`.
+
+        Raises:
+            PVIError: for a start from the curvature of groups with latents of their own.
+        """
+        if plan.partition.local is None:
+            return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
+        if mode == "curvature":
+            raise PVIError(
+                "init_sites='curvature' does not go with clients that have latents of their own "
+                f"({', '.join(plan.partition.local.names)}): leave init_sites out, so that sites start at 1."
+            )
+        fields, outside, proper = super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
+        held = Held(jnp.zeros((plan.partition.table.num_groups, 2), jnp.int32), local)
+        return fields | {"sites": dataclasses.replace(fields["sites"], local=held)}, outside, proper
+
+    def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
+        """See :meth:`Engine.tallied`: what was really sent, repetitions included."""
+        # All that the round asked for must have come before it is counted.
+        after = carry.evaluation.elbo, carry.sites, carry.schedule
+        report = carry.report._replace(traffic=spent(self.network, ends, after))
+        return dataclasses.replace(state, report=report), carry._replace(report=report)
+
+    def unasked(self, plan: Plan) -> dict[str, tuple[bool, str]]:
+        """What no question is asked about under a Gaussian guide: whether it is there, and why."""
+        part, schedule = plan.partition, self.schedule
+        return {
+            f"numpyro.param sites ({', '.join(part.params)}) under {schedule!r}": (
+                bool(part.params) and schedule.at_their_pace,
+                "their step needs all rows' gradients at one q, and no round waits for all clients",
+            ),
+            "sites of two numbers a row": (
+                plan.rows is not None,
+                "they say what the rows are: pass NaturalGradient(sites='dense')",
+            ),
+            f"latents inside the partitioned plate under {schedule!r}": (
+                part.local is not None and not schedule.carries_own,
+                "pass Synchronous(), StochasticSubset(...) or Sequential(), under which they stay with their client",
+            ),
+        }
+
+    def refuse(self, state: PVIState) -> None:
+        """Raise for a fit whose factors clients cannot answer for."""
+        refuse_remotely(state.plan, self)
+        bare_program(state.plan, len(RULES), self)
+
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+        params, prior = self.constrain(state.plan, args, kwargs, state.optim_state), (state.prior, state.exact)
+        return self._asked(state, args, kwargs, params, prior, others, fine)
+
+    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
+        return self._asked(state, args, kwargs, params, None, None, fine)
+
+    def _asked(self, state: PVIState, args, kwargs, params: dict, prior: Any, others: Any, fine: bool) -> Any:
+        """The factors of clients, whose prior is read off the model here."""
+        self.refuse(state)
+        num_rules = len(RULES) - (not fine)
+        own: Any = self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
+        if own.matches_moments and keeps_rows(own):
+            raise PVIError(
+                f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or groups of one row "
+                "each): a server would hold them. Pass PowerEP(factors='group')."
+            )
+        prior = own.data.prior_natural, own.data.exact, own.data.prior_partition, (own.prior_program, own.data.prior)
+        tells, fresh = self.network.tells_step, self.fresh or not self.schedule.at_their_pace
+        how = num_rules, tells, fresh, own.stream, self.keeps, (), params
+        return remote_problem(self, state.plan, self.network, prior, *how)
+
+    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
+        """The evidence, from the rows in this process, or from what clients say of theirs that have latents of their own."""
+        if self.rows_here and state.plan.partition.local is None:
+            here = Engine(self.model, self.solver, self.schedule, self.runtime, self.optim, self.num_particles)
+            return here.evidence(state, args, kwargs, fine)
+        problem: Any = self._state_problem(state, None, args, kwargs, fine)
+        return self.evidence_at(problem, state, partial(problem.evidence_of_groups, local=state.sites.local))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowlessEngine(RemoteEngine):
+    """The engine of a fit in a process that has no row: what is done before and between rounds is asked of the clients, too.
+
+    The model's arguments here are arrays of the rows' shapes that hold nothing; of the model nothing is evaluated but its prior.
+    """
+
+    rows_here = False
+    # Programs tell each client where its units stand among all, and one of a single row from others.
+    reads_sizes = True
+
+    def problem(
+        self,
+        plan: Plan,
+        packing: Any,
+        args: tuple,
+        kwargs: dict,
+        params: dict,
+        prior: Any,
+        num_rules: int,
+        others: Any = None,
+    ) -> Any:
+        """The factors of clients: see :meth:`Engine.problem`."""
+        del others
+        refuse_remotely(plan, self)
+        part = plan.partition
+        if self.solver.matches_moments and (self.solver.factors == "row" or min(part.table.sizes) == 1):
+            raise PVIError(
+                f"clients do not go with sites of single rows ({type(self.solver).__name__}(factors='row'), or a client of one "
+                "row): a server would hold them. Pass PowerEP(factors='group'), and give every client two rows or more."
+            )
+        call = whole_call(self.model, part, args, kwargs, params)
+        natural, exact = self.exact_prior(plan, call)[:2] if prior is None else prior
+        reader = FactorReader(plan, call, packing, self.solver, self.runtime, self.num_particles, num_rules)
+        given = natural, exact, -exact_log_constant(call, part.exact), reader.prior_factor()
+        fresh = self.fresh or not self.schedule.at_their_pace
+        holders: Any = self.runtime.elsewhere
+        stream = InTurn(holders.came)
+        sizes = part.table.sizes
+        starts = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+        how = num_rules, self.network.tells_step, fresh, stream, self.keeps, starts, params
+        return remote_problem(self, plan, self.network, given, *how)
+
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+        return Engine._state_problem(self, state, others, args, kwargs, fine)
+
+    def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
+        return Engine._at_params(self, state, args, kwargs, params, fine)
+
+    def verify(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Check]:
+        """The claims beside the model: those of the likelihood are compared by the clients, at the same draws from q."""
+        plan, count = state.plan, num_draws(state.packing)
+        proved = plan.partition.proved | {"likelihood", "additivity"}
+        prior = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, proved=proved))
+        found = verify_claims(self, dataclasses.replace(state, plan=prior), args, kwargs) if self.claims(prior) else {}
+        if "likelihood" not in self.claims(plan):
+            return found
+        places, valid = draws_of(state, count)
+        one = (jax.ShapeDtypeStruct((count,), places[0].dtype),) * 2
+        params = self.constrain(plan, args, kwargs, state.optim_state)
+        tangent = jax.tree.leaves(direction_of(params, state))
+        count, told = plan.partition.table.num_groups, tuple(jax.tree.leaves(params))
+        gap, allowed = ask_all(self.network, {"ask": "verify"}, one, count, (*places, *tangent), params=told)
+        return {"likelihood": Check(jnp.where(valid, gap.T, 0.0), allowed.T), **found}
+
+
+@dataclasses.dataclass(frozen=True)
+class SummedEngine(RowlessEngine):
+    """The engine of a fit whose clients are heard in sums only: one group, whose site is the sum of the clients' sites.
+
+    Args:
+        looks: whether the clients' values are asked for, in sum, as a loss needs them; rounds ask for none.
+    """
+
+    looks: bool = False
+
+    def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+        """Negative global ELBO at a state, from the sum of the clients' values, in nats; see :meth:`Engine.loss`."""
+        return Engine.loss(dataclasses.replace(self, fresh=True, looks=True), state, args, kwargs, fine)
+
+    def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> None:
+        """Rounds evaluate nothing."""
+        del state, args, kwargs, fine
+
+    def problem(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
+        """The factors of clients: see :meth:`Engine.problem`.
+
+        Raises:
+            PVIError: for a model with ``numpyro.param`` sites, or latents inside the plate.
+        """
+        part = plan.partition
+        what = [f"numpyro.param sites ({', '.join(part.params)}), whose step is of the clients' gradients"] * bool(
+            part.params
+        )
+        if part.local is not None:
+            what += [
+                f"latents inside the plate ({', '.join(part.local.names)}), whose own steps go with each client's site"
+            ]
+        if what:
+            raise PVIError(
+                f"clients that are heard in sums only do not go with {' or '.join(what)}: fit with "
+                "runtime=InProcess(clients=...), whose clients answer one by one."
+            )
+        return dataclasses.replace(super().problem(plan, *args, **kwargs), only_visits=not self.looks)
+
+    def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
+        """Arrays of a fresh state, whose sites say nothing: clients start from nothing too; see :meth:`Engine.start`.
+
+        Raises:
+            PVIError: for a start from the clients' curvatures.
+        """
+        if mode == "curvature":
+            raise PVIError(
+                "init_sites='curvature' starts sites at what each client sees alone, and clients that are heard in sums tell no "
+                "such thing: leave init_sites out, and sites start at 1; init_params may say where q starts."
+            )
+        return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
+
+    def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
+        """There is none: it is made of every client's own part.
+
+        Raises:
+            PVIError: always.
+        """
+        raise PVIError(
+            "log_evidence needs every client's own site and what normalises it, and these clients are heard in sums only: "
+            "pvi.evaluate(state) is a bound of it, or fit with runtime=InProcess(clients=...), which hears clients one by one."
+        )
+
+    def _opens(self, problem: Any, fits_params: bool) -> bool:
+        del problem, fits_params
+        return False
+
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
+        # No look tells a server that a finer rule is needed: clients refine on their own, as far as there are rules.
+        del fine
+        return super()._state_problem(state, others, args, kwargs, True)
+
+
+# ------------------------------------------------------------------------------------------------ products of families
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteProductEngine(ProductEngine):
+    """The engine of a fit under families whose rounds are with clients; what is done before and between passes over the rows here.
+
+    Args:
+        network: who carries questions.
+        asks: whether factors are the clients', as they are in rounds.
+    """
+
+    network: Any = None
+    asks: bool = False
+
+    of_clients = True
+
+    def problem(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ProductProblem:
+        """The factors of a state, those of clients in rounds."""
+        found = super().problem(state, args, kwargs, params)
+        if not self.asks:
+            return found
+        given = {f.name: getattr(found, f.name) for f in dataclasses.fields(ProductProblem)}
+        return AskedProduct(**given, network=self.network, params=tuple(jax.tree.leaves(found.call.params)))
+
+    def factors(self, problem: Any, *beside: Any) -> ProductFactors:
+        """The factors as schedules see them."""
+        return AskedFactors(problem, self.solver, *beside, tells_step=self.network.tells_step)
+
+    def rounds(self, *args: Any, **kwargs: Any) -> Any:
+        """Run rounds, which ask clients: see :meth:`ProductEngine.rounds`."""
+        return ProductEngine.rounds(self._asking, *args, **kwargs)
+
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Negative global ELBO at a state, which every client is asked for, in nats: see :meth:`ProductEngine.loss`."""
+        return ProductEngine.loss(self._asking, *args, **kwargs)
+
+    @property
+    def _asking(self) -> RemoteProductEngine:
+        return dataclasses.replace(self, asks=True)
+
+    def tallied(self, state: PVIState, carry: RoundCarry, loss: Float[Array, ""]) -> Any:
+        """See :meth:`ProductEngine.tallied`: what was really sent, repetitions included."""
+        # All that the round asked for must have come before it is counted.
+        after = carry.sites, carry.report, loss
+        report = carry.report._replace(traffic=spent(self.network, jnp.array(True), after))
+        return dataclasses.replace(state, report=report), carry._replace(report=report), loss
+
+    def unasked(self, plan: Any) -> dict[str, tuple[bool, str]]:
+        """What no question is asked about under families: whether it is there, and why."""
+        own, who = ", ".join(x.name for x in plan.inside), type(self.solver).__name__
+        return {
+            f"latents inside the partitioned plate ({own}) under AutoExponentialFamily": (
+                bool(plan.inside),
+                "q has members for single rows, which a server would hold: sum or integrate them out in the model, or use a "
+                "Gaussian guide, under which they stay with their client",
+            ),
+            f"{who} under {type(self.schedule).__name__} and AutoExponentialFamily": (
+                self.in_turns and self.solver.stochastic,
+                "groups take every step together, each by a few of its rows, so that a round would ask as often as it has steps: "
+                "pass NaturalGradient(), or LocalELBO(...), whose steps are a client's own",
+            ),
+        }
+
+    def refuse(self, state: PVIState) -> None:
+        """Raise for a fit whose factors clients cannot answer for."""
+        refuse_remotely(state.plan, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowlessProductEngine(RemoteProductEngine):
+    """The same in a process that has no row: what is done before and between rounds is asked of the clients, too."""
+
+    asks: bool = True
+
+    def factors(self, problem: Any, *beside: Any) -> ProductFactors:
+        """The factors as schedules see them."""
+        holders: Any = self.runtime.elsewhere
+        return dataclasses.replace(super().factors(problem, *beside), came=holders.came)
