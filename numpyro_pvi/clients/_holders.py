@@ -115,6 +115,7 @@ class Holders:
 
     def arguments(self, pvi: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.arguments`."""
+        self.line.follow()
         self._compare_settings(pvi)
         facts = self.described()
         first, total = facts[0], sum(said["rows"] for said in facts)
@@ -309,6 +310,7 @@ class Holders:
 
     def attend(self, plan: Any) -> None:
         """Have clients take their rows for what a plan says, those that have not been told or were told otherwise."""
+        self.line.follow()
         line, exchange, taken = self.line, self._open(), plan.told
         if line.taken == taken:
             return

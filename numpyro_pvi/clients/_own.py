@@ -109,6 +109,8 @@ class Client(Respondent):
         self._row_axes, _ = row_arguments(partition, self._pvi.model, *call, self._rows)
         self._like = self._check_privacy(secret, like)
         self._begun: tuple[Any, Any] | None = None
+        # What the model closed over when it was last asked to describe itself, or told the plan.
+        self._token = self._pvi._followed.programs.token
         self._known: dict[Any, Any] = {}
         # Values of the model's params, as leaves, that the last look told; none where it has none, or nobody has looked.
         self._last_params: tuple = ()
@@ -123,6 +125,8 @@ class Client(Respondent):
 
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         same = self._memory, self._version
+        if ask.kind in ("describe?", "plan?"):
+            self._follow()
         if ask.kind == "describe?":
             return "describe", {"facts": self._describe(*ask.fields["key"])}, same
         if ask.kind == "plan?":
@@ -141,6 +145,18 @@ class Client(Respondent):
         if looks and ask.fields["how"]["ask"] == "look" and (count := ask.fields["how"].get("params", 0)):
             self._last_params = ask.fields["q"][-count:]
         return found
+
+    def _follow(self) -> None:
+        """Drop what was found and compiled where the model closes over something else by now."""
+        followed, before = self._pvi._followed, self._token
+        with followed.turn(True):
+            if not followed.programs.snapshot.exact:
+                followed.compare(self._pvi.model, self._args, self._kwargs)
+        self._token = followed.programs.token
+        if self._token is not before:
+            self._begun = None
+            for key in [key for key in self._known if key[0] is before]:
+                del self._known[key]
 
     def _refuse_looks(self) -> None:
         """Raise where nobody but visits may hear the rows, whoever asks."""
@@ -291,7 +307,7 @@ class Client(Respondent):
             own = begun.planned.local_loc, begun.planned.local_sd
             units = Units(np.arange(self._rows, dtype=np.int32), *(np.asarray(x) for x in own))
         share = Share(*given, arrays, static, prior, units, begun.planned.params)
-        answers, self.facts = share.answers(self._known)
+        answers, self.facts = share.answers(self._known, self._token)
         self._take_up(answers)
 
     def _judge(self, how: dict[str, Any], told: tuple, own: tuple) -> np.ndarray:

@@ -19,6 +19,7 @@ import jax
 import jax.core
 import numpy as np
 
+from .._compiling import Token, token_here
 from ..errors import ClientError, PVIError, WireError
 from ..handlers import labels_table
 from ..runtime import (
@@ -34,7 +35,7 @@ from ..sites import Held
 from ._exchange import Exchange, Traffic, Transport
 from ._holders import Holders, agree_on
 from ._own import Client
-from ._share import Share, shares_of
+from ._share import Share, shares_of, with_digests
 
 # Largest message that is taken off a pipe.
 _MOST_BYTES = 1 << 31
@@ -54,6 +55,9 @@ class Line:
         self.taken: Any = None
         self._key: Any = None
         self._before = Traffic()
+        # By what stands for a model, what clients of it have compiled; it goes with the model's own programs.
+        self._of_models: weakref.WeakKeyDictionary[Token, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._token: Token | None = None
 
     def __reduce__(self) -> tuple:
         """A line without a conversation: processes and locks are nobody else's."""
@@ -108,10 +112,13 @@ class Line:
         return self.exchange
 
     def attend(self, key: Any, connect: Callable[[], Exchange]) -> None:
-        """Talk to clients with these rows: those that are there, or new ones after an error or for other rows."""
+        """Talk to clients with these rows: those that are there, or new ones after an error, or for other rows or another model."""
+        key = token_here(), key
         if self.exchange is not None and self._key == key and self.exchange.error is None:
             return
         self.close()
+        if (token := token_here()) is not None:
+            self.known = self._of_models.setdefault(token, {})
         exchange = connect()
         try:
             facts = exchange.hello()
@@ -120,6 +127,12 @@ class Line:
             exchange.close()
             raise
         self.exchange, self._key, self.tells_step = exchange, key, facts[0]["step"]
+
+    def follow(self) -> None:
+        """Have clients that have their own rows describe them anew, and told of the plan, where the model is another by now."""
+        if (token := token_here()) is not self._token:
+            self.described = self.taken = None
+            self._token = token
 
     def close(self) -> None:
         """Let the clients go."""
@@ -512,7 +525,7 @@ class Processes(ClientsRuntime):
 
     def connect(self, shares: list[Share]) -> Exchange:
         """See :meth:`ClientsRuntime.connect`."""
-        return self._talk(shares)
+        return self._talk(with_digests(shares))
 
     def open(self) -> Exchange:
         """See :meth:`ClientsRuntime.open`."""
