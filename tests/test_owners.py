@@ -1,6 +1,7 @@
 """What clients keep to themselves, and what they are asked of it: latents of a group's own, and slopes by the model's params."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, St
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
 from numpyro_pvi.wire import decode
 from tests.client_model import both
+from tests.laws.test_restored import Mortal
 from tests.test_rowless import Unread, assert_same
 
 KEY = jax.random.key(0)
@@ -404,6 +406,19 @@ def test_a_client_that_was_kept_goes_on_with_its_own_latents(fits):
             far.update(found.state)
     assert clients[2].label == "north"
     jax.tree.map(np.testing.assert_array_equal, far.update(found.state)[0].sites.groups, wanted.sites.groups)
+
+
+def test_a_client_of_every_question_keeps_its_latents_from_the_first_on(fits, same_start):
+    """As under Flower where it is deployed: what is saved before the plan is known says nothing of latents, and is taken up."""
+    *_, far, _ = fits(QUICK)
+    wanted = far.run(KEY, 2, progress_bar=False)
+    model, solver, schedule, guide, optim = CELLS[QUICK]
+    clients = [client_of(QUICK, "east"), Mortal(partial(client_of, QUICK), "north"), client_of(QUICK, "south")]
+    pvi = PVI(model, guide(model), optim(), solver=solver, schedule=schedule, runtime=InProcess(clients=clients))
+    for client in clients:
+        client.compile_with(far.runtime._line.known)
+    found = pvi.run(KEY, 2, progress_bar=False)
+    jax.tree.map(np.testing.assert_array_equal, found.state.sites.groups, wanted.state.sites.groups)
 
 
 @pytest.mark.slow

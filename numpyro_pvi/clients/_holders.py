@@ -104,7 +104,7 @@ class Holders:
 
     def _compare_settings(self, pvi: Any) -> None:
         """Raise where clients, who are of one guide and solver, are of others than a fit."""
-        own, theirs = settings_of(pvi), self.described()[0]["settings"]
+        own, theirs = told_settings(pvi), self.described()[0]["settings"]
         for name in theirs:
             if own[name] != theirs[name]:
                 raise ClientError(
@@ -429,7 +429,15 @@ def joined_structure(found: list[FactorStructure], family: Any, expectation: str
     return with_draws(joined, family, sorted(differ), expectation, "groups' likelihood")
 
 
-def _words(settings: dict[str, Any]) -> str:
+def told_settings(pvi: Any) -> dict[str, Any]:
+    """What a server and its clients are to be made with alike."""
+    settings = settings_of(pvi)
+    return {"guide": settings["guide"], "solver": settings["solver"], "num_particles": pvi._engine.num_particles}
+
+
+def _words(settings: Any) -> str:
+    if not isinstance(settings, dict):
+        return str(settings)
     return f"{settings['type']}({', '.join(f'{n}={x}' for n, x in settings['fields'].items())})"
 
 

@@ -77,7 +77,10 @@ class Kept:
         Raises:
             PVIError: for arrays of other shapes.
         """
-        if self.first is None and not arrays:
+        if not arrays:
+            # Saved before it was known what it would hold.
+            self._held.clear()
+            self.seen = None
             return
         shapes = _shapes(self.first)
         names, count, *rest = arrays

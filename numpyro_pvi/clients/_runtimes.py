@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import pickle
@@ -32,7 +33,8 @@ from ..runtime import (
     Vmap,
 )
 from ..sites import Held
-from ._exchange import Exchange, Traffic, Transport
+from ..wire import Message, decode, encode
+from ._exchange import RECORDS, Exchange, Traffic, Transport
 from ._holders import Holders, agree_on
 from ._own import Client
 from ._share import Share, shares_of, with_digests
@@ -97,11 +99,11 @@ class Line:
         """See :meth:`numpyro_pvi.runtime.Network.spent`."""
         return self._open.spent(ends)
 
-    def turn_to(self, engine: Any, state: Any) -> None:
-        """Answer for a state from now on; clients are called back from what they are at where it is of a fit that begins."""
+    def turn_to(self, engine: Any, state: Any, rounds: bool) -> None:
+        """Answer for a state from now on; clients are called back from what they are at where rounds of a fit begin."""
         if self.exchange is None:
             return
-        if int(state.step) == 0:
+        if rounds and int(state.step) == 0:
             self.exchange.recall()
         self.exchange.face(jax.device_get(engine.schedule.tickets(state.schedule_state)))
 
@@ -221,14 +223,16 @@ class ClientsRuntime(RuntimeDefaults):
             )
         # What no client answers is refused before any is begun.
         engine.refuse(state)
+        # Of what is called, rounds alone have a length.
+        rounds = "length" in options
         if self.elsewhere is not None:
-            self._line.turn_to(engine, state)
+            self._line.turn_to(engine, state, rounds)
             return self.elsewhere.watched(
                 state.plan, functools.partial(program, engine, state, dynamic, static, *rest, **options)
             )
         key = engine.model, engine.solver, engine.num_particles, _key_of(state, dynamic, static)
         self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
-        self._line.turn_to(engine, state)
+        self._line.turn_to(engine, state, rounds)
         found = jax.block_until_ready(program(engine, state, dynamic, static, *rest, **options))
         exchange = self._line.exchange
         if exchange is not None and exchange.error is not None:
@@ -367,6 +371,8 @@ class Pipes:
         context = multiprocessing.get_context("spawn")
         self._labels = [share.label for share in shares]
         self._here, self._children = [], []
+        # By place, questions without an answer, the oldest first, which alone is in the pipe.
+        self._asked: dict[int, list[bytes]] = {}
         settings = {"jax_enable_x64": bool(jax.config.jax_enable_x64)}  # type: ignore[attr-defined]
         for share in shares:
             here, there = context.Pipe()
@@ -388,9 +394,17 @@ class Pipes:
             ) from error
 
     def send(self, place: int, data: bytes) -> None:
-        """Write to a client's pipe."""
+        """Write to a client's pipe, once it has answered what was asked before; a pipe loses nothing that would be repeated."""
+        asked = self._asked.setdefault(place, [])
+        if data not in asked:
+            asked.append(data)
+            if len(asked) == 1:
+                self._write(place)
+
+    def _write(self, place: int) -> None:
+        """Write to a client that has nothing to say: it reads, and neither side waits for the other."""
         try:
-            self._here[place].send_bytes(data)
+            self._here[place].send_bytes(self._asked[place][0])
         except OSError as error:
             raise self._gone(place) from error
 
@@ -401,9 +415,14 @@ class Pipes:
             return None
         place = self._here.index(ready[0])
         try:
-            return place, self._here[place].recv_bytes(_MOST_BYTES)
+            data = self._here[place].recv_bytes(_MOST_BYTES)
         except (EOFError, OSError) as error:
             raise self._gone(place) from error
+        asked = self._asked.get(place, [])
+        del asked[:1]
+        if asked:
+            self._write(place)
+        return place, data
 
     def _gone(self, place: int) -> ClientError:
         child = self._children[place]
@@ -463,6 +482,19 @@ class Maker:
         return client
 
 
+@dataclasses.dataclass(frozen=True)
+class _Unmade:
+    """Stands for a client that could not be made: it refuses every question, and says why."""
+
+    label: Hashable
+    why: str
+
+    def answer(self, data: bytes) -> bytes:
+        """The refusal."""
+        head = {name: decode(data, RECORDS).fields[name] for name in ("run", "sequence")}
+        return encode(Message("refusal", {**head, "label": self.label, "why": self.why[:1000]}))
+
+
 def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
     """What a client's process does: answer until its pipe is closed.
 
@@ -473,7 +505,13 @@ def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
     """
     for name, value in settings.items():
         jax.config.update(name, value)
-    respondent = share.respondent({})
+    try:
+        respondent = share.respondent({})
+    except Exception as error:
+        # Said to whoever asks, so that the client is named; words of others than this package may hold rows.
+        words = str(error) if isinstance(error, PVIError) else "the log in its own process says why"
+        logging.getLogger("numpyro_pvi").error("client %r could not be made", share.label, exc_info=error)
+        respondent = _Unmade(share.label, f"it could not be made ({type(error).__name__}): {words}")
     while True:
         try:
             answer = respondent.answer(pipe.recv_bytes(_MOST_BYTES))
