@@ -421,6 +421,65 @@ def test_a_client_of_every_question_keeps_its_latents_from_the_first_on(fits, sa
     jax.tree.map(np.testing.assert_array_equal, found.state.sites.groups, wanted.state.sites.groups)
 
 
+def test_what_is_pinned_is_held_however_much_comes_after():
+    """Beside the last sixteen, which are; a client that is restored holds as much."""
+    kept = Kept(np.zeros(2))
+    kept.pinned = ((1, 1), (1, 3))
+    for i in range(1, 41):
+        kept.keep((1, i), np.full(2, float(i)))
+    assert [n for _, n in kept._held] == [1, 3, *range(25, 41)]
+    again = Kept(np.zeros(2))
+    again.restore(kept.save())
+    assert list(again._held) == list(kept._held) and kept.after(again)._held is again._held
+    with pytest.raises(PVIError, match="it does not have its own latents as this state left them"):
+        kept.at((1, 2))
+
+
+class Breaks:
+    """A transport that carries nothing any more after a number of questions."""
+
+    left = np.inf
+
+    def __init__(self, inner):
+        self.inner, self.close = inner, inner.close
+
+    def send(self, place, data):
+        Breaks.left -= 1
+        if Breaks.left > 0:
+            self.inner.send(place, data)
+
+    def receive(self, wait):
+        return self.inner.receive(wait)
+
+
+@pytest.mark.slow
+def test_a_call_that_ends_in_an_error_leaves_its_state_and_the_checkpoint_good(fits, tmp_path, monkeypatch):
+    """After more rounds than a client holds the ends of; planted: a server that does not say what is to be held."""
+    *_, far, _ = fits(QUICK)
+    model, solver, schedule, guide, optim = CELLS[QUICK]
+    clients, file = [client_of(QUICK, x) for x in NAMES], {"checkpoint": tmp_path / "run", "progress_bar": False}
+    runtime = InProcess(clients=clients, through=Breaks)
+    for client in clients:
+        client.compile_with(far.runtime._line.known)
+    pvi = PVI(model, guide(model), optim(), solver=solver, schedule=schedule, runtime=runtime)
+    state = pvi.run(KEY, 2, **file).state
+
+    def broken():
+        monkeypatch.setattr(Breaks, "left", 3 * 45)
+        with pytest.raises(ClientError, match="has not answered"):
+            pvi.run(KEY, 40, init_state=state, progress_bar=False)
+        monkeypatch.setattr(Breaks, "left", np.inf)
+
+    broken()
+    assert int(pvi.run(KEY, 1, init_state=state, progress_bar=False).state.step) == 3
+    assert int(pvi.run(KEY, 3, **file).state.step) == 3
+    monkeypatch.setattr(type(runtime), "hold", lambda *_: None)
+    runtime._line.pins.clear()
+    broken()
+    with pytest.raises(ClientError, match="it does not have its own latents as this state left"):
+        pvi.run(KEY, 1, init_state=state, progress_bar=False)
+
+
 @pytest.mark.slow
 def test_a_fit_goes_on_from_a_file_with_the_clients_that_have_its_latents(tmp_path, same_start, tolerance):
     name = "own-ep-few"

@@ -127,6 +127,7 @@ class Respondent:
                 raise PVIError(f"the question is for {label!r}, and this is {self.label!r}")
             if ask.kind in ("look?", "visit?"):
                 self._recall()
+                self._kept.pinned = ask.fields["how"].get("pins", ())
                 if self._answers is None:
                     # One that was begun anew: whoever asks tells it, and asks again.
                     return encode(Message("untold", head))

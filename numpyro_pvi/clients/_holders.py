@@ -81,6 +81,7 @@ class Holders:
         if line.exchange is None or line.exchange.error is not None:
             line.close()
             line.exchange = self.runtime.open()
+            line.exchange.pins = tuple(line.pins.values())
         return line.exchange
 
     def _asked(self, ask: Callable[[Any], Any]) -> Any:

@@ -50,6 +50,8 @@ class Line:
         self.exchange: Exchange | None = None
         self.tells_step = False
         self.known: dict[Any, Any] = {}
+        # Names of what clients hold for states that are to stay good: Int[M 2] each.
+        self.pins: dict[str, np.ndarray] = {}
         # Of clients that have their own rows: what they said of them, what stands in for these, and what was agreed on.
         self.described: list[dict[str, Any]] | None = None
         self.stands: Any = None
@@ -103,6 +105,7 @@ class Line:
         """Answer for a state from now on; clients are called back from what they are at where rounds of a fit begin."""
         if self.exchange is None:
             return
+        self.exchange.pins = tuple(self.pins.values())
         if rounds and int(state.step) == 0:
             self.exchange.recall()
         self.exchange.face(jax.device_get(engine.schedule.tickets(state.schedule_state)))
@@ -239,6 +242,12 @@ class ClientsRuntime(RuntimeDefaults):
             # What the program made of it since is worth nothing: the state stays what it was.
             raise exchange.error
         return found
+
+    def hold(self, what: str, state: Any) -> None:
+        """Have clients keep what a state names of latents of their own: see :meth:`numpyro_pvi.runtime.Runtime.hold`."""
+        self._line.pins.pop(what, None)
+        if isinstance(state.sites.local, Held):
+            self._line.pins[what] = np.asarray(jax.device_get(state.sites.local.tickets))
 
     def connect(self, shares: list[Share]) -> Exchange:
         """Begin clients with these rows.
