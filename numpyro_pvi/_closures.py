@@ -498,28 +498,29 @@ def _plain(value: Any) -> str:
     return f"{type(value).__name__} {_ADDRESS.sub('', repr(value))}"
 
 
-def first_difference(theirs: dict[str, SiteDigest], own: dict[str, SiteDigest]) -> str | None:
+def first_difference(theirs: dict[str, SiteDigest], own: dict[str, SiteDigest], where: str = "the file") -> str | None:
     """How one model differs from another, at the first sample site where it does.
 
     Args:
-        theirs: a file's.
+        theirs: a file's, or another process's.
         own: what is here.
+        where: what the first is in.
 
     Returns:
         One clause, or None where they are the same.
     """
-    return next(_differences(theirs, own), None)
+    return next(_differences(theirs, own, where), None)
 
 
-def _differences(theirs: dict[str, SiteDigest], own: dict[str, SiteDigest]) -> Iterator[str]:
+def _differences(theirs: dict[str, SiteDigest], own: dict[str, SiteDigest], where: str) -> Iterator[str]:
     for name, site in theirs.items():
         here = own.get(name)
         what = f"the prior of {name!r}" if site.latent else f"the likelihood of {name!r}"
         if here is None:
-            yield f"sample site {name!r} is in the file's model only"
+            yield f"sample site {name!r} is in {where}'s model only"
         elif site.words != here.words or site.latent != here.latent:
             kinds = [f"{'a latent' if s.latent else 'no latent'}, {s.words}" for s in (site, here)]
-            yield f"{what} differs: {kinds[0]}, in the file; {kinds[1]}, here"
+            yield f"{what} differs: {kinds[0]}, in {where}; {kinds[1]}, here"
         elif site.value != here.value:
             yield f"the observations of {name!r} that the model closes over, or how it makes them of its arguments, differ"
         elif site.density != here.density:

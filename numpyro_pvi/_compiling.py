@@ -201,6 +201,10 @@ class Same:
         return id(self._value)
 
 
+class Token:
+    """Stands for what a model is while one owner's programs of it hold; hashable, equal to itself alone, and keeps none of them."""
+
+
 class Programs:
     """One owner's programs, which die with it: compiled copies of functions, and those of looks at a model.
 
@@ -215,6 +219,8 @@ class Programs:
         self._kept: OrderedDict[bytes, Program] = OrderedDict()
         self._traced: OrderedDict[Any, tuple[_Traced, Any]] = OrderedDict()
         self._found: dict[Any, Any] = {}
+        # Another one whenever they are dropped.
+        self.token = Token()
 
     def of(self, function: Callable, static: tuple[tuple[str, Any], ...]) -> Program:
         """This owner's compiled copy of a function.
@@ -287,6 +293,7 @@ class Programs:
         self._traced.clear()
         self._made.clear()
         self._found.clear()
+        self.token = Token()
 
 
 # The owners at work, the present one last. What calls in here holds numpyro_pvi's lock.
@@ -330,6 +337,11 @@ def at_work(programs: Programs) -> Iterator[None]:
 def _present() -> Programs:
     """The owner at work; without one, one that lasts for a single call."""
     return _AT_WORK[-1] if _AT_WORK else Programs()
+
+
+def token_here() -> Token | None:
+    """What stands for the model of the owner at work; None without one."""
+    return _AT_WORK[-1].token if _AT_WORK else None
 
 
 def owned_jit(function: Callable, static_argnames: tuple[str, ...]) -> Callable:

@@ -106,6 +106,7 @@ class Checkpoint:
         losses, reports = progress.all_losses, progress.all_reports
         run = {**self.digits, "losses": losses, "reports": reports}
         save_state(self.path, self.pvi, progress.state, run, self.salt)
+        self.pvi.runtime.hold("checkpoint", progress.state)
 
     def due(self, done: int) -> bool:
         """Whether the file is written after this many rounds of a block."""

@@ -162,6 +162,10 @@ class LastLook:
             own = weakref.ref(state, self._drop)
             self._kept = _Look(own, weakref.ref(programs), how, rows, evaluation)
 
+    def forget(self) -> None:
+        """Have the next rounds look for themselves."""
+        self._kept = None
+
     def _drop(self, gone: weakref.ref) -> None:
         if self._kept is not None and self._kept.state is gone:
             self._kept = None

@@ -704,7 +704,12 @@ class PVI(SVI):
             found = programs.once((*how, shapes), lambda: unseen(how[0], small, rows, static, fine))
             told = self.runtime.publish(self._memory.look.at(programs, before, dynamic, how, found))
         call = how[0], small, rows, static, count, tol, told
-        done = self.runtime.fetch(self.runtime.call(run_rounds, *call, length=length, fine=fine, level=level))
+        try:
+            done = self.runtime.fetch(self.runtime.call(run_rounds, *call, length=length, fine=fine, level=level))
+        except BaseException:
+            # Whoever has seen the last look may be gone, or hold no more what it left.
+            self._memory.look.forget()
+            raise
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
         if not fine and bool(done.missed):
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
@@ -734,6 +739,7 @@ class PVI(SVI):
         def rounds(state, count, tol, length):
             return self._advance(state, dynamic, static, count, tol, length, engine)
 
+        self.runtime.hold("call", before.state)
         return drive(
             rounds,
             self.info,

@@ -2,7 +2,10 @@
 
 import collections
 import hashlib
+import multiprocessing
 import pickle
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -13,8 +16,8 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, Partition
-from numpyro_pvi.clients import Exchange, InProcess, Processes, Respondent
-from numpyro_pvi.clients._runtimes import Pipes, Share
+from numpyro_pvi.clients import Client, Exchange, InProcess, Processes, Respondent
+from numpyro_pvi.clients._runtimes import Maker, Pipes, Share, serve
 from numpyro_pvi.errors import ClientError, PVIError, WireError
 from numpyro_pvi.runtime import _network
 from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Synchronous
@@ -484,3 +487,54 @@ def test_every_group_in_a_process_of_its_own(here, tolerance):
     finally:
         runtime.close()
     assert not any(child.is_alive() for child in pipes._children)
+
+
+SIZE = 1 << 20
+
+
+def slow_answers(pipe):
+    """What a client's process does with large questions, which takes it a moment."""
+    while True:
+        try:
+            question = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        time.sleep(0.2)
+        pipe.send_bytes(question[:1] * SIZE)
+
+
+def test_a_question_that_is_repeated_while_a_large_answer_is_on_its_way_is_no_deadlock():
+    """Neither pipe has room for a message; planted: questions that are written over an answer that nobody reads."""
+    pipes, (here, there) = Pipes([]), multiprocessing.Pipe()
+    pipes._here, pipes._labels = [here], ["north"]
+    threading.Thread(target=slow_answers, args=(there,), daemon=True).start()
+
+    def ask():
+        for question in (b"a" * SIZE, b"a" * SIZE, b"b" * SIZE):
+            pipes.send(0, question)
+            found.append(pipes.receive(0.05))
+        found.extend(pipes.receive(5.0)[1][:1] for _ in range(2))
+        found.append(pipes.receive(0.3))
+
+    found = []
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(10.0)
+    assert not asking.is_alive() and found == [None, None, None, b"a", b"b", None]
+    here.close()
+
+
+def mistaken(label):
+    return Client(logistic, AutoMultivariateNormal(logistic), label[:3], load_rows=lambda: (X, Y))
+
+
+def test_a_client_that_could_not_be_made_says_why_when_it_is_asked():
+    here, there = multiprocessing.Pipe()
+    threading.Thread(target=serve, args=(there, Maker("north", partial(mistaken, "north")), {}), daemon=True).start()
+    head = {"run": "1" * 16, "sequence": 1, "label": "north"}
+    here.send_bytes(encode(Message("describe?", {**head, "key": ()})))
+    assert here.poll(20.0)
+    answer = decode(here.recv_bytes())
+    assert answer.kind == "refusal" and answer.fields["label"] == "north"
+    assert "could not be made (PVIError): what was to make client 'north' has made 'nor'" in answer.fields["why"]
+    here.close()

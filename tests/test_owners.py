@@ -1,6 +1,7 @@
 """What clients keep to themselves, and what they are asked of it: latents of a group's own, and slopes by the model's params."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, St
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
 from numpyro_pvi.wire import decode
 from tests.client_model import both
+from tests.laws.test_restored import Mortal
 from tests.test_rowless import Unread, assert_same
 
 KEY = jax.random.key(0)
@@ -404,6 +406,78 @@ def test_a_client_that_was_kept_goes_on_with_its_own_latents(fits):
             far.update(found.state)
     assert clients[2].label == "north"
     jax.tree.map(np.testing.assert_array_equal, far.update(found.state)[0].sites.groups, wanted.sites.groups)
+
+
+def test_a_client_of_every_question_keeps_its_latents_from_the_first_on(fits, same_start):
+    """As under Flower where it is deployed: what is saved before the plan is known says nothing of latents, and is taken up."""
+    *_, far, _ = fits(QUICK)
+    wanted = far.run(KEY, 2, progress_bar=False)
+    model, solver, schedule, guide, optim = CELLS[QUICK]
+    clients = [client_of(QUICK, "east"), Mortal(partial(client_of, QUICK), "north"), client_of(QUICK, "south")]
+    pvi = PVI(model, guide(model), optim(), solver=solver, schedule=schedule, runtime=InProcess(clients=clients))
+    for client in clients:
+        client.compile_with(far.runtime._line.known)
+    found = pvi.run(KEY, 2, progress_bar=False)
+    jax.tree.map(np.testing.assert_array_equal, found.state.sites.groups, wanted.state.sites.groups)
+
+
+def test_what_is_pinned_is_held_however_much_comes_after():
+    """Beside the last sixteen, which are; a client that is restored holds as much."""
+    kept = Kept(np.zeros(2))
+    kept.pinned = ((1, 1), (1, 3))
+    for i in range(1, 41):
+        kept.keep((1, i), np.full(2, float(i)))
+    assert [n for _, n in kept._held] == [1, 3, *range(25, 41)]
+    again = Kept(np.zeros(2))
+    again.restore(kept.save())
+    assert list(again._held) == list(kept._held) and kept.after(again)._held is again._held
+    with pytest.raises(PVIError, match="it does not have its own latents as this state left them"):
+        kept.at((1, 2))
+
+
+class Breaks:
+    """A transport that carries nothing any more after a number of questions."""
+
+    left = np.inf
+
+    def __init__(self, inner):
+        self.inner, self.close = inner, inner.close
+
+    def send(self, place, data):
+        Breaks.left -= 1
+        if Breaks.left > 0:
+            self.inner.send(place, data)
+
+    def receive(self, wait):
+        return self.inner.receive(wait)
+
+
+@pytest.mark.slow
+def test_a_call_that_ends_in_an_error_leaves_its_state_and_the_checkpoint_good(fits, tmp_path, monkeypatch):
+    """After more rounds than a client holds the ends of; planted: a server that does not say what is to be held."""
+    *_, far, _ = fits(QUICK)
+    model, solver, schedule, guide, optim = CELLS[QUICK]
+    clients, file = [client_of(QUICK, x) for x in NAMES], {"checkpoint": tmp_path / "run", "progress_bar": False}
+    runtime = InProcess(clients=clients, through=Breaks)
+    for client in clients:
+        client.compile_with(far.runtime._line.known)
+    pvi = PVI(model, guide(model), optim(), solver=solver, schedule=schedule, runtime=runtime)
+    state = pvi.run(KEY, 2, **file).state
+
+    def broken():
+        monkeypatch.setattr(Breaks, "left", 3 * 45)
+        with pytest.raises(ClientError, match="has not answered"):
+            pvi.run(KEY, 40, init_state=state, progress_bar=False)
+        monkeypatch.setattr(Breaks, "left", np.inf)
+
+    broken()
+    assert int(pvi.run(KEY, 1, init_state=state, progress_bar=False).state.step) == 3
+    assert int(pvi.run(KEY, 3, **file).state.step) == 3
+    monkeypatch.setattr(type(runtime), "hold", lambda *_: None)
+    runtime._line.pins.clear()
+    broken()
+    with pytest.raises(ClientError, match="it does not have its own latents as this state left"):
+        pvi.run(KEY, 1, init_state=state, progress_bar=False)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from numpyro.optim import Adam
 
@@ -455,6 +456,12 @@ def test_a_state_goes_on_with_the_clients_that_it_was_made_with(gradient, tmp_pa
         state = far.load(tmp_path / "fit")
         return far.update(state)
 
+    guide, loss = FULL(logistic), Trace_ELBO(num_particles=64)
+    counted = [
+        Client(logistic, guide, x, X[x == LABELS], Y[x == LABELS], loss=loss) for x in ("east", "north", "south")
+    ]
+    with pytest.raises(ClientError, match="made with another num_particles than the server: 64, here 1"):
+        server(logistic, InProcess(clients=counted)).init(KEY)
     with pytest.raises(ClientError, match="made with another solver than the server: PowerEP"):
         go_on(*clients_of(logistic, PowerEP()))
     with pytest.raises(StateError, match="state has group.s. 'north' and there are clients 'west'"):

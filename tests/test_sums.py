@@ -2,11 +2,13 @@
 
 import jax
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_pvi import PVI, Partition
-from numpyro_pvi.clients import Exchange, InMemorySums, Summand, Summed, SummedClients
+from numpyro_pvi.clients import Exchange, InMemorySums, Summand, Summed, SummedClients, _sums
 from numpyro_pvi.clients._sums import EVERYONE
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
@@ -289,3 +291,91 @@ def test_the_limit_is_that_of_one_process(guide, tolerance):
     assert_same(pvi.evaluate(state, *SHAPES), own.evaluate(wanted.state, X, Y), tolerance)
     pvi.runtime.settle(state)
     assert_same(total(sums.clients), summed_sites(state), tolerance)
+
+
+def settled_gap(pvi, clients, state):
+    """Relative distance of the clients' own sites from the state's, once they have been told."""
+    pvi.runtime.settle(state)
+    own, wanted = total(clients)[1], summed_sites(state)[1]
+    return np.abs(own - wanted).max() / np.abs(wanted).max()
+
+
+def test_a_value_that_is_asked_for_first_takes_no_site_away(fit, tolerance):
+    """In a new conversation, and of a state that a fit began with, between two of its rounds."""
+    pvi, _, sums = fit
+    sums.deaf, sums.lost, sums.asked = {}, {}, 0
+    how = {"progress_bar": False}
+    first = pvi.init(KEY, *SHAPES, *NOISE)
+    state = pvi.run(KEY, 2, *SHAPES, *NOISE, init_state=first, **how).state
+    pvi.runtime.close()
+    wanted = pvi.evaluate(state, *SHAPES, *NOISE)
+    state = pvi.run(KEY, 1, *SHAPES, *NOISE, init_state=state, **how).state
+    assert settled_gap(pvi, sums.clients, state) < tolerance
+    before = [c.site for c in sums.clients]
+    assert float(pvi.evaluate(first, *SHAPES, *NOISE)) > float(wanted)
+    assert all(np.array_equal(a[1], c.site[1]) for a, c in zip(before, sums.clients, strict=True))
+    state = pvi.run(KEY, 1, *SHAPES, *NOISE, init_state=state, **how).state
+    assert settled_gap(pvi, sums.clients, state) < tolerance
+
+
+def test_a_state_before_the_last_is_refused_whether_or_not_clients_were_told(fit, tolerance):
+    pvi, _, sums = fit
+    sums.deaf, sums.lost, sums.asked = {}, {}, 0
+    how = {"progress_bar": False}
+    old = pvi.run(KEY, 1, *SHAPES, *NOISE, **how).state
+    last = pvi.run(KEY, 1, *SHAPES, *NOISE, init_state=old, **how).state
+    pvi.runtime.settle(last)
+    with pytest.raises(ClientError, match="not the one that the clients were left at"):
+        pvi.run(KEY, 1, *SHAPES, *NOISE, init_state=old, **how)
+    # The error ends the conversation; the last one goes on in another.
+    last = pvi.run(KEY, 1, *SHAPES, *NOISE, init_state=last, **how).state
+    assert settled_gap(pvi, sums.clients, last) < tolerance
+
+
+def test_a_value_that_is_too_large_for_a_sum_is_asked_for_again(fit, tolerance, monkeypatch, caplog):
+    """As visits are, wider; planted: a server that asks once, and has no number."""
+    pvi, result, sums = fit
+    sums.deaf, sums.lost, sums.asked = {}, {}, 0
+    wanted = pvi.evaluate(result.state, *SHAPES, *NOISE)
+    monkeypatch.setattr(_sums, "_NATS", 2.0**-10)
+    assert_same(pvi.evaluate(result.state, *SHAPES, *NOISE), wanted, tolerance)
+    monkeypatch.setattr(_sums, "_WIDER", 0)
+    assert np.isnan(pvi.evaluate(result.state, *SHAPES, *NOISE)) and "the loss is NaN" in caplog.text
+
+
+def unproved(X, y):
+    """One predictor a row, of a form that no proof sees through."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    seen = X @ w + 9.0
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("obs", dist.Bernoulli(logits=seen**2 / seen - 9.0), obs=y)
+
+
+@pytest.fixture(scope="module")
+def guessed():
+    pvi = server(unproved, Sums(clients_of(unproved, NaturalGradient())), NaturalGradient())
+    return pvi, pvi.run(KEY, 2, progress_bar=False).state
+
+
+def test_structure_that_is_found_and_not_proved_is_verified_in_sums(guessed):
+    """Each client looks at its own rows; the next test plants one that finds a difference."""
+    _, found = guessed
+    assert found.plan.partition.likelihood == "affine" and "likelihood" not in found.plan.partition.proved
+    assert np.abs(summed_sites(found)[1]).max() > 0.1
+
+
+@pytest.mark.slow
+def test_structure_that_one_client_sees_contradicted_is_given_up_in_sums(guessed, tolerance, monkeypatch):
+    pvi, _ = guessed
+    real = Summand._verified
+
+    def contradicted(self, fields, capacity):
+        return real(self, fields, capacity) + np.array([0, 1, 1 << 40]) * (self.label == "north")
+
+    monkeypatch.setattr(Summand, "_verified", contradicted)
+    state = pvi.run(KEY, 3, progress_bar=False).state
+    assert state.plan.partition.likelihood == "draws" and "differs from the model by" in state.plan.partition.remarks[0]
+    before = summed_sites(state)
+    state = pvi.run(KEY, 1, init_state=state, progress_bar=False).state
+    assert settled_gap(pvi, pvi.runtime.sums.clients, state) < tolerance
+    assert np.abs(summed_sites(state)[1] - before[1]).max() > 1e-3

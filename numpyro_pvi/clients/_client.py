@@ -127,12 +127,13 @@ class Respondent:
                 raise PVIError(f"the question is for {label!r}, and this is {self.label!r}")
             if ask.kind in ("look?", "visit?"):
                 self._recall()
+                self._kept.pinned = ask.fields["how"].get("pins", ())
                 if self._answers is None:
                     # One that was begun anew: whoever asks tells it, and asks again.
                     return encode(Message("untold", head))
             kind, fields, after = self._reply(ask)
         except (PVIError, ValueError, TypeError, KeyError, IndexError) as error:
-            return encode(Message("refusal", head | {"why": str(error)[:1000]}))
+            return encode(Message("refusal", head | {"why": self._why(error)[:1000]}))
         try:
             found = encode(Message(kind, head | fields), RECORDS)
         except WireError as error:
@@ -142,6 +143,10 @@ class Respondent:
             self._kept.keep(ticket_of(run, sequence), self._made)
         self._last = run, sequence, found
         return found
+
+    def _why(self, error: Exception) -> str:
+        """What is told of an error."""
+        return str(error)
 
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         self._recall()
@@ -170,9 +175,9 @@ class Respondent:
         """
         self._kept.seen = np.asarray(ticket, np.int32), shared[: len(jax.tree.leaves(self._answers.moments))]
 
-    def _key(self, key: KeyData, fields: dict[str, Any]) -> Any:
-        """The random key of a visit."""
-        del fields
+    def _key(self, key: KeyData, fields: dict[str, Any], memory: tuple) -> Any:
+        """The random key of a visit, which is made with this memory."""
+        del fields, memory
         return key.on_device()
 
     def _visit(self, fields: dict[str, Any]) -> tuple[str, dict[str, Any], tuple]:
@@ -182,13 +187,16 @@ class Respondent:
             given = fields["memory"]
             if len(given) != structure.num_leaves:
                 return "gap", {"digest": own}, (self._memory, self._version)
+            if digest_of(given) != fields["digest"]:
+                raise PVIError("the memory that it is sent is not the one that the digest beside it is of")
             memory = jax.tree.unflatten(structure, given)
         like = self._answers.site
         rest, site = (_as(like, fields[name], name) for name in ("cavity", "site"))
         key, start, shared, at, beside = fields["rest"]
+        leaves = _numbers(jax.tree.leaves(memory))
         if not isinstance(key, KeyData):
             raise PVIError("a visit needs a random key")
-        given = fields["how"], shared, rest, site, memory, self._key(key, fields)
+        given = fields["how"], shared, rest, site, memory, self._key(key, fields, leaves)
         if beside:
             found, self._made = self._answers.visit_held(*given, self._kept.at(beside[0]), beside[1])
         else:

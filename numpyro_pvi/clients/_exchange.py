@@ -143,6 +143,8 @@ class Exchange:
         self._answered: dict[tuple, tuple] = {}
         # What rounds have counted already, and whether one has left its part to the next.
         self._counted, self._owed = self.traffic, False
+        # Names of what clients are to hold beyond the last few: Int[M 2] each.
+        self.pins: tuple[np.ndarray, ...] = ()
         self._nonce, self._heard = int(ticket_of(self.run, 0)[0]), 0.0
 
     # ------------------------------------------------------------------ what is asked
@@ -195,7 +197,10 @@ class Exchange:
             while self._awaited:
                 self._wait_for_errands()
             found = self._ask(
-                {m: ("look?", {"how": how, "q": shared, "rest": _row(own, i)}) for i, m in enumerate(places)},
+                {
+                    m: ("look?", {"how": self._holding(how, m), "q": shared, "rest": _row(own, i)})
+                    for i, m in enumerate(places)
+                },
                 "look",
                 keep=True,
             )
@@ -242,6 +247,15 @@ class Exchange:
 
         return self._kept(ask, (np.zeros((), bool), *shapes), len(self.labels))
 
+    def _holding(self, how: dict[str, Any], place: int) -> dict[str, Any]:
+        """How a client is asked that has latents of its own: with the names of what it is to go on holding."""
+        if not self.pins or not ("held" in how or "units" in how):
+            return how
+        return {
+            **how,
+            "pins": tuple((int(a), int(b)) for a, b in (names[place] for names in self.pins if len(names) > place)),
+        }
+
     def _ticket(self, place: int) -> np.ndarray:
         """What the last question to a client has left there, by name."""
         return ticket_of(self.run, self._sequence[place])
@@ -260,7 +274,12 @@ class Exchange:
             for i, place in enumerate(places):
                 memories[place] = _row(memory, i)
                 key = KeyData(np.asarray(keys[i]), how["key"])
-                fields = {"how": how, "cavity": _row(rest, i), "site": _row(site, i), "memory": ()}
+                fields = {
+                    "how": self._holding(how, place),
+                    "cavity": _row(rest, i),
+                    "site": _row(site, i),
+                    "memory": (),
+                }
                 beside = _row(held[0], i) if held else ()
                 fields |= {"digest": digest_of(memories[place]), "rest": (key, _row(start, i), shared, (), beside)}
                 asks[place] = ("visit?", fields)

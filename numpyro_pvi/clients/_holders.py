@@ -81,6 +81,7 @@ class Holders:
         if line.exchange is None or line.exchange.error is not None:
             line.close()
             line.exchange = self.runtime.open()
+            line.exchange.pins = tuple(line.pins.values())
         return line.exchange
 
     def _asked(self, ask: Callable[[Any], Any]) -> Any:
@@ -104,7 +105,7 @@ class Holders:
 
     def _compare_settings(self, pvi: Any) -> None:
         """Raise where clients, who are of one guide and solver, are of others than a fit."""
-        own, theirs = settings_of(pvi), self.described()[0]["settings"]
+        own, theirs = told_settings(pvi), self.described()[0]["settings"]
         for name in theirs:
             if own[name] != theirs[name]:
                 raise ClientError(
@@ -115,6 +116,7 @@ class Holders:
 
     def arguments(self, pvi: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.arguments`."""
+        self.line.follow()
         self._compare_settings(pvi)
         facts = self.described()
         first, total = facts[0], sum(said["rows"] for said in facts)
@@ -309,6 +311,7 @@ class Holders:
 
     def attend(self, plan: Any) -> None:
         """Have clients take their rows for what a plan says, those that have not been told or were told otherwise."""
+        self.line.follow()
         line, exchange, taken = self.line, self._open(), plan.told
         if line.taken == taken:
             return
@@ -427,7 +430,15 @@ def joined_structure(found: list[FactorStructure], family: Any, expectation: str
     return with_draws(joined, family, sorted(differ), expectation, "groups' likelihood")
 
 
-def _words(settings: dict[str, Any]) -> str:
+def told_settings(pvi: Any) -> dict[str, Any]:
+    """What a server and its clients are to be made with alike."""
+    settings = settings_of(pvi)
+    return {"guide": settings["guide"], "solver": settings["solver"], "num_particles": pvi._engine.num_particles}
+
+
+def _words(settings: Any) -> str:
+    if not isinstance(settings, dict):
+        return str(settings)
     return f"{settings['type']}({', '.join(f'{n}={x}' for n, x in settings['fields'].items())})"
 
 

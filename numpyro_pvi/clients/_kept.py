@@ -15,7 +15,7 @@ MOST_KEPT = 16
 
 
 class Kept:
-    """The last things that a client was asked about or that came of questions, the oldest given up first.
+    """The last things that a client was asked about or that came of questions, the oldest given up first, but for what is pinned.
 
     Args:
         first: what it begins with, which is never given up; None where it holds nothing.
@@ -26,11 +26,13 @@ class Kept:
         # What the last look was at: a name, and moments of q as arrays.
         self.seen: tuple[Any, tuple] | None = None
         self._held: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        # Names of what the state that a call began with, and the last checkpoint's, are of.
+        self.pinned: tuple[tuple[int, int], ...] = ()
 
     def after(self, old: Kept) -> Kept:
         """This, with what another one of the same shapes holds."""
         if _shapes(self.first) == _shapes(old.first):
-            self._held, self.seen = old._held, old.seen
+            self._held, self.seen, self.pinned = old._held, old.seen, old.pinned
         return self
 
     def at(self, ticket: Any) -> Any:
@@ -54,8 +56,9 @@ class Kept:
     def keep(self, ticket: Any, value: Any) -> None:
         """Hold something under a name."""
         self._held[_name(ticket)] = value
-        while len(self._held) > MOST_KEPT:
-            self._held.popitem(last=False)
+        free = [name for name in self._held if name not in self.pinned]
+        for name in free[: max(0, len(free) - MOST_KEPT)]:
+            del self._held[name]
 
     def save(self) -> tuple[np.ndarray, ...]:
         """All of it as arrays: names, and what they stand for."""
@@ -77,7 +80,10 @@ class Kept:
         Raises:
             PVIError: for arrays of other shapes.
         """
-        if self.first is None and not arrays:
+        if not arrays:
+            # Saved before it was known what it would hold.
+            self._held.clear()
+            self.seen = None
             return
         shapes = _shapes(self.first)
         names, count, *rest = arrays
@@ -88,7 +94,7 @@ class Kept:
         self.seen = (ticket, tuple(seen)) if len(ticket) else None
         self._held.clear()
         for i, name in enumerate(names):
-            self.keep(name, structure.unflatten(leaves[i * size : (i + 1) * size]))
+            self._held[_name(name)] = structure.unflatten(leaves[i * size : (i + 1) * size])
 
 
 def _shapes(held: Any) -> list[tuple]:

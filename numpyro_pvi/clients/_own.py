@@ -14,9 +14,9 @@ import numpy as np
 from numpyro.optim import SGD
 
 from .. import export
+from .._closures import Followed
 from .._compiling import Program
 from .._fits import begin_fit
-from .._saving import settings_of
 from .._state_marginals import own_distributions, rows_by_unit
 from ..diagnostics import MIN_SAMPLES, khat_of_sites
 from ..errors import PVIError, WireError
@@ -29,6 +29,7 @@ from ..runtime import Units
 from ..wire import KeyData, Message, decode, digest_of, encode
 from ._client import Respondent
 from ._exchange import RECORDS
+from ._holders import told_settings
 from ._share import Share
 
 
@@ -109,6 +110,10 @@ class Client(Respondent):
         self._row_axes, _ = row_arguments(partition, self._pvi.model, *call, self._rows)
         self._like = self._check_privacy(secret, like)
         self._begun: tuple[Any, Any] | None = None
+        # What the model alone closes over, alike for all clients of it, and what stood for that when it was last asked to describe
+        # itself, or told the plan.
+        self._followed = Followed((model.fn if isinstance(model, Partition) else model,))
+        self._token = self._followed.programs.token
         self._known: dict[Any, Any] = {}
         # Values of the model's params, as leaves, that the last look told; none where it has none, or nobody has looked.
         self._last_params: tuple = ()
@@ -123,6 +128,8 @@ class Client(Respondent):
 
     def _reply(self, ask: Message) -> tuple[str, dict[str, Any], tuple]:
         same = self._memory, self._version
+        if ask.kind in ("describe?", "plan?"):
+            self._follow()
         if ask.kind == "describe?":
             return "describe", {"facts": self._describe(*ask.fields["key"])}, same
         if ask.kind == "plan?":
@@ -142,6 +149,25 @@ class Client(Respondent):
             self._last_params = ask.fields["q"][-count:]
         return found
 
+    def _follow(self) -> None:
+        """Drop what was found and compiled where the model closes over something else by now."""
+        followed, before = self._followed, self._token
+        with followed.turn(True):
+            if not followed.programs.snapshot.exact:
+                followed.compare(self._pvi.model, self._args, self._kwargs)
+        self._token = followed.programs.token
+        if self._token is not before:
+            self._begun = None
+            for key in [key for key in self._known if key[0] is before]:
+                del self._known[key]
+
+    def _why(self, error: Exception) -> str:
+        """What is told of an error: under a solver that is private, where it is no refusal of this package's, only its kind."""
+        if not self._pvi.solver.private or isinstance(error, PVIError):
+            return super()._why(error)
+        logging.getLogger("numpyro_pvi").error("client %r cannot answer a question", self.label, exc_info=error)
+        return f"it cannot answer ({type(error).__name__}): the log in its own process says why"
+
     def _refuse_looks(self) -> None:
         """Raise where nobody but visits may hear the rows, whoever asks."""
         solver = self._pvi.solver
@@ -160,7 +186,6 @@ class Client(Respondent):
     def _describe(self, key: KeyData | None = None) -> dict[str, Any]:
         leaves = jax.tree.leaves((self._args, self._kwargs))
         pairs = zip(leaves, self._row_axes, strict=True)
-        settings = settings_of(self._pvi)
         facts = {
             "rows": self._rows,
             "signature": signature_of(self._args, self._kwargs),
@@ -170,7 +195,7 @@ class Client(Respondent):
             "others": tuple(
                 b"" if a is not None or not hasattr(x, "dtype") else digest_of((np.asarray(x),)) for x, a in pairs
             ),
-            "settings": {name: settings[name] for name in ("guide", "solver")},
+            "settings": told_settings(self._pvi),
         }
         if key is None:
             return facts
@@ -227,14 +252,14 @@ class Client(Respondent):
         pairs = zip(jax.tree.leaves(arguments), self._row_axes, strict=False)
         return [[n for i, n in enumerate(np.shape(x)) if a is None or i != a % np.ndim(x)] for x, a in pairs]
 
-    def _key(self, key: KeyData, fields: dict[str, Any]) -> Any:
+    def _key(self, key: KeyData, fields: dict[str, Any], memory: tuple) -> Any:
         """The server's; with a secret, one that only this client can make, the same for the same question and no other."""
-        found = super()._key(key, fields)
+        found = super()._key(key, fields, memory)
         if self._secret is None:
             return found
-        # Under another number, or with the memory that the digest is of, it is the same question.
+        # Under another number it is the same question, whether its memory was sent or was here; a digest of it says less.
         return self._secretly(
-            found, encode(Message("visit?", fields | {"run": "", "sequence": 0, "memory": ()}), RECORDS)
+            found, encode(Message("visit?", fields | {"run": "", "sequence": 0, "memory": memory}), RECORDS)
         )
 
     def _secretly(self, key: Any, asked: bytes) -> Any:
@@ -260,7 +285,7 @@ class Client(Respondent):
             if solver.private:
                 solver.check_groups({self.label: self._rows}, begun.plan.partition.mechanism)
             return begun
-        except PVIError as error:
+        except Exception as error:
             if not solver.private:
                 raise
             logging.getLogger("numpyro_pvi").exception("the rows of client %r cannot be fitted", self.label)
@@ -291,7 +316,7 @@ class Client(Respondent):
             own = begun.planned.local_loc, begun.planned.local_sd
             units = Units(np.arange(self._rows, dtype=np.int32), *(np.asarray(x) for x in own))
         share = Share(*given, arrays, static, prior, units, begun.planned.params)
-        answers, self.facts = share.answers(self._known)
+        answers, self.facts = share.answers(self._known, self._token)
         self._take_up(answers)
 
     def _judge(self, how: dict[str, Any], told: tuple, own: tuple) -> np.ndarray:

@@ -25,7 +25,7 @@ from ._client import Respondent
 from ._exchange import Exchange, Traffic
 from ._own import Client
 from ._runtimes import ClientsRuntime, Makers
-from ._share import Share
+from ._share import Share, with_digests
 
 # What the runtime itself sees to.
 _OWN_OPTIONS = frozenset({"max_restarts", "max_task_retries", "max_concurrency", "concurrency_groups"})
@@ -449,7 +449,9 @@ class Ray(ClientsRuntime):
 
     def connect(self, shares: list[Share]) -> Exchange:
         """See :meth:`ClientsRuntime.connect`."""
-        return self._hire(tuple(share.label for share in shares), [self._order(share) for share in shares])
+        return self._hire(
+            tuple(share.label for share in shares), [self._order(share) for share in with_digests(shares)]
+        )
 
     def open(self) -> Exchange:
         """See :meth:`ClientsRuntime.open`."""

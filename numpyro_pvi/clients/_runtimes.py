@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import pickle
@@ -19,6 +20,7 @@ import jax
 import jax.core
 import numpy as np
 
+from .._compiling import Token, token_here
 from ..errors import ClientError, PVIError, WireError
 from ..handlers import labels_table
 from ..runtime import (
@@ -31,10 +33,11 @@ from ..runtime import (
     Vmap,
 )
 from ..sites import Held
-from ._exchange import Exchange, Traffic, Transport
+from ..wire import Message, decode, encode
+from ._exchange import RECORDS, Exchange, Traffic, Transport
 from ._holders import Holders, agree_on
 from ._own import Client
-from ._share import Share, shares_of
+from ._share import Share, shares_of, with_digests
 
 # Largest message that is taken off a pipe.
 _MOST_BYTES = 1 << 31
@@ -47,6 +50,8 @@ class Line:
         self.exchange: Exchange | None = None
         self.tells_step = False
         self.known: dict[Any, Any] = {}
+        # Names of what clients hold for states that are to stay good: Int[M 2] each.
+        self.pins: dict[str, np.ndarray] = {}
         # Of clients that have their own rows: what they said of them, what stands in for these, and what was agreed on.
         self.described: list[dict[str, Any]] | None = None
         self.stands: Any = None
@@ -54,6 +59,9 @@ class Line:
         self.taken: Any = None
         self._key: Any = None
         self._before = Traffic()
+        # By what stands for a model, what clients of it have compiled; it goes with the model's own programs.
+        self._of_models: weakref.WeakKeyDictionary[Token, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._token: Token | None = None
 
     def __reduce__(self) -> tuple:
         """A line without a conversation: processes and locks are nobody else's."""
@@ -93,11 +101,12 @@ class Line:
         """See :meth:`numpyro_pvi.runtime.Network.spent`."""
         return self._open.spent(ends)
 
-    def turn_to(self, engine: Any, state: Any) -> None:
-        """Answer for a state from now on; clients are called back from what they are at where it is of a fit that begins."""
+    def turn_to(self, engine: Any, state: Any, rounds: bool) -> None:
+        """Answer for a state from now on; clients are called back from what they are at where rounds of a fit begin."""
         if self.exchange is None:
             return
-        if int(state.step) == 0:
+        self.exchange.pins = tuple(self.pins.values())
+        if rounds and int(state.step) == 0:
             self.exchange.recall()
         self.exchange.face(jax.device_get(engine.schedule.tickets(state.schedule_state)))
 
@@ -108,10 +117,13 @@ class Line:
         return self.exchange
 
     def attend(self, key: Any, connect: Callable[[], Exchange]) -> None:
-        """Talk to clients with these rows: those that are there, or new ones after an error or for other rows."""
+        """Talk to clients with these rows: those that are there, or new ones after an error, or for other rows or another model."""
+        key = token_here(), key
         if self.exchange is not None and self._key == key and self.exchange.error is None:
             return
         self.close()
+        if (token := token_here()) is not None:
+            self.known = self._of_models.setdefault(token, {})
         exchange = connect()
         try:
             facts = exchange.hello()
@@ -120,6 +132,12 @@ class Line:
             exchange.close()
             raise
         self.exchange, self._key, self.tells_step = exchange, key, facts[0]["step"]
+
+    def follow(self) -> None:
+        """Have clients that have their own rows describe them anew, and told of the plan, where the model is another by now."""
+        if (token := token_here()) is not self._token:
+            self.described = self.taken = None
+            self._token = token
 
     def close(self) -> None:
         """Let the clients go."""
@@ -208,20 +226,28 @@ class ClientsRuntime(RuntimeDefaults):
             )
         # What no client answers is refused before any is begun.
         engine.refuse(state)
+        # Of what is called, rounds alone have a length.
+        rounds = "length" in options
         if self.elsewhere is not None:
-            self._line.turn_to(engine, state)
+            self._line.turn_to(engine, state, rounds)
             return self.elsewhere.watched(
                 state.plan, functools.partial(program, engine, state, dynamic, static, *rest, **options)
             )
         key = engine.model, engine.solver, engine.num_particles, _key_of(state, dynamic, static)
         self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
-        self._line.turn_to(engine, state)
+        self._line.turn_to(engine, state, rounds)
         found = jax.block_until_ready(program(engine, state, dynamic, static, *rest, **options))
         exchange = self._line.exchange
         if exchange is not None and exchange.error is not None:
             # What the program made of it since is worth nothing: the state stays what it was.
             raise exchange.error
         return found
+
+    def hold(self, what: str, state: Any) -> None:
+        """Have clients keep what a state names of latents of their own: see :meth:`numpyro_pvi.runtime.Runtime.hold`."""
+        self._line.pins.pop(what, None)
+        if isinstance(state.sites.local, Held):
+            self._line.pins[what] = np.asarray(jax.device_get(state.sites.local.tickets))
 
     def connect(self, shares: list[Share]) -> Exchange:
         """Begin clients with these rows.
@@ -354,6 +380,8 @@ class Pipes:
         context = multiprocessing.get_context("spawn")
         self._labels = [share.label for share in shares]
         self._here, self._children = [], []
+        # By place, questions without an answer, the oldest first, which alone is in the pipe.
+        self._asked: dict[int, list[bytes]] = {}
         settings = {"jax_enable_x64": bool(jax.config.jax_enable_x64)}  # type: ignore[attr-defined]
         for share in shares:
             here, there = context.Pipe()
@@ -375,9 +403,17 @@ class Pipes:
             ) from error
 
     def send(self, place: int, data: bytes) -> None:
-        """Write to a client's pipe."""
+        """Write to a client's pipe, once it has answered what was asked before; a pipe loses nothing that would be repeated."""
+        asked = self._asked.setdefault(place, [])
+        if data not in asked:
+            asked.append(data)
+            if len(asked) == 1:
+                self._write(place)
+
+    def _write(self, place: int) -> None:
+        """Write to a client that has nothing to say: it reads, and neither side waits for the other."""
         try:
-            self._here[place].send_bytes(data)
+            self._here[place].send_bytes(self._asked[place][0])
         except OSError as error:
             raise self._gone(place) from error
 
@@ -388,9 +424,14 @@ class Pipes:
             return None
         place = self._here.index(ready[0])
         try:
-            return place, self._here[place].recv_bytes(_MOST_BYTES)
+            data = self._here[place].recv_bytes(_MOST_BYTES)
         except (EOFError, OSError) as error:
             raise self._gone(place) from error
+        asked = self._asked.get(place, [])
+        del asked[:1]
+        if asked:
+            self._write(place)
+        return place, data
 
     def _gone(self, place: int) -> ClientError:
         child = self._children[place]
@@ -450,6 +491,19 @@ class Maker:
         return client
 
 
+@dataclasses.dataclass(frozen=True)
+class _Unmade:
+    """Stands for a client that could not be made: it refuses every question, and says why."""
+
+    label: Hashable
+    why: str
+
+    def answer(self, data: bytes) -> bytes:
+        """The refusal."""
+        head = {name: decode(data, RECORDS).fields[name] for name in ("run", "sequence")}
+        return encode(Message("refusal", {**head, "label": self.label, "why": self.why[:1000]}))
+
+
 def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
     """What a client's process does: answer until its pipe is closed.
 
@@ -460,7 +514,13 @@ def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
     """
     for name, value in settings.items():
         jax.config.update(name, value)
-    respondent = share.respondent({})
+    try:
+        respondent = share.respondent({})
+    except Exception as error:
+        # Said to whoever asks, so that the client is named; words of others than this package may hold rows.
+        words = str(error) if isinstance(error, PVIError) else "the log in its own process says why"
+        logging.getLogger("numpyro_pvi").error("client %r could not be made", share.label, exc_info=error)
+        respondent = _Unmade(share.label, f"it could not be made ({type(error).__name__}): {words}")
     while True:
         try:
             answer = respondent.answer(pipe.recv_bytes(_MOST_BYTES))
@@ -512,7 +572,7 @@ class Processes(ClientsRuntime):
 
     def connect(self, shares: list[Share]) -> Exchange:
         """See :meth:`ClientsRuntime.connect`."""
-        return self._talk(shares)
+        return self._talk(with_digests(shares))
 
     def open(self) -> Exchange:
         """See :meth:`ClientsRuntime.open`."""

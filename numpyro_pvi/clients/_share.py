@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._closures import SiteDigest, first_difference, model_digest
+from ..errors import PVIError
 from ..factors import choose_chunk_rows, join_arguments, pack_rows, split_arguments
 from ..handlers import one_group_table
 from ..runtime import Answers, ProductAnswers, ProductPlan, Units
@@ -31,20 +33,35 @@ class Share:
     prior: tuple
     units: Units | None = None
     params: Any = None
+    digest: dict[str, SiteDigest] | None = None
 
     def respondent(self, known: dict[Any, Any]) -> Respondent:
-        """The client that answers for these rows; ``known`` as of :meth:`answers`."""
+        """The client that answers for these rows; ``known`` as of :meth:`answers`.
+
+        Raises:
+            PVIError: where the model is not what it was in the process that has dealt out the rows.
+        """
+        if self.digest is not None:
+            here = digest_at(self.model, self.arrays, self.static)
+            clause = None if here is None else first_difference(self.digest, here, "the fit")
+            if clause is not None:
+                raise PVIError(
+                    f"the model in the process of client {self.label!r} is not the one that is fitted: {clause}. What a function "
+                    "of a module closes over (a global of the module) is read anew there: pass such a number as an argument of "
+                    "the model, or bind it with functools.partial, and it is handed over."
+                )
         return Respondent(self.label, *self.answers(known))
 
-    def answers(self, known: dict[Any, Any]) -> tuple[Any, dict[str, Any]]:
+    def answers(self, known: dict[Any, Any], token: Any = None) -> tuple[Any, dict[str, Any]]:
         """What answers for these rows, and what it says of itself.
 
         Args:
             known: programs of other clients, which serve this one where it differs from them in its rows only.
+            token: stands for what the model closes over.
         """
-        key = self.model, self.solver, self.num_particles, self.plan, self.static
+        key = token, self.model, self.solver, self.num_particles, self.plan, self.static
         kind: Any = ProductAnswers if isinstance(self.plan, ProductPlan) else Answers
-        made = known.get(key) or (kind.compiled(*key), None)
+        made = known.get(key) or (kind.compiled(*key[1:]), None)
         given = self.plan, self.packing, self.arrays, self.prior
         answers = kind(self.solver, *given, made[0], self.units, self.params)
         step = answers.tells_step() if made[1] is None else made[1]
@@ -58,6 +75,26 @@ class Share:
             "structure": answers.structure,
             "step": step,
         }
+
+
+def digest_at(model: Any, arrays: list, static: tuple) -> dict[str, SiteDigest] | None:
+    """What a model is with arguments of these shapes; None where it cannot be traced, which shows where it is used."""
+    try:
+        return model_digest(model, arrays, static)
+    except Exception:
+        return None
+
+
+def with_digests(shares: list[Share]) -> list[Share]:
+    """Shares that are to be answered for in other processes, which see for themselves whether their model is the same."""
+    known: dict[Any, Any] = {}
+    found = []
+    for share in shares:
+        key = share.static, tuple((x.shape, x.dtype.name) for x in share.arrays)
+        if key not in known:
+            known[key] = digest_at(share.model, share.arrays, share.static)
+        found.append(dataclasses.replace(share, digest=known[key]))
+    return found
 
 
 def shares_of(engine: Any, state: Any, dynamic: list, static: tuple) -> list[Share]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import secrets
 from collections.abc import Hashable
@@ -20,12 +21,14 @@ from ._holders import Holders, _fixed, _joined, _same, _shapes, agree_on
 from ._own import Client
 from ._runtimes import ClientsRuntime, Nearby, in_order
 
+_LOG = logging.getLogger("numpyro_pvi")
 # The label of the one group that a server has of them all.
 EVERYONE = "all clients"
 # Numbers before a contribution's own: whether they did not fit, and whether a visit moved.
 _COUNTS = 2
-# Nats that the value of one row is taken to be within.
-_NATS = 64.0
+# Nats that the value of one row is taken to be within at first, and how often it is asked for again, with a reach that is each time
+# 2^16 times as wide.
+_NATS, _WIDER = 64.0, 2
 # Reach is this many times the largest number of the last sum, falls by at most the second factor a round, and grows by the third
 # where a client's numbers did not fit.
 _MARGIN, _FALL, _GROWTH = 8.0, 2.0**-8, 2.0**8
@@ -173,7 +176,7 @@ class Summand(Client):
 
     It describes its rows as a :class:`Client` does, but for their log-likelihoods; asked to look or to visit on its own it refuses.
     What it says to a sum is the rounded change of its site; it moves its site by what was absorbed of it, which it is told with
-    the next question, and not at all where its change was lost on the way. Arguments are those of :class:`Client`.
+    the next visit, and not at all where its change was lost on the way. Arguments are those of :class:`Client`.
 
     Under a solver that is ``private`` every one of its changes is noised by itself, before it is added to any other, and counts as
     released once it is made, whether or not it comes to be absorbed; it answers visits alone, and no look.
@@ -203,6 +206,9 @@ class Summand(Client):
         kind, fields, after = super()._reply(ask)
         if ask.kind == "plan?":
             fields = {"facts": {**fields["facts"], "released": _as_arrays(self._released)}}
+            if self._open is not None:
+                # A plan is taken up with memory as it is at first, and what is open is absorbed under it.
+                self._open = self._open._replace(memory=self._memory)
         return kind, fields, after
 
     def save(self) -> bytes:
@@ -288,19 +294,21 @@ class Summand(Client):
             raise PVIError(
                 f"client {self.label!r} is asked {ask.kind!r}, and adds to sums only, once it has been told the plan."
             )
+        what = fields["how"]["ask"]
+        if what in ("look", "values", "verify"):
+            # Of a q that is told, whosever it is: nothing of its own site goes in, and nothing is done to it.
+            self._refuse_looks()
+            return self._verified(fields, capacity) if what == "verify" else self._looked(fields, capacity)
         number, said = self._said
         if fields["run"] == self._run and fields["sequence"] <= number:
             if fields["sequence"] < number:
                 raise PVIError(f"client {self.label!r} has answered a newer question.")
             return said
-        place, what = self._settle(fields), fields["how"]["ask"]
+        place = self._settle(fields)
         if what == "visit":
             numbers = self._visited(fields, place, capacity)
-        elif what == "settle":
-            numbers, self._open = np.zeros(_COUNTS, np.int64), None
         else:
-            self._refuse_looks()
-            numbers = self._looked(fields, capacity)
+            numbers, self._open = np.zeros(_COUNTS, np.int64), None
         self._said = fields["sequence"], numbers
         return numbers
 
@@ -389,6 +397,14 @@ class Summand(Client):
         whole = np.rint(both / _step(fields["reach"], capacity)) if fits else np.zeros(2)
         return np.concatenate([[not fits, 0], whole]).astype(np.int64)
 
+    def _verified(self, fields: dict[str, Any], capacity: int) -> np.ndarray:
+        """Whether its rows contradict what they were taken for, at draws from q, and then by how much at most, in nats, rounded."""
+        gap, allowed = (np.asarray(x, np.float64) for x in self._answers.look(fields["how"], fields["q"], ()))
+        with np.errstate(invalid="ignore"):
+            beyond = gap > allowed
+        largest = min(float(np.max(gap, initial=0.0, where=beyond)), fields["reach"])
+        return np.array([0, beyond.any(), np.rint(largest / _step(fields["reach"], capacity))], np.int64)
+
 
 def _name_of(keys: np.ndarray) -> int:
     """A positive int32 of random keys."""
@@ -436,7 +452,7 @@ class SumExchange(Exchange):
         self.recall()
 
     def recall(self) -> None:
-        """Another fit begins: clients forget their sites."""
+        """Rounds of another fit begin: clients forget their sites."""
         super().recall()
         self.run, self.report = secrets.token_hex(8), SumReport(reach=self._first)
         count = len(self.clients)
@@ -507,16 +523,29 @@ class SumExchange(Exchange):
         del groups
 
         def ask() -> list[tuple]:
-            if how["ask"] not in ("look", "values") or own:
+            if how["ask"] not in ("look", "values", "verify") or own:
                 raise ClientError(
                     f"a fit whose clients are heard in sums only does not go with what asks each of them ({how['ask']!r}): "
                     "fit with runtime=InProcess(clients=...), whose clients answer one by one."
                 )
             reach = float(_power_of_two(np.array(_NATS * max(self._rows, 1))))
-            found = self._sum(how, shared, (), reach)
-            self._count(looks=1)
+            for _ in range(_WIDER + 1):
+                found, step = self._sum(how, shared, (), reach), _step(reach, self.sums.capacity)
+                self._count(looks=1)
+                if found.numbers[0] == 0:
+                    break
+                # As of visits: asked again, wider, at the price of coarser rounding.
+                reach *= _GROWTH**2
+            else:
+                _LOG.warning(
+                    "%d clients' values are no number, or too large for a sum: the loss is NaN", found.numbers[0]
+                )
+            if how["ask"] == "verify":
+                # Told at every draw alike: that some client's rows contradict, and the sum of what they differ by at most.
+                gap = max(float(found.numbers[_COUNTS] * step), step) if found.numbers[1] else 0.0
+                return [tuple(np.full(x.shape, y, x.dtype) for x, y in zip(shapes, (gap, gap / 2), strict=True))]
             whole = len(found.who) == len(self.clients) and found.numbers[0] == 0
-            value, error = (found.numbers[_COUNTS:] * _step(reach, self.sums.capacity)) if whole else (np.nan, 0.0)
+            value, error = (found.numbers[_COUNTS:] * step) if whole else (np.nan, 0.0)
             leaves = [np.zeros(x.shape, x.dtype) for x in shapes]
             size = 0 if how["ask"] == "values" else 2
             leaves[size] = np.asarray(value, shapes[size].dtype)
@@ -560,7 +589,7 @@ class SumExchange(Exchange):
         return self._kept(ask, tuple(x for part in shapes for x in part), 1)
 
     def settle(self, site: tuple[np.ndarray, ...]) -> None:
-        """Tell clients what a state has absorbed, which they are else told with the next question."""
+        """Tell clients what a state has absorbed, which they are else told with the next visit."""
         self._settle(site)
         self._sum({"ask": "settle"}, (), (), 1.0)
 
@@ -612,20 +641,23 @@ class SumExchange(Exchange):
             self._total = exact
             self._start = tuple(x / len(self.clients) for x in exact)
             return
-        if self._change is None:
-            return
-        moved = [a - b for a, b in zip(exact, self._asked, strict=True)]
+        # Where all of the last sum is told, the state is the clients' own sum; it differs from what was asked at by rounding alone.
+        since = self._total if self._change is None else self._asked
+        change = tuple(map(np.zeros_like, exact)) if self._change is None else self._change
+        moved = [a - b for a, b in zip(exact, since, strict=True)]
         # The schedule goes towards what it was told, from where it was: the one differs from the clients' sum by rounding.
-        aim = [t + c - b for t, c, b in zip(self._total, self._change, self._asked, strict=True)]
+        aim = [t + c - b for t, c, b in zip(self._total, change, since, strict=True)]
         length = sum(float(np.sum(x * x)) for x in aim)
         share = sum(float(np.sum(a * b)) for a, b in zip(moved, aim, strict=True)) / length if length > 0 else 0.0
-        size = max(float(np.max(np.abs(x), initial=1.0)) for x in (*exact, *self._asked))
+        size = max(float(np.max(np.abs(x), initial=1.0)) for x in (*exact, *since))
         gap = max(float(np.max(np.abs(a - share * b), initial=0.0)) for a, b in zip(moved, aim, strict=True))
         if gap > _ROUNDING[np.dtype(site[0].dtype).name] * size or not -0.01 < share < 1.01:
             raise ClientError(
                 "this state is not the one that the clients were left at: each keeps its site to itself, and goes on from the last "
                 "round only. Go on from the last state, or begin again by pvi.init."
             )
+        if self._change is None:
+            return
         self._total = tuple(t + share * c for t, c in zip(self._total, self._change, strict=True))
         for place in self._who:
             self._rounds[place], self._shares[place] = self._round, share
@@ -725,7 +757,7 @@ class SummedClients(ClientsRuntime):
             )
 
     def settle(self, state: Any) -> None:
-        """Tell clients what the last round has absorbed, which they are else told with the next question.
+        """Tell clients what the last round has absorbed, which they are else told with the next visit.
 
         Args:
             state: the last one.

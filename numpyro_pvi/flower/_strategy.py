@@ -132,7 +132,7 @@ class PVIStrategy(Strategy):
         Args:
             grid: Flower's, as the main function of a ``ServerApp`` is given it.
             num_rounds: rounds of the schedule, at most.
-            key: random key; ``jax.random.key(0)`` by default.
+            key: random key; ``jax.random.key(0)`` by default, but under a solver that is ``private``, whose noise it makes.
             args: the model's positional arguments where some are no rows (a noise, a number of classes), with
                 ``jax.ShapeDtypeStruct`` in place of the owners' rows; by default they are known from the owners.
             kwargs: likewise, keyword arguments.
@@ -144,9 +144,15 @@ class PVIStrategy(Strategy):
             A :class:`FlowerResult`.
 
         Raises:
-            PVIError: where owners are not there in time, and what :meth:`numpyro_pvi.PVI.run` raises.
+            PVIError: without a key under a solver that is ``private``, where owners are not there in time, and what
+                :meth:`numpyro_pvi.PVI.run` raises.
             ClientError: naming the owner whose answer is refused, or who does not answer.
         """
+        if key is None and getattr(self._made["solver"], "private", False):
+            raise PVIError(
+                f"PVIStrategy.start() without a key, under {type(self._made['solver']).__name__}: the noise would be that of "
+                "jax.random.key(0), which everybody can make again and take off. Pass key=jax.random.key(secrets.randbits(63))."
+            )
         model, guide = self._made["model"], self._made["guide"]
         rest = {name: self._made[name] for name in ("solver", "schedule", "loss", "optim")}
         self.summary()

@@ -318,6 +318,15 @@ class Runtime(Protocol):
         """
         ...
 
+    def hold(self, what: str, state: Any) -> None:
+        """Keep within reach what a state names that is elsewhere, until another state is held as the same.
+
+        Args:
+            what: "call" for what a run begins with, "checkpoint" for what its file has.
+            state: the state.
+        """
+        ...
+
     def sum_chunks(
         self,
         expect: Callable[[Any], Expected],
@@ -403,6 +412,9 @@ class RuntimeDefaults:
     ) -> Any:
         """The program's value."""
         return program(engine, state, dynamic, static, *rest, **options)
+
+    def hold(self, what: str, state: Any) -> None:
+        """A state names nothing that is elsewhere."""
 
     @property
     def alone(self) -> Any:

@@ -127,6 +127,7 @@ class RemoteProblem(LocalProblem):
             value of one that has said nothing yet is NaN (minus infinity where what it said is no number).
         only_visits: whether rounds ask for visits alone: of clients that are heard in sums there is one group, and its site is the
             sum of theirs.
+        summed: whether it is such clients that look: no message is known, so that sigma points stay what they are.
         keeps: whether clients keep what a look finds that their groups want beside their sites, where they have latents of their
             own: what a schedule holds are names of it (:class:`numpyro_pvi.sites.Held`).
         starts: by group, the number of its first unit (plate index) among all, less what its client knows of that itself.
@@ -137,6 +138,7 @@ class RemoteProblem(LocalProblem):
     tells_step: bool = False
     fresh: bool = False
     only_visits: bool = False
+    summed: bool = False
     keeps: bool = True
     starts: tuple[int, ...] = ()
     params: tuple = ()
@@ -145,6 +147,11 @@ class RemoteProblem(LocalProblem):
     def blind(self) -> bool:
         """Whether visits alone look at rows: under a solver that says so, and where rounds only add."""
         return self.solver.private or self.only_visits
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether draws may take the place of sigma points."""
+        return not self.summed and super().can_switch
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
         """Ask all clients for their expectations; the moments and the rule are those that ``expect`` was made with."""

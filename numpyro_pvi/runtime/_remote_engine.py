@@ -361,7 +361,7 @@ class SummedEngine(RowlessEngine):
                 f"clients that are heard in sums only do not go with {' or '.join(what)}: fit with "
                 "runtime=InProcess(clients=...), whose clients answer one by one."
             )
-        return dataclasses.replace(super().problem(plan, *args, **kwargs), only_visits=not self.looks)
+        return dataclasses.replace(super().problem(plan, *args, **kwargs), only_visits=not self.looks, summed=True)
 
     def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state, whose sites say nothing: clients start from nothing too; see :meth:`Engine.start`.

@@ -26,6 +26,10 @@ from numpyro_pvi._compiling import Program
 from numpyro_pvi._numerics import nearly_same
 from numpyro_pvi._saving import fingerprint as digits
 from numpyro_pvi._verified import Memory
+from numpyro_pvi.clients import Client, InMemorySums, InProcess, Summand, SummedClients
+from numpyro_pvi.clients._share import shares_of, with_digests
+from numpyro_pvi.factors import split_arguments
+from numpyro_pvi.schedules import Synchronous
 from numpyro_pvi.solvers import Conjugate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*every one of the .* groups costs a full pass")
@@ -491,3 +495,53 @@ def test_data_that_were_verified_keep_no_programs_alive_and_stay_out_of_pickles(
     gc.collect()
     assert old() is None and not memory.has(state, data)
     assert pickle.loads(pickle.dumps(memory))._known == []
+
+
+# ------------------------------------------------------------------------------------------------------------- clients
+
+
+def _noisy(y):
+    w = numpyro.sample("w", dist.Normal(0.0, 2.0))
+    with numpyro.plate("data", y.shape[0]):
+        numpyro.sample("obs", dist.Normal(w, NOISE), obs=y)
+
+
+def _own(label):
+    return Client(_noisy, AutoMultivariateNormal(_noisy), label, Y[label == LABELS], solver=Conjugate())
+
+
+RUNTIMES = {
+    "rows dealt out": lambda: (InProcess(), Partition(_noisy, "data", LABELS), (Y,)),
+    "rows of their own": lambda: (InProcess(clients=[_own(0), _own(1)]), _noisy, ()),
+    "in sums": lambda: (SummedClients(sums=InMemorySums([_summand(0), _summand(1)])), _noisy, ()),
+}
+
+
+def _summand(label):
+    return Summand(_noisy, AutoMultivariateNormal(_noisy), label, Y[label == LABELS], solver=Conjugate())
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) if name == "in sums" else name for name in RUNTIMES]
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_clients_follow_what_the_model_closes_over(name, monkeypatch):
+    runtime, model, args = RUNTIMES[name]()
+    schedule = Synchronous(damping=0.5)
+    pvi = PVI(model, AutoMultivariateNormal(_noisy), solver=Conjugate(), schedule=schedule, runtime=runtime)
+    for noise in (0.5, 2.0):
+        monkeypatch.setitem(globals(), "NOISE", noise)
+        state = pvi.run(KEY, 40, *args, progress_bar=False).state
+        precision = float(pvi.posterior(state)["w"].variance) ** -1
+        assert abs(precision - (0.25 + N / noise**2)) < 1e-4 * precision
+
+
+def test_a_client_whose_module_says_something_else_is_refused_by_name(monkeypatch):
+    """As in a process of its own, where the module is read anew; planted: what is the same is taken."""
+    pvi = PVI(Partition(_noisy, "data", LABELS), AutoMultivariateNormal(_noisy), solver=Conjugate())
+    state, arguments = pvi.init(KEY, Y), split_arguments((jnp.asarray(Y),), {})
+    first, second = with_digests(shares_of(pvi._engine, state, *arguments))
+    first.respondent({})
+    monkeypatch.setitem(globals(), "NOISE", 2.0)
+    with pytest.raises(PVIError, match="client 1 is not the one that is fitted: the likelihood of 'obs' differs"):
+        second.respondent({})

@@ -15,7 +15,7 @@ from numpyro_pvi.clients import Client
 from numpyro_pvi.errors import ClientError, PVIError
 from numpyro_pvi.flower import Flower, PVIStrategy, _app, _messages, client_app
 from numpyro_pvi.schedules import Sequential, Synchronous
-from numpyro_pvi.solvers import Conjugate, LocalELBO, NaturalGradient, PowerEP
+from numpyro_pvi.solvers import Conjugate, DifferentialPrivacy, LocalELBO, NaturalGradient, PowerEP
 from tests.client_model import line, logistic
 from tests.flower_grid import CRASHED, Fake
 from tests.laws.models import rows
@@ -262,3 +262,12 @@ def test_without_flower_the_line_to_install_is_named(monkeypatch):
     for make in (lambda: strategy(), lambda: Flower(grid=object()), lambda: client_app(logistic, None, load)):
         with pytest.raises(PVIError, match=r"pip install 'numpyro_pvi\[flower\]'"):
             make()
+
+
+def test_a_private_fit_begins_with_a_key_of_its_own():
+    """The noise of a key that everybody knows is none; planted: a solver that is not private, whose grid is asked."""
+    solver = DifferentialPrivacy(NaturalGradient(), 1.0, 1.0)
+    with pytest.raises(PVIError, match="without a key, under DifferentialPrivacy.*Pass key="):
+        strategy(logistic, solver, Synchronous()).start(None)
+    with pytest.raises(PVIError, match="expected the Grid"):
+        strategy(logistic, NaturalGradient(), Synchronous()).start(None)

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import itertools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,17 @@ from scipy import stats
 
 import numpyro_pvi.solvers._differential_privacy as privacy
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, StateError
-from numpyro_pvi.clients import Client, InMemorySums, InProcess, Summand, Summed, SummedClients, _exchange, _sums
+from numpyro_pvi.clients import (
+    Client,
+    InMemorySums,
+    InProcess,
+    Respondent,
+    Summand,
+    Summed,
+    SummedClients,
+    _exchange,
+    _sums,
+)
 from numpyro_pvi.clients._sums import EVERYONE, SumExchange, _step, lattice
 from numpyro_pvi.errors import ClientError
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
@@ -49,7 +60,7 @@ from numpyro_pvi.solvers import (
     StochasticEP,
     StochasticNaturalGradient,
 )
-from numpyro_pvi.wire import KeyData, Message, decode, encode
+from numpyro_pvi.wire import KeyData, Message, decode, digest_of, encode
 
 counts = pytest.mark.skipif(
     importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting (the extra `privacy`) is not installed"
@@ -668,10 +679,10 @@ def test_the_noise_is_of_the_question_and_not_of_the_key_alone():
     asked = {"label": "a", "how": {}, "cavity": (np.zeros(1),), "site": (np.ones(1),), "digest": b"1" * 16}
     asked |= {"memory": (), "rest": (key, (), (), ()), "run": "now", "sequence": 7}
 
-    def by(**others):
-        return tuple(np.asarray(jax.random.key_data(client._key(key, asked | others))))
+    def by(memory=(), **others):
+        return tuple(np.asarray(jax.random.key_data(client._key(key, asked | others, memory))))
 
-    assert by() == by(memory=(np.ones(3),)) == by(sequence=8, run="later")
+    assert by() == by(sequence=8, run="later") and by() != by(memory=(np.ones(3),))
     questions = [by(), by(cavity=(np.ones(1),)), by(site=(np.zeros(1),)), by(digest=b"2" * 16), by(how={"a": 1})]
     assert len(set(questions)) == 5 and tuple(np.asarray(jax.random.key_data(KEY))) not in questions
     with pytest.raises(PVIError, match="expected secret= to be 16 to 64 bytes"):
@@ -684,6 +695,40 @@ def test_the_noise_is_of_the_question_and_not_of_the_key_alone():
         Client(location, AutoMultivariateNormal(location), "a", Y[:2], solver=solver, like=np.zeros((3, 2)))
     with pytest.raises(PVIError, match="neither noised nor counted. Pass like=, the model's arguments with rows that"):
         Client(location, AutoMultivariateNormal(location), "a", Y[:2], solver=solver)
+
+
+def test_memory_that_is_not_what_its_digest_says_is_refused():
+    """A server that sends another would have a client draw for it by the key of the first."""
+    client, sent = Respondent("a", None, {}), (np.ones(1),)
+    client._memory, client._answers = (np.zeros(1),), SimpleNamespace(site=())
+    asked = {"memory": sent, "cavity": (), "site": (), "rest": ((), (), (), (), ())}
+    with pytest.raises(PVIError, match="is not the one that the digest beside it is of"):
+        client._visit(asked | {"digest": b"1" * 8})
+    with pytest.raises(PVIError, match="a visit needs a random key"):
+        client._visit(asked | {"digest": digest_of(sent)})
+
+
+def test_of_an_error_a_private_client_tells_the_kind_alone(monkeypatch, caplog):
+    """Whatever has gone wrong, and wherever; planted: one that is not private, whose errors are told in full."""
+    solver = DifferentialPrivacy(NaturalGradient(), 0.0, 1.0)
+    guide = AutoMultivariateNormal(location)
+    private = Client(location, guide, "a", Y[:2], solver=solver, like=PUBLIC)
+    key = KeyData(np.asarray(jax.random.key_data(KEY)), str(jax.random.key_impl(KEY)))
+
+    def fail(*_):
+        raise ValueError("row 3 is 41.5")
+
+    def why(client):
+        asked = Message("hello?", {"run": "1" * 16, "sequence": 1, "label": "a"})
+        return decode(client.answer(encode(asked))).fields["why"]
+
+    monkeypatch.setattr(Respondent, "_reply", fail)
+    assert "ValueError" in why(private) and "41.5" not in why(private)
+    assert why(Client(location, guide, "a", Y[:2])) == "row 3 is 41.5"
+    monkeypatch.setattr(Client, "_begin", fail)
+    with pytest.raises(PVIError, match=r"cannot be fitted \(ValueError\)") as caught:
+        private._privately(key)
+    assert "41.5" not in str(caught.value) and "41.5" in caplog.text
 
 
 def test_what_is_wrong_with_rows_is_not_told(caplog):

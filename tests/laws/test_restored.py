@@ -1,5 +1,7 @@
 """A client that is made anew for every question, and goes on from what the last one has kept, is one that lives on: to the bit."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -38,14 +40,14 @@ class Mortal:
     processes have from a folder and not from what is kept.
 
     Args:
+        make: makes the client of a label.
         label: the client's.
-        solver: likewise.
         keep: what becomes of what is kept.
     """
 
-    def __init__(self, label, solver, keep=lambda kept: kept):
+    def __init__(self, make, label, keep=lambda kept: kept):
         self.label, self.keep, self.kept, self.answers = label, keep, None, []
-        self.spares = [client_of(label, solver) for _ in range(40)]
+        self.spares = [make(label) for _ in range(40)]
 
     def compile_with(self, known):
         for client in self.spares:
@@ -70,7 +72,11 @@ def fit(clients, solver, schedule, rounds=2):
 
 def with_a_mortal(solver, **options):
     """Three clients, of which one is made for every question."""
-    return [client_of("east", solver), Mortal("north", solver, **options), client_of("south", solver)]
+    return [
+        client_of("east", solver),
+        Mortal(partial(client_of, solver=solver), "north", **options),
+        client_of("south", solver),
+    ]
 
 
 def kinds(clients):
