@@ -48,6 +48,14 @@ class Vector:
             return NotImplemented
         return jax.tree.map(jnp.subtract, self, other)
 
+    def combine(self, other):
+        """The product of two factors, each of them 1 in latents that it says nothing of: a sum over the latents of both.
+
+        References:
+            Shafer and Shenoy, Axioms for probability and belief-function propagation, 1990 (combination of valuations).
+        """
+        return self + other
+
     def __mul__(self, scale):
         scale = jnp.asarray(scale)
         return jax.tree.map(
