@@ -425,7 +425,7 @@ class AutoExponentialFamily(AutoGuide):
                 found[name] = numpyro.sample(name, latent.member(own))
         return found
 
-    def _params(self, name: str, latent: Latent) -> dict[str, Array]:
+    def _params(self, name: str, latent: Latent) -> dict[str, Any]:
         batch = len(self.prototype_trace[name]["fn"].batch_shape)
         return {
             p: numpyro.param(self._name(name, p), x, constraint=latent.constraint[p], event_dim=x.ndim - batch)
@@ -577,7 +577,7 @@ def of_no_row(latent: Latent, axis: int) -> dict[str, Array]:
     return {p: jnp.zeros((*x.shape[:axis], 0, *x.shape[axis + 1 :]), x.dtype) for p, x in latent.start.items()}
 
 
-def _is_of_no_row(latent: Latent, params: Mapping[str, Array]) -> bool:
+def _is_of_no_row(latent: Latent, params: Mapping[str, Any]) -> bool:
     """Whether params are those that :func:`of_no_row` gives."""
     return any(jnp.size(params[p]) == 0 < jnp.size(x) for p, x in latent.start.items())
 

@@ -587,7 +587,7 @@ class MetricDefaults(FamilyDefaults):
         return jnp.zeros_like(moments.log_partition), moments.log_partition
 
 
-def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "P"]:
+def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "*batch P"]:
     """Mean parameters, or a change of them, in minimal coordinates: paired with those of natural ones they give ``<eta, mu>``.
 
     Args:
