@@ -411,16 +411,26 @@ class AutoExponentialFamily(AutoGuide):
         for block in self._blocks:
             found |= self._sample_block(block)
         for name, latent in self._latents.items():
+            frames = self.prototype_trace[name]["cond_indep_stack"]
+            # Of a plate that draws mini-batches a param has all rows, and its plate picks those of the batch.
+            params = None
+            if all(self._prototype_frame_full_sizes[frame.name] == frame.size for frame in frames):
+                params = self._params(name, latent)
+                if _is_of_no_row(latent, params):
+                    continue
             with ExitStack() as stack:
-                for frame in self.prototype_trace[name]["cond_indep_stack"]:
+                for frame in frames:
                     stack.enter_context(plates[frame.name])
-                batch = len(self.prototype_trace[name]["fn"].batch_shape)
-                params = {
-                    p: numpyro.param(self._name(name, p), x, constraint=latent.constraint[p], event_dim=x.ndim - batch)
-                    for p, x in latent.start.items()
-                }
-                found[name] = numpyro.sample(name, latent.member(params))
+                own = self._params(name, latent) if params is None else params
+                found[name] = numpyro.sample(name, latent.member(own))
         return found
+
+    def _params(self, name: str, latent: Latent) -> dict[str, Any]:
+        batch = len(self.prototype_trace[name]["fn"].batch_shape)
+        return {
+            p: numpyro.param(self._name(name, p), x, constraint=latent.constraint[p], event_dim=x.ndim - batch)
+            for p, x in latent.start.items()
+        }
 
     def _sample_block(self, block: _Block) -> dict[str, Array]:
         start = {"loc": self._block_start(block, "loc"), "scale_tril": self._block_start(block, "scale_tril")}
@@ -455,10 +465,11 @@ class AutoExponentialFamily(AutoGuide):
             params: the guide's params, as from ``svi.get_params(state)``.
 
         Returns:
-            Distributions by latent; a block's joint Gaussian stands under the tuple of its names as well.
+            Distributions by latent; a block's joint Gaussian stands under the tuple of its names as well. Latents of rows that are
+            not at hand, whose params are empty, are left out.
 
         Raises:
-            GuideError: when the guide has not been run on data yet.
+            GuideError: when the guide has not been run on data yet, or where params of a latent are missing.
         """
         if self.prototype_trace is None:
             raise GuideError("the guide is not set up: run svi.init(key, *args) or guide(*args) once.")
@@ -469,7 +480,14 @@ class AutoExponentialFamily(AutoGuide):
                 block.names, block.shapes, dist.MultivariateNormal(loc, scale_tril=root), self.prototype_trace
             )
         for name, latent in self._latents.items():
-            found[name] = latent.member({p: params[self._name(name, p)] for p in latent.start})
+            if missing := [self._name(name, p) for p in latent.start if self._name(name, p) not in params]:
+                raise GuideError(
+                    f"params lack {', '.join(map(repr, missing))} of latent {name!r}: give all of the guide's, as "
+                    "pvi.get_params(state) or svi.get_params(state) has them."
+                )
+            own = {p: params[self._name(name, p)] for p in latent.start}
+            if not _is_of_no_row(latent, own):
+                found[name] = latent.member(own)
         return found
 
     def sample_posterior(
@@ -485,7 +503,8 @@ class AutoExponentialFamily(AutoGuide):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            Values by name, in the latents' own supports.
+            Values by name, in the latents' own supports. Without latents of rows that are not at hand, and then without
+            deterministic sites: ``Predictive(model, posterior_samples=draws)(key, *args)`` has both, of the rows that it is given.
         """
         posterior = self.get_posterior(params)
         blocked = {name for block in self._blocks for name in block.names}
@@ -494,8 +513,10 @@ class AutoExponentialFamily(AutoGuide):
         for block in self._blocks:
             draws |= block.split(posterior[block.names].sample(keys[block.names], sample_shape))
         for name in self._latents:
-            if name not in blocked:
+            if name not in blocked and name in posterior:
                 draws[name] = posterior[name].sample(keys[name], sample_shape)
+        if not self._latents.keys() <= posterior.keys():
+            return draws
         return self._with_deterministic(draws, sample_shape, args, kwargs)
 
     def median(self, params: Mapping[str, Array]) -> dict[str, Array]:
@@ -549,6 +570,16 @@ def _is_summed_out(site: dict) -> bool:
         f"latent {name!r} is discrete: mark it for enumeration (infer={{'enumerate': 'parallel'}}, TraceEnum_ELBO), or give it "
         f"a family, families={{{name!r}: CategoricalFamily(n)}} or BernoulliFamily()."
     )
+
+
+def of_no_row(latent: Latent, axis: int) -> dict[str, Array]:
+    """Params of a latent inside the partitioned plate where no row is at hand: empty along the plate's axis."""
+    return {p: jnp.zeros((*x.shape[:axis], 0, *x.shape[axis + 1 :]), x.dtype) for p, x in latent.start.items()}
+
+
+def _is_of_no_row(latent: Latent, params: Mapping[str, Any]) -> bool:
+    """Whether params are those that :func:`of_no_row` gives."""
+    return any(jnp.size(params[p]) == 0 < jnp.size(x) for p, x in latent.start.items())
 
 
 def _robust_sd(draws: Float[Array, "S D"]) -> Float[Array, "D"]:

@@ -426,12 +426,14 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
     """
     if solver.matches_moments:
         check_tilted(plan, type(solver).__name__)
-    if not schedule.fuses(solver) and plan.inside:
-        instead = "" if solver.fused_families else "solver=NaturalGradient() and "
+    if plan.inside and not schedule.fuses(solver) and (schedule.partial or solver.private):
+        why = "a step of some groups is tested by what they say of shared latents alone: write solver=NaturalGradient() or"
+        if solver.private:
+            why = "their posteriors, one a row, are part of the state and are not noised: fit without it, or"
         raise PVIError(
             f"{type(schedule).__name__} with {type(solver).__name__} under AutoExponentialFamily is for models whose rows have no "
-            f"latents of their own, and {plan.inside[0].name!r} is inside the partitioned plate: write {instead}"
-            "schedule=Synchronous(), or integrate it out."
+            f"latents of their own, and {plan.inside[0].name!r} is inside the partitioned plate; {why} integrate it out in the "
+            "model."
         )
     if solver.stochastic:
         table = plan.partition.table

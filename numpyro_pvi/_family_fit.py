@@ -14,7 +14,7 @@ import numpy as np
 from . import diagnostics, export
 from ._closures import other_family
 from ._compiling import Program, level_of_looks, look, on_device, owned_jit
-from ._exponential_guide import block_marginals, make_latent, with_events
+from ._exponential_guide import block_marginals, make_latent, of_no_row, with_events
 from ._exponential_plan import (
     Components,
     blocks_of,
@@ -163,7 +163,9 @@ class FamilyFit:
         unknown = sorted(set(init_params) - set(own))
         if unknown:
             raise PVIError(f"init_params has unknown name(s) {', '.join(unknown)}; expected some of {', '.join(own)}.")
-        wanted = pvi.guide.get_posterior(own | {n: jnp.asarray(x) for n, x in init_params.items()})
+        # A latent that rows had which are not at hand begins where those of these rows do.
+        given = {n: jnp.asarray(x) for n, x in init_params.items() if jnp.size(x) or not jnp.size(own[n])}
+        wanted = pvi.guide.get_posterior(own | given)
         joint = {block.name: block.latents for block in plan.blocks}
         families = plan.family.components
         natural = ProductNatural({n: f.from_distribution(wanted[joint.get(n, n)]) for n, f in families})
@@ -316,7 +318,7 @@ def _normalisable(state: PVIState) -> Any:
     return state.plan.family.in_domain(posterior(state.prior, state.sites))
 
 
-_posterior, _proper = owned_jit(posterior, ()), owned_jit(_normalisable, ())
+_proper = owned_jit(_normalisable, ())
 
 
 def _params(guide: Any, state: PVIState, natural: Any) -> dict[str, Any]:
@@ -330,9 +332,9 @@ def _params(guide: Any, state: PVIState, natural: Any) -> dict[str, Any]:
             whole = members[block.name]
             found[guide._name(block.latents[0], "joint_loc")] = whole.mean
             found[guide._name(block.latents[0], "joint_scale_tril")] = whole.scale_tril
-        # Of rows' own latents there are members while rows are at hand.
-        for name in [n for n in guide._latents if n in members]:
-            found |= {guide._name(name, p): x for p, x in guide._latents[name].params(members[name]).items()}
+        for name, latent in guide._latents.items():
+            own = latent.params(members[name]) if name in members else of_no_row(latent, _plan_of(state).row_axes[name])
+            found |= {guide._name(name, p): x for p, x in own.items()}
         return found
 
     return look(read, natural)
@@ -368,7 +370,7 @@ def _at_prior(engine: ProductEngine, begun: Begun, packing: Any) -> PVIState:
         step=on_device(0, np.int32),
         plan=plan,
     )
-    fields = engine.unvisited(state, _posterior(prior, sites, level="cheap"), dtype)
+    fields = engine.unvisited(state, dtype)
     return dataclasses.replace(state, **fields)
 
 
@@ -439,7 +441,7 @@ def _ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs:
     likelihood, prior = watched(engine.runtime, plan, partial(look, affine, state, arrays))
     plan = with_tilted(plan, solver, (bool(likelihood), bool(prior)))
     state = dataclasses.replace(state, plan=plan)
-    fields = engine.unvisited(state, posterior(state.prior, state.sites), float_dtype(), None, args, kwargs)
+    fields = engine.unvisited(state, float_dtype(), None, args, kwargs)
     return dataclasses.replace(state, **fields | {"report": state.report})
 
 
@@ -468,16 +470,16 @@ def _with_members(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> PVISt
         families[own.name] = repeated(latent.family, fn.batch_shape)
         start[own.name] = families[own.name].from_distribution(latent.member(latent.start))
     plan = dataclasses.replace(plan, family=ProductFamily(families))
-    values = plan.family.sample(q + ProductNatural(start), key)
+    values = plan.family.sample(q.combine(ProductNatural(start)), key)
     held, exact = prior_members(call, plan.family, plan.blocks, values), set(plan.exact) & start.keys()
     if missing := exact - held.keys():
         raise other_family(min(missing))
     none = {name: jax.tree.map(jnp.zeros_like, own) for name, own in start.items()}
     members = ProductNatural({name: held[name] if name in exact else own for name, own in none.items()})
-    prior_site = None if state.sites.prior is None else state.sites.prior + ProductNatural(none)
+    prior_site = None if state.sites.prior is None else state.sites.prior.combine(ProductNatural(none))
     local = MemberSites((ProductNatural(start) - members).parts)
     sites = dataclasses.replace(state.sites, prior=prior_site, local=local)
-    return dataclasses.replace(state, plan=plan, prior=state.prior + members, sites=sites)
+    return dataclasses.replace(state, plan=plan, prior=state.prior.combine(members), sites=sites)
 
 
 def _unvisited(engine: ProductEngine, state: PVIState, known: Any = None) -> dict[str, Any]:
@@ -486,7 +488,7 @@ def _unvisited(engine: ProductEngine, state: PVIState, known: Any = None) -> dic
     ``known`` says which groups have a site (Bool[M]); None where none counts as one.
     """
     last = state.report
-    fields = engine.unvisited(state, posterior(state.prior, state.sites), last.move.dtype, known)
+    fields = engine.unvisited(state, last.move.dtype, known)
     report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
     return fields | {"report": report}
 

@@ -48,6 +48,8 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
     plan = state.plan
     by_label = engine.schedule.by_label or engine.solver.by_label or engine.runtime.by_label
     reads_sizes = engine.solver.stochastic or engine.schedule.streams or by_chains(engine.solver)
+    # A visit of one group takes its rows' members, room for those of the largest group; q's shapes depend on the rows anyway.
+    reads_sizes = reads_sizes or isinstance(state.sites.local, MemberSites)
     part = without_labels(plan.partition, plan.padded_rows, reads_sizes or engine.reads_sizes, by_label)
     plan = dataclasses.replace(plan, partition=part, signature=None, absent=())
     others = state.sites.others
@@ -237,7 +239,7 @@ def site_of(state: PVIState, label: Hashable) -> Any:
     if place < slots:
         site = take(state.sites.others, place)
         # Of the members of rows that are at hand it says nothing.
-        return site + state.plan.family.zeros() if isinstance(state.sites.local, MemberSites) else site
+        return site.combine(state.plan.family.zeros()) if isinstance(state.sites.local, MemberSites) else site
     if isinstance(state.sites.local, MemberSites):
         plan: Any = state.plan
         return site_with_rows(plan, state.sites, place - slots)

@@ -246,7 +246,11 @@ class PVI(SVI):
         return self._loss_under(self._engine, *taken(self, state, args, kwargs))
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
-        """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values."""
+        """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values.
+
+        Of latents that rows have of their own there are none while no row is at hand (after :meth:`forget_group`): params are then
+        those of the latents that remain.
+        """
         return self._fit.params(self.guide, state) | self._param_values(state)
 
     @follows

@@ -20,6 +20,7 @@ __all__ = [
     "LocalSites",
     "MemberSites",
     "OwnConditionals",
+    "OwnMembers",
     "RowSites",
     "RowVisits",
     "SiteStack",
@@ -50,6 +51,13 @@ __all__ = [
 @natural_parameters
 class MemberSites(Vector):
     """Natural parameters by latent, all rows' members once: the sum of all groups' sites, of which one is not zero each."""
+
+    parts: Any
+
+
+@natural_parameters
+class OwnMembers(Vector):
+    """The same beside a q of shared latents alone: what groups hold beside their sites, of which q has nothing."""
 
     parts: Any
 
@@ -190,7 +198,8 @@ def posterior(prior_natural: Any, sites: SiteStack) -> Any:
     """
     total = jax.tree.map(lambda eta, site: eta + site, prior_natural, _sum_groups(prior_natural, sites))
     if sites.others is not None:
-        total = total + sum_slots(sites.others)
+        # Of latents of rows that are at hand, sites of others say nothing.
+        total = total.combine(sum_slots(sites.others))
     return total if sites.prior is None else total + sites.prior
 
 

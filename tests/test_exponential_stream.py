@@ -9,10 +9,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer import Predictive
 from scipy import special, stats
 
-from numpyro_pvi import PVI, AutoExponentialFamily, Partition, StateError
-from numpyro_pvi.schedules import StochasticSubset
+from numpyro_pvi import PVI, AutoExponentialFamily, GuideError, Partition, PVIError, StateError
+from numpyro_pvi.families import GammaFamily, ProductFamily, ProductNatural
+from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming
+from numpyro_pvi.sites import SiteStack, posterior
 from numpyro_pvi.solvers import NaturalGradient, PowerEP, StochasticNaturalGradient
 
 KEY = jax.random.key(0)
@@ -194,7 +197,7 @@ def test_random_groups_and_rows_stand_beside_absent_groups(options):
     exact = PVI(pvi.partition, pvi.guide, solver=solver)
     state = exact.run(KEY, 1, jnp.asarray(COUNTS[first]), progress_bar=False).state
     data = (jnp.asarray(COUNTS[first]),)
-    fields = pvi._engine.unvisited(state, state.prior, state.report.move.dtype, None, data)
+    fields = pvi._engine.unvisited(state, state.report.move.dtype, None, data)
     state = pvi.add_group(dataclasses.replace(state, schedule_state=fields["schedule_state"]), "c", rows("c"), tol=None)
     found = pvi.get_params(state)
     np.testing.assert_allclose(found["rate_auto_rate"], 12.5, rtol=TIGHT)
@@ -205,28 +208,34 @@ def test_random_groups_and_rows_stand_beside_absent_groups(options):
         assert abs(float(found["rate_auto_concentration"]) - total) < 0.5 * COUNTS[7:].sum()
 
 
-def rates(counts):
+# Seen of b itself, beside the plate: a factor of the prior's.
+EXTRA = 4
+
+
+def rates(counts, extra=None):
     b = numpyro.sample("b", dist.Gamma(1.5, 0.7))
+    if extra is not None:
+        numpyro.sample("extra", dist.Poisson(b), obs=extra)
     with numpyro.plate("data", counts.shape[0]):
         rate = numpyro.sample("rate", dist.Gamma(2.0, b))
         numpyro.sample("count", dist.Poisson(rate), obs=counts)
 
 
-def rates_by_hand(counts, absent=(0, 0.0)):
+def rates_by_hand(counts, absent=(0, 0.0), extra=None):
     """Coordinate ascent on q(b) and every row's q(rate), beside sites that say how many rows there are elsewhere, and their sum.
 
     Returns shape and rate of b, and every row's rate.
     """
-    mean = 1.0
+    mean, prior = 1.0, (1.5, 0.7) if extra is None else (1.5 + extra, 0.7 + 1)
     for _ in range(500):
         own = (2.0 + counts) / (1.0 + mean)
-        shape, rate = 1.5 + 2.0 * (absent[0] + len(counts)), 0.7 + absent[1] + own.sum()
+        shape, rate = prior[0] + 2.0 * (absent[0] + len(counts)), prior[1] + absent[1] + own.sum()
         mean = shape / rate
     return shape, rate, own
 
 
-def rates_are(pvi, state, counts, absent=(0, 0.0)):
-    shape, rate, own = rates_by_hand(np.asarray(counts), absent)
+def rates_are(pvi, state, counts, absent=(0, 0.0), extra=None):
+    shape, rate, own = rates_by_hand(np.asarray(counts), absent, extra)
     found, close = pvi.posterior(state), {"rtol": max(TIGHT, 1e-7)}
     np.testing.assert_allclose(found["b"].concentration, shape, **close)
     np.testing.assert_allclose(found["b"].rate, rate, **close)
@@ -269,6 +278,99 @@ def test_rows_with_members_come_and_go(tmp_path):
     np.testing.assert_allclose(
         [q["b"].concentration, q["b"].rate], [1.5 + 2.0 * 8, 0.7 + own.sum()], rtol=max(TIGHT, 1e-7)
     )
+
+
+COMING = {
+    "sequential": (Sequential(), 40),
+    "subset": (StochasticSubset(1), 200),
+    "streaming": (Streaming(visits=300, tol=1e-10 if TIGHT < 1e-6 else 1e-6), 1),
+    "asynchronous": (Asynchronous(), 60),
+}
+
+
+def come_and_go(name, extra=None, forgotten="a"):
+    """Two groups, one more beside them, and one of the first out again: where by hand each of these ends."""
+    schedule, rounds = COMING[name]
+    first, more = LABELS != "c", () if extra is None else (jnp.asarray(extra),)
+    pvi = PVI(Partition(rates, "data", LABELS[first]), AutoExponentialFamily(rates), schedule=schedule)
+    state = pvi.run(KEY, rounds, jnp.asarray(COUNTS[first]), *more, progress_bar=False).state
+    if isinstance(schedule, Streaming):
+        _, _, a = rates_by_hand(COUNTS[:3], extra=extra)
+        _, _, b = rates_by_hand(COUNTS[3:7], (3, a.sum()), extra)
+        own = np.concatenate([a, b])
+    else:
+        rates_are(pvi, state, COUNTS[first], extra=extra)
+        own = rates_by_hand(COUNTS[first], extra=extra)[2]
+    state = pvi.add_group(state, "c", rows("c"), *more, num_steps=rounds, tol=None)
+    rates_are(pvi, state, rows("c"), (7, own.sum()), extra)
+    own_c = rates_by_hand(COUNTS[7:], (7, own.sum()), extra)[2]
+    with pytest.warns(UserWarning, match="fitted at a q that had it in"):
+        state = pvi.forget_group(state, forgotten)
+    # An absent group was taken out, and the rows at hand are put away with what they have of their own.
+    state = pvi.revisit(state, "c", rows("c"), *more, num_steps=0)
+    left = own[3:]
+    q = pvi.posterior(state)["b"]
+    base = (1.5, 0.7) if extra is None else (1.5 + extra, 1.7)
+    wanted = [base[0] + 2.0 * 9, base[1] + left.sum() + own_c.sum()]
+    np.testing.assert_allclose([q.concentration, q.rate], wanted, rtol=max(TIGHT, 1e-7))
+    return pvi, state
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("streaming", EXTRA),
+        *(pytest.param(n, None, marks=pytest.mark.slow) for n in COMING),
+        pytest.param("sequential", EXTRA, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_with_members_come_and_go_under_every_schedule(name, extra):
+    come_and_go(name, extra)
+
+
+@pytest.mark.slow
+def test_another_group_that_is_taken_out_is_noticed():
+    with pytest.raises(AssertionError):
+        come_and_go("sequential", EXTRA, "b")
+
+
+@pytest.mark.once
+def test_what_is_left_without_rows_is_drawn_and_predicts_new_ones():
+    """The posterior of shared latents; rows that Predictive is given have latents drawn from their prior given those."""
+    pvi = PVI(Partition(rates, "data", LABELS), AutoExponentialFamily(rates))
+    state = pvi.run(KEY, 20, jnp.asarray(COUNTS), progress_bar=False).state
+    with pytest.warns(UserWarning, match="fitted at a q that had it in"):
+        state = pvi.forget_group(state, "b")
+    params, q = pvi.get_params(state), pvi.posterior(state)["b"]
+    assert params["rate_auto_rate"].shape == (0,)
+    assert set(pvi.guide.get_posterior(params)) == set(pvi.guide.median(params)) == {"b"}
+    draws = pvi.guide.sample_posterior(KEY, params, sample_shape=(4000,))
+    assert set(draws) == {"b"}
+    given = {"guide": pvi.guide, "params": params, "num_samples": 4000}
+    for predictive in (Predictive(rates, draws), Predictive(rates, **given)):
+        found = predictive(jax.random.key(1), jnp.zeros(5))
+        # Given b a rate has mean 2 / b: 4 standard errors of 4,000 draws of b and 5 rows each, whose 1 / b has sd .3 of its mean.
+        assert found["rate"].shape == (4000, 5)
+        wanted = 2.0 * float(q.rate) / (float(q.concentration) - 1)
+        assert abs(float(found["rate"].mean()) / wanted - 1) < 4 * 0.8 / np.sqrt(4000)
+    again = pvi.init(KEY, jnp.asarray(COUNTS), init_params=params)
+    np.testing.assert_allclose(pvi.posterior(again)["b"].rate, q.rate, rtol=TIGHT)
+    with pytest.raises(GuideError, match="params lack 'rate_auto_concentration', 'rate_auto_rate' of latent 'rate'"):
+        pvi.guide.get_posterior({n: x for n, x in params.items() if n.startswith("b_")})
+
+
+@pytest.mark.once
+def test_sums_are_of_the_same_latents():
+    family = ProductFamily({"a": GammaFamily(), "b": GammaFamily()})
+    both = family.from_distribution({"a": dist.Gamma(2.0, 3.0), "b": dist.Gamma(4.0, 5.0)})
+    one = ProductNatural({"a": both.parts["a"]})
+    for wrong in (lambda: both + one, lambda: one - both, lambda: posterior(both, SiteStack(both * jnp.zeros(1), one))):
+        with pytest.raises(PVIError, match="'b' on one side only"):
+            wrong()
+    for found in (both.combine(one), one.combine(both)):
+        np.testing.assert_allclose(found.parts["a"].rate, 6.0)
+        np.testing.assert_allclose(found.parts["b"].rate, 5.0)
 
 
 @pytest.mark.once

@@ -410,3 +410,28 @@ def test_visits_that_nobody_tests_are_seen(monkeypatch):
         found = np.nan
     jax.clear_caches()
     assert not found < 100
+
+
+@pytest.mark.once
+def test_what_is_left_without_rows_predicts_new_ones():
+    """Of a group that is forgotten with its rows' latents, nothing remains: rows that the model is given draw their own."""
+    y = np.random.default_rng(4).normal(1.0, 1.0, 9)
+    labels = np.repeat(["a", "b", "c"], 3)
+
+    def effects(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 2.0))
+        with numpyro.plate("data", y.shape[0]):
+            numpyro.sample("y", dist.Normal(numpyro.sample("u", dist.Normal(mu, 1.0)), 0.5), obs=y)
+
+    pvi = PVI(Partition(effects, "data", labels), AutoMultivariateNormal(effects))
+    state = pvi.run(jax.random.key(0), 3, jnp.asarray(y), progress_bar=False).state
+    state = pvi.forget_group(state, "b")
+    rest = y[labels != "b"]
+    precision = 1 / 4 + len(rest) / 1.25
+    mean, found = rest.sum() / 1.25 / precision, pvi.posterior(state)["mu"]
+    np.testing.assert_allclose([found.mean, found.variance], [mean, 1 / precision], rtol=1e-4)
+    draws = Predictive(effects, {"mu": found.sample(jax.random.key(1), (4000,))})(jax.random.key(2), jnp.zeros(5))
+    # 4 standard errors of 4,000 draws of mu.
+    assert draws["u"].shape == (4000, 5)
+    assert abs(float(draws["u"].mean()) - mean) < 4 * np.sqrt(1 / precision + 1 / 5) / np.sqrt(4000)
+    np.testing.assert_allclose(float(draws["u"].var()), 1 / precision + 1, rtol=0.1)

@@ -48,6 +48,14 @@ class Vector:
             return NotImplemented
         return jax.tree.map(jnp.subtract, self, other)
 
+    def combine(self, other):
+        """The product of two factors, each of them 1 in latents that it says nothing of: a sum over the latents of both.
+
+        References:
+            Shafer and Shenoy, Axioms for probability and belief-function propagation, 1990 (combination of valuations).
+        """
+        return self + other
+
     def __mul__(self, scale):
         scale = jnp.asarray(scale)
         return jax.tree.map(
@@ -598,7 +606,7 @@ class MetricDefaults(FamilyDefaults):
         return jnp.zeros_like(moments.log_partition), moments.log_partition
 
 
-def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "P"]:
+def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "*batch P"]:
     """Mean parameters, or a change of them, in minimal coordinates: paired with those of natural ones they give ``<eta, mu>``.
 
     Args:

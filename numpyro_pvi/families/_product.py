@@ -16,7 +16,7 @@ from jax.scipy.linalg import block_diag, solve_triangular
 from jaxtyping import Array, Bool, Float
 
 from .._numerics import scaled_cholesky, symmetrise
-from ..errors import GuideError
+from ..errors import GuideError, PVIError
 from ._base import (
     Family,
     FamilyDefaults,
@@ -225,25 +225,37 @@ def family_for(distribution: dist.Distribution) -> Family:
 class ProductNatural(Vector):
     """Natural parameters of a product: those of every component, in a dict (or a tuple, for blocks).
 
-    A factor that has none of a component is 1 in it: sums and differences are over the components of both.
+    Sums and differences are of the same components; :meth:`combine` is of factors that say nothing of some.
     """
 
     parts: Any
 
     def __add__(self, other):
-        if self._alike(other):
-            return super().__add__(other)
+        self._refuse_others(other)
+        return super().__add__(other)
+
+    def __sub__(self, other):
+        self._refuse_others(other)
+        return super().__sub__(other)
+
+    def combine(self, other):
+        """See :meth:`numpyro_pvi.families.Vector.combine`: a component that one of them lacks is the other's."""
         alone = {n: x for n, x in other.parts.items() if n not in self.parts}
         return ProductNatural({n: x + other.parts[n] if n in other.parts else x for n, x in self.parts.items()} | alone)
 
-    def __sub__(self, other):
-        return super().__sub__(other) if self._alike(other) else self + -other
+    def _refuse_others(self, other: Any) -> None:
+        """Raise for parameters of other components, which are those of another product.
 
-    def _alike(self, other: Any) -> bool:
-        """Whether there is nothing to be filled up with ones."""
-        if type(other) is not type(self) or not isinstance(self.parts, dict):
-            return True
-        return self.parts.keys() == other.parts.keys()
+        Raises:
+            PVIError: naming what is on one side only.
+        """
+        if type(other) is not type(self) or not (isinstance(self.parts, dict) and isinstance(other.parts, dict)):
+            return
+        if alone := sorted(self.parts.keys() ^ other.parts.keys()):
+            raise PVIError(
+                f"natural parameters of different products: {', '.join(map(repr, alone))} on one side only. Where a factor says "
+                "nothing of a latent, write one.combine(other)."
+            )
 
 
 @natural_parameters

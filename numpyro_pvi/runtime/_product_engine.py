@@ -17,7 +17,7 @@ from ..expectations import TOLERANCE, Expected
 from ..factors import ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
 from ..schedules import Evaluation, Part, ProblemDefaults, RoundCarry, Rule, Schedule, Turns, empty_report, sound
-from ..sites import SiteStack, cavity, posterior, select, sum_slots, take
+from ..sites import MemberSites, OwnMembers, SiteStack, cavity, posterior, select, sum_slots, take
 from ..solvers import BatchStep, LocalResult, LocalSolver, share_of_steps
 from ._base import Runtime
 from ._engine import FitsParams, RoundsDone, carry_of, furthest_apart, moved_by, present_alone, run_rounds
@@ -44,12 +44,15 @@ from ._product_rounds import (
     few_of,
     others,
     part_of,
+    row_ids,
+    rows_of,
     shared_of,
     step_in_turns,
     sweep,
     view_of,
     walk,
     whole_groups,
+    with_local,
 )
 from ._product_tilted import ProductTilted
 from ._programs import first_rows_of
@@ -93,30 +96,56 @@ class ProductRows:
             rows: positions within the group, or None for all.
 
         Returns:
-            Value and message, times ``N_m / B``.
+            Value and message, times ``N_m / B``; of rows' own latents, those of the rows that are looked at.
         """
-        stack = _stacked(site)
-        values, messages = self._view(group, cavity, rows).group_values(cavity + site, key, stack)
-        return expected_of(values[0], take(messages.groups, 0))
+        view = self._view(group, cavity, rows)
+        stack = _stacked(self.problem.plan, site, row_ids(view.chosen))
+        values, messages = view.group_values(self._seen(view, cavity + site), key, stack)
+        return expected_of(values[0], self._site(view, messages, site))
+
+    def value(self, group: Any, cavity: ProductNatural, q: ProductNatural, site: Any, key: Any) -> Float[Array, ""]:
+        """``E_q[log f]`` of all of a group's rows, in nats; ``site`` stands beside it on the draws."""
+        view = self._view(group, cavity, None)
+        stack = _stacked(self.problem.plan, site, row_ids(view.chosen))
+        return view.group_averages(self._seen(view, q), key, stack)[0]
+
+    def _seen(self, view: SomeRows, q: ProductNatural) -> ProductNatural:
+        """q as some rows see it."""
+        return ProductNatural(q.parts | rows_of(self.problem.plan, q.parts, row_ids(view.chosen)))
 
     def step(self, group: Any, cavity: ProductNatural, site: Any, share: Any, key: Any, rows: Any) -> BatchStep:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.step`; the other arguments are those of :meth:`message`."""
         there = jnp.ones((1,), bool)
         view = self._view(group, cavity, rows)
-        stack, halvings, good = step_in_turns(view, _stacked(site), there, share, key)
-        return BatchStep(take(stack.groups, 0), halvings, good[0])
+        stack = _stacked(self.problem.plan, site, row_ids(view.chosen))
+        stack, halvings, good = step_in_turns(view, stack, there, share, key)
+        return BatchStep(self._site(view, stack, site), halvings, good[0])
+
+    def _site(self, view: SomeRows, stack: SiteStack, site: Any) -> ProductNatural:
+        """The site of a stack of one, which says of other rows' own latents what it said before."""
+        shared, plan = take(stack.groups, 0), self.problem.plan
+        if stack.local is None:
+            return shared
+        before = MemberSites(rows_of(plan, site.parts, None))
+        return ProductNatural(shared.parts | with_local(self.problem, view.chosen, before, stack.local).parts)
 
     def _view(self, group: Any, cavity: ProductNatural, rows: Any) -> SomeRows:
         groups, there = jnp.asarray(group, jnp.int32)[None], jnp.ones((1,), bool)
+        problem = self.problem
+        if own := rows_of(problem.plan, cavity.parts, None):
+            problem = dataclasses.replace(problem, prior=ProductNatural(problem.prior.parts | own))
         if rows is None:
-            chosen = whole_groups(self.problem, groups, there)
+            chosen = whole_groups(problem, groups, there)
         else:
-            chosen = batch_rows(self.problem, groups, there, rows[None])
-        return view_of(self.problem, chosen, cavity)
+            chosen = batch_rows(problem, groups, there, rows[None])
+        return view_of(problem, chosen, cavity)
 
 
-def _stacked(site: Any) -> SiteStack:
-    return SiteStack(jax.tree.map(lambda x: x[None], site), None)
+def _stacked(plan: Any, site: Any, ids: Any = None) -> SiteStack:
+    """A site as a stack of one, what it says of rows' own latents beside it: of some rows, or of all where ``ids`` is None."""
+    own = rows_of(plan, site.parts, ids)
+    groups = jax.tree.map(lambda x: x[None], shared_of(plan, site))
+    return SiteStack(groups, None, MemberSites(own) if own else None)
 
 
 def expected_of(value: Float[Array, "*M"], target: Any) -> Expected:
@@ -269,22 +298,32 @@ class ProductFactors(ProblemDefaults):
         del probe, again, trial, hopeless
         if self.blind:
             return unlooked(self.unread(sites, rule))
-        q, beside = posterior(self.prior_natural, sites), sites if self.beside is None else self.beside
-        moments = self.family.moments(q)
+        q = posterior(self.prior_natural, sites)
+        moments, whole = self.family.moments(q), self.whole(q, sites.local)
+        beside = self.of_problem(sites) if self.beside is None else self.beside
         if self.stochastic or self.matches_moments or self.in_turns:
             # Nobody asks for the messages.
-            values, messages = self.problem.group_averages(q, noise, beside), None
-            prior = self.problem.prior_average(q, noise, beside)
+            values, messages = self.problem.group_averages(whole, noise, beside), None
+            prior = self.problem.prior_average(whole, noise, beside)
             prior = None if prior is None else expected_of(prior, None)
         else:
-            values, messages = self.problem.group_values(q, noise, beside)
-            prior, messages = self._prior_expected(moments, noise, beside.prior), messages.groups
-        groups, rest = expected_of(values, messages), self.rest(moments)
+            values, messages = self.problem.group_values(whole, noise, beside)
+            prior, messages = self._prior_expected(whole, noise, beside.prior), messages.groups
+        groups, rest = expected_of(values, messages), jnp.sum(self.problem.divergences(whole))
         terms = [values, rest[None], *([] if prior is None else [prior.value[None]])]
         every = jnp.concatenate(terms)
         elbo = jnp.where(moments.valid, jnp.sum(every), jnp.nan)
         size = jnp.sum(jnp.abs(every))
         return Evaluation(q, moments, groups, prior, rest, elbo, size, rule, jnp.array(False))
+
+    def whole(self, q: ProductNatural, local: Any) -> ProductNatural:
+        """Natural parameters of the problem's q, of those that schedules see and what groups hold beside their sites."""
+        del local
+        return q
+
+    def of_problem(self, sites: SiteStack) -> SiteStack:
+        """The sites as the problem has them."""
+        return sites
 
     def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
         """Of all components, minus KL to the exact prior, or the entropy, in nats."""
@@ -385,7 +424,7 @@ class ProductFactors(ProblemDefaults):
             return ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 1)).visit_prior(q, site, state)
 
         def expected(moments: FamilyMoments) -> Expected | None:
-            return self._prior_expected(moments, noise, site)
+            return self._prior_expected(moments.natural, noise, site)
 
         factor: Any = GroupFactor(self.family, False, self.noisy, expected)
         guarded = start is not None
@@ -396,9 +435,9 @@ class ProductFactors(ProblemDefaults):
 
     def factor(self, index: Any, site: Any, noise: Any) -> Any:
         """One group's factor as a solver's visit sees it; ``noise`` is the key of the draws."""
+        stack = _stacked(self.problem.plan, site)
 
         def expected(moments: FamilyMoments) -> Expected:
-            stack = SiteStack(jax.tree.map(lambda x: x[None], site), None)
             message, _, value = self.problem.group_value_and_message(moments.natural, stack, index, noise)
             return expected_of(value, message)
 
@@ -411,8 +450,8 @@ class ProductFactors(ProblemDefaults):
         solver: Any = self.solver
         return ProductRows(dataclasses.replace(self.problem, num_draws=solver.num_particles))
 
-    def _prior_expected(self, moments: FamilyMoments, noise: Any, site: Any) -> Expected | None:
-        found = self.problem.prior_value_and_message(moments.natural, noise, site)
+    def _prior_expected(self, q: ProductNatural, noise: Any, site: Any) -> Expected | None:
+        found = self.problem.prior_value_and_message(q, noise, site)
         return None if found is None else expected_of(*found)
 
 
@@ -510,6 +549,131 @@ class BatchFactors(ProductFactors):
         return dataclasses.replace(self, problem=problem, chosen=chosen)
 
 
+# ------------------------------------------------------------------------------------------- rows' own latents in visits
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnFactors(ProductFactors):
+    """The same where rows have latents of their own and a visit is one group's: q is that of shared latents.
+
+    What a group's rows have of their own is held beside its site (:class:`numpyro_pvi.sites.OwnMembers`). A visit moves both, in
+    the space of both, and tests them by one free energy. A natural-gradient step is one by turns of components, as in rounds of
+    all groups: from one q the rows' latents would see shared ones of before, and these the rows'.
+
+    Args:
+        own: what groups hold where the round begins.
+        said: what the prior factor's site says of rows' own latents.
+    """
+
+    own: Any = None
+    said: Any = None
+
+    @classmethod
+    def of_all(cls, factors: ProductFactors, sites: SiteStack) -> OwnFactors:
+        """The factors as schedules see them that visit one group alone.
+
+        Args:
+            factors: as other rounds see them.
+            sites: of the problem.
+
+        Returns:
+            The same.
+        """
+        axes = factors.problem.plan.row_axes
+        said = {} if sites.prior is None else {n: sites.prior.parts[n] for n in axes}
+        local: Any = sites.local
+        given = factors.problem, factors.solver, factors.known, factors.continued, False, factors.beside
+        return cls(*given, OwnMembers(local.parts), said)
+
+    @property
+    def family(self) -> ProductFamily:
+        """Of the shared latents."""
+        return self.problem.family.of(self.problem.plan.shared)
+
+    @property
+    def prior_natural(self) -> ProductNatural:
+        """The problem's, of shared components."""
+        return shared_of(self.problem.plan, self.problem.prior)
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """As many as there are rows, each with the plan's latents."""
+        plan = self.problem.plan
+        return plan.partition.table.num_rows, len(plan.inside)
+
+    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
+        """Nothing: without what groups hold there is no ELBO."""
+        return jnp.zeros_like(moments.log_partition)
+
+    def _without(self) -> dict[str, Any]:
+        """Natural parameters of rows' own latents in q without their groups' sites."""
+        found = rows_of(self.problem.plan, self.problem.prior.parts, None)
+        return {n: x + self.said[n] if n in self.said else x for n, x in found.items()}
+
+    def whole(self, q: ProductNatural, local: Any) -> ProductNatural:
+        """See :meth:`ProductFactors.whole`."""
+        return ProductNatural(q.parts | {n: x + local.parts[n] for n, x in self._without().items()})
+
+    def of_problem(self, sites: SiteStack) -> SiteStack:
+        """See :meth:`ProductFactors.of_problem`."""
+        local: Any = sites.local
+        prior = None if sites.prior is None else ProductNatural(sites.prior.parts | self.said)
+        return SiteStack(sites.groups, prior, MemberSites(local.parts))
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
+        """What rows have of their own stays: a step of shared latents alone raises the ELBO as well."""
+        del moved
+        return carry.sites.local
+
+    def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Every group's local solve from the same q; each moves its own rows' latents."""
+        q, rule, keys = carry.evaluation.q, carry.evaluation.rule, jax.random.split(key, self.num_groups)
+
+        def visit(local: Any, xs: tuple) -> tuple:
+            index, site, state, own = xs
+            found, local = self.visit_group(index, q, site, state, own, rule, noise, local)
+            return local, found
+
+        operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys)
+        operands = operands if only is None else take(operands, only)
+        local, found = jax.lax.scan(visit, carry.sites.local, operands)
+        return found._replace(local=local)
+
+    def visit_group(
+        self,
+        index: Any,
+        q: Any,
+        site: Any,
+        state: Any,
+        key: Any,
+        rule: Rule,
+        noise: Any,
+        local: Any,
+        alone: bool = False,
+    ) -> tuple[LocalResult, Any]:
+        """One group's local solve, and what all hold beside their sites after it: of its own rows' latents what is new."""
+        del rule, alone
+        both, plan = ProductNatural(site.parts | local.parts), self.problem.plan
+        rest = ProductNatural(cavity(q, site).parts | self._without())
+        rows = ProductRows(self.problem)
+
+        def expected(moments: FamilyMoments) -> Expected:
+            here = moments.natural
+            target = rows.step(index, rest, here - rest, 1.0, noise, None).site
+            return expected_of(rows.value(index, rest, here, both, noise), target)
+
+        factor = GroupFactor(self.problem.family, False, self.noisy, expected, self._rows(), index)
+        found = self.solver.solve(factor, rest, both, state, key, start=None, guarded=False)
+        own = OwnMembers(rows_of(plan, found.site.parts, None))
+        return found._replace(site=shared_of(plan, found.site)), own
+
+    def _prior_expected(self, q: ProductNatural, noise: Any, site: Any) -> Expected | None:
+        """Of shared latents: the prior factor says nothing of rows', whose q is then of no account."""
+        site = None if site is None else ProductNatural(site.parts | self.said)
+        found = super()._prior_expected(self.whole(q, self.own), noise, site)
+        return None if found is None else expected_of(found.value, shared_of(self.problem.plan, found.target))
+
+
 # ------------------------------------------------------------------------------------------------------- product engine
 
 
@@ -577,6 +741,10 @@ class ProductEngine(FitsParams):
         """Whether groups step together by batches of their rows."""
         return self.in_turns and self.solver.stochastic
 
+    def visits_own(self, plan: Any) -> bool:
+        """Whether groups are visited alone while their rows have latents of their own."""
+        return bool(plan.inside) and not self.in_turns
+
     @property
     def reads_some(self) -> bool:
         """Whether rounds look at some of the rows only, and know of no loss."""
@@ -602,7 +770,9 @@ class ProductEngine(FitsParams):
         """
         plan: Any = state.plan
         runtime, others = self.runtime_of(state.packing), state.sites.others
-        kind, prior = (ProductProblem, state.prior) if others is None else (Beside, state.prior + sum_slots(others))
+        kind, prior = (
+            (ProductProblem, state.prior) if others is None else (Beside, state.prior.combine(sum_slots(others)))
+        )
         return kind(plan, self.call(state, args, kwargs, params), state.packing, prior, self.num_draws, runtime)
 
     @property
@@ -660,13 +830,12 @@ class ProductEngine(FitsParams):
         return self.schedule.partial or self.solver.stochastic
 
     def unvisited(
-        self, state: PVIState, q: Any, dtype: Any, known: Any = None, args: tuple = (), kwargs: dict | None = None
+        self, state: PVIState, dtype: Any, known: Any = None, args: tuple = (), kwargs: dict | None = None
     ) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
         Args:
             state: with their plan, packing and sites; its own such states are not looked at.
-            q: natural parameters.
             dtype: floating dtype.
             known: Bool[M], which of the groups had a site before their rows came back; None when none had.
             args: the model's positional arguments, where they are at hand.
@@ -704,30 +873,39 @@ class ProductEngine(FitsParams):
 
     def _as_seen(self, factors: ProductFactors, sites: SiteStack) -> ProductFactors:
         """The factors as the schedule's rounds see them."""
+        if self.visits_own(factors.problem.plan):
+            return OwnFactors.of_all(factors, sites)
         return BatchFactors.of_all(factors, sites.prior) if self.by_batches else factors
 
     def _bare(self, state: PVIState) -> PVIState:
-        """A state as rounds have it: by batches, what rows have of their own is the solver's memory, and no site."""
+        """A state as rounds have it: by batches, what rows have of their own is the solver's memory, and no site.
+
+        In visits of single groups it is what groups hold beside their sites.
+        """
         if self.reads_some:
             state = dataclasses.replace(state, schedule_state=state.schedule_state.schedule)
-        if not self.by_batches:
-            return state
         sites, plan = state.sites, cast(Any, state.plan)
-        prior = None if sites.prior is None else shared_of(plan, sites.prior)
-        return dataclasses.replace(state, sites=SiteStack(sites.groups, prior), solver_state=sites.local)
+        if not (self.by_batches or self.visits_own(plan)):
+            return state
+        prior, local = None if sites.prior is None else shared_of(plan, sites.prior), cast(Any, sites.local)
+        if self.by_batches:
+            return dataclasses.replace(state, sites=SiteStack(sites.groups, prior), solver_state=local)
+        return dataclasses.replace(state, sites=SiteStack(sites.groups, prior, OwnMembers(local.parts)))
 
     def _whole(self, state: PVIState, before: PVIState) -> PVIState:
         """The state of rounds with what they do not see of it."""
         if self.reads_some:
             memory = before.schedule_state._replace(schedule=state.schedule_state)
             state = dataclasses.replace(state, schedule_state=memory)
-        if not self.by_batches:
+        if not (self.by_batches or self.visits_own(state.plan)):
             return state
-        prior = state.sites.prior
+        prior, local = state.sites.prior, cast(Any, state.sites.local)
         if prior is not None:
             prior = ProductNatural(before.sites.prior.parts | prior.parts)
-        sites = SiteStack(state.sites.groups, prior, state.solver_state)
-        return dataclasses.replace(state, sites=sites, solver_state=before.solver_state)
+        if self.by_batches:
+            sites = SiteStack(state.sites.groups, prior, state.solver_state)
+            return dataclasses.replace(state, sites=sites, solver_state=before.solver_state)
+        return dataclasses.replace(state, sites=SiteStack(state.sites.groups, prior, MemberSites(local.parts)))
 
     def noise(self, rng_key: Any) -> Any:
         """Key of the draws that belong to a state: its loss and its next round share them."""

@@ -385,7 +385,7 @@ class Asynchronous(ScheduleDefaults):
         return self.duplicate_rate > 0
 
     def check_families(self, solver: Any) -> None:
-        """Goes with every family under solvers that visit one group alone, where rows have no latents of their own."""
+        """Goes with every family under solvers that visit one group alone."""
         if self.at_their_pace:
             raise PVIError(_NO_CLIENTS)
         check_visits(self, solver)

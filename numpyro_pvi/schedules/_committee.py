@@ -79,7 +79,7 @@ class Committee(ScheduleDefaults):
             raise PVIError(f"Committee(max_visits={self.max_visits!r}): expected a positive int.")
 
     def check_families(self, solver: Any) -> None:
-        """Goes with every family under solvers that visit one group alone, where rows have no latents of their own."""
+        """Goes with every family under solvers that visit one group alone."""
         check_visits(self, solver)
 
     def init(self, problem: Problem, dtype: Any) -> Bool[Array, ""]:

@@ -412,7 +412,7 @@ class Decentralized(GraphSettings):
     """
 
     def check_families(self, solver: Any) -> None:
-        """``mixing="tracking"`` goes with every family under solvers that visit one group alone, where rows have no own latents.
+        """``mixing="tracking"`` goes with every family under solvers that visit one group alone.
 
         Raises:
             PVIError: for ``mixing="consensus"``, whose updates are those of a Gaussian, or another solver.

@@ -96,7 +96,7 @@ class Streaming(ScheduleDefaults):
             raise PVIError(f"Streaming(tol={self.tol!r}): expected a positive number of posterior sds.")
 
     def check_families(self, solver: Any) -> None:
-        """Goes with every family under solvers that visit one group alone, where rows have no latents of their own."""
+        """Goes with every family under solvers that visit one group alone."""
         check_visits(self, solver)
 
     def init(self, problem: Problem, dtype: Any) -> StreamingState:

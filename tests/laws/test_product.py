@@ -98,7 +98,7 @@ def fitted(schedule, solver=DEFAULT):
     first, start = begun()
     pvi = PVI(first.partition, first.guide, solver=solver, schedule=schedule)
     # What schedules remember is their own.
-    fields = pvi._engine.unvisited(start, posterior(start.prior, start.sites), start.report.move.dtype, None, DATA)
+    fields = pvi._engine.unvisited(start, start.report.move.dtype, None, DATA)
     start = dataclasses.replace(start, **fields)
     return pvi, start, *pvi.update(start, *DATA)
 

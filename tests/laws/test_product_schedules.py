@@ -425,12 +425,6 @@ def test_a_factor_of_the_prior_has_the_limit_of_server_rounds(name):
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def rates(counts):
-    b = numpyro.sample("b", dist.Gamma(1.5, 0.7))
-    with numpyro.plate("data", counts.shape[0]):
-        numpyro.sample("count", dist.Poisson(numpyro.sample("rate", dist.Gamma(2.0, b))), obs=counts)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -442,13 +436,3 @@ def rates(counts):
 def test_what_is_not_there_says_what_to_write(options, words):
     with pytest.raises(PVIError, match=words):
         made(**options)
-
-
-@pytest.mark.once
-def test_rows_own_latents_are_refused_by_name():
-    counts = jnp.asarray(RNG.poisson(3.0, 12))
-    with pytest.raises(PVIError, match="'rate' is inside the partitioned plate: write schedule=Synchronous"):
-        made(Asynchronous(), rates).init(KEY, counts)
-    words = r"Synchronous with LocalELBO .* write solver=NaturalGradient\(\) and schedule=Synchronous\(\)"
-    with pytest.raises(PVIError, match=words):
-        made(Synchronous(), rates, solver=LocalELBO()).init(KEY, counts)

@@ -97,8 +97,7 @@ def fresh(name, solver, schedule, labels=tuple(UNEVEN), mode="auto"):
     """Another PVI on the same start, whose memory it makes its own."""
     first, start, data = begun(name, labels, mode)
     pvi = PVI(first.partition, first.guide, solver=solver, schedule=schedule)
-    q = posterior(start.prior, start.sites)
-    fields = pvi._engine.unvisited(start, q, start.report.move.dtype, None, data)
+    fields = pvi._engine.unvisited(start, start.report.move.dtype, None, data)
     return pvi, dataclasses.replace(start, **fields), data
 
 

@@ -15,7 +15,6 @@ from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.families import BernoulliFamily, CategoricalFamily
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.schedules import Sequential
-from numpyro_pvi.sites import posterior
 from numpyro_pvi.solvers import NaturalGradient
 
 KEY = jax.random.key(0)
@@ -322,7 +321,7 @@ def test_groups_in_turn_end_where_they_end_together():
     first, start = begun()
     pvi = PVI(first.partition, first.guide, schedule=Sequential())
     # What schedules remember is their own.
-    fields = pvi._engine.unvisited(start, posterior(start.prior, start.sites), start.report.move.dtype, None, (X,))
+    fields = pvi._engine.unvisited(start, start.report.move.dtype, None, (X,))
     other = dataclasses.replace(start, **fields)
     for _ in range(40):
         start, loss = first.update(start, jnp.asarray(X))
