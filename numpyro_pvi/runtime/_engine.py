@@ -40,7 +40,7 @@ from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
 from ._row_problem import RowProblem, first_numbers, row_problem, rows_proper
 from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
 from ._tilted import chains_wanted, keeps_rows, most_chunks, refuse_rows, with_chains
-from ._verification import Check, begin_again, claims_of, verify_claims
+from ._verification import Check, begin_again, claims_of, memories, verify_claims
 
 # -------------------------------------------------------------------------------------------------- numpyro.param sites
 # Values of a model's ``numpyro.param`` sites: constrained for the model, and moved by one step of the user's optimiser.
@@ -795,6 +795,10 @@ class Engine(FitsParams):
     def begin_again(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
         """Fields of a state with a new plan: see :func:`numpyro_pvi.runtime._verification.begin_again`."""
         return begin_again(self, state, args, kwargs)
+
+    def memories(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """What solver and schedule begin with at a state: see :func:`numpyro_pvi.runtime._verification.memories`."""
+        return memories(self, state, args, kwargs)
 
     def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, "*slots"], Bool[Array, ""]]:
         """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable."""
