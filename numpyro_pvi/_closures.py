@@ -45,10 +45,10 @@ from .factors import (
     is_latent,
     is_observed,
     join_arguments,
+    over_plates,
     positional_names,
     split_arguments,
 )
-from .handlers import FullPlates
 
 # ------------------------------------------------------------------------------------------------------------- snapshot
 # What some Python objects close over, taken down so that a later look can be compared with it.
@@ -373,8 +373,9 @@ def model_digest(model: Callable, arrays: list, static: tuple, salt: str = "") -
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     told: dict[str, tuple[bool, str]] = {}
 
-    def densities(place: Any, arrays: list) -> list:
+    def densities(model: Callable, place: Any, arrays: list) -> list:
         args, kwargs = join_arguments(arrays, static)
+        told.clear()
         found = []
         for name, site in _trace(model, place, args, kwargs).items():
             if site["type"] == "param":
@@ -387,8 +388,12 @@ def model_digest(model: Callable, arrays: list, static: tuple, salt: str = "") -
                 found.append((value, (site["fn"].log_prob(site["value"]), scale)))
         return found
 
+    def traced(model: Callable) -> Any:
+        at = partial(densities, model)
+        return jax.make_jaxpr(at, return_shape=True)(jax.ShapeDtypeStruct((), float), shapes)
+
     with numpyro.validation_enabled(False):
-        closed, shape = jax.make_jaxpr(densities, return_shape=True)(jax.ShapeDtypeStruct((), float), shapes)
+        closed, shape = over_plates(traced, model)
     graph = _Graph(closed, salt.encode())
     digests = iter(graph.outputs())
     by_site = jax.tree.map(lambda _: next(digests).hex(), shape)
@@ -412,7 +417,7 @@ def _trace(model: Callable, place: Any, args: tuple, kwargs: dict) -> dict:
 
     # A substitution function is the one handler that also reaches the sample sites inside a scan's body.
     key = jax.random.key(0)
-    return handlers.trace(handlers.seed(handlers.substitute(FullPlates(model), substitute_fn=given), key)).get_trace(
+    return handlers.trace(handlers.seed(handlers.substitute(model, substitute_fn=given), key)).get_trace(
         *args, **kwargs
     )
 

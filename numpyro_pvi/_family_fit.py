@@ -275,6 +275,23 @@ class FamilyFit:
         """Latent by latent."""
         check_families(guide, plan)
 
+    def check_family(self, guide: Any, plan: Any) -> None:
+        """Latent by latent, once the guide is set up."""
+        if guide.prototype_trace is not None:
+            check_families(guide, plan)
+
+    def check_solver(self, solver: Any, plan: Any) -> None:
+        """Nothing: what another solver makes of the factors shows in its memories."""
+
+    def memories(self, pvi: Any, state: PVIState, dynamic: list, static: tuple) -> dict[str, Any]:
+        """As where groups have come."""
+
+        def begin(state: PVIState, dynamic: list) -> dict[str, Any]:
+            given = posterior(state.prior, state.sites), float_dtype(), None, *join_arguments(dynamic, static)
+            return pvi._engine.unvisited(state, *given)
+
+        return jax.eval_shape(begin, state, dynamic)
+
     def guide_settings(self, guide: Any, words: Callable[[Any], str]) -> dict[str, str]:
         """Families that were given, and joint blocks."""
         given = {name: guide.families[name] for name in sorted(guide.families)}

@@ -49,6 +49,7 @@ from ._user_inputs import (
     watched,
 )
 from ._verified import demoted
+from .errors import StateError
 from .factors import (
     GAUSSIAN,
     Arrival,
@@ -185,6 +186,18 @@ class Fit(Protocol):
 
     def check_guide(self, guide: Any, plan: Any) -> None:
         """Raise ``StateError`` for a guide, set up, with a plan's latents but not their families."""
+        ...
+
+    def check_family(self, guide: Any, plan: Any) -> None:
+        """Raise ``StateError`` for a guide with a q of another family than a plan's, as far as it knows before its set-up."""
+        ...
+
+    def check_solver(self, solver: Any, plan: Any) -> None:
+        """Raise ``PVIError`` for a solver that cannot treat the factors of a plan which another may have been made for."""
+        ...
+
+    def memories(self, pvi: Any, state: PVIState, dynamic: list, static: tuple) -> dict[str, Any]:
+        """Shapes of the memories that solver and schedule of the PVI begin with at a state, by field of the state; traced only."""
         ...
 
     def guide_settings(self, guide: Any, words: Callable[[Any], str]) -> dict[str, str]:
@@ -378,6 +391,28 @@ class GaussianFit:
 
     def check_guide(self, guide: Any, plan: Any) -> None:
         """Nothing is left to compare: one family holds all latents."""
+
+    def check_family(self, guide: Any, plan: Any) -> None:
+        """Full covariance, or none."""
+        own = family_of(guide, plan.family.dim)
+        if type(own) is not type(plan.family):
+            kinds = [f"a q with {'full' if f.full else 'diagonal'} covariance" for f in (plan.family, own)]
+            raise StateError(
+                f"this state has {kinds[0]}, and the guide {type(guide).__name__} is {kinds[1]}. Begin anew with this PVI, without "
+                "init_state, or make the PVI with the guide of the state."
+            )
+
+    def check_solver(self, solver: Any, plan: Any) -> None:
+        """See :func:`numpyro_pvi._initial.check_structure`."""
+        check_structure(solver, plan)
+
+    def memories(self, pvi: Any, state: PVIState, dynamic: list, static: tuple) -> dict[str, Any]:
+        """As of groups that no round has visited."""
+
+        def begin(state: PVIState, dynamic: list) -> dict[str, Any]:
+            return pvi._engine.memories(state, *join_arguments(dynamic, static))
+
+        return jax.eval_shape(begin, reduced(state, pvi._engine), dynamic)
 
     def guide_settings(self, guide: Any, words: Callable[[Any], str]) -> dict[str, str]:
         """How wide it starts under SVI, where a fit may start as well."""

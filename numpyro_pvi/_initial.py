@@ -18,7 +18,7 @@ from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, proved_only, with_expectation
 from .guides import guide_param_names, param_transforms, params_to_natural
-from .handlers import Partition, PlateInfo, WholePartition, find_plates
+from .handlers import Partition, PlateInfo, WholePartition, find_plates, kept_batch
 from .runtime import first_conditionals
 from .sites import Held, LocalSites, OwnConditionals, SiteStack, posterior
 
@@ -443,6 +443,8 @@ def default_partitions(model: Callable, trace: Mapping[str, Any], num_groups: in
 
 def _needs_batches(trace: Mapping[str, Any]) -> str | None:
     """The plate whose data are no more than the mini-batch it draws; None where every plate has all of its rows."""
+    if (kept := kept_batch(trace)) is not None:
+        return kept[0]
     drawn = {n: site["drawn"] for n, site in trace.items() if site["type"] == "plate" and "drawn" in site}
     for site in trace.values():
         if not _is_observed(site):

@@ -26,6 +26,7 @@ from .schedules import (
     STALL_ROUNDS,
     VISITS,
     RoundReport,
+    params_move,
     settled,
     stalled,
     within_noise,
@@ -108,7 +109,11 @@ def short_of(state: PVIState, tol: float | None) -> str:
     if int(report.refused) >= STALL_ROUNDS and float(report.left) > (_LITTLE if tol is None else tol):
         return standstill(state)
     notes = limits(state) if tol is None else (*limits(state), _left(state, report))
-    return notes[0].removesuffix(".") if notes else ""
+    words = [notes[0].removesuffix(".")] if notes else []
+    if tol is not None and bool(params_move(report, tol)):
+        name, gain = sorted(state.plan.partition.params)[int(report.param)], 0.5 * float(report.param_move) ** 2
+        words.insert(0, f"numpyro.param {name!r} still moves, with about {gain:.2g} nats to gain")
+    return "; ".join(words)
 
 
 def standstill(state: PVIState) -> str:

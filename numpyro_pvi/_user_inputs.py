@@ -41,7 +41,7 @@ from .factors import (
     trace_arguments,
 )
 from .guides import setup_guide
-from .handlers import Partition, RowAxes
+from .handlers import BatchPlates, Partition, RowAxes, kept_batch
 from .runtime import Engine, Runtime, RuntimeDefaults, gradient_jumps
 from .schedules import Schedule, ScheduleDefaults
 from .sites import Held, LocalSites, OwnConditionals
@@ -723,10 +723,12 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
         )
     if by_value:
         args, kwargs = pvi._arguments(*given, by_value=by_value)
+    looked_at = pvi.model if kept_batch(trace) is None else BatchPlates(pvi.model)
     if not elsewhere:
-        check_data(pvi.model, args, kwargs, names)
+        check_data(looked_at, args, kwargs, names)
     refuse_unsupported(trace)
-    refuse_randomness(watch, plan_key, args, kwargs)
+    if watch.asked:
+        refuse_randomness(looked_at, plan_key, args, kwargs)
     partitions = pvi._partitions(trace)
     held = values_held(trace, families)
     call = Opening(args, kwargs, key, guide_key, plan_key, trace, trace, partitions[0], RowAxes(), None, names, held)

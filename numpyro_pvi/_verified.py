@@ -16,7 +16,7 @@ import numpy as np
 from ._compiling import content, is_traced, on_device, owned_jit
 from ._driver import Progress
 from ._group_lifecycle import reduced
-from ._initial import as_the_solver_takes, check_structure, param_values
+from ._initial import as_the_solver_takes, check_structure, param_values, taken
 from ._numerics import nearly_same
 from ._state import PVIState
 from ._state_marginals import dense_form
@@ -214,13 +214,22 @@ class Memory:
     def __init__(self, followed: Any) -> None:
         self._followed = followed
         self._known: list[_Known] = []
+        self._own: set[Any] = set()
         self.look = LastLook()
         self.labels: tuple = ()
         self.supports: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle has of it: where it is read, everything is verified anew."""
-        return {**vars(self), "_known": []}
+        return {**vars(self), "_known": [], "_own": set()}
+
+    def accept(self, state: PVIState) -> None:
+        """Remember what a state of this PVI's own choices is made of."""
+        self._own.add(_made_of(state))
+
+    def accepts(self, state: PVIState) -> bool:
+        """Whether a state is made of what one of those is."""
+        return _made_of(state) in self._own
 
     def keep(self, state: PVIState, dynamic: list, at: Any = None) -> None:
         """Remember the data of a state, and where its claims were verified."""
@@ -385,6 +394,93 @@ def restarted(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVISta
     given = pvi._engine, reduced(state, pvi._engine), dynamic, static
     fields = watched(pvi.runtime, state.plan, functools.partial(restart_arrays, *given, level="cheap"))
     return dataclasses.replace(state, **fields)
+
+
+_MEMORIES = ("solver_state", "prior_solver_state", "schedule_state")
+
+
+def taken_over(pvi: Any, state: Any, args: tuple, kwargs: dict) -> tuple[PVIState, list, tuple]:
+    """As :func:`numpyro_pvi._initial.taken`, of a state of any PVI: memories of another solver or schedule begin anew.
+
+    Args:
+        pvi: the PVI.
+        state: a state.
+        args: the model's positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        ``(state, arrays, static leaves)``. Under ``jit``, and where the rows are with clients, memories are not looked at.
+
+    Raises:
+        StateError: for arguments that do not fit the state; for a state of another kind of guide, or that another solver's
+            sites, rows or releases are part of.
+    """
+    if isinstance(state, PVIState):
+        check_family(pvi, state)
+    state, dynamic, static = taken(pvi, state, args, kwargs)
+    if pvi._memory.accepts(state) or pvi.runtime.elsewhere is not None or is_traced((state, dynamic)):
+        return state, dynamic, static
+    _check_solver(pvi, state)
+    wanted = pvi._fit.memories(pvi, state, dynamic, static)
+    other = [n for n in _MEMORIES if jax.tree.structure(getattr(state, n)) != jax.tree.structure(wanted[n])]
+    if other:
+        _check_memories(pvi, state, other)
+        state = restarted(pvi, state, dynamic, static)
+    pvi._memory.accept(state)
+    return state, dynamic, static
+
+
+def _made_of(state: PVIState) -> Any:
+    """Types of a state's memories, and what its factors are to a solver."""
+    part = state.plan.partition
+    return jax.tree.structure([getattr(state, n) for n in _MEMORIES]), state.plan.tied, part.likelihood, part.prior_kind
+
+
+def check_family(pvi: Any, state: PVIState) -> None:
+    """Raise ``StateError`` for a state of another kind of guide than the PVI's: its sites would be read as what they are not."""
+    if type(state.plan) is not pvi._fit.plan_type:
+        raise StateError(
+            f"this state was not made with a guide like {type(pvi.guide).__name__}: one of the two is an AutoExponentialFamily, "
+            "whose sites are of another kind. Begin anew with this PVI, without init_state, or make the PVI with the guide of the "
+            "state."
+        )
+    pvi._fit.check_family(pvi.guide, state.plan)
+
+
+def _check_solver(pvi: Any, state: PVIState) -> None:
+    """Raise ``StateError`` for sites that the solver does not have, and for factors that it cannot treat."""
+    if bool(state.plan.tied) != bool(pvi.solver.tied):
+        shared, own = "one site that all groups share", "a site for every group"
+        has, wants = (shared, own) if state.plan.tied else (own, shared)
+        raise StateError(f"this state has {has}, and {pvi.solver!r} {wants}. {_ANEW}")
+    try:
+        pvi._fit.check_solver(pvi.solver, state.plan)
+    except PVIError as error:
+        raise StateError(f"this state cannot go on under the solver of this PVI: {error}") from error
+
+
+def _check_memories(pvi: Any, state: PVIState, other: list[str]) -> None:
+    """Raise ``StateError`` where what is other than the PVI's own is more than a memory."""
+    solver = other != ["schedule_state"]
+    if pvi._fit.stores_memories:
+        which = pvi.solver if solver else pvi.schedule
+        raise StateError(
+            f"this state was made with another {'solver' if solver else 'schedule'} than {which!r}. {_ANEW}"
+        )
+    if pvi.schedule.has_agents:
+        raise StateError(f"this state has no q of every agent, which {pvi.schedule!r} goes on from. {_ANEW}")
+    if solver and (state.plan.rows is not None or state.sites.local is not None):
+        raise StateError(
+            f"this state was made with another solver than {pvi.solver!r}, which holds the rows' own sites or latents in another "
+            f"way. {_ANEW}"
+        )
+    if solver and hasattr(state.solver_state, "terms"):
+        raise StateError(
+            f"this state counts what DifferentialPrivacy has released of the rows, and {pvi.solver!r} would drop the count. {_ANEW}"
+        )
+
+
+_ANEW = "Begin anew, without init_state, or go on with what the state was made with."
 
 
 def cannot_go_on(error: PVIError, remarks: tuple[str, ...]) -> PVIError:

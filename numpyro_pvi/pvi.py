@@ -28,7 +28,7 @@ from ._group_lifecycle import (
     restored,
     rows_of,
 )
-from ._initial import default_partitions, param_values, taken
+from ._initial import default_partitions, param_values
 from ._posterior_views import NaturalView, describe, trace_of
 from ._saving import load_state, prepare_guide, save_state
 from ._state import Plan, PVIInfo, PVIRunResult, PVIState
@@ -52,7 +52,7 @@ from ._user_inputs import (
     run_rounds,
     unseen,
 )
-from ._verified import Memory, Verifier, after_update
+from ._verified import Memory, Verifier, after_update, check_family, taken_over
 from .errors import StateError
 from .factors import abstract_trace, as_arrays, positional_names, split_arguments
 from .guides import check_guide, keeps_supports
@@ -150,7 +150,8 @@ class PVI(SVI):
         if "_memory" in vars(self) and name in vars(self):
             raise AttributeError(
                 f"PVI.{name} cannot be set on a PVI that is made: what it compiles follows its constructor's arguments. Make a new "
-                "one for another choice; states go on under it by run(..., init_state=state) where guide and groups are the same."
+                "one for another choice; states of a Gaussian guide go on under it by run(..., init_state=state) where guide and "
+                "groups are the same, and solver and schedule begin their memories anew."
             )
         super().__setattr__(name, value)
 
@@ -185,6 +186,7 @@ class PVI(SVI):
         state = self._fit.first_state(self, begun, init_params)
         self._memory.labels = state.plan.partition.table.labels
         self._memory.keep(state, begun.dynamic)
+        self._memory.accept(state)
         self._followed.programs.note(state)
         return state
 
@@ -217,7 +219,7 @@ class PVI(SVI):
             StateError: when the arguments differ in structure, shape or dtype from those given to ``init``.
         """
         del forward_mode_differentiation
-        state, dynamic, static = taken(self, state, args, kwargs)
+        state, dynamic, static = taken_over(self, state, args, kwargs)
         once, never = np.int32(1), np.asarray(-1.0, float_dtype())
         # The program of `run`, while the rounds that it has room for are not many numbers.
         alone = is_traced((state, dynamic)) or len(state.plan.groups) * BLOCK > _ROOM
@@ -243,7 +245,7 @@ class PVI(SVI):
         of states with the same absent groups compare, others do not.
         """
         refuse_look(self.solver, "evaluate")
-        return self._loss_under(self._engine, *taken(self, state, args, kwargs))
+        return self._loss_under(self._engine, *taken_over(self, state, args, kwargs))
 
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values.
@@ -251,6 +253,7 @@ class PVI(SVI):
         Of latents that rows have of their own there are none while no row is at hand (after :meth:`forget_group`): params are then
         those of the latents that remain.
         """
+        check_family(self, state)
         return self._fit.params(self.guide, state) | self._param_values(state)
 
     @follows
@@ -280,10 +283,12 @@ class PVI(SVI):
             progress_bar: show what is waited for, rounds, ELBO and the largest move in posterior sds.
             stable_update: accepted for SVI's sake; every PVI round is stable.
             forward_mode_differentiation: accepted for SVI's sake.
-            init_state: continue from this state.
+            init_state: continue from this state, which may be of another PVI with the same kind of guide and the same groups. Of
+                another solver or schedule, these begin their memories anew (Gaussian guides).
             init_params: see :meth:`init`; not together with ``init_state``.
             tol: stop when no posterior mean or log sd has more than ``tol`` posterior sds left to move, by what all factors
-                together ask for and by the rate at which moves shrink; also when every step was refused for five rounds.
+                together ask for and by the rate at which moves shrink; also when every step was refused for five rounds. With
+                ``numpyro.param`` sites, twice the nats that steps of ``optim`` still gain are then within ``tol ** 2`` as well.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
             loss_every: rounds between reported losses; the others are NaN.
             checkpoint: path of a file that the run keeps, and goes on from where it is there: a run that was killed is
@@ -300,6 +305,8 @@ class PVI(SVI):
         Raises:
             PVIError: for ``num_steps`` below 1, and for ``init_params`` beside ``init_state``.
             CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
+            StateError: for an ``init_state`` of another kind of guide, of other groups or arguments, or one that the solver or the
+                schedule cannot go on from.
             SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
             NonFiniteLossError: when the rounds end with a loss that is no number; its ``.state`` is the last state.
         """
@@ -313,7 +320,7 @@ class PVI(SVI):
                 check_state(init_state)
                 init_state = self._engine.counted(init_state, loss_every)
             kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
-            state, *rows = taken(self, before.state, args, kwargs)
+            state, *rows = taken_over(self, before.state, args, kwargs)
             before = dataclasses.replace(before, state=state)
             engine = self._engine.reporting(loss_every)
             run = self._drive(before, *rows, int(num_steps), tol, callback, bar, kept, engine=engine)
@@ -364,6 +371,7 @@ class PVI(SVI):
         """
         loaded = load_state(path, self)
         self._memory.labels, self._memory.supports = loaded.state.groups, loaded.supports
+        self._memory.accept(loaded.state)
         if not loaded.state.plan.signature.by_value:
             # Where the model reads values of arguments, a file cannot be compared with it: its prior is read anew.
             self._followed.programs.note(loaded.state)
@@ -387,6 +395,7 @@ class PVI(SVI):
             ImproperError: when q is not normalisable.
             PVIError: for an agent under a schedule with a server.
         """
+        check_family(self, state)
         return self._fit.distributions(self, state, "posterior", joint, agent)
 
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:

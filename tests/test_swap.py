@@ -398,6 +398,37 @@ def test_a_mini_batch_of_another_size_under_families():
     assert float(taken) > -evidence(Y, np.ones((N, N)))
 
 
+def regression_of_batches(X, y):
+    """Any number of rows stands for N; what rows of covariates give is as long as the batch, and does not broadcast to N."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("data", N, subsample_size=len(X)):
+        numpyro.sample("obs", dist.Normal(X @ w, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily], ids=["gaussian", "family"])
+def test_mini_batches_of_a_regression(guide):
+    """Their q by hand, from the first batch on; the data are never as many as the plate has rows."""
+    pvi = PVI(regression_of_batches, guide(regression_of_batches))
+    covariates = np.random.default_rng(3).normal(size=(N, 2))
+    state = pvi.init(KEY, covariates[:4], Y[:4])
+    for part in (slice(0, 4), slice(4, 10)):
+        X, y = covariates[part], Y[part]
+        # Means of both coefficients settle within a few rounds where q is a product, the first round is exact else.
+        for _ in range(30 if guide is AutoExponentialFamily else 1):
+            state, loss = pvi.update(state, X, y)
+        precision = np.eye(2) + N / len(y) * X.T @ X
+        mean = np.linalg.solve(precision, N / len(y) * X.T @ y)
+        assert pvi.posterior(state)["w"].mean == pytest.approx(mean, rel=1e-4)
+        assert pvi.evaluate(state, X, y) == pytest.approx(float(loss), rel=1e-5)
+    assert "mini-batch" in pvi.info(state).notes[0]
+
+
+def test_a_mini_batch_is_not_split_by_groups():
+    pvi = PVI(Partition(regression_of_batches, "data", 2), AutoNormal(regression_of_batches))
+    with pytest.raises(PartitionError, match="mini-batch of the 4 rows that plate 'data' of size"):
+        pvi.init(KEY, X[:4], Y[:4])
+
+
 def test_other_rows_are_no_mini_batch_where_the_model_does_not_say_so():
     pvi = PVI(all_rows, AutoNormal(all_rows))
     state = pvi.init(KEY, Y)

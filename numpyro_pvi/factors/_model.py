@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,10 @@ from numpyro.primitives import Messenger
 
 from .._compiling import work_of
 from .._numerics import grad
-from ..handlers import FullPlates, RowAxes
+from ..handlers import BatchPlates, FullPlates, RowAxes
 from ._arguments import join_arguments, split_arguments
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,6 +360,9 @@ def rows_first(values: Array, dim: int) -> Float[Array, "N"]:
 def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
     """Trace a model's structure (names, plates, shapes, supports) without computing anything.
 
+    Plates run over all of their indices. Where the arguments are a mini-batch that does not broadcast to them (``X @ w`` of
+    the rows that a plate draws), plates keep what they draw: see :func:`numpyro_pvi.handlers.kept_batch`.
+
     Args:
         model: the NumPyro model.
         key: a random key.
@@ -367,16 +372,44 @@ def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
     Returns:
         The trace; its values are abstract and must not be computed with.
     """
-    found: dict = {}
 
-    def run(key):
-        seeded = handlers.seed(DrawImproper(FullPlates(model), key), key)
-        found.update(with_wide_observations(handlers.trace(seeded).get_trace(*args, **kwargs)))
-        return jnp.zeros(())
+    def traced(model: Callable) -> dict:
+        found: dict = {}
 
-    with numpyro.validation_enabled(False):
-        jax.eval_shape(run, key)
-    return found
+        def run(key):
+            seeded = handlers.seed(DrawImproper(model, key), key)
+            found.update(with_wide_observations(handlers.trace(seeded).get_trace(*args, **kwargs)))
+            return jnp.zeros(())
+
+        with numpyro.validation_enabled(False):
+            jax.eval_shape(run, key)
+        return found
+
+    return over_plates(traced, model)
+
+
+def over_plates(traced: Callable[[Callable], T], model: Callable) -> T:
+    """Trace a model with all indices of its plates, or with the mini-batches that they draw where its arguments are no more.
+
+    Args:
+        traced: traces the model that it is given.
+        model: the NumPyro model.
+
+    Returns:
+        What it returns. Plates keep their mini-batches where shapes do not go together otherwise and do so then.
+    """
+    full = FullPlates(model)
+    try:
+        return traced(full)
+    except (TypeError, ValueError):
+        # JAX has both for shapes that do not go together.
+        if not full.widened:
+            raise
+        try:
+            return traced(BatchPlates(model))
+        except (TypeError, ValueError):
+            pass
+        raise
 
 
 def model_work(model: Callable, args: tuple, kwargs: dict) -> int:

@@ -504,13 +504,13 @@ class KeyWatch(Messenger):
                 msg["value"] = jax.random.fold_in(self.key, self.asked)
 
 
-def refuse_randomness(watch: KeyWatch, key: Any, args: tuple, kwargs: dict) -> None:
-    """Refuse a model whose log density changes with keys that it asks for: it is no function of its latents.
+def refuse_randomness(model: Callable, key: Any, args: tuple, kwargs: dict) -> None:
+    """Refuse a model that asks for keys whose log density changes with them: it is no function of its latents.
 
     Keys that leave the density alone pass: first values of a network's params, simulations beside the observations.
 
     Args:
-        watch: the model, watched while it was traced.
+        model: the NumPyro model; it asks for keys.
         key: a random key.
         args: the model's positional arguments.
         kwargs: its keyword arguments.
@@ -518,9 +518,7 @@ def refuse_randomness(watch: KeyWatch, key: Any, args: tuple, kwargs: dict) -> N
     Raises:
         PVIError: saying what to write instead.
     """
-    if not watch.asked:
-        return
-    model = FullPlates(watch.fn)
+    model = FullPlates(model)
 
     def values(key: Any) -> dict:
         trace = handlers.trace(handlers.seed(DrawImproper(KeyWatch(model, key), key), key)).get_trace(*args, **kwargs)

@@ -12,6 +12,7 @@ from ._partition import (
     WholePartition,
     choose_plate,
     find_plates,
+    kept_batch,
     pick_plate,
     refuse_latents,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "WholePartition",
     "choose_plate",
     "find_plates",
+    "kept_batch",
     "known_labels",
     "labels_table",
     "numbered_table",

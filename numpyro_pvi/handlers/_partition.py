@@ -39,12 +39,15 @@ class FullPlates(Messenger):
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(fn)
+        # Whether a plate had drawn fewer indices than it has.
+        self.widened = False
 
     def process_message(self, msg: dict[str, Any]) -> None:
         """Give a subsampled plate all of its indices; one that has values already passes."""
         if msg["type"] == "plate" and msg["value"] is None:
             size, drawn = msg["args"]
             msg["drawn"] = size if drawn is None else drawn
+            self.widened |= msg["drawn"] != size
             msg["args"], msg["value"] = (size, size), jnp.arange(size)
 
 
@@ -63,7 +66,23 @@ class BatchPlates(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         """Give a subsampled plate as many indices as it draws."""
         if msg["type"] == "plate" and msg["value"] is None and msg["args"][1] is not None:
+            msg["kept"] = msg["args"][1]
             msg["value"] = jnp.arange(msg["args"][1])
+
+
+def kept_batch(trace: Mapping[str, Mapping[str, Any]]) -> tuple[str, int, int] | None:
+    """The first plate of a trace under `BatchPlates` that kept a mini-batch.
+
+    Args:
+        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
+
+    Returns:
+        Its name, size, and the number of indices it drew; None where every plate ran over all of its indices.
+    """
+    for name, site in trace.items():
+        if site["type"] == "plate" and site.get("kept", site["args"][0]) != site["args"][0]:
+            return name, site["args"][0], site["kept"]
+    return None
 
 
 class PlateRows(Messenger):
@@ -605,8 +624,15 @@ class Partition(Messenger):
 
         Raises:
             PartitionError: If there is no such plate or sample site, nothing observed in it, or the one plate to split
-                cannot be told.
+                cannot be told; if the data are a mini-batch that a plate draws.
         """
+        if (kept := kept_batch(trace)) is not None:
+            name, size, drawn = kept
+            raise PartitionError(
+                f"the data are a mini-batch of the {drawn} rows that plate {name!r} of size {size} draws, and do not go together "
+                f"with all of its rows, which groups would be split from. Pass all {size} rows, or leave the Partition out: the "
+                "model is then kept whole, and batches of any size stand for all rows."
+            )
         if self.sites:
             for name in self.sites:
                 require_observed(trace, name)

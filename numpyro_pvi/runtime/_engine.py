@@ -28,9 +28,19 @@ from ..factors import (
     prior_factor_log_density,
     read_row_prior,
 )
-from ..schedules import Evaluation, Points, RoundCarry, RoundReport, Schedule, empty_report, finished, sound
+from ..schedules import (
+    Evaluation,
+    Points,
+    RoundCarry,
+    RoundReport,
+    Schedule,
+    empty_report,
+    finished,
+    sound,
+    with_params,
+)
 from ..sites import SiteStack, posterior, select, sum_slots, take, tie, tied_site
-from ..solvers import LocalSolver, NaturalGradient
+from ..solvers import LocalSolver, NaturalGradient, step_and_slope
 from ._base import Runtime
 from ._factors import Draws, FactorData
 from ._local import LocalProblem
@@ -40,7 +50,7 @@ from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
 from ._row_problem import RowProblem, first_numbers, row_problem, rows_proper
 from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
 from ._tilted import chains_wanted, keeps_rows, most_chunks, refuse_rows, with_chains
-from ._verification import Check, begin_again, claims_of, verify_claims
+from ._verification import Check, begin_again, claims_of, memories, verify_claims
 
 # -------------------------------------------------------------------------------------------------- numpyro.param sites
 # Values of a model's ``numpyro.param`` sites: constrained for the model, and moved by one step of the user's optimiser.
@@ -87,7 +97,7 @@ class FitsParams:
 
     def moved_params(
         self, loss: Callable[[dict], Float[Array, ""]], optim_state: Any, args: tuple, kwargs: dict
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Any, dict[str, Any], Float[Array, "P"]]:
         """One step of the optimiser (PVI eq. 5); none where the loss, or what it leads to, is not finite.
 
         Args:
@@ -97,7 +107,8 @@ class FitsParams:
             kwargs: its keyword arguments.
 
         Returns:
-            The optimiser's state and the constrained values after it.
+            The optimiser's state, the constrained values after it, and the nats that every param's part of the step gains to
+            first order (by name, sorted), 0 within rounding of the loss.
         """
         transforms = self.param_transforms(args, kwargs)
 
@@ -106,14 +117,28 @@ class FitsParams:
 
         # The optimiser looks at the objective itself: its value, and as often as a line search or a minimiser wants.
         def step(forward: bool):
-            own = {"forward_mode_differentiation": forward}
-            return self.optim.eval_and_update(lambda values: (loss(constrained(values)), None), optim_state, **own)
+            return step_and_slope(self.optim, lambda values: loss(constrained(values)), optim_state, forward)
 
-        (value, _), moved = either_mode(step)
+        value, moved, slope = either_mode(step)
         numbers = [value, *jax.tree.leaves(self.optim.get_params(moved))]
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
         moved = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, optim_state)
-        return moved, constrained(self.optim.get_params(moved))
+        now, before = self.optim.get_params(moved), self.optim.get_params(optim_state)
+        return moved, constrained(now), _gains(slope, before, now, value)
+
+
+def _gains(slope: Any, before: dict[str, Any], now: dict[str, Any], value: Any) -> Float[Array, "P"]:
+    """Nats that a step gains to first order, by param: 0 within rounding of the loss, and where the optimiser takes no slope."""
+    dtype = jnp.result_type(float)
+    if slope is None:
+        return jnp.zeros((len(before),), dtype)
+
+    def gain(name: str) -> Array:
+        parts = jax.tree.map(lambda g, a, b: jnp.vdot(g, b - a), slope[name], now[name], before[name])
+        return jnp.abs(sum(jax.tree.leaves(parts)))
+
+    gains = jnp.stack([gain(name) for name in sorted(before)]).astype(dtype)
+    return jnp.where(gains <= jnp.finfo(jnp.result_type(value)).eps * jnp.abs(value), 0.0, gains)
 
 
 # ------------------------------------------------------------------------------------------ sigma points or random ones
@@ -675,10 +700,12 @@ class Engine(FitsParams):
         carry = carry._replace(evaluation=carry.evaluation._replace(rule=rule))
         state, carry = moved_by(self.schedule, problem, state, carry, self.noise(problem, state.rng_key))
         if self._fits_params(state, problem.data.others):
-            state = self._update_params(problem, state, carry, args, kwargs, fine)
+            state, carry = self._update_params(problem, state, carry, args, kwargs, fine)
         return state, carry
 
-    def _update_params(self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine) -> PVIState:
+    def _update_params(
+        self, problem: LocalProblem, state: PVIState, carry: RoundCarry, args, kwargs, fine
+    ) -> tuple[PVIState, RoundCarry]:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
         moments = carry.evaluation.moments
         noise = self.noise(problem, state.rng_key)
@@ -693,11 +720,15 @@ class Engine(FitsParams):
             )
             return -rows - at(params).rest_elbo_at(moments, noise, carry.evaluation.rule)
 
-        optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)
+        optim_state, params, gains = self.moved_params(loss, state.optim_state, args, kwargs)
         part = state.plan.partition
         call = beside_rows(part, state.packing, whole_call(self.model, part, args, kwargs, params))
         prior = self.exact_prior(state.plan, call)[0]
-        return dataclasses.replace(state, optim_state=optim_state, prior=prior)
+        noisy = bool(problem.noisy | problem.stochastic | problem.blind)
+        report = with_params(carry.report, gains, noisy)
+        return dataclasses.replace(state, optim_state=optim_state, prior=prior, report=report), carry._replace(
+            report=report
+        )
 
     def _at_params(self, state: PVIState, args: tuple, kwargs: dict, params: dict, fine: bool) -> Any:
         """The factors at other values of the params than a state's."""
@@ -795,6 +826,10 @@ class Engine(FitsParams):
     def begin_again(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
         """Fields of a state with a new plan: see :func:`numpyro_pvi.runtime._verification.begin_again`."""
         return begin_again(self, state, args, kwargs)
+
+    def memories(self, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """What solver and schedule begin with at a state: see :func:`numpyro_pvi.runtime._verification.memories`."""
+        return memories(self, state, args, kwargs)
 
     def cavities_proper(self, state: PVIState) -> tuple[Bool[Array, "M"], Bool[Array, "*slots"], Bool[Array, ""]]:
         """Whether q without each group's site, each absent group's, and the prior factor's, is normalisable."""

@@ -16,7 +16,18 @@ from .._state import PVIState
 from ..expectations import TOLERANCE, Expected
 from ..factors import ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
-from ..schedules import Evaluation, Part, ProblemDefaults, RoundCarry, Rule, Schedule, Turns, empty_report, sound
+from ..schedules import (
+    Evaluation,
+    Part,
+    ProblemDefaults,
+    RoundCarry,
+    Rule,
+    Schedule,
+    Turns,
+    empty_report,
+    sound,
+    with_params,
+)
 from ..sites import MemberSites, OwnMembers, SiteStack, cavity, posterior, select, sum_slots, take
 from ..solvers import BatchStep, LocalResult, LocalSolver, share_of_steps
 from ._base import Runtime
@@ -1018,9 +1029,12 @@ class ProductEngine(FitsParams):
         def loss(params: dict) -> Float[Array, ""]:
             return -at(params).elbo(state.sites, noise, q)
 
-        optim_state, params = self.moved_params(loss, state.optim_state, args, kwargs)
-        prior = at(params).prior
-        return dataclasses.replace(state, optim_state=optim_state, prior=prior)
+        optim_state, params, gains = self.moved_params(loss, state.optim_state, args, kwargs)
+        prior, report = (
+            at(params).prior,
+            with_params(state.report, gains, bool(state.plan.noisy | self.solver.stochastic)),
+        )
+        return dataclasses.replace(state, optim_state=optim_state, prior=prior, report=report)
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:
         """Negative global ELBO at a state in nats, and whether predictors asked for a finer rule than was compiled in."""

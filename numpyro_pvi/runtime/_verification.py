@@ -264,16 +264,22 @@ def begin_again(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> dict
     Returns:
         Fields of the state to replace.
     """
-    others = None if state.sites.others is None else sum_slots(state.sites.others)
-    params = engine.constrain(state.plan, args, kwargs, state.optim_state)
-    prior = state.prior, state.exact
-    problem = engine.problem(state.plan, state.packing, args, kwargs, params, prior, len(FIXED_RULES), others)
-    fields, last = engine.unvisited(problem), state.report
+    fields, last = memories(engine, state, args, kwargs), state.report
     if engine.schedule.has_agents:
         # Every agent has a q of its own, which is what the sites are of.
         fields["schedule_state"] = state.schedule_state
     report = fields["report"]._replace(clock=last.clock, messages=last.messages, consensus=last.consensus)
-    return fields | {"rule": first_rule(problem.dtype), "report": report}
+    return fields | {"rule": first_rule(last.move.dtype), "report": report}
+
+
+def memories(engine: Engine, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Solver and schedule states, and the report, of a state's factors as if no round had visited them: fields of the state."""
+    others = None if state.sites.others is None else sum_slots(state.sites.others)
+    params = engine.constrain(state.plan, args, kwargs, state.optim_state)
+    prior = state.prior, state.exact
+    return engine.unvisited(
+        engine.problem(state.plan, state.packing, args, kwargs, params, prior, len(FIXED_RULES), others)
+    )
 
 
 # ------------------------------------------------------------------------------------------------- products of families

@@ -33,6 +33,7 @@ from ._convergence import (
     finished,
     natural_gradient_proposal,
     pace,
+    params_move,
     refusals,
     round_report,
     rounding,
@@ -40,6 +41,7 @@ from ._convergence import (
     sketch,
     sound,
     stalled,
+    with_params,
     within_noise,
 )
 from ._decentralized import Decentralized
@@ -57,6 +59,8 @@ __all__ = [
     "NOT_FINITE",
     "asked_by_move",
     "pace",
+    "params_move",
+    "with_params",
     "refusals",
     "rounding",
     "sketch",

@@ -108,6 +108,11 @@ class RoundReport(NamedTuple):
     finite: Bool[Array, ""]
     # Round trips of the round, and bytes to clients and from them, as really sent; zeros where there are none.
     traffic: Int[Array, "3"]
+    # What is left to numpyro.param values: the root of twice the nats that steps to come gain, which is sds where the loss is
+    # quadratic; 0 where there are none. The nats that the last step gained, and whose they are most, in the order of names.
+    param_move: Float[Array, ""]
+    param_gain: Float[Array, ""]
+    param: Int[Array, ""]
 
 
 class RoundCarry(NamedTuple):

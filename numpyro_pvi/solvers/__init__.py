@@ -30,7 +30,7 @@ from ._matching import (
     trouble_of,
     trouble_sentence,
 )
-from ._minibatch import late_from, late_weight, of_params, plan_batches, share_of_steps
+from ._minibatch import late_from, late_weight, of_params, plan_batches, share_of_steps, step_and_slope
 from ._natural_gradient import Conjugate, NaturalGradient, StochasticNaturalGradient
 from ._power_ep import PowerEP, StochasticEP
 from ._snep import SNEP
@@ -73,6 +73,7 @@ __all__ = [
     "match_visit",
     "of_params",
     "share_of_steps",
+    "step_and_slope",
     "trouble_of",
     "trouble_sentence",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -343,9 +344,9 @@ class OptaxOptim(_NumPyroOptim):
         super().__init__(lambda: (lambda params: (params, transformation.init(params)), None, lambda state: state[0]))
         self._transformation = transformation
 
-    def update(self, g: Any, state: Any, value: Any = None) -> Any:
+    def update(self, g: Any, state: Any, value: Any = None, **known: Any) -> Any:
         """A step along a gradient that is known already, as in SVI."""
-        return self._step(g, state, {} if value is None else {"value": value})
+        return self._step(g, state, known if value is None else {"value": value, **known})
 
     def eval_and_update(self, fn: Callable, state: Any, forward_mode_differentiation: bool = False) -> Any:
         """Value and gradient at the state's params, and a step."""
@@ -356,8 +357,8 @@ class OptaxOptim(_NumPyroOptim):
 
         derivative = jax.jacfwd if forward_mode_differentiation else jax.grad
         gradient, (value, aux) = derivative(twice, has_aux=True)(self.get_params(state))
-        known = {"value": value, "grad": gradient, "value_fn": lambda params: fn(params)[0]}
-        return (value, aux), self._step(gradient, state, known)
+        known = {"grad": gradient, "value_fn": lambda params: fn(params)[0]}
+        return (value, aux), self.update(gradient, state, value, **known)
 
     def _step(self, gradient: Any, state: Any, known: dict) -> Any:
         import optax
@@ -365,6 +366,32 @@ class OptaxOptim(_NumPyroOptim):
         count, (params, inner) = state
         update, inner = optax.with_extra_args_support(self._transformation).update(gradient, inner, params, **known)
         return count + 1, (optax.apply_updates(params, update), inner)
+
+
+def step_and_slope(optim: _NumPyroOptim, fn: Callable, state: Any, forward: bool = False) -> tuple[Any, Any, Any]:
+    """A step of an optimiser, and the slope that it took it by.
+
+    Args:
+        optim: NumPyro's, or what stands for another.
+        fn: params to the loss, in nats, that the optimiser looks at itself.
+        state: of the optimiser.
+        forward: whether to differentiate in forward mode.
+
+    Returns:
+        ``(value, state, slope)``; the slope is None of an optimiser that takes no gradient, as ``Minimize``.
+    """
+    seen, watched = [], copy.copy(optim)
+
+    def update(g: Any, *rest: Any, **known: Any) -> Any:
+        seen.append(g)
+        return optim.update(g, *rest, **known)
+
+    # On the instance, where its own ``eval_and_update`` finds it.
+    watched.update = update  # type: ignore[method-assign]
+    (value, _), state = watched.eval_and_update(
+        lambda params: (fn(params), None), state, forward_mode_differentiation=forward
+    )
+    return value, state, seen[-1] if seen else None
 
 
 def of_params(optim: Any) -> _NumPyroOptim:

@@ -13,7 +13,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.optim import Adam
 
 import numpyro_pvi.schedules._convergence as convergence
-from numpyro_pvi import PVI, Partition
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.errors import GuideError, NonFiniteLossError, SkippedGroupError
 from numpyro_pvi.schedules import (
     STALL_ROUNDS,
@@ -198,6 +198,48 @@ def test_claims_against_the_exact_posterior(name):
     assert result.converged == (name == "correlated latents")
     if result.message.startswith("stalled"):
         assert "group" in result.message and "visits" in result.message and result.info.notes
+
+
+# ---------------------------------------------------------------------------------------- params that q knows nothing of
+
+
+def two_outcomes(X, y, z):
+    """The params of the second outcome move no latent."""
+    loc = numpyro.param("loc", 0.0)
+    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(X @ w, NOISE), obs=y)
+        numpyro.sample("z", dist.Normal(loc, scale), obs=z)
+
+
+def params_fitted(guide, rounds):
+    """A run, and how far its params are from where the likelihood is largest, in sds of theirs."""
+    y, z = X @ np.array([1.0, -2.0]), 3.0 + 2.0 * np.random.default_rng(7).normal(size=12)
+    pvi = PVI(Partition(two_outcomes, "data", 3, check=False), guide(two_outcomes), Adam(0.3))
+    result = pvi.run(KEY, rounds, X, y, z, progress_bar=False, tol=1e-2)
+    loc, scale = float(result.params["loc"]), float(result.params["scale"])
+    far = abs(loc - z.mean()) * np.sqrt(12) / z.std(), abs(np.log(scale / z.std())) * np.sqrt(24)
+    return result, max(far)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily], ids=["gaussian", "family"])
+def test_params_that_do_not_move_q_are_waited_for(guide):
+    result, far = params_fitted(guide, 400)
+    assert result.converged and far <= SLACK * 1e-2, (result.message, far)
+    assert len(result.losses) > 20
+    if guide is AutoMultivariateNormal:
+        short, _ = params_fitted(guide, 5)
+        assert not short.converged and "numpyro.param 'scale' still moves" in short.message, short.message
+
+
+@pytest.mark.once
+def test_a_claim_without_a_look_at_params_is_seen(monkeypatch):
+    """The fault: moves of q alone. A guide of its own makes a program of its own, with the fault in it."""
+    monkeypatch.setattr("numpyro_pvi.runtime._engine.with_params", lambda report, gains, noisy: report)
+    result, far = params_fitted(AutoDiagonalNormal, 40)
+    assert result.converged and far > 1.0
 
 
 # --------------------------------------------------------------------------------------------- factors that are not finite
