@@ -1030,10 +1030,8 @@ class ProductEngine(FitsParams):
             return -at(params).elbo(state.sites, noise, q)
 
         optim_state, params, gains = self.moved_params(loss, state.optim_state, args, kwargs)
-        prior, report = (
-            at(params).prior,
-            with_params(state.report, gains, bool(state.plan.noisy | self.solver.stochastic)),
-        )
+        plan: Any = state.plan
+        prior, report = at(params).prior, with_params(state.report, gains, plan.noisy or self.solver.stochastic)
         return dataclasses.replace(state, optim_state=optim_state, prior=prior, report=report)
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:

@@ -272,7 +272,7 @@ def begin_again(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> dict
     return fields | {"rule": first_rule(last.move.dtype), "report": report}
 
 
-def memories(engine: Engine, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
+def memories(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Solver and schedule states, and the report, of a state's factors as if no round had visited them: fields of the state."""
     others = None if state.sites.others is None else sum_slots(state.sites.others)
     params = engine.constrain(state.plan, args, kwargs, state.optim_state)
