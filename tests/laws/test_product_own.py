@@ -147,8 +147,8 @@ def test_a_prior_of_rows_latents_that_is_left_out_is_noticed(monkeypatch):
         ends_where_ascent_does("asynchronous", run("asynchronous", lambda counts: rates(counts)))
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("name", [pytest.param("asynchronous", marks=pytest.mark.slow), "sequential steps"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["asynchronous", "sequential steps"])
 def test_a_factor_of_the_prior_stands_beside_them(name):
     """A count of 4 seen of b itself: one site more, with which coordinate ascent starts."""
     ends_where_ascent_does(name, run(name, rates, jnp.asarray(4)), PRIOR + np.array([4.0, 1.0]))
