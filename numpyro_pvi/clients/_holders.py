@@ -116,7 +116,7 @@ class Holders:
 
     def arguments(self, pvi: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.arguments`."""
-        self.line.follow()
+        self.line.follow(pvi._engine.model, pvi._engine.solver)
         self._compare_settings(pvi)
         facts = self.described()
         first, total = facts[0], sum(said["rows"] for said in facts)
@@ -311,7 +311,6 @@ class Holders:
 
     def attend(self, plan: Any) -> None:
         """Have clients take their rows for what a plan says, those that have not been told or were told otherwise."""
-        self.line.follow()
         line, exchange, taken = self.line, self._open(), plan.told
         if line.taken == taken:
             return

@@ -20,6 +20,7 @@ import jax
 import jax.core
 import numpy as np
 
+from .._closures import Followed
 from .._compiling import Token, token_here
 from ..errors import ClientError, PVIError, WireError
 from ..handlers import labels_table
@@ -41,6 +42,8 @@ from ._share import Share, shares_of, with_digests
 
 # Largest message that is taken off a pipe.
 _MOST_BYTES = 1 << 31
+# Fits that take turns on one runtime whose models are looked at without being taken for others.
+_MODELS = 4
 
 
 class Line:
@@ -62,6 +65,8 @@ class Line:
         # By what stands for a model, what clients of it have compiled; it goes with the model's own programs.
         self._of_models: weakref.WeakKeyDictionary[Token, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._token: Token | None = None
+        # Models and solvers of the last fits, and what they close over.
+        self._models: list[tuple[Any, Any, Followed]] = []
 
     def __reduce__(self) -> tuple:
         """A line without a conversation: processes and locks are nobody else's."""
@@ -118,12 +123,12 @@ class Line:
 
     def attend(self, key: Any, connect: Callable[[], Exchange]) -> None:
         """Talk to clients with these rows: those that are there, or new ones after an error, or for other rows or another model."""
-        key = token_here(), key
+        key = self._token, key
         if self.exchange is not None and self._key == key and self.exchange.error is None:
             return
         self.close()
-        if (token := token_here()) is not None:
-            self.known = self._of_models.setdefault(token, {})
+        if self._token is not None:
+            self.known = self._of_models.setdefault(self._token, {})
         exchange = connect()
         try:
             facts = exchange.hello()
@@ -133,9 +138,18 @@ class Line:
             raise
         self.exchange, self._key, self.tells_step = exchange, key, facts[0]["step"]
 
-    def follow(self) -> None:
-        """Have clients that have their own rows describe them anew, and told of the plan, where the model is another by now."""
-        if (token := token_here()) is not self._token:
+    def follow(self, model: Any, solver: Any) -> None:
+        """Have clients begun anew, or describe their rows anew, where a model or a solver closes over something else by now.
+
+        What a runtime closes over, which the fit follows as well, is nothing to the clients.
+        """
+        known = [x for x in self._models if x[0] is model and x[1] is solver]
+        _, _, followed = mine = known[0] if known else (model, solver, Followed((model, solver)))
+        self._models = [*(x for x in self._models if x is not mine), mine][-_MODELS:]
+        followed.follow()
+        # What a look at objects cannot tell, traces of the fit have.
+        token = followed.programs.token if followed.programs.snapshot.exact else token_here()
+        if token is not self._token:
             self.described = self.taken = None
             self._token = token
 
@@ -233,6 +247,7 @@ class ClientsRuntime(RuntimeDefaults):
             return self.elsewhere.watched(
                 state.plan, functools.partial(program, engine, state, dynamic, static, *rest, **options)
             )
+        self._line.follow(engine.model, engine.solver)
         key = engine.model, engine.solver, engine.num_particles, _key_of(state, dynamic, static)
         self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
         self._line.turn_to(engine, state, rounds)
