@@ -387,7 +387,7 @@ def model_digest(model: Callable, arrays: list, static: tuple, salt: str = "") -
         return found
 
     def traced(model: Callable) -> Any:
-        at = partial(densities, model)
+        at = functools.partial(densities, model)
         return jax.make_jaxpr(at, return_shape=True)(jax.ShapeDtypeStruct((), float), shapes)
 
     with numpyro.validation_enabled(False):
