@@ -642,7 +642,9 @@ class Followed:
         self.follow()
         self._inside, self._to_trace = True, trace
         try:
-            with at_work(self.programs):
+            # Numbers that nobody has looked at yet are NaN in reports, and a factor that is not finite is skipped by name:
+            # under jax_debug_nans each of them would end a fit.
+            with at_work(self.programs), jax.debug_nans(False):
                 yield
         finally:
             self._inside = self._to_trace = False

@@ -16,9 +16,11 @@ from ._compiling import owned_jit
 from ._group_lifecycle import reduced
 from ._initial import (
     as_the_solver_takes,
+    at_given,
     at_natural,
     better_start,
     check_structure,
+    given_to_guide,
     init_optim,
     initial_params,
     refuse_nothing_shared,
@@ -284,6 +286,7 @@ class GaussianFit:
     def first_state(self, pvi: Any, begun: Begun, init_params: dict | None) -> PVIState:
         """Sites at 1, at curvatures, or where the guide starts: see ``init_sites`` of :class:`numpyro_pvi.PVI`."""
         plan, planned, optim_state = begun.plan, begun.planned, begun.optim_state
+        given = given_to_guide(pvi, begun.planned, init_params)
         arguments = begun.dynamic, begun.static
         if pvi.runtime.elsewhere is None:
             seen = planned, begun.opening.trace, arguments, init_params, begun.opening.plan_key
@@ -292,9 +295,10 @@ class GaussianFit:
         local = None if planned.local_loc is None else (planned.local_loc, planned.local_sd)
 
         def start(plan: Plan, mode: str | None = None) -> Any:
-            mode = start_mode(pvi.guide, pvi.init_sites, plan, init_params, pvi.schedule) if mode is None else mode
-            given = plan, packing, *arguments, optim_state, planned.prior_loc, planned.prior_sd, local
-            run = partial(start_arrays, pvi._engine, *given, mode=mode, level=pvi._level(plan, *arguments, often=False))
+            asked = "prior" if given else start_mode(pvi.guide, pvi.init_sites, plan, init_params, pvi.schedule)
+            mode = asked if mode is None else mode
+            fixed = plan, packing, *arguments, optim_state, planned.prior_loc, planned.prior_sd, local
+            run = partial(start_arrays, pvi._engine, *fixed, mode=mode, level=pvi._level(plan, *arguments, often=False))
             return watched(pvi.runtime, plan, run)
 
         arrays, outside, proper = start(plan)
@@ -308,6 +312,8 @@ class GaussianFit:
             arrays, _, proper = start(plan, "curvature")
         check_structure(pvi.solver, plan)
         state = PVIState(rng_key=begun.opening.key, optim_state=optim_state, packing=packing, plan=plan, **arrays)
+        if given and state.sites.local is None:
+            state, proper = at_given(pvi.guide, state, given), True
         if init_params is not None:
             state = spread_params(pvi.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))

@@ -17,7 +17,7 @@ from ._compiling import is_traced, owned_jit
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, proved_only, with_expectation
-from .guides import guide_param_names, param_transforms, params_to_natural
+from .guides import guide_param_names, latents_given, param_transforms, params_to_natural
 from .handlers import Partition, PlateInfo, WholePartition, find_plates, kept_batch
 from .runtime import first_conditionals
 from .sites import Held, LocalSites, OwnConditionals, SiteStack, posterior
@@ -118,6 +118,45 @@ def param_values(optim: Any, guide: Any, state: PVIState) -> dict:
         return {}
     transforms = param_transforms(guide)
     return {n: transforms[n](v) for n, v in optim.get_params(state.optim_state).items()}
+
+
+def given_to_guide(pvi: Any, planned: Planned, init_params: dict | None) -> set[str]:
+    """Latents that start where the guide's user said, ``init_to_value``.
+
+    Args:
+        pvi: the PVI, its guide set up.
+        planned: the plan.
+        init_params: the user's, or None; params of the guide among them have precedence.
+
+    Returns:
+        Names; none where ``init_sites`` says where sites start, where rows have latents of their own (which ``init_params`` cannot
+        be given for), for streams, and where the model is of no use under its prior, so that q starts where the guide does
+        altogether.
+    """
+    names = planned.plan.layout.names
+    elsewise = planned.plan.local is not None or planned.hostile or streams(pvi.schedule) or pvi.init_sites != "auto"
+    if elsewise or set(init_params or {}) & guide_param_names(pvi.guide, names):
+        return set()
+    return latents_given(pvi.guide) & set(names)
+
+
+def at_given(guide: Any, state: PVIState, given: set[str]) -> PVIState:
+    """A fresh state whose q stands at the values that a guide was given, with its initial scale, and elsewhere where it was.
+
+    Args:
+        guide: a Gaussian guide that is set up.
+        state: a fresh state without sites of rows.
+        given: latents that there are values for.
+
+    Returns:
+        The state, its q spread over the sites in equal shares.
+    """
+    family, layout = state.plan.family, state.plan.partition.layout
+    moments = family.moments(posterior(state.prior, state.sites))
+    loc, sd = np.array(moments.loc), np.array(family.sds(moments))
+    for name in given:
+        loc[layout.slice_of(name)], sd[layout.slice_of(name)] = np.ravel(guide._init_locs[name]), guide._init_scale
+    return at_natural(state, family.from_loc_sd(jnp.asarray(loc), jnp.asarray(sd)))
 
 
 def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:

@@ -25,7 +25,7 @@ from numpyro.distributions.transforms import (
     UnpackTransform,
     biject_to,
 )
-from numpyro.infer import autoguide
+from numpyro.infer import autoguide, init_to_value
 from numpyro.infer import util as infer_util
 
 from ._compiling import Program, on_device
@@ -484,6 +484,13 @@ def guide_param_names(guide: Any, names: tuple[str, ...]) -> set[str]:
         return {f"{n}_{prefix}_{part}" for n in names for part in ("loc", "scale")}
     scale = "scale_tril" if isinstance(guide, autoguide.AutoMultivariateNormal) else "scale"
     return {f"{prefix}_loc", f"{prefix}_{scale}"}
+
+
+def latents_given(guide: Any) -> set[str]:
+    """Latents that a guide was given values for to start at, by ``init_to_value``."""
+    strategy = guide.init_loc_fn
+    known = isinstance(strategy, partial) and strategy.func is init_to_value
+    return set(strategy.keywords.get("values") or {}) if known else set()
 
 
 def param_transforms(guide: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import autoguide, init_to_median, init_to_uniform, init_to_value
 
-from numpyro_pvi import AutoExponentialFamily
+from numpyro_pvi import PVI, AutoExponentialFamily
 from numpyro_pvi.guides import setup_guide
 
 rng = np.random.default_rng(0)
@@ -178,3 +178,38 @@ def test_a_parameter_that_is_never_in_range_is_refused_with_numpyros_words():
     with pytest.raises(ValueError, match="invalid probs"):
         setup_guide(guide, jax.random.key(0), (jnp.ones(3),), {})
     assert guide.prototype_trace is None
+
+
+# ------------------------------------------------------------------------------------------------- values that it was given
+
+
+def exchangeable(y):
+    """Either order of the means explains the data."""
+    mu = numpyro.sample("mu", dist.Normal(0, 5).expand([2]).to_event(1))
+    tau = numpyro.sample("tau", dist.Normal(1, 2))
+    with numpyro.plate("data", len(y)):
+        kinds = dist.Normal(mu, 1.0)
+        numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(jnp.ones(2) / 2), kinds), obs=y)
+        numpyro.sample("z", dist.Normal(tau, 1.0), obs=y)
+
+
+BIMODAL = np.array([-3.2, -2.9, -3.1, 3.0, 3.3, 2.8])
+TOLD = init_to_value(values={"mu": jnp.array([-3.0, 3.0])})
+
+
+@pytest.mark.parametrize("kind", [autoguide.AutoNormal, autoguide.AutoMultivariateNormal])
+def test_q_starts_at_the_values_that_the_guide_was_given(kind):
+    """With the guide's scale; a latent without a value is where it was, and what a call says has precedence."""
+    pvi = PVI(exchangeable, kind(exchangeable, init_loc_fn=TOLD, init_scale=0.2), num_groups=2)
+    state = pvi.init(jax.random.key(0), BIMODAL)
+    q = pvi.posterior(state)
+    np.testing.assert_allclose(q["mu"].mean, [-3, 3], rtol=1e-5)
+    np.testing.assert_allclose(q["mu"].variance, 0.04, rtol=1e-4)
+    np.testing.assert_allclose([q["tau"].mean, q["tau"].variance], [1, 4], rtol=1e-4)
+    if kind is autoguide.AutoMultivariateNormal:
+        return
+    # Its labelling is the one that the fit ends in.
+    end = pvi.posterior(pvi.run(None, 10, BIMODAL, init_state=state, progress_bar=False).state)["mu"].mean
+    assert end[0] < -2 and end[1] > 2
+    there = pvi.init(jax.random.key(0), BIMODAL, init_params={"mu_auto_loc": jnp.full(2, 0.5)})
+    np.testing.assert_allclose(pvi.posterior(there)["mu"].mean, [0.5, 0.5], rtol=1e-5)

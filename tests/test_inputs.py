@@ -51,6 +51,17 @@ def test_a_mask_is_not_thrown_away():
         of(groups=np.ma.array(np.arange(N) % 3)).init(KEY, X, Y)
 
 
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoExponentialFamily], ids=["gaussian", "family"])
+def test_a_healthy_fit_goes_through_under_debug_nans(guide):
+    """What nobody has looked at yet is NaN in reports, and is no fault of the model's."""
+    with jax.debug_nans(True):
+        pvi = of(guide=guide)
+        state, loss = pvi.update(pvi.init(KEY, X, Y), X, Y)
+        assert np.isfinite(loss) and np.all(np.isfinite(pvi.posterior(state)["w"].mean))
+        assert pvi.get_params(state) and "factor" in str(pvi.info(state))
+        assert jax.config.jax_debug_nans
+
+
 def test_the_order_of_bytes_does_not_matter():
     pvi = of()
     swapped = X.astype(">f8"), Y.astype(">f8")
