@@ -589,11 +589,13 @@ def round_report(
         why=why,
         finite=finite,
         traffic=jnp.zeros_like(last.traffic),
-        # A step of the params comes after the round, where there is one.
-        param_move=_HELD * last.param_move,
-        param_gain=last.param_gain,
-        param=last.param,
+        **_of_params(last),
     )
+
+
+def _of_params(last: RoundReport) -> dict[str, Array]:
+    """What a round's report says of params before the step that comes after the round, where there is one."""
+    return {"param_move": _HELD * last.param_move, "param_gain": last.param_gain, "param": last.param}
 
 
 def _longest(step: Float[Array, "F"], taken: Any) -> Float[Array, ""]:
