@@ -139,12 +139,12 @@ class Line:
         self.exchange, self._key, self.tells_step = exchange, key, facts[0]["step"]
 
     def follow(self, model: Any, solver: Any) -> None:
-        """Have clients begun anew, or describe their rows anew, where a model or a solver closes over something else by now.
+        """Have clients begun anew, or describe their rows anew, where a model closes over something else by now.
 
         What a runtime closes over, which the fit follows as well, is nothing to the clients.
         """
         known = [x for x in self._models if x[0] is model and x[1] is solver]
-        _, _, followed = mine = known[0] if known else (model, solver, Followed((model, solver)))
+        _, _, followed = mine = known[0] if known else (model, solver, Followed((model,)))
         self._models = [*(x for x in self._models if x is not mine), mine][-_MODELS:]
         followed.follow()
         # What a look at objects cannot tell, traces of the fit have.

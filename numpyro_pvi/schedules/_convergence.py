@@ -588,12 +588,14 @@ def round_report(
         refused=refused,
         why=why,
         finite=finite,
-        traffic=jnp.zeros_like(last.traffic),
-        # A step of the params comes after the round, where there is one.
-        param_move=_HELD * last.param_move,
-        param_gain=last.param_gain,
-        param=last.param,
+        **_beside_q(last),
     )
+
+
+def _beside_q(last: RoundReport) -> dict[str, Array]:
+    """What a round's report says of traffic and params, before those who know come after the round, where there are any."""
+    held = {"param_move": _HELD * last.param_move, "param_gain": last.param_gain, "param": last.param}
+    return {"traffic": jnp.zeros_like(last.traffic), **held}
 
 
 def _longest(step: Float[Array, "F"], taken: Any) -> Float[Array, ""]:
