@@ -287,8 +287,7 @@ class FamilyFit:
         """As where groups have come."""
 
         def begin(state: PVIState, dynamic: list) -> dict[str, Any]:
-            given = posterior(state.prior, state.sites), float_dtype(), None, *join_arguments(dynamic, static)
-            return pvi._engine.unvisited(state, *given)
+            return pvi._engine.unvisited(state, float_dtype(), None, *join_arguments(dynamic, static))
 
         return jax.eval_shape(begin, state, dynamic)
 
