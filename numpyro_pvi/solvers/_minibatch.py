@@ -107,7 +107,7 @@ def late_from(num_steps: Any, average: float) -> Int[Array, "..."]:
     return jnp.minimum(num_steps - 1, jnp.ceil((1.0 - average) * num_steps)).astype(jnp.int32)
 
 
-def late_weight(step: Any, first: Int[Array, "..."]) -> Float[Array, "..."]:
+def late_weight(step: Any, first: Int[Array, "..."] | int) -> Float[Array, "..."]:
     """Weight of a step in the running mean of all from the first one on; 0 before."""
     late = jnp.maximum(step - first + 1, 0)
     return jnp.where(late > 0, 1.0 / jnp.maximum(late, 1), 0.0)
