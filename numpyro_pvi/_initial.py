@@ -134,10 +134,11 @@ def given_to_guide(pvi: Any, planned: Planned, init_params: dict | None) -> set[
         altogether.
     """
     names = planned.plan.layout.names
-    elsewise = planned.plan.local is not None or planned.hostile or streams(pvi.schedule) or pvi.init_sites != "auto"
-    if elsewise or set(init_params or {}) & guide_param_names(pvi.guide, names):
+    given = latents_given(pvi.guide) & set(names)
+    if not given or set(init_params or {}) & guide_param_names(pvi.guide, names):
         return set()
-    return latents_given(pvi.guide) & set(names)
+    elsewise = planned.plan.local is not None or streams(pvi.schedule) or pvi.init_sites != "auto"
+    return set() if elsewise or planned.hostile else given
 
 
 def at_given(guide: Any, state: PVIState, given: set[str]) -> PVIState:
