@@ -281,7 +281,15 @@ class FamilyFit:
             check_families(guide, plan)
 
     def check_solver(self, solver: Any, plan: Any) -> None:
-        """Nothing: what another solver makes of the factors shows in its memories."""
+        """Moments are matched in ways that the plan knows, and closed forms need factors that have them."""
+        if bool(plan.tilted) != bool(solver.matches_moments):
+            has, wants = ("tilted moments", "expectations")[:: 1 if plan.tilted else -1]
+            raise PVIError(f"its factors were planned for {has}, and {type(solver).__name__} takes {wants}.")
+        factors = [f for f in (plan.likelihood, plan.prior_factor) if f is not None]
+        if solver.closed_form and not all(f.exact and not (f.by_nodes or f.by_predictors) for f in factors):
+            raise PVIError(
+                f"{type(solver).__name__} needs factors in closed form, and some of the state's are by quadrature or draws."
+            )
 
     def memories(self, pvi: Any, state: PVIState, dynamic: list, static: tuple) -> dict[str, Any]:
         """As where groups have come."""

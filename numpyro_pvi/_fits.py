@@ -313,7 +313,8 @@ class GaussianFit:
         check_structure(pvi.solver, plan)
         state = PVIState(rng_key=begun.opening.key, optim_state=optim_state, packing=packing, plan=plan, **arrays)
         if given and state.sites.local is None:
-            state, proper = at_given(pvi.guide, state, given), True
+            state = at_given(pvi.guide, state, given)
+            proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
         if init_params is not None:
             state = spread_params(pvi.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))

@@ -137,7 +137,8 @@ def given_to_guide(pvi: Any, planned: Planned, init_params: dict | None) -> set[
     given = latents_given(pvi.guide) & set(names)
     if not given or set(init_params or {}) & guide_param_names(pvi.guide, names):
         return set()
-    elsewise = planned.plan.local is not None or streams(pvi.schedule) or pvi.init_sites != "auto"
+    elsewise = planned.plan.local is not None or pvi.solver.factors == "row"
+    elsewise = elsewise or streams(pvi.schedule) or pvi.init_sites != "auto"
     return set() if elsewise or planned.hostile else given
 
 

@@ -50,6 +50,11 @@ class Plan:
         """Labels of all groups: absent ones, then those whose rows are at hand."""
         return (*self.absent, *self.partition.table.labels)
 
+    @property
+    def factors(self) -> tuple:
+        """What the factors are to a solver: how their expectations, or their moments, are taken."""
+        return self.partition.likelihood, self.partition.prior_kind
+
     # What latents are measured in, in words: see :attr:`latent_shapes`.
     measured = "unconstrained shapes"
 

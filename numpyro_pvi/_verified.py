@@ -421,6 +421,7 @@ def taken_over(pvi: Any, state: Any, args: tuple, kwargs: dict) -> tuple[PVIStat
     if pvi._memory.accepts(state) or pvi.runtime.elsewhere is not None or is_traced((state, dynamic)):
         return state, dynamic, static
     _check_solver(pvi, state)
+    _check_optim(pvi, state)
     wanted = pvi._fit.memories(pvi, state, dynamic, static)
     other = [n for n in _MEMORIES if jax.tree.structure(getattr(state, n)) != jax.tree.structure(wanted[n])]
     if other:
@@ -432,8 +433,8 @@ def taken_over(pvi: Any, state: Any, args: tuple, kwargs: dict) -> tuple[PVIStat
 
 def _made_of(state: PVIState) -> Any:
     """Types of a state's memories, and what its factors are to a solver."""
-    part = state.plan.partition
-    return jax.tree.structure([getattr(state, n) for n in _MEMORIES]), state.plan.tied, part.likelihood, part.prior_kind
+    memories = jax.tree.structure([getattr(state, n) for n in (*_MEMORIES, "optim_state")])
+    return memories, state.plan.tied, state.plan.factors
 
 
 def check_family(pvi: Any, state: PVIState) -> None:
@@ -457,6 +458,24 @@ def _check_solver(pvi: Any, state: PVIState) -> None:
         pvi._fit.check_solver(pvi.solver, state.plan)
     except PVIError as error:
         raise StateError(f"this state cannot go on under the solver of this PVI: {error}") from error
+
+
+def _check_optim(pvi: Any, state: PVIState) -> None:
+    """Raise ``StateError`` where the optimiser of ``numpyro.param`` sites is another one."""
+    if not state.plan.partition.params:
+        return
+    if pvi.optim is None:
+        raise StateError(f"this state has numpyro.param sites, and this PVI no optimiser. {_ANEW}")
+
+    def begin(kept: Any) -> Any:
+        return pvi.optim.init(pvi.optim.get_params(kept))
+
+    try:
+        same = jax.tree.structure(jax.eval_shape(begin, state.optim_state)) == jax.tree.structure(state.optim_state)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError):
+        same = False
+    if not same:
+        raise StateError(f"this state was made with another optimiser of numpyro.param sites than this PVI's. {_ANEW}")
 
 
 def _check_memories(pvi: Any, state: PVIState, other: list[str]) -> None:

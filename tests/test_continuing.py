@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, StateError
 from numpyro_pvi.schedules import Decentralized, Sequential
-from numpyro_pvi.solvers import Conjugate, PowerEP, StochasticEP
+from numpyro_pvi.solvers import Conjugate, NaturalGradient, PowerEP, StochasticEP
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(9, 2))
@@ -83,3 +83,53 @@ def test_a_state_of_another_guide_is_refused(parallel, guide):
 def test_a_state_that_a_solver_or_schedule_cannot_go_on_from_is_refused(parallel, options, words):
     with pytest.raises(StateError, match=words):
         made(**options).run(KEY, 2, X, Y, init_state=parallel[1], progress_bar=False)
+
+
+def counts(y):
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def weibull(y):
+    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Weibull(rate, 1.5), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after", "words"),
+    [
+        (counts, NaturalGradient(), PowerEP(), "planned for expectations, and PowerEP takes tilted moments"),
+        (counts, PowerEP(), NaturalGradient(), "planned for tilted moments, and NaturalGradient takes expectations"),
+        (weibull, NaturalGradient(), Conjugate(), "Conjugate needs factors in closed form"),
+    ],
+    ids=["to moments", "from moments", "closed form"],
+)
+def test_a_state_of_families_is_refused_by_a_solver_that_takes_its_factors_in_another_way(model, before, after, words):
+    def fit(solver):
+        return PVI(Partition(model, "data", 2), AutoExponentialFamily(model), solver=solver)
+
+    y = np.array([1.0, 3.0, 2.0, 4.0])
+    state = fit(before).init(KEY, y)
+    with pytest.raises(StateError, match=words):
+        fit(after).update(state, y)
+
+
+def scaled(y):
+    scale = numpyro.param("scale", 1.0)
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(w * scale, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("optim", "words"),
+    [(numpyro.optim.SGD(0.1), "another optimiser"), (None, "this PVI no optimiser")],
+    ids=["other", "none"],
+)
+def test_a_state_of_another_optimiser_is_refused(optim, words):
+    y = np.array([1.0, 3.0, 2.0, 4.0])
+    state = PVI(scaled, AutoDiagonalNormal(scaled), numpyro.optim.Adam(0.1), num_groups=2).init(KEY, y)
+    with pytest.raises(StateError, match=words):
+        PVI(scaled, AutoDiagonalNormal(scaled), optim, num_groups=2).update(state, y)

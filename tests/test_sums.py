@@ -233,6 +233,14 @@ def test_a_client_goes_on_from_what_it_has_saved(fit):
     np.testing.assert_array_equal(new.contribute(question, sums.capacity), sums.seen[-1][2][old.label])
     with pytest.raises(PVIError, match="client 'east' is to be restored from what 'north' has saved"):
         sums.clients[0].restore(old.save())
+    fields = sums.seen[-1][0]
+    other = encode(
+        Message("sum?", fields | {"how": fields["how"] | {"ask": "slope"}, "sequence": fields["sequence"] + 1})
+    )
+    before = new.save()
+    with pytest.raises(PVIError, match="is asked for 'slope', which is no sum that it adds to"):
+        new.contribute(other, sums.capacity)
+    assert new.save() == before
 
 
 SCHEDULES = [Synchronous(), Sequential(), StochasticSubset(2), Asynchronous()]
@@ -354,19 +362,24 @@ def unproved(X, y):
 @pytest.fixture(scope="module")
 def guessed():
     pvi = server(unproved, Sums(clients_of(unproved, NaturalGradient())), NaturalGradient())
-    return pvi, pvi.run(KEY, 2, progress_bar=False).state
+    real, asked = Summand._verified, []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Summand, "_verified", lambda self, *of: asked.append(self.label) or real(self, *of))
+        state = pvi.run(KEY, 2, progress_bar=False).state
+    return pvi, state, asked
 
 
 def test_structure_that_is_found_and_not_proved_is_verified_in_sums(guessed):
     """Each client looks at its own rows; the next test plants one that finds a difference."""
-    _, found = guessed
+    _, found, asked = guessed
+    assert set(asked) == set(LABELS)
     assert found.plan.partition.likelihood == "affine" and "likelihood" not in found.plan.partition.proved
     assert np.abs(summed_sites(found)[1]).max() > 0.1
 
 
 @pytest.mark.slow
 def test_structure_that_one_client_sees_contradicted_is_given_up_in_sums(guessed, tolerance, monkeypatch):
-    pvi, _ = guessed
+    pvi, *_ = guessed
     real = Summand._verified
 
     def contradicted(self, fields, capacity):

@@ -132,7 +132,9 @@ class Respondent:
                     # One that was begun anew: whoever asks tells it, and asks again.
                     return encode(Message("untold", head))
             kind, fields, after = self._reply(ask)
-        except (PVIError, ValueError, TypeError, KeyError, IndexError) as error:
+        except Exception as error:
+            if not self._refuses(error):
+                raise
             return encode(Message("refusal", head | {"why": self._why(error)[:1000]}))
         try:
             found = encode(Message(kind, head | fields), RECORDS)
@@ -143,6 +145,10 @@ class Respondent:
             self._kept.keep(ticket_of(run, sequence), self._made)
         self._last = run, sequence, found
         return found
+
+    def _refuses(self, error: Exception) -> bool:
+        """Whether an error is an answer, and not a fault of the process, which ends."""
+        return isinstance(error, PVIError | ValueError | TypeError | KeyError | IndexError)
 
     def _why(self, error: Exception) -> str:
         """What is told of an error."""

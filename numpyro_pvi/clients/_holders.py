@@ -116,7 +116,7 @@ class Holders:
 
     def arguments(self, pvi: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
         """See :meth:`numpyro_pvi.runtime.Elsewhere.arguments`."""
-        self.line.follow(pvi._engine.model, pvi._engine.solver)
+        self.line.follow(pvi._engine.model)
         self._compare_settings(pvi)
         facts = self.described()
         first, total = facts[0], sum(said["rows"] for said in facts)

@@ -161,6 +161,10 @@ class Client(Respondent):
             for key in [key for key in self._known if key[0] is before]:
                 del self._known[key]
 
+    def _refuses(self, error: Exception) -> bool:
+        # Whatever carries the error from here would carry its words.
+        return self._pvi.solver.private or super()._refuses(error)
+
     def _why(self, error: Exception) -> str:
         """What is told of an error: under a solver that is private, where it is no refusal of this package's, only its kind."""
         if not self._pvi.solver.private or isinstance(error, PVIError):

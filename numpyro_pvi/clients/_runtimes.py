@@ -65,8 +65,8 @@ class Line:
         # By what stands for a model, what clients of it have compiled; it goes with the model's own programs.
         self._of_models: weakref.WeakKeyDictionary[Token, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._token: Token | None = None
-        # Models and solvers of the last fits, and what they close over.
-        self._models: list[tuple[Any, Any, Followed]] = []
+        # Models of the last fits, and what they close over.
+        self._models: list[tuple[Any, Followed]] = []
 
     def __reduce__(self) -> tuple:
         """A line without a conversation: processes and locks are nobody else's."""
@@ -138,13 +138,13 @@ class Line:
             raise
         self.exchange, self._key, self.tells_step = exchange, key, facts[0]["step"]
 
-    def follow(self, model: Any, solver: Any) -> None:
+    def follow(self, model: Any) -> None:
         """Have clients begun anew, or describe their rows anew, where a model closes over something else by now.
 
-        What a runtime closes over, which the fit follows as well, is nothing to the clients.
+        What a runtime closes over, which the fit follows as well, is nothing to the clients; what a solver does is not followed.
         """
-        known = [x for x in self._models if x[0] is model and x[1] is solver]
-        _, _, followed = mine = known[0] if known else (model, solver, Followed((model,)))
+        known = [x for x in self._models if x[0] is model]
+        _, followed = mine = known[0] if known else (model, Followed((model,)))
         self._models = [*(x for x in self._models if x is not mine), mine][-_MODELS:]
         followed.follow()
         # What a look at objects cannot tell, traces of the fit have.
@@ -247,7 +247,7 @@ class ClientsRuntime(RuntimeDefaults):
             return self.elsewhere.watched(
                 state.plan, functools.partial(program, engine, state, dynamic, static, *rest, **options)
             )
-        self._line.follow(engine.model, engine.solver)
+        self._line.follow(engine.model)
         key = engine.model, engine.solver, engine.num_particles, _key_of(state, dynamic, static)
         self._line.attend(key, lambda: self.connect(shares_of(engine, state, dynamic, static)))
         self._line.turn_to(engine, state, rounds)
@@ -446,7 +446,7 @@ class Pipes:
         del asked[:1]
         if asked:
             self._write(place)
-        return place, data
+        return (place, data) if data else None
 
     def _gone(self, place: int) -> ClientError:
         child = self._children[place]
@@ -541,11 +541,11 @@ def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
             answer = respondent.answer(pipe.recv_bytes(_MOST_BYTES))
         except WireError:
             # As good as lost: whoever asked will ask again.
-            continue
+            answer = None
         except (EOFError, OSError, KeyboardInterrupt):
             return
-        if answer is not None:
-            pipe.send_bytes(answer)
+        # Nothing is said too: what is asked next is written once there was an answer.
+        pipe.send_bytes(answer or b"")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Hashable
 from typing import Any
 
@@ -42,8 +43,14 @@ class Share:
             PVIError: where the model is not what it was in the process that has dealt out the rows.
         """
         if self.digest is not None:
-            here = digest_at(self.model, self.arrays, self.static)
-            clause = None if here is None else first_difference(self.digest, here, "the fit")
+            try:
+                here = model_digest(self.model, self.arrays, self.static)
+            except Exception as error:
+                raise PVIError(
+                    f"the model in the process of client {self.label!r} cannot be traced there ({type(error).__name__}: {error}), "
+                    "and could be where the fit is: what it reads of its module or its machine is to be the same there."
+                ) from error
+            clause = first_difference(self.digest, here, "the fit")
             if clause is not None:
                 raise PVIError(
                     f"the model in the process of client {self.label!r} is not the one that is fitted: {clause}. What a function "
@@ -78,10 +85,11 @@ class Share:
 
 
 def digest_at(model: Any, arrays: list, static: tuple) -> dict[str, SiteDigest] | None:
-    """What a model is with arguments of these shapes; None where it cannot be traced, which shows where it is used."""
+    """What a model is with arguments of these shapes; None where it cannot be traced with one group's rows alone."""
     try:
         return model_digest(model, arrays, static)
     except Exception:
+        logging.getLogger("numpyro_pvi").debug("clients' models are not compared", exc_info=True)
         return None
 
 

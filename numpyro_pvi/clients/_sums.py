@@ -267,7 +267,8 @@ class Summand(Client):
         Raises:
             WireError: for bytes that are no whole message.
         """
-        _count_in(self._released, decode(data).fields.get("released", _as_arrays({})))
+        if self._pvi.solver.private:
+            _count_in(self._released, decode(data).fields.get("released", _as_arrays({})))
 
     def _describe(self, key: KeyData | None = None) -> dict[str, Any]:
         facts = super()._describe(key)
@@ -288,6 +289,16 @@ class Summand(Client):
             WireError: for bytes that are no message.
             PVIError: for a question that it does not answer, and where it has lost what was absorbed of it.
         """
+        try:
+            return self._contributed(question, capacity)
+        except PVIError:
+            raise
+        except Exception as error:
+            if not self._pvi.solver.private:
+                raise
+            raise PVIError(self._why(error)) from None
+
+    def _contributed(self, question: bytes, capacity: int) -> np.ndarray:
         ask = decode(question, RECORDS)
         fields = ask.fields
         if ask.kind != "sum?" or self._answers is None:
@@ -299,6 +310,8 @@ class Summand(Client):
             # Of a q that is told, whosever it is: nothing of its own site goes in, and nothing is done to it.
             self._refuse_looks()
             return self._verified(fields, capacity) if what == "verify" else self._looked(fields, capacity)
+        if what not in ("visit", "settle"):
+            raise PVIError(f"client {self.label!r} is asked for {what!r}, which is no sum that it adds to.")
         number, said = self._said
         if fields["run"] == self._run and fields["sequence"] <= number:
             if fields["sequence"] < number:

@@ -205,7 +205,13 @@ class Owner:
         file = self._file(client.label, context) if self.in_sums(context) else None
         if file is not None:
             for other in file.parent.glob(f"*-{file.name.rpartition('-')[2]}"):
-                client.recount(other.read_bytes())
+                try:
+                    client.recount(other.read_bytes())
+                except WireError as error:
+                    raise PVIError(
+                        f"{other.name}, in the folder of client_app(keep=), holds counts of what was released of these rows, and "
+                        f"cannot be read ({error}): move it away only where they are counted otherwise."
+                    ) from error
 
     def _file(self, label: Hashable, context: Any) -> Path | None:
         folder = self.keep(context) if callable(self.keep) else self.keep

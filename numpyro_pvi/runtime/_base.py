@@ -617,7 +617,7 @@ def add(total: Any, more: Any) -> Any:
     return jax.tree.map(jnp.add, total, more)
 
 
-def sum_span(of_chunk: Callable, chunks: Any, first: Any, last: Any, add: Callable[[Any, Any], Any] = add) -> Any:
+def sum_span(of_chunk: Callable, chunks: Any, first: Any, last: Any, plus: Callable[[Any, Any], Any] = add) -> Any:
     """Add up neighbouring chunks in a loop of as many steps as there are.
 
     Args:
@@ -625,11 +625,11 @@ def sum_span(of_chunk: Callable, chunks: Any, first: Any, last: Any, add: Callab
         chunks: arrays with a leading chunk axis.
         first: the first of them.
         last: past the last.
-        add: of two results.
+        plus: of two results.
 
     Returns:
         The sum; zero where there are none.
     """
     shapes = jax.eval_shape(of_chunk, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.fori_loop(first, last, lambda c, total: add(total, of_chunk(take(chunks, c))), zero)
+    return jax.lax.fori_loop(first, last, lambda c, total: plus(total, of_chunk(take(chunks, c))), zero)

@@ -124,7 +124,8 @@ class FitsParams:
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
         moved = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, optim_state)
         now, before = self.optim.get_params(moved), self.optim.get_params(optim_state)
-        return moved, constrained(now), _gains(slope, before, now, value)
+        # A step that was refused has gained nothing, and says nothing of how far it is.
+        return moved, constrained(now), jnp.where(finite, _gains(slope, before, now, value), jnp.inf)
 
 
 def _gains(slope: Any, before: dict[str, Any], now: dict[str, Any], value: Any) -> Float[Array, "P"]:

@@ -206,7 +206,7 @@ class ProductFactors(ProblemDefaults):
         solver: who refines a site.
         known: which groups had a site before their rows came back; None when none had.
         continued: whether there are sites of groups whose rows are not at hand.
-        in_turns: whether components move in the plan's turns, rows' own latents among them; else rows have no latents of their own.
+        in_turns: whether components move in the plan's turns, rows' own latents among them; else those are :class:`OwnFactors`'.
         beside: sites that stand beside their factors on the draws of every evaluation, so that all of a round compare; None for
             those that are evaluated.
     """
@@ -1030,8 +1030,10 @@ class ProductEngine(FitsParams):
             return -at(params).elbo(state.sites, noise, q)
 
         optim_state, params, gains = self.moved_params(loss, state.optim_state, args, kwargs)
-        plan: Any = state.plan
-        prior, report = at(params).prior, with_params(state.report, gains, plan.noisy or self.solver.stochastic)
+        after = at(params)
+        factors = ProductFactors(after, self.solver)
+        noisy = bool(factors.noisy or factors.stochastic or factors.blind)
+        prior, report = after.prior, with_params(state.report, gains, noisy)
         return dataclasses.replace(state, optim_state=optim_state, prior=prior, report=report)
 
     def loss(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Float[Array, ""], Bool[Array, ""]]:

@@ -111,6 +111,11 @@ class ProductPlan(Plan):
     measured = "shapes"
 
     @property
+    def factors(self) -> tuple:
+        """As of :class:`Plan`."""
+        return self.likelihood, self.prior_factor, self.tilted
+
+    @property
     def own_latents(self) -> tuple[str, ...]:
         """Latents inside the partitioned plate, of which every row has its own."""
         return tuple(latent.name for latent in self.inside)

@@ -396,12 +396,14 @@ def with_params(report: RoundReport, gains: Float[Array, "P"], noisy: bool) -> R
     """
     gains = jnp.where(jnp.isnan(gains), jnp.inf, gains)
     largest = jnp.argmax(gains)
-    gain, last = gains[largest], report.param_gain
+    gain = gains[largest]
+    # Nothing is left of a round whose step was not finite once there is one that is.
+    last = jnp.where(jnp.isfinite(report.param_gain), report.param_gain, 0.0)
     rate = jnp.where(last > 0, gain / jnp.where(last > 0, last, 1.0), _SLOWEST_GAIN)
     left = jnp.sqrt(2.0 * gain / (1.0 - (0.0 if noisy else jnp.clip(rate, 0.0, _SLOWEST_GAIN))))
     if noisy:
         left = jnp.where(left <= LARGEST_NOISE, 0.0, left)
-    held = report.param_move >= left
+    held = jnp.isfinite(report.param_move) & (report.param_move >= left)
     return report._replace(
         param_move=jnp.where(held, report.param_move, left).astype(report.param_move.dtype),
         param_gain=gain.astype(report.param_gain.dtype),

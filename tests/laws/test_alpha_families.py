@@ -11,7 +11,6 @@ import optax
 import pytest
 from scipy import special, stats
 
-import numpyro_pvi.runtime._product_engine as product_engine
 import numpyro_pvi.runtime._product_tilted as product_tilted
 import numpyro_pvi.solvers._matching as matching
 import numpyro_pvi.solvers._snep as snep
@@ -363,7 +362,9 @@ def test_a_tied_site_of_one_group_is_ep(schedule, x64):
 @pytest.mark.slow
 def test_a_forgotten_number_of_copies_is_noticed(monkeypatch):
     """The product of all sites in the place of one of them."""
-    monkeypatch.setattr(product_engine, "tied_site", lambda whole, count: jax.tree.map(lambda x: x[0], whole))
+    monkeypatch.setattr(
+        "numpyro_pvi.runtime._moments.tied_site", lambda whole, count: jax.tree.map(lambda x: x[0], whole)
+    )
     result = run(weibull, [jnp.asarray(DAYS)], StochasticEP(0.5, damping=0.9), 60)[1]
     wanted = family_ep.stochastic_ep(["Gamma"], CASES["Gamma"][1], factors_of("Gamma"), 0.5)[0]
     assert np.max(np.abs(in_params(result) / wanted - 1)) > 1e-2

@@ -234,6 +234,16 @@ def test_params_that_do_not_move_q_are_waited_for(guide):
         assert not short.converged and "numpyro.param 'scale' still moves" in short.message, short.message
 
 
+def test_a_step_of_params_that_was_refused_claims_nothing_and_is_forgotten_after_a_good_one():
+    report = convergence.empty_report(1, jnp.float32)
+    for _ in range(40):
+        report = convergence.with_params(report, jnp.array([jnp.inf, 0.0]), False)
+        assert convergence.params_move(report, 1.0)
+    for _ in range(80):
+        report = convergence.with_params(report, jnp.array([1e-12, 0.0]), False)
+    assert not convergence.params_move(report, 1e-3)
+
+
 @pytest.mark.once
 def test_a_claim_without_a_look_at_params_is_seen(monkeypatch):
     """The fault: moves of q alone. A guide of its own makes a program of its own, with the fault in it."""

@@ -708,7 +708,8 @@ def test_memory_that_is_not_what_its_digest_says_is_refused():
         client._visit(asked | {"digest": digest_of(sent)})
 
 
-def test_of_an_error_a_private_client_tells_the_kind_alone(monkeypatch, caplog):
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, FloatingPointError])
+def test_of_an_error_a_private_client_tells_the_kind_alone(kind, monkeypatch, caplog):
     """Whatever has gone wrong, and wherever; planted: one that is not private, whose errors are told in full."""
     solver = DifferentialPrivacy(NaturalGradient(), 0.0, 1.0)
     guide = AutoMultivariateNormal(location)
@@ -716,17 +717,27 @@ def test_of_an_error_a_private_client_tells_the_kind_alone(monkeypatch, caplog):
     key = KeyData(np.asarray(jax.random.key_data(KEY)), str(jax.random.key_impl(KEY)))
 
     def fail(*_):
-        raise ValueError("row 3 is 41.5")
+        raise kind("row 3 is 41.5")
 
     def why(client):
         asked = Message("hello?", {"run": "1" * 16, "sequence": 1, "label": "a"})
         return decode(client.answer(encode(asked))).fields["why"]
 
     monkeypatch.setattr(Respondent, "_reply", fail)
-    assert "ValueError" in why(private) and "41.5" not in why(private)
-    assert why(Client(location, guide, "a", Y[:2])) == "row 3 is 41.5"
+    assert kind.__name__ in why(private) and "41.5" not in why(private)
+    if kind is ValueError:
+        assert why(Client(location, guide, "a", Y[:2])) == "row 3 is 41.5"
+    # In sums nothing answers for it: what carries an error out of its process would carry its words.
+    for solver_, said in ((solver, rf"cannot answer \({kind.__name__}\)"), (NaturalGradient(), "41.5")):
+        summand = Summand(
+            location, guide, "a", Y[:2], solver=solver_, **({"like": PUBLIC} if solver_ is solver else {})
+        )
+        with monkeypatch.context() as patched, pytest.raises((PVIError, kind), match=said) as caught:
+            patched.setattr(Summand, "_contributed", fail)
+            summand.contribute(b"", 1)
+        assert ("41.5" in str(caught.value)) == (solver_ is not solver)
     monkeypatch.setattr(Client, "_begin", fail)
-    with pytest.raises(PVIError, match=r"cannot be fitted \(ValueError\)") as caught:
+    with pytest.raises(PVIError, match=rf"cannot be fitted \({kind.__name__}\)") as caught:
         private._privately(key)
     assert "41.5" not in str(caught.value) and "41.5" in caplog.text
 
