@@ -253,13 +253,15 @@ def test_nodes_that_have_lost_their_state_go_on_from_the_owners_own_file(federat
 
 
 def test_what_earlier_runs_have_released_is_taken_over_from_the_owners_folder(tmp_path):
-    """Where every run has clients of its own: of the same label alone, and of none without a folder."""
+    """Where every run has clients of its own: of the same label alone, of none without a folder, and of no more than is there."""
+    private = DifferentialPrivacy(Conjugate(), 1.0, 1.0)
 
-    def make(label, context, kind):
-        mine = label == LABELS
-        return kind(linear, AutoMultivariateNormal(linear), label, X[mine], Y[mine], *NOISE, solver=Conjugate())
+    def client(run, label, keep=tmp_path, solver=private):
+        def make(label, context, kind):
+            mine, like = label == LABELS, (np.zeros_like(X[:3]), np.zeros_like(Y[:3]), *NOISE)
+            known = {"secret": b"a secret of 32 bytes, or of more", "like": like} if solver is private else {}
+            return kind(linear, AutoMultivariateNormal(linear), label, X[mine], Y[mine], *NOISE, solver=solver, **known)
 
-    def client(run, label, keep=tmp_path):
         context = SimpleNamespace(run_id=run, node_id=7, node_config={"label": label}, state={})
         owner = _app.Owner(make, _app.label_of, keep=keep, secure=True)
         return owner, context, owner._client(context)
@@ -269,6 +271,11 @@ def test_what_earlier_runs_have_released_is_taken_over_from_the_owners_folder(tm
     owner._keep(first, context)
     assert client(2, "north")[2]._released == {5: 3}
     assert client(2, "south")[2]._released == client(2, "north", None)[2]._released == {}
+    assert client(2, "north", solver=Conjugate())[2]._released == {}
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(PVIError, match=rf"{file.name}, in the folder .* holds counts of what was released .* cannot be read"):
+        client(2, "north")[2].contribute(b"", 1)
 
 
 def test_a_client_that_comes_back_at_another_node_goes_on(federation):
