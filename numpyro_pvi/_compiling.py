@@ -46,10 +46,11 @@ _LARGEST_MIDDLE = 1 << 30
 _LARGEST_READING, _POINTS = 1 << 20, 64
 # What a loop is taken for whose number of passes is not known before it runs.
 _PASSES = 100
+_PRECISION = "jax_default_matmul_precision"
 # Settings of JAX that a trace depends on, with what sets each for a thread.
 _TRACED_UNDER: dict[str, Callable] = {
     "jax_enable_x64": jax.enable_x64,
-    "jax_default_matmul_precision": jax.default_matmul_precision,
+    _PRECISION: jax.default_matmul_precision,
     "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
     "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
     "jax_default_prng_impl": jax.default_prng_impl,
@@ -142,7 +143,8 @@ class Program:
             level = "cheap"
         while True:
             try:
-                return self._way(level)(*args, **kwargs)
+                with precisely():
+                    return self._way(level)(*args, **kwargs)
             except jax.errors.JaxRuntimeError as error:
                 # The others of the level are kept: with them programs still compile several times faster.
                 gone = [name for name in _options(level) if f"No such compile option: '{name}'" in str(error)]
@@ -325,11 +327,27 @@ def as_here(call: Callable) -> Callable:
 
 
 @contextlib.contextmanager
+def precisely() -> Iterator[None]:
+    """Multiply matrices in all digits of their dtype while this lasts, unless the user has said how.
+
+    Devices other than CPUs round the factors of a product first, to 11 or 8 binary digits, where nobody asks them not to
+    (``jax_default_matmul_precision``): a fit then stops thousandths of a nat and more from where it should, and what a model says
+    is no longer what a structure that was found in it says.
+    """
+    if jax.default_backend() == "cpu" or getattr(jax.config, _PRECISION) is not None:
+        yield
+    else:
+        with jax.default_matmul_precision("highest"):
+            yield
+
+
+@contextlib.contextmanager
 def at_work(programs: Programs) -> Iterator[None]:
     """Let programs belong to an owner while this context lasts."""
     _AT_WORK.append(programs)
     try:
-        yield
+        with precisely():
+            yield
     finally:
         _AT_WORK.pop()
 

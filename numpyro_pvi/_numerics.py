@@ -125,10 +125,11 @@ def invert_lower(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D
     """
     size = factor.shape[-1]
     eye = jnp.eye(size, dtype=factor.dtype)
-    if size > _SMALL:
+    if size > _SMALL or jax.default_backend() != "cpu":
         return solve_triangular(factor, jnp.broadcast_to(eye, factor.shape), lower=True)
 
-    # Row by row. The library's triangular solve wakes threads for any size, which costs milliseconds on a busy machine.
+    # Row by row. On a CPU the library's triangular solve wakes threads for any size, which costs milliseconds on a busy machine; on
+    # a GPU every row would be four programs to launch, and were half of a round's.
     def row(i, inverse):
         solved = eye[i] - jnp.einsum("...k,...kj->...j", factor[..., i, :], inverse)
         return inverse.at[..., i, :].set(solved / factor[..., i, i][..., None])

@@ -14,7 +14,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from . import diagnostics, export
 from ._arriving_groups import Newcomers
 from ._closures import Followed, check_picklable, follows, with_prior_of_now
-from ._compiling import is_traced, on_device
+from ._compiling import is_traced, on_device, precisely
 from ._driver import BLOCK, Progress, Run, begin, drive, waiting
 from ._family_fit import FamilyFit
 from ._fits import GaussianFit, begin_fit
@@ -247,6 +247,7 @@ class PVI(SVI):
         refuse_look(self.solver, "evaluate")
         return self._loss_under(self._engine, *taken_over(self, state, args, kwargs))
 
+    @precisely()
     def get_params(self, state: PVIState) -> dict[str, Any]:
         """The guide's params (constrained, under the guide's own names) and the model's ``numpyro.param`` values.
 
@@ -379,6 +380,7 @@ class PVI(SVI):
             self._checked_arguments(loaded.state, args, kwargs)
         return loaded.state
 
+    @precisely()
     def posterior(self, state: PVIState, joint: bool = False, agent: Hashable | None = None) -> dict[Any, Any]:
         """Marginal posterior of every latent, as NumPyro distributions in the latents' own supports.
 
@@ -398,6 +400,7 @@ class PVI(SVI):
         check_family(self, state)
         return self._fit.distributions(self, state, "posterior", joint, agent)
 
+    @precisely()
     def prior(self, state: PVIState, joint: bool = False) -> dict[Any, Any]:
         """Marginal prior of every latent; for a prior outside the family, the distribution of the PRIOR site.
 
@@ -413,6 +416,7 @@ class PVI(SVI):
         """
         return self._fit.distributions(self, state, "prior", joint)
 
+    @precisely()
     def site(self, state: PVIState, group: Hashable) -> NaturalView:
         """One group's site t_m in natural space; ``numpyro_pvi.PRIOR`` names the prior factor's.
 
@@ -430,6 +434,7 @@ class PVI(SVI):
         """
         return group_view(state, group, "site")
 
+    @precisely()
     def cavity(self, state: PVIState, group: Hashable) -> NaturalView:
         """q without one group's site, in natural space; see :meth:`site`."""
         return group_view(state, group, "cavity")
@@ -558,6 +563,7 @@ class PVI(SVI):
         args, kwargs = self._arguments(args, kwargs, state)
         return self._named(Newcomers(self).revisit(dense_form(state), labels, args, kwargs, num_steps, tol))
 
+    @precisely()
     def forget_group(self, state: PVIState, label: Hashable) -> PVIState:
         """Take a group's site out of the posterior; no rows are needed.
 

@@ -108,6 +108,8 @@ def prior_of_rows(X, y):
 _FULL, _DIAGONAL, _FAMILIES = AutoMultivariateNormal, AutoDiagonalNormal, AutoExponentialFamily
 DATA = {linear: Y, scaled: Y} | dict.fromkeys((rates, drawn, family_params, gamma_prior_of_rows), COUNTS)
 _BATCHES = LocalELBO(Adam(0.05), num_steps=4, batch_size=2)
+# Of groups of as many rows each, which a device visits side by side.
+_EVEN = LocalELBO(Adam(0.05), num_steps=2)
 CASES = {
     "gradient": (logistic, _FULL, NaturalGradient(), Synchronous()),
     "gradient, one by one": (logistic, _FULL, NaturalGradient(), Sequential()),
@@ -115,6 +117,7 @@ CASES = {
     "quadratic": (linear, _FULL, NaturalGradient(), Synchronous()),
     "draws": (scaled, _DIAGONAL, NaturalGradient(), Synchronous()),
     "optimiser": (logistic, _FULL, LocalELBO(Adam(0.05), num_steps=4), Synchronous()),
+    "optimiser, even groups": (logistic, _FULL, _EVEN, Synchronous()),
     "optimiser, batches": (logistic, _DIAGONAL, _BATCHES, Sequential()),
     "optimiser, some groups": (linear, _FULL, _BATCHES, StochasticSubset(2)),
     "moments": (logistic, _FULL, PowerEP(), Synchronous()),
@@ -143,7 +146,7 @@ CASES = {
     "params": (with_params, _FULL, NaturalGradient(), Synchronous(), Adam(0.05)),
 }
 # Of every way to divide the work one: passes, visits side by side, visits one by one, own latents; rows looked up.
-FEW = ("gradient", "optimiser", "optimiser, batches", "own latents, one by one", "families, some rows")
+FEW = ("gradient", "optimiser, even groups", "optimiser, batches", "own latents, one by one", "families, some rows")
 ON_TWO = "families, own latents, one by one"
 IN_PROCESSES = ("optimiser, batches",)
 
@@ -152,14 +155,15 @@ def build(case, runtime):
     """The fit and its arguments."""
     model, guide, solver, schedule, *optim = case
     pvi = PVI(
-        Partition(model, "data", LABELS, chunk_size=4),
+        Partition(model, "data", np.arange(20) % 5 if solver is _EVEN else LABELS, chunk_size=4),
         guide(model),
         *optim,
         solver=solver,
         schedule=schedule,
         runtime=runtime,
     )
-    return pvi, (X, DATA.get(model, CLASSES))
+    rows = X, DATA.get(model, CLASSES)
+    return pvi, tuple(x[:20] for x in rows) if solver is _EVEN else rows
 
 
 def trajectory(case, runtime, rounds=2):

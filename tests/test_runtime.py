@@ -1,12 +1,15 @@
 """A runtime may not change a trajectory beyond rounding."""
 
 import jax
+import jax.extend
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro.optim import Adam
 
-from numpyro_pvi import PVI, Partition
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
+from numpyro_pvi._numerics import invert_lower
 from numpyro_pvi.errors import PVIError
 from numpyro_pvi.runtime import LaxMap, Vmap
 from numpyro_pvi.schedules import Sequential, Synchronous
@@ -79,3 +82,40 @@ def test_hyperparameters_take_the_same_steps_under_every_runtime(tolerance):
 def test_senseless_batch_sizes_are_refused(size):
     with pytest.raises(PVIError, match="batch_bytes"):
         Vmap(batch_bytes=size)
+
+
+def products(jaxpr):
+    """Precisions of all products of matrices in a program."""
+    found = {str(equation.params["precision"]) for equation in jaxpr.eqns if equation.primitive.name == "dot_general"}
+    inner = [jax.extend.core.jaxprs_in_params(equation.params) for equation in jaxpr.eqns]
+    return found.union(*(products(x) for some in inner for x in some))
+
+
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoExponentialFamily])
+def test_devices_that_round_factors_of_products_are_told_not_to(guide, monkeypatch):
+    """GPUs and TPUs multiply in 11 or 8 binary digits where nobody says otherwise; the user may."""
+    model = make_logistic()
+    pvi = PVI(Partition(model, "data", groups(3, 24)), guide(model))
+    state = pvi.init(jax.random.key(0), X, CLASSES)
+    found = {}
+    for backend, precision in (("cpu", None), ("gpu", None), ("gpu", "tensorfloat32")):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        with jax.default_matmul_precision(precision):
+            found[backend, precision] = products(jax.make_jaxpr(pvi.update)(state, X, CLASSES).jaxpr)
+    assert {x for x in found["cpu", None] if "HIGHEST" not in x}
+    assert all("HIGHEST" in x for x in found["gpu", None]) and found["gpu", None]
+    assert not all("HIGHEST" in x for x in found["gpu", "tensorfloat32"])
+
+
+def test_other_devices_take_larger_batches_and_the_librarys_solve(monkeypatch, tolerance):
+    """The same numbers, in fewer programs to launch."""
+    lower = jnp.tril(jax.random.normal(jax.random.key(0), (2, 5, 5))) + 4 * jnp.eye(5)
+    chunks, here = jnp.zeros((64, 128, 50)), jnp.linalg.inv(lower)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    np.testing.assert_allclose(invert_lower.__wrapped__(lower), here, rtol=tolerance, atol=tolerance)
+    assert Vmap()._batch_size(chunks, 64, 0) < 64
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert Vmap()._batch_size(chunks, 64, 0) >= 64 > Vmap(batch_bytes=1 << 21)._batch_size(chunks, 64, 0)
+    text = str(jax.make_jaxpr(lambda x: invert_lower.__wrapped__(x))(lower))
+    assert "triangular_solve" in text and "while" not in text
+    np.testing.assert_allclose(invert_lower.__wrapped__(lower), here, rtol=tolerance, atol=tolerance)

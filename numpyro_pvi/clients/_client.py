@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._compiling import precisely
 from ..errors import PVIError, WireError
 from ..runtime import Answers, ProductAnswers
 from ..wire import KeyData, Message, decode, digest_of, encode
@@ -96,6 +97,7 @@ class Respondent:
             self._kept.restore(self._own_leaves)
             self._own_leaves = None
 
+    @precisely()
     def answer(self, data: bytes) -> bytes | None:
         """The answer to a question.
 

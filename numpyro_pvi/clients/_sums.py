@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from .._compiling import precisely
 from ..errors import ClientError, PVIError
 from ..handlers import numbered_table
 from ..runtime import Engine, SummedEngine
@@ -275,6 +276,7 @@ class Summand(Client):
         # Log-likelihoods of its rows at points that everybody knows would say what they are.
         return facts if key is None else {**facts, "nearby": np.zeros_like(facts["nearby"])}
 
+    @precisely()
     def contribute(self, question: bytes, capacity: int) -> np.ndarray:
         """What it adds to a sum.
 

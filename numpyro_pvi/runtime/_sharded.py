@@ -17,6 +17,7 @@ from .._compiling import is_traced, on_device
 from ..errors import PVIError
 from ..expectations import Expected, add_expected
 from ..factors import Packing, even_packing
+from ..sites import take
 from ._base import RuntimeDefaults, Vmap, sum_span
 
 # What is on every device alike.
@@ -56,7 +57,7 @@ class _OwnGroups(RuntimeDefaults):
     """
 
     axis: str
-    batch_bytes: int
+    batch_bytes: int | None
 
     def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
         """A group's chunks among those held here; none where they are elsewhere."""
@@ -87,15 +88,32 @@ class _OwnGroups(RuntimeDefaults):
     def map_groups(
         self, solve: Callable, operands: Any, reads_rows: bool, side_by_side: bool = False, holds: Any = True
     ) -> Any:
-        """The groups held here, one after another; zeros for those elsewhere, and NaN nowhere."""
-        del reads_rows, side_by_side
+        """The groups held here, one after another or side by side; zeros for those elsewhere, and NaN nowhere."""
+        del reads_rows
         shapes = jax.eval_shape(lambda: jax.vmap(solve)(*operands))
+        if side_by_side:
+            return self._in_lanes(solve, operands, holds, shapes)
 
         def visit(xs: tuple) -> Any:
             here, own = xs
             return jax.lax.cond(here, lambda: solve(*own), lambda: _zeros(shapes, 1))
 
         return jax.lax.map(visit, (holds, operands))
+
+    def _in_lanes(self, solve: Callable, operands: Any, holds: Any, shapes: Any) -> Any:
+        """As many groups at once as there are to a device; where some have more of them, these go on."""
+        count = holds.shape[0]
+        lanes = -(-count // jax.lax.axis_size(self.axis))
+        # The places of those held here, then places of none.
+        places = jnp.nonzero(holds, size=count + lanes, fill_value=count)[0]
+
+        def visit(step: Array, results: Any) -> Any:
+            some = jax.lax.dynamic_slice_in_dim(places, step * lanes, lanes)
+            # A lane without a group does as the first one.
+            found = jax.vmap(solve)(*take(operands, jnp.where(some < count, some, places[0])))
+            return jax.tree.map(lambda all_, x: all_.at[some].set(x, mode="drop"), results, found)
+
+        return jax.lax.fori_loop(0, -(-jnp.sum(holds) // lanes), visit, _zeros(shapes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +137,7 @@ class Sharded(RuntimeDefaults):
     """
 
     mesh: Mesh | None = None
-    batch_bytes: int = 1 << 21
+    batch_bytes: int | None = None
     _placed: Any = dataclasses.field(default_factory=lambda: _Placed(), init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -394,7 +412,7 @@ def _spec(axis: str, place: int | None) -> PartitionSpec:
     return _EVERYWHERE if place is None else PartitionSpec(*(None,) * place, axis)
 
 
-def _zeros(shapes: Any, skipped: int) -> Any:
+def _zeros(shapes: Any, skipped: int = 0) -> Any:
     """Zeros of these shapes without their leading axes."""
 
     def one(s: Any) -> Array:

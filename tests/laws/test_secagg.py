@@ -274,7 +274,9 @@ def test_what_earlier_runs_have_released_is_taken_over_from_the_owners_folder(tm
     assert client(2, "north", solver=Conjugate())[2]._released == {}
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(PVIError, match=rf"{file.name}, in the folder .* holds counts of what was released .* cannot be read"):
+    with pytest.raises(
+        PVIError, match=rf"{file.name}, in the folder .* holds counts of what was released .* cannot be read"
+    ):
         client(2, "north")[2].contribute(b"", 1)
 
 
