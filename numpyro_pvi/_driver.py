@@ -313,11 +313,12 @@ def _close(bar: tqdm.tqdm, state: PVIState) -> None:
 
 def _closed(now: Progress, tol: float | None, message: str) -> str:
     """The sentence on how a run ended; raises where its loss is no number."""
+    report = jax.device_get(now.state.report)
     if not message.startswith("interrupted"):
-        refuse_unbounded(now.state, float(now.losses[-1][-1]) if now.losses else float("nan"), now.done)
+        refuse_unbounded(now.state, report, float(now.losses[-1][-1]) if now.losses else float("nan"), now.done)
     if message:
         return message
-    detail = short_of(now.state, tol)
+    detail = short_of(now.state, tol, report)
     reached = "" if tol is None else f" without reaching tol={tol:g}"
     return f"ran {now.done} rounds{reached}" + (f": {detail}" if detail else "")
 

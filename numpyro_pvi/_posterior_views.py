@@ -92,23 +92,23 @@ def ending(state: PVIState, done: int, tol: float | None) -> tuple[bool | None, 
     return False, ""
 
 
-def short_of(state: PVIState, tol: float | None) -> str:
+def short_of(state: PVIState, tol: float | None, report: RoundReport) -> str:
     """What a run that has used up its rounds says beside their number; empty where there is nothing to say.
 
     Args:
         state: the last one.
         tol: tolerance in posterior sds, or None.
+        report: its report, on the host.
 
     Returns:
         A clause.
     """
-    report = jax.device_get(state.report)
     if bool(np.any(report.skip_run > 0)):
         worst = labels_of(state.plan)[int(np.argmax(report.skip_run))]
         return f"{named(worst)} was skipped in the last {int(report.skip_run.max())} rounds"
     if int(report.refused) >= STALL_ROUNDS and float(report.left) > (_LITTLE if tol is None else tol):
         return standstill(state)
-    notes = limits(state) if tol is None else (*limits(state), _left(state, report))
+    notes = limits(state, report) if tol is None else (*limits(state, report), _left(state, report))
     words = [notes[0].removesuffix(".")] if notes else []
     if tol is not None and bool(params_move(report, tol)):
         name, gain = sorted(state.plan.partition.params)[int(report.param)], 0.5 * float(report.param_move) ** 2
@@ -145,16 +145,17 @@ def _left(state: PVIState, report: RoundReport) -> str:
     )
 
 
-def limits(state: PVIState) -> tuple[str, ...]:
+def limits(state: PVIState, report: RoundReport) -> tuple[str, ...]:
     """Notes on what holds a fit back: refused steps, visits that ended, a slow contraction, a solver's own small steps.
 
     Args:
         state: after a round.
+        report: its report, on the host.
 
     Returns:
         Sentences; none where nothing is held back, or next to nothing is left.
     """
-    report, found = jax.device_get(state.report), []
+    found = []
     if not np.isfinite(float(report.total_move)) or not float(report.left) > _LITTLE:
         return ()
     if int(report.refused) >= STALL_ROUNDS:
@@ -183,18 +184,18 @@ def _floor(state: PVIState) -> Any:
     return noise_floor(state.solver_state, state.report)
 
 
-def refuse_unbounded(state: PVIState, loss: float, done: int) -> None:
+def refuse_unbounded(state: PVIState, report: RoundReport, loss: float, done: int) -> None:
     """Raise where a run ends with a loss that is no number.
 
     Args:
         state: the last one.
+        report: its report, on the host.
         loss: negative ELBO in nats, NaN where it was not looked at.
         done: rounds.
 
     Raises:
         NonFiniteLossError: naming the factor; its ``.state`` is the last state.
     """
-    report = jax.device_get(state.report)
     if not done or bool(report.finite):
         return
     runs = np.asarray(report.skip_run)
@@ -466,7 +467,8 @@ class FactorWords(NamedTuple):
 
 def describe(pvi: Any, state: PVIState) -> PVIInfo:
     """The last round's report with labels and what was found about every factor."""
-    plan, report = state.plan, jax.device_get(state.report)
+    plan = state.plan
+    report = last = jax.device_get(state.report)
     part, apart, first = plan.partition, len(plan.absent), int(plan.partition.has_prior_factor)
     groups, prior = pvi._fit.words(state, pvi.solver)
     proper, others_proper, prior_proper = jax.device_get(pvi._engine.cavities_proper(state))
@@ -496,7 +498,7 @@ def describe(pvi: Any, state: PVIState) -> PVIInfo:
             *held,
             *part.remarks,
             *moment_notes(state),
-            *limits(state),
+            *limits(state, last),
         ),
         traffic=pvi.runtime.traffic,
     )

@@ -119,10 +119,12 @@ class LastLook:
 
     def __init__(self) -> None:
         self._kept: _Look | None = None
+        # Shapes, and numbers in place of an evaluation of these.
+        self._blank: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: an evaluation is of states and arrays of this process."""
-        return {"_kept": None}
+        return {"_kept": None, "_blank": None}
 
     def at(self, programs: Any, state: PVIState, dynamic: list, how: tuple, unseen: Any) -> tuple[Any, Any] | None:
         """What rounds are told of a state's q.
@@ -143,8 +145,16 @@ class LastLook:
         same = kept is not None and kept.state() is state and kept.programs() is programs and kept.how == how
         if kept is not None and same and holds and _same_rows(kept.rows, dynamic):
             return kept.evaluation, on_device(True)
-        # All at once: an array after another takes a millisecond.
-        return jax.device_put((jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), unseen), np.False_))
+        # All at once, and small ones once: an array after another takes a millisecond.
+        leaves, structure = jax.tree.flatten(unseen)
+        shapes = structure, tuple((x.shape, x.dtype) for x in leaves)
+        if self._blank is None or self._blank[0] != shapes:
+            blank = jax.device_put(([np.zeros(x.shape, x.dtype) for x in leaves], np.False_))
+            small = sum(x.size * x.dtype.itemsize for x in leaves) <= _COMPARED
+            self._blank = (shapes, blank) if small else None
+        else:
+            blank = self._blank[1]
+        return structure.unflatten(blank[0]), blank[1]
 
     def keep(self, programs: Any, state: PVIState, dynamic: list, how: tuple, evaluation: Any) -> None:
         """Remember what rounds ended with.
