@@ -289,7 +289,8 @@ class PVI(SVI):
             init_params: see :meth:`init`; not together with ``init_state``.
             tol: stop when no posterior mean or log sd has more than ``tol`` posterior sds left to move, by what all factors
                 together ask for and by the rate at which moves shrink; also when every step was refused for five rounds. With
-                ``numpyro.param`` sites, twice the nats that steps of ``optim`` still gain are then within ``tol ** 2`` as well.
+                ``numpyro.param`` sites, twice the nats that steps of ``optim`` still gain are then within ``tol ** 2`` as well;
+                what ``numpyro.optim.Minimize`` has found in a round counts as all there is.
             callback: called after every round with ``(rounds done, state, info)``; returning True stops.
             loss_every: rounds between reported losses; the others are NaN.
             checkpoint: path of a file that the run keeps, and goes on from where it is there: a run that was killed is

@@ -110,12 +110,12 @@ def test_devices_that_round_factors_of_products_are_told_not_to(guide, monkeypat
 def test_other_devices_take_larger_batches_and_the_librarys_solve(monkeypatch, tolerance):
     """The same numbers, in fewer programs to launch."""
     lower = jnp.tril(jax.random.normal(jax.random.key(0), (2, 5, 5))) + 4 * jnp.eye(5)
-    chunks, here = jnp.zeros((64, 128, 50)), jnp.linalg.inv(lower)
+    chunks, here = jnp.zeros((64, 1024, 50)), jnp.linalg.inv(lower)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     np.testing.assert_allclose(invert_lower.__wrapped__(lower), here, rtol=tolerance, atol=tolerance)
     assert Vmap()._batch_size(chunks, 64, 0) < 64
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert Vmap()._batch_size(chunks, 64, 0) >= 64 > Vmap(batch_bytes=1 << 21)._batch_size(chunks, 64, 0)
+    assert Vmap()._batch_size(chunks, 64, 0) >= 64 > Vmap(batch_bytes=1 << 22)._batch_size(chunks, 64, 0)
     text = str(jax.make_jaxpr(lambda x: invert_lower.__wrapped__(x))(lower))
     assert "triangular_solve" in text and "while" not in text
     np.testing.assert_allclose(invert_lower.__wrapped__(lower), here, rtol=tolerance, atol=tolerance)

@@ -185,7 +185,8 @@ class AlphaDivergence(MatchesMoments):
     latents that a factor sees together, as of :class:`PowerEP`.
 
     Every step takes the tilted moments of the whole group: in closed form, by a grid, by quadrature (groups of a single
-    row) or from weighted draws, as ``moments`` says, fresh at every step but under a line search. A prior outside the family
+    row) or from weighted draws, as ``moments`` says, fresh at every step but under a line search. Weights that collapse are
+    reported (``info``), and no chains take their place: see :class:`PowerEP`, which has them. A prior outside the family
     has a PRIOR site, whose moments are matched by ``PowerEP(alpha)``. ``log_evidence`` is that of ``PowerEP(alpha)``.
 
     Args:

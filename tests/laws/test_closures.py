@@ -545,3 +545,8 @@ def test_a_client_whose_module_says_something_else_is_refused_by_name(monkeypatc
     monkeypatch.setitem(globals(), "NOISE", 2.0)
     with pytest.raises(PVIError, match="client 1 is not the one that is fitted: the likelihood of 'obs' differs"):
         second.respondent({})
+    monkeypatch.delitem(globals(), "NOISE")
+    with pytest.raises(
+        PVIError, match=r"client 1 cannot be traced there \(NameError: name 'NOISE'.* could be where the fit is"
+    ):
+        second.respondent({})
