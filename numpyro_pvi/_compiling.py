@@ -341,6 +341,11 @@ def precisely() -> Iterator[None]:
             yield
 
 
+def settings_for_others() -> dict[str, Any]:
+    """Settings of JAX that another process is to have which does a part of this one's work."""
+    return {name: getattr(jax.config, name) for name in ("jax_enable_x64", _PRECISION)}
+
+
 @contextlib.contextmanager
 def at_work(programs: Programs) -> Iterator[None]:
     """Let programs belong to an owner while this context lasts."""

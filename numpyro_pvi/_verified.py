@@ -151,7 +151,8 @@ class LastLook:
         if self._blank is None or self._blank[0] != shapes:
             blank = jax.device_put(([np.zeros(x.shape, x.dtype) for x in leaves], np.False_))
             small = sum(x.size * x.dtype.itemsize for x in leaves) <= _COMPARED
-            self._blank = (shapes, blank) if small else None
+            # Within somebody's `jit` they are no numbers, even of arguments that are.
+            self._blank = (shapes, blank) if small and not is_traced(blank) else None
         else:
             blank = self._blank[1]
         return structure.unflatten(blank[0]), blank[1]

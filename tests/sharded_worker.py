@@ -146,8 +146,8 @@ CASES = {
     "params": (with_params, _FULL, NaturalGradient(), Synchronous(), Adam(0.05)),
 }
 # Of every way to divide the work one: passes, visits side by side, visits one by one, own latents; rows looked up.
-FEW = ("gradient", "optimiser, even groups", "optimiser, batches", "own latents, one by one", "families, some rows")
-ON_TWO = "families, own latents, one by one"
+FEW = ("gradient", "optimiser", "optimiser, batches", "own latents, one by one", "families, some rows")
+ON_TWO, EVEN = "families, own latents, one by one", "optimiser, even groups"
 IN_PROCESSES = ("optimiser, batches",)
 
 
@@ -279,9 +279,32 @@ def on_devices_rest():
     return found
 
 
+def lanes():
+    """How far groups that are visited side by side are from their own, where one device has more of them than it has lanes."""
+    runtime, numbers, owner = Sharded(), jnp.arange(7.0), jnp.array([0, 0, 1, 0, 0, 0, 0])
+    keys = jax.random.split(jax.random.key(0), 7)
+
+    def visit(number, key):
+        return {"square": number**2, "key": key}
+
+    def on_one():
+        here = owner == jax.lax.axis_index("rows")
+        found = runtime.within.map_groups(visit, (numbers, keys), True, True, here)
+        return found["square"][None], jax.random.key_data(found["key"])[None]
+
+    spec = jax.sharding.PartitionSpec("rows")
+    mapped = jax.shard_map(on_one, mesh=runtime.devices, in_specs=(), out_specs=(spec, spec), check_vma=False)
+    squares, data = jax.jit(mapped)()
+    here = owner == jnp.arange(2)[:, None]
+    gaps = squares - jnp.where(here, numbers**2, 0), data - jnp.where(here[..., None], jax.random.key_data(keys), 0)
+    return float(max(jnp.max(jnp.abs(x.astype(float))) for x in gaps))
+
+
 def on_two():
-    """What the quickest tests ask of two devices, and a planted fault: rows' sites as one device has them."""
-    found = {"gap": gap(ON_TWO, Sharded())}
+    """What the quickest tests ask of two devices, and planted faults: rows' sites as one device has them, one step of lanes."""
+    found = {"gap": max(gap(ON_TWO, Sharded()), gap(EVEN, Sharded())), "lanes": lanes()}
+    with mock.patch("jax.lax.dynamic_slice_in_dim", lambda x, start, size: x[:size]):
+        found["planted step"] = lanes()
     with mock.patch.object(ProductProblem, "_of_all", lambda problem, local: local):
         found["planted rows"] = gap(ON_TWO, Sharded(batch_bytes=1 << 20))
     return found

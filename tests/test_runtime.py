@@ -9,8 +9,11 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 from numpyro.optim import Adam
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
+from numpyro_pvi._closures import model_digest
+from numpyro_pvi._compiling import precisely
 from numpyro_pvi._numerics import invert_lower
 from numpyro_pvi.errors import PVIError
+from numpyro_pvi.factors import split_arguments
 from numpyro_pvi.runtime import LaxMap, Vmap
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
@@ -105,6 +108,18 @@ def test_devices_that_round_factors_of_products_are_told_not_to(guide, monkeypat
     assert {x for x in found["cpu", None] if "HIGHEST" not in x}
     assert all("HIGHEST" in x for x in found["gpu", None]) and found["gpu", None]
     assert not all("HIGHEST" in x for x in found["gpu", "tensorfloat32"])
+
+
+def test_a_model_is_what_it_was_whatever_digits_its_products_have(monkeypatch):
+    """What was saved or is answered for on a CPU goes on on a GPU, and the other way."""
+    model = make_logistic()
+    arrays, found = split_arguments((jnp.asarray(X), jnp.asarray(CLASSES)), {}), []
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        with precisely():
+            found.append(model_digest(model, *arrays))
+    assert found[0] == found[1]
+    assert found[0] != model_digest(lambda x, y: model(2 * x, y), *arrays)
 
 
 def test_other_devices_take_larger_batches_and_the_librarys_solve(monkeypatch, tolerance):

@@ -15,7 +15,7 @@ from numpyro.optim import SGD
 
 from .. import export
 from .._closures import Followed
-from .._compiling import Program
+from .._compiling import Program, precisely
 from .._fits import begin_fit
 from .._state_marginals import own_distributions, rows_by_unit
 from ..diagnostics import MIN_SAMPLES, khat_of_sites
@@ -339,6 +339,7 @@ class Client(Respondent):
         (found,) = khat_of_sites(*fixed, self._args, self._kwargs, values, num_samples=count)
         return np.asarray(found, np.float64)
 
+    @precisely()
     def posterior(self) -> dict[str, Any]:
         """Marginal posteriors of latents of this group's own, at the q of the last look: nobody else is told them.
 
@@ -359,6 +360,7 @@ class Client(Respondent):
             )
         return own_distributions(local, self._answers.family, shared, rows, self._pvi.guide.prototype_trace)
 
+    @precisely()
     def to_arviz(self, rng_key: Any, *, num_samples: int = 1000) -> Any:
         """Draws of all latents with this client's rows as ArviZ data, at the q of the last look: nobody else is told them.
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compiling import settings_for_others
 from ..errors import ClientError, PVIError, WireError
 from ..factors import split_arguments
 from ..wire import digest_of
@@ -162,7 +163,7 @@ class Crew:
     def actor(self, index: int) -> Any:
         """The actor with this number, begun where there is none."""
         if index not in self._handles:
-            settings = {"jax_enable_x64": bool(jax.config.jax_enable_x64)}  # type: ignore[attr-defined]
+            settings = settings_for_others()
             made = _ray().remote(Worker).options(**self._options)
             self._handles[index] = made.remote(settings)
         return self._handles[index]

@@ -21,7 +21,7 @@ import jax.core
 import numpy as np
 
 from .._closures import Followed
-from .._compiling import Token, token_here
+from .._compiling import Token, settings_for_others, token_here
 from ..errors import ClientError, PVIError, WireError
 from ..handlers import labels_table
 from ..runtime import (
@@ -397,7 +397,7 @@ class Pipes:
         self._here, self._children = [], []
         # By place, questions without an answer, the oldest first, which alone is in the pipe.
         self._asked: dict[int, list[bytes]] = {}
-        settings = {"jax_enable_x64": bool(jax.config.jax_enable_x64)}  # type: ignore[attr-defined]
+        settings = settings_for_others()
         for share in shares:
             here, there = context.Pipe()
             child = context.Process(target=serve, args=(there, share, settings), daemon=True)

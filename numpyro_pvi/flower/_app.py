@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._compiling import use_compilation_cache
+from .._compiling import settings_for_others, use_compilation_cache
 from ..clients import Client, Respondent, Summand
 from ..errors import PVIError, WireError
 from ..handlers import Partition
@@ -336,6 +336,6 @@ def client_app(
         raise PVIError(
             f"client_app(least={least!r}): expected an int of 2 or more; a sum of one client is what it says."
         )
-    settings = {"jax_enable_x64": bool(jax.config.jax_enable_x64)}  # type: ignore[attr-defined]
+    settings = settings_for_others()
     make = Made(model, guide, load_rows, solver, loss, secret, like)
     return app_of(Owner(make, label or label_of, cache, keep, secure, least, settings))
