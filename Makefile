@@ -12,7 +12,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 # the time, and has to be asked for: make test COVERAGE=--cov=numpyro_pvi
 COVERAGE ?= $(shell $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo --cov=numpyro_pvi --cov-report=term:skip-covered)
 COVERAGE_CORE ?= $(shell $(PY) -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")' 2>/dev/null)
-BRIEF ?= --few
+BRIEF ?= --brief
 DEMO_ARGS ?=
 
 .PHONY: demo test test-all test-float32 lint docs bench papers clean

@@ -43,7 +43,6 @@ def pytest_addoption(parser):
         help="of n sets of a test's parameters only about n ** .4, evenly over them, and one where all are in whole.txt",
     )
     parser.addoption("--brief", action="store_true", help="as --sample, and nothing that whole.txt lists")
-    parser.addoption("--few", action="store_true", help="as --brief, of n sets about n ** .25")
 
 
 def pytest_configure(config):
@@ -84,16 +83,13 @@ def pytest_collection_modifyitems(config, items):
         return
     marks = ("slow", *(() if X64 else ("once",)))
     left = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
+    if config.getoption("--brief") or config.getoption("--sample"):
+        left |= _beyond_a_sample([item for item in items if item not in left])
     heavy, sampled = map(set, listed_as_whole())
     _refuse_unknown(heavy | sampled, items)
-    few, brief, sample = map(config.getoption, ("--few", "--brief", "--sample"))
-    if few:
+    if config.getoption("--brief"):
         left |= _named(items, heavy | sampled)
-    if few or brief or sample:
-        left |= _beyond_a_sample([item for item in items if item not in left], few)
-    if brief:
-        left |= _named(items, heavy | sampled)
-    elif sample:
+    elif config.getoption("--sample"):
         left |= _heavy_beyond_one([item for item in items if item not in left], _named(items, heavy))
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
@@ -123,14 +119,14 @@ def _refuse_unknown(listed, items):
         raise pytest.UsageError(f"tests/whole.txt lists what is not there: {', '.join(gone)}")
 
 
-def _beyond_a_sample(items, few):
-    """All but about n ** .4 of the n sets of parameters of every test, taken evenly, the first among them; or n ** .25."""
+def _beyond_a_sample(items):
+    """All but about n ** .4 of the n sets of parameters of every test, taken evenly, the first and the last among them."""
     tests = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left = set()
     for sets in tests.values():
-        count = round(len(sets) ** 0.25) if few else len(sets) if len(sets) <= 2 else round(len(sets) ** 0.4)
+        count = len(sets) if len(sets) <= 2 else round(len(sets) ** 0.4)
         kept = {round(i * (len(sets) - 1) / max(count - 1, 1)) for i in range(count)}
         left |= {item for i, item in enumerate(sets) if i not in kept}
     return left
