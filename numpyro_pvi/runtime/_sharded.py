@@ -111,7 +111,7 @@ class _OwnGroups(RuntimeDefaults):
             some = jax.lax.dynamic_slice_in_dim(places, step * lanes, lanes)
             # A lane without a group does as the first one.
             found = jax.vmap(solve)(*take(operands, jnp.where(some < count, some, places[0])))
-            return jax.tree.map(lambda all_, x: all_.at[some].set(x, mode="drop"), results, found)
+            return jax.tree.map(lambda held, x: held.at[some].set(x, mode="drop"), results, found)
 
         return jax.lax.fori_loop(0, -(-jnp.sum(holds) // lanes), visit, _zeros(shapes))
 
