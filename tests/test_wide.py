@@ -73,6 +73,9 @@ def apart(monkeypatch):
     jax.clear_caches()
     monkeypatch.setattr(_refinement, "LEAST_ROWS", 16)
     monkeypatch.setattr(_refinement, "SHARE", 6)
+    # Blocks of four, so that groups share one and one is not all.
+    monkeypatch.setattr(_refinement, "_BLOCK", 4)
+    monkeypatch.setattr(_refinement, "_SMALLEST", 4)
     yield
     jax.clear_caches()
 
@@ -110,7 +113,7 @@ def _same_pass(num_groups: int) -> None:
     state, arrays = fit.state, _data()
     problem = pvi._engine._state_problem(state, None, arrays, {}, False)
     assert problem.wide is not None
-    assert problem.wide.count == 8
+    assert (problem.wide.count, problem.wide.block) == (8, 4)
     tight = state.rule._replace(tolerance=jnp.asarray(1e-10))
 
     @jax.jit

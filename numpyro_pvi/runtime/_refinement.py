@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite, in_batches, mixing_shares
-from ..expectations import FIXED_RULES, AffineProgram, Expected, TermNumbers, add_expected, refined, rule_index
+from ..expectations import (
+    FIXED_RULES,
+    AffineProgram,
+    Expected,
+    TermNumbers,
+    add_expected,
+    refined,
+    rule_index,
+    sum_by_group,
+)
 from ..factors import Packing
 from ..families import GaussianMoments, GaussianNatural
 from ..schedules import Points, Rule
@@ -209,8 +218,8 @@ def _residuals(points: Any, targets: Any, moments: GaussianMoments) -> Float[Arr
 
 # Rows from which a share of them is set apart, that share, and the most latents whose steps are extrapolated.
 LEAST_ROWS, SHARE, MOST_LATENTS = 1 << 15, 24, 256
-# Chunks whose widths are found at once.
-_AT_ONCE = 16
+# Chunks whose widths are found at once; picked rows that are looked at together; the smallest block of them.
+_AT_ONCE, _BLOCK, _SMALLEST = 16, 1024, 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,6 +232,7 @@ class WideRows:
         rows: which row stands in every slot of every chunk.
         mask: which slots count.
         count: K.
+        block: how many of them are read and summed together, so that a block is of few groups.
     """
 
     program: AffineProgram
@@ -230,6 +240,7 @@ class WideRows:
     rows: Int[Array, "C R"]
     mask: Bool[Array, "C R"]
     count: int
+    block: int
 
     def select(self, chunks: Any, moments: GaussianMoments) -> Int[Array, "K"]:
         """The slots, counted through all chunks, of the rows with the largest predictor sds under q."""
@@ -239,24 +250,34 @@ class WideRows:
         return jnp.sort(jax.lax.top_k(widths, self.count)[1]).astype(jnp.int32)
 
     def read(self, slots: Int[Array, "K"]) -> Any:
-        """What the program reads of these slots."""
-        return self.prepare(self.rows.reshape(-1)[slots], self.mask.reshape(-1)[slots])
+        """What the program reads of these slots, in blocks of rows on a leading axis."""
+
+        def prepared(own: Int[Array, "B"]) -> Any:
+            return self.prepare(self.rows.reshape(-1)[own], self.mask.reshape(-1)[own])
+
+        return self.by_block(prepared, slots.reshape(-1, self.block))
+
+    def by_block(self, function: Callable[[Any], Any], blocks: Any) -> Any:
+        """A function of every block: nodes of all picked rows at once would take more memory than a pass over the others."""
+        return in_batches(function, blocks, max(1, _BLOCK // self.block))
+
+    def widest(self, blocks: Any, moments: GaussianMoments) -> Float[Array, ""]:
+        """The largest sd under q of any predictor of these rows."""
+        return jnp.max(self.by_block(lambda own: self.program.widths(own, moments), blocks))
+
+    def numbers(self, blocks: Any, moments: GaussianMoments, level: Any) -> tuple[TermNumbers, ...]:
+        """Numbers of these rows, by block."""
+        return self.by_block(lambda own: self.program.numbers(own, moments, level), blocks)
+
+    def total(self, blocks: Any, numbers: tuple[TermNumbers, ...], moments: GaussianMoments) -> Expected:
+        """Numbers summed over the design of all these rows."""
+        found = self.by_block(lambda both: self.program.contract(*both, moments), (blocks, numbers))
+        return jax.tree.map(lambda x: x[0], sum_by_group(found, jnp.zeros(found.value.shape, jnp.int32), 1))
 
     def without(self, chunks: Any, slots: Int[Array, "K"]) -> Any:
         """All chunks, in which these slots do not count."""
         kept = jnp.ones((self.mask.size,), bool).at[slots].set(False).reshape(self.mask.shape)
         return tuple((data, mask & kept) for data, mask in chunks)
-
-    def spread(
-        self, slots: Int[Array, "K"], numbers: tuple[TermNumbers, ...], spread: Float[Array, ""]
-    ) -> tuple[TermNumbers, ...]:
-        """Numbers of the picked rows at their slots in all chunks, and zeros elsewhere."""
-
-        def placed(x):
-            return jnp.zeros((self.mask.size,), x.dtype).at[slots].set(x).reshape(self.mask.shape)
-
-        everywhere = jnp.broadcast_to(spread, self.mask.shape[:1])
-        return tuple(jax.tree.map(placed, n._replace(spread=None))._replace(spread=everywhere) for n in numbers)
 
 
 def wide_rows(plan: Any, program: Any, solver: Any, packing: Any, read: Callable) -> WideRows | None:
@@ -284,10 +305,12 @@ def wide_rows(plan: Any, program: Any, solver: Any, packing: Any, read: Callable
         return None
     # A power of two: the number of slots, padding with them, depends a little on how rows are grouped.
     count = 1 << ((size // SHARE).bit_length() - 1)
-    probe = jax.eval_shape(partial(read, program), *(jax.ShapeDtypeStruct((count,), t) for t in (jnp.int32, bool)))
-    if any(mask.shape != (count,) for _, mask in probe):
+    # At most as many rows are summed group by group as there are, however many groups.
+    block = min(count, _BLOCK, 1 << (max(size // (packing.offsets.shape[0] - 1), _SMALLEST).bit_length() - 1))
+    probe = jax.eval_shape(partial(read, program), *(jax.ShapeDtypeStruct((block,), t) for t in (jnp.int32, bool)))
+    if any(mask.shape != (block,) for _, mask in probe):
         return None
-    return WideRows(program, partial(read, program), packing.rows, packing.mask, count)
+    return WideRows(program, partial(read, program), packing.rows, packing.mask, count, block)
 
 
 class WideFound(NamedTuple):
@@ -311,16 +334,16 @@ def expect_wide(problem: Any, moments: GaussianMoments, rule: Rule) -> WideFound
     """
     wide: WideRows = problem.wide
     slots = wide.select(problem.data.chunks, moments)
-    chunk = wide.read(slots)
-    widest = jnp.max(wide.program.widths(chunk, moments))
+    blocks = wide.read(slots)
+    widest = wide.widest(blocks, moments)
 
     def at(level):
-        numbers = wide.program.numbers(chunk, moments, level)
-        return numbers, relative_error(wide.program.contract(chunk, numbers, moments))
+        numbers = wide.numbers(blocks, moments, level)
+        return numbers, relative_error(wide.total(blocks, numbers, moments))
 
     first = jnp.clip(rule_index(widest), 0, len(FIXED_RULES) - 1).astype(jnp.int32)
     numbers, _, error = escalate(at, rule._replace(level=first), problem.num_rules)
-    return WideFound(slots, by_group(problem, slots, chunk, numbers, moments), error)
+    return WideFound(slots, by_group(problem, slots, blocks, numbers, moments), error)
 
 
 def joined(groups: Expected, values: Any, error: Any, apart: WideFound) -> tuple[Expected, Any, Any]:
@@ -329,21 +352,37 @@ def joined(groups: Expected, values: Any, error: Any, apart: WideFound) -> tuple
     return found, values + jnp.sum(apart.groups.value), jnp.maximum(error, apart.error)
 
 
-def by_group(problem: Any, slots: Any, chunk: Any, numbers: tuple[TermNumbers, ...], moments: Any) -> Expected:
-    """Sum the picked rows' numbers over their design, group by group."""
+def by_group(problem: Any, slots: Any, blocks: Any, numbers: tuple[TermNumbers, ...], moments: Any) -> Expected:
+    """Sum the picked rows' numbers over their design, group by group: of every block, what each of its groups has there."""
     wide: WideRows = problem.wide
     if problem.num_groups == 1:
-        whole = wide.program.contract(chunk, numbers, moments)
-        return jax.tree.map(lambda x: x[None], whole)
-    spread = jnp.stack([n.spread for n in numbers]).max()
-    placed = wide.spread(slots, numbers, spread)
-    chunks = (problem.data.chunks, placed)
-    data, working = problem.data, wide.program.working_bytes(problem.data.chunks)
+        return jax.tree.map(lambda x: x[None], wide.total(blocks, numbers, moments))
+    # Slots are in order, and so are their groups: a piece begins where a block or a group does.
+    owner = problem.data.chunk_group[slots // wide.mask.shape[1]]
+    place = jnp.arange(wide.count)
+    begins = (place % wide.block == 0) | (owner != jnp.roll(owner, 1))
+    most = wide.count // wide.block + problem.num_groups - 1
+    (first,) = jnp.nonzero(begins, size=most, fill_value=wide.count - 1)
+    real, group, owners = jnp.arange(most) < jnp.sum(begins), owner[first], owner.reshape(-1, wide.block)
 
-    def contract(both):
-        return wide.program.contract(*both, moments)
+    def contract(piece: tuple) -> Expected:
+        at, own, there = piece
+        chunk, found, whose = jax.tree.map(lambda x: x[at], (blocks, numbers, owners))
+        mine = there & (whose == own)
+        kept = (jax.tree.map(partial(_where, mine), n._replace(spread=None))._replace(spread=n.spread) for n in found)
+        return wide.program.contract(chunk, tuple(kept), moments)
 
-    return problem.runtime.sum_chunks(contract, chunks, data.chunk_group, data.offsets, working)
+    return problem.runtime.sum_chunks(
+        contract,
+        (first // wide.block, group, real),
+        group,
+        jnp.searchsorted(group, jnp.arange(problem.num_groups + 1)),
+        wide.program.working_bytes(jax.tree.map(lambda x: x[0], blocks)),
+    )
+
+
+def _where(mine: Bool[Array, "B"], x: Float[Array, "B"]) -> Float[Array, "B"]:
+    return jnp.where(mine, x, 0.0)
 
 
 class _Rows(NamedTuple):
@@ -371,14 +410,15 @@ def refine(problem: Any, evaluation: Any, results: LocalResult) -> LocalResult:
     """
     proposed, moved = results.site, results.moved
     wide: WideRows = problem.wide
-    family, program = problem.family, dataclasses.replace(wide.program, num_rules=len(FIXED_RULES))
-    chunk = wide.read(evaluation.wide)
+    family = problem.family
+    wide = dataclasses.replace(wide, program=dataclasses.replace(wide.program, num_rules=len(FIXED_RULES)))
+    blocks = wide.read(evaluation.wide)
 
     def numbers_at(moments):
-        level = jnp.clip(rule_index(jnp.max(program.widths(chunk, moments))), 0, len(FIXED_RULES) - 1)
-        found = program.numbers(chunk, moments, level)
+        level = jnp.clip(rule_index(wide.widest(blocks, moments)), 0, len(FIXED_RULES) - 1)
+        found = wide.numbers(blocks, moments, level)
         kept = tuple((n.rows, n.weight) for n in found)
-        return kept, program.contract(chunk, found, moments)
+        return kept, wide.total(blocks, found, moments)
 
     prior = None if evaluation.prior is None else evaluation.prior.target
     start = posterior(problem.prior_natural, SiteStack(proposed, prior))
@@ -400,8 +440,8 @@ def refine(problem: Any, evaluation: Any, results: LocalResult) -> LocalResult:
 
     best, usable = climb(_Rows(start, before), energy_of(first, at_start), value)
     change = jax.tree.map(lambda new, old: new - old, best.numbers, before)
-    zero = jnp.zeros((wide.count,), start.precision_mean.dtype)
-    parts = tuple(TermNumbers(zero, rows, weight, zero, zero, zero[0]) for rows, weight in change)
-    by = by_group(problem, evaluation.wide, chunk, parts, evaluation.moments).target
+    zero = jnp.zeros((wide.count,), start.precision_mean.dtype).reshape(-1, wide.block)
+    parts = tuple(TermNumbers(zero, rows, weight, zero, zero, zero[:, 0]) for rows, weight in change)
+    by = by_group(problem, evaluation.wide, blocks, parts, evaluation.moments).target
     usable = usable & jnp.all(moved)
     return results._replace(site=select(jnp.broadcast_to(usable, moved.shape), proposed + by, proposed))
