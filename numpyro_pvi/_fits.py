@@ -103,8 +103,7 @@ class Begun:
         Raises:
             PVIError: for a prior that depends on rows which no device has all of.
         """
-        how = pvi._engine.whole_groups, self.planned.plan.mechanism, plan.rows is not None
-        packing = pvi.runtime.lay_out(self.planned.packing, *how)
+        packing = pvi.runtime.lay_out(self.planned.packing, pvi._engine.whole_groups, self.planned.plan.mechanism)
         refuse_prior_of_rows(pvi._engine, plan, packing, self.dynamic, self.static, self.optim_state, self.at)
         return packing
 

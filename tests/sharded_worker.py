@@ -114,6 +114,8 @@ CASES = {
     "gradient": (logistic, _FULL, NaturalGradient(), Synchronous()),
     "gradient, one by one": (logistic, _FULL, NaturalGradient(), Sequential()),
     "gradient, diagonal": (logistic, _DIAGONAL, NaturalGradient(num_steps=2), Synchronous()),
+    "numbers of rows": (logistic, _FULL, NaturalGradient(sites="rows"), Synchronous()),
+    "numbers of rows, one by one": (linear, _FULL, NaturalGradient(sites="rows"), Sequential()),
     "quadratic": (linear, _FULL, NaturalGradient(), Synchronous()),
     "draws": (scaled, _DIAGONAL, NaturalGradient(), Synchronous()),
     "optimiser": (logistic, _FULL, LocalELBO(Adam(0.05), num_steps=4), Synchronous()),
@@ -146,7 +148,14 @@ CASES = {
     "params": (with_params, _FULL, NaturalGradient(), Synchronous(), Adam(0.05)),
 }
 # Of every way to divide the work one: passes, visits side by side, visits one by one, own latents; rows looked up.
-FEW = ("gradient", "optimiser", "optimiser, batches", "own latents, one by one", "families, some rows")
+FEW = (
+    "gradient",
+    "numbers of rows",
+    "optimiser",
+    "optimiser, batches",
+    "own latents, one by one",
+    "families, some rows",
+)
 ON_TWO, EVEN = "families, own latents, one by one", "optimiser, even groups"
 IN_PROCESSES = ("optimiser, batches",)
 
@@ -236,7 +245,6 @@ def refusals(runtime):
     masked = Partition(logistic, "data", LABELS, mode="mask")
     rows = {
         "masks": (masked, NaturalGradient(), (X, CLASSES)),
-        "rows": (Partition(linear, "data", LABELS), NaturalGradient(sites="rows"), (X, Y)),
         "prior": (Partition(prior_of_rows, "data", LABELS), NaturalGradient(), (X, Y)),
         "prior of families": (Partition(gamma_prior_of_rows, "data", LABELS), NaturalGradient(), (X, COUNTS)),
     }
@@ -314,7 +322,7 @@ def on_devices():
     """What one process with several devices is asked."""
     runtime = Sharded()
     found = {"gaps": {name: gap(name, runtime) for name in FEW}}
-    few = "gradient", "optimiser, batches", "families, some rows"
+    few = "gradient", "numbers of rows", "optimiser, batches", "families, some rows"
     texts = {name: compiled_text(CASES[name], runtime) for name in few}
     found["gathers"] = {name: gathers(text) for name, text in texts.items()}
     found["sums"] = {name: " all-reduce" in text for name, text in texts.items()}
@@ -329,6 +337,8 @@ def on_devices():
     found["refusals"] = refusals(runtime)
     with mock.patch("numpyro_pvi.runtime._sharded._total", lambda x, axis: x):
         found["planted sum"] = gap("gradient", Sharded(batch_bytes=1 << 20))
+    with mock.patch("numpyro_pvi.runtime._row_problem.places_of_elements", _in_the_order_of_slots):
+        found["planted places"] = gap("numbers of rows", Sharded(batch_bytes=1 << 18))
     checked = functools.partial(_with_check, jax.shard_map)
     with mock.patch("jax.shard_map", checked):
         try:
@@ -336,6 +346,11 @@ def on_devices():
         except (ValueError, TypeError):
             found["planted check"] = None
     return found
+
+
+def _in_the_order_of_slots(packing, terms, data, count):
+    """Rows taken for those that stand first among all."""
+    return jnp.where(packing.mask.reshape(-1), jnp.arange(packing.mask.size), count)
 
 
 def _with_check(shard_map, *args, **settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -598,6 +598,35 @@ def _groups_of_rows(rows: RowAxes, packing: Packing | GroupMasks, spec: TermSpec
     place = jnp.where(packing.mask, packing.rows, size)
     owner = jnp.broadcast_to(packing.chunk_group[:, None], place.shape)
     return jnp.full((size + 1,), -1, jnp.int32).at[place.reshape(-1)].set(owner.reshape(-1))[:size]
+
+
+def places_of_elements(
+    packing: Packing, terms: tuple[TermSpec, ...], data: tuple[TermData, ...], count: int
+) -> Int[Array, "L"]:
+    """Where the elements of a device's rows stand among those of all rows; ``count`` for what fills its chunks up.
+
+    Args:
+        packing: the device's chunks.
+        terms: structure of every term.
+        data: their arrays on the device's rows, in the order of the slots.
+        count: P, elements of all rows.
+
+    Returns:
+        Indices, term by term as ``data`` has them.
+    """
+    rows, real = packing.rows.reshape(-1), packing.mask.reshape(-1)
+    shapes = [one.fn.batch_shape for one in data]
+    # A row has as many elements here as it has there.
+    num_rows = count * rows.shape[0] // sum(map(_count, shapes))
+    found, start = [], 0
+    for spec, shape in zip(terms, shapes, strict=True):
+        axis = cast(int, spec.row_dim) % len(shape)
+        every = jnp.arange(_count(shape) // shape[axis] * num_rows, dtype=jnp.int32)
+        own = jnp.take(every.reshape(*shape[:axis], num_rows, *shape[axis + 1 :]), rows, axis=axis) + start
+        there = real.reshape((-1,) + (1,) * (len(shape) - axis - 1))
+        found.append(jnp.where(there, own, count).reshape(-1))
+        start += every.shape[0]
+    return jnp.concatenate(found)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -183,14 +183,13 @@ class Runtime(Protocol):
         """The runtime of a program that has all chunks on every device, whose rows elsewhere count for nothing."""
         ...
 
-    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
+    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args") -> Any:
         """The packing whose chunks can be divided among the devices; refuses one that cannot.
 
         Args:
             packing: rows of each chunk, or masks.
             whole: whether a group's chunks have to be on one device, for visits that read its rows again and again.
             mechanism: how a model's rows are read: "args", "index" or "mask".
-            by_rows: whether sites are two numbers per row, and q is made of all of them.
         """
         ...
 
@@ -431,9 +430,9 @@ class RuntimeDefaults:
         """All rows are here."""
         return self
 
-    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
+    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args") -> Any:
         """As it is."""
-        del whole, mechanism, by_rows
+        del whole, mechanism
         return packing
 
     def place(self, rows: list, axes: tuple[int | None, ...], packing: Any, whole: bool) -> tuple[list, Any]:

@@ -407,7 +407,8 @@ class Engine(FitsParams):
         if plan.rows is not None:
             if prior is None:
                 prior = read_row_prior(call, part, packing, plan.rows == "latents"), None
-            return row_problem(plan, call, prior[0], self.solver, packing.offsets.shape[0] - 1, num_rules)
+            runtime = self.runtime_of(packing)
+            return row_problem(plan, call, prior[0], self.solver, packing, num_rules, runtime)
         few = beside_rows(part, packing, call)
         natural, exact = prior if prior is not None else self.exact_prior(plan, few)[:2]
         runtime = self.runtime_of(packing)
@@ -666,6 +667,8 @@ class Engine(FitsParams):
             state, carry = jax.lax.cond(opening, lambda: (state, carry), moved)
         else:
             after, done = self._moved(problem, state, carry._replace(opening=opening), args, kwargs, fine)
+            # Such a round leaves the sites where they are: there is nothing to choose, and no copy of them to choose from.
+            state, carry = dataclasses.replace(state, sites=after.sites), carry._replace(sites=done.sites)
             state, carry = select(opening, (state, carry._replace(evaluation=done.evaluation)), (after, done))
         if fits_params:
             problem = self._state_problem(state, None, args, kwargs, fine)

@@ -14,8 +14,8 @@ from .._compiling import Program
 from .._numerics import all_finite
 from .._state import Plan
 from ..errors import PVIError
-from ..expectations import RULES, Expected, RowNumbersProgram
-from ..factors import ModelCall, read_rows
+from ..expectations import RULES, Expected, RowNumbers, RowNumbersProgram
+from ..factors import GroupMasks, ModelCall, Packing, places_of_elements, read_rows
 from ..families import GaussianNatural, RowFamily, RowMoments, RowPrior
 from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule
 from ..sites import SiteStack, cavity, damp, posterior, take
@@ -54,6 +54,8 @@ class RowProblem(ProblemDefaults):
         labels: the groups' labels.
         num_rules: how many quadrature rules are compiled in.
         data: see :class:`_NoOthers`.
+        runtime: where rows are on several devices: what sums over them.
+        places: there, where the elements of a device's rows stand among all; else None.
     """
 
     family: RowFamily
@@ -63,6 +65,8 @@ class RowProblem(ProblemDefaults):
     num_groups: int
     num_rules: int
     data: _NoOthers
+    runtime: Any = None
+    places: Int[Array, "L"] | None = None
 
     # Sites of all groups in one vector: schedules that visit groups one by one leave the sweep to the problem.
     flat = True
@@ -130,8 +134,19 @@ class RowProblem(ProblemDefaults):
         """All groups' expectations under one quadrature rule."""
         del unused
         group = self.family.prior.group
-        rows = program.rows(moments.loc, jnp.sum(moments.scale**2, axis=-1), group >= 0, level, clip)
-        return program.sums(rows, group, self.num_groups)
+        return program.sums(self._rows(program, moments, group >= 0, level, clip), group, self.num_groups)
+
+    def _rows(
+        self, program: RowNumbersProgram, moments: RowMoments, counted: Bool[Array, "P"], level: Any, clip: Any
+    ) -> RowNumbers:
+        """What quadrature says of every row; where rows are on several devices, each looks at its own, and tells their numbers."""
+        law = moments.loc, jnp.sum(moments.scale**2, axis=-1), counted
+        if self.places is None:
+            return program.rows(*law, level, clip)
+        count, at = counted.shape[0], self.places
+        loc, variance, mine = (x[at] for x in law)
+        own = program.rows(loc, variance, mine & (at < count), level, clip)
+        return self.runtime.total(jax.tree.map(lambda x: jnp.zeros((count,), x.dtype).at[at].set(x, mode="drop"), own))
 
     def sum_groups(self, expect: Callable[[], Expected]) -> Expected:
         """All rows are read at once."""
@@ -144,8 +159,7 @@ class RowProblem(ProblemDefaults):
     def _factor(self, mine: Bool[Array, "P"], rule: Rule) -> GroupFactor:
         def expected(moments: RowMoments) -> Expected:
             def at(level):
-                rows = self.program.rows(moments.loc, jnp.sum(moments.scale**2, axis=-1), mine, level, False)
-                return self.program.one_group(rows, mine)
+                return self.program.one_group(self._rows(self.program, moments, mine, level, False), mine)
 
             return escalated(at, rule, self.num_rules)
 
@@ -291,7 +305,13 @@ class RowProblem(ProblemDefaults):
 
 
 def row_problem(
-    plan: Plan, call: ModelCall, prior: RowPrior, solver: LocalSolver, num_groups: int, num_rules: int
+    plan: Plan,
+    call: ModelCall,
+    prior: RowPrior,
+    solver: LocalSolver,
+    packing: Packing | GroupMasks,
+    num_rules: int,
+    runtime: Any,
 ) -> RowProblem:
     """The factors, ready to be evaluated.
 
@@ -300,17 +320,21 @@ def row_problem(
         call: the model with its arguments.
         prior: the prior as the rows see it.
         solver: local solver.
-        num_groups: M.
+        packing: rows of each chunk.
         num_rules: how many quadrature rules are compiled in.
+        runtime: where passes over rows run.
 
     Returns:
         The problem; of the model only what rows' densities read is evaluated.
     """
-    terms = plan.partition.terms
-    family = RowFamily(prior)
-    program = RowNumbersProgram(terms, read_rows(call, terms, prior.loc), num_rules, family.dim)
+    terms, count = plan.partition.terms, prior.group.shape[0]
+    family, rows = RowFamily(prior), read_rows(call, terms, prior.loc)
+    program = RowNumbersProgram(terms, rows, num_rules, family.dim)
     data = _NoOthers(jnp.ones((family.dim,), bool))
-    return RowProblem(family, solver, program, plan.partition.table.labels, num_groups, num_rules, data)
+    placed = isinstance(packing, Packing) and packing.places is not None
+    places = places_of_elements(packing, terms, rows, count) if placed else None
+    labels, num_groups = plan.partition.table.labels, packing.offsets.shape[0] - 1
+    return RowProblem(family, solver, program, labels, num_groups, num_rules, data, runtime, places)
 
 
 def _where(keep: Bool[Array, "P"], new: Any, old: Any) -> Any:

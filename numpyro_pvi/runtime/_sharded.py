@@ -124,7 +124,8 @@ class Sharded(RuntimeDefaults):
     else (q, sites, what solvers and groups remember) is on every device alike. Each device runs the same program over its own
     chunks, and messages are summed by collectives. A solver whose visits read rows again and again (``LocalELBO``, ``PowerEP``,
     ``NaturalGradient(num_steps=2)``) has all rows of a group on one device and visits the groups of different devices at the
-    same time: with fewer groups than devices some are idle. For other solvers groups may span devices.
+    same time: with fewer groups than devices some are idle. For other solvers groups may span devices. Sites of two numbers a
+    row are on every device, with the matrix through which the prior is seen; each device takes the expectations of its own rows.
 
     Results are those of :class:`Vmap` up to rounding. Rows have to be arguments whose leading axis is the plate's.
 
@@ -181,18 +182,12 @@ class Sharded(RuntimeDefaults):
         """All chunks on every device, of whose rows each has its own."""
         return _AllChunks(self)
 
-    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
+    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args") -> Any:
         """As many chunks for every device: see :class:`numpyro_pvi.runtime.Runtime`.
 
         Raises:
-            PVIError: where rows are not read off the arguments, or q is made of all rows' numbers.
+            PVIError: where rows are not read off the arguments.
         """
-        if by_rows:
-            raise PVIError(
-                "Sharded() sums what devices find in their own rows, but sites of two numbers per row are no sum: the moments of q "
-                "are those of one matrix with a row and a column for every row of the data, whose factorisation all of them enter. "
-                "Write NaturalGradient(sites='dense'), with a site of D x D numbers a group; or runtime=Vmap()."
-            )
         if mechanism != "args" or not isinstance(packing, Packing):
             how = "with masks, every group on all rows" if mechanism == "mask" else "by the plate's indices"
             raise PVIError(

@@ -133,6 +133,10 @@ def accept_jointly(
     if problem.matches_moments or problem.blind:
         return accept_valid(problem, old_sites, proposal, old, step, noise, probe)
     restart = step * 2.0**-SWEEP_HALVINGS if restart is None else restart
+    if opening is not None:
+        # Any share of the way from where the sites are to there; a copy of them less than to choose between candidates.
+        proposal = select(opening, old_sites, proposal)
+        fallback = None if fallback is None else select(opening, old_sites, fallback)
 
     def share(step):
         """The share of the proposal's change: the fallback begins again with a full step."""
@@ -151,9 +155,7 @@ def accept_jointly(
     def attempt(state: Accepted) -> Accepted:
         # Validity costs one Cholesky, the ELBO a pass over the data: settle the first before paying for the second.
         step, halvings = shorten(problem, at, state.step, state.halvings)
-        sites, again = at(step), False
-        if opening is not None:
-            sites, again = select(opening, old_sites, sites), opening
+        sites, again = at(step), False if opening is None else opening
         evaluation = problem.evaluate(sites, old.rule, noise, probe, again, trial=probe is None, hopeless=hopeless)
         if test is None:
             spare = problem.allowance(sites, evaluation, old_sites, old, share(step))
