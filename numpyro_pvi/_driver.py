@@ -156,6 +156,33 @@ def begin(
     return checkpoint, Progress(state)
 
 
+def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_params: Any) -> Progress:
+    """A run that could not leave its start, begun again where the guide starts.
+
+    Points a few prior sds out may be where a gradient is no number though the density is one (the root of what has underflown),
+    which SVI's narrow start does not see.
+
+    Args:
+        pvi: what runs.
+        stuck: raised by the run.
+        given: its key and the model's converted arguments.
+        init_params: where q was asked to start, or None.
+
+    Returns:
+        The start.
+
+    Raises:
+        SkippedGroupError: as it was, where the group was heard before, or where q starts was asked for.
+    """
+    state, (key, (args, kwargs)) = stuck.state, given
+    if int(state.step) > int(np.max(np.asarray(state.report.skip_run))):
+        raise stuck
+    other = pvi._fit.other_start(pvi, pvi.init(key, *args, init_params=init_params, **kwargs), init_params)
+    if other is None:
+        raise stuck
+    return Progress(other)
+
+
 def _check_fits(checkpoint: Checkpoint, progress: Progress, args: tuple, kwargs: dict, fresh: bool) -> None:
     """Refuse a file whose arguments are others, or (where the run starts from ``init``) whose groups are."""
     pvi, name = checkpoint.pvi, str(checkpoint.path)

@@ -171,6 +171,10 @@ class FamilyFit:
         natural = ProductNatural({n: f.from_distribution(wanted[joint.get(n, n)]) for n, f in families})
         return self.at_natural(state, natural)
 
+    def other_start(self, pvi: Any, state: PVIState, init_params: dict | None) -> PVIState | None:
+        """None: a start is tested by its messages where it is made."""
+        del pvi, state, init_params
+
     def at_natural(self, state: PVIState, wanted: Any) -> PVIState:
         """In equal shares of all sites; the members of a row in its group's."""
         change = wanted - posterior(state.prior, state.sites)

@@ -17,12 +17,14 @@ from ._group_lifecycle import reduced
 from ._initial import (
     as_the_solver_takes,
     at_given,
+    at_guide_start,
     at_natural,
     better_start,
     check_structure,
     given_to_guide,
     init_optim,
     initial_params,
+    is_free,
     refuse_nothing_shared,
     spread_params,
     start_mode,
@@ -133,6 +135,10 @@ class Fit(Protocol):
 
     def first_state(self, pvi: Any, begun: Begun, init_params: dict | None) -> PVIState:
         """The state that rounds begin with, at the params given; raises ``ImproperError`` where q is not normalisable."""
+        ...
+
+    def other_start(self, pvi: Any, state: PVIState, init_params: dict | None) -> PVIState | None:
+        """A fresh state with q where the guide starts, for a run that cannot leave its own; None where that was asked for."""
         ...
 
     def at_natural(self, state: PVIState, wanted: Any) -> PVIState:
@@ -318,6 +324,10 @@ class GaussianFit:
             state = spread_params(pvi.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
         return better_start(pvi, state, planned.hostile, proper, init_params, *arguments)
+
+    def other_start(self, pvi: Any, state: PVIState, init_params: dict | None) -> PVIState | None:
+        """As under SVI: at the location of the guide's initialisation strategy, with its initial scale."""
+        return at_guide_start(pvi.guide, state) if is_free(pvi, state, init_params) else None
 
     def at_natural(self, state: PVIState, wanted: Any) -> PVIState:
         """In equal shares of every factor's site."""

@@ -358,6 +358,19 @@ def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None
     return "auto" if cheap else "prior"
 
 
+def is_free(pvi: Any, state: PVIState, init_params: dict | None) -> bool:
+    """Whether nobody has said where q starts, so that it may start where the guide does.
+
+    Args:
+        pvi: the PVI, whose guide is Gaussian.
+        state: a fresh state.
+        init_params: the user's, or None.
+    """
+    free = pvi.init_sites == "auto" and not streams(pvi.schedule) and state.plan.rows is None
+    free &= not isinstance(state.sites.local, Held)
+    return free and not set(init_params or {}) & guide_param_names(pvi.guide, state.plan.partition.layout.names)
+
+
 def better_start(
     pvi: Any, state: PVIState, hostile: bool, proper: Any, init_params: dict | None, dynamic: list, static: tuple
 ) -> PVIState:
@@ -379,13 +392,7 @@ def better_start(
     Raises:
         ImproperError: when q is not normalisable.
     """
-    free = pvi.init_sites == "auto" and not streams(pvi.schedule) and state.plan.rows is None
-    free &= not isinstance(state.sites.local, Held)
-    if (
-        hostile
-        and free
-        and not set(init_params or {}) & guide_param_names(pvi.guide, state.plan.partition.layout.names)
-    ):
+    if hostile and is_free(pvi, state, init_params):
         other = at_guide_start(pvi.guide, state)
         for each in (state, other):
             pvi._followed.programs.note(each)

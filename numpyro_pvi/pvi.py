@@ -15,7 +15,7 @@ from . import diagnostics, export
 from ._arriving_groups import Newcomers
 from ._closures import Followed, check_picklable, follows, with_prior_of_now
 from ._compiling import is_traced, on_device, precisely
-from ._driver import BLOCK, Progress, Run, begin, drive, waiting
+from ._driver import BLOCK, Progress, Run, begin, begun_elsewhere, drive, waiting
 from ._family_fit import FamilyFit
 from ._fits import GaussianFit, begin_fit
 from ._group_lifecycle import (
@@ -53,7 +53,7 @@ from ._user_inputs import (
     unseen,
 )
 from ._verified import Memory, Verifier, after_update, check_family, taken_over
-from .errors import StateError
+from .errors import SkippedGroupError, StateError
 from .factors import abstract_trace, as_arrays, positional_names, split_arguments
 from .guides import check_guide, keeps_supports
 from .handlers import FullPlates, Partition
@@ -309,7 +309,8 @@ class PVI(SVI):
             CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
             StateError: for an ``init_state`` of another kind of guide, of other groups or arguments, or one that the solver or the
                 schedule cannot go on from.
-            SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state.
+            SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state. Where
+                these are a run's first, and nobody said where q starts, it is begun again where the guide starts, and says so.
             NonFiniteLossError: when the rounds end with a loss that is no number; its ``.state`` is the last state.
         """
         del stable_update, forward_mode_differentiation
@@ -322,17 +323,28 @@ class PVI(SVI):
                 check_state(init_state)
                 init_state = self._engine.counted(init_state, loss_every)
             kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
-            state, *rows = taken_over(self, before.state, args, kwargs)
-            before = dataclasses.replace(before, state=state)
-            engine = self._engine.reporting(loss_every)
-            run = self._drive(before, *rows, int(num_steps), tol, callback, bar, kept, engine=engine)
+            engine, why = self._engine.reporting(loss_every), ""
+
+            def driven(before: Progress, shown: Any) -> Run:
+                state, *rows = taken_over(self, before.state, args, kwargs)
+                how = int(num_steps), tol, callback, shown, kept
+                return self._drive(dataclasses.replace(before, state=state), *rows, *how, engine=engine)
+
+            try:
+                run = driven(before, bar)
+            except SkippedGroupError as stuck:
+                if init_state is not None:
+                    raise
+                again = begun_elsewhere(self, stuck, (rng_key, given), init_params)
+                run, reason = driven(again, progress_bar), str(stuck).partition(". ")[0]
+                why = f"; begun again where the guide starts, since {reason}"
         # On the host: a result is not worth a program.
         shown = np.arange(1, len(run.losses) + 1) % loss_every == 0
         losses = np.asarray(run.losses)
         losses = on_device(np.where(shown, losses, np.asarray(np.nan, losses.dtype)))
         trace = trace_of(run.state, run.losses, run.reports)
         params, info = self.get_params(run.state), self.info(run.state)
-        return PVIRunResult(params, run.state, losses, info, run.converged, run.message, trace)
+        return PVIRunResult(params, run.state, losses, info, run.converged, run.message + why, trace)
 
     # ------------------------------------------------------------------ what SVI does not have
 

@@ -262,7 +262,9 @@ def claimed_rows(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"])
     model = _rows(call, part, point)
     if part.terms:
         terms = {
-            s.site: [rows_first(x, s.row_dim) for x in claimed_term(call, s, point, part.likelihood == "quadratic")]
+            s.site: [
+                rows_first(x, s.row_dim or 0) for x in claimed_term(call, s, point, part.likelihood == "quadratic")
+            ]
             for s in part.terms
         }
         value, size = ({key: {n: terms[n][i] for n in own} for key, own in model.items()} for i in (0, 1))

@@ -114,6 +114,10 @@ def first_sites(
     point = at_prior._replace(loc=loc, scale=(POINT_SCALE if points else 0.0) * at_prior.scale)
     both = jax.tree.map(lambda *xs: jnp.stack(xs), at_prior, point)
     finite = jax.vmap(getattr(problem, "finite_sites", None) or partial(_finite_sites, problem))
+    if points and mode == "auto":
+        # Of the two steps the curvature's alone: its Hessians are exact, and the other's look would be at a few points.
+        step = _best_step(problem, both, look_at, lambda found: finite(found.target), after, from_prior=False)
+        return step[0], first_rule(problem.dtype)
     if mode == "curvature" or problem.redraws or points:
         sites = finite(look_at(both)[0].target)
         return SiteStack(jax.tree.map(lambda x: x[1], sites), None), first_rule(problem.dtype)
@@ -135,7 +139,9 @@ class _Steps(NamedTuple):
     spreads: Float[Array, "2"]
 
 
-def _best_step(problem, both: Any, look_at: Callable, sites_of: Callable, after: Callable) -> tuple[SiteStack, Rule]:
+def _best_step(
+    problem: Any, both: Any, look_at: Callable, sites_of: Callable, after: Callable, from_prior: bool = True
+) -> tuple[SiteStack, Rule]:
     """The better of two steps, from the factors under the prior and at its location; halved until q beats the prior.
 
     Args:
@@ -144,6 +150,8 @@ def _best_step(problem, both: Any, look_at: Callable, sites_of: Callable, after:
         look_at: two q to the factors' expectations and ELBOs.
         sites_of: those expectations to the sites they ask for.
         after: sites to the two q that come of them.
+        from_prior: whether the step from the factors under the prior is a candidate; without it looks are at points, whose
+            errors are not known, and the prior's is compared with where it is finite.
 
     Returns:
         As :func:`first_sites`.
@@ -161,9 +169,9 @@ def _best_step(problem, both: Any, look_at: Callable, sites_of: Callable, after:
         share = jnp.where(first, 1.0, 0.5 * steps.share).astype(problem.dtype)
         moments = after(jax.tree.map(lambda x: share * x, sites))
         at_prior = jax.tree.map(lambda x: x[0], found)
-        resolved = all_finite(at_prior) & (relative_error(at_prior) <= START_TOLERANCE)
+        resolved = all_finite(at_prior) & (relative_error(at_prior) <= START_TOLERANCE if from_prior else True)
         resolved = jnp.where(first, resolved, steps.resolved)
-        usable = steps.moments.valid & jnp.isfinite(elbos) & jnp.stack([resolved, jnp.array(True)])
+        usable = steps.moments.valid & jnp.isfinite(elbos) & jnp.stack([resolved & from_prior, jnp.array(True)])
         return _Steps(
             turn=steps.turn + 1,
             moments=moments,

@@ -43,7 +43,8 @@ def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float
 def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) -> Bool[Array, ""]:
     """Whether a candidate is at least as good as the old q beyond rounding.
 
-    Groups whose factor was not finite before are left out of the comparison; none may become non-finite.
+    Groups whose factor was not finite before are left out of the comparison; none may become non-finite, in its value or in what
+    it asks for: from a q where that is no number no visit would lead away.
 
     Args:
         new: evaluation of the candidate.
@@ -53,11 +54,23 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) 
     Returns:
         True when the candidate may be taken.
     """
-    stays_finite = jnp.all(jnp.isfinite(new.groups.value) | ~jnp.isfinite(old.groups.value))
+    stays_finite = jnp.all(_finite(new.groups) | ~_finite(old.groups))
     gain, rounding = elbo_gain(new, old)
     # A q that was not normalisable has no bound to fall from.
     better = (gain >= -rounding - allowance) | ~old.moments.valid
     return new.moments.valid & stays_finite & better
+
+
+def _finite(groups: Any) -> Bool[Array, "M"]:
+    """Of which groups value and target are numbers; of a target the smallest of its arrays tells."""
+    leaves = jax.tree.leaves(getattr(groups, "target", None))
+    finite = jnp.isfinite(groups.value)
+    if not leaves:
+        return finite
+    asked = jnp.isfinite(min(leaves, key=lambda x: x.size))
+    # Sites of all groups may lie in one vector.
+    own = asked.shape[0] == finite.shape[0]
+    return finite & (jnp.all(asked.reshape(finite.shape[0], -1), axis=-1) if own else jnp.all(asked))
 
 
 def taken_whole(problem: Problem) -> float:

@@ -503,8 +503,8 @@ class Schedule(Protocol):
     def opens(self, problem: Problem) -> bool:
         """Whether ``round`` can evaluate the q that it was given in the place of a candidate, where ``carry.opening`` says so.
 
-        Such a round leaves the sites to the last bit, and everything else of it is thrown away. A pass over the rows then stands in one place of the program of rounds,
-        and is compiled once.
+        Such a round leaves the sites to the last bit, and everything else of it is thrown away. A pass over the rows then
+        stands in one place of the program of rounds, and is compiled once.
         """
         ...
 
