@@ -408,20 +408,19 @@ def _away_from_prior(
     begin half way to a draw each.
     """
     plan: Any = state.plan
+    if engine.solver.matches_moments and plan.inside:
+        # Integrated out, they need no member that tells them apart, but one to draw from.
+        old = posterior(state.prior, state.sites)
+        q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
+        return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))
     by_predictors = plan.likelihood.by_predictors and not plan.inside
     arrays, static = split_arguments(args, kwargs)
     if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed:
         run = partial(_curved_sites, engine, static, state, arrays, level=level_of_looks(state, arrays))
         sites = watched(engine.runtime, plan, run)
         return dataclasses.replace(state, sites=sites)
-    if engine.solver.private or (not plan.inside and not plan.summed):
+    if engine.solver.matches_moments or engine.solver.private or (not plan.inside and not plan.summed):
         return state
-    if engine.solver.matches_moments:
-        if not plan.inside:
-            return state
-        old = posterior(state.prior, state.sites)
-        q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
-        return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))
     key = look(lambda key: jax.random.fold_in(key, 0), state.rng_key)
     weights = first_weights(plan, key) if plan.summed else None
     given = state, start, key, weights, arrays

@@ -13,7 +13,16 @@ from ._affine import (
     expected_terms,
     worst_error,
 )
-from ._affinity import MAX_TERMS, MOST_VALUES, find_structure, over_values, probe_values, some_values, sums_of, with_draws
+from ._affinity import (
+    MAX_TERMS,
+    MOST_VALUES,
+    find_structure,
+    over_values,
+    probe_values,
+    some_values,
+    sums_of,
+    with_draws,
+)
 from ._chains import Chains, from_chains, no_chains
 from ._expected import Expected, QuadraticProgram, add_expected, sum_by_group
 from ._local_latents import (

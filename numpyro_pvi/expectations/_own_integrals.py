@@ -1,8 +1,8 @@
 """The integral of a row's factor over latents of the row's own, from draws of q in which the factor is looked at.
 
-Given the shared latents a row's factor f(z) is often affine in the statistics T of its own latents: ``f = c + <eta, T> + log h`` is a
-member, whose integral ``c + A(eta)`` and mean statistics are in closed form. So f over q is regressed on T over the draws, exactly where
-it is affine, and what is left of it is weighed: the member is a control variate, as in :mod:`._product_moments`.
+Given the shared latents a row's factor f(z) is often affine in the statistics T of its own latents: ``f = c + <eta, T> + log h``
+is a member, whose integral ``c + A(eta)`` and mean statistics are in closed form. So f over q is regressed on T over the draws,
+exactly where it is affine, and what is left of it is weighed: the member is a control variate, as in :mod:`._product_moments`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from ..families import ProductFamily, ProductMean, ProductNatural
 from ._product_moments import paired, weighable
-
 
 # Nats of a factor's rounding from which on its integral says nothing.
 _LOST = 1.0

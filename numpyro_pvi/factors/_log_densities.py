@@ -175,7 +175,7 @@ def rows_log_likelihood(
     chunk: Any,
     exact: tuple[str, ...] = (),
 ) -> Float[Array, "R"]:
-    """:func:`chunk_log_likelihood` of every row by itself, where all terms are of one partitioned axis; rows that do not count are 0."""
+    """:func:`chunk_log_likelihood` of every row, where all terms are of one partitioned axis; 0 of rows that do not count."""
     return sum(_masked_rows(call, values, rows, reading, packing, chunk, exact), start=jnp.zeros(()))
 
 

@@ -391,7 +391,7 @@ class ProductFactors(ProblemDefaults):
         return dataclasses.replace(self, problem=problem, beside=sites)
 
     def _members(self, local: Any) -> ProductNatural | None:
-        """Natural parameters of rows' own latents in q where these are held beside the sites (``local``, or as the round begins)."""
+        """Natural parameters in q of rows' own latents that are held beside the sites: in ``local``, or as the round begins."""
         del local
 
     def _tilted(self, key: Any, local: Any) -> ProductTilted:

@@ -1,9 +1,9 @@
 """Rows' own latents integrated out of the factors of a product of families, and matched to what is then known of them.
 
-A group's factor is ``p(y_m | theta) = prod_n int p(z_n | theta) p(y_n | theta, z_n) dz_n`` at every theta that tilted moments ask for,
-before any power of it is taken, as under Gaussian guides. Finitely many values are summed over; continuous latents are integrated
-over draws from q (:mod:`numpyro_pvi.expectations._own_integrals`). The member of z_n in q has the mean statistics of ``q(theta) p(z_n |
-theta, y_n)``, which never enters a site.
+A group's factor is ``p(y_m | theta) = prod_n int p(z_n | theta) p(y_n | theta, z_n) dz_n`` at every theta that tilted moments ask
+for, before any power of it is taken, as under Gaussian guides. Finitely many values are summed over; continuous latents are
+integrated over draws from q (:mod:`numpyro_pvi.expectations._own_integrals`). The member of z_n in q has the mean statistics of
+``q(theta) p(z_n | theta, y_n)``, and never enters a site.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class OwnLatents:
         return jax.vmap(lambda cell: over_draws(cell, tried.values))(jnp.asarray(cells))
 
     def _rows(self, chunk: Any, tried: _Tried, values: dict) -> tuple[Float[Array, "C R"], Any]:
-        """Every row's ``log int p(z, y | theta) dz`` in nats for all values of its finite latents, and means of the others there."""
+        """Every row's ``log int p(z, y | theta) dz`` in nats by its finite latents' values, and means of the others there."""
         factor = self._factor(chunk, tried, values)
         if tried.rows is None:
             return factor[:, 0], {}

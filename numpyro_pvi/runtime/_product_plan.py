@@ -42,7 +42,6 @@ from ..families import (
     support_of,
 )
 
-
 # Draws of a row's own latents where they tell a member, and where they are weighed.
 _OWN_MEMBER, _OWN_WEIGHED = 8, 256
 
@@ -202,8 +201,7 @@ class ProductPlan(Plan):
 
     @property
     def own_cells(self) -> tuple[tuple[str, ...], Int[np.ndarray, "C J"]]:
-        """One row's own latents with finitely many values, and all combinations of these: a column per member, one latent's after
-        another's."""
+        """One row's own latents with finitely many values, and all combinations of these, a column per member."""
         names, sizes = [], {}
         for name, own in self.row_family.components:
             if (support := support_of(own)) is not None:
@@ -212,9 +210,9 @@ class ProductPlan(Plan):
         count = math.prod(sizes.values())
         if count > MOST_VALUES:
             raise PVIError(
-                f"the values of {', '.join(names)} are summed over together in every row, at most {MOST_VALUES} combinations, and here are "
-                f"{count}: put fewer of them in a row (let the partitioned plate run over single observations), sum them out in the "
-                "model, or use solver=NaturalGradient(), which takes them one by one."
+                f"the values of {', '.join(names)} are summed over together in every row, at most {MOST_VALUES} combinations, "
+                f"and here are {count}: put fewer of them in a row (let the partitioned plate run over single observations), sum them "
+                "out in the model, or use solver=NaturalGradient(), which takes them one by one."
             )
         return tuple(names), all_values(sizes)
 
@@ -558,6 +556,11 @@ def check_tilted(plan: ProductPlan, solver: Any) -> None:
     if not plan.inside:
         return
     names, owner = ", ".join(plan.own_latents), type(solver).__name__
+    if not plan.shared:
+        raise PVIError(
+            f"{owner} under AutoExponentialFamily: every latent ({names}) is inside the partitioned plate, so that no site "
+            "is left once these are integrated out: rows have nothing to tell one another. Use solver=NaturalGradient()."
+        )
     if solver.factors == "row":
         raise PVIError(
             f"{owner}(factors='row') under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate, and a row's "
@@ -596,8 +599,8 @@ def with_tilted(plan: ProductPlan, solver: Any, affine: tuple[bool, bool]) -> Pr
     if plan.inside and plan.own_weighed and found[0] == "quadrature":
         if solver.moments == "quadrature":
             raise PVIError(
-                f"{owner}(moments='quadrature'): the integral over {', '.join(plan.own_weighed)}, inside the partitioned plate, is by "
-                "weighted draws, which no rule over the shared latents makes exact; leave moments='auto'."
+                f"{owner}(moments='quadrature'): the integral over {', '.join(plan.own_weighed)}, inside the partitioned plate, "
+                "is by weighted draws, which no rule over the shared latents makes exact; leave moments='auto'."
             )
         found[0] = "importance"
     if found[0] == "mcmc" and solver.factors == "row":
