@@ -211,8 +211,8 @@ class ProductPlan(Plan):
         if count > MOST_VALUES:
             raise PVIError(
                 f"the values of {', '.join(names)} are summed over together in every row, at most {MOST_VALUES} combinations, "
-                f"and here are {count}: put fewer of them in a row (let the partitioned plate run over single observations), sum them "
-                "out in the model, or use solver=NaturalGradient(), which takes them one by one."
+                f"and here are {count}: put fewer of them in a row (let the partitioned plate run over single observations), "
+                "sum them out in the model, or use solver=NaturalGradient(), which takes them one by one."
             )
         return tuple(names), all_values(sizes)
 

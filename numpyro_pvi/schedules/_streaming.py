@@ -166,7 +166,7 @@ class Streaming(ScheduleDefaults):
         """Visit one factor until its site has settled; not at all when it was absorbed before."""
         family = problem.family
         most = self.visits if isinstance(self.visits, int) else _STOCHASTIC_VISITS if problem.stochastic else _VISITS
-        # Local latents are fitted jointly with the site, which an average of sites would not belong to; integrated out, they are not.
+        # Local latents are fitted jointly with the site, which an average of sites would not belong to, but where integrated out.
         apart = local is None or (problem.matches_moments and problem.units is not None)
         by_draws = problem.noisy and not problem.stochastic and apart
 
