@@ -228,15 +228,15 @@ def test_so_it_is_of_every_schedule_and_solver(kind):
 
 @pytest.mark.parametrize(
     "moments",
-    [LaplaceMoments(num_draws=1024), pytest.param(MCMCMoments(50, 256, 2), marks=pytest.mark.slow)],
+    [LaplaceMoments(num_draws=1024), pytest.param(MCMCMoments(50, 512, 2), marks=pytest.mark.slow)],
     ids=["laplace", "mcmc"],
 )
 def test_modes_and_chains_are_of_the_marginal(moments):
-    """Of 1,024 draws: bounds are four times the largest error over 6 other keys (.004 and .009 of the concentration)."""
+    """Of 1,024 draws about modes: four times the largest error over 6 other keys, .0032 of the concentration."""
     pvi = made(rates, PowerEP(1.0, moments))
     seen = pvi.posterior(pvi.run(KEY, 8, jnp.asarray(COUNTS), progress_bar=False).state)["b"]
     (log, rate), _ = negative_binomial(COUNTS)
-    np.testing.assert_allclose([seen.concentration, seen.rate], [log + 1, rate], rtol=0.04)
+    np.testing.assert_allclose([seen.concentration, seen.rate], [log + 1, rate], rtol=0.013)
 
 
 # ------------------------------------------------------------------------------------------------------- rows' posteriors
@@ -265,7 +265,7 @@ def lognormal(counts):
 
 @pytest.mark.slow
 def test_what_has_no_closed_form_is_weighed():
-    """Bounds are four times the largest error over 6 other keys, in posterior sds and nats."""
+    """Four times the largest error over 6 other keys: .02 posterior sds, .003 of the sd and .035 nats."""
     pvi = made(lognormal, PowerEP(1.0))
     state = pvi.run(KEY, 30, jnp.asarray(COUNTS), progress_bar=False).state
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
@@ -279,8 +279,8 @@ def test_what_has_no_closed_form_is_weighed():
     (first, precision), evidence = family_ep.power_ep(["Normal"], [0.0, 1.0], [factor(g) for g in "abc"], 1.0)
     seen = pvi.posterior(state)["w"]
     assert abs(float(seen.loc) - first / precision) * precision**0.5 < 0.08
-    np.testing.assert_allclose(seen.scale, precision**-0.5, rtol=0.04)
-    np.testing.assert_allclose(pvi.log_evidence(state, jnp.asarray(COUNTS)), evidence, atol=0.15)
+    np.testing.assert_allclose(seen.scale, precision**-0.5, rtol=0.012)
+    np.testing.assert_allclose(pvi.log_evidence(state, jnp.asarray(COUNTS)), evidence, atol=0.14)
 
 
 def test_rows_that_see_nothing_shared_are_their_own_posterior():
