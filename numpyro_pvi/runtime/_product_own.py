@@ -23,6 +23,7 @@ from ..expectations import OwnDraws, ThetaPoints, own_draws, own_integral
 from ..factors import rows_log_likelihood, take_rows
 from ..families import ProductFamily, ProductNatural, member_family, support_of
 from ..sites import MemberSites, take
+from ._product_plan import along
 from ._product_problem import ProductProblem
 
 # Values of latents and draws that are evaluated together: rows, times points, times what is tried at each.
@@ -208,12 +209,7 @@ class OwnLatents:
         structure = jax.tree.structure(row.zeros())
         rows = _as(structure, self._row_axes_first(new, name))
         good = where & jax.vmap(lambda x: row.in_domain(x) & all_finite(x))(rows)
-        return jax.tree.map(lambda a, b: jnp.where(_along(good, plan.row_axes[name], a.ndim), a, b), new, old)
-
-
-def _along(rows: Bool[Array, "N"], axis: int, rank: int) -> Array:
-    """Flags of rows in a shape that broadcasts against members."""
-    return rows.reshape((1,) * axis + (-1,) + (1,) * (rank - axis - 1))
+        return jax.tree.map(lambda a, b: jnp.where(along(good, plan.row_axes[name], a.ndim), a, b), new, old)
 
 
 def _as(structure: Any, tree: Any) -> Any:

@@ -250,7 +250,7 @@ class ProductPlan(Plan):
     def masked(self, name: str, own: Any, rows: Bool[Array, "R"]) -> Any:
         """Parameters of a latent inside the plate, zero but in some rows."""
         axis = self.row_axes[name]
-        return jax.tree.map(lambda x: jnp.where(_along(rows, axis, x.ndim), x, 0.0), own)
+        return jax.tree.map(lambda x: jnp.where(along(rows, axis, x.ndim), x, 0.0), own)
 
     def largest_by_group(
         self, name: str, found: Any, owner: Int[Array, "N"], groups: int | None = None
@@ -369,7 +369,7 @@ def owners(packing: Packing | GroupMasks, count: int, key: str) -> Int[Array, "N
     return nobody.at[rows].set(packing.chunk_group[:, None], mode="drop")
 
 
-def _along(rows: Array, axis: int, rank: int) -> Array:
+def along(rows: Array, axis: int, rank: int) -> Array:
     """Flags of rows in a shape that broadcasts against members."""
     return rows.reshape((1,) * axis + (-1,) + (1,) * (rank - axis - 1))
 

@@ -171,12 +171,29 @@ def two_students(x, y):
         numpyro.sample("y", dist.MixtureSameFamily(dist.Categorical(jnp.array([0.8, 0.2])), parts), obs=y)
 
 
+def nested(x, y):
+    """Two of each in every row, in a plate inside the partitioned one."""
+    w, tau = numpyro.sample("w", dist.Normal(0.0, 2.0)), numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("data", len(y)), numpyro.plate("parts", 2):
+        z, s = numpyro.sample("z", dist.Normal(w, tau**-0.5)), numpyro.sample("s", dist.Bernoulli(0.3))
+        numpyro.sample("y", dist.Normal(x + z + 2.0 * s, 0.5), obs=jnp.stack([y, 0.3 + y]))
+
+
+def unnested(x, y):
+    w, tau = numpyro.sample("w", dist.Normal(0.0, 2.0)), numpyro.sample("tau", dist.Gamma(2.0, 1.0))
+    with numpyro.plate("data", len(y)), numpyro.plate("parts", 2):
+        parts = dist.Normal(jnp.stack([w + x, w + x + 2.0], axis=-1)[None], jnp.sqrt(1 / tau + 0.25))
+        mixed = dist.MixtureSameFamily(dist.Categorical(jnp.array([0.7, 0.3])), parts)
+        numpyro.sample("y", mixed, obs=jnp.stack([y, 0.3 + y]))
+
+
 # Two models of the same marginal, and families of the finite latents.
 PAIRS = {
     "scales": (robust, students, {}),
     "effects": (effects, widened, {}),
     "assignments": (mixture, mixed, {"z": BernoulliFamily()}),
     "both": (outliers, two_students, {"z": BernoulliFamily()}),
+    "nested": (nested, unnested, {"s": BernoulliFamily()}),
 }
 
 
@@ -193,7 +210,8 @@ def same_fit(name, solver, schedule=None, rounds=2, mode="auto"):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("scales", "assignments", "both"))) for n in PAIRS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("scales", "assignments", "both", "nested"))) for n in PAIRS],
 )
 def test_latents_of_rows_change_nothing_of_the_shared(name):
     same_fit(name, PowerEP(0.5, FEW))
