@@ -427,8 +427,8 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
         PVIError: naming the group, the latent or the argument.
     """
     if solver.matches_moments:
-        check_tilted(plan, type(solver).__name__)
-    if plan.inside and not schedule.fuses(solver) and (schedule.partial or solver.private):
+        check_tilted(plan, solver)
+    elif plan.inside and not schedule.fuses(solver) and (schedule.partial or solver.private):
         why = "a step of some groups is tested by what they say of shared latents alone: write solver=NaturalGradient() or"
         if solver.private:
             why = "their posteriors, one a row, are part of the state and are not noised: fit without it, or"

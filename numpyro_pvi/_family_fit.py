@@ -412,6 +412,11 @@ def _away_from_prior(
     begin half way to a draw each.
     """
     plan: Any = state.plan
+    if engine.solver.matches_moments and plan.inside:
+        # Integrated out, they need no member that tells them apart, but one to draw from.
+        old = posterior(state.prior, state.sites)
+        q = ProductNatural({n: start.parts[n] if n in plan.row_axes else x for n, x in old.parts.items()})
+        return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))
     by_predictors = plan.likelihood.by_predictors and not plan.inside
     arrays, static = split_arguments(args, kwargs)
     if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed:

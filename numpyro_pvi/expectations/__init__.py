@@ -13,7 +13,16 @@ from ._affine import (
     expected_terms,
     worst_error,
 )
-from ._affinity import MAX_TERMS, find_structure, over_values, probe_values, some_values, sums_of, with_draws
+from ._affinity import (
+    MAX_TERMS,
+    MOST_VALUES,
+    find_structure,
+    over_values,
+    probe_values,
+    some_values,
+    sums_of,
+    with_draws,
+)
 from ._chains import Chains, from_chains, no_chains
 from ._expected import Expected, QuadraticProgram, add_expected, sum_by_group
 from ._local_latents import (
@@ -26,7 +35,8 @@ from ._local_latents import (
     owners,
 )
 from ._local_reparameterisation import at_rows_draws
-from ._mean_space import FactorStructure, LatentRole, MeanSpace
+from ._mean_space import FactorStructure, LatentRole, MeanSpace, all_values
+from ._own_integrals import OwnDraws, own_draws, own_integral
 from ._points import (
     DrawsProgram,
     PointSet,
@@ -40,6 +50,7 @@ from ._points import (
 )
 from ._product_moments import (
     ProductGrid,
+    ThetaPoints,
     Unconstrained,
     WeightedDraws,
     discrete_of,
@@ -83,6 +94,7 @@ __all__ = [
     "LEAST_SHARE",
     "MAX_TERMS",
     "MOMENTS",
+    "MOST_VALUES",
     "RULES",
     "SAMPLED",
     "TOLERANCE",
@@ -103,6 +115,7 @@ __all__ = [
     "MaskedLocalProgram",
     "MeanSpace",
     "Moments",
+    "OwnDraws",
     "PointSet",
     "PredictorLaw",
     "PointsProgram",
@@ -118,9 +131,11 @@ __all__ = [
     "SharedAffineProgram",
     "TermNumbers",
     "Tilted",
+    "ThetaPoints",
     "Unconstrained",
     "WeightedDraws",
     "add_expected",
+    "all_values",
     "at_rows_draws",
     "claimed_terms",
     "discrete_of",
@@ -142,6 +157,8 @@ __all__ = [
     "normal_cloud",
     "over_values",
     "owners",
+    "own_draws",
+    "own_integral",
     "paired",
     "probe_values",
     "random_points",

@@ -641,6 +641,15 @@ class ProductGrid:
                 edges.append(jnp.max(jnp.take(whole, np.array([0, -1]), axis=i)))
         return jnp.max(jnp.stack(edges)) < top - _BORDER
 
+    def member(self, q: ProductNatural) -> ThetaPoints:
+        """A member's own points, laid over its mass."""
+
+        def closer(_: Any, window: Window) -> Window:
+            return self.zoomed(window, _or_nothing(_based(self, q, window)[1]))
+
+        at, logs = _based(self, q, jax.lax.fori_loop(0, _PASSES, closer, self.first_window(q)))
+        return ThetaPoints(at.values, jax.nn.log_softmax(_or_nothing(logs)))
+
     def matched(self, q: ProductNatural, statistics: dict, logs: Float[Array, "S"]) -> ProductNatural:
         """The member with the mean statistics of a density on the points."""
         weights, parts, begin = jax.nn.softmax(logs), {}, 0
@@ -690,6 +699,13 @@ def _around_circle(window: Window, v: Array, u: Array, mass: Array, density: Arr
     low, high = jnp.min(jnp.where(matters, away, 0.0)) - step, jnp.max(jnp.where(matters, away, 0.0)) + step
     all_ = high - low >= 2 * jnp.pi - step
     return Window(u[best], window.width, jnp.where(all_, -jnp.pi, low), jnp.where(all_, jnp.pi, high))
+
+
+class ThetaPoints(NamedTuple):
+    """Weighted points: values by component with a leading axis, and logarithms of weights that add up to 1."""
+
+    values: dict[str, Any]
+    logs: Float[Array, "S"]
 
 
 def grid_of(family: ProductFamily) -> ProductGrid | None:

@@ -36,6 +36,7 @@ from ._log_densities import (
     claimed_term,
     claims_likelihood,
     prior_log_density,
+    rows_log_likelihood,
     take_rows,
     with_values_held,
 )
@@ -184,6 +185,7 @@ __all__ = [
     "read_rows",
     "prior_log_density",
     "row_log_likelihood",
+    "rows_log_likelihood",
     "signature_of",
     "refuse_randomness",
     "refuse_unsupported",

@@ -162,16 +162,43 @@ def chunk_log_likelihood(
     Returns:
         One number.
     """
+    terms = _masked_rows(call, values, rows, reading, packing, chunk, exact, weigh, instead)
+    return jnp.asarray(sum((jnp.sum(own) for own in terms), start=0.0))
+
+
+def rows_log_likelihood(
+    call: ValueCall,
+    values: Mapping[str, Array],
+    rows: RowAxes,
+    reading: Reading,
+    packing: Packing | GroupMasks,
+    chunk: Any,
+    exact: tuple[str, ...] = (),
+) -> Float[Array, "R"]:
+    """:func:`chunk_log_likelihood` of every row, where all terms are of one partitioned axis; 0 of rows that do not count."""
+    return sum(_masked_rows(call, values, rows, reading, packing, chunk, exact), start=jnp.zeros(()))
+
+
+def _masked_rows(
+    call: ValueCall,
+    values: Mapping[str, Array],
+    rows: RowAxes,
+    reading: Reading,
+    packing: Packing | GroupMasks,
+    chunk: Any,
+    exact: tuple[str, ...],
+    weigh: Callable[[str, Array], Array] = lambda _, term: term,
+    instead: Instead | None = None,
+) -> list[Float[Array, "R"]]:
+    """Every term's sum over each row: see :func:`chunk_log_likelihood`."""
     here, masks = call.rows(reading, chunk), reading.masks(packing, chunk)
-    trace, given = here.trace(values), {} if instead is None else instead(here, masks)
-    total: Any = 0.0
+    trace, given, found = here.trace(values), {} if instead is None else instead(here, masks), []
     for name, site in trace.items():
         axis = rows.of(site) if _counts(name, site, exact) else None
         if axis is not None:
             term = given[name] if name in given else site_log_prob(site)
-            own = rows_first(weigh(name, term), axis.dim)
-            total = total + jnp.sum(jnp.where(masks[axis.key], own, 0.0))
-    return jnp.asarray(total)
+            found.append(jnp.where(masks[axis.key], rows_first(weigh(name, term), axis.dim), 0.0))
+    return found
 
 
 def prior_log_density(

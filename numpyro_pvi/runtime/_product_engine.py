@@ -390,10 +390,17 @@ class ProductFactors(ProblemDefaults):
         del chosen
         return dataclasses.replace(self, problem=problem, beside=sites)
 
+    def _members(self, local: Any) -> ProductNatural | None:
+        """Natural parameters in q of rows' own latents that are held beside the sites: in ``local``, or as the round begins."""
+        del local
+
+    def _tilted(self, key: Any, local: Any) -> ProductTilted:
+        return dataclasses.replace(tilted_of(self.problem, self.solver, key), members=self._members(local))
+
     def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
         """Every group's moments matched, from one q and on draws that all share."""
         q, sites = carry.evaluation.q, carry.sites.groups
-        tilted = tilted_of(self.problem, self.solver, jax.random.fold_in(key, 0))
+        tilted = self._tilted(jax.random.fold_in(key, 0), carry.sites.local)
         if self.solver.factors == "row":
             return rows_together(tilted, q, sites, carry.sites.local)
         shared, numbers = tilted.shared(q), jnp.arange(self.num_groups)
@@ -421,7 +428,7 @@ class ProductFactors(ProblemDefaults):
         """One group's local solve from the current q, tested by its own free energy; or its moments matched."""
         del rule, alone
         if self.matches_moments:
-            tilted = tilted_of(self.problem, self.solver, jax.random.fold_in(key, 0))
+            tilted = self._tilted(jax.random.fold_in(key, 0), local)
             if self.solver.factors == "row":
                 return rows_of_group(tilted, index, q, site, local)
             return tilted.visit(index, q, site, state, tilted.alone(index, q)), None
@@ -432,7 +439,8 @@ class ProductFactors(ProblemDefaults):
         """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
         del rule
         if self.matches_moments:
-            return ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 1)).visit_prior(q, site, state)
+            key, members = jax.random.fold_in(key, 1), self._members(None)
+            return ProductTilted(self.problem, self.solver, key, members=members).visit_prior(q, site, state)
 
         def expected(moments: FamilyMoments) -> Expected | None:
             return self._prior_expected(moments.natural, noise, site)
@@ -569,7 +577,8 @@ class OwnFactors(ProductFactors):
 
     What a group's rows have of their own is held beside its site (:class:`numpyro_pvi.sites.OwnMembers`). A visit moves both, in
     the space of both, and tests them by one free energy. A natural-gradient step is one by turns of components, as in rounds of
-    all groups: from one q the rows' latents would see shared ones of before, and these the rows'.
+    all groups: from one q the rows' latents would see shared ones of before, and these the rows'. Where moments are matched, rows'
+    latents are integrated out of a visit, and then matched to q(theta) themselves.
 
     Args:
         own: what groups hold where the round begins.
@@ -631,13 +640,29 @@ class OwnFactors(ProductFactors):
         prior = None if sites.prior is None else ProductNatural(sites.prior.parts | self.said)
         return SiteStack(sites.groups, prior, MemberSites(local.parts))
 
+    def _members(self, local: Any) -> ProductNatural | None:
+        """See :meth:`ProductFactors._members`."""
+        own = (self.own if local is None else local).parts
+        return ProductNatural({n: x + own[n] for n, x in self._without().items()})
+
+    def _beside(self, members: ProductNatural) -> OwnMembers:
+        """What groups hold where rows' own latents have these members in q."""
+        return OwnMembers({n: members.parts[n] - x for n, x in self._without().items()})
+
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
-        """What rows have of their own stays: a step of shared latents alone raises the ELBO as well."""
-        del moved
-        return carry.sites.local
+        """What rows have of their own stays: a step of shared latents alone raises the ELBO as well.
+
+        Where moments are matched, those of groups that moved are matched to this round's q.
+        """
+        local = carry.sites.local
+        if not self.matches_moments:
+            return local
+        return self._beside(self._tilted(None, local).settled(carry.evaluation.q, moved))
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Every group's local solve from the same q; each moves its own rows' latents."""
+        if self.matches_moments:
+            return self._match_all(carry, key, only)
         q, rule, keys = carry.evaluation.q, carry.evaluation.rule, jax.random.split(key, self.num_groups)
 
         def visit(local: Any, xs: tuple) -> tuple:
@@ -663,6 +688,13 @@ class OwnFactors(ProductFactors):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """One group's local solve, and what all hold beside their sites after it: of its own rows' latents what is new."""
+        if self.matches_moments:
+            found, _ = super().visit_group(index, q, site, state, key, rule, noise, local)
+            if local is None:
+                return found, None
+            # Of a tied site q takes a share of what one group asks for.
+            after = q if self.tied else cavity(q, site) + found.site
+            return found, self._beside(self._tilted(None, local).settled_group(after, index))
         del rule, alone
         both, plan = ProductNatural(site.parts | local.parts), self.problem.plan
         rest = ProductNatural(cavity(q, site).parts | self._without())
@@ -1101,7 +1133,8 @@ def _without_groups(state: PVIState, q: Any) -> Bool[Array, "M"]:
     count = len(plan.partition.table.labels)
     groups = jax.tree.map(lambda x: x / count, sites.groups) if plan.tied else sites.groups
     found = jnp.broadcast_to(_without_each(plan.family, q, groups), (count,))
-    for name, site in () if sites.local is None else sites.local.parts.items():
+    # Integrated out, rows' own latents are no part of a cavity.
+    for name, site in () if sites.local is None or plan.tilted else sites.local.parts.items():
         whole = families[name].in_domain(q.parts[name])
         improper = ~proper_members(families[name], q.parts[name] - site)
         owner = owners(state.packing, improper.shape[plan.row_axes[name]], plan.row_key)

@@ -24,9 +24,11 @@ from ..factors import GroupMasks, Packing
 from ..families import ProductNatural
 from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, posterior, take, tied_site
 from ..solvers import TROUBLES, LocalResult, MatchState, first_match_state, trouble_sentence
+from ._product_own import TOGETHER
 from ._product_plan import touched
 from ._product_problem import ProductProblem
-from ._product_tilted import TOGETHER, ProductTilted
+from ._product_rounds import rows_of, shared_of
+from ._product_tilted import ProductTilted
 from ._tilted import lanes_pay
 
 # --------------------------------------------------------------------------------------------------- every row a factor
@@ -422,8 +424,8 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> tupl
         chains, settings = None, with_settings(solver.moments)
         if method == "mcmc":
             assert isinstance(settings, MCMCMoments)  # the plan says so
-            chains = no_chains(settings, Unconstrained(touched(plan.family, factor)).dim, dtype, True)
-        return who.init_among(plan.family, dtype, count)._replace(chains=chains)
+            chains = no_chains(settings, Unconstrained(touched(plan.matched, factor)).dim, dtype, True)
+        return who.init_among(plan.matched, dtype, count)._replace(chains=chains)
 
     if solver.factors == "row":
         groups: Any = first_rows(problem, solver, dtype)[0]
@@ -481,8 +483,11 @@ def product_evidence(
     Returns:
         ``(value, standard error, False)``: no finer rule is ever needed.
     """
-    q, tilted, family = posterior(problem.prior, sites), tilted_of(problem, solver, key), problem.family
+    q, tilted, family = posterior(problem.prior, sites), tilted_of(problem, solver, key), problem.plan.matched
     factors, own, (groups, prior) = tilted.problem, sites.groups, states
+    if problem.plan.inside:
+        tilted = dataclasses.replace(tilted, members=ProductNatural(rows_of(problem.plan, q.parts, None)))
+        q = shared_of(problem.plan, q)
     if isinstance(factors, RowFactors):
         own = sites.local.sites + factors.lacking(own, sites.local.sites)
 
@@ -501,7 +506,7 @@ def product_evidence(
     value, variance = jnp.sum(values), jnp.sum(variances)
     if sites.prior is not None:
         at, power = solver.for_prior.vantage(prior, q)
-        own = tilted.prior(at, sites.prior, getattr(prior, "chains", None), power)
+        own = tilted.prior(at, shared_of(problem.plan, sites.prior), getattr(prior, "chains", None), power)
         value, variance = value + own.value, variance + own.variance
     exact = [f.log_partition(problem.prior.parts[n]) for n, f in family.components if n in problem.plan.exact]
     base = sum((jnp.asarray(x) for x in exact), start=jnp.zeros(()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from .._state import Plan
 from ..errors import GuideError, PVIError
 from ..expectations import (
     GRID_DIM,
+    MOST_VALUES,
     RULES,
     FactorStructure,
     ImportanceMoments,
@@ -22,6 +24,7 @@ from ..expectations import (
     MCMCMoments,
     PredictorLaw,
     Unconstrained,
+    all_values,
     discrete_of,
     grid_of,
     with_settings,
@@ -34,8 +37,13 @@ from ..families import (
     ProductNatural,
     ScalarNormalFamily,
     family_for,
+    members_of,
     repeated,
+    support_of,
 )
+
+# Draws of a row's own latents where they tell a member, and where they are weighed.
+_OWN_MEMBER, _OWN_WEIGHED = 8, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +170,7 @@ class ProductPlan(Plan):
     @property
     def chain_dim(self) -> int:
         """Unconstrained coordinates of the components that the groups' factors see."""
-        return Unconstrained(touched(self.family, self.likelihood)).dim
+        return Unconstrained(touched(self.matched, self.likelihood)).dim
 
     @property
     def row_axes(self) -> dict[str, int]:
@@ -173,6 +181,55 @@ class ProductPlan(Plan):
     def row_key(self) -> str:
         """Key of the partitioned axis of the latents inside the plate, of which there is at least one."""
         return self.inside[0].key
+
+    @property
+    def matched(self) -> ProductFamily:
+        """Of the components that sites and tilted moments are of: without those inside the partitioned plate."""
+        return self.family.of(self.shared) if self.inside else self.family
+
+    def row_shape(self, name: str) -> tuple[int, ...]:
+        """Axes of one row's members of a latent inside the partitioned plate."""
+        latent = next(latent for latent in self.inside if latent.name == name)
+        members = members_of(dict(self.family.components)[name])
+        batch = members[: len(members) - len(members_of(latent.family))]
+        return (*batch[: latent.axis], *batch[latent.axis + 1 :])
+
+    @property
+    def row_family(self) -> ProductFamily:
+        """Of one row's own latents."""
+        return ProductFamily([(own.name, repeated(own.family, self.row_shape(own.name))) for own in self.inside])
+
+    @property
+    def own_cells(self) -> tuple[tuple[str, ...], Int[np.ndarray, "C J"]]:
+        """One row's own latents with finitely many values, and all combinations of these, a column per member."""
+        names, sizes = [], {}
+        for name, own in self.row_family.components:
+            if (support := support_of(own)) is not None:
+                names.append(name)
+                sizes |= {f"{name}/{place}": support.size for place in range(math.prod(self.row_shape(name)))}
+        count = math.prod(sizes.values())
+        if count > MOST_VALUES:
+            raise PVIError(
+                f"the values of {', '.join(names)} are summed over together in every row, at most {MOST_VALUES} combinations, "
+                f"and here are {count}: put fewer of them in a row (let the partitioned plate run over single observations), "
+                "sum them out in the model, or use solver=NaturalGradient(), which takes them one by one."
+            )
+        return tuple(names), all_values(sizes)
+
+    @property
+    def own_weighed(self) -> tuple[str, ...]:
+        """Continuous latents inside the plate whose integral, given shared and finite ones, is known to no closed form."""
+        own = [name for name, family in self.row_family.components if support_of(family) is None]
+        roles = {role.name: role for role in self.likelihood.roles}
+        alone = len(own) == 1 and (roles[own[0]].single or not self.row_shape(own[0]))
+        return () if not own or (alone and roles[own[0]].kind == "exact") else tuple(own)
+
+    @property
+    def own_draws(self) -> int:
+        """Draws of a row's own continuous latents: as many as tell a member, more where they are weighed, 0 without any."""
+        own = [family for _, family in self.row_family.components if support_of(family) is None]
+        size = sum(family.to_minimal(family.zeros()).shape[-1] for family in own)
+        return 0 if not own else max(_OWN_WEIGHED, 8 * size) if self.own_weighed else max(_OWN_MEMBER, 3 * size)
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -193,7 +250,7 @@ class ProductPlan(Plan):
     def masked(self, name: str, own: Any, rows: Bool[Array, "R"]) -> Any:
         """Parameters of a latent inside the plate, zero but in some rows."""
         axis = self.row_axes[name]
-        return jax.tree.map(lambda x: jnp.where(_along(rows, axis, x.ndim), x, 0.0), own)
+        return jax.tree.map(lambda x: jnp.where(along(rows, axis, x.ndim), x, 0.0), own)
 
     def largest_by_group(
         self, name: str, found: Any, owner: Int[Array, "N"], groups: int | None = None
@@ -312,7 +369,7 @@ def owners(packing: Packing | GroupMasks, count: int, key: str) -> Int[Array, "N
     return nobody.at[rows].set(packing.chunk_group[:, None], mode="drop")
 
 
-def _along(rows: Array, axis: int, rank: int) -> Array:
+def along(rows: Array, axis: int, rank: int) -> Array:
     """Flags of rows in a shape that broadcasts against members."""
     return rows.reshape((1,) * axis + (-1,) + (1,) * (rank - axis - 1))
 
@@ -486,23 +543,37 @@ def _of_points(family: ProductFamily, wanted: Any, moments: Any, where: str, own
     return "mcmc"
 
 
-def check_tilted(plan: ProductPlan, owner: str) -> None:
+def check_tilted(plan: ProductPlan, solver: Any) -> None:
     """Refuse what moments are not matched of.
 
     Args:
         plan: the plan.
-        owner: the solver's name.
+        solver: the solver.
 
     Raises:
         PVIError: naming the latents inside the plate.
     """
-    if plan.inside:
-        names = ", ".join(latent.name for latent in plan.inside)
+    if not plan.inside:
+        return
+    names, owner = ", ".join(plan.own_latents), type(solver).__name__
+    if not plan.shared:
         raise PVIError(
-            f"{owner} under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate, where moments are not "
-            "matched: use solver=NaturalGradient(), leave discrete ones without a family so that they are summed out, or use "
-            "PowerEP with AutoMultivariateNormal, which integrates out continuous ones."
+            f"{owner} under AutoExponentialFamily: every latent ({names}) is inside the partitioned plate, so that no site "
+            "is left once these are integrated out: rows have nothing to tell one another. Use solver=NaturalGradient()."
         )
+    if solver.factors == "row":
+        raise PVIError(
+            f"{owner}(factors='row') under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate, and a row's "
+            "factor, with these integrated out, is that of a group of one row: give every row a group of its own (a label each), "
+            "which is the same fit, or use factors='group'."
+        )
+    if len(plan.partition.reading.keys) > 1:
+        raise PVIError(
+            f"{owner} under AutoExponentialFamily: latent(s) {names} are inside one of several plates that are split together, and "
+            "integrating them out takes all rows that see them, of every plate, at once: keep everything of a row in one plate, or "
+            "use solver=NaturalGradient()."
+        )
+    _ = plan.own_cells
 
 
 def with_tilted(plan: ProductPlan, solver: Any, affine: tuple[bool, bool]) -> ProductPlan:
@@ -521,11 +592,17 @@ def with_tilted(plan: ProductPlan, solver: Any, affine: tuple[bool, bool]) -> Pr
     """
     factors = ((plan.likelihood, "groups' likelihood"), (plan.prior_factor, "prior factor"))
     found = []
+    owner = type(solver).__name__
     for (factor, where), flag in zip(factors, affine, strict=True):
         if factor is not None:
-            found.append(
-                method_of_factor(touched(plan.family, factor), flag, solver.moments, where, type(solver).__name__)
+            found.append(method_of_factor(touched(plan.matched, factor), flag, solver.moments, where, owner))
+    if plan.inside and plan.own_weighed and found[0] == "quadrature":
+        if solver.moments == "quadrature":
+            raise PVIError(
+                f"{owner}(moments='quadrature'): the integral over {', '.join(plan.own_weighed)}, inside the partitioned plate, "
+                "is by weighted draws, which no rule over the shared latents makes exact; leave moments='auto'."
             )
+        found[0] = "importance"
     if found[0] == "mcmc" and solver.factors == "row":
         raise PVIError(
             f"PowerEP(factors='row', moments={solver.moments!r}): every row would have chains of its own; leave moments='auto', or "

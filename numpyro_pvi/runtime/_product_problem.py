@@ -484,14 +484,16 @@ class ProductProblem:
         own = ProductNatural(take_rows(q.parts, axes, reading, chunk))
         for name, message in space.message(own, here, gradient, tuple(axes)).parts.items():
             new = message + known[name] if name in known else message
-            if isinstance(self.packing, GroupMasks):
-                old = parts[name]
-                parts[name] = old + self.plan.masked(name, new - old, self._counted(chunk))
-                continue
-            # A row that is not there stands for padding.
-            put = partial(_placed, rows=jnp.where(chunk[1], plate_rows(chunk), _NO_ROW), axis=axes[name])
-            parts[name] = jax.tree.map(put, parts[name], new)
+            parts[name] = self.with_rows(name, parts[name], new, chunk)
         return MemberSites(parts)
+
+    def with_rows(self, name: str, whole: Any, new: Any, chunk: Any) -> Any:
+        """Parameters of a latent inside the plate with those of one chunk's rows replaced."""
+        if isinstance(self.packing, GroupMasks):
+            return whole + self.plan.masked(name, new - whole, self._counted(chunk))
+        # A row that is not there stands for padding.
+        rows = jnp.where(chunk[1], plate_rows(chunk), _NO_ROW)
+        return jax.tree.map(partial(_placed, rows=rows, axis=self.plan.row_axes[name]), whole, new)
 
     def prior_message(self, q: ProductNatural, key: Any, site: ProductNatural | None = None) -> ProductNatural | None:
         """That of the prior factor; None where there is none."""

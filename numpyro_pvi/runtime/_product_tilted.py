@@ -18,6 +18,7 @@ from ..expectations import (
     ImportanceMoments,
     LaplaceMoments,
     MCMCMoments,
+    ThetaPoints,
     Tilted,
     Unconstrained,
     discrete_of,
@@ -38,6 +39,7 @@ from ..families import MultivariateNormalFamily, ProductFamily, ProductNatural
 from ..sites import SiteStack, cavity, posterior, take
 from ..solvers import LocalResult, MatchRules, MatchState, match_rules
 from ._base import sum_span
+from ._product_own import TOGETHER, OwnLatents
 from ._product_plan import touched
 from ._product_problem import ProductProblem
 from ._tilted import MomentFactor, laplace_proposal
@@ -144,14 +146,14 @@ def _bent_down(precision: Float[Array, "D D"]) -> Float[Array, "D D"]:
 
 # ------------------------------------------------------------------------------------------------------- product tilted
 
-# Rows that are evaluated together, times points.
-TOGETHER = 1 << 16
 # Points at which a factor is compared with what its message says, and how far off it may be, relative to what is compared.
 _PROBES, _AFFINE = 24, {"float64": 1e-8, "float32": 3e-4}
 # What is folded into a round's key for the draws of its moments, for chains of groups, and for points of the prior factor.
 _MOMENTS, _CHAINS, _PRIOR = 0x51, 0x52, 0x53
 # What is folded in for the draws of a visit's own steps.
 _STEPS = 0x54
+# What is folded in for draws of rows' own latents.
+_OWN = 0x55
 
 
 def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple[Array, Array]:
@@ -170,7 +172,8 @@ def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple
     """
     q, plan = posterior(problem.prior, sites), problem.plan
     likelihood, prior = jnp.array(False), jnp.array(False)
-    if _may_be_affine(plan.likelihood):
+    # A marginal over rows' own latents is affine only where it sees nothing else.
+    if _may_be_affine(plan.likelihood) and not plan.inside:
         likelihood = jnp.all(problem.of_rows("affine", lambda: (rows_affine(problem, q, key),), q, key)[0])
     if plan.prior_factor is not None and _may_be_affine(plan.prior_factor):
         message, (points, same) = problem.prior_message(q, key), _affinity(problem.family, q, key)
@@ -221,17 +224,33 @@ class ProductTilted:
     solver: Any
     key: Any
     first: Any = 0
+    # Natural parameters of rows' own latents in q, where there are some.
+    members: Any = None
+
+    @property
+    def family(self) -> ProductFamily:
+        """Of what is matched."""
+        return self.problem.plan.matched
+
+    @property
+    def own(self) -> OwnLatents | None:
+        """What integrates rows' own latents out, where there are some."""
+        if self.members is None:
+            return None
+        return OwnLatents(self.problem, self.members, jax.random.fold_in(self.key, _OWN))
 
     @property
     def methods(self) -> tuple[str, ...]:
         """How moments are taken, of groups and of the prior factor."""
         return self.problem.plan.tilted
 
-    def _chunk_value(self, chunk: Any, values: dict) -> Array:
-        """A chunk's log-likelihood, in nats, at one value of every component."""
-        plan = self.problem.plan
+    def _chunk_value(self, chunk: Any) -> Callable[[dict], Array]:
+        """A chunk's log-likelihood, in nats, a function of one value of every component that is matched."""
+        plan, own = self.problem.plan, self.own
+        if own is not None:
+            return own.log_marginal(chunk)
         arguments = plan.partition.rows, plan.partition.reading, self.problem.packing, chunk, plan.exact_latents
-        return chunk_log_likelihood(self.problem.call, plan.latent_values(values), *arguments)
+        return lambda values: chunk_log_likelihood(self.problem.call, plan.latent_values(values), *arguments)
 
     def _over_chunks(self, index: Any, of_chunk: Callable) -> Any:
         """The sum of a function of a chunk over one group's chunks."""
@@ -249,12 +268,10 @@ class ProductTilted:
         Returns:
             A function of the values.
         """
-        rows = max(self.problem.plan.partition.chunk_rows, 1)
+        rows = max(self.problem.plan.partition.chunk_rows, 1) * (1 if self.own is None else self.own.tries)
 
         def of(values: dict) -> Array:
-            return self._over_chunks(
-                index, lambda chunk: _over_points(lambda own: self._chunk_value(chunk, own), values, rows)
-            )
+            return self._over_chunks(index, lambda chunk: _over_points(self._chunk_value(chunk), values, rows))
 
         return of
 
@@ -263,9 +280,11 @@ class ProductTilted:
 
         def of(values: Callable, order: int) -> Callable:
             # Chunk by chunk, because a loop of unknown length has no reverse mode.
-            return lambda u: self._over_chunks(
-                index, lambda chunk: _derivatives(lambda at: self._chunk_value(chunk, values(at)), u, order)
-            )
+            def at(chunk: Any, u: Array) -> tuple:
+                value = self._chunk_value(chunk)
+                return _derivatives(lambda point: value(values(point)), u, order)
+
+            return lambda u: self._over_chunks(index, lambda chunk: at(chunk, u))
 
         return of
 
@@ -281,7 +300,7 @@ class ProductTilted:
         Returns:
             Constants and natural parameters of all groups' factors, weighable draws, or None.
         """
-        if self.methods[0] == "exact":
+        if self.methods[0] == "exact" and self.own is None:
             values, messages = self.problem.values_and_messages(q, self.key)
             constants = self.problem._by_group(values) - jax.vmap(lambda own: self._paired(own, q))(messages.groups)
             return constants, messages.groups
@@ -293,17 +312,24 @@ class ProductTilted:
 
     def _alone(self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural) -> tuple[Array, ProductNatural]:
         """Constant and natural parameters of one group's factor that is affine in the statistics."""
+        if self.own is not None:
+            # Rows that see their own latents alone.
+            points = jax.tree.map(lambda x: x[None], self.family.sample(q, jax.random.key(0)))
+            return self.group_values(index)(points)[0], jax.tree.map(jnp.zeros_like, q)
         stack = SiteStack(jax.tree.map(lambda x: x[None], site), None)
         message, _, value = self.problem.group_value_and_message(q, stack, index, self.key)
         return value - self._paired(message, q), message
 
     def _paired(self, message: ProductNatural, q: ProductNatural) -> Array:
-        return jnp.asarray(self.problem.family.inner(message, self.problem.family.natural_to_mean(q)))
+        return jnp.asarray(self.family.inner(message, self.family.natural_to_mean(q)))
 
     def _draws(self, q: ProductNatural, factor: FactorStructure) -> Any:
-        family = touched(self.problem.family, factor)
-        count = getattr(with_settings(self.solver.moments), "num_draws", ImportanceMoments().num_draws)
-        return draw(family, _some(q, family), jax.random.fold_in(self.key, _MOMENTS), count)
+        family = touched(self.family, factor)
+        return draw(family, _some(q, family), jax.random.fold_in(self.key, _MOMENTS), self._num_draws)
+
+    @property
+    def _num_draws(self) -> int:
+        return getattr(with_settings(self.solver.moments), "num_draws", ImportanceMoments().num_draws)
 
     def group(
         self,
@@ -330,7 +356,7 @@ class ProductTilted:
         power = self.solver.power if power is None else power
         if self.methods[0] == "exact":
             constant, own = self._alone(index, q, site) if shared is None else take(shared, index)
-            return linear_tilted(self.problem.family, own, constant, q, site, power)
+            return linear_tilted(self.family, own, constant, q, site, power)
         looks = _Looks(
             self.problem.plan.likelihood,
             self.methods[0],
@@ -346,11 +372,11 @@ class ProductTilted:
         factor = self.problem.plan.prior_factor
         assert factor is not None  # asked for where there is one
         if self.methods[1] == "exact":
-            found = self.problem.prior_value_and_message(q, self.key)
+            found = self.problem.prior_value_and_message(self._whole(q), self.key)
             assert found is not None
-            value, message = found
+            value, message = found[0], _some(found[1], self.family)
             constant = value - self._paired(message, q)
-            return linear_tilted(self.problem.family, message, constant, q, site, power)
+            return linear_tilted(self.family, message, constant, q, site, power)
         draws = self._draws(q, factor) if self.methods[1] == "importance" else None
         key = jax.random.fold_in(self.key, _PRIOR)
         looks = _Looks(factor, self.methods[1], self._prior_values, self._prior_slopes, key)
@@ -395,7 +421,7 @@ class ProductTilted:
         self, which: int, tilted: Callable[..., Tilted], own: Any, q: Any, site: Any, state: Any
     ) -> LocalResult:
         """The visit of a group (0) or of the prior factor (1); ``own`` is folded into its key."""
-        factor = MomentFactor(self.problem.family, self._rules(which), tilted)
+        factor = MomentFactor(self.family, self._rules(which), tilted)
         key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), own)
         solver = self.solver.for_prior if which else self.solver
         return solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
@@ -405,7 +431,7 @@ class ProductTilted:
         plan = self.problem.plan
         factor = plan.prior_factor if which else plan.likelihood
         assert factor is not None  # asked for where there is one
-        seen, way = touched(self.problem.family, factor), self.methods[which]
+        seen, way = touched(self.family, factor), self.methods[which]
         size = seen.to_minimal(seen.zeros()).shape[-1] if seen.components else 0
         plain = self.solver.moments == "auto" and self.solver.factors == "group" and way == "importance"
         return match_rules(self.solver, size, plain and not which and not discrete_of(seen), shared=True)
@@ -425,6 +451,44 @@ class ProductTilted:
             return shared
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, self.first + index)).shared(q)
 
+    def _whole(self, q: ProductNatural) -> ProductNatural:
+        """q with what it says of rows' own latents."""
+        return q if self.members is None else q.combine(self.members)
+
+    def theta_points(self, q: ProductNatural) -> ThetaPoints:
+        """Weighted points of q's shared components, which rows' own latents are matched to: the same draws in every round.
+
+        Args:
+            q: natural parameters.
+
+        Returns:
+            The points, by the grid where moments are by quadrature.
+        """
+        seen = touched(self.family, self.problem.plan.likelihood)
+        fixed = self.family.sample(q, jax.random.key(0))
+        grid = grid_of(seen) if self.methods[0] == "quadrature" else None
+        if grid is not None:
+            found = grid.member(_some(q, seen))
+        else:
+            count = self._num_draws if seen.components else 1
+            values = seen.sample(_some(q, seen), jax.random.key(_OWN), (count,)) if seen.components else {}
+            found = ThetaPoints(values, jnp.full((count,), -math.log(count)))
+        every = {n: jnp.broadcast_to(x, (found.logs.shape[0], *x.shape)) for n, x in fixed.items()}
+        return ThetaPoints(every | found.values, found.logs)
+
+    def settled(self, q: ProductNatural, moved: Bool[Array, "M"]) -> ProductNatural:
+        """Members of rows' own latents matched to the shared ones under q, of the groups that moved; the others' as they are."""
+        return self._fixed.settled(self.theta_points(q), moved)
+
+    def settled_group(self, q: ProductNatural, index: Int[Array, ""]) -> ProductNatural:
+        """The same of one group."""
+        return self._fixed.settled_group(self.theta_points(q), index)
+
+    @property
+    def _fixed(self) -> OwnLatents:
+        """On the same draws in every round: members settle where q does."""
+        return OwnLatents(self.problem, self.members, jax.random.key(_OWN))
+
     def _prior_values(self, values: dict) -> Array:
         return _over_points(self.problem._prior_density, values, 1)
 
@@ -432,7 +496,7 @@ class ProductTilted:
         self, looks: _Looks, q: ProductNatural, site: ProductNatural, draws: Any, chains: Chains | None, power: Any
     ) -> Tilted:
         """Moments from points of the components that the factor sees; of the others its site is taken out in closed form."""
-        family = self.problem.family
+        family = self.family
         seen = touched(family, looks.factor)
         others = ProductFamily([(n, f) for n, f in family.components if n not in dict(seen.components)])
         fixed = others.sample(_some(q, others), jax.random.key(0))

@@ -156,7 +156,7 @@ class Sequential(ScheduleDefaults):
         if problem.tied:
             steps = tied_steps(problem, share)
             groups, results = sweep_tied(problem, carry, q, order, visit_key, noise, self.damping * steps.visit)
-            local, share = None, steps.joint
+            local, share = problem.local_proposal(carry, results.moved), steps.joint
         elif problem.flat:
             local = None
             groups, results = cast(Any, problem).sweep(carry, q, order, visit_key, self.damping)

@@ -166,8 +166,9 @@ class Streaming(ScheduleDefaults):
         """Visit one factor until its site has settled; not at all when it was absorbed before."""
         family = problem.family
         most = self.visits if isinstance(self.visits, int) else _STOCHASTIC_VISITS if problem.stochastic else _VISITS
-        # Local latents are fitted jointly with the site, which an average of sites would not belong to.
-        by_draws = problem.noisy and not problem.stochastic and local is None
+        # Local latents are fitted jointly with the site, which an average of sites would not belong to, but where integrated out.
+        apart = local is None or (problem.matches_moments and problem.units is not None)
+        by_draws = problem.noisy and not problem.stochastic and apart
 
         def unfinished(v: _Visits):
             settled = (v.approach.left <= self.tol) & (not problem.stochastic)

@@ -721,7 +721,7 @@ def local(y):
         numpyro.sample("y", dist.Poisson(x), obs=y)
 
 
-def test_latents_inside_the_plate_are_refused_by_name():
+def test_models_without_a_shared_latent_are_refused_by_name():
     for solver in (PowerEP(), StochasticEP()):
         with pytest.raises(
             PVIError, match=f"{type(solver).__name__}.*x.* inside the partitioned plate.*NaturalGradient"
