@@ -79,8 +79,7 @@ class Checkpoint:
     def resume(self) -> Progress | None:
         """Where the file says that the run is; None when there is no file.
 
-        Raises:
-            CheckpointError: for a file that cannot be read, or that is not this run's; it is left as it is.
+        Raises CheckpointError for a file that cannot be read, or that is not this run's; it is left as it is.
         """
         if not os.path.lexists(as_path(self.path)):
             return None
@@ -201,12 +200,7 @@ class Run(NamedTuple):
 def waiting(num_steps: int, shown: bool) -> tqdm.tqdm:
     """The bar of a run from its first moment: before any round it says what is waited for.
 
-    Args:
-        num_steps: number of rounds.
-        shown: whether to show it.
-
-    Returns:
-        The bar, to be given to :func:`drive`, or closed.
+    Returns the bar, to be given to :func:`drive`, or closed.
     """
     return tqdm.tqdm(total=num_steps, disable=not shown, unit="round", desc="planning")
 
@@ -225,25 +219,14 @@ def drive(
 ) -> Run:
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
-    Args:
-        rounds: ``(state, count, tol, length) -> (state, losses, reports, done, missed)``, compiled once for all blocks.
-        info: a state's report.
-        before: where to start, and what was done before.
-        num_steps: number of rounds, those done before included.
-        tol: tolerance in posterior sds, or None.
-        callback: called after every round.
-        progress_bar: whether to show progress, or the bar of :func:`waiting`; it is closed here.
-        checkpoint: where to write the progress, or None.
-        verify: looks at the structure in use between blocks, and whether the run would end there; see
-            :class:`numpyro_pvi._verified.Verifier`.
-        workers: what the bar says of those that answer for the groups, or None.
-
-    Returns:
-        The last state, the losses of all rounds, and how it ended.
-
-    Raises:
-        SkippedGroupError: when a factor was skipped in :data:`SKIP_LIMIT` rounds running.
-        NonFiniteLossError: when the rounds end with a loss that is not finite.
+    ``rounds``: ``(state, count, tol, length) -> (state, losses, reports, done, missed)``, compiled once for all blocks;
+    ``before``: where to start, and what was done before; ``num_steps``: number of rounds, those done before included; ``tol``:
+    tolerance in posterior sds, or None; ``callback``: called after every round; ``progress_bar``: whether to show progress, or
+    the bar of :func:`waiting`; it is closed here; ``checkpoint``: where to write the progress, or None; ``verify``: looks at
+    the structure in use between blocks, and whether the run would end there; see :class:`numpyro_pvi._verified.Verifier`;
+    ``workers``: what the bar says of those that answer for the groups, or None. Returns the last state, the losses of all
+    rounds, and how it ended. Raises SkippedGroupError when a factor was skipped in :data:`SKIP_LIMIT` rounds running;
+    NonFiniteLossError when the rounds end with a loss that is not finite.
     """
     limit = np.asarray(-1.0 if tol is None else tol, jnp.result_type(float))
     bar = progress_bar if isinstance(progress_bar, tqdm.tqdm) else waiting(num_steps, progress_bar)

@@ -100,8 +100,7 @@ class Begun:
     def lay_out(self, pvi: Any, plan: Any) -> Any:
         """Where rows stand, under the plan that is followed: see :meth:`numpyro_pvi.runtime.Runtime.lay_out`.
 
-        Raises:
-            PVIError: for a prior that depends on rows which no device has all of.
+        Raises PVIError for a prior that depends on rows which no device has all of.
         """
         how = pvi._engine.whole_groups, self.planned.plan.mechanism, plan.rows is not None
         packing = pvi.runtime.lay_out(self.planned.packing, *how)
@@ -216,19 +215,8 @@ def begin_fit(
 ) -> Begun:
     """Split a model and find the structure of every factor; where the rows are elsewhere, ask for what was found there.
 
-    Args:
-        pvi: whose.
-        rng_key: random key.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-        init_params: the user's, or None.
-        plan_key: random key of the points at which structure is looked for; None takes one of ``rng_key``'s.
-
-    Returns:
-        The plan. How sites are held is still to be decided.
-
-    Raises:
-        PVIError: as of ``PVI.init``.
+    ``plan_key``: random key of the points at which structure is looked for; None takes one of ``rng_key``'s. Returns the plan.
+    How sites are held is still to be decided. Raises PVIError as of ``PVI.init``.
     """
     opening = open_call(pvi, rng_key, args, kwargs, pvi._fit.families(pvi.guide))
     if plan_key is not None:

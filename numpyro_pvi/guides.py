@@ -87,11 +87,8 @@ def set_up(guide: Any, key: Any, args: tuple, kwargs: dict) -> None:
 def _from_another_draw(guide: Any, key: Any, args: tuple, kwargs: dict, error: ValueError) -> None:
     """The eager way once more where a first draw has a parameter out of its range, as a rate that overflows.
 
-    NumPyro looks for a start of finite density among a hundred draws, but raises at the first one that it validates. A start that
-    is found is validated in its turn.
-
-    Raises:
-        ValueError: the first one, where no start is any better.
+    NumPyro looks for a start of finite density among a hundred draws, but raises at the first one that it validates. A start
+    that is found is validated in its turn. Raises ValueError: the first one, where no start is any better.
     """
     before = dict(guide.__dict__)
     try:

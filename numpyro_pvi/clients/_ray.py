@@ -35,11 +35,7 @@ _LAST_WAIT = 1.0
 
 
 def _ray() -> Any:
-    """Ray, where it is installed.
-
-    Raises:
-        PVIError: naming the line to install.
-    """
+    """Ray, where it is installed. Raises PVIError naming the line to install."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -66,14 +62,7 @@ class Order:
     digest: bytes
 
     def respondent(self, known: dict[Any, Any]) -> Respondent:
-        """The client.
-
-        Args:
-            known: programs of other clients.
-
-        Raises:
-            ClientError: for rows that are not those which the fit was planned with.
-        """
+        """The client. Raises ClientError for rows that are not those which the fit was planned with."""
         if self.load is None:
             return self.share.respondent(known)
         label, found = self.share.label, self.load(self.share.label)
@@ -116,11 +105,8 @@ class Worker:
     def begin(self, orders: dict[int, Any]) -> int:
         """Make clients, by their places; those that were here are forgotten.
 
-        Args:
-            orders: references to an :class:`Order` each, or to what makes a client that has its own rows.
-
-        Returns:
-            The process of the actor.
+        ``orders``: references to an :class:`Order` each, or to what makes a client that has its own rows. Returns the process
+        of the actor.
         """
         self._clients, self._failed = {}, {}
         for place, reference in orders.items():
@@ -171,9 +157,7 @@ class Crew:
     def attend(self, count: int, session: Any) -> None:
         """Let actors go that nobody needs, and forget those of a session of Ray that has ended.
 
-        Args:
-            count: how many are needed.
-            session: what tells this session of Ray from others.
+        ``session``: what tells this session of Ray from others.
         """
         if session != self._session:
             self._handles.clear()

@@ -487,14 +487,7 @@ class Maker:
     make: Callable[[], Client]
 
     def respondent(self, known: dict[Any, Any]) -> Client:
-        """The client.
-
-        Args:
-            known: programs of other clients.
-
-        Raises:
-            PVIError: for one of another label, and for what is no client.
-        """
+        """The client. Raises PVIError for one of another label, and for what is no client."""
         client = self.make()
         if not isinstance(client, Client):
             raise PVIError(
@@ -613,12 +606,7 @@ class Makers:
     def of(cls, runtime: Any, clients: Any) -> Makers:
         """Those that a runtime is given.
 
-        Args:
-            runtime: whose they are, for messages.
-            clients: by label, what makes a client.
-
-        Raises:
-            PVIError: for what is no such mapping.
+        ``clients``: by label, what makes a client. Raises PVIError for what is no such mapping.
         """
         name = type(runtime).__name__
         if not isinstance(clients, Mapping):
@@ -646,15 +634,7 @@ class Makers:
 def in_order(runtime: Any, labels: list[Hashable]) -> tuple[int, ...]:
     """Places of clients in the order that a fit has groups in.
 
-    Args:
-        runtime: whose they are, for the message.
-        labels: as given.
-
-    Returns:
-        Positions of the labels in that order.
-
-    Raises:
-        PVIError: for two of one label.
+    Returns positions of the labels in that order. Raises PVIError for two of one label.
     """
     if not labels:
         return ()

@@ -119,13 +119,8 @@ def lattice(q: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     """The unit of every natural parameter, a power of two made of q alone, which everybody knows.
 
     Of the precision's entry ``(i, j)`` it is ``(Lambda_ii Lambda_jj)^(1/2)``, of the precision-mean's ``i`` it is
-    ``Lambda_ii^(1/2) max(1, max_j Lambda_jj^(1/2) m_j)`` with m the location's absolute value, rounded up.
-
-    Args:
-        q: precision-mean and precision, Float[D] and Float[D D] or Float[D].
-
-    Returns:
-        Float64 arrays of the same shapes.
+    ``Lambda_ii^(1/2) max(1, max_j Lambda_jj^(1/2) m_j)`` with m the location's absolute value, rounded up. ``q``:
+    precision-mean and precision, Float[D] and Float[D D] or Float[D]. Returns Float64 arrays of the same shapes.
     """
     h, precision = (np.asarray(x, np.float64) for x in q)
     full = precision.ndim == 2
@@ -484,11 +479,7 @@ class SumExchange(Exchange):
     # ------------------------------------------------------------------ in the open
 
     def hello(self) -> list[dict[str, Any]]:
-        """There is no rowful client to greet.
-
-        Raises:
-            ClientError: always.
-        """
+        """There is no rowful client to greet. Raises ClientError always."""
         raise ClientError("clients that are heard in sums have their own rows: give the fit none.")
 
     def describe(self, key: KeyData | None = None) -> list[dict[str, Any]]:
@@ -609,19 +600,11 @@ class SumExchange(Exchange):
         self._sum({"ask": "settle"}, (), (), 1.0)
 
     def begin(self, *args: Any, **kwargs: Any) -> tuple:
-        """No client goes on its way alone.
-
-        Raises:
-            ClientError: always.
-        """
+        """No client goes on its way alone. Raises ClientError always."""
         raise ClientError("clients that are heard in sums only are asked all at once")
 
     def arrive(self, *args: Any, **kwargs: Any) -> tuple:
-        """Likewise.
-
-        Raises:
-            ClientError: always.
-        """
+        """Likewise. Raises ClientError always."""
         raise ClientError("clients that are heard in sums only are asked all at once")
 
     def close(self) -> None:

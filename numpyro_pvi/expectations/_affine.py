@@ -276,16 +276,9 @@ def _elements(data: TermData, spec: TermSpec, masks: Masks) -> Bool[Array, "E"]:
 def _error_beyond_rounding(error: Array, size: Array, mean: tuple) -> Array:
     """What is left of rows' quadrature errors once rounding is taken off: infinity where they are unknown.
 
-    A log density is itself only good to rounding of its predictors; the error estimate amplifies that and must not read it
-    as the rule's failure.
-
-    Args:
-        error: estimated errors of the rows' second derivatives times their predictors' variances.
-        size: size of the same.
-        mean: the predictors' means.
-
-    Returns:
-        One number per row.
+    A log density is itself only good to rounding of its predictors; the error estimate amplifies that and must not read it as
+    the rule's failure. ``error``: estimated errors of the rows' second derivatives times their predictors' variances. Returns
+    one number per row.
     """
     rounding = _ROUNDING * jnp.finfo(size.dtype).eps * (1.0 + sum(jnp.abs(m) for m in mean))
     return jnp.where(jnp.isnan(error) | ~jnp.isfinite(size), jnp.inf, jnp.maximum(error - rounding, 0.0))
@@ -302,15 +295,9 @@ def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: d
 def over_predictors(row_fn: Callable[..., Array], mean: tuple, spread: dict, level: Any, num_rules: int) -> tuple:
     """Quadrature of rows over their one or two predictors.
 
-    Args:
-        row_fn: log densities of rows at predictors Float[E] each, nats.
-        mean: the predictors' means, Float[E] each.
-        spread: their covariances by pair, Float[E] each.
-        level: Int[] quadrature rule.
-        num_rules: how many of the rules are compiled in.
-
-    Returns:
-        ``(E f, E f' by predictor, E f'' by pair, absolute error)``.
+    ``row_fn``: log densities of rows at predictors Float[E] each, nats; ``mean``: the predictors' means, Float[E] each;
+    ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule. Returns ``(E f, E f' by predictor, E
+    f'' by pair, absolute error)``.
     """
     if len(mean) == 1:
         sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))

@@ -78,25 +78,13 @@ _STATISTICS: dict[type, tuple[Statistics, str]] = {
 def statistics_of(family: Any) -> Statistics:
     """Functions of a value that a factor may be affine in to be conjugate; none of a family that is not known.
 
-    Args:
-        family: a family; repetitions are looked through.
-
-    Returns:
-        The statistics.
+    ``family``: a family; repetitions are looked through.
     """
     return _STATISTICS.get(type(base_family(family)), (Statistics(), ""))[0]
 
 
 def marked_component(name: str, family: Any) -> Form:
-    """The form of a component's values, with what their support says of their sign.
-
-    Args:
-        name: the component.
-        family: of it.
-
-    Returns:
-        The form.
-    """
+    """The form of a component's values, with what their support says of their sign."""
     return marked(name, _STATISTICS.get(type(base_family(family)), (None, ""))[1])
 
 

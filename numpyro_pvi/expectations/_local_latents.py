@@ -440,13 +440,8 @@ def as_conditional(
 ) -> tuple[Float[Array, "R K"], Float[Array, "R K D"], Float[Array, "R K K"]]:
     """The affine Gaussian of z given whitened theta with the first two moments of (theta, z).
 
-    Args:
-        mean: of z given theta, at the points.
-        covariance: of z given theta.
-        eps: the points, whose own mean is 0 and whose own covariance is the identity.
-
-    Returns:
-        Mean at the centre, slope, and what covariance is left.
+    ``mean``: of z given theta, at the points; ``eps``: the points, whose own mean is 0 and whose own covariance is the
+    identity. Returns mean at the centre, slope, and what covariance is left.
     """
     center = jnp.mean(mean, axis=0)
     slope = jnp.einsum("srk,sd->rkd", mean, eps) / eps.shape[0]

@@ -162,11 +162,8 @@ def all_signs(count: int) -> np.ndarray:
 def strength_three(count: int) -> np.ndarray:
     """An orthogonal array of strength 3.
 
-    Args:
-        count: signs, K >= 1.
-
-    Returns:
-        Float[R K] with R the power of two from 2 K on: every product of one, two or three different columns sums to zero.
+    ``count``: signs, K >= 1. Returns Float[R K] with R the power of two from 2 K on: every product of one, two or three
+    different columns sums to zero.
 
     References:
         Hedayat, Sloane and Stufken, Orthogonal Arrays, 1999, theorem 7.5.
@@ -421,11 +418,7 @@ class MeanSpace:
 def all_values(sizes: Mapping[str, int]) -> np.ndarray:
     """All combinations of the values of some components.
 
-    Args:
-        sizes: how many values each has.
-
-    Returns:
-        Int[C J], one column per component; one empty row where there are none.
+    Returns int[C J], one column per component; one empty row where there are none.
     """
     return (
         np.stack([x.reshape(-1) for x in np.indices(tuple(sizes.values()))], axis=-1)

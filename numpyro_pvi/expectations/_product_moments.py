@@ -191,19 +191,10 @@ def matched(
 ) -> Matching:
     """The member with the mean statistics of draws in proportion to ``exp(base + power share ratio)``.
 
-    Args:
-        family: of q.
-        draws: the draws.
-        base: log of q over their density.
-        ratio: log of the factor over the site, nats.
-        q: natural parameters of q.
-        share: of the power that is used.
-        power: alpha; the value is at the whole of it.
-        normalised: whether ``base`` is exact, and not up to a constant. Where it is, the value uses the member for control only
-            at the full power; else it needs the member, and is NaN where that is none.
-
-    Returns:
-        The member.
+    ``base``: log of q over their density; ``ratio``: log of the factor over the site, nats; ``share``: of the power that is
+    used; ``power``: alpha; the value is at the whole of it; ``normalised``: whether ``base`` is exact, and not up to a
+    constant. Where it is, the value uses the member for control only at the full power; else it needs the member, and is NaN
+    where that is none.
     """
     used = power * share
     slope, fits = _matched_slope(draws.white, base, used * ratio)

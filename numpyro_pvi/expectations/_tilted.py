@@ -173,15 +173,7 @@ def matched_change(
 ) -> GaussianNatural:
     """``eta_qhat - eta_q`` of moments in a proposal's whitened coordinates, without a difference of large numbers.
 
-    Args:
-        family: the Gaussian family of q.
-        mean: of the tilted distribution.
-        covariance: its covariance, or (mean-field) variances.
-        q: natural parameters of q.
-        proposal: whose coordinates these are.
-
-    Returns:
-        The change of the natural parameters.
+    ``covariance``: its covariance, or (mean-field) variances. Returns the change of the natural parameters.
     """
     start, moments = proposal.natural - q, proposal.moments
     if not family.full:

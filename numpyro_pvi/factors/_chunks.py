@@ -279,15 +279,7 @@ class GroupMasks:
 
 
 def group_masks(group_of_row: dict[str, np.ndarray], num_groups: int) -> GroupMasks:
-    """Masks from the position of each row's group.
-
-    Args:
-        group_of_row: by partitioned axis.
-        num_groups: M.
-
-    Returns:
-        One chunk per group.
-    """
+    """Masks from the position of each row's group. Returns one chunk per group."""
     return GroupMasks(
         {key: on_device(index, np.int32) for key, index in group_of_row.items()},
         on_device(np.arange(num_groups), np.int32),

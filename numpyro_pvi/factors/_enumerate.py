@@ -53,11 +53,7 @@ def summed_out(model: Callable, enumeration: Enumeration) -> Callable:
 def require_funsor(latents: tuple[str, ...]) -> None:
     """Import funsor, or say which extra has it.
 
-    Args:
-        latents: the discrete latents it is needed for.
-
-    Raises:
-        PVIError: where it is not installed.
+    ``latents``: the discrete latents it is needed for. Raises PVIError where it is not installed.
     """
     try:
         import funsor  # noqa: F401 - only whether it can be imported
@@ -98,16 +94,8 @@ def enumerated(
 def find_enumeration(trace: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> Enumeration | None:
     """Find the discrete latents that each belong to one row of a partitioned plate.
 
-    Args:
-        trace: an abstract trace of the model.
-        rows: the partitioned axes.
-
-    Returns:
-        What to sum out; None for a model without discrete latents.
-
-    Raises:
-        PartitionError: for a discrete latent outside the partitioned plates, one without finite support, or sample
-            sites whose batch axes enumeration could not tell from its own.
+    Returns what to sum out; None for a model without discrete latents. Raises PartitionError for a discrete latent outside the
+    partitioned plates, one without finite support, or sample sites whose batch axes enumeration could not tell from its own.
     """
     found = {n: s for n, s in trace.items() if is_latent(s) and s["fn"].support.is_discrete}
     if not found:
@@ -142,20 +130,12 @@ def find_enumeration(trace: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> E
 def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc: np.ndarray, sd: np.ndarray) -> None:
     """Compare rows with their discrete latents summed out with NumPyro's own enumeration of the untouched model.
 
-    A latent that enters another row's terms escapes that comparison: while it is enumerated its axis along the plate has
-    length one, and ``jnp.roll`` along it, say, does nothing on either side. So its values are also given, one for each
-    row, and changed on half of the rows: the terms of the others must stay.
-
-    Args:
-        call: the untouched model on all rows, with values of its continuous local latents.
-        enumeration: what is summed out.
-        where: what is partitioned, for the message.
-        loc: Float[D] prior location.
-        sd: Float[D] prior sd.
-
-    Raises:
-        PartitionError: when the log-likelihoods of all rows differ at one of two points by more than 1e-5 (float32;
-            1e-10 in x64) of the absolute row terms, or a row's by as much when other rows' discrete latents change.
+    A latent that enters another row's terms escapes that comparison: while it is enumerated its axis along the plate has length
+    one, and ``jnp.roll`` along it, say, does nothing on either side. So its values are also given, one for each row, and
+    changed on half of the rows: the terms of the others must stay. ``call``: the untouched model on all rows, with values of
+    its continuous local latents; ``loc``: Float[D] prior location; ``sd``: Float[D] prior sd. Raises PartitionError when the
+    log-likelihoods of all rows differ at one of two points by more than 1e-5 (float32; 1e-10 in x64) of the absolute row terms,
+    or a row's by as much when other rows' discrete latents change.
     """
     from ._marginal import numpyro_log_density
 

@@ -184,12 +184,7 @@ class RowTerms(Messenger):
     def row_log_likelihood(self, plate: str, length: int) -> Float[Array, "R"]:
         """Log of the sum over all values of a plate's discrete latents, for each of its rows, in nats.
 
-        Args:
-            plate: a partitioned plate.
-            length: R, the rows it runs over.
-
-        Returns:
-            One number per row; what other plates inside it hold is summed.
+        ``length``: R, the rows it runs over. Returns one number per row; what other plates inside it hold is summed.
         """
         sites = {n: s for n, s in self._sites.items() if any(f.name == plate for f in s["cond_indep_stack"])}
         factors = [self._factor(site) for site in sites.values()]
@@ -269,13 +264,8 @@ def _enumerable_plates() -> Iterator[None]:
 def numpyro_log_density(call: ModelCall, enumeration: Enumeration, latents: Mapping[str, Array]) -> Float[Array, ""]:
     """Log density of the partitioned plates' sites in the untouched model by NumPyro's own enumeration, in nats.
 
-    Args:
-        call: the untouched model on all rows.
-        enumeration: what the plates are, and the first free axis.
-        latents: constrained values of the continuous latents.
-
-    Returns:
-        The log-likelihood of all rows.
+    ``call``: the untouched model on all rows; ``enumeration``: what the plates are, and the first free axis; ``latents``:
+    constrained values of the continuous latents. Returns the log-likelihood of all rows.
     """
 
     def elsewhere(site: dict) -> bool:

@@ -194,13 +194,7 @@ def with_wide_observations(trace: dict) -> dict:
     """A trace in which an observed site's distribution is as wide as what is observed.
 
     ``numpyro.sample("obs", dist.Normal(m, 1.0), obs=y)`` in no plate has one distribution for all numbers of y: its log density
-    has y's shape, which is where terms are looked for.
-
-    Args:
-        trace: a NumPyro trace.
-
-    Returns:
-        The trace, the same where nothing is wider.
+    has y's shape, which is where terms are looked for. Returns the trace, the same where nothing is wider.
     """
     wide = {}
     for name, site in trace.items():

@@ -338,15 +338,7 @@ def model_layout(trace: dict) -> Layout:
 def local_layout(trace: dict, rows: RowAxes) -> LocalLayout | None:
     """The continuous latents inside the partitioned plates.
 
-    Args:
-        trace: an abstract trace of the model.
-        rows: the partitioned axes.
-
-    Returns:
-        Their layout, or None when there are none.
-
-    Raises:
-        PartitionError: when they are in several of the partitioned plates.
+    Returns their layout, or None when there are none. Raises PartitionError when they are in several of the partitioned plates.
     """
     found = {}
     for name, site in trace.items():

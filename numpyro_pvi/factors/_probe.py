@@ -141,19 +141,9 @@ def run_probe(
 ) -> Probe:
     """Evaluate the model on rays through the prior, whole and in chunks, in one compiled program.
 
-    Args:
-        call: the model, its layout and arguments; ``call.params`` is replaced by initial values when ``params`` is
-            None.
-        trace: an abstract trace.
-        rows: the partitioned axes.
-        reading: how a chunk is read.
-        packing: rows of each chunk.
-        key: a random key.
-        params: given values of ``numpyro.param`` sites, or None.
-        known: hashable, what ``call.model`` is; None where that cannot be told, and the probe is traced anew.
-
-    Returns:
-        The probe, on the host.
+    ``call``: the model, its layout and arguments; ``call.params`` is replaced by initial values when ``params`` is None;
+    ``trace``: an abstract trace; ``params``: given values of ``numpyro.param`` sites, or None; ``known``: hashable, what
+    ``call.model`` is; None where that cannot be told, and the probe is traced anew. Returns the probe, on the host.
     """
     arrays, statics = split_arguments(call.args, call.kwargs)
     facts = {n: _facts(n, s, rows) for n, s in trace.items() if _is_sampled(s)}

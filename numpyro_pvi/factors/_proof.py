@@ -866,14 +866,9 @@ class TracedLook:
 def trace_look(look: Callable, arrays: list, params: dict, call: ModelCall) -> TracedLook:
     """Trace a look once, and interpret the trace.
 
-    Args:
-        look: a function of data, parameters, rows' own latents and a flat point.
-        arrays: the data.
-        params: shapes and dtypes of the parameters.
-        call: says how many latents there are.
-
-    Returns:
-        The look. Forms hold for all latents, parameters and data of these shapes; polynomials are in the latents jointly.
+    ``look``: a function of data, parameters, rows' own latents and a flat point; ``params``: shapes and dtypes of the
+    parameters; ``call``: says how many latents there are. Returns the look. Forms hold for all latents, parameters and data of
+    these shapes; polynomials are in the latents jointly.
     """
     dtype, own = jnp.result_type(float), call.local_layout
     local = None if own is None else jax.ShapeDtypeStruct((own.size, own.width), dtype)
@@ -889,14 +884,9 @@ def trace_look(look: Callable, arrays: list, params: dict, call: ModelCall) -> T
 def moved_values(params: dict, sites: dict, key: Any) -> dict:
     """Other values of the parameters, inside their constraints.
 
-    Args:
-        params: constrained values by name; trees of arrays where a module's parameters are one site.
-        sites: the ``numpyro.param`` sites.
-        key: a random key.
-
-    Returns:
-        Values about a tenth of their size, or of one, away in unconstrained space. Where a start makes a term vanish, as
-        zeros in a last layer do, these do not.
+    ``params``: constrained values by name; trees of arrays where a module's parameters are one site; ``sites``: the
+    ``numpyro.param`` sites. Returns values about a tenth of their size, or of one, away in unconstrained space. Where a start
+    makes a term vanish, as zeros in a last layer do, these do not.
     """
     found = {}
     for i, (name, value) in enumerate(params.items()):

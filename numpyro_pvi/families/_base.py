@@ -442,15 +442,7 @@ def register_family(distribution_class: type, family: Any) -> None:
 
 
 def check_family(family: Any, where: str) -> None:
-    """Refuse what is no family, saying what it lacks.
-
-    Args:
-        family: what was given.
-        where: how it was given, for the message.
-
-    Raises:
-        TypeError: naming what is missing.
-    """
+    """Refuse what is no family, saying what it lacks. Raises TypeError naming what is missing."""
     if not isinstance(family, Family):
         said = lacking(family, Family, FamilyDefaults, "numpyro_pvi.families")
         raise TypeError(f"{where}: {family!r} is not a family.{said}")
@@ -471,12 +463,7 @@ def base_of(distribution: dist.Distribution) -> Any:
 def read_parameters(distribution: dist.Distribution, *names: str) -> list[Float[Array, "..."]]:
     """Scalar parameters of a distribution, broadcast to its batch and independent axes, in one dtype.
 
-    Args:
-        distribution: a distribution of scalar events, possibly inside ``expand`` and ``to_event``.
-        names: its attributes.
-
-    Returns:
-        One array per name.
+    ``distribution``: a distribution of scalar events, possibly inside ``expand`` and ``to_event``.
     """
     base = base_of(distribution)
     shape = distribution.batch_shape + distribution.event_shape

@@ -78,15 +78,7 @@ def product_variances(
 ) -> Float[Array, "*batch I J"]:
     """Variances of the products ``x_i y_j`` of jointly Gaussian x and y (Isserlis).
 
-    Args:
-        loc: means of x.
-        variance: its variances.
-        other: means of y.
-        other_variance: its variances.
-        covariance: of x with y.
-
-    Returns:
-        ``V_i W_j + C_ij^2 + m_i^2 W_j + n_j^2 V_i + 2 m_i n_j C_ij``.
+    Returns ``V_i W_j + C_ij^2 + m_i^2 W_j + n_j^2 V_i + 2 m_i n_j C_ij``.
     """
     x, v, y, w = loc[..., :, None], variance[..., :, None], other[..., None, :], other_variance[..., None, :]
     return v * w + covariance**2 + x**2 * w + y**2 * v + 2 * x * y * covariance
@@ -213,13 +205,9 @@ class GaussianDefaults(FamilyDefaults):
     ) -> Float[Array, "*batch two_D"]:
         """First-order change of the location, in sds, and of the log sds, by a change of natural parameters.
 
-        Args:
-            change: of the natural parameters; a leading axis may stack several.
-            moments: where.
-            exact: whether log sds are wanted of many coordinates with full covariance, which takes D x D products; 0 without.
-
-        Returns:
-            ``(V (dh - dLambda m)) / sd`` and ``-1/2 diag(V dLambda V) / sd^2``.
+        ``change``: of the natural parameters; a leading axis may stack several; ``exact``: whether log sds are wanted of many
+        coordinates with full covariance, which takes D x D products; 0 without. Returns ``(V (dh - dLambda m)) / sd`` and
+        ``-1/2 diag(V dLambda V) / sd^2``.
         """
         variance, shift = self.variances(moments), self.shift(change, moments)
         if not self.full:

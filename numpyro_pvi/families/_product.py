@@ -246,8 +246,7 @@ class ProductNatural(Vector):
     def _refuse_others(self, other: Any) -> None:
         """Raise for parameters of other components, which are those of another product.
 
-        Raises:
-            PVIError: naming what is on one side only.
+        Raises PVIError naming what is on one side only.
         """
         if type(other) is not type(self) or not (isinstance(self.parts, dict) and isinstance(other.parts, dict)):
             return

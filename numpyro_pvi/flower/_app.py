@@ -30,11 +30,7 @@ _LIVING: dict[tuple[str, int], tuple[int, Client, bytes]] = {}
 def label_of(context: Any) -> Hashable:
     """The label of an owner whose node is given one: ``label`` in its node config, else ``partition-id``.
 
-    Args:
-        context: Flower's.
-
-    Raises:
-        PVIError: where neither is there.
+    Raises PVIError where neither is there.
     """
     for name in ("label", "partition-id"):
         if name in context.node_config:
@@ -59,11 +55,7 @@ class _Failed(Respondent):
         raise PVIError(str(self._error)) from self._error
 
     def contribute(self, question: bytes, capacity: int) -> np.ndarray:
-        """It has nothing to add.
-
-        Raises:
-            PVIError: always, saying why.
-        """
+        """It has nothing to add. Raises PVIError always, saying why."""
         raise PVIError(str(self._error)) from self._error
 
 
@@ -253,14 +245,7 @@ class Owner:
 
 
 def app_of(owner: Owner) -> Any:
-    """The ClientApp of an owner.
-
-    Args:
-        owner: what it does with messages.
-
-    Returns:
-        Flower's ``ClientApp``.
-    """
+    """The ClientApp of an owner. Returns Flower's ``ClientApp``."""
     app = flwr("flwr.clientapp").ClientApp()
     app.query(WHO.partition(".")[2])(owner.introduce)
     app.query(ASK.partition(".")[2])(owner.answer)

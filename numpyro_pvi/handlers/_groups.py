@@ -148,17 +148,9 @@ def labels_table(groups: Any) -> GroupTable:
 def blocks_table(num_groups: int, num_rows: int) -> GroupTable:
     """Cut the rows into random blocks, labelled 0, 1, ..., whose sizes differ by at most one.
 
-    The permutation is NumPy's default generator at seed 0, so the blocks depend on the two counts only.
-
-    Args:
-        num_groups: Number of blocks M, at least 1.
-        num_rows: Number of rows N of the plate, at least M.
-
-    Returns:
-        The table.
-
-    Raises:
-        PartitionError: If there are fewer than one group or more groups than rows.
+    The permutation is NumPy's default generator at seed 0, so the blocks depend on the two counts only. ``num_groups``: Number
+    of blocks M, at least 1; ``num_rows``: Number of rows N of the plate, at least M. Raises PartitionError if there are fewer
+    than one group or more groups than rows.
     """
     if num_groups < 1:
         raise PartitionError(f"{num_groups} groups were asked for; write at least 1.")
@@ -345,17 +337,9 @@ def parse_splits(
 ) -> tuple[str | None, dict[str | None, Split]]:
     """Name and parse what is split.
 
-    Args:
-        plate: Name of the plate, or None.
-        groups: Labels, a number of blocks, None, or a dict of these by plate.
-        sites: Batch axis by sample site name, or None.
-
-    Returns:
-        The one plate's name (None: to be found, or several), and a split by plate name (None: to be found) or by sample
-        site name.
-
-    Raises:
-        PartitionError: For labels or combinations that make no sense.
+    ``groups``: Labels, a number of blocks, None, or a dict of these by plate; ``sites``: Batch axis by sample site name, or
+    None. Returns the one plate's name (None: to be found, or several), and a split by plate name (None: to be found) or by
+    sample site name. Raises PartitionError for labels or combinations that make no sense.
     """
     if plate is not None and not isinstance(plate, str):
         raise PartitionError(
@@ -378,16 +362,8 @@ def parse_splits(
 def split_table(split: Split, size: int, plate: str | None) -> GroupTable:
     """Table of one split for a plate of known size.
 
-    Args:
-        split: Table, number of blocks, or None for at most 10 blocks.
-        size: Number of indices N of the plate.
-        plate: Its name for messages, or None.
-
-    Returns:
-        The table of N rows.
-
-    Raises:
-        PartitionError: If the number of labels is not N, or there are more groups than rows.
+    ``split``: Table, number of blocks, or None for at most 10 blocks; ``size``: Number of indices N of the plate. Returns the
+    table of N rows. Raises PartitionError if the number of labels is not N, or there are more groups than rows.
     """
     if isinstance(split, int):
         return blocks_table(split, size)
@@ -404,15 +380,7 @@ def split_table(split: Split, size: int, plate: str | None) -> GroupTable:
 def checked_group(group: Hashable, splits: Mapping[str | None, Split]) -> Hashable:
     """Refuse a label that no split has, where that can be known before the plate's size is.
 
-    Args:
-        group: A label or `PRIOR`.
-        splits: As `parse_splits` gives them.
-
-    Returns:
-        The label, as a Python scalar.
-
-    Raises:
-        PartitionError: If there is no such group.
+    Returns the label, as a Python scalar. Raises PartitionError if there is no such group.
     """
     if isinstance(group, np.generic) and not isinstance(group, np.datetime64 | np.timedelta64):
         group = group.item()
@@ -431,15 +399,8 @@ def checked_group(group: Hashable, splits: Mapping[str | None, Split]) -> Hashab
 def checked_axes(axes: Mapping[Any, int | None] | None, word: str) -> dict[Any, int | None] | None:
     """Refuse anything but a dict of axis numbers.
 
-    Args:
-        axes: The user's dict, or None; "data_axes" may say None for an argument that does not run over rows.
-        word: What the user calls it.
-
-    Returns:
-        A plain dict of Python ints (or Nones), or None.
-
-    Raises:
-        PartitionError: For anything else.
+    ``axes``: The user's dict, or None; "data_axes" may say None for an argument that does not run over rows. Returns a plain
+    dict of Python ints (or Nones), or None. Raises PartitionError for anything else.
     """
     if axes is None:
         return None
@@ -454,11 +415,7 @@ def checked_axes(axes: Mapping[Any, int | None] | None, word: str) -> dict[Any, 
 def as_int(value: Any) -> int | None:
     """Read an integer scalar.
 
-    Args:
-        value: Anything.
-
-    Returns:
-        The integer in a Python, NumPy or JAX integer scalar; None for anything else, bool included.
+    Returns the integer in a Python, NumPy or JAX integer scalar; None for anything else, bool included.
     """
     if isinstance(value, bool | np.bool_) or getattr(value, "ndim", 0):
         return None

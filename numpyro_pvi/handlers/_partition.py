@@ -278,15 +278,7 @@ def choose_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None = Non
 def pick_plates(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> tuple[str, ...]:
     """Check several plates that are split together: all are there, and at least one holds an observed sample site.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        names: The plates.
-
-    Returns:
-        Their names.
-
-    Raises:
-        PartitionError: If there is no such plate, or nothing observed in any of them.
+    Raises PartitionError if there is no such plate, or nothing observed in any of them.
     """
     plates = find_plates(trace)
     for name in names:
@@ -300,12 +292,7 @@ def pick_plates(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) 
 def require_observed(trace: Mapping[str, Mapping[str, Any]], name: str) -> None:
     """Refuse a labelled sample site that the model lacks, or does not observe.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        name: The sample site.
-
-    Raises:
-        PartitionError: Naming the site and the observed ones.
+    Raises PartitionError naming the site and the observed ones.
     """
     observed = [msg["name"] for msg in trace.values() if msg["type"] == "sample" and msg["is_observed"]]
     if name not in observed:

@@ -58,16 +58,7 @@ class Programs(NamedTuple):
 
 
 def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
-    """The programs of all clients that differ in their rows only.
-
-    Args:
-        engine: the client's choices.
-        plan: of one group.
-        static: the static leaves of its arguments.
-
-    Returns:
-        The programs; nothing is compiled yet.
-    """
+    """The programs of all clients that differ in their rows only. Returns the programs; nothing is compiled yet."""
 
     def problem(rows: tuple, rules: int) -> Any:
         arrays, packing, prior, _, params = rows
@@ -369,16 +360,7 @@ class ProductPrograms(NamedTuple):
 
 
 def product_programs(engine: ProductEngine, plan: Any, static: tuple) -> ProductPrograms:
-    """The programs of all clients that differ in their rows only.
-
-    Args:
-        engine: the client's choices.
-        plan: of one group.
-        static: the static leaves of its arguments.
-
-    Returns:
-        The programs; nothing is compiled yet.
-    """
+    """The programs of all clients that differ in their rows only. Returns the programs; nothing is compiled yet."""
 
     def problem(rows: tuple, rules: int) -> ProductProblem:
         arrays, packing, (prior, _), _, params = rows

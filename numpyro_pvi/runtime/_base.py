@@ -24,15 +24,9 @@ class Elsewhere(Protocol):
     def arguments(self, pvi: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
         """What stands in for the model's arguments: arrays of the rows' shapes that hold nothing.
 
-        Args:
-            pvi: the fit, of the same guide and solver as the holders'.
-            args: positional arguments as the user gave them, of which no per-row array is read; nothing at all where the holders
-                say what the arguments are.
-            kwargs: keyword arguments, likewise.
-            names: of the positional ones, for messages.
-
-        Raises:
-            PVIError: where they do not fit what the holders have, or a holder is of another fit.
+        ``pvi``: the fit, of the same guide and solver as the holders'; ``args``: positional arguments as the user gave them, of
+        which no per-row array is read; nothing at all where the holders say what the arguments are. Raises PVIError where they
+        do not fit what the holders have, or a holder is of another fit.
         """
         ...
 
@@ -44,113 +38,57 @@ class Elsewhere(Protocol):
     def compare(self, plan: Any) -> None:
         """Raise where a state's groups are others than the holders'.
 
-        Args:
-            plan: the state's.
-
-        Raises:
-            StateError: naming the labels, or the group that has another number of rows.
+        Raises StateError naming the labels, or the group that has another number of rows.
         """
         ...
 
     def partitions(self, model: Callable, given: Any) -> tuple:
         """The model with its rows in the groups of their holders.
 
-        Args:
-            model: the NumPyro model.
-            given: the user's Partition, or None.
-
-        Raises:
-            PVIError: for a partition of the user's own: the holders' labels are the groups.
+        Raises PVIError for a partition of the user's own: the holders' labels are the groups.
         """
         ...
 
     def plan(self, pvi: Any, layout: Any, family: Any, arguments: tuple, key: Any) -> Any:
         """How every holder's rows are to be taken, agreed from what each has found at its own.
 
-        Args:
-            pvi: the fit.
-            layout: the latents in the guide's order.
-            family: of q.
-            arguments: ``(args, kwargs, signature)``, what stands in for the rows.
-            key: random key of the points that structure is looked for at.
-
-        Returns:
-            A :class:`numpyro_pvi.factors.Planned`, the solver's expectation put in.
-
-        Raises:
-            PVIError: naming what does not go, or the holders that disagree.
+        ``arguments``: ``(args, kwargs, signature)``, what stands in for the rows; ``key``: random key of the points that
+        structure is looked for at. Returns a :class:`numpyro_pvi.factors.Planned`, the solver's expectation put in. Raises
+        PVIError naming what does not go, or the holders that disagree.
         """
         ...
 
     def plan_families(self, family: Any, expectation: str, key: Any) -> Any:
         """The same where q is a product of families.
 
-        Args:
-            family: of q.
-            expectation: how components are taken of which the holders have found different things.
-            key: random key of the points that structure is looked for at.
-
-        Returns:
-            A :class:`numpyro_pvi.factors.Planned`, with what the groups' factors are conjugate in wherever there are rows.
-
-        Raises:
-            PVIError: naming what does not go, or the holders that disagree.
+        ``expectation``: how components are taken of which the holders have found different things; ``key``: random key of the
+        points that structure is looked for at. Returns a :class:`numpyro_pvi.factors.Planned`, with what the groups' factors
+        are conjugate in wherever there are rows. Raises PVIError naming what does not go, or the holders that disagree.
         """
         ...
 
     def compare_priors(self, engine: Any, plan: Any, arguments: tuple) -> None:
         """Raise where a holder's prior is another than the server's, which has nothing to read it off but the model.
 
-        Args:
-            engine: of the fit.
-            plan: likewise.
-            arguments: positional and keyword ones, what stands in for the rows.
-
-        Raises:
-            PVIError: naming the holder.
+        ``arguments``: positional and keyword ones, what stands in for the rows. Raises PVIError naming the holder.
         """
         ...
 
     def expect_answers(self, verb: str) -> None:
-        """Raise where holders are not heard one by one, which a method needs.
-
-        Args:
-            verb: the method.
-
-        Raises:
-            PVIError: naming it.
-        """
+        """Raise where holders are not heard one by one, which a method needs. Raises PVIError naming it."""
         ...
 
     def judged(self, plan: Any, rng_key: Any, q: Any, sites: Any, params: dict, num_samples: int) -> dict:
         """How well each holder finds that its site stands in for its factor, at draws from q that all share: one number each.
 
-        Args:
-            plan: the state's.
-            rng_key: random key of the draws.
-            q: natural parameters.
-            sites: the groups', with a leading axis.
-            params: constrained values of the model's ``numpyro.param`` sites.
-            num_samples: draws.
-
-        Returns:
-            k-hat by label: see :func:`numpyro_pvi.diagnostics.khat_by_group`.
-
-        Raises:
-            PVIError: where holders are not heard one by one.
+        ``sites``: the groups', with a leading axis; ``params``: constrained values of the model's ``numpyro.param`` sites.
+        Returns k-hat by label: see :func:`numpyro_pvi.diagnostics.khat_by_group`. Raises PVIError where holders are not heard
+        one by one.
         """
         ...
 
     def watched(self, plan: Any, run: Callable[[], Any]) -> Any:
-        """Run programs that ask the holders in their course; what went wrong there is raised here.
-
-        Args:
-            plan: of the fit.
-            run: calls programs.
-
-        Returns:
-            Its value.
-        """
+        """Run programs that ask the holders in their course; what went wrong there is raised here."""
         ...
 
 
@@ -634,15 +572,8 @@ def add(total: Any, more: Any) -> Any:
 def sum_span(of_chunk: Callable, chunks: Any, first: Any, last: Any, plus: Callable[[Any, Any], Any] = add) -> Any:
     """Add up neighbouring chunks in a loop of as many steps as there are.
 
-    Args:
-        of_chunk: one chunk's arrays to what it says.
-        chunks: arrays with a leading chunk axis.
-        first: the first of them.
-        last: past the last.
-        plus: of two results.
-
-    Returns:
-        The sum; zero where there are none.
+    ``of_chunk``: one chunk's arrays to what it says; ``chunks``: arrays with a leading chunk axis. Returns the sum; zero where
+    there are none.
     """
     shapes = jax.eval_shape(of_chunk, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

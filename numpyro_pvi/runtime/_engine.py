@@ -100,15 +100,9 @@ class FitsParams:
     ) -> tuple[Any, dict[str, Any], Float[Array, "P"]]:
         """One step of the optimiser (PVI eq. 5); none where the loss, or what it leads to, is not finite.
 
-        Args:
-            loss: negative ELBO in nats at constrained values, q held fixed.
-            optim_state: the optimiser's state.
-            args: the model's positional arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            The optimiser's state, the constrained values after it, and the nats that every param's part of the step gains to
-            first order (by name, sorted), 0 within rounding of the loss.
+        ``loss``: negative ELBO in nats at constrained values, q held fixed. Returns the optimiser's state, the constrained
+        values after it, and the nats that every param's part of the step gains to first order (by name, sorted), 0 within
+        rounding of the loss.
         """
         transforms = self.param_transforms(args, kwargs)
 
@@ -288,21 +282,13 @@ def run_rounds(
 ) -> tuple[RoundsDone, Any]:
     """Run up to ``count`` rounds in one compiled loop, whatever a round is.
 
-    Args:
-        state: where they start.
-        carry: what rounds hand on to one another beside the state.
-        one: a round: of a state, a carry and ``opening`` the state and the carry afterwards, the loss in nats, and whether the
-            round is not to be, as it needs the finest quadrature rule; None where none ever does.
-        count: most rounds.
-        tol: largest move of a round, in posterior sds, that ends them; no lower than what the noise of sampled moments explains.
-            Negative never ends them.
-        length: rounds that there is room for.
-        solver: where its weights keep collapsing rounds end early, so that chains can be compiled in.
-        missed: whether the first round needs that rule already.
-        opening: whether the first is no round, but the evaluation of the state's own q; None where it never is.
-
-    Returns:
-        The rounds, and what the last of them hands on.
+    ``carry``: what rounds hand on to one another beside the state; ``one``: a round: of a state, a carry and ``opening`` the
+    state and the carry afterwards, the loss in nats, and whether the round is not to be, as it needs the finest quadrature
+    rule; None where none ever does; ``tol``: largest move of a round, in posterior sds, that ends them; no lower than what the
+    noise of sampled moments explains. Negative never ends them; ``length``: rounds that there is room for; ``solver``: where
+    its weights keep collapsing rounds end early, so that chains can be compiled in; ``missed``: whether the first round needs
+    that rule already; ``opening``: whether the first is no round, but the evaluation of the state's own q; None where it never
+    is. Returns the rounds, and what the last of them hands on.
     """
 
     def unfinished(loop: tuple) -> Array:
@@ -890,18 +876,7 @@ def carry_of(state: PVIState, evaluation: Any) -> RoundCarry:
 def moved_by(
     schedule: Schedule, problem: Any, state: PVIState, carry: RoundCarry, noise: Any
 ) -> tuple[PVIState, RoundCarry]:
-    """State and carry after a schedule's round.
-
-    Args:
-        schedule: whose.
-        problem: the factors.
-        state: before it.
-        carry: likewise, in the form that rounds take.
-        noise: the round's draws, or None.
-
-    Returns:
-        Both.
-    """
+    """State and carry after a schedule's round. ``state``: before it; ``carry``: likewise, in the form that rounds take."""
     next_key, round_key = jax.random.split(state.rng_key)
     carry = schedule.round(problem, carry, round_key, noise)
     state = dataclasses.replace(
@@ -985,16 +960,9 @@ def forms_differ(
     """Compare ``E[eps_i grad_i f]`` with ``E[hess_ii f]`` (whitened) on antithetic pairs.
 
     Their difference on a pair, less what the mean Hessian H explains, ``eps_i (H eps)_i - H_ii``, has mean zero when the
-    gradient is continuous, and vanishes for a quadratic f.
-
-    Args:
-        density: f, in nats.
-        loc: location of the draws.
-        sd: their standard deviations.
-        eps: standard normal draws; each is used with both signs.
-
-    Returns:
-        Whether some coordinate, or the trace, is more than five standard errors away.
+    gradient is continuous, and vanishes for a quadratic f. ``density``: f, in nats; ``sd``: their standard deviations; ``eps``:
+    standard normal draws; each is used with both signs. Returns whether some coordinate, or the trace, is more than five
+    standard errors away.
     """
 
     def whitened(e):

@@ -109,14 +109,8 @@ class GroupRows:
     ) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`.
 
-        Args:
-            group: which group.
-            points: where.
-            rows: positions within the group, or None for all.
-            hessian: whether second derivatives are wanted.
-
-        Returns:
-            Value, gradient and Hessian of the sum over those rows at every point.
+        ``rows``: positions within the group, or None for all. Returns value, gradient and Hessian of the sum over those rows at
+        every point.
         """
         return self._of(group, rows, lambda chunk: self._at(chunk, points, hessian))
 
@@ -125,15 +119,8 @@ class GroupRows:
     ) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.at_rows_draws`.
 
-        Args:
-            group: which group.
-            moments: of a mean-field q.
-            count: draws of every row.
-            rows: positions within the group, or None for all.
-            key: of the draws.
-
-        Returns:
-            The sum over those rows, by draw; the diagonal of the Hessian.
+        ``rows``: positions within the group, or None for all. Returns the sum over those rows, by draw; the diagonal of the
+        Hessian.
         """
 
         def one(chunk: Any, key: Any) -> Derivatives:
@@ -279,14 +266,10 @@ class Factors:
     def map_groups(self, solve: Callable, operands: Any, reads_rows: bool, side_by_side: bool = False) -> Any:
         """A computation for many groups, each where its rows are.
 
-        Args:
-            solve: these factors as one device sees them that visits groups of its own, and a group's operands, to its result.
-            operands: a tuple of pytrees with a leading group axis, the groups' places the first.
-            reads_rows: whether it passes over the group's rows.
-            side_by_side: whether it may do so for all groups in one vectorised program.
-
-        Returns:
-            Results with a leading group axis.
+        ``solve``: these factors as one device sees them that visits groups of its own, and a group's operands, to its result;
+        ``operands``: a tuple of pytrees with a leading group axis, the groups' places the first; ``reads_rows``: whether it
+        passes over the group's rows; ``side_by_side``: whether it may do so for all groups in one vectorised program. Returns
+        results with a leading group axis.
         """
         runtime = self.passes if self.rows is None else self.runtime
         if not reads_rows:

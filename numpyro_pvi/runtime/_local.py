@@ -45,17 +45,7 @@ from ._tilted import is_sampled
 
 
 def values_at(problem: Any, q: Any, rule: Rule, noise: Any) -> Evaluation:
-    """The ELBO at a Gaussian and nothing that only a natural gradient would read.
-
-    Args:
-        problem: the factors.
-        q: its natural parameters.
-        rule: quadrature rule to start from.
-        noise: the draws of the loss, or None.
-
-    Returns:
-        The evaluation, without targets.
-    """
+    """The ELBO at a Gaussian and nothing that only a natural gradient would read. Returns the evaluation, without targets."""
     moments = problem.family.moments(q)
     if not problem.program.noisy:
         found = problem.evaluate_at(q, moments, rule, noise)
@@ -104,13 +94,7 @@ _FARTHEST = 0.5
 def affordable_pairs(units: int, width: int, dim: int) -> int:
     """Antithetic pairs that cost little where local latents are few: tangents of a draw, one per coordinate and unit.
 
-    Args:
-        units: how many units have local latents.
-        width: local latents of each.
-        dim: shared latents.
-
-    Returns:
-        The pairs; 0 where even one has more tangents than is little.
+    ``units``: how many units have local latents. Returns the pairs; 0 where even one has more tangents than is little.
     """
     tangents = 2 * units * width * (dim + width)
     return min(_MOST_PAIRS, _FEW_TANGENTS // max(tangents, 1))
@@ -127,24 +111,15 @@ def fall_explained(
 ) -> Any:
     """Twice what a joint step promises, its squared length over its share, where draws contradict themselves; else 0.
 
-    Curvature from second derivatives is not the derivative of the draws' mean value, so that near the optimum their ELBO
-    falls along most targets, in proportion to the step: no halving would mend it, and q would stand still where the noise
-    of its last draws left it. The fall is of the size of the gain that a natural-gradient step promises to first order. A
-    step that overshoots by far loses more, and is still halved; and what promises more than a jitter of one sd in every
-    coordinate, half their number, is no noise but a step that far, and must keep its word. Random points with gradients
-    do not contradict themselves: their curvature is the derivative of their mean value.
-
-    Args:
-        family: the family of q(theta).
-        noisy: programs of the factors whose expectations are by draws.
-        new: sites and evaluation after the step.
-        old: before it, on the same draws.
-        step: share of the way to the targets, in (0, 1].
-        units: how many units have how many local latents each; None without any.
-        own: the local latents' part of the step's squared length, where clients keep them.
-
-    Returns:
-        Nats, or the number 0.
+    Curvature from second derivatives is not the derivative of the draws' mean value, so that near the optimum their ELBO falls
+    along most targets, in proportion to the step: no halving would mend it, and q would stand still where the noise of its last
+    draws left it. The fall is of the size of the gain that a natural-gradient step promises to first order. A step that
+    overshoots by far loses more, and is still halved; and what promises more than a jitter of one sd in every coordinate, half
+    their number, is no noise but a step that far, and must keep its word. Random points with gradients do not contradict
+    themselves: their curvature is the derivative of their mean value. ``noisy``: programs of the factors whose expectations are
+    by draws; ``new``: sites and evaluation after the step; ``old``: before it, on the same draws; ``step``: share of the way to
+    the targets, in (0, 1]; ``units``: how many units have how many local latents each; None without any; ``own``: the local
+    latents' part of the step's squared length, where clients keep them. Returns nats, or the number 0.
     """
     if all(isinstance(p, PointsProgram) for p in noisy):
         return 0.0

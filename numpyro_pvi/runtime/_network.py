@@ -150,13 +150,8 @@ def ask_all(
 def spent(network: Any, ends: Any, after: Any) -> Int[Array, "3"]:
     """What was really sent in a round, repetitions included: see :meth:`Network.spent`.
 
-    Args:
-        network: who carries questions.
-        ends: whether the round counts.
-        after: arrays that must be there before: all that the round asked for.
-
-    Returns:
-        Round trips, bytes to clients, and bytes from them.
+    ``after``: arrays that must be there before: all that the round asked for. Returns round trips, bytes to clients, and bytes
+    from them.
     """
     shape = (jax.ShapeDtypeStruct((3,), jnp.int32),)
     return call_out(lambda ends, *_: network.spent(ends), shape, (ends, *jax.tree.leaves(after)))[0]

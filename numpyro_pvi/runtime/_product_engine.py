@@ -99,15 +99,8 @@ class ProductRows:
     def message(self, group: Any, cavity: ProductNatural, site: Any, key: Any, rows: Any) -> Expected:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.message`.
 
-        Args:
-            group: position of the group.
-            cavity: natural parameters of q without its site.
-            site: its site.
-            key: of the draws.
-            rows: positions within the group, or None for all.
-
-        Returns:
-            Value and message, times ``N_m / B``; of rows' own latents, those of the rows that are looked at.
+        ``cavity``: natural parameters of q without its site; ``rows``: positions within the group, or None for all. Returns
+        value and message, times ``N_m / B``; of rows' own latents, those of the rows that are looked at.
         """
         view = self._view(group, cavity, rows)
         stack = _stacked(self.problem.plan, site, row_ids(view.chosen))
@@ -162,12 +155,7 @@ def _stacked(plan: Any, site: Any, ids: Any = None) -> SiteStack:
 def expected_of(value: Float[Array, "*M"], target: Any) -> Expected:
     """A value and a message without quadrature whose error would be known.
 
-    Args:
-        value: in nats.
-        target: natural parameters, or None.
-
-    Returns:
-        As solvers and schedules read them.
+    ``value``: in nats. Returns as solvers and schedules read them.
     """
     zero = jnp.zeros_like(value)
     return Expected(value, target, None, zero, zero, zero)
@@ -359,14 +347,8 @@ class ProductFactors(ProblemDefaults):
     def sweep(self, carry: RoundCarry, share: Any, noise: Any, order: Int[Array, "M"] | None = None) -> Turns:
         """Every site moved by turns of components: see :class:`numpyro_pvi.schedules.Turns`.
 
-        Args:
-            carry: where things stand.
-            share: of each change that is taken.
-            noise: key of the draws.
-            order: of the groups, which then follow one another.
-
-        Returns:
-            Sites, reports of the visits, and the share with the solver's own.
+        ``share``: of each change that is taken; ``order``: of the groups, which then follow one another. Returns sites, reports
+        of the visits, and the share with the solver's own.
         """
         solver, dtype = self.solver, carry.evaluation.elbo.dtype
         share = jnp.asarray(share * float(solver.step_size), dtype)
@@ -487,12 +469,7 @@ class BatchFactors(ProductFactors):
     def of_all(cls, factors: ProductFactors, prior: ProductNatural | None) -> BatchFactors:
         """The factors of all groups.
 
-        Args:
-            factors: as other rounds see them.
-            prior: the prior factor's site, of all components.
-
-        Returns:
-            The same, as rounds by batches see them.
+        ``prior``: the prior factor's site, of all components. Returns the same, as rounds by batches see them.
         """
         problem = factors.problem
         count = problem.num_groups
@@ -581,15 +558,7 @@ class OwnFactors(ProductFactors):
 
     @classmethod
     def of_all(cls, factors: ProductFactors, sites: SiteStack) -> OwnFactors:
-        """The factors as schedules see them that visit one group alone.
-
-        Args:
-            factors: as other rounds see them.
-            sites: of the problem.
-
-        Returns:
-            The same.
-        """
+        """The factors as schedules see them that visit one group alone."""
         axes = factors.problem.plan.row_axes
         said = {} if sites.prior is None else {n: sites.prior.parts[n] for n in axes}
         local: Any = sites.local
@@ -1110,14 +1079,6 @@ def _without_groups(state: PVIState, q: Any) -> Bool[Array, "M"]:
 
 
 def proper_members(family: Family, natural: Any) -> Bool[Array, "*members"]:
-    """Which members of a latent, one or more for every row, are normalisable.
-
-    Args:
-        family: the latent's.
-        natural: natural parameters of all members.
-
-    Returns:
-        One flag per member.
-    """
+    """Which members of a latent, one or more for every row, are normalisable. Returns one flag per member."""
     own, natural = member_family(family, natural)
     return own.in_domain(natural)

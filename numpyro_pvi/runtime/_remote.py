@@ -684,12 +684,7 @@ class AskedFactors(ProductFactors):
 def symmetric_leaves(family: ProductFamily, dtype: Any) -> tuple[Leaf, ...]:
     """Shapes of a site's arrays, and which are symmetric matrices: those of which the family makes some.
 
-    Args:
-        family: of q.
-        dtype: floating dtype.
-
-    Returns:
-        One entry per array.
+    Returns one entry per array.
     """
     with jax.ensure_compile_time_eval():
         zeros = family.zeros((), dtype)

@@ -36,15 +36,7 @@ from ._verification import Check, direction_of, draws_of, num_draws, verify_clai
 
 
 def refuse_remotely(plan: Any, engine: Any) -> None:
-    """Raise for a fit whose factors clients cannot answer for.
-
-    Args:
-        plan: the plan.
-        engine: of clients.
-
-    Raises:
-        PVIError: naming what it is, and why.
-    """
+    """Raise for a fit whose factors clients cannot answer for. Raises PVIError naming what it is, and why."""
     part, schedule, who = plan.partition, engine.schedule, type(engine.solver).__name__
     reasons = engine.unasked(plan) | {
         f"{type(schedule).__name__}": (
@@ -82,24 +74,10 @@ def remote_problem(
 ) -> RemoteProblem:
     """The factors of clients, as rounds take them.
 
-    Args:
-        engine: the fit's choices.
-        plan: the plan, of which labels, sizes and structure are read.
-        network: who carries questions.
-        prior: ``(natural, exact, log partition)`` of the exactly held prior, and ``(program, arrays)`` of the prior factor.
-        num_rules: how many quadrature rules are compiled in.
-        tells_step: whether visits say what share of their change was taken.
-        fresh: whether looks wait for clients that are at work.
-        stream: says which group came first.
-        keeps: as of :class:`RemoteProblem`.
-        starts: likewise.
-        params: constrained values of the model's ``numpyro.param`` sites.
-
-    Returns:
-        The factors.
-
-    Raises:
-        PVIError: where expectations are by points that only a look at all rows can choose.
+    ``plan``: the plan, of which labels, sizes and structure are read; ``prior``: ``(natural, exact, log partition)`` of the
+    exactly held prior, and ``(program, arrays)`` of the prior factor; ``tells_step``: whether visits say what share of their
+    change was taken; ``fresh``: whether looks wait for clients that are at work; ``params``: constrained values of the model's
+    ``numpyro.param`` sites. Raises PVIError where expectations are by points that only a look at all rows can choose.
     """
     natural, exact, partition, (prior_program, prior_data) = prior
     part, family, count = plan.partition, plan.family, plan.partition.table.num_groups
@@ -123,16 +101,7 @@ def remote_problem(
 def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
     """The likelihood's program as far as it is known without rows.
 
-    Args:
-        plan: the plan.
-        num_rules: how many quadrature rules are compiled in.
-        engine: the fit's choices.
-
-    Returns:
-        The program; it evaluates nothing.
-
-    Raises:
-        PVIError: for a likelihood whose expectations no question asks for.
+    Raises PVIError for a likelihood whose expectations no question asks for.
     """
     part, family = plan.partition, plan.family
     if part.likelihood == "quadratic":

@@ -195,11 +195,7 @@ class RowProblem(ProblemDefaults):
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
     def visit_prior(self, *args: Any, **kwargs: Any) -> LocalResult:
-        """The prior is held exactly.
-
-        Raises:
-            PVIError: always; ``has_prior_factor`` is False.
-        """
+        """The prior is held exactly. Raises PVIError always; ``has_prior_factor`` is False."""
         raise PVIError("there is no prior factor: the prior is held exactly.")
 
     def sweep(
@@ -207,15 +203,7 @@ class RowProblem(ProblemDefaults):
     ) -> tuple[Any, LocalResult]:
         """Visit all groups, each from the q that the last one left.
 
-        Args:
-            carry: where things stand.
-            q: natural parameters of q.
-            order: of the groups.
-            key: a random key.
-            damping: share of each visit's change.
-
-        Returns:
-            The sites of all rows, and what the visits report in the order of the groups.
+        Returns the sites of all rows, and what the visits report in the order of the groups.
         """
 
         def visit(before, operands):
@@ -244,14 +232,8 @@ class RowProblem(ProblemDefaults):
     def moves(self, new: SiteStack, old: SiteStack, after: Evaluation, before: Evaluation) -> tuple[Array, Array]:
         """How far a round moved the latents, in posterior sds.
 
-        Args:
-            new: sites after it.
-            old: sites before it.
-            after: evaluation after it.
-            before: evaluation before it.
-
-        Returns:
-            By each group's step, to first order, Float[M]; and altogether, means and log sds.
+        ``new``: sites after it; ``old``: sites before it; ``after``: evaluation after it; ``before``: evaluation before it.
+        Returns what it is by each group's step, to first order, Float[M]; and altogether, means and log sds.
         """
         family = self.family
         sd = family.latent_sd(after.moments)
@@ -295,16 +277,7 @@ def row_problem(
 ) -> RowProblem:
     """The factors, ready to be evaluated.
 
-    Args:
-        plan: the static plan.
-        call: the model with its arguments.
-        prior: the prior as the rows see it.
-        solver: local solver.
-        num_groups: M.
-        num_rules: how many quadrature rules are compiled in.
-
-    Returns:
-        The problem; of the model only what rows' densities read is evaluated.
+    ``prior``: the prior as the rows see it. Returns the problem; of the model only what rows' densities read is evaluated.
     """
     terms = plan.partition.terms
     family = RowFamily(prior)
@@ -333,14 +306,8 @@ def first_numbers(problem: RowProblem, at_prior: RowMoments) -> tuple[SiteStack,
     """One natural-gradient step of all groups from that Gaussian around the prior's location after which the ELBO is highest.
 
     The Gaussians are the prior, the prior at a single point, and between them the prior narrowed until no predictor's sd is
-    above one of a few limits.
-
-    Args:
-        problem: the factors, with all quadrature rules compiled in.
-        at_prior: the prior as moments.
-
-    Returns:
-        Sites, unit ones where no step leaves an ELBO, and the quadrature rule to begin with.
+    above one of a few limits. ``problem``: the factors, with all quadrature rules compiled in; ``at_prior``: the prior as
+    moments. Returns sites, unit ones where no step leaves an ELBO, and the quadrature rule to begin with.
     """
     finest, dtype = len(RULES) - 1, problem.dtype
     sd = jnp.sqrt(jnp.max(jnp.where(problem.family.prior.group >= 0, jnp.sum(at_prior.scale**2, axis=-1), 0.0)))

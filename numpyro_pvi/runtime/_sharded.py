@@ -385,9 +385,7 @@ class _Placed:
     def of(self, given: Any, place: Callable[[], Any]) -> Any:
         """What was made of these very arrays before, or is now.
 
-        Args:
-            given: a pytree of arrays, and of what else the result depends on.
-            place: makes it.
+        ``given``: a pytree of arrays, and of what else the result depends on.
         """
         leaves, structure = jax.tree.flatten(given)
         for kept, how, placed in self._known:

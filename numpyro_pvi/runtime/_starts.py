@@ -55,19 +55,12 @@ def first_sites(
 ) -> tuple[SiteStack, Rule]:
     """Where the groups' sites start.
 
-    Args:
-        problem: the factors.
-        at_prior: the prior as moments.
-        loc: its location.
-        mode: "prior" (unit sites), "curvature" (each factor's positive semi-definite curvature and gradient at
-            ``loc``, the cure for wide priors), or "auto": curvature, or one natural-gradient step of all groups
-            from the prior where a fixed quadrature rule resolves every factor there and the global ELBO is higher
-            after it; halved where both end below the prior's own ELBO.
-        base: what stands in for the part of the prior that is not exact, None where there is none.
-
-    Returns:
-        Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
-        it is read gets the unit site.
+    ``at_prior``: the prior as moments; ``mode``: "prior" (unit sites), "curvature" (each factor's positive semi-definite
+    curvature and gradient at ``loc``, the cure for wide priors), or "auto": curvature, or one natural-gradient step of all
+    groups from the prior where a fixed quadrature rule resolves every factor there and the global ELBO is higher after it;
+    halved where both end below the prior's own ELBO; ``base``: what stands in for the part of the prior that is not exact, None
+    where there is none. Returns sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not
+    finite where it is read gets the unit site.
     """
     if mode == "prior":
         return problem.empty_sites(None), first_rule(problem.dtype)
@@ -138,15 +131,9 @@ class _Steps(NamedTuple):
 def _best_step(problem, both: Any, look_at: Callable, sites_of: Callable, after: Callable) -> tuple[SiteStack, Rule]:
     """The better of two steps, from the factors under the prior and at its location; halved until q beats the prior.
 
-    Args:
-        problem: the factors.
-        both: the prior and its location, as moments.
-        look_at: two q to the factors' expectations and ELBOs.
-        sites_of: those expectations to the sites they ask for.
-        after: sites to the two q that come of them.
-
-    Returns:
-        As :func:`first_sites`.
+    ``both``: the prior and its location, as moments; ``look_at``: two q to the factors' expectations and ELBOs; ``sites_of``:
+    those expectations to the sites they ask for; ``after``: sites to the two q that come of them. Returns as
+    :func:`first_sites`.
     """
 
     def unfinished(steps: _Steps) -> Bool[Array, ""]:
@@ -196,8 +183,7 @@ def _best_step(problem, both: Any, look_at: Callable, sites_of: Callable, after:
 def refuse_curvature(solver: Any, mode: str) -> None:
     """Raise where sites should start from curvature though moments are matched and local latents integrated out.
 
-    Raises:
-        PVIError: naming what to write instead.
+    Raises PVIError naming what to write instead.
     """
     if mode == "curvature":
         raise PVIError(
@@ -211,17 +197,10 @@ def first_local_sites(
 ) -> tuple[SiteStack, Rule]:
     """Where sites of groups with local latents start.
 
-    Args:
-        problem: the factors.
-        at_prior: the prior as moments.
-        loc: its location.
-        mode: "prior" and "auto" (unit sites: in a hierarchy the curvature at one point says little), or
-            "curvature": each factor's positive semi-definite curvature, local latents integrated out, at ``loc``.
-        rows: the local latents' prior given ``loc``.
-
-    Returns:
-        Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
-        it is read gets the unit site.
+    ``at_prior``: the prior as moments; ``mode``: "prior" and "auto" (unit sites: in a hierarchy the curvature at one point says
+    little), or "curvature": each factor's positive semi-definite curvature, local latents integrated out, at ``loc``; ``rows``:
+    the local latents' prior given ``loc``. Returns sites (the prior factor's is None), and the quadrature rule to begin with. A
+    factor that is not finite where it is read gets the unit site.
     """
     dtype, group = problem.dtype, problem.data.chunk_group
     if problem.matches_moments:
@@ -283,18 +262,9 @@ def start_arrivals(
 ) -> tuple[dict[str, Any], Comparison]:
     """Solver and schedule states of groups that have come, and where their sites start.
 
-    Args:
-        engine: the model and the choices.
-        state: the state, with the plan and packing of the new rows; ``sites.groups`` holds the site that each group
-            already has, zero where it has none.
-        args: the new rows.
-        kwargs: likewise.
-        known: which groups have a site.
-        mode: "prior" (a new group's site is 1) or "curvature" (its factor's positive semi-definite curvature at q's
-            location).
-
-    Returns:
-        Fields of the state to replace, and the comparison with the untouched model.
+    ``state``: the state, with the plan and packing of the new rows; ``sites.groups`` holds the site that each group already
+    has, zero where it has none; ``mode``: "prior" (a new group's site is 1) or "curvature" (its factor's positive semi-definite
+    curvature at q's location). Returns fields of the state to replace, and the comparison with the untouched model.
     """
     plan, packing = state.plan, state.packing
     others = None if state.sites.others is None else sum_slots(state.sites.others)
@@ -340,16 +310,8 @@ def compare(
 ) -> Comparison:
     """Evaluate arriving rows by the structure found before, by the untouched model, and in halves.
 
-    Args:
-        problem: the factors of the arriving rows.
-        plan: the plan.
-        packing: the arriving rows' packing.
-        call: the model on all of them.
-        moments: q, from which the points are drawn.
-        key: a random key.
-
-    Returns:
-        The comparison; where there is no structure, or local latents, only what applies.
+    ``call``: the model on all of them; ``moments``: q, from which the points are drawn. Returns the comparison; where there is
+    no structure, or local latents, only what applies.
     """
     part, family = plan.partition, problem.family
     points = family.draw(moments, jax.random.normal(key, (_POINTS, family.dim), problem.dtype))

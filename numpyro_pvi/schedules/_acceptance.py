@@ -25,12 +25,8 @@ _HOPELESS = 0.1
 def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """How much the global ELBO has risen, over the factors that were finite before.
 
-    Args:
-        new: evaluation of a candidate.
-        old: evaluation of the q it would replace, on the same draws if there are any.
-
-    Returns:
-        ``(gain, rounding)`` in nats: gains smaller than ``rounding`` in size mean nothing.
+    ``old``: evaluation of the q it would replace, on the same draws if there are any. Returns ``(gain, rounding)`` in nats:
+    gains smaller than ``rounding`` in size mean nothing.
     """
     known = jnp.isfinite(old.groups.value)
     gain = jnp.sum(jnp.where(known, new.groups.value - old.groups.value, 0.0)) + new.rest - old.rest
@@ -63,12 +59,8 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) 
 def taken_whole(problem: Problem) -> float:
     """How many groups' changes may be absorbed at once and whole: a joint step is this over the groups that are, or 1.
 
-    Args:
-        problem: the factors.
-
-    Returns:
-        Infinity where a visit knows where the other sites are going to (a step to its factor's target); else as many as it
-        allows for: one, or the ``power`` of :class:`numpyro_pvi.solvers.LocalELBO`.
+    Returns infinity where a visit knows where the other sites are going to (a step to its factor's target); else as many as it
+    allows for: one, or the ``power`` of :class:`numpyro_pvi.solvers.LocalELBO`.
     """
     alone = problem.stochastic or problem.solver.moves_alone
     return max(1.0, float(problem.solver.power)) if alone else math.inf
@@ -77,8 +69,7 @@ def taken_whole(problem: Problem) -> float:
 def refuse_power(schedule: Any, problem: Problem) -> None:
     """Raise for a power above 1 where groups are not visited in parallel, again and again.
 
-    Raises:
-        PVIError: naming the schedule.
+    Raises PVIError naming the schedule.
     """
     if problem.solver.power > 1.0:
         raise PVIError(
@@ -192,17 +183,9 @@ def accept_valid(
 ) -> Accepted:
     """Take proposals as far as q stays valid: of a solver that matches moments, or whose rows nobody else may look at.
 
-    Args:
-        problem: the factors.
-        old_sites: where the sites are.
-        proposal: where the local solves want them.
-        old: evaluation at the old sites.
-        step: joint step; halved until q is normalisable, at most 20 times.
-        noise: the round's draws, or None.
-        probe: vector for the curvature product of a mean-field q, or None.
-
-    Returns:
-        As of :func:`accept_jointly`.
+    ``proposal``: where the local solves want them; ``old``: evaluation at the old sites; ``step``: joint step; halved until q
+    is normalisable, at most 20 times; ``probe``: vector for the curvature product of a mean-field q, or None. Returns as of
+    :func:`accept_jointly`.
     """
 
     def at(step):
@@ -344,14 +327,8 @@ def averaging_step(state: Averaging, dtype: Any) -> Float[Array, ""]:
 def average_late(problem: Problem, state: Averaging, new: Placed, old: Placed) -> Averaging:
     """Shorten steps while successive moves turn back, as noise makes them do, and lengthen them when they clearly go on.
 
-    Args:
-        problem: the factors.
-        state: the memory.
-        new: evaluation after the round.
-        old: evaluation before it.
-
-    Returns:
-        The memory after the round; nothing is counted where expectations are not by draws.
+    ``new``: evaluation after the round; ``old``: evaluation before it. Returns the memory after the round; nothing is counted
+    where expectations are not by draws.
 
     References:
         Delyon and Juditsky, Accelerated stochastic approximation, SIAM J. Optim. 3 (1993), after Kesten (1958).

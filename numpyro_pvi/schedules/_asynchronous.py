@@ -126,15 +126,7 @@ class Messages:
     faults: Faults | None
 
     def event(self, walk: Walk, key: Any) -> Walk:
-        """The next message.
-
-        Args:
-            walk: where things stand.
-            key: a random key.
-
-        Returns:
-            Where they stand after it.
-        """
+        """The next message. Returns where they stand after it."""
         problem, state = self.problem, walk.state
         late = None if state.link is None else state.link.late
         bounded = self.max_staleness is not None and self.delays is not None

@@ -624,12 +624,7 @@ class ScheduleDefaults:
 def check_visits(schedule: Any, solver: Any) -> None:
     """Refuse solvers whose visits are not written for products of families, under a schedule that makes no others.
 
-    Args:
-        schedule: of the fit.
-        solver: likewise.
-
-    Raises:
-        PVIError: saying what to write.
+    Raises PVIError saying what to write.
     """
     if solver.factors == "row":
         raise PVIError(

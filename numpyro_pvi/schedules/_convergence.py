@@ -109,14 +109,8 @@ def _largest(moves: Float[Array, "*batch N"]) -> Float[Array, "*batch"]:
 def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refused: Any = True) -> Asked:
     """What all sites' targets ask of q, at the q that they were made for.
 
-    Args:
-        problem: the factors.
-        carry: where things stood then.
-        proposal: undamped targets.
-        refused: whether steps were refused, so that nothing else tells what is asked of the log sds of very many latents.
-
-    Returns:
-        The moves.
+    ``proposal``: undamped targets; ``refused``: whether steps were refused, so that nothing else tells what is asked of the log
+    sds of very many latents.
     """
     moments, change = carry.evaluation.moments, proposal - carry.sites
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), change.groups)
@@ -135,13 +129,7 @@ def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refuse
 def asked_by_memory(moves: Float[Array, "M N"], prior: Float[Array, "N"] | None, has_prior: bool) -> Asked:
     """The same from what solvers that match moments remember: the full move that each asked for in its last visit.
 
-    Args:
-        moves: of the groups.
-        prior: of the prior factor; None where nobody knows.
-        has_prior: whether there is one.
-
-    Returns:
-        The moves.
+    ``prior``: of the prior factor; None where nobody knows.
     """
     if has_prior:
         moves = jnp.concatenate([(jnp.zeros_like(moves[0]) if prior is None else prior)[None], moves])
@@ -318,12 +306,8 @@ class Approach(NamedTuple):
 def approach(last: Approach, move: Float[Array, "N"]) -> Approach:
     """The same estimate from one visit to the next.
 
-    Args:
-        last: after the visit before.
-        move: of this visit, by coordinate, in posterior sds.
-
-    Returns:
-        The last move, and what is left in posterior sds.
+    ``last``: after the visit before; ``move``: of this visit, by coordinate, in posterior sds. Returns the last move, and what
+    is left in posterior sds.
     """
     size = jnp.vdot(last.move, last.move)
     rate = jnp.where(size > 0, jnp.vdot(move, last.move) / jnp.where(size > 0, size, 1.0), 0.0)
@@ -333,12 +317,7 @@ def approach(last: Approach, move: Float[Array, "N"]) -> Approach:
 def at_rest(last: RoundReport, still: RoundReport) -> RoundReport:
     """The report of a round of a schedule that is complete: nothing moves, and what its visits left undone is left.
 
-    Args:
-        last: the report of the round before, whose ``asked`` is what the visits to every factor left.
-        still: a report without moves.
-
-    Returns:
-        The report.
+    ``last``: the report of the round before, whose ``asked`` is what the visits to every factor left.
     """
     left = jnp.max(last.asked, initial=0.0).astype(still.left.dtype)
     return still._replace(
@@ -636,14 +615,8 @@ def total_move(problem: Problem, new: Evaluation, old: Evaluation) -> Float[Arra
 def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: Evaluation) -> Float[Array, "F"]:
     """First-order change of the posterior means by each factor's step, largest coordinate, in posterior sds.
 
-    Args:
-        problem: the factors.
-        new: sites after the round.
-        old: sites before it.
-        evaluation: evaluation of the q after the round.
-
-    Returns:
-        One number per factor, the prior factor (if any) first.
+    ``new``: sites after the round; ``old``: sites before it; ``evaluation``: evaluation of the q after the round. Returns one
+    number per factor, the prior factor (if any) first.
     """
     family, moments = problem.family, evaluation.moments
     change = new - old

@@ -50,11 +50,7 @@ class Replay(NamedTuple):
 def sort_classes(stream: Stream) -> Replay:
     """Sort every group's rows by class; one class where the responses have none.
 
-    Args:
-        stream: the rows.
-
-    Returns:
-        The order, in which rows seen so far are the first of each class.
+    Returns the order, in which rows seen so far are the first of each class.
     """
     found = stream.classes()
     sizes = jnp.asarray(stream.sizes, jnp.int32)
@@ -72,15 +68,7 @@ def draw_seen(
 ) -> tuple[Int[Array, "r"], Bool[Array, "r"]]:
     """Draw positions among a group's first rows: a class with a seen row uniformly, then one of its seen rows uniformly.
 
-    Args:
-        replay: the sorted rows.
-        group: whose.
-        seen: how many of its rows it has seen.
-        key: random key.
-        count: how many to draw, with replacement.
-
-    Returns:
-        The positions, and whether there was anything to draw.
+    ``count``: how many to draw, with replacement. Returns the positions, and whether there was anything to draw.
     """
     order, starts = replay.order[group], replay.starts[group]
     # Rows of one class stand in their order, so those seen are a prefix: found by bisection.

@@ -94,9 +94,7 @@ class _Whitened:
     ) -> tuple[Float[Array, ""], Float[Array, "P"], Bool[Array, ""]]:
         """``KL(other || local q)`` in nats up to a constant, its gradient, and whether the other is normalisable.
 
-        Args:
-            point: the local q.
-            gap: natural parameters of the other less those of the local q.
+        ``gap``: natural parameters of the other less those of the local q.
         """
         other = self.family.moments(self.q + self.change(point) + gap)
         value, slope = value_and_grad(self.divergence)(point, jax.lax.stop_gradient(other))
@@ -150,9 +148,7 @@ class _MetricCoordinates:
     ) -> tuple[Float[Array, ""], Float[Array, "P"], Bool[Array, ""]]:
         """``KL(other || local q)`` in nats up to a constant, its gradient, and whether both are normalisable.
 
-        Args:
-            point: the local q.
-            gap: natural parameters of the other less those of the local q.
+        ``gap``: natural parameters of the other less those of the local q.
         """
         family, change = self.family, self.change(point)
         now = self.q + change

@@ -539,11 +539,7 @@ class PrivateRows:
         return self.factor.max_rows
 
     def expected(self, moments: Any) -> Expected:
-        """There is no noised expectation.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """There is no noised expectation."""
         raise NotImplementedError("rows are heard in noised sums of gradients only")
 
     def derivatives(
@@ -571,11 +567,7 @@ class PrivateRows:
         return Derivatives(jnp.zeros((count,), total.dtype), gradient, None)
 
     def at_rows_draws(self, moments: Any, count: int, key: Any, rows: Int[Array, "B"] | None = None) -> Derivatives:
-        """A row's draw is its own gradient's; solvers that ask for them are refused.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """A row's draw is its own gradient's; solvers that ask for them are refused."""
         raise NotImplementedError("rows are heard in noised sums of gradients only")
 
     def message(self, cavity: Any, site: Any, key: Any, rows: Int[Array, "B"] | None = None) -> Expected:
@@ -592,11 +584,7 @@ class PrivateRows:
         return Expected(zero, self.white.change(total), None, zero, zero, zero)
 
     def step(self, cavity: Any, site: Any, share: Any, key: Any, rows: Int[Array, "B"] | None = None) -> BatchStep:
-        """Steps are the solver's own.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Steps are the solver's own."""
         raise NotImplementedError("rows are heard in noised sums of gradients only")
 
     def _total(self, one: Any, rows: Int[Array, "B"] | None, key: Any) -> Array:
@@ -656,11 +644,7 @@ def _check_solver(solver: Any, level: str) -> None:
 
 
 def accounting() -> Any:
-    """The library that counts.
-
-    Raises:
-        PVIError: naming the line to install.
-    """
+    """The library that counts. Raises PVIError naming the line to install."""
     if importlib.util.find_spec("dp_accounting") is None:
         raise PVIError(
             "DifferentialPrivacy counts epsilon with the package dp-accounting, which is not installed: "

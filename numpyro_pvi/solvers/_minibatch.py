@@ -121,13 +121,7 @@ def share_of_steps(step_size: Any, num_steps: Any, average: float) -> Float[Arra
 def next_draws(key: Any, step: Any, last: Float[Array, "S D"]) -> Float[Array, "S D"]:
     """Standard normal draws of one step: pairs of both signs, or a single draw whose sign the next step turns over.
 
-    Args:
-        key: the visit's key.
-        step: number of the step.
-        last: the last step's draws; only the shape matters at step 0.
-
-    Returns:
-        The draws.
+    ``last``: the last step's draws; only the shape matters at step 0.
     """
     count, dim = last.shape
     if count > 1:
@@ -159,15 +153,8 @@ def stein_precision(family: GaussianFamily, q: GaussianNatural, moments: Gaussia
 def move_precision(family: GaussianFamily, site: Any, q: Any, wanted: Any, step: Any) -> tuple[Any, Int[Array, ""]]:
     """The change of a site's precision towards a target that keeps the local q normalisable.
 
-    Args:
-        family: the family of q.
-        site: the site.
-        q: cavity * site.
-        wanted: the target precision.
-        step: share of the way in (0, 1].
-
-    Returns:
-        ``(change, halvings)``; a mean-field q's precisions are bounded below one by one, a full one's step is halved.
+    ``step``: share of the way in (0, 1]. Returns ``(change, halvings)``; a mean-field q's precisions are bounded below one by
+    one, a full one's step is halved.
     """
     change = step * (wanted - site.precision)
     if not family.full:
@@ -184,15 +171,8 @@ def move_precision(family: GaussianFamily, site: Any, q: Any, wanted: Any, step:
 def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_particles: Any) -> None:
     """Refuse senseless settings of the steps of a visit.
 
-    Args:
-        owner: the solver's name.
-        batch_size: rows of a step, or None.
-        num_steps: steps of a visit, or None.
-        epochs: passes over a group's rows in a visit, or None.
-        num_particles: draws of a step.
-
-    Raises:
-        PVIError: naming the option, its value and what is expected.
+    ``batch_size``: rows of a step, or None; ``num_steps``: steps of a visit, or None; ``epochs``: passes over a group's rows in
+    a visit, or None. Raises PVIError naming the option, its value and what is expected.
     """
     if num_steps is not None and epochs is not None:
         raise PVIError(
@@ -220,13 +200,7 @@ def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_pa
 def check_no_local(owner: str, structure: str, where: str) -> None:
     """Refuse factors with local latents, which steps over batches of rows would not move.
 
-    Args:
-        owner: the solver's name.
-        structure: what was found about the factor.
-        where: the factor's name, for the message.
-
-    Raises:
-        PVIError: naming the solver that fits.
+    Raises PVIError naming the solver that fits.
     """
     if structure == "local":
         raise PVIError(
@@ -238,14 +212,7 @@ def check_no_local(owner: str, structure: str, where: str) -> None:
 def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, int], mechanism: str) -> None:
     """Refuse batches that some group cannot fill, or that no rows can be taken for.
 
-    Args:
-        owner: the solver's name.
-        batch_size: rows of a step, or None.
-        sizes: rows of each group, by label.
-        mechanism: how rows are read.
-
-    Raises:
-        PVIError: naming the group.
+    ``batch_size``: rows of a step, or None; ``sizes``: rows of each group, by label. Raises PVIError naming the group.
     """
     if batch_size is None:
         return
@@ -275,12 +242,7 @@ class BatchSolver(SolverDefaults):
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when a group has fewer rows than a batch.
 
-        Args:
-            sizes: rows of each group, by label.
-            mechanism: how rows are read.
-
-        Raises:
-            PVIError: naming the group.
+        ``sizes``: rows of each group, by label. Raises PVIError naming the group.
         """
         check_batch_size(type(self).__name__, self.batch_size, sizes, mechanism)
 
@@ -306,15 +268,8 @@ class Optimiser(NamedTuple):
 def as_optimiser(optim: Any, owner: str) -> Optimiser:
     """Wrap an optimiser.
 
-    Args:
-        optim: an optax ``GradientTransformation``, a ``numpyro.optim`` optimiser, or None for Adam with step 0.01.
-        owner: whose option it is, for the message.
-
-    Returns:
-        The wrapped optimiser.
-
-    Raises:
-        PVIError: for anything else.
+    ``optim``: an optax ``GradientTransformation``, a ``numpyro.optim`` optimiser, or None for Adam with step 0.01. Raises
+    PVIError for anything else.
     """
     if isinstance(optim, _NumPyroOptim):
         return _of_numpyro(optim, isinstance(optim, Minimize))
@@ -454,11 +409,8 @@ def _of_optax(optim: Any) -> Optimiser:
 def differentiable(objective: Objective) -> Callable[[Float[Array, "D"]], Float[Array, ""]]:
     """The loss as a function that reverse mode differentiates by the gradient that comes with it.
 
-    Args:
-        objective: a point to value and gradient; loops of traced length inside have no reverse mode of their own.
-
-    Returns:
-        A point to the value.
+    ``objective``: a point to value and gradient; loops of traced length inside have no reverse mode of their own. Returns a
+    point to the value.
     """
 
     @jax.custom_vjp
