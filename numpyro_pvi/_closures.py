@@ -345,11 +345,8 @@ _NO_MATTER = frozenset(
 class SiteDigest:
     """One sample site of a traced model.
 
-    Attributes:
-        latent: whether it is a latent.
-        words: its distribution's classes, shapes and plates.
-        value: hexadecimal digits of what is observed; empty for a latent.
-        density: the same of its log density.
+    ``words``: its distribution's classes, shapes and plates; ``value``: hexadecimal digits of what is observed; empty for a
+    latent; ``density``: the same of its log density.
     """
 
     latent: bool

@@ -375,12 +375,7 @@ def _copy(function: Callable, static: dict[str, Any]) -> Callable:
 def look(fn: Callable, *args: Any) -> Any:
     """Run a function of a model once, as one program, which the fit that is being made keeps for its next call.
 
-    Args:
-        fn: a function of pytrees of arrays.
-        args: its arguments.
-
-    Returns:
-        Its value.
+    ``fn``: a function of pytrees of arrays.
     """
     return _present()(fn, *args)
 

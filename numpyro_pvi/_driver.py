@@ -121,21 +121,11 @@ def begin(
 ) -> tuple[Checkpoint | None, Progress]:
     """The checkpoint that a run keeps, and where the run starts: from its file, from a given state, or afresh.
 
-    Args:
-        pvi: what runs.
-        path: ``run``'s checkpoint, or None.
-        every: ``run``'s checkpoint_every, or None.
-        rng_key: the run's key.
-        given: the model's converted arguments ``(args, kwargs)``.
-        init_params: where q is asked to start, or None.
-        init_state: the state to continue from, or None.
-
-    Returns:
-        The checkpoint (None when none was asked for), and the start.
-
-    Raises:
-        PVIError: for a ``checkpoint_every`` that is no positive int, or is given without ``checkpoint``.
-        CheckpointError: for a file that cannot be read, or is another run's.
+    ``path``: ``run``'s checkpoint, or None; ``every``: ``run``'s checkpoint_every, or None; ``given``: the model's converted
+    arguments ``(args, kwargs)``; ``init_params``: where q is asked to start, or None; ``init_state``: the state to continue
+    from, or None. Returns the checkpoint (None when none was asked for), and the start. Raises PVIError for a
+    ``checkpoint_every`` that is no positive int, or is given without ``checkpoint``; CheckpointError for a file that cannot be
+    read, or is another run's.
     """
     if every is not None and (not isinstance(every, (int, np.integer)) or every < 1):
         raise PVIError(f"checkpoint_every={every!r}: expected a positive int, the rounds between two writes.")

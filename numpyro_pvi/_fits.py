@@ -80,10 +80,7 @@ class Begun:
     Attributes:
         opening: the call of ``init``.
         planned: the partition's plan, and what was found on the way.
-        plan: the state's.
         optim_state: of the optimiser of the model's ``numpyro.param`` sites, or None.
-        dynamic: arrays of the model's arguments.
-        static: the static leaves.
         at: where the prior is looked at: Float[D], its location; natural parameters where q is a product of families.
         first: natural parameters of the exactly held prior, and where the PRIOR site starts, where planning has read them.
     """
@@ -111,9 +108,8 @@ class Begun:
 class Fit(Protocol):
     """All in which fits under one kind of guide differ from those under another; ``pvi`` is the PVI, ``guide`` its guide.
 
-    Attributes:
-        plan_type: class of the plans of its states.
-        stores_memories: whether a file has solvers' memories with their structure; else that is the solver's own.
+    ``plan_type``: class of the plans of its states; ``stores_memories``: whether a file has solvers' memories with their
+    structure; else that is the solver's own.
     """
 
     plan_type: type

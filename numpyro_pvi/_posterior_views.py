@@ -359,12 +359,7 @@ def optim_notes(has_optim: bool, state: PVIState) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class AgentViews(Mapping[Hashable, NaturalView]):
-    """Every agent's own q by label, where there is no server: read from the state when it is asked for.
-
-    Attributes:
-        schedule: of the fit.
-        state: the state.
-    """
+    """Every agent's own q by label, where there is no server: read from the state when it is asked for."""
 
     schedule: Any = dataclasses.field(repr=False)
     state: PVIState = dataclasses.field(repr=False)
@@ -401,10 +396,8 @@ def full_passes(state: PVIState) -> int:
 class FactorWords(NamedTuple):
     """A factor, or all groups' factors, in words.
 
-    Attributes:
-        structure: what it was found to be.
-        expectation: how its expectations are taken, or the moments of its tilted distribution.
-        evidence: how the structure is known.
+    ``structure``: what it was found to be; ``expectation``: how its expectations are taken, or the moments of its tilted
+    distribution.
     """
 
     structure: str

@@ -502,7 +502,6 @@ class Opening:
     Attributes:
         args: the model's positional arguments, as arrays.
         kwargs: its keyword arguments, with the static ones.
-        key: random key of the fit.
         guide_key: random key of the guide's initial values.
         plan_key: random key of the points at which the plan is checked.
         untouched: abstract trace of the model.

@@ -37,11 +37,7 @@ _COMPARED = 1 << 22
 class Contradiction(NamedTuple):
     """A claim that the model does not bear out.
 
-    Attributes:
-        claim: as an engine names it.
-        factor: position of the worst factor.
-        gap: by how much they differ there, nats.
-        others: how many factors differ beside it.
+    ``gap``: by how much they differ there, nats; ``others``: how many factors differ beside it.
     """
 
     claim: str

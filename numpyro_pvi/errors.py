@@ -128,13 +128,7 @@ GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
 def not_under_families(word: str, value: Any, wanted: str) -> PVIError:
     """The error for a choice that is for Gaussian guides only.
 
-    Args:
-        word: the argument's name.
-        value: what was chosen.
-        wanted: what goes with AutoExponentialFamily, in code.
-
-    Returns:
-        What to raise.
+    ``wanted``: what goes with AutoExponentialFamily, in code. Returns what to raise.
     """
     return PVIError(
         f"{word}={type(value).__name__}(...) does not go with AutoExponentialFamily: pass {word}={wanted}, or use "
@@ -145,14 +139,8 @@ def not_under_families(word: str, value: Any, wanted: str) -> PVIError:
 def lacking(value: Any, contract: type, base: type | None, room: str) -> str:
     """A sentence that names what is missing, and where the rest of the contract has defaults.
 
-    Args:
-        value: what was given.
-        contract: the Protocol.
-        base: the class to derive from, or None.
-        room: where that class is found.
-
-    Returns:
-        The sentence, with a space before it; empty for a class, or for an object that has nothing of the contract.
+    ``base``: the class to derive from, or None. Returns the sentence, with a space before it; empty for a class, or for an
+    object that has nothing of the contract.
     """
     names = {name for name in vars(contract) if not name.startswith("_")}
     missing = sorted(name for name in names if not hasattr(value, name))

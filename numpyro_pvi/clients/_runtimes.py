@@ -515,10 +515,7 @@ class _Unmade:
 def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
     """What a client's process does: answer until its pipe is closed.
 
-    Args:
-        pipe: its end.
-        share: what it is made from: its rows and the rest of what it is given, or what loads them.
-        settings: of JAX.
+    ``share``: what it is made from: its rows and the rest of what it is given, or what loads them.
     """
     for name, value in settings.items():
         jax.config.update(name, value)

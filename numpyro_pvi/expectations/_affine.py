@@ -82,35 +82,23 @@ class AffineProgram:
     def prepare(self, call: ModelCall, masks: Masks) -> tuple:
         """Read every term's design off the model on one chunk.
 
-        Args:
-            call: the model on the chunk's rows.
-            masks: which rows are real, by partitioned axis.
-
-        Returns:
-            Per term, its arrays and a Bool[E] mask.
+        ``call``: the model on the chunk's rows; ``masks``: which rows are real, by partitioned axis. Returns per term, its
+        arrays and a Bool[E] mask.
         """
         return self.mask(tuple(prepare_term(call, spec) for spec in self.terms), masks)
 
     def mask(self, data: tuple[TermData, ...], masks: Masks) -> tuple:
         """Add to every term's arrays which of their elements count.
 
-        Args:
-            data: per term, its arrays.
-            masks: which rows are real, by partitioned axis; an axis that is not named counts whole.
-
-        Returns:
-            Per term, its arrays and a Bool[E] mask.
+        ``data``: per term, its arrays; ``masks``: which rows are real, by partitioned axis; an axis that is not named counts
+        whole. Returns per term, its arrays and a Bool[E] mask.
         """
         return tuple((d, _elements(d, spec, masks)) for spec, d in zip(self.terms, data, strict=True))
 
     def working_bytes(self, chunks: tuple) -> int:
         """What a pass over one chunk holds beside its arrays.
 
-        Args:
-            chunks: what :meth:`prepare` returned, with or without a leading chunk axis.
-
-        Returns:
-            Bytes, roughly.
+        ``chunks``: what :meth:`prepare` returned, with or without a leading chunk axis. Returns bytes, roughly.
         """
         itemsize = jnp.finfo(jnp.result_type(float)).bits // 8
         elements = sum(mask.shape[-1] for _, mask in chunks)
@@ -121,17 +109,9 @@ class AffineProgram:
     ) -> Expected:
         """Expectations of one chunk's terms.
 
-        Args:
-            chunk: what :meth:`prepare` returned.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None.
-            level: Int[] quadrature rule.
-            noise: unused; quadrature has no draws.
-            clip: whether (a bool, traced or not) to raise each row's curvature to positive semi-definite (for curvature
-                starts).
-
-        Returns:
-            The chunk's expectations.
+        ``chunk``: what :meth:`prepare` returned; ``moments``: q; ``probe``: Float[D] vector for the curvature product, or None;
+        ``level``: Int[] quadrature rule; ``noise``: unused; quadrature has no draws; ``clip``: whether (a bool, traced or not)
+        to raise each row's curvature to positive semi-definite (for curvature starts). Returns the chunk's expectations.
         """
         del noise
         return self.contract(chunk, self.numbers(chunk, moments, level, clip), moments, probe)
@@ -139,14 +119,8 @@ class AffineProgram:
     def numbers(self, chunk: tuple, moments: GaussianMoments, level: Any, clip: Any = False) -> tuple[TermNumbers, ...]:
         """Quadrature of one chunk's terms, element by element.
 
-        Args:
-            chunk: what :meth:`prepare` returned.
-            moments: q.
-            level: Int[] quadrature rule.
-            clip: as of :meth:`expected`.
-
-        Returns:
-            Per term, its numbers.
+        ``chunk``: what :meth:`prepare` returned; ``moments``: q; ``level``: Int[] quadrature rule; ``clip``: as of
+        :meth:`expected`. Returns per term, its numbers.
         """
         return tuple(
             self._numbers(spec, *data, moments, level, clip) for spec, data in zip(self.terms, chunk, strict=True)
@@ -157,14 +131,8 @@ class AffineProgram:
     ) -> Expected:
         """Sum elements' numbers over their design.
 
-        Args:
-            chunk: what :meth:`prepare` returned.
-            numbers: per term, as :meth:`numbers` gives them.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None.
-
-        Returns:
-            The chunk's expectations.
+        ``chunk``: what :meth:`prepare` returned; ``numbers``: per term, as :meth:`numbers` gives them; ``moments``: q;
+        ``probe``: Float[D] vector for the curvature product, or None. Returns the chunk's expectations.
         """
         loc = moments.loc
         vector, precision, product = 0.0, 0.0, jnp.zeros_like(loc)
@@ -388,11 +356,7 @@ class RowProgram:
     def check(self, data: tuple[TermData, ...]) -> None:
         """Refuse what the rule does not fit.
 
-        Args:
-            data: the arrays of one row, of which only structure is read.
-
-        Raises:
-            PVIError: naming the sample site.
+        ``data``: the arrays of one row, of which only structure is read. Raises PVIError naming the sample site.
         """
         if self.rule != "probit":
             return
@@ -404,14 +368,7 @@ class RowProgram:
                 )
 
     def linear(self, data: tuple[TermData, ...]) -> tuple[Float[Array, "K D"], Float[Array, "K"]]:
-        """The design rows and the offsets of one row's predictors.
-
-        Args:
-            data: the arrays of one row.
-
-        Returns:
-            ``(A, c)``.
-        """
+        """The design rows and the offsets of one row's predictors. ``data``: the arrays of one row. Returns ``(A, c)``."""
         rows, offsets = [], []
         for term in data:
             size = _num_elements(term)
@@ -425,14 +382,8 @@ class RowProgram:
     ) -> RowExpected:
         """Expectations of one row.
 
-        Args:
-            data: the arrays of one row.
-            mean: of its predictors.
-            covariance: of its predictors.
-            value: whether the value is asked for; 0 stands for it where it is not.
-
-        Returns:
-            The row's expectations.
+        ``data``: the arrays of one row; ``mean``: of its predictors; ``covariance``: of its predictors; ``value``: whether the
+        value is asked for; 0 stands for it where it is not. Returns the row's expectations.
         """
         at, total = 0, jnp.zeros((), mean.dtype)
         gradient, curvature = jnp.zeros_like(mean), jnp.zeros_like(covariance)
@@ -460,16 +411,9 @@ class RowProgram:
     def log_normaliser(self, data, weight, mean, sd, new_mean, new_sd) -> Float[Array, ""]:
         """``log int l(u)^w N(u; mean, sd^2) du`` of a row with one predictor, in nats.
 
-        Args:
-            data: the arrays of one row, of one term with one element.
-            weight: w.
-            mean: of the predictor before the update.
-            sd: its standard deviation.
-            new_mean: the mean after it, around which the nodes are laid.
-            new_sd: the standard deviation after it.
-
-        Returns:
-            The log normaliser of the exact update.
+        ``data``: the arrays of one row, of one term with one element; ``weight``: w; ``mean``: of the predictor before the
+        update; ``sd``: its standard deviation; ``new_mean``: the mean after it, around which the nodes are laid; ``new_sd``:
+        the standard deviation after it. Returns the log normaliser of the exact update.
         """
         nodes, weights = (jnp.asarray(x, mean.dtype) for x in fixed_nodes("trapezoid", mean.dtype.name))
         wide = _WIDER * new_sd
@@ -559,15 +503,9 @@ class RowNumbersProgram:
     ) -> RowNumbers:
         """One pass over all rows.
 
-        Args:
-            loc: mean of z.
-            variance: of z.
-            counted: which rows belong to a group.
-            level: Int[] quadrature rule.
-            clip: whether (a bool, traced or not) to raise curvatures to zero.
-
-        Returns:
-            Expectations by row: the site wanted has ``l = -E[f'']`` and ``h = E[f'] + l E[z]``.
+        ``loc``: mean of z; ``variance``: of z; ``counted``: which rows belong to a group; ``level``: Int[] quadrature rule;
+        ``clip``: whether (a bool, traced or not) to raise curvatures to zero. Returns expectations by row: the site wanted has
+        ``l = -E[f'']`` and ``h = E[f'] + l E[z]``.
         """
         parts, start = [], 0
         for spec, data in zip(self.terms, self.data, strict=True):
@@ -654,12 +592,8 @@ class PredictorLaw:
     def covariance(self, left: Array, right: Array) -> Array:
         """Covariance of two predictors of the same elements.
 
-        Args:
-            left: a design, Float[E D], or Float[D] of a predictor that all elements share.
-            right: the other's.
-
-        Returns:
-            Float[E], or a number where both are shared.
+        ``left``: a design, Float[E D], or Float[D] of a predictor that all elements share; ``right``: the other's. Returns
+        Float[E], or a number where both are shared.
         """
         total: Any = 0.0
         begin = 0
@@ -673,13 +607,9 @@ class PredictorLaw:
 def expected_terms(law: PredictorLaw, values: Mapping[str, Array]) -> Instead:
     """Expectations of a factor's terms over the normal latents, given the others.
 
-    Args:
-        law: of the normal latents.
-        values: of all latents, by name; those of the law's are not looked at.
-
-    Returns:
-        A function of the model on some rows, and of which rows count, that gives the terms by sample site, elementwise in nats.
-        It is differentiable once in everything, in reverse mode, too.
+    ``law``: of the normal latents; ``values``: of all latents, by name; those of the law's are not looked at. Returns a
+    function of the model on some rows, and of which rows count, that gives the terms by sample site, elementwise in nats. It is
+    differentiable once in everything, in reverse mode, too.
     """
 
     def read(call: ValueCall, masks: Mapping[str | None, Any]) -> dict[str, Array]:
@@ -694,14 +624,9 @@ def worst_error(
 ) -> Float[Array, ""]:
     """Estimated error of the terms' curvature by the rule that :func:`expected_terms` ends with, relative to the curvature.
 
-    Args:
-        law: of the normal latents.
-        values: of all latents, by name.
-        call: the model on some rows.
-        masks: which of them count, by partitioned axis.
-
-    Returns:
-        The largest of the terms'. It is above the tolerance where even the finest rule that is compiled in missed it.
+    ``law``: of the normal latents; ``values``: of all latents, by name; ``call``: the model on some rows; ``masks``: which of
+    them count, by partitioned axis. Returns the largest of the terms'. It is above the tolerance where even the finest rule
+    that is compiled in missed it.
     """
     seen = SeenCall(call, values, law.layout)
     found = []

@@ -283,14 +283,8 @@ class ChainDraws(NamedTuple):
 def no_chains(settings: MCMCMoments, dim: int, dtype: Any, used: bool) -> Chains:
     """Chains that have not started.
 
-    Args:
-        settings: how many there are.
-        dim: D.
-        dtype: floating dtype.
-        used: whether moments are taken by them.
-
-    Returns:
-        The memory of a factor that no visit has seen.
+    ``settings``: how many there are; ``dim``: D; ``dtype``: floating dtype; ``used``: whether moments are taken by them.
+    Returns the memory of a factor that no visit has seen.
     """
     count, nothing = settings.num_chains, jnp.asarray(jnp.nan, dtype)
     steps = jnp.full((count,), _FIRST_STEP, dtype)

@@ -93,16 +93,10 @@ class QuadraticProgram:
     ) -> Expected:
         """Closed-form expectations of one group's factor.
 
-        Args:
-            factor: value c, and natural parameters (h, P) as the full-covariance target, read at the origin.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None.
-            level: unused.
-            noise: unused.
-            clip: unused; a quadratic factor is what it is.
-
-        Returns:
-            The group's expectations; for a full-covariance q the target is (h, P) itself, to the last bit.
+        ``factor``: value c, and natural parameters (h, P) as the full-covariance target, read at the origin; ``moments``: q;
+        ``probe``: Float[D] vector for the curvature product, or None; ``level``: unused; ``noise``: unused; ``clip``: unused; a
+        quadratic factor is what it is. Returns the group's expectations; for a full-covariance q the target is (h, P) itself,
+        to the last bit.
         """
         del level, noise, clip
         full = MultivariateNormalFamily(self.family.dim)

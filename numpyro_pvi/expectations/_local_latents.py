@@ -81,16 +81,10 @@ class LocalLatentProgram:
     ) -> Expected:
         """Expectations of one chunk.
 
-        Args:
-            chunk: rows and their conditionals.
-            moments: q(theta).
-            probe: Float[D] vector for the curvature product, or None.
-            level: unused; there is no rule to choose.
-            noise: the round's draws; each is used with both signs.
-            clip: unused; precisions of local latents are always bounded from below.
-
-        Returns:
-            The chunk's expectations; ``target`` is the shared block, ``local`` the rows' targets.
+        ``chunk``: rows and their conditionals; ``moments``: q(theta); ``probe``: Float[D] vector for the curvature product, or
+        None; ``level``: unused; there is no rule to choose; ``noise``: the round's draws; each is used with both signs;
+        ``clip``: unused; precisions of local latents are always bounded from below. Returns the chunk's expectations;
+        ``target`` is the shared block, ``local`` the rows' targets.
         """
         del level, clip
         q = conditional_moments(chunk.rows)
@@ -185,14 +179,8 @@ class MaskedLocalProgram(LocalLatentProgram):
     def expected_all(self, chunks: LocalChunk, moments: GaussianMoments, probe: Any, noise: LocalNoise) -> Expected:
         """Expectations of every group: see :meth:`expected`; leading axis M.
 
-        Args:
-            chunks: one chunk per group, of all units, stacked.
-            moments: q(theta).
-            probe: Float[D] vector for the curvature product, or None.
-            noise: the round's draws.
-
-        Returns:
-            The groups' expectations.
+        ``chunks``: one chunk per group, of all units, stacked; ``moments``: q(theta); ``probe``: Float[D] vector for the
+        curvature product, or None; ``noise``: the round's draws. Returns the groups' expectations.
         """
         group, units = self.group_of_unit, jnp.arange(self.group_of_unit.shape[0])
         num_groups = chunks.mask.shape[0]
@@ -516,16 +504,9 @@ class IntegratedProgram:
     ) -> Expected:
         """Expectations of one chunk.
 
-        Args:
-            chunk: rows, and the conditionals from which modes are searched.
-            moments: q(theta).
-            probe: Float[D] vector for the curvature product, or None.
-            level: unused; there is no rule to choose.
-            noise: unused.
-            clip: unused.
-
-        Returns:
-            The chunk's expectations, without anything of the local latents.
+        ``chunk``: rows, and the conditionals from which modes are searched; ``moments``: q(theta); ``probe``: Float[D] vector
+        for the curvature product, or None; ``level``: unused; there is no rule to choose; ``noise``: unused; ``clip``: unused.
+        Returns the chunk's expectations, without anything of the local latents.
         """
         del level, noise, clip
         eps = self.points(moments.loc.dtype)
@@ -536,14 +517,9 @@ class IntegratedProgram:
     def match(self, chunk: LocalChunk, q: GaussianNatural, moments: GaussianMoments) -> ConditionalNatural:
         """The Gaussians of the units' latents with the moments of ``q(theta) p(z | theta, y)``.
 
-        Args:
-            chunk: rows, and their conditionals as they stand.
-            q: natural parameters of q(theta).
-            moments: the same as moments.
-
-        Returns:
-            Natural parameters by unit: affine in theta (full), or the marginals (mean-field). A unit whose moments are
-            not finite keeps its own.
+        ``chunk``: rows, and their conditionals as they stand; ``q``: natural parameters of q(theta); ``moments``: the same as
+        moments. Returns natural parameters by unit: affine in theta (full), or the marginals (mean-field). A unit whose moments
+        are not finite keeps its own.
         """
         eps = self.points(moments.loc.dtype)
         found = self._map(lambda theta: self.integrate(chunk, theta), self.family.draw(moments, eps), chunk)
@@ -624,11 +600,7 @@ class MaskedIntegratedProgram(IntegratedProgram):
     def own(self, chunks: LocalChunk) -> LocalChunk:
         """All units once, each with its own group's conditional.
 
-        Args:
-            chunks: one chunk per group, of all units, stacked.
-
-        Returns:
-            One chunk.
+        ``chunks``: one chunk per group, of all units, stacked. Returns one chunk.
         """
         units = jnp.arange(self.group_of_unit.shape[0])
         rows = jax.tree.map(lambda x: x[self.group_of_unit, units], chunks.rows)
@@ -647,14 +619,8 @@ class MaskedIntegratedProgram(IntegratedProgram):
     def expected_all(self, chunks: LocalChunk, moments: GaussianMoments, probe: Any, noise: Any) -> Expected:
         """Expectations of every group: see :meth:`expected`; leading axis M.
 
-        Args:
-            chunks: one chunk per group, of all units, stacked.
-            moments: q(theta).
-            probe: Float[D] vector for the curvature product, or None.
-            noise: unused.
-
-        Returns:
-            The groups' expectations.
+        ``chunks``: one chunk per group, of all units, stacked; ``moments``: q(theta); ``probe``: Float[D] vector for the
+        curvature product, or None; ``noise``: unused. Returns the groups' expectations.
         """
         del noise
         eps = self.points(moments.loc.dtype)
@@ -681,17 +647,9 @@ def owners(
 ) -> dict[str, Int[Array, "N"]]:
     """Which unit's latents each row depends on, read off derivatives at a few points.
 
-    With ``t = a_u w_k`` for a tangent of unit u's k-th latent, a row of unit u has a derivative ``a_u`` times that with
-    ``a = 1``: the ratio names the unit.
-
-    Args:
-        values: ``(theta, z) -> nats`` by row and sample site.
-        dim: D.
-        shape: U and K.
-        dtype: floating dtype.
-
-    Returns:
-        Units by sample site; -1 for rows that depend on none.
+    With ``t = a_u w_k`` for a tangent of unit u's k-th latent, a row of unit u has a derivative ``a_u`` times that with ``a =
+    1``: the ratio names the unit. ``values``: ``(theta, z) -> nats`` by row and sample site; ``dim``: D; ``shape``: U and K;
+    ``dtype``: floating dtype. Returns units by sample site; -1 for rows that depend on none.
     """
     count, width = shape
     units = jnp.arange(count)

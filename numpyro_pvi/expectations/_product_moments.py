@@ -56,14 +56,7 @@ class WeightedDraws(NamedTuple):
 def draw(family: ProductFamily, q: ProductNatural, key: Any, count: int) -> WeightedDraws:
     """Draw from q.
 
-    Args:
-        family: of q.
-        q: natural parameters.
-        key: a random key.
-        count: S.
-
-    Returns:
-        The draws with their statistics.
+    ``family``: of q; ``q``: natural parameters; ``key``: a random key; ``count``: S. Returns the draws with their statistics.
     """
     values, statistics = {}, {}
     for i, (name, own) in enumerate(family.components):
@@ -82,15 +75,9 @@ def weighable(
 ) -> WeightedDraws:
     """Draws of any density, ready to be weighted.
 
-    Args:
-        family: of q.
-        q: natural parameters.
-        values: by component, with a leading axis of draws.
-        statistics: of the values; all finite.
-        weights: what each counts towards the mean and covariance that whiten them, adding up to 1; None is as much as any other.
-
-    Returns:
-        The draws.
+    ``family``: of q; ``q``: natural parameters; ``values``: by component, with a leading axis of draws; ``statistics``: of the
+    values; all finite; ``weights``: what each counts towards the mean and covariance that whiten them, adding up to 1; None is
+    as much as any other. Returns the draws.
     """
     rows = jax.vmap(lambda *leaves: minimal_mean(family, q, leaves))(*jax.tree.leaves(ProductMean(statistics)))
     if weights is None:
@@ -133,20 +120,11 @@ def tilted_by_draws(
 ) -> Tilted:
     """What matching the moments of ``q (p / t)^power`` asks for, from weighted draws; the power is halved as needed.
 
-    It is halved while the cavity is improper, or the effective sample size below a twentieth of the draws or twice the number of
-    statistics.
-
-    Args:
-        family: of q.
-        draws: as of :func:`draw`, from this q, or of another density.
-        factor: log density of the factor at them, nats.
-        q: natural parameters of q.
-        site: the factor's site.
-        power: alpha.
-        log_base: log of q over the draws' density at them; None for draws of q.
-
-    Returns:
-        What moment matching asks for: ``(eta_qhat - eta_q) / power``, and ``(1 / power) log E_q[(p / t)^power]`` in nats.
+    It is halved while the cavity is improper, or the effective sample size below a twentieth of the draws or twice the number
+    of statistics. ``family``: of q; ``draws``: as of :func:`draw`, from this q, or of another density; ``factor``: log density
+    of the factor at them, nats; ``q``: natural parameters of q; ``site``: the factor's site; ``power``: alpha; ``log_base``:
+    log of q over the draws' density at them; None for draws of q. Returns what moment matching asks for: ``(eta_qhat - eta_q) /
+    power``, and ``(1 / power) log E_q[(p / t)^power]`` in nats.
     """
     ratio = factor - paired(family, site, draws.statistics)
     base = jnp.zeros_like(ratio) if log_base is None else log_base
@@ -354,12 +332,8 @@ class Unconstrained:
     def whitening(self, q: ProductNatural, key: Any) -> Whitening:
         """Coordinates in which q is about standard normal, by its draws.
 
-        Args:
-            q: natural parameters.
-            key: a random key.
-
-        Returns:
-            Mean and Cholesky factor of u under q; coordinates that hardly move are given a width of rounding.
+        ``q``: natural parameters; ``key``: a random key. Returns mean and Cholesky factor of u under q; coordinates that hardly
+        move are given a width of rounding.
         """
         count = max(_DRAWS, _PER_COORDINATE * self.dim)
         u = jax.vmap(self.coordinates)(self.family.sample(q, key, (count,)))
@@ -401,19 +375,11 @@ def tilted_by_chains(
 ) -> Tilted:
     """What matching the moments of ``q (p / t)^power`` asks for, from chains; the power is halved while the cavity is improper.
 
-    Args:
-        space: coordinates of the components that the factor sees.
-        look: coordinates to the factor's log density, nats, and its gradient in them.
-        q: natural parameters of q, of these components.
-        site: the factor's site.
-        power: alpha.
-        key: a random key.
-        settings: lengths and kernel.
-        memory: where the chains stood; None starts them anew.
-
-    Returns:
-        What moment matching asks for, and the chains after this visit as its ``memory``. ``value`` is
-        ``(1 / power) log E_q[(p / t)^power]`` in nats, by the mean of ``exp <d, T> / w`` over the draws, which q knows.
+    ``space``: coordinates of the components that the factor sees; ``look``: coordinates to the factor's log density, nats, and
+    its gradient in them; ``q``: natural parameters of q, of these components; ``site``: the factor's site; ``power``: alpha;
+    ``key``: a random key; ``settings``: lengths and kernel; ``memory``: where the chains stood; None starts them anew. Returns
+    what moment matching asks for, and the chains after this visit as its ``memory``. ``value`` is ``(1 / power) log E_q[(p /
+    t)^power]`` in nats, by the mean of ``exp <d, T> / w`` over the draws, which q knows.
     """
     family, dtype = space.family, jax.tree.leaves(q)[0].dtype
     memory = no_chains(settings, space.dim, dtype, True) if memory is None else memory
@@ -686,11 +652,8 @@ def _around_circle(window: Window, v: Array, u: Array, mass: Array, density: Arr
 def grid_of(family: ProductFamily) -> ProductGrid | None:
     """A grid over a product.
 
-    Args:
-        family: the product of the components that a factor sees.
-
-    Returns:
-        The grid; None where a component has no coordinates, or where there are more than two, or too many values.
+    ``family``: the product of the components that a factor sees. Returns the grid; None where a component has no coordinates,
+    or where there are more than two, or too many values.
     """
     axes, lines, cells = [], 0, 1
     for name, own in family.components:
@@ -715,15 +678,10 @@ def tilted_on_grid(
 ) -> Tilted:
     """What matching the moments of ``q (p / t)^power`` asks for, by sums over the grid; the power is halved as needed.
 
-    Args:
-        grid: over the components that the factor sees.
-        factor: log density of the factor at values by component with a leading axis of points, nats.
-        q: natural parameters of q, of these components.
-        site: the factor's site.
-        power: alpha.
-
-    Returns:
-        What moment matching asks for: ``(eta_qhat - eta_q) / power``, and ``(1 / power) log E_q[(p / t)^power]`` in nats.
+    ``grid``: over the components that the factor sees; ``factor``: log density of the factor at values by component with a
+    leading axis of points, nats; ``q``: natural parameters of q, of these components; ``site``: the factor's site; ``power``:
+    alpha. Returns what moment matching asks for: ``(eta_qhat - eta_q) / power``, and ``(1 / power) log E_q[(p / t)^power]`` in
+    nats.
     """
     family = grid.family
 

@@ -33,15 +33,8 @@ from ._model import (
 def summed_out(model: Callable, enumeration: Enumeration) -> Callable:
     """A model with its discrete latents summed out of every row.
 
-    Args:
-        model: the NumPyro model.
-        enumeration: which latents, and where.
-
-    Returns:
-        A model of the same arguments and continuous latents, whose partitioned plates hold one observed site each.
-
-    Raises:
-        PVIError: where funsor is not installed.
+    ``model``: the NumPyro model; ``enumeration``: which latents, and where. Returns a model of the same arguments and
+    continuous latents, whose partitioned plates hold one observed site each. Raises PVIError where funsor is not installed.
     """
     require_funsor(enumeration.latents)
     # Funsor is imported only where a model has such latents.
@@ -69,20 +62,10 @@ def enumerated(
 ) -> tuple[Callable, dict, Enumeration | None]:
     """Sum the local discrete latents out of a model, where it has some.
 
-    Args:
-        model: the NumPyro model.
-        trace: an abstract trace of it.
-        rows: the partitioned axes.
-        key: a random key.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        ``(model, trace, enumeration)``: the model without discrete latents, its abstract trace, and what was done; the
-        model, its trace and None where there is nothing to do.
-
-    Raises:
-        PartitionError: for discrete latents that cannot be summed out row by row.
+    ``model``: the NumPyro model; ``trace``: an abstract trace of it; ``rows``: the partitioned axes; ``key``: a random key;
+    ``args``: positional arguments; ``kwargs``: keyword arguments. Returns ``(model, trace, enumeration)``: the model without
+    discrete latents, its abstract trace, and what was done; the model, its trace and None where there is nothing to do. Raises
+    PartitionError for discrete latents that cannot be summed out row by row.
     """
     enumeration = find_enumeration(trace, rows)
     if enumeration is None:

@@ -197,18 +197,9 @@ def row_arguments(
 ) -> tuple[tuple[int | None, ...], tuple[str, ...]]:
     """Which arguments are per row: those that say so by ``data_axes``, else those whose leading axis has as many entries.
 
-    Args:
-        partition: the model with its grouping.
-        model: the NumPyro model, whose parameters have names.
-        args: positional arguments (arrays).
-        kwargs: keyword arguments.
-        size: rows.
-
-    Returns:
-        Of every leaf the axis that runs over the rows, or None; and the names of those that have one.
-
-    Raises:
-        PartitionError: where ``data_axes`` names an axis of another length.
+    ``partition``: the model with its grouping; ``model``: the NumPyro model, whose parameters have names; ``args``: positional
+    arguments (arrays); ``kwargs``: keyword arguments; ``size``: rows. Returns of every leaf the axis that runs over the rows,
+    or None; and the names of those that have one. Raises PartitionError where ``data_axes`` names an axis of another length.
     """
     names = _parameter_names(model, len(args))
     paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))

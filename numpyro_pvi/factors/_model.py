@@ -163,14 +163,10 @@ class ModelCall:
     def trace(self, point: Float[Array, "D"], rng_key: Any = None) -> tuple[dict, dict[str, Array]]:
         """Trace the model at a flat unconstrained point.
 
-        Args:
-            point: unconstrained latents.
-            rng_key: for latents that have no value here (local ones without a ``local_layout``): they are drawn from their
-                prior given the others; a fixed key by default.
-
-        Returns:
-            ``(trace, log_jacobians)``: the NumPyro trace (constrained values) and each latent's log |d constrained / d
-            unconstrained|, in its batch shape.
+        ``point``: unconstrained latents; ``rng_key``: for latents that have no value here (local ones without a
+        ``local_layout``): they are drawn from their prior given the others; a fixed key by default. Returns ``(trace,
+        log_jacobians)``: the NumPyro trace (constrained values) and each latent's log |d constrained / d unconstrained|, in its
+        batch shape.
         """
         values = self.layout.unflatten(point)
         if self.local_layout is not None:
@@ -279,14 +275,9 @@ def row_log_likelihood(
 ) -> dict[str, tuple[str, Float[Array, "N"]]]:
     """Log-likelihood of every row of the partitioned axes at one flat point, and log density of the rows' own latents.
 
-    Args:
-        call: the model and its (full or sliced) arguments.
-        point: unconstrained latents.
-        rows: where the rows are.
-
-    Returns:
-        For each sample site with a partitioned axis: the axis' key, and one number per row, in nats; other batch axes
-        are summed.
+    ``call``: the model and its (full or sliced) arguments; ``point``: unconstrained latents; ``rows``: where the rows are.
+    Returns for each sample site with a partitioned axis: the axis' key, and one number per row, in nats; other batch axes are
+    summed.
     """
     trace, jacobians = call.trace(point)
     found = {}
@@ -310,16 +301,9 @@ class FlatLatents:
     def trace(self, model: Callable, args: tuple, kwargs: dict, params: dict, draw: Any, rng_key: Any) -> dict:
         """The model's trace at one draw; latents that are not in it are drawn from their prior given the others.
 
-        Args:
-            model: the NumPyro model.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            params: constrained values of the model's ``numpyro.param`` sites.
-            draw: Float[D].
-            rng_key: for the other latents.
-
-        Returns:
-            NumPyro's trace.
+        ``model``: the NumPyro model; ``args``: positional arguments; ``kwargs``: keyword arguments; ``params``: constrained
+        values of the model's ``numpyro.param`` sites; ``draw``: Float[D]; ``rng_key``: for the other latents. Returns NumPyro's
+        trace.
         """
         return ModelCall(model, self.layout, args, kwargs, params).trace(draw, rng_key)[0]
 
@@ -327,12 +311,8 @@ class FlatLatents:
 def observed_log_likelihood(trace: dict, rows: RowAxes) -> Float[Array, "N"]:
     """Log density of every row's observations alone.
 
-    Args:
-        trace: of the model.
-        rows: where the rows are; those of several axes come end to end.
-
-    Returns:
-        One number per row, in nats, sample sites and other batch axes summed.
+    ``trace``: of the model; ``rows``: where the rows are; those of several axes come end to end. Returns one number per row, in
+    nats, sample sites and other batch axes summed.
     """
     by_axis: dict[str, Array] = {}
     for site in trace.values():
@@ -354,17 +334,10 @@ def rows_first(values: Array, dim: int) -> Float[Array, "N"]:
 def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
     """Trace a model's structure (names, plates, shapes, supports) without computing anything.
 
-    Plates run over all of their indices. Where the arguments are a mini-batch that does not broadcast to them (``X @ w`` of
-    the rows that a plate draws), plates keep what they draw: see :func:`numpyro_pvi.handlers.kept_batch`.
-
-    Args:
-        model: the NumPyro model.
-        key: a random key.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        The trace; its values are abstract and must not be computed with.
+    Plates run over all of their indices. Where the arguments are a mini-batch that does not broadcast to them (``X @ w`` of the
+    rows that a plate draws), plates keep what they draw: see :func:`numpyro_pvi.handlers.kept_batch`. ``model``: the NumPyro
+    model; ``key``: a random key; ``args``: positional arguments; ``kwargs``: keyword arguments. Returns the trace; its values
+    are abstract and must not be computed with.
     """
 
     def traced(model: Callable) -> dict:
@@ -385,12 +358,8 @@ def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
 def over_plates(traced: Callable[[Callable], T], model: Callable) -> T:
     """Trace a model with all indices of its plates, or with the mini-batches that they draw where its arguments are no more.
 
-    Args:
-        traced: traces the model that it is given.
-        model: the NumPyro model.
-
-    Returns:
-        What it returns. Plates keep their mini-batches where shapes do not go together otherwise and do so then.
+    ``traced``: traces the model that it is given; ``model``: the NumPyro model. Returns what it returns. Plates keep their
+    mini-batches where shapes do not go together otherwise and do so then.
     """
     full = FullPlates(model)
     try:
@@ -409,13 +378,8 @@ def over_plates(traced: Callable[[Callable], T], model: Callable) -> T:
 def model_work(model: Callable, args: tuple, kwargs: dict) -> int:
     """Numbers that one evaluation of a model's density makes on the way, counted without computing anything.
 
-    Args:
-        model: the NumPyro model.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        The sum over all operations, those of a loop as often as it runs.
+    ``model``: the NumPyro model; ``args``: positional arguments; ``kwargs``: keyword arguments. Returns the sum over all
+    operations, those of a loop as often as it runs.
     """
     arrays, static = split_arguments(args, kwargs)
 
@@ -473,16 +437,10 @@ class Enumeration:
 def exact_log_constant(call: ModelCall, exact: tuple[str, ...]) -> Float[Array, ""]:
     """What the exactly held prior's log density has beside its quadratic part, in nats: its value at the origin.
 
-    It is ``-A(eta_0)`` for a normalised prior, ``-s A(eta_0)`` for one that ``handlers.scale`` multiplies by s, and 0 for a flat
-    one or an exponential tilt (an ``ImproperUniform`` on a bounded support, of which the Jacobian alone is left), which have no
-    normaliser to compute it from.
-
-    Args:
-        call: the model and its arguments.
-        exact: latents whose priors are jointly quadratic in the flat vector.
-
-    Returns:
-        Nats, with the gradient of the model's ``numpyro.param`` values.
+    It is ``-A(eta_0)`` for a normalised prior, ``-s A(eta_0)`` for one that ``handlers.scale`` multiplies by s, and 0 for a
+    flat one or an exponential tilt (an ``ImproperUniform`` on a bounded support, of which the Jacobian alone is left), which
+    have no normaliser to compute it from. ``call``: the model and its arguments; ``exact``: latents whose priors are jointly
+    quadratic in the flat vector. Returns nats, with the gradient of the model's ``numpyro.param`` values.
     """
     origin = jnp.zeros((call.layout.dim,), jnp.result_type(float))
     return _log_prior(call, exact, origin) if exact else jnp.zeros((), origin.dtype)
@@ -498,13 +456,8 @@ def exact_prior(
 ) -> tuple[Float[Array, "D"], Float[Array, "D D"]]:
     """Natural parameters of the quadratic part of the log prior.
 
-    Args:
-        call: the model and its arguments.
-        exact: latents whose priors are jointly quadratic in the flat vector.
-        point: where to read them (anywhere: they are quadratic).
-
-    Returns:
-        ``(precision_mean, precision)``; zero on every other coordinate.
+    ``call``: the model and its arguments; ``exact``: latents whose priors are jointly quadratic in the flat vector; ``point``:
+    where to read them (anywhere: they are quadratic). Returns ``(precision_mean, precision)``; zero on every other coordinate.
     """
     slope = grad(partial(_log_prior, call, exact))
     gradient, precision = slope(point), -jax.jacfwd(slope)(point)
@@ -517,15 +470,9 @@ def exact_diagonal_prior(
     """The quadratic part of the log prior where it is separable, from two Hessian-vector products.
 
     A diagonal Hessian H satisfies ``H v = (H 1) * v`` for every v; one v with no two entries equal tells it from another.
-
-    Args:
-        call: the model and its arguments.
-        exact: latents whose priors are jointly quadratic in the flat vector.
-        point: where to read them (anywhere: they are quadratic).
-
-    Returns:
-        ``(precision_mean, precision, coupled)``: zero on every other coordinate, and whether some coordinates are
-        coupled, in which case the other two mean nothing.
+    ``call``: the model and its arguments; ``exact``: latents whose priors are jointly quadratic in the flat vector; ``point``:
+    where to read them (anywhere: they are quadratic). Returns ``(precision_mean, precision, coupled)``: zero on every other
+    coordinate, and whether some coordinates are coupled, in which case the other two mean nothing.
     """
     gradient, product = jax.linearize(grad(partial(_log_prior, call, exact)), point)
     precision = -product(jnp.ones_like(point))

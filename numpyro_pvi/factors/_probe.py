@@ -530,11 +530,7 @@ class SeenFactor:
 def predictor_terms(factor: SeenFactor) -> tuple[TermSpec, ...] | None:
     """Every term that moves with the vector, as a density of at most two affine predictors per element.
 
-    Args:
-        factor: the factor.
-
-    Returns:
-        The terms' structures; None where some term is none.
+    ``factor``: the factor. Returns the terms' structures; None where some term is none.
     """
     facts: dict[str, SiteFacts] = {}
 

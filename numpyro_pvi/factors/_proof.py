@@ -34,11 +34,7 @@ _NAN = math.nan
 class Own(NamedTuple):
     """Elementwise ``shift + factor * x**power`` of a marked input x; NaN for some constant. Entries may also be constant.
 
-    Attributes:
-        shift: a constant.
-        factor: a constant.
-        power: of x.
-        positive: whether x is known to be positive.
+    ``positive``: whether x is known to be positive.
     """
 
     shift: float = 0.0
@@ -101,14 +97,8 @@ class Form(NamedTuple):
         """Whether a structure that is not proved may not be guessed from values either.
 
         Kinks hide from points. What is known to be nonlinear is no structure where values cannot tell: in single precision, or
-        where its size hangs on a parameter, which may begin where it vanishes.
-
-        Args:
-            single: whether values are float32.
-            latents: label of the marked inputs; all others move as well.
-
-        Returns:
-            True where a guess must not stand.
+        where its size hangs on a parameter, which may begin where it vanishes. ``single``: whether values are float32;
+        ``latents``: label of the marked inputs; all others move as well. Returns True where a guess must not stand.
         """
         if self.kink:
             return True
@@ -456,13 +446,8 @@ _JAX = os.path.dirname(jax.__file__)
 def forms_of(closed: Any, inputs: Sequence[Form], statistics: Statistics = _NO_STATISTICS) -> list[Form]:
     """The forms of a traced function's outputs.
 
-    Args:
-        closed: a closed jaxpr, as of ``jax.make_jaxpr``.
-        inputs: one form per input.
-        statistics: what the kind "statistics" means.
-
-    Returns:
-        One form per output, true of all values of all inputs and of what the function closes over.
+    ``closed``: a closed jaxpr, as of ``jax.make_jaxpr``; ``inputs``: one form per input; ``statistics``: what the kind
+    "statistics" means. Returns one form per output, true of all values of all inputs and of what the function closes over.
     """
     return _Interpreter(statistics).walk(closed.jaxpr, list(inputs))
 
@@ -841,10 +826,7 @@ _MOVE = 0.1
 class TracedLook:
     """A traced function of (data, parameters, rows' own latents, flat point), and the form of each of its outputs.
 
-    Attributes:
-        closed: its jaxpr.
-        structure: of its outputs.
-        forms: of its outputs, in their structure.
+    ``forms``: of its outputs, in their structure.
     """
 
     closed: Any

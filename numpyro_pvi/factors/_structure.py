@@ -176,15 +176,10 @@ def read_predictors(call: TracedAt, spec: TermSpec, point: Float[Array, "D"]) ->
 def prepare_term(call: TracedAt, spec: TermSpec, few: bool = False, design: bool = True) -> TermData:
     """Read a term's design, offsets and constant parameters off the model.
 
-    Args:
-        call: the model on one chunk's rows (or on all arguments for a prior term).
-        spec: what structure detection found.
-        few: whether the call holds fewer elements than latents, so that reverse derivatives are cheaper.
-        design: whether the design is wanted; without it that field is empty, and nothing is differentiated.
-
-    Returns:
-        The term's arrays. The design costs D tangents of the model (one reverse pass an element where they are few), once
-        per preparation and not once a round.
+    ``call``: the model on one chunk's rows (or on all arguments for a prior term); ``spec``: what structure detection found;
+    ``few``: whether the call holds fewer elements than latents, so that reverse derivatives are cheaper; ``design``: whether
+    the design is wanted; without it that field is empty, and nothing is differentiated. Returns the term's arrays. The design
+    costs D tangents of the model (one reverse pass an element where they are few), once per preparation and not once a round.
     """
     dim = call.layout.dim
     origin = jnp.zeros((dim,), _float_dtype(call))
@@ -217,13 +212,8 @@ def prepare_term(call: TracedAt, spec: TermSpec, few: bool = False, design: bool
 def term_log_prob(spec: TermSpec, data: TermData, predictors: tuple[Float[Array, "..."], ...]) -> Float[Array, "E"]:
     """Elementwise log density of a term at given predictor values, in nats.
 
-    Args:
-        spec: the term's structure.
-        data: the term's arrays on one chunk.
-        predictors: one Float[E] array per predictor, or a scalar where all rows share it.
-
-    Returns:
-        One log density per element; masked sites give zero where they are masked.
+    ``spec``: the term's structure; ``data``: the term's arrays on one chunk; ``predictors``: one Float[E] array per predictor,
+    or a scalar where all rows share it. Returns one log density per element; masked sites give zero where they are masked.
     """
     shape = data.fn.batch_shape
     shaped = tuple(jnp.broadcast_to(u, data_size(data)).reshape(shape) for u in predictors)

@@ -394,10 +394,8 @@ class ChainPairs:
     A sum of terms of one state each has the same expectation under q as under the product of q's marginals, which a Kalman
     smoother gives in O(T). Its derivative in the mean parameters is then that of the marginals', and nothing in ``E[x_(t+1) x_t]``.
 
-    Attributes:
-        family: of chains.
-        base: the rule of one state: of a scalar normal, or of a normal vector.
-        scalar: whether states are scalars, so that expectations of terms that are not quadratic are sums over nodes.
+    ``base``: the rule of one state: of a scalar normal, or of a normal vector; ``scalar``: whether states are scalars, so that
+    expectations of terms that are not quadratic are sums over nodes.
     """
 
     family: MarkovGaussianFamily

@@ -337,16 +337,7 @@ def visit(
 ) -> Visit:
     """Fit a batch's site, and what the setting says beside it.
 
-    Args:
-        setting: static.
-        params: hyperparameters to start at, unconstrained.
-        q: over them, to start at; None where they are a point.
-        inputs: pseudo-inputs to start at.
-        problem: the batch.
-        key: for draws of hyperparameters.
-
-    Returns:
-        The visit.
+    ``q``: over them, to start at; None where they are a point; ``inputs``: pseudo-inputs to start at.
     """
     moved = _start(setting, params, inputs, q)
     loss = _loss(setting, params, inputs, problem)

@@ -157,22 +157,14 @@ def settle(
 ) -> Evaluation:
     """Decide whether sigma points still serve, and evaluate q under the decision.
 
-    Sigma points stay while a few random draws agree with them; the comparison is made whenever q has moved by half a
-    posterior sd since the last one, and every eight rounds: what the points do not see, q may grow into until it stands
-    still at an optimum of theirs. Once contradicted they are tried again when q has become narrower, and every eight
-    rounds; from then on draws have to confirm them.
-
-    Args:
-        problem: the factors.
-        sites: where the sites are.
-        evaluation: an evaluation at these sites, or one of the right shapes when ``stale``.
-        noise: draws for this evaluation and the next round.
-        moved: how far q has moved since the last call, in posterior sds.
-        stale: whether the evaluation must be made afresh; known before the program runs where there is nothing to decide.
-        again: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points.
-
-    Returns:
-        The evaluation; its rule carries the decision.
+    Sigma points stay while a few random draws agree with them; the comparison is made whenever q has moved by half a posterior
+    sd since the last one, and every eight rounds: what the points do not see, q may grow into until it stands still at an
+    optimum of theirs. Once contradicted they are tried again when q has become narrower, and every eight rounds; from then on
+    draws have to confirm them. ``evaluation``: an evaluation at these sites, or one of the right shapes when ``stale``;
+    ``noise``: draws for this evaluation and the next round; ``moved``: how far q has moved since the last call, in posterior
+    sds; ``stale``: whether the evaluation must be made afresh; known before the program runs where there is nothing to decide;
+    ``again``: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points. Returns the
+    evaluation; its rule carries the decision.
     """
     able = jnp.asarray([getattr(p, "mode", "") == "auto" for p in (problem.program, problem.prior_program)])
     old = evaluation.rule.points

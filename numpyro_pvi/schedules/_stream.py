@@ -139,17 +139,8 @@ def take_rows(
 ) -> Taken:
     """A number of updates of every agent, each by a few rows, from its own q.
 
-    Args:
-        family: the family of q.
-        program: how expectations of rows are taken.
-        stream: the rows.
-        own: natural parameters of every agent's q, with a leading axis of agents.
-        positions: per agent and update, its rows.
-        counted: which of them count.
-        weight: w, the weight of the likelihood.
-
-    Returns:
-        What was done.
+    ``program``: how expectations of rows are taken; ``own``: natural parameters of every agent's q, with a leading axis of
+    agents; ``positions``: per agent and update, its rows; ``weight``: w, the weight of the likelihood. Returns what was done.
     """
     agents = jnp.arange(positions.shape[0])
 
