@@ -142,7 +142,8 @@ def lacking(value: Any, contract: type, base: type | None, room: str) -> str:
     ``base``: the class to derive from, or None. Returns the sentence, with a space before it; empty for a class, or for an
     object that has nothing of the contract.
     """
-    names = {name for name in vars(contract) if not name.startswith("_")}
+    parts = [part for part in contract.__mro__ if part.__dict__.get("_is_protocol", False)]
+    names = {name for part in parts for name in vars(part) if not name.startswith("_")}
     missing = sorted(name for name in names if not hasattr(value, name))
     if isinstance(value, type) or not missing or len(missing) == len(names):
         return ""

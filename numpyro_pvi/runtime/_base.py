@@ -92,34 +92,61 @@ class Elsewhere(Protocol):
         ...
 
 
-@runtime_checkable
-class Runtime(Protocol):
-    """Map a chunk-level or group-level computation over all groups; what every implementor owes.
+class _RuntimeVerbs(Protocol):
+    """What a runtime may do otherwise than one device that has all rows, and what that one does."""
 
-    Frozen and hashable (settings only). Results do not depend on the runtime beyond rounding. Functions handed in are
-    pure and traceable; a runtime across machines evaluates them where a group's rows live and moves only their small
-    arguments (q, a site, a key) and results.
+    def engine(self, engine: Any) -> Any:
+        """The engine that runs a fit: the one given where programs that are compiled here pass over the rows.
 
-    Programs over rows run between :meth:`lay_out` and :meth:`fetch`: rows are placed once, everything else (q, sites, memories,
-    what groups know of their own latents) is on every device alike, and each device runs the same program over the chunks that
-    it holds. Within that program :meth:`span`, :meth:`mine`, :meth:`total` and :meth:`gathered` are where the devices' shares
-    meet. On one device they are nothing: :class:`RuntimeDefaults` answers for those.
-    """
+        Args:
+            engine: the engine of the fit's choices.
+
+        Raises:
+            PVIError: for choices that do not go with this runtime.
+        """
+        return engine
+
+    def call(
+        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
+    ) -> Any:
+        """Call a compiled program that passes over rows; ``program(engine, state, dynamic, static, *rest, **options)``.
+
+        Args:
+            program: the program.
+            engine: what :meth:`engine` has given.
+            state: a state, reduced.
+            dynamic: arrays of the model's arguments.
+            static: the static leaves.
+            rest: its other arguments.
+            options: its static ones.
+
+        Returns:
+            The program's value.
+        """
+        return program(engine, state, dynamic, static, *rest, **options)
+
+    def hold(self, what: str, state: Any) -> None:
+        """Keep within reach what a state names that is elsewhere, until another state is held as the same.
+
+        Args:
+            what: "call" for what a run begins with, "checkpoint" for what its file has.
+            state: the state.
+        """
 
     @property
-    def alone(self) -> Runtime:
+    def alone(self) -> Any:
         """The runtime of programs that have all rows on one device: planning, starts, verification."""
-        ...
+        return self
 
     @property
-    def within(self) -> Runtime:
+    def within(self) -> Any:
         """The runtime inside a group's visit that a device makes by itself: the group's rows are all its own."""
-        ...
+        return self
 
     @property
-    def side_by_side(self) -> Runtime:
+    def side_by_side(self) -> Any:
         """The runtime of a program that has all chunks on every device, whose rows elsewhere count for nothing."""
-        ...
+        return self
 
     def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
         """The packing whose chunks can be divided among the devices; refuses one that cannot.
@@ -130,7 +157,8 @@ class Runtime(Protocol):
             mechanism: how a model's rows are read: "args", "index" or "mask".
             by_rows: whether sites are two numbers per row, and q is made of all of them.
         """
-        ...
+        del whole, mechanism, by_rows
+        return packing
 
     def place(self, rows: list, axes: tuple[int | None, ...], packing: Any, whole: bool) -> tuple[list, Any]:
         """The model's arrays and the packing as programs over rows take them; the same arrays are placed once.
@@ -141,15 +169,16 @@ class Runtime(Protocol):
             packing: rows of each chunk, laid out where it is not.
             whole: as of :meth:`lay_out`.
         """
-        ...
+        del axes, whole
+        return rows, packing
 
     def publish(self, tree: Any) -> Any:
         """What is on every device alike, put there."""
-        ...
+        return tree
 
     def fetch(self, tree: Any) -> Any:
         """What is on every device alike, as arrays of one."""
-        ...
+        return tree
 
     def over_rows(self, program: Callable, rows: list, axes: tuple[int | None, ...], packing: Any, *others: Any) -> Any:
         """``program(rows, packing, *others)``, on every device with its share of the rows and of the packing.
@@ -161,7 +190,8 @@ class Runtime(Protocol):
             packing: what :meth:`place` made of the packing.
             others: on every device alike.
         """
-        ...
+        del axes
+        return program(rows, packing, *others)
 
     def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
         """First chunk of a group among those held here, and past its last.
@@ -171,35 +201,70 @@ class Runtime(Protocol):
             group: which.
             count: how many chunks are held here.
         """
-        ...
+        del count
+        return offsets[group], offsets[group + 1]
 
     def holds(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> Any:
         """Whether a group begins here: True on one of the devices."""
-        ...
+        del offsets, group, count
+        return True
 
     def mine(self, tree: Any, count: int) -> Any:
         """Of arrays with a leading axis of all chunks, the ``count`` that are held here."""
-        ...
+        del count
+        return tree
 
     def gathered(self, tree: Any) -> Any:
         """The inverse of :meth:`mine`: for what groups hold of their rows, never for the rows."""
-        ...
+        return tree
 
     def total(self, tree: Any, holds: Any = True) -> Any:
         """Sums over the devices, of those of them for which ``holds``."""
-        ...
+        del holds
+        return tree
 
     def total_expected(self, found: Expected) -> Expected:
         """The same for expectations, whose widest predictor is the widest of any device."""
-        ...
+        return found
 
     def shared(self, tree: Any) -> Any:
         """What every device knows alike, for a sum over rows that is differentiated by it in reverse mode."""
-        ...
+        return tree
 
     def largest(self, x: Array) -> Array:
         """The largest of what the devices hold."""
-        ...
+        return x
+
+    def sum_group(
+        self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
+    ) -> Expected:
+        """Evaluate one group's chunks and add the results up: in a loop, unless a runtime says otherwise.
+
+        Args:
+            expect: one chunk's arrays to its expectations.
+            chunks: arrays with a leading axis of the chunks held here, sorted by group.
+            offsets: first chunk of each group among all, and C.
+            group: which group.
+
+        Returns:
+            The group's expectations.
+        """
+        return sum_span(expect, chunks, offsets[group], offsets[group + 1], add_expected)
+
+
+@runtime_checkable
+class Runtime(_RuntimeVerbs, Protocol):
+    """Map a chunk-level or group-level computation over all groups; what every implementor owes.
+
+    Frozen and hashable (settings only). Results do not depend on the runtime beyond rounding. Functions handed in are
+    pure and traceable; a runtime across machines evaluates them where a group's rows live and moves only their small
+    arguments (q, a site, a key) and results.
+
+    Programs over rows run between :meth:`lay_out` and :meth:`fetch`: rows are placed once, everything else (q, sites, memories,
+    what groups know of their own latents) is on every device alike, and each device runs the same program over the chunks that
+    it holds. Within that program :meth:`span`, :meth:`mine`, :meth:`total` and :meth:`gathered` are where the devices' shares
+    meet. On one device they are nothing: :class:`RuntimeDefaults` answers for those.
+    """
 
     @property
     def vectorised(self) -> bool:
@@ -226,45 +291,6 @@ class Runtime(Protocol):
         """Who has the rows where this process has none; None where the model's arguments are the rows."""
         ...
 
-    def engine(self, engine: Any) -> Any:
-        """The engine that runs a fit: the one given where programs that are compiled here pass over the rows.
-
-        Args:
-            engine: the engine of the fit's choices.
-
-        Raises:
-            PVIError: for choices that do not go with this runtime.
-        """
-        ...
-
-    def call(
-        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
-    ) -> Any:
-        """Call a compiled program that passes over rows; ``program(engine, state, dynamic, static, *rest, **options)``.
-
-        Args:
-            program: the program.
-            engine: what :meth:`engine` has given.
-            state: a state, reduced.
-            dynamic: arrays of the model's arguments.
-            static: the static leaves.
-            rest: its other arguments.
-            options: its static ones.
-
-        Returns:
-            The program's value.
-        """
-        ...
-
-    def hold(self, what: str, state: Any) -> None:
-        """Keep within reach what a state names that is elsewhere, until another state is held as the same.
-
-        Args:
-            what: "call" for what a run begins with, "checkpoint" for what its file has.
-            state: the state.
-        """
-        ...
-
     def sum_chunks(
         self,
         expect: Callable[[Any], Expected],
@@ -284,22 +310,6 @@ class Runtime(Protocol):
 
         Returns:
             Expectations with a leading group axis M.
-        """
-        ...
-
-    def sum_group(
-        self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
-    ) -> Expected:
-        """Evaluate one group's chunks and add the results up.
-
-        Args:
-            expect: one chunk's arrays to its expectations.
-            chunks: arrays with a leading axis of the chunks held here, sorted by group.
-            offsets: first chunk of each group among all, and C.
-            group: which group.
-
-        Returns:
-            The group's expectations.
         """
         ...
 
@@ -326,10 +336,7 @@ class Runtime(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------------------------------------ one device
-
-
-class RuntimeDefaults:
+class RuntimeDefaults(_RuntimeVerbs):
     """A base class to derive a runtime from: all rows are on one device, where programs that pass over them are compiled.
 
     See :class:`Runtime` for what each says. A subclass writes down ``sum_chunks`` and ``map_groups``.
@@ -340,99 +347,6 @@ class RuntimeDefaults:
     traffic: Any = None
     workers: Any = ""
     elsewhere: Any = None
-
-    def engine(self, engine: Any) -> Any:
-        """The engine as it is."""
-        return engine
-
-    def call(
-        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
-    ) -> Any:
-        """The program's value."""
-        return program(engine, state, dynamic, static, *rest, **options)
-
-    def hold(self, what: str, state: Any) -> None:
-        """A state names nothing that is elsewhere."""
-
-    @property
-    def alone(self) -> Any:
-        """All rows are here."""
-        return self
-
-    @property
-    def within(self) -> Any:
-        """All groups are here."""
-        return self
-
-    @property
-    def side_by_side(self) -> Any:
-        """All rows are here."""
-        return self
-
-    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args", by_rows: bool = False) -> Any:
-        """As it is."""
-        del whole, mechanism, by_rows
-        return packing
-
-    def place(self, rows: list, axes: tuple[int | None, ...], packing: Any, whole: bool) -> tuple[list, Any]:
-        """As they are."""
-        del axes, whole
-        return rows, packing
-
-    def publish(self, tree: Any) -> Any:
-        """As it is."""
-        return tree
-
-    def fetch(self, tree: Any) -> Any:
-        """As it is."""
-        return tree
-
-    def over_rows(self, program: Callable, rows: list, axes: tuple[int | None, ...], packing: Any, *others: Any) -> Any:
-        """The program itself."""
-        del axes
-        return program(rows, packing, *others)
-
-    def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
-        """All of the group's chunks."""
-        del count
-        return offsets[group], offsets[group + 1]
-
-    def holds(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> Any:
-        """Every group is here."""
-        del offsets, group, count
-        return True
-
-    def mine(self, tree: Any, count: int) -> Any:
-        """All of it."""
-        del count
-        return tree
-
-    def gathered(self, tree: Any) -> Any:
-        """As it is."""
-        return tree
-
-    def total(self, tree: Any, holds: Any = True) -> Any:
-        """The sum of one."""
-        del holds
-        return tree
-
-    def total_expected(self, found: Expected) -> Expected:
-        """The sum of one."""
-        return found
-
-    def largest(self, x: Array) -> Array:
-        """The largest of one."""
-        return x
-
-    def shared(self, tree: Any) -> Any:
-        """As it is."""
-        return tree
-
-    def sum_group(
-        self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
-    ) -> Expected:
-        """In a loop over the group's chunks."""
-        return sum_span(expect, chunks, offsets[group], offsets[group + 1], add_expected)
 
 
 # ------------------------------------------------------------------------------------------------------ two ways to run
