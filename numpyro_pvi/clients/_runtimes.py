@@ -265,21 +265,13 @@ class ClientsRuntime(RuntimeDefaults):
             self._line.pins[what] = np.asarray(jax.device_get(state.sites.local.tickets))
 
     def connect(self, shares: list[Share]) -> Exchange:
-        """Begin clients with these rows.
-
-        Args:
-            shares: one client's each.
-
-        Returns:
-            The conversation with them.
-        """
+        """Begin clients with these rows. ``shares``: one client's each. Returns the conversation with them."""
         raise NotImplementedError
 
     def open(self) -> Exchange:
         """Begin to talk with clients that have their own rows, in the order of :attr:`labels`.
 
-        Returns:
-            The conversation with them.
+        Returns the conversation with them.
         """
         raise NotImplementedError
 

@@ -136,8 +136,8 @@ def as_arrays(
     ``args``: Positional arguments: pytrees of arrays, pandas columns, lists of numbers, scalars; ``kwargs``: Keyword arguments,
     likewise; ``names``: Names of the positional arguments, for messages; ``by_value``: Places (in the order of leaves) of
     arrays that the model reads values of: they become NumPy's. Returns the arguments with the same structure; dtypes are JAX's
-    (float64 becomes float32 unless x64 is enabled), static leaves are unchanged. Raises DataError For text, object or date
-    arrays, ragged lists, sparse matrices, and integers that JAX's dtype cannot hold; StateError For an array to be read by
+    (float64 becomes float32 unless x64 is enabled), static leaves are unchanged. Raises DataError for text, object or date
+    arrays, ragged lists, sparse matrices, and integers that JAX's dtype cannot hold; StateError for an array to be read by
     value that is traced, and has none.
     """
     leaves, structure = _flatten(args, kwargs)
@@ -194,7 +194,7 @@ def signature_of(
     ``args``: Positional arguments, converted by `as_arrays` or not: both give the same signature; ``kwargs``: Keyword
     arguments; ``names``: Names of the positional arguments, for messages; ``by_value``: Places of the arrays that the model
     reads values of, whose content is part of the signature. Returns a hashable record, equal for calls that compile to the same
-    program. Raises DataError For a static leaf that is not hashable, and whatever `as_arrays` refuses.
+    program. Raises DataError for a static leaf that is not hashable, and whatever `as_arrays` refuses.
     """
     leaves, structure = _flatten(args, kwargs)
     return ArgumentSignature(

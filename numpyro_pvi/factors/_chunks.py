@@ -146,7 +146,7 @@ def gather_rows(leaf: Shaped[Array, "..."], packing: Packing, axis: int = 0) -> 
 
     ``leaf``: Array whose `axis` runs over the plate's rows; ``packing``: Where each row stands; ``axis``: The axis of the rows.
     Returns the chunks along a new leading axis; within a chunk the rows stay on `axis`, so ``(N, D)`` gives ``(C, R, D)`` and,
-    with axis 1, ``(D, N)`` gives ``(C, D, R)``. Slots of padding repeat the chunk's first row. Raises DataError If the array
+    with axis 1, ``(D, N)`` gives ``(C, D, R)``. Slots of padding repeat the chunk's first row. Raises DataError if the array
     has no such axis.
     """
     if not -leaf.ndim <= axis < leaf.ndim:

@@ -557,13 +557,8 @@ class MetricDefaults(FamilyDefaults):
 def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "*batch P"]:
     """Mean parameters, or a change of them, in minimal coordinates: paired with those of natural ones they give ``<eta, mu>``.
 
-    Args:
-        family: any.
-        natural: any of its natural parameters, for their shapes.
-        mean_params: of the mean parameters' type, or any tree with their leaves.
-
-    Returns:
-        As many numbers as ``family.to_minimal`` gives.
+    ``family``: any; ``natural``: any of its natural parameters, for their shapes; ``mean_params``: of the mean parameters'
+    type, or any tree with their leaves. Returns as many numbers as ``family.to_minimal`` gives.
     """
     like = jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(mean_params))
     return jax.linear_transpose(family.from_minimal, family.to_minimal(natural))(like)[0]
@@ -572,12 +567,7 @@ def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "*
 def fisher_matrix(family: Any, natural: Any) -> Float[Array, "P P"]:
     """The Fisher metric in minimal coordinates, the covariance of the statistics that belong to them.
 
-    Args:
-        family: any.
-        natural: where.
-
-    Returns:
-        A symmetric matrix, singular nowhere in the domain.
+    ``family``: any; ``natural``: where. Returns a symmetric matrix, singular nowhere in the domain.
     """
     size = jax.eval_shape(family.to_minimal, natural)
 
@@ -599,18 +589,10 @@ def marginal_distance(
 ) -> Float[Array, "*batch"]:
     """Fisher-Rao distance between independent Gaussians, root mean square over coordinates.
 
-    With ``u = ((m - m')^2 / 2 + (s - s')^2) / (s s')`` a coordinate's distance is ``2 sqrt(2) arsinh(sqrt(u) / 2)``: about
-    ``|m - m'| / s`` for small shifts, and logarithmic for large ones. It is a metric, so that a path is never shorter than
-    what it bridges.
-
-    Args:
-        loc: locations.
-        sd: standard deviations.
-        other_loc: locations of the other.
-        other_sd: standard deviations of the other.
-
-    Returns:
-        The distance, in standard deviations where it is small.
+    With ``u = ((m - m')^2 / 2 + (s - s')^2) / (s s')`` a coordinate's distance is ``2 sqrt(2) arsinh(sqrt(u) / 2)``: about ``|m
+    - m'| / s`` for small shifts, and logarithmic for large ones. It is a metric, so that a path is never shorter than what it
+    bridges. ``loc``: locations; ``sd``: standard deviations; ``other_loc``: locations of the other; ``other_sd``: standard
+    deviations of the other. Returns the distance, in standard deviations where it is small.
 
     References:
         Costa, Santos and Strapasson, Fisher information distance: a geometrical reading, Discrete Appl. Math. 197 (2015),

@@ -761,11 +761,7 @@ class ConditionalMoments(NamedTuple):
 def conditional_moments(natural: ConditionalNatural) -> ConditionalMoments:
     """Means, slopes, roots and entropies of every row's local latents.
 
-    Args:
-        natural: natural parameters.
-
-    Returns:
-        The moments; ``valid`` is False where a precision is not positive definite.
+    ``natural``: natural parameters. Returns the moments; ``valid`` is False where a precision is not positive definite.
     """
     size = natural.linear.shape[-1]
     if not natural.full:
@@ -793,11 +789,8 @@ def schur_complement(
 ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D D"]]:
     """What integrating local latents out takes away from their rows' say about the shared ones, summed over rows.
 
-    Args:
-        natural: natural parameters of full conditionals; the last row axis is summed over.
-
-    Returns:
-        ``(C^T B^-1 b, C^T B^-1 C)``, precision-mean and precision.
+    ``natural``: natural parameters of full conditionals; the last row axis is summed over. Returns ``(C^T B^-1 b, C^T B^-1
+    C)``, precision-mean and precision.
     """
     moments = conditional_moments(natural)
     vector = -jnp.einsum("...rkd,...rk->...d", moments.slope, natural.linear)
@@ -808,12 +801,8 @@ def schur_complement(
 def bounded_precision(wanted: Float[Array, "..."], natural: ConditionalNatural) -> Float[Array, "..."]:
     """A proposed precision of local latents, raised where it would fall below a share of the present one.
 
-    Args:
-        wanted: proposed precisions (K x K or diagonal), possibly not positive.
-        natural: the present natural parameters, valid.
-
-    Returns:
-        Positive precisions; proposals that are already large enough come back up to rounding.
+    ``wanted``: proposed precisions (K x K or diagonal), possibly not positive; ``natural``: the present natural parameters,
+    valid. Returns positive precisions; proposals that are already large enough come back up to rounding.
     """
     if not natural.full:
         return jnp.maximum(wanted, _SMALLEST_SHARE * natural.precision)
@@ -835,14 +824,9 @@ def conditional_divergence(
 ) -> Float[Array, "*rows"]:
     """Symmetrised Kullback-Leibler divergence between two conditionals, expected over the shared latents.
 
-    Args:
-        new: natural parameters.
-        old: others.
-        shared: the Gaussian of theta under which to expect.
-
-    Returns:
-        ``KL(new | old) + KL(old | new)`` in nats, one per row: ``1/2 E[d^T (B + B') d] + 1/2 tr (B - B')(S' - S)`` with
-        ``d`` the difference of the means at theta, ``B`` and ``S`` precisions and covariances.
+    ``new``: natural parameters; ``old``: others; ``shared``: the Gaussian of theta under which to expect. Returns ``KL(new |
+    old) + KL(old | new)`` in nats, one per row: ``1/2 E[d^T (B + B') d] + 1/2 tr (B - B')(S' - S)`` with ``d`` the difference
+    of the means at theta, ``B`` and ``S`` precisions and covariances.
     """
     to, before = conditional_moments(new), conditional_moments(old)
     change, total = old.precision - new.precision, old.precision + new.precision

@@ -75,14 +75,8 @@ class GroupTable:
     def index(self, label: Any) -> int:
         """Position of a group.
 
-        Args:
-            label: A label; NumPy scalars count as the Python scalars they hold.
-
-        Returns:
-            The position in `labels`, from 0.
-
-        Raises:
-            PartitionError: If there is no such group; names the known ones.
+        ``label``: A label; NumPy scalars count as the Python scalars they hold. Returns the position in `labels`, from 0.
+        Raises PartitionError if there is no such group; names the known ones.
         """
         if label not in self:
             raise PartitionError(f"there is no group {label!r}; the groups are: {known_labels(self.labels)}.")
@@ -91,14 +85,8 @@ class GroupTable:
     def rows(self, label: Any) -> Int[np.ndarray, " n"]:
         """Row indices of one group, ascending.
 
-        Args:
-            label: A label of this table.
-
-        Returns:
-            The plate indices that carry the label.
-
-        Raises:
-            PartitionError: If there is no such group.
+        ``label``: A label of this table. Returns the plate indices that carry the label. Raises PartitionError if there is no
+        such group.
         """
         return np.flatnonzero(self.index_of_row == self.index(label)).astype(np.int32)
 
@@ -106,15 +94,9 @@ class GroupTable:
 def labels_table(groups: Any) -> GroupTable:
     """Build the table of one label per row.
 
-    Args:
-        groups: A sequence or a NumPy, JAX or pandas array with one hashable label per row.
-
-    Returns:
-        The table; its row order is that of `groups`.
-
-    Raises:
-        PartitionError: For a missing (NaN, None), unhashable or reserved label, labels that are equal but of different
-            types (1 and True), a label array that is not one-dimensional, no labels, or a category that no row uses.
+    ``groups``: A sequence or a NumPy, JAX or pandas array with one hashable label per row. Returns the table; its row order is
+    that of `groups`. Raises PartitionError for a missing (NaN, None), unhashable or reserved label, labels that are equal but
+    of different types (1 and True), a label array that is not one-dimensional, no labels, or a category that no row uses.
     """
     values = _label_values(groups)
     if isinstance(values, np.ndarray):
@@ -169,15 +151,8 @@ def blocks_table(num_groups: int, num_rows: int) -> GroupTable:
 def one_group_table(label: Any, num_rows: int) -> GroupTable:
     """The table of rows that all belong to one group.
 
-    Args:
-        label: The group's label.
-        num_rows: Number of rows, at least 1.
-
-    Returns:
-        The table.
-
-    Raises:
-        PartitionError: For a label that is missing (NaN, None), unhashable or reserved.
+    ``label``: The group's label; ``num_rows``: Number of rows, at least 1. Returns the table. Raises PartitionError for a label
+    that is missing (NaN, None), unhashable or reserved.
     """
     return _table((_checked_label(label, 0),), np.zeros(num_rows, np.int32))
 
@@ -185,11 +160,8 @@ def one_group_table(label: Any, num_rows: int) -> GroupTable:
 def numbered_table(sizes: tuple[int, ...]) -> GroupTable:
     """Groups of these sizes under the labels 0, 1, ...: what a program needs that must not depend on labels.
 
-    Args:
-        sizes: Rows of each group.
-
-    Returns:
-        A table that says nothing of which row belongs where, equal to every other of the same sizes.
+    ``sizes``: Rows of each group. Returns a table that says nothing of which row belongs where, equal to every other of the
+    same sizes.
     """
     return GroupTable(tuple(range(len(sizes))), sizes, "", np.zeros(0, np.int32))
 
@@ -197,11 +169,7 @@ def numbered_table(sizes: tuple[int, ...]) -> GroupTable:
 def known_labels(labels: Iterable[Hashable]) -> str:
     """Write labels for a message, the first ten of them.
 
-    Args:
-        labels: The labels.
-
-    Returns:
-        For example ``'a', 'b'`` or ``0, 1, ... (200 in all)``.
+    ``labels``: The labels. Returns for example ``'a', 'b'`` or ``0, 1, ... (200 in all)``.
     """
     labels = tuple(labels)
     shown = ", ".join(repr(label) for label in labels[:_SHOWN_LABELS])

@@ -73,11 +73,8 @@ class BatchPlates(Messenger):
 def kept_batch(trace: Mapping[str, Mapping[str, Any]]) -> tuple[str, int, int] | None:
     """The first plate of a trace under `BatchPlates` that kept a mini-batch.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-
-    Returns:
-        Its name, size, and the number of indices it drew; None where every plate ran over all of its indices.
+    ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it. Returns its name, size, and the number of indices it
+    drew; None where every plate ran over all of its indices.
     """
     for name, site in trace.items():
         if site["type"] == "plate" and site.get("kept", site["args"][0]) != site["args"][0]:
@@ -156,15 +153,8 @@ class RowAxes:
     def of(self, site: Mapping[str, Any]) -> Axis | None:
         """The partitioned axis of a sample site.
 
-        Args:
-            site: An entry of a NumPyro trace.
-
-        Returns:
-            The axis, or None for a site that has none.
-
-        Raises:
-            PartitionError: For a labelled axis that the site's batch shape lacks, or a site inside two partitioned
-                plates.
+        ``site``: An entry of a NumPyro trace. Returns the axis, or None for a site that has none. Raises PartitionError for a
+        labelled axis that the site's batch shape lacks, or a site inside two partitioned plates.
         """
         if self.whole:
             return Axis(WHOLE, 0, 1) if site["type"] == "sample" and site["is_observed"] else None
@@ -233,12 +223,8 @@ class PlateInfo:
 def find_plates(trace: Mapping[str, Mapping[str, Any]]) -> dict[str, PlateInfo]:
     """List the plates of a traced model with what is inside each.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-
-    Returns:
-        Plate name to its `PlateInfo`, in order of appearance. A plate inside a `scan` body shows through its sample
-        sites.
+    ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it. Returns plate name to its `PlateInfo`, in order of
+    appearance. A plate inside a `scan` body shows through its sample sites.
     """
     plates: dict[str, tuple[int, int]] = {}
     inside: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
@@ -257,18 +243,10 @@ def find_plates(trace: Mapping[str, Mapping[str, Any]]) -> dict[str, PlateInfo]:
 def choose_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None = None) -> str:
     """Choose the plate to split, and refuse a model that cannot be split along it.
 
-    Observed sample sites outside the plate are legal: they belong to the prior factor.
-
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        plate: Name of the plate, or None for the only one with observed sample sites.
-
-    Returns:
-        The plate's name.
-
-    Raises:
-        PartitionError: If there is no such plate, no observed sample site in it, or several candidates; if a discrete
-            latent couples all groups.
+    Observed sample sites outside the plate are legal: they belong to the prior factor. ``trace``: As
+    `numpyro.handlers.trace(...).get_trace(...)` gives it; ``plate``: Name of the plate, or None for the only one with observed
+    sample sites. Returns the plate's name. Raises PartitionError if there is no such plate, no observed sample site in it, or
+    several candidates; if a discrete latent couples all groups.
     """
     name = pick_plate(trace, plate)
     refuse_latents(trace, (name,))
@@ -305,12 +283,8 @@ def require_observed(trace: Mapping[str, Mapping[str, Any]], name: str) -> None:
 def refuse_latents(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> None:
     """Refuse latents that plates to be split cannot do with.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        names: The plates to be split.
-
-    Raises:
-        PartitionError: For discrete latents outside them, which couple all groups.
+    ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it; ``names``: The plates to be split. Raises
+    PartitionError For discrete latents outside them, which couple all groups.
     """
     plates = find_plates(trace)
     inside = {latent for name in names for latent in plates[name].latents}
@@ -321,15 +295,9 @@ def refuse_latents(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...
 def pick_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None) -> str:
     """Choose the plate to split by its observed sample sites alone.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        plate: Name of the plate, or None for the only one with observed sample sites.
-
-    Returns:
-        The plate's name.
-
-    Raises:
-        PartitionError: If there is no such plate, no observed sample site in it, or several candidates.
+    ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it; ``plate``: Name of the plate, or None for the only one
+    with observed sample sites. Returns the plate's name. Raises PartitionError if there is no such plate, no observed sample
+    site in it, or several candidates.
     """
     plates = find_plates(trace)
     observed = [msg for msg in trace.values() if msg["type"] == "sample" and msg["is_observed"]]
@@ -814,11 +782,8 @@ class WholePartition(Partition):
     def row_axes(self, trace: Mapping[str, Mapping[str, Any]]) -> RowAxes:
         """One row: all terms of all observed sample sites.
 
-        Args:
-            trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-
-        Returns:
-            The axes; of a model without observed sites, whose q is fitted to the prior, nobody's.
+        ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it. Returns the axes; of a model without observed
+        sites, whose q is fitted to the prior, nobody's.
         """
         del trace
         return RowAxes(whole=True)

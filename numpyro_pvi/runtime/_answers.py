@@ -190,11 +190,8 @@ class Answers:
     def ask_held(self, how: dict[str, Any], shared: tuple, own: tuple, held: Callable) -> tuple[tuple, Any]:
         """The answer to a question about what it holds beside its site, and what is to be kept, or None.
 
-        Args:
-            how: of the question.
-            shared: what all clients are told.
-            own: what this one is told, a ticket or two among it.
-            held: a ticket to what it names.
+        ``how``: of the question; ``shared``: what all clients are told; ``own``: what this one is told, a ticket or two among
+        it; ``held``: a ticket to what it names.
         """
         programs: Any = self._programs.held
         rows, shared = self._told(how, shared)

@@ -367,18 +367,11 @@ class Engine(FitsParams):
     ) -> LocalProblem | RowProblem:
         """Prepare every factor's arrays from the model's arguments.
 
-        Args:
-            plan: the static plan.
-            packing: rows of each chunk.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            params: constrained values of the model's ``numpyro.param`` sites.
-            prior: ``(natural, exact mask)`` of the exactly held prior, or None to read it off the model.
-            num_rules: how many quadrature rules are compiled in.
-            others: natural parameters of all sites of groups whose rows are not at hand, summed, or None.
-
-        Returns:
-            The factors, ready to be evaluated.
+        ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
+        arguments; ``params``: constrained values of the model's ``numpyro.param`` sites; ``prior``: ``(natural, exact mask)``
+        of the exactly held prior, or None to read it off the model; ``num_rules``: how many quadrature rules are compiled in;
+        ``others``: natural parameters of all sites of groups whose rows are not at hand, summed, or None. Returns the factors,
+        ready to be evaluated.
         """
         part = plan.partition
         call = whole_call(self.model, part, args, kwargs, params)
@@ -419,16 +412,9 @@ class Engine(FitsParams):
     def prior_gap(self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, optim_state: Any, at: Any) -> Any:
         """How far the prior is another on the rows of one chunk than on all of them, at a point.
 
-        Args:
-            plan: the static plan.
-            packing: rows of each chunk.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            optim_state: of the params, or None.
-            at: Float[D], where the prior is looked at.
-
-        Returns:
-            The largest difference of its numbers, and the largest of them (1 at least).
+        ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
+        arguments; ``optim_state``: of the params, or None; ``at``: Float[D], where the prior is looked at. Returns the largest
+        difference of its numbers, and the largest of them (1 at least).
         """
         part, loc = plan.partition, jnp.asarray(at, jnp.result_type(float))
         params = self.constrain(plan, args, kwargs, optim_state)
@@ -439,13 +425,8 @@ class Engine(FitsParams):
     def prior_numbers(self, plan: Plan, call: ModelCall, loc: Float[Array, "D"]) -> list[Array]:
         """What tells one prior from another: the exact part's natural parameters and constant, and the factor near a point.
 
-        Args:
-            plan: the static plan.
-            call: the model with its arguments.
-            loc: where the prior factor is looked at.
-
-        Returns:
-            Arrays, the same for all rows where the prior does not depend on them.
+        ``plan``: the static plan; ``call``: the model with its arguments; ``loc``: where the prior factor is looked at. Returns
+        arrays, the same for all rows where the prior does not depend on them.
         """
         part = plan.partition
         found = jax.tree.leaves(self.exact_prior(plan, call)[0]), exact_log_constant(call, part.exact)
@@ -461,13 +442,8 @@ class Engine(FitsParams):
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
         """Read the exactly held prior off the model.
 
-        Args:
-            plan: the static plan.
-            call: the model with its arguments.
-
-        Returns:
-            ``(natural, exact, outside)``: its natural parameters, the coordinates it covers, and whether it is outside
-            the family after all (correlated under a mean-field q).
+        ``plan``: the static plan; ``call``: the model with its arguments. Returns ``(natural, exact, outside)``: its natural
+        parameters, the coordinates it covers, and whether it is outside the family after all (correlated under a mean-field q).
         """
         part, dim, dtype = plan.partition, plan.family.dim, jnp.result_type(float)
         exact = jnp.zeros((dim,), bool)
@@ -526,20 +502,12 @@ class Engine(FitsParams):
     ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop.
 
-        Args:
-            state: where to start.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            count: rounds to run, at most ``length``.
-            tol: stop after a round whose largest move is at most this many posterior sds; negative never stops.
-            length: static size of the buffers.
-            fine: whether the finest quadrature rule is compiled in. Without it the loop ends before the first round
-                whose rows ask for it.
-            seen: an evaluation of the state's q as the rounds that made it have left it, of the shapes of :meth:`unseen`, and
-                whether it is one: where it is not, rounds begin with a pass over the rows. None where it never is.
-
-        Returns:
-            The state and what was recorded.
+        ``state``: where to start; ``args``: positional arguments (arrays); ``kwargs``: keyword arguments; ``count``: rounds to
+        run, at most ``length``; ``tol``: stop after a round whose largest move is at most this many posterior sds; negative
+        never stops; ``length``: static size of the buffers; ``fine``: whether the finest quadrature rule is compiled in.
+        Without it the loop ends before the first round whose rows ask for it; ``seen``: an evaluation of the state's q as the
+        rounds that made it have left it, of the shapes of :meth:`unseen`, and whether it is one: where it is not, rounds begin
+        with a pass over the rows. None where it never is. Returns the state and what was recorded.
         """
         stored, state = state.sites.others, present_alone(state)
         others = None if stored is None else sum_slots(stored)
@@ -565,10 +533,8 @@ class Engine(FitsParams):
     def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
         """State and carry after a round whose report tells what was sent in it: nothing, where nobody is asked.
 
-        Args:
-            state: after the round.
-            carry: likewise.
-            ends: whether the round is kept; what was sent in one that is not counts for the next.
+        ``state``: after the round; ``carry``: likewise; ``ends``: whether the round is kept; what was sent in one that is not
+        counts for the next.
         """
         del ends
         return state, carry
@@ -733,20 +699,11 @@ class Engine(FitsParams):
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
 
-        Args:
-            plan: the static plan.
-            packing: rows of each chunk.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            optim_state: optimiser state of the params, or None.
-            loc: Float[D] prior location.
-            sd: Float[D] prior sd.
-            local: the same of every unit's local latents, Float[U K] each, or None.
-            mode: where sites start: "prior", "curvature" or "auto".
-
-        Returns:
-            The fields of a :class:`PVIState` that depend on arrays, whether the exact prior is outside the family, and
-            whether q is normalisable.
+        ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
+        arguments; ``optim_state``: optimiser state of the params, or None; ``loc``: Float[D] prior location; ``sd``: Float[D]
+        prior sd; ``local``: the same of every unit's local latents, Float[U K] each, or None; ``mode``: where sites start:
+        "prior", "curvature" or "auto". Returns the fields of a :class:`PVIState` that depend on arrays, whether the exact prior
+        is outside the family, and whether q is normalisable.
         """
         params = self.constrain(plan, args, kwargs, optim_state)
         family = plan.family
@@ -820,11 +777,7 @@ class Engine(FitsParams):
     def unvisited(self, problem: LocalProblem | RowProblem) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
-        Args:
-            problem: the factors.
-
-        Returns:
-            Fields of a :class:`PVIState`.
+        ``problem``: the factors. Returns fields of a :class:`PVIState`.
         """
         family, dtype = problem.family, problem.dtype
         one = self.solver.init_among(family, dtype, problem.num_groups)
@@ -913,20 +866,11 @@ def gradient_jumps(
 ) -> Bool[Array, ""]:
     """Whether second derivatives miss part of the curvature, because some factor's gradient jumps.
 
-    Args:
-        engine: the model and its engine.
-        plan: the plan, its factors without structure.
-        packing: rows of each chunk.
-        args: positional arguments (arrays).
-        kwargs: keyword arguments.
-        params: values of the model's ``numpyro.param`` sites.
-        loc: prior location.
-        sd: prior standard deviations.
-        key: random key.
-
-    Returns:
-        True when ``E[eps grad f^T]`` and ``E[hess f]`` differ beyond their standard errors in some coordinate, or in
-        their trace, over a few chunks and the prior factor.
+    ``engine``: the model and its engine; ``plan``: the plan, its factors without structure; ``packing``: rows of each chunk;
+    ``args``: positional arguments (arrays); ``kwargs``: keyword arguments; ``params``: values of the model's ``numpyro.param``
+    sites; ``loc``: prior location; ``sd``: prior standard deviations; ``key``: random key. Returns True when ``E[eps grad
+    f^T]`` and ``E[hess f]`` differ beyond their standard errors in some coordinate, or in their trace, over a few chunks and
+    the prior factor.
     """
     draws = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, unstructured="hessian"))
     prior = (plan.family.zeros((), loc.dtype), jnp.zeros(loc.shape, bool))

@@ -226,19 +226,11 @@ class LocalProblem(Factors, ProblemDefaults):
     ) -> Evaluation:
         """One pass over all groups at a Gaussian given by its moments.
 
-        Args:
-            q: its natural parameters.
-            moments: its moments.
-            rule: quadrature rule to start from.
-            noise: the round's draws, or None.
-            probe: vector for the curvature product, or None.
-            clip: raise curvatures to positive semi-definite.
-            trial: whether values alone will do where they are by random points.
-            local: what groups hold of their local latents, or None.
-            hopeless: an ELBO below which no finer rule is tried, or None.
-
-        Returns:
-            The evaluation; ``elbo`` is minus infinity or NaN where a factor is not finite.
+        ``q``: its natural parameters; ``moments``: its moments; ``rule``: quadrature rule to start from; ``noise``: the round's
+        draws, or None; ``probe``: vector for the curvature product, or None; ``clip``: raise curvatures to positive
+        semi-definite; ``trial``: whether values alone will do where they are by random points; ``local``: what groups hold of
+        their local latents, or None; ``hopeless``: an ELBO below which no finer rule is tried, or None. Returns the evaluation;
+        ``elbo`` is minus infinity or NaN where a factor is not finite.
         """
         draws, prior_draws = (self.draws_of(p, noise, rule, trial) for p in (self.program, self.prior_program))
         apart = None if self.wide is None else expect_wide(self, moments, rule)
@@ -274,10 +266,7 @@ class LocalProblem(Factors, ProblemDefaults):
     def own_latents(self, local: Any, moments: GaussianMoments, groups: Expected) -> tuple[Any, Bool[Array, ""]]:
         """What an evaluation keeps of the groups' own latents, and whether their conditionals are normalisable.
 
-        Args:
-            local: what groups hold of them.
-            moments: q.
-            groups: what a look at them has found.
+        ``local``: what groups hold of them; ``moments``: q; ``groups``: what a look at them has found.
         """
         del groups
         found = conditional_moments(local.rows)
@@ -290,16 +279,9 @@ class LocalProblem(Factors, ProblemDefaults):
     def rows_elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
         """What the rows add to the global ELBO at a fixed q under a fixed quadrature rule.
 
-        Reverse-mode differentiable in the factors' arrays, as :meth:`rest_elbo_at` is, which is the other part.
-
-        Args:
-            moments: q.
-            noise: the round's draws, or None.
-            rule: says which points are in use where there is no structure.
-            local: what groups hold of their local latents, or None.
-
-        Returns:
-            Nats.
+        Reverse-mode differentiable in the factors' arrays, as :meth:`rest_elbo_at` is, which is the other part. ``moments``: q;
+        ``noise``: the round's draws, or None; ``rule``: says which points are in use where there is no structure; ``local``:
+        what groups hold of their local latents, or None. Returns nats.
         """
         draws = self.draws_of(self.program, noise, rule)
         # A static rule: loops of traced length have no reverse mode.
@@ -313,13 +295,8 @@ class LocalProblem(Factors, ProblemDefaults):
     def rest_elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule) -> Float[Array, ""]:
         """What is not of the rows: prior and entropy.
 
-        Args:
-            moments: q.
-            noise: the round's draws, or None.
-            rule: says which points are in use where there is no structure.
-
-        Returns:
-            Nats.
+        ``moments``: q; ``noise``: the round's draws, or None; ``rule``: says which points are in use where there is no
+        structure. Returns nats.
         """
         draws = self.draws_of(self.prior_program, noise, rule)
         prior = self.prior_expected(moments, None, len(FIXED_RULES) - 1, draws, False)
@@ -328,12 +305,8 @@ class LocalProblem(Factors, ProblemDefaults):
     def pairs(self, moments: GaussianMoments, eps: Float[Array, "K D"]) -> Expected:
         """Antithetic pairs of draws of all rows, where a likelihood is taken by points, for a comparison with these.
 
-        Args:
-            moments: q.
-            eps: standard normal draws.
-
-        Returns:
-            As of ``PointsProgram.pair``, summed over the rows, with a leading axis of pairs.
+        ``moments``: q; ``eps``: standard normal draws. Returns as of ``PointsProgram.pair``, summed over the rows, with a
+        leading axis of pairs.
         """
 
         def one(e: Float[Array, "D"]) -> Expected:

@@ -49,14 +49,9 @@ def moments_missed(carry: RoundCarry) -> Bool[Array, ""]:
 def noise_floor(states: Any, report: RoundReport) -> Float[Array, ""]:
     """The move, in posterior sds, that the noise of sampled moments alone explains once late rounds are being averaged.
 
-    A tolerance below it would chase noise: what further rounds gain shrinks as the root of their number only.
-
-    Args:
-        states: the groups' solver states.
-        report: the round's report.
-
-    Returns:
-        ``step * sqrt(sum_m noise_m^2)`` where the joint step has fallen to a quarter; 0 before, and where nothing is sampled.
+    A tolerance below it would chase noise: what further rounds gain shrinks as the root of their number only. ``states``: the
+    groups' solver states; ``report``: the round's report. Returns ``step * sqrt(sum_m noise_m^2)`` where the joint step has
+    fallen to a quarter; 0 before, and where nothing is sampled.
     """
     if not hasattr(states, "noise"):
         return jnp.zeros((), report.total_move.dtype)

@@ -739,14 +739,9 @@ class ProductEngine(FitsParams):
     def problem(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ProductProblem:
         """The factors of a state.
 
-        Args:
-            state: a state.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            params: constrained values of the model's params; the state's own by default.
-
-        Returns:
-            The factors; the sites of groups whose rows are not at hand count as a prior.
+        ``state``: a state; ``args``: positional arguments (arrays); ``kwargs``: keyword arguments; ``params``: constrained
+        values of the model's params; the state's own by default. Returns the factors; the sites of groups whose rows are not at
+        hand count as a prior.
         """
         plan: Any = state.plan
         runtime, others = self.runtime_of(state.packing), state.sites.others
@@ -814,15 +809,10 @@ class ProductEngine(FitsParams):
     ) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
-        Args:
-            state: with their plan, packing and sites; its own such states are not looked at.
-            dtype: floating dtype.
-            known: Bool[M], which of the groups had a site before their rows came back; None when none had.
-            args: the model's positional arguments, where they are at hand.
-            kwargs: its keyword arguments.
-
-        Returns:
-            Fields of a :class:`PVIState`.
+        ``state``: with their plan, packing and sites; its own such states are not looked at; ``dtype``: floating dtype;
+        ``known``: Bool[M], which of the groups had a site before their rows came back; None when none had; ``args``: the
+        model's positional arguments, where they are at hand; ``kwargs``: its keyword arguments. Returns fields of a
+        :class:`PVIState`.
         """
         plan: Any = state.plan
         count, solver, prior_solver = len(plan.partition.table.labels), (), None

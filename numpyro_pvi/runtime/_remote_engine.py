@@ -152,8 +152,7 @@ class RemoteEngine(Engine):
     def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state; what groups hold beside their sites is with the clients. See :meth:`Engine.start`.
 
-        Raises:
-            PVIError: for a start from the curvature of groups with latents of their own.
+        Raises PVIError for a start from the curvature of groups with latents of their own.
         """
         if plan.partition.local is None:
             return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
@@ -314,8 +313,7 @@ class SummedEngine(RowlessEngine):
     def problem(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
         """The factors of clients: see :meth:`Engine.problem`.
 
-        Raises:
-            PVIError: for a model with ``numpyro.param`` sites, or latents inside the plate.
+        Raises PVIError for a model with ``numpyro.param`` sites, or latents inside the plate.
         """
         part = plan.partition
         what = [f"numpyro.param sites ({', '.join(part.params)}), whose step is of the clients' gradients"] * bool(
@@ -335,8 +333,7 @@ class SummedEngine(RowlessEngine):
     def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state, whose sites say nothing: clients start from nothing too; see :meth:`Engine.start`.
 
-        Raises:
-            PVIError: for a start from the clients' curvatures.
+        Raises PVIError for a start from the clients' curvatures.
         """
         if mode == "curvature":
             raise PVIError(
@@ -346,11 +343,7 @@ class SummedEngine(RowlessEngine):
         return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
-        """There is none: it is made of every client's own part.
-
-        Raises:
-            PVIError: always.
-        """
+        """There is none: it is made of every client's own part. Raises PVIError always."""
         raise PVIError(
             "log_evidence needs every client's own site and what normalises it, and these clients are heard in sums only: "
             "pvi.evaluate(state) is a bound of it, or fit with runtime=InProcess(clients=...), which hears clients one by one."

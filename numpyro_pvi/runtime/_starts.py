@@ -393,13 +393,7 @@ _RUNS, _ROUNDS = 10, 4
 def site_with_rows(plan: ProductPlan, sites: SiteStack, group: int) -> ProductNatural:
     """One group's site: of a latent inside the plate, its own rows' members, zero elsewhere.
 
-    Args:
-        plan: the plan.
-        sites: all sites.
-        group: the group's position.
-
-    Returns:
-        Natural parameters.
+    ``plan``: the plan; ``sites``: all sites; ``group``: the group's position. Returns natural parameters.
     """
     own = jnp.asarray(plan.partition.table.index_of_row == group)
     rows = () if sites.local is None else sites.local.parts.items()
@@ -409,13 +403,7 @@ def site_with_rows(plan: ProductPlan, sites: SiteStack, group: int) -> ProductNa
 def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteStack:
     """Add a change of q to the sites: in equal shares, but that of a row's own latents to its group's site.
 
-    Args:
-        plan: the plan.
-        sites: all sites.
-        change: natural parameters.
-
-    Returns:
-        Sites whose sum has moved by the change.
+    ``plan``: the plan; ``sites``: all sites; ``change``: natural parameters. Returns sites whose sum has moved by the change.
     """
     count, inside = len(plan.partition.table.labels), plan.row_axes
     share = 1.0 / (count + (sites.prior is not None))
@@ -437,16 +425,8 @@ def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteS
 def apart(family: ProductFamily, inside: tuple[str, ...], q: ProductNatural, key: Any) -> ProductNatural:
     """Move the latents inside the plate half way from their mean statistics to those of a draw, each of its own.
 
-    Where a loading and a score are both zero on average, neither learns from the other; members that differ do.
-
-    Args:
-        family: of q.
-        inside: the latents.
-        q: natural parameters.
-        key: a random key.
-
-    Returns:
-        Natural parameters.
+    Where a loading and a score are both zero on average, neither learns from the other; members that differ do. ``family``: of
+    q; ``inside``: the latents; ``q``: natural parameters; ``key``: a random key. Returns natural parameters.
     """
     parts, families = dict(q.parts), dict(family.components)
     for i, name in enumerate(inside):
@@ -460,14 +440,8 @@ def apart(family: ProductFamily, inside: tuple[str, ...], q: ProductNatural, key
 def first_weights(plan: ProductPlan, key: Any) -> dict[str, Float[Array, "..."]]:
     """Weights of the values of every component that is summed over, one set for each short run.
 
-    Every other run takes one row for each value and leaves the other rows out; the rest take random probabilities.
-
-    Args:
-        plan: the plan.
-        key: a random key.
-
-    Returns:
-        By component, Float[runs members K].
+    Every other run takes one row for each value and leaves the other rows out; the rest take random probabilities. ``plan``:
+    the plan; ``key``: a random key. Returns by component, Float[runs members K].
     """
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     found, families = {}, dict(plan.family.components)
@@ -493,14 +467,8 @@ def best_of_short_runs(
 ) -> ProductNatural:
     """Run a few rounds of coordinate ascent from every set of weights, and keep the q with the highest ELBO.
 
-    Args:
-        problem: the factors.
-        q: where all runs start but for the weights.
-        weights: as :func:`first_weights` gives them.
-        key: of draws.
-
-    Returns:
-        Natural parameters of the best.
+    ``problem``: the factors; ``q``: where all runs start but for the weights; ``weights``: as :func:`first_weights` gives them;
+    ``key``: of draws. Returns natural parameters of the best.
     """
     turns, families = problem.plan.num_turns, dict(problem.family.components)
 
@@ -542,13 +510,8 @@ WIDEST, _HALVINGS = 1.0, 8
 def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> SiteStack:
     """Sites at the curvature of factors that are taken by quadrature, as far towards it as the ELBO is highest.
 
-    Args:
-        problem: the factors.
-        sites: where they are.
-        key: for draws, of which there are none.
-
-    Returns:
-        The sites, those of other latents as they were; all as they were where no step raises the ELBO.
+    ``problem``: the factors; ``sites``: where they are; ``key``: for draws, of which there are none. Returns the sites, those
+    of other latents as they were; all as they were where no step raises the ELBO.
     """
     found = problem.curvatures(posterior(problem.prior, sites), WIDEST, key)
     names = (*problem.plan.likelihood.by_nodes, *problem.plan.likelihood.by_predictors)

@@ -142,12 +142,8 @@ def chain_settings(solver: LocalSolver) -> MCMCMoments | None:
 def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
     """Whether some group's weights have collapsed so often that chains should be compiled in.
 
-    Args:
-        solver: the groups' solver.
-        state: the groups' solver states.
-
-    Returns:
-        False where there are chains already, or none were allowed.
+    ``solver``: the groups' solver; ``state``: the groups' solver states. Returns False where there are chains already, or none
+    were allowed.
     """
     if solver.moments != "auto" or not hasattr(state, "collapses") or state.chains is not None:
         return on_device(False)
@@ -157,14 +153,8 @@ def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
 def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any) -> Any:
     """Solver states with room for chains that have not started.
 
-    Args:
-        solver: the groups' solver.
-        state: solver states, one or stacked.
-        dim: D.
-        dtype: floating dtype.
-
-    Returns:
-        The states; as they are where they have chains or can have none.
+    ``solver``: the groups' solver; ``state``: solver states, one or stacked; ``dim``: D; ``dtype``: floating dtype. Returns the
+    states; as they are where they have chains or can have none.
     """
     settings = chain_settings(solver)
     if settings is None or not hasattr(state, "chains") or state.chains is not None:

@@ -277,13 +277,8 @@ _LINE, _THIRD = (0.0, 1 / 3, 2 / 3, 1.0), (1.0, -3.0, 3.0, -1.0)
 def product_claims(plan: ProductPlan) -> tuple[str, ...]:
     """What a plan claims and nothing has proved, as "factor/component".
 
-    That it is exact in the component, sees it through predictors, or does not see it.
-
-    Args:
-        plan: the plan.
-
-    Returns:
-        Names under "likelihood" and "prior factor", and under "prior" components whose prior is held exactly.
+    That it is exact in the component, sees it through predictors, or does not see it. ``plan``: the plan. Returns names under
+    "likelihood" and "prior factor", and under "prior" components whose prior is held exactly.
     """
     claimed, proved = [], plan.partition.proved
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
@@ -485,14 +480,9 @@ def factor_values(
 ) -> tuple[Float[Array, "S F"], Float[Array, "S F"]]:
     """The factors' log densities over base measures at settings of all components, and the size of their terms, in nats.
 
-    Args:
-        problem: the factors.
-        factor: "likelihood", of which there is one a group, or "prior factor".
-        settings: S values of every component, in its own support.
-        instead: from a setting to the terms that are taken as they are claimed to be.
-
-    Returns:
-        Both; where the prior of a component is held exactly it is no part of either.
+    ``problem``: the factors; ``factor``: "likelihood", of which there is one a group, or "prior factor"; ``settings``: S values
+    of every component, in its own support; ``instead``: from a setting to the terms that are taken as they are claimed to be.
+    Returns both; where the prior of a component is held exactly it is no part of either.
     """
     plan, part = problem.plan, problem.plan.partition
 

@@ -39,15 +39,9 @@ def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float
 def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) -> Bool[Array, ""]:
     """Whether a candidate is at least as good as the old q beyond rounding.
 
-    Groups whose factor was not finite before are left out of the comparison; none may become non-finite.
-
-    Args:
-        new: evaluation of the candidate.
-        old: evaluation of the q it would replace, on the same draws if there are any.
-        allowance: nats it may lose beside rounding.
-
-    Returns:
-        True when the candidate may be taken.
+    Groups whose factor was not finite before are left out of the comparison; none may become non-finite. ``new``: evaluation of
+    the candidate; ``old``: evaluation of the q it would replace, on the same draws if there are any; ``allowance``: nats it may
+    lose beside rounding. Returns True when the candidate may be taken.
     """
     stays_finite = jnp.all(jnp.isfinite(new.groups.value) | ~jnp.isfinite(old.groups.value))
     gain, rounding = elbo_gain(new, old)
@@ -212,19 +206,10 @@ def accept_once(
 
     A jitter of one posterior sd in every coordinate costs ``D / 2`` nats. A round that loses no more stays; one that loses
     more, or leaves a factor that is not finite, is undone, and the next one begins with half the step. There is no second
-    evaluation: a round costs its gradients and one look at the values.
-
-    Args:
-        problem: the factors.
-        old_sites: where the sites are.
-        proposal: where the local solves want them.
-        old: evaluation at the old sites, on the same draws.
-        step: joint step; halved until q is normalisable.
-        noise: the draws of all evaluations, or None.
-        test: as of :func:`accept_jointly`.
-
-    Returns:
-        As of :func:`accept_jointly`.
+    evaluation: a round costs its gradients and one look at the values. ``problem``: the factors; ``old_sites``: where the sites
+    are; ``proposal``: where the local solves want them; ``old``: evaluation at the old sites, on the same draws; ``step``:
+    joint step; halved until q is normalisable; ``noise``: the draws of all evaluations, or None; ``test``: as of
+    :func:`accept_jointly`. Returns as of :func:`accept_jointly`.
     """
     if problem.blind:
         return accept_valid(problem, old_sites, proposal, old, step, noise)
@@ -280,18 +265,10 @@ def move_in_nats(
 
     Shared latents: ``1/2 d^T (L + L') d + 1/2 tr (L - L')(V' - V)``, with ``d`` the change of the location, ``L`` and ``V``
     precisions and covariances; local ones add the same of ``q(z | theta)``, expected under the new q(theta). Written in
-    differences, so that float32 resolves small moves.
-
-    Args:
-        family: the family of q(theta).
-        new: natural parameters of the new q(theta).
-        old: of the old one.
-        new_moments: the new q(theta) as moments.
-        old_moments: the old one.
-        rows: new and old natural parameters of the local latents given theta, or None.
-
-    Returns:
-        Nats; ``s^2`` for a move of ``s`` posterior sds along one direction.
+    differences, so that float32 resolves small moves. ``family``: the family of q(theta); ``new``: natural parameters of the
+    new q(theta); ``old``: of the old one; ``new_moments``: the new q(theta) as moments; ``old_moments``: the old one; ``rows``:
+    new and old natural parameters of the local latents given theta, or None. Returns nats; ``s^2`` for a move of ``s``
+    posterior sds along one direction.
     """
     shift, change = new_moments.loc - old_moments.loc, old - new
     total = 0.5 * jnp.dot(shift, family.precision_product(new + old, shift))

@@ -182,7 +182,7 @@ class _SolverVerbs(Protocol):
 
     @property
     def for_prior(self) -> Any:
-        """Who refines the PRIOR factor's site, which has no rows and is tied to no other: the solver itself."""
+        """Who refines the PRIOR factor's site, which has no rows and is tied to no other; the solver itself does."""
         return self
 
     def privacy(self, state: Any, sizes: tuple[int, ...]) -> PrivacySpent | None:
@@ -482,17 +482,10 @@ def local_free_energy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Local free energy of one group up to a constant in q (PVI eq. 2), to be raised.
 
-    ``F_m(q) = E_q[f_m] - KL(q || cavity) = E_q[f_m] - <eta_m, mu_q> + A(eta_q) + const``.
-
-    Args:
-        family: the family of q.
-        expected: expectations at q.
-        site: the group's site, natural parameters.
-        q: natural parameters of q.
-        moments: q as moments.
-
-    Returns:
-        ``(F, size)`` in nats: the value, and the size of its largest parts for rounding tolerances.
+    ``F_m(q) = E_q[f_m] - KL(q || cavity) = E_q[f_m] - <eta_m, mu_q> + A(eta_q) + const``. ``family``: the family of q;
+    ``expected``: expectations at q; ``site``: the group's site, natural parameters; ``q``: natural parameters of q;
+    ``moments``: q as moments. Returns ``(F, size)`` in nats: the value, and the size of its largest parts for rounding
+    tolerances.
     """
     pairing = family.expect_quadratic(site, moments)
     square, rest = family.log_partition_parts(q, moments)
@@ -538,17 +531,10 @@ def by_label(value: Any) -> bool:
 def freeze(value: Any, argument: str, legal: Callable[[float], bool], wanted: str) -> Any:
     """Make a per-group setting hashable, and refuse values out of range.
 
-    Args:
-        value: a number, a sequence of numbers in the order of ``pvi.groups``, or a dict of them by label.
-        argument: how the setting is written, for messages.
-        legal: whether one number is in range.
-        wanted: what one number must be, for messages.
-
-    Returns:
-        A float, a tuple of floats, or :class:`ByLabel`.
-
-    Raises:
-        PVIError: naming the argument, the value and, by label, the group.
+    ``value``: a number, a sequence of numbers in the order of ``pvi.groups``, or a dict of them by label; ``argument``: how the
+    setting is written, for messages; ``legal``: whether one number is in range; ``wanted``: what one number must be, for
+    messages. Returns a float, a tuple of floats, or :class:`ByLabel`. Raises PVIError naming the argument, the value and, by
+    label, the group.
     """
 
     def number(x: Any, where: str) -> float:
@@ -578,17 +564,9 @@ def freeze(value: Any, argument: str, legal: Callable[[float], bool], wanted: st
 def resolve(value: Any, argument: str, problem: Labelled, default: float) -> np.ndarray:
     """One number per group.
 
-    Args:
-        value: what :func:`freeze` made.
-        argument: how the setting is written, for messages.
-        problem: the factors.
-        default: for groups that a dict does not name.
-
-    Returns:
-        Float[M].
-
-    Raises:
-        PVIError: for a wrong number of values, or a label that no group has.
+    ``value``: what :func:`freeze` made; ``argument``: how the setting is written, for messages; ``problem``: the factors;
+    ``default``: for groups that a dict does not name. Returns Float[M]. Raises PVIError for a wrong number of values, or a
+    label that no group has.
     """
     count = problem.num_groups
     if isinstance(value, float):

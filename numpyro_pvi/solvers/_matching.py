@@ -139,16 +139,9 @@ def trouble_sentence(
 ) -> str | None:
     """What went wrong in a visit, and the remedy, without the group's name.
 
-    Args:
-        trouble: code of :class:`MatchState`.
-        ess: effective sample size.
-        temper: share of the power that was used.
-        chains: the factor's, if it has any.
-        held: rows that kept their sites.
-        anchored: whether tilted distributions are taken at a q of the solver's own.
-
-    Returns:
-        A sentence; None where nothing did.
+    ``trouble``: code of :class:`MatchState`; ``ess``: effective sample size; ``temper``: share of the power that was used;
+    ``chains``: the factor's, if it has any; ``held``: rows that kept their sites; ``anchored``: whether tilted distributions
+    are taken at a q of the solver's own. Returns a sentence; None where nothing did.
     """
     found = (_SENTENCES | CHAIN_SENTENCES).get(trouble)
     if found is None:
@@ -162,12 +155,8 @@ def trouble_sentence(
 def trouble_of(state: Any, index: int | None = None) -> str | None:
     """What went wrong with a group's tilted moments in its last visit, and the remedy; None where nothing did.
 
-    Args:
-        state: the solver state of one group, or of all with ``index``; of any solver.
-        index: which group.
-
-    Returns:
-        A sentence without the group's name.
+    ``state``: the solver state of one group, or of all with ``index``; of any solver; ``index``: which group. Returns a
+    sentence without the group's name.
     """
     if not hasattr(state, "trouble"):
         return None
@@ -230,14 +219,9 @@ class MatchState(NamedTuple):
 def first_match_state(last: Any, damping: float, dtype: Any, chains: Chains | None = None) -> MatchState:
     """The memory of a group that nobody has visited.
 
-    Args:
-        last: zeros for the change that was asked for last; None where none is kept.
-        damping: largest step in (0, 1]; 1 is the full step.
-        dtype: floating dtype.
-        chains: those that take its moments from the first visit on.
-
-    Returns:
-        The memory.
+    ``last``: zeros for the change that was asked for last; None where none is kept; ``damping``: largest step in (0, 1]; 1 is
+    the full step; ``dtype``: floating dtype; ``chains``: those that take its moments from the first visit on. Returns the
+    memory.
     """
     zero, none = jnp.zeros((), dtype), jnp.int32(0)
     found = zero + jnp.nan, zero, zero + 1.0, none, jnp.int32(FINE), jnp.array(False)
@@ -247,14 +231,8 @@ def first_match_state(last: Any, damping: float, dtype: Any, chains: Chains | No
 def match_rules(solver: Any, size: int, may_chain: bool = False, shared: bool = False) -> MatchRules:
     """What a visit reads beside the moments.
 
-    Args:
-        solver: whose ``damping`` and ``moments`` count.
-        size: numbers that are matched.
-        may_chain: as of :class:`MatchRules`.
-        shared: likewise.
-
-    Returns:
-        The rules.
+    ``solver``: whose ``damping`` and ``moments`` count; ``size``: numbers that are matched; ``may_chain``: as of
+    :class:`MatchRules`; ``shared``: likewise. Returns the rules.
     """
     count = getattr(with_settings(solver.moments), "num_draws", ImportanceMoments().num_draws)
     return MatchRules(float(solver.damping), solver.moments, least_ess(count, size), size, may_chain, shared)
@@ -263,16 +241,9 @@ def match_rules(solver: Any, size: int, may_chain: bool = False, shared: bool = 
 def match_visit(family: Any, q: Any, site: Any, found: Tilted, state: MatchState, rules: MatchRules) -> LocalResult:
     """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, as much of it as leaves q normalisable.
 
-    Args:
-        family: of q.
-        q: natural parameters of q.
-        site: the group's site.
-        found: what matching moments asks for.
-        state: the group's memory.
-        rules: the largest step, and what collapsed weights are.
-
-    Returns:
-        The site, the new memory, and how it went.
+    ``family``: of q; ``q``: natural parameters of q; ``site``: the group's site; ``found``: what matching moments asks for;
+    ``state``: the group's memory; ``rules``: the largest step, and what collapsed weights are. Returns the site, the new
+    memory, and how it went.
     """
     change = family.symmetrise(found.change)
     usable = found.valid & all_finite(change)

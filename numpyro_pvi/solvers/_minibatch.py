@@ -60,16 +60,8 @@ def plan_batches(
 
     Every batch of ``batch_size`` different rows is equally likely at every step, so that its sum times ``N_m / B`` is an
     unbiased estimate of the group's. Where the factor wants ``fresh_batches``, steps do not know of each other's rows.
-
-    Args:
-        factor: the group's factor.
-        key: a random key.
-        batch_size: B, or None for all rows at every step.
-        num_steps: steps of the visit, or None.
-        epochs: passes over the rows where ``num_steps`` is None; 1 by default.
-
-    Returns:
-        The steps.
+    ``factor``: the group's factor; ``key``: a random key; ``batch_size``: B, or None for all rows at every step; ``num_steps``:
+    steps of the visit, or None; ``epochs``: passes over the rows where ``num_steps`` is None; 1 by default. Returns the steps.
     """
     passes = 1.0 if epochs is None else float(epochs)
     if batch_size is None:
@@ -97,12 +89,8 @@ def plan_batches(
 def late_from(num_steps: Any, average: float) -> Int[Array, "..."]:
     """The first of a visit's steps whose naturals are averaged.
 
-    Args:
-        num_steps: of the visit, one number or one per group.
-        average: share of the steps, counted from the end.
-
-    Returns:
-        Its number; the last step's at most.
+    ``num_steps``: of the visit, one number or one per group; ``average``: share of the steps, counted from the end. Returns its
+    number; the last step's at most.
     """
     return jnp.minimum(num_steps - 1, jnp.ceil((1.0 - average) * num_steps)).astype(jnp.int32)
 
@@ -326,14 +314,9 @@ class OptaxOptim(_NumPyroOptim):
 def step_and_slope(optim: _NumPyroOptim, fn: Callable, state: Any, forward: bool = False) -> tuple[Any, Any, Any]:
     """A step of an optimiser, and the slope that it took it by.
 
-    Args:
-        optim: NumPyro's, or what stands for another.
-        fn: params to the loss, in nats, that the optimiser looks at itself.
-        state: of the optimiser.
-        forward: whether to differentiate in forward mode.
-
-    Returns:
-        ``(value, state, slope)``; the slope is None of an optimiser that takes no gradient, as ``Minimize``.
+    ``optim``: NumPyro's, or what stands for another; ``fn``: params to the loss, in nats, that the optimiser looks at itself;
+    ``state``: of the optimiser; ``forward``: whether to differentiate in forward mode. Returns ``(value, state, slope)``; the
+    slope is None of an optimiser that takes no gradient, as ``Minimize``.
     """
     seen, watched = [], copy.copy(optim)
 
@@ -352,14 +335,8 @@ def step_and_slope(optim: _NumPyroOptim, fn: Callable, state: Any, forward: bool
 def of_params(optim: Any) -> _NumPyroOptim:
     """The optimiser of a model's ``numpyro.param`` values under NumPyro's interface.
 
-    Args:
-        optim: an optimiser of ``numpyro.optim``, ``jax.example_libraries.optimizers`` or optax.
-
-    Returns:
-        NumPyro's, as it is, or what stands for the others.
-
-    Raises:
-        PVIError: for anything else.
+    ``optim``: an optimiser of ``numpyro.optim``, ``jax.example_libraries.optimizers`` or optax. Returns NumPyro's, as it is, or
+    what stands for the others. Raises PVIError for anything else.
     """
     if isinstance(optim, _NumPyroOptim):
         return optim
