@@ -205,7 +205,6 @@ class FamilyFit:
 
     def words(self, state: PVIState, solver: Any) -> tuple[FactorWords, FactorWords]:
         """What they are conjugate in."""
-        del solver
         plan = _plan_of(state)
 
         def told(factor: FactorStructure, which: int) -> FactorWords:

@@ -235,7 +235,6 @@ class GaussianFit:
 
     def families(self, guide: Any) -> Collection[str]:
         """None: discrete latents are summed out."""
-        del guide
         return ()
 
     def plan(self, pvi: Any, opening: Opening, init_params: dict | None) -> Begun:
@@ -364,7 +363,6 @@ class GaussianFit:
 
     def arrival(self, solver: Any, plan: Any, table: GroupTable, rows: dict[str, int]) -> Arrival:
         """See :func:`numpyro_pvi.factors.arrive`."""
-        del solver
         return arrive(plan.partition, table, rows, plan.family.full)
 
     def arrived(self, pvi: Any, state: PVIState, dynamic: list, static: tuple, known: Any) -> tuple[dict, Any]:
@@ -411,7 +409,6 @@ class GaussianFit:
 
     def types(self, guide: Any) -> dict[str, type]:
         """None beside the package's own."""
-        del guide
         return {}
 
 

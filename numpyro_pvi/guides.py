@@ -192,7 +192,6 @@ def _finish(
 
 def _finish_own(guide: Any, twin: Any, trace: dict, locs: dict, transforms: Any, args: tuple, kwargs: dict) -> dict:
     """Attributes of a guide that is set up from a trace."""
-    del twin, locs, transforms
     _check(guide, {"prototype_trace": trace})
     made = copy.copy(guide)
     made.__dict__.update({n: copy.copy(v) for n, v in guide.__dict__.items() if isinstance(v, dict)})

@@ -183,7 +183,6 @@ class Respondent:
 
     def _key(self, key: KeyData, fields: dict[str, Any], memory: tuple) -> Any:
         """The random key of a visit, which is made with this memory."""
-        del fields, memory
         return key.on_device()
 
     def _visit(self, fields: dict[str, Any]) -> tuple[str, dict[str, Any], tuple]:

@@ -185,7 +185,6 @@ class ClientsRuntime(RuntimeDefaults):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the settings; clients are begun anew, by the line that the engine of a PVI has too."""
-        del protocol
         fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.init]
         return type(self), tuple(fields), {"_line": self._line}
 
@@ -317,7 +316,6 @@ class Nearby:
 
     def receive(self, wait: float) -> tuple[int, bytes] | None:
         """The next answer."""
-        del wait
         try:
             return self._answers.get_nowait()
         except queue.Empty:

@@ -526,7 +526,6 @@ class SumExchange(Exchange):
 
     def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = (), groups: Any = None) -> tuple:
         """The sum of the clients' values at a q; NaN where it is without a client. See :meth:`numpyro_pvi.runtime.Network.look`."""
-        del groups
 
         def ask() -> list[tuple]:
             if how["ask"] not in ("look", "values", "verify") or own:
@@ -563,7 +562,6 @@ class SumExchange(Exchange):
 
     def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
         """The sum of what clients make of their sites: see :meth:`numpyro_pvi.runtime.Network.visit`."""
-        del groups
         rest, site, memory, keys, _ = own
         how = {**how}
         counter = how.pop("counter", None)

@@ -113,7 +113,6 @@ class AffineProgram:
         ``level``: Int[] quadrature rule; ``noise``: unused; quadrature has no draws; ``clip``: whether (a bool, traced or not)
         to raise each row's curvature to positive semi-definite (for curvature starts). Returns the chunk's expectations.
         """
-        del noise
         return self.contract(chunk, self.numbers(chunk, moments, level, clip), moments, probe)
 
     def numbers(self, chunk: tuple, moments: GaussianMoments, level: Any, clip: Any = False) -> tuple[TermNumbers, ...]:
@@ -222,7 +221,6 @@ class SharedAffineProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk reads and holds: see :meth:`AffineProgram.working_bytes`."""
-        del chunks
         # A distribution may keep the plain number that it was given, as StudentT(3.0, ...).expand([N]) does.
         shared = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.data) if hasattr(x, "dtype"))
         return shared + self.program.working_bytes(self.program.mask(self.data, {}))
@@ -641,7 +639,6 @@ def claimed_terms(law: PredictorLaw, values: Mapping[str, Array], point: Float[A
     """The same terms at one value of the vector, as they would be if their predictors are affine."""
 
     def read(call: ValueCall, masks: Mapping[str | None, Any]) -> dict[str, Array]:
-        del masks
         seen = SeenCall(call, values, law.layout)
         return {spec.site: claimed_term(seen, spec, point)[0] for spec in law.terms}
 
@@ -761,5 +758,4 @@ def largest(x: Array) -> Array:
 
 @largest.def_vmap
 def _largest_of_all(axis_size: int, in_batched: list[bool], x: Array) -> tuple[Array, bool]:
-    del axis_size
     return largest(jnp.max(x, axis=0) if in_batched[0] else x), False

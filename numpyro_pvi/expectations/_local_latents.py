@@ -86,7 +86,6 @@ class LocalLatentProgram:
         ``clip``: unused; precisions of local latents are always bounded from below. Returns the chunk's expectations;
         ``target`` is the shared block, ``local`` the rows' targets.
         """
-        del level, clip
         q = conditional_moments(chunk.rows)
         shared, local = noise.shared, jnp.swapaxes(noise.local[chunk.units], 0, 1)
         theta = self.family.draw(moments, jnp.concatenate([shared, -shared]))
@@ -508,7 +507,6 @@ class IntegratedProgram:
         for the curvature product, or None; ``level``: unused; there is no rule to choose; ``noise``: unused; ``clip``: unused.
         Returns the chunk's expectations, without anything of the local latents.
         """
-        del level, noise, clip
         eps = self.points(moments.loc.dtype)
         look = value_and_grad(lambda theta: self.log_density(chunk, theta))
         value, slope = self._map(look, self.family.draw(moments, eps), chunk)
@@ -622,7 +620,6 @@ class MaskedIntegratedProgram(IntegratedProgram):
         ``chunks``: one chunk per group, of all units, stacked; ``moments``: q(theta); ``probe``: Float[D] vector for the
         curvature product, or None; ``noise``: unused. Returns the groups' expectations.
         """
-        del noise
         eps = self.points(moments.loc.dtype)
 
         def look(theta):

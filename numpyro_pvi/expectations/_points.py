@@ -72,7 +72,6 @@ class PointsProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk holds beside its arrays, in bytes: not known of a model in general."""
-        del chunks
         return 0
 
     def draw(self, key: Any, dtype: Any) -> PointSet | None:
@@ -358,7 +357,6 @@ class DrawsProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk holds beside its arrays, in bytes: not known of a model in general."""
-        del chunks
         return 0
 
     def expected(
@@ -371,7 +369,6 @@ class DrawsProgram:
         of zeros evaluates at ``loc``; ``clip``: whether (a bool, traced or not) to raise the curvature to positive
         semi-definite. Returns the chunk's expectations.
         """
-        del level
         eps = jnp.concatenate([noise, -noise])
         points = self.family.draw(moments, eps)
 
@@ -439,7 +436,6 @@ class ReparameterisedProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk holds beside its arrays, in bytes: a few vectors of length D."""
-        del chunks
         return 8 * self.family.dim * jnp.dtype(jnp.result_type(float)).itemsize
 
     def expected(
@@ -452,7 +448,6 @@ class ReparameterisedProgram:
         ``noise``: Float[S D] standard normal draws; each is used with both signs; ``clip``: whether (a bool, traced or not) to
         raise negative curvatures to zero. Returns the chunk's expectations.
         """
-        del level
         loc, sd = moments.loc, moments.scale
         value_and_gradient = value_and_grad(self.log_density, argnums=1)
         zero = jnp.zeros_like(loc)

@@ -518,7 +518,6 @@ class MetricDefaults(FamilyDefaults):
 
     def pull(self: Any, change: Any, loc: Float[Array, "P"]) -> Float[Array, "*batch P"]:
         """A change of natural parameters as a vector: its slope in the statistics is the same everywhere."""
-        del loc
         return self.flat(change)
 
     def covariance_product(
@@ -541,7 +540,6 @@ class MetricDefaults(FamilyDefaults):
 
     def effect(self: Any, change: Any, moments: FamilyMoments, exact: Any = True) -> Float[Array, "*batch P"]:
         """The same: a family's statistics tell all of its spread as well."""
-        del exact
         return self.shift(change, moments)
 
     def expect_quadratic(self: Any, natural: Any, moments: FamilyMoments) -> Float[Array, "*batch"]:
@@ -550,7 +548,6 @@ class MetricDefaults(FamilyDefaults):
 
     def log_partition_parts(self, natural: Any, moments: FamilyMoments) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """A(eta) up to a constant, in two parts: nothing, and all of it."""
-        del natural
         return jnp.zeros_like(moments.log_partition), moments.log_partition
 
 

@@ -202,7 +202,6 @@ class BetaPairs:
 
     def message(self, coordinates, gradient):
         """``(dF/dE log x, dF/dE log(1 - x))``: coordinates are mean parameters."""
-        del coordinates
         return BetaNatural(gradient.first, gradient.second)
 
     def fit(self, values):
@@ -260,7 +259,6 @@ class DirichletPairs:
 
     def message(self, coordinates, gradient):
         """``dF/dE log x``: coordinates are mean parameters."""
-        del coordinates
         return DirichletNatural(gradient.first)
 
     def fit(self, values):
@@ -362,7 +360,6 @@ class VonMisesPairs:
 
     def message(self, coordinates, gradient):
         """``(dF/dE cos x, dF/dE sin x)``: coordinates are mean parameters."""
-        del coordinates
         return VonMisesNatural(gradient.first, gradient.second)
 
     def fit(self, values):
@@ -582,7 +579,6 @@ class _Exponential:
         return coordinates.first * (1 + 0.5 * signs)
 
     def message(self, coordinates, gradient):
-        del coordinates
         return ExponentialNatural(-gradient.first)
 
     def fit(self, values):

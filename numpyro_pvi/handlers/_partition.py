@@ -785,7 +785,6 @@ class WholePartition(Partition):
         ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it. Returns the axes; of a model without observed
         sites, whose q is fitted to the prior, nobody's.
         """
-        del trace
         return RowAxes(whole=True)
 
     def tables(self, sizes: Mapping[str, int]) -> tuple[GroupTable, dict[str, np.ndarray]]:

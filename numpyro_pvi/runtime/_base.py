@@ -157,7 +157,6 @@ class _RuntimeVerbs(Protocol):
             mechanism: how a model's rows are read: "args", "index" or "mask".
             by_rows: whether sites are two numbers per row, and q is made of all of them.
         """
-        del whole, mechanism, by_rows
         return packing
 
     def place(self, rows: list, axes: tuple[int | None, ...], packing: Any, whole: bool) -> tuple[list, Any]:
@@ -169,7 +168,6 @@ class _RuntimeVerbs(Protocol):
             packing: rows of each chunk, laid out where it is not.
             whole: as of :meth:`lay_out`.
         """
-        del axes, whole
         return rows, packing
 
     def publish(self, tree: Any) -> Any:
@@ -190,7 +188,6 @@ class _RuntimeVerbs(Protocol):
             packing: what :meth:`place` made of the packing.
             others: on every device alike.
         """
-        del axes
         return program(rows, packing, *others)
 
     def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
@@ -201,17 +198,14 @@ class _RuntimeVerbs(Protocol):
             group: which.
             count: how many chunks are held here.
         """
-        del count
         return offsets[group], offsets[group + 1]
 
     def holds(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> Any:
         """Whether a group begins here: True on one of the devices."""
-        del offsets, group, count
         return True
 
     def mine(self, tree: Any, count: int) -> Any:
         """Of arrays with a leading axis of all chunks, the ``count`` that are held here."""
-        del count
         return tree
 
     def gathered(self, tree: Any) -> Any:
@@ -220,7 +214,6 @@ class _RuntimeVerbs(Protocol):
 
     def total(self, tree: Any, holds: Any = True) -> Any:
         """Sums over the devices, of those of them for which ``holds``."""
-        del holds
         return tree
 
     def total_expected(self, found: Expected) -> Expected:
@@ -428,7 +421,6 @@ class Vmap(RuntimeDefaults):
         holds: Any = True,
     ) -> Any:
         """Vectorise over groups, or loop when each reads rows of its own (groups differ in their number of chunks)."""
-        del holds
         if reads_rows and not side_by_side:
             return jax.lax.map(lambda xs: solve(*xs), operands)
         return jax.vmap(solve)(*operands)
@@ -458,7 +450,6 @@ class LaxMap(RuntimeDefaults):
         working_bytes: int,
     ) -> Expected:
         """Loop over groups and their chunks: see :class:`numpyro_pvi.runtime.Runtime`."""
-        del working_bytes
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks)
         if jax.eval_shape(expect, first).local is not None:
             # What rows want of their own latents is kept, not summed, so each chunk leaves its result.
@@ -474,7 +465,6 @@ class LaxMap(RuntimeDefaults):
         holds: Any = True,
     ) -> Any:
         """Loop over groups."""
-        del reads_rows, side_by_side, holds
         return jax.lax.map(lambda xs: solve(*xs), operands)
 
 

@@ -337,12 +337,10 @@ class Engine(FitsParams):
 
     def reporting(self, loss_every: int) -> Engine:
         """The engine of a run that reports losses now and then: itself, since every round knows its own."""
-        del loss_every
         return self
 
     def counted(self, state: PVIState, loss_every: int) -> PVIState:
         """The state that such a run begins with, given by the user: as it is."""
-        del loss_every
         return state
 
     @property
@@ -536,7 +534,6 @@ class Engine(FitsParams):
         ``state``: after the round; ``carry``: likewise; ``ends``: whether the round is kept; what was sent in one that is not
         counts for the next.
         """
-        del ends
         return state, carry
 
     def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Evaluation | None:

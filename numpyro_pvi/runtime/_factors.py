@@ -366,7 +366,6 @@ class GroupFactor:
 
     def derivatives(self, points, rows=None, hessian=False, key=None) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
-        del key
         return self.group_rows.derivatives(self.index, points, rows, hessian)
 
     def at_rows_draws(self, moments, count, key, rows=None) -> Derivatives:

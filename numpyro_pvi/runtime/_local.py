@@ -268,7 +268,6 @@ class LocalProblem(Factors, ProblemDefaults):
 
         ``local``: what groups hold of them; ``moments``: q; ``groups``: what a look at them has found.
         """
-        del groups
         found = conditional_moments(local.rows)
         return (found.mean(moments.loc), found.marginal_sd(moments)), jnp.all(found.valid)
 

@@ -217,7 +217,6 @@ def _masked_program(
     group_of, count = packing.group_of_row, part.table.num_groups
 
     def by_unit(data, theta, z):
-        del data
         total = jnp.zeros((local.size,), z.dtype)
         for name, (_, values) in by_row(theta, z).items():
             if name in place:
@@ -368,5 +367,4 @@ def look_together(problem: Factors, method: Any, q: Any, key: Any) -> Callable[[
 
 
 def _weighed(family, cloud, factor, proposal, q, site, power, key, memory=None):
-    del key, memory
     return from_points(family, cloud, factor, q, site, proposal, power)

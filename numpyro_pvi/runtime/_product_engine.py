@@ -270,17 +270,14 @@ class ProductFactors(ProblemDefaults):
 
     def sampled(self, rule: Any) -> Bool[Array, ""]:
         """Whether visits are by draws, whatever the rule: of the ELBO alone q does not hover."""
-        del rule
         return jnp.array(self._sampled)
 
     def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
         """What rounding makes of sums over rows, for turns that end at the top of an ELBO; values on common draws compare."""
-        del new_sites, old_sites, step
         return _ROUNDING * jnp.finfo(old.elbo.dtype).eps * (new.size + old.size) if self.in_turns else 0.0
 
     def noise(self, key: Any, num_particles: int = 1) -> Any:
         """The key of the draws; how many there are is the solver's."""
-        del num_particles
         return key
 
     def evaluate(
@@ -294,7 +291,6 @@ class ProductFactors(ProblemDefaults):
         hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
-        del probe, again, trial, hopeless
         if self.blind:
             return unlooked(self.unread(sites, rule))
         q = posterior(self.prior_natural, sites)
@@ -317,7 +313,6 @@ class ProductFactors(ProblemDefaults):
 
     def whole(self, q: ProductNatural, local: Any) -> ProductNatural:
         """Natural parameters of the problem's q, of those that schedules see and what groups hold beside their sites."""
-        del local
         return q
 
     def of_problem(self, sites: SiteStack) -> SiteStack:
@@ -369,7 +364,6 @@ class ProductFactors(ProblemDefaults):
 
     def among(self, chosen: Chosen, problem: ProductProblem, sites: SiteStack) -> ProductFactors:
         """The factors of some groups, with their problem and sites."""
-        del chosen
         return dataclasses.replace(self, problem=problem, beside=sites)
 
     def _match_all(self, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None) -> LocalResult:
@@ -401,7 +395,6 @@ class ProductFactors(ProblemDefaults):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """One group's local solve from the current q, tested by its own free energy; or its moments matched."""
-        del rule, alone
         if self.matches_moments:
             tilted = tilted_of(self.problem, self.solver, jax.random.fold_in(key, 0))
             if self.solver.factors == "row":
@@ -412,7 +405,6 @@ class ProductFactors(ProblemDefaults):
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
-        del rule
         if self.matches_moments:
             return ProductTilted(self.problem, self.solver, jax.random.fold_in(key, 1)).visit_prior(q, site, state)
 
@@ -513,7 +505,6 @@ class BatchFactors(ProductFactors):
 
     def sweep(self, carry: RoundCarry, share: Any, noise: Any, order: None = None) -> Turns:
         """Steps by batches, of all groups together: see :meth:`ProductFactors.sweep`."""
-        del order
         solver: Any = self.solver
         start = carry.sites, carry.sites, carry.solver, jnp.int32(0), jnp.zeros(carry.report.step.shape, bool)
         done, count = walk(self.problem, self.chosen, Walked(*start), self.said, solver, share, noise)
@@ -533,7 +524,6 @@ class BatchFactors(ProductFactors):
 
     def among(self, chosen: Chosen, problem: ProductProblem, sites: SiteStack) -> BatchFactors:
         """The factors of some groups, with their problem."""
-        del sites
         return dataclasses.replace(self, problem=problem, chosen=chosen)
 
 
@@ -602,7 +592,6 @@ class OwnFactors(ProductFactors):
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """What rows have of their own stays: a step of shared latents alone raises the ELBO as well."""
-        del moved
         return carry.sites.local
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
@@ -632,7 +621,6 @@ class OwnFactors(ProductFactors):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """One group's local solve, and what all hold beside their sites after it: of its own rows' latents what is new."""
-        del rule, alone
         both, plan = ProductNatural(site.parts | local.parts), self.problem.plan
         rest = ProductNatural(cavity(q, site).parts | self._without())
         rows = ProductRows(self.problem)
@@ -896,7 +884,6 @@ class ProductEngine(FitsParams):
 
         Without the finest quadrature rule, rounds that end where predictors ask for it are not done.
         """
-        del seen
         plan, given = state.plan, with_rules(state, fine)
         done = self._rounds(given, args, kwargs, count, tol, length)
         if not fine and _over_predictors(plan) and not self.solver.private:
@@ -908,7 +895,6 @@ class ProductEngine(FitsParams):
 
     def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> None:
         """Rounds of families begin with a look of their own: see :meth:`numpyro_pvi.runtime.Engine.unseen`."""
-        del state, args, kwargs, fine
 
     def _missed(self, state: PVIState, args: tuple, kwargs: dict, moving: Any) -> Bool[Array, ""]:
         """Whether quadrature over predictors misses its tolerance at a state; a looser one while q still moves."""
@@ -1011,7 +997,6 @@ class ProductEngine(FitsParams):
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Any, Any, Any]:
         """Power EP's log evidence at a state and its Monte Carlo standard error (nats); no finer rule is ever needed."""
-        del fine
         key = self.noise(jax.random.fold_in(state.rng_key, 1))
         states = state.solver_state, state.prior_solver_state
         return product_evidence(self.problem(state, args, kwargs), state.sites, states, self.solver, key)

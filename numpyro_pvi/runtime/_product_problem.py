@@ -510,7 +510,6 @@ class ProductProblem:
         ``what``: its name, where it is asked for; ``here``: makes arrays with a leading axis of groups, of nothing but the rows
         and the other arguments; ``own``: of each group, trees with a leading axis of groups.
         """
-        del what, q, key, own, how
         return here()
 
     def rows_error(self, q: ProductNatural, key: Any) -> Float[Array, "M"]:

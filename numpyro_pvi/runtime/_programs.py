@@ -188,7 +188,6 @@ class FactorReader:
             return program, program.prepare(call, {})
 
         def log_density(chunk, point):
-            del chunk
             return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
 
         return self._unstructured(log_density, part.prior_kind, _PRIOR_PAIRS), (None, None)

@@ -155,7 +155,6 @@ class RemoteProblem(LocalProblem):
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
         """Ask all clients for their expectations; the moments and the rule are those that ``expect`` was made with."""
-        del apart
         given = expect.keywords  # type: ignore[attr-defined]
         moments, probe, draws = given["moments"], given["probe"], given["noise"]
         # Known before a program runs in all looks but those of a start, which differ in nothing else.
@@ -328,7 +327,6 @@ class RemoteProblem(LocalProblem):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """Ask one client for its site from the current q."""
-        del alone
         one = jnp.asarray(index, jnp.int32), cavity(q, site), site, state, key
         operands = (*jax.tree.map(lambda x: jnp.asarray(x)[None], one), None)
         rule = rule if self.matches_moments else cheaper_rule(rule)
@@ -657,7 +655,6 @@ class AskedFactors(ProductFactors):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """Ask one client for its site from the current q."""
-        del rule, local, alone
         key = jax.random.fold_in(key, 0) if self.matches_moments else key
         one = jnp.asarray(index, jnp.int32), cavity(q, site), site, state, key
         found = self._asked((*jax.tree.map(lambda x: jnp.asarray(x)[None], one), None), noise, guarded=False)

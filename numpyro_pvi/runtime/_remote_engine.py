@@ -249,7 +249,6 @@ class RowlessEngine(RemoteEngine):
         others: Any = None,
     ) -> Any:
         """The factors of clients: see :meth:`Engine.problem`."""
-        del others
         refuse_remotely(plan, self)
         part = plan.partition
         if self.solver.matches_moments and (self.solver.factors == "row" or min(part.table.sizes) == 1):
@@ -308,7 +307,6 @@ class SummedEngine(RowlessEngine):
 
     def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> None:
         """Rounds evaluate nothing."""
-        del state, args, kwargs, fine
 
     def problem(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
         """The factors of clients: see :meth:`Engine.problem`.
@@ -350,12 +348,10 @@ class SummedEngine(RowlessEngine):
         )
 
     def _opens(self, problem: Any, fits_params: bool) -> bool:
-        del problem, fits_params
         return False
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
         # No look tells a server that a finer rule is needed: clients refine on their own, as far as there are rules.
-        del fine
         return super()._state_problem(state, others, args, kwargs, True)
 
 

@@ -81,7 +81,6 @@ class RowProblem(ProblemDefaults):
 
     def draws_of(self, *args: Any) -> None:
         """There are none."""
-        del args
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites."""
@@ -104,7 +103,6 @@ class RowProblem(ProblemDefaults):
         hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all rows: see :class:`numpyro_pvi.schedules.Problem`."""
-        del noise, probe, trial
         q = posterior(self.prior_natural, sites)
         moments = self.family.moments(q)
         rule = rule_at_start(rule, again)
@@ -128,7 +126,6 @@ class RowProblem(ProblemDefaults):
         self, program: RowNumbersProgram, *, moments: RowMoments, level: Any, clip: Any, **unused: Any
     ) -> Expected:
         """All groups' expectations under one quadrature rule."""
-        del unused
         group = self.family.prior.group
         rows = program.rows(moments.loc, jnp.sum(moments.scale**2, axis=-1), group >= 0, level, clip)
         return program.sums(rows, group, self.num_groups)
@@ -155,7 +152,6 @@ class RowProblem(ProblemDefaults):
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Any = None) -> LocalResult:
         """Every group's local solve from the same q; the site is that of all rows."""
-        del noise, only
         start, solver = carry.evaluation.groups, cast(Any, self.solver)
         old = carry.sites.groups
         if solver.immediate:
@@ -190,7 +186,6 @@ class RowProblem(ProblemDefaults):
         alone: bool = False,
     ) -> tuple[LocalResult, None]:
         """One group's local solve from the current q; its site is zero in others' rows."""
-        del noise, local, alone
         factor = self._factor(self.family.prior.group == index, cheaper_rule(rule))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 

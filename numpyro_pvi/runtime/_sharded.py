@@ -39,7 +39,6 @@ def _total(x: Array, axis: str) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _shared(x: Array, axis: str) -> Array:
     """The same value. In reverse mode the devices' parts of its cotangent are added up."""
-    del axis
     return x
 
 
@@ -89,7 +88,6 @@ class _OwnGroups(RuntimeDefaults):
         self, solve: Callable, operands: Any, reads_rows: bool, side_by_side: bool = False, holds: Any = True
     ) -> Any:
         """The groups held here, one after another or side by side; zeros for those elsewhere, and NaN nowhere."""
-        del reads_rows
         shapes = jax.eval_shape(lambda: jax.vmap(solve)(*operands))
         if side_by_side:
             return self._in_lanes(solve, operands, holds, shapes)

@@ -452,7 +452,6 @@ def prior_factor(problem: Factors, rule: Rule) -> MomentFactor:
         return factor_of(problem, _pointed_moments(problem, method, lambda look: look(program, chunk)))
 
     def moments_of(q, site, power, key, memory=None):
-        del key, memory
         rows = coordinate_sites(program, chunk, site)
         moments = problem.family.moments(q)
         found = escalated(
@@ -492,7 +491,6 @@ def _pointed_moments(problem: Factors, method: Any, total: Callable) -> Callable
     family = problem.family
 
     def moments_of(q, site, power, key, memory=None):
-        del memory
         dtype = q.precision_mean.dtype
         if method == "grid":
             proposal, cloud = Proposal(q, family.moments(q)), grid_cloud(family.dim, dtype)
@@ -535,7 +533,6 @@ def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Ca
     program, chunk = with_arrays(problem.program, take(problem.data.chunks, problem.span(index)[0]))
 
     def moments_of(q, site, power, key, memory):
-        del key, memory
         rest = cavity(q, site, power)
         moments, unit = family.moments(rest), row_sites_zero(program, chunk, q.precision_mean.dtype)
         found = escalated(

@@ -384,7 +384,6 @@ class Asynchronous(ScheduleDefaults):
 
     def round_trips(self, solver: Any, num_groups: int) -> int:
         """One for every visit, and a look at the end where visits do not say what was seen."""
-        del solver
         return num_groups + (not self.at_their_pace)
 
     def init(self, problem: Problem, dtype: Any) -> AsynchronousState:
@@ -507,7 +506,6 @@ class Asynchronous(ScheduleDefaults):
 
     def _own(self, problem: Problem, tally: Any, heard: Any) -> Any:
         """Share of what was asked for that was absorbed, as far as it is less than the solver's noise calls for."""
-        del problem
         arrived = heard[-tally.step.shape[0] :] & (tally.step > 0)
         return jnp.min(jnp.where(arrived, tally.step, 1.0))
 

@@ -247,17 +247,14 @@ class ProblemDefaults(Protocol):
 
     def sampled(self, rule: Any) -> Bool[Array, ""]:
         """Whether expectations are by draws under this rule, so that q hovers within their error."""
-        del rule
         return jnp.array(False)
 
     def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
         """Nats that the ELBO on common draws may lose in a good joint step, because of their noise; else 0."""
-        del new_sites, new, old_sites, old, step
         return 0.0
 
     def noise(self, key: Any, num_particles: int = 1) -> Any:
         """Fresh draws for expectations, or None where they are exact."""
-        del key, num_particles
 
     def unread(self: Any, sites: SiteStack, rule: Any) -> Evaluation:
         """The q of these sites without a pass over any row: the values of the factors are 0, and the ELBO is not one."""
@@ -279,16 +276,13 @@ class ProblemDefaults(Protocol):
 
     def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
         """Largest change of a mean or log sd of the groups' own latents, in sds; of evaluations that are of some."""
-        del new, old
         return jnp.zeros(())
 
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
-        del carry, moved
 
     def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
         """What all groups propose from one q, with steps that a few rows may have taken on their own since."""
-        del evaluation
         return results
 
 
@@ -369,7 +363,6 @@ class _ScheduleVerbs(Protocol):
         Args:
             state: the schedule's.
         """
-        del state
 
     def opens(self, problem: Problem) -> bool:
         """Whether ``round`` can evaluate the q that it was given in the place of a candidate, where ``carry.opening`` says so.
@@ -377,7 +370,6 @@ class _ScheduleVerbs(Protocol):
         Everything else of such a round is thrown away. A pass over the rows then stands in one place of the program of rounds,
         and is compiled once.
         """
-        del problem
         return False
 
     def who(self, problem: Any, key: Any) -> tuple[Int[Array, "K"], Bool[Array, "K"]]:
@@ -387,12 +379,10 @@ class _ScheduleVerbs(Protocol):
             problem: the factors, or whoever knows ``num_groups``, ``labels`` and whether groups are ``continued``.
             key: a random key.
         """
-        del key
         return jnp.arange(problem.num_groups, dtype=jnp.int32), jnp.ones((problem.num_groups,), bool)
 
     def fuses(self, solver: Any) -> bool:
         """Whether rounds over a product of families visit by turns of components: :class:`Turns`."""
-        del solver
         return False
 
     def round_trips(self, solver: Any, num_groups: int) -> int:
@@ -404,7 +394,6 @@ class _ScheduleVerbs(Protocol):
             solver: of the fit.
             num_groups: M.
         """
-        del num_groups
         return 1 if solver.immediate and not solver.matches_moments else 2
 
     def check_families(self, solver: Any) -> None:
@@ -413,7 +402,6 @@ class _ScheduleVerbs(Protocol):
         Raises:
             PVIError: naming what is not; always, unless a schedule says otherwise.
         """
-        del solver
         raise not_under_families(
             "schedule",
             self,

@@ -114,11 +114,9 @@ class Sequential(ScheduleDefaults):
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family and every solver that does."""
-        del solver
 
     def round_trips(self, solver: Any, num_groups: int) -> int:
         """One for every visit, and a look at the end."""
-        del solver
         return num_groups + 1
 
     def init(self, problem: Problem, dtype: Any) -> Averaging:

@@ -206,7 +206,6 @@ def _after(mean, spread, gradient, curvature, good) -> _Update:
 
 def _walk_diagonal(family, program, natural: GaussianNatural, steps, weight) -> tuple[GaussianNatural, _Update]:
     """Updates of a mean-field q, on its natural parameters."""
-    del family
 
     def one(law, step):
         vector, precision = law

@@ -234,7 +234,6 @@ class Synchronous(ScheduleDefaults):
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family and every solver that does."""
-        del solver
 
     def init(self, problem: Problem, dtype: Any) -> SynchronousState:
         """Start at the largest step."""

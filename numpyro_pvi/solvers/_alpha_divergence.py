@@ -86,7 +86,6 @@ class _Whitened:
 
     def within(self, last: Float[Array, "P"], new: Float[Array, "P"]) -> Float[Array, "P"]:
         """The new point: there is none that is not normalisable."""
-        del last
         return new
 
     def toward(
@@ -254,7 +253,6 @@ class AlphaDivergence(MatchesMoments):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del start, guarded
         family, q = factor.family, cavity + site
         local: Any = (
             _Whitened(family, q, family.moments(q))

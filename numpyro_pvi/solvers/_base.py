@@ -192,7 +192,6 @@ class _SolverVerbs(Protocol):
             state: the groups' stacked states.
             sizes: rows of each group.
         """
-        del state, sizes
 
     def counter(self, state: Any) -> int | None:
         """Which of a memory's arrays counts the visits that have released something; None where none does.
@@ -203,7 +202,6 @@ class _SolverVerbs(Protocol):
         Args:
             state: a memory, of one group or stacked.
         """
-        del state
 
     def check_sums(self) -> None:
         """Raise where what a visit has spent is not told by the number of visits, as it has to be of groups heard in sums only.
@@ -214,7 +212,6 @@ class _SolverVerbs(Protocol):
 
     def check_state(self, state: Any) -> None:
         """Raise where the groups' stacked states are of other settings, and mean something else under these."""
-        del state
 
     def by_gradients(self, pointwise: bool) -> Any:
         """The solver as one whose visits hear rows by sums of gradients alone, each once: no values, no curvatures.
@@ -225,7 +222,6 @@ class _SolverVerbs(Protocol):
         Raises:
             PVIError: where its visits need more, as they do unless a solver says otherwise.
         """
-        del pointwise
         raise PVIError(
             f"{type(self).__name__} hears more of single rows than sums of their gradients (expectations, curvatures, "
             "or a look whether a step was too long), so that clipping gradients would not bound what a row says: "
@@ -234,7 +230,6 @@ class _SolverVerbs(Protocol):
 
     def vantage(self: Any, state: Any, q: Any) -> tuple[Any, Any]:
         """The q at which a group's tilted distribution is taken, and the power of the factor in it: q itself, and ``power``."""
-        del state
         return q, self.power
 
     def check_families(self) -> None:
@@ -251,16 +246,13 @@ class _SolverVerbs(Protocol):
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when the solver cannot treat groups of these sizes (by label), or rows read by this mechanism."""
-        del sizes, mechanism
 
     def init_among(self: Any, family: Any, dtype: Any, count: int) -> Any:
         """:meth:`LocalSolver.init` where the number of groups matters."""
-        del count
         return self.init(family, dtype)
 
     def init_groups(self, groups: Any, state: Any) -> Any:
         """The stacked states of all groups from one that is the same for all, where settings differ by group."""
-        del groups
         return state
 
 

@@ -437,7 +437,6 @@ class DifferentialPrivacy(SolverDefaults):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`. A look that was taken elsewhere is not looked at."""
-        del start
         solve = self._solve_rows if self.level == "row" else self._solve_group
         found = solve(factor, cavity, site, state.inner, key, guarded)
         return found._replace(state=state._replace(inner=found.state, releases=state.releases + 1))

@@ -279,7 +279,6 @@ class LocalELBO(BatchSolver):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del start, guarded
         if not factor.pointwise:
             return self._solve_whitened(factor, cavity, site, state, key)
         family, q = factor.family, cavity + site

@@ -349,7 +349,6 @@ class MatchesMoments(SolverDefaults):
         ``structure``: "quadratic", "affine", "draws", "reparameterised" or "local"; ``full``: whether q has full covariance.
         Raises PVIError naming the factor and the choices that work.
         """
-        del full
         owner = type(self).__name__
         if structure == "local" and not self.integrates:
             raise PVIError(
@@ -385,7 +384,6 @@ class MatchesMoments(SolverDefaults):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``; see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del start, guarded
         q, known = cavity + site, () if state.chains is None else (state.chains,)
         found = factor.tilted(q, site, self.power, None if factor.rules.shared else key, *known)
         return match_visit(factor.family, q, site, found, state, factor.rules)

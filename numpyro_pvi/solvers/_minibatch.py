@@ -224,7 +224,6 @@ class BatchSolver(SolverDefaults):
 
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise for local latents; factors of every other structure will do."""
-        del full
         check_no_local(type(self).__name__, structure, where)
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:

@@ -281,7 +281,6 @@ class SNEP(MatchesMoments):
 
         Of the rest of the fit it reads ``cavity + site``, the current sum of naturals, and nothing else.
         """
-        del start, guarded
 
         def step(k, walk: _Walk) -> _Walk:
             return self._step(factor, cavity, walk, k, jax.random.fold_in(key, k))
