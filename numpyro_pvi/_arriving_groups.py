@@ -55,11 +55,7 @@ def newcomers_table(state: PVIState, label: Hashable, num_rows: int) -> GroupTab
 
 @dataclasses.dataclass(frozen=True)
 class Newcomers:
-    """Brings rows to states.
-
-    Args:
-        pvi: whose states they are.
-    """
+    """Brings rows to states."""
 
     pvi: Any
 

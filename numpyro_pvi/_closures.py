@@ -112,14 +112,9 @@ class Snapshot:
     identity. Functions are followed into their cells, defaults, attributes and the globals that their code names; methods,
     partials, containers, and the attributes of objects and modules that code so reached names, likewise.
 
-    Args:
-        roots: the objects.
-        names: attributes and globals that are known to be named.
-        unread: containers, by identity, that the model's code writes into, each with the number of entries that count.
-
-    Attributes:
-        exact: whether everything that was met could be looked into.
-        sizes: mutable containers, by identity, with their lengths.
+    ``names``: attributes and globals that are known to be named; ``unread``: containers, by identity, that the model's code
+    writes into, each with the number of entries that count; ``exact``: whether everything that was met could be looked into;
+    ``sizes``: mutable containers, by identity, with their lengths.
     """
 
     def __init__(

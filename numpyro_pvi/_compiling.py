@@ -107,10 +107,6 @@ class Program:
 
     Under an outer ``jit``, ``vmap`` or ``grad`` it is the plain one, since an outer program decides how it is compiled. Where JAX
     is asked to leave most optimisations out (``JAX_DISABLE_MOST_OPTIMIZATIONS``), "middle" is "cheap".
-
-    Args:
-        fn: the function.
-        static: names of its static arguments.
     """
 
     def __init__(self, fn: Callable, static: tuple[str, ...] = ()):

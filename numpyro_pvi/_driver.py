@@ -55,13 +55,8 @@ class Progress:
 class Checkpoint:
     """The file of one run. Its digests are salted: as the file that is there has it, or afresh.
 
-    Args:
-        pvi: what runs.
-        path: the file.
-        every: rounds between writes, or None: after every compiled block.
-        start: what the run starts from (key, init_params, init_state).
-        data: the model's arguments.
-        salt: text that enters every digest.
+    ``every``: rounds between writes, or None: after every compiled block; ``start``: what the run starts from (key,
+    init_params, init_state).
     """
 
     pvi: Any

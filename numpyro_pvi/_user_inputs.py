@@ -499,21 +499,14 @@ def check_keywords(model: Callable | None, static_kwargs: dict, init: Callable, 
 class Opening:
     """A call of ``init`` before anything is planned.
 
-    Attributes:
-        args: the model's positional arguments, as arrays.
-        kwargs: its keyword arguments, with the static ones.
-        guide_key: random key of the guide's initial values.
-        plan_key: random key of the points at which the plan is checked.
-        untouched: abstract trace of the model.
-        trace: the same with discrete local latents enumerated.
-        partition: the user's, or the default one.
-        rows: which axis of which sample site runs over the partitioned rows.
-        enumeration: how discrete local latents are summed out, or None.
-        names: of the model's positional parameters, for messages.
-        held: discrete latents that q holds, having families.
-        partitions: the partition, and those to take if planning refuses it.
-        by_value: places of the arguments that the model reads values of.
-        elsewhere: whether the rows are, so that arguments hold nothing.
+    ``args``: the model's positional arguments, as arrays; ``kwargs``: its keyword arguments, with the static ones;
+    ``guide_key``: random key of the guide's initial values; ``plan_key``: random key of the points at which the plan is
+    checked; ``untouched``: abstract trace of the model; ``trace``: the same with discrete local latents enumerated;
+    ``partition``: the user's, or the default one; ``rows``: which axis of which sample site runs over the partitioned rows;
+    ``enumeration``: how discrete local latents are summed out, or None; ``names``: of the model's positional parameters, for
+    messages; ``held``: discrete latents that q holds, having families; ``partitions``: the partition, and those to take if
+    planning refuses it; ``by_value``: places of the arguments that the model reads values of; ``elsewhere``: whether the rows
+    are, so that arguments hold nothing.
     """
 
     args: tuple

@@ -68,9 +68,6 @@ class Fingerprint:
 
     Arrays that are the very same objects are not looked at. Of others, sums of all numbers and up to 16,384 of them in full
     are compared: an edit of a few numbers in millions may pass, new data do not.
-
-    Args:
-        arrays: of the model's arguments.
     """
 
     def __init__(self, arrays: list[Any]):
@@ -195,13 +192,9 @@ class Memory:
     The data that their plans were last verified with (states hold nothing of the data), the labels that were seen last, and what
     a file says of the guide.
 
-    Args:
-        followed: what the model closes over; data were verified with the model as it was.
-
-    Attributes:
-        look: what the last rounds ended with.
-        labels: of the groups of the last state that was made, loaded or added to.
-        supports: of the latents as a loaded file has them, until the guide is set up.
+    ``followed``: what the model closes over; data were verified with the model as it was; ``look``: what the last rounds ended
+    with; ``labels``: of the groups of the last state that was made, loaded or added to; ``supports``: of the latents as a
+    loaded file has them, until the guide is set up.
     """
 
     def __init__(self, followed: Any) -> None:
@@ -309,13 +302,7 @@ def verified(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIStat
 
 
 class Verifier:
-    """Verifies a run between its compiled blocks: after 32 rounds, at every doubling of them, and before it ends.
-
-    Args:
-        pvi: what runs.
-        dynamic: arrays of the model's arguments.
-        static: the other leaves.
-    """
+    """Verifies a run between its compiled blocks: after 32 rounds, at every doubling of them, and before it ends."""
 
     def __init__(self, pvi: Any, dynamic: list, static: tuple):
         self.pvi, self.arguments = pvi, (dynamic, static)

@@ -94,12 +94,8 @@ class ClientError(PVIError):
 class _WithState(PVIError):
     """An error that ends a run, with the state that the run had reached.
 
-    Args:
-        message: Names the factor, the latent and the likely causes.
-        state: The last state, or None where there is none; it can be passed on as ``init_state``.
-
-    Attributes:
-        state: As above.
+    ``message``: Names the factor, the latent and the likely causes; ``state``: The last state, or None where there is none; it
+    can be passed on as ``init_state``.
     """
 
     def __init__(self, message: str, state: Any = None) -> None:

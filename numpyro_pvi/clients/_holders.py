@@ -45,11 +45,7 @@ def agree_on(labels: tuple, facts: list[dict[str, Any]], apart: tuple[str, ...])
 
 @dataclasses.dataclass(frozen=True)
 class Holders:
-    """Clients that have their own rows: implements :class:`numpyro_pvi.runtime.Elsewhere`.
-
-    Args:
-        runtime: whose.
-    """
+    """Clients that have their own rows: implements :class:`numpyro_pvi.runtime.Elsewhere`."""
 
     runtime: Any
 

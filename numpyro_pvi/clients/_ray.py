@@ -88,11 +88,7 @@ def _shapes_of(arrays: list[np.ndarray]) -> tuple:
 
 
 class Worker:
-    """What an actor is: clients of some groups, one after another asked for what they know.
-
-    Args:
-        settings: of JAX.
-    """
+    """What an actor is: clients of some groups, one after another asked for what they know."""
 
     def __init__(self, settings: dict[str, Any]):
         for name, value in settings.items():
@@ -131,11 +127,7 @@ class Worker:
 
 
 class Crew:
-    """The actors of one runtime. They outlive the rows that they hold, and are replaced where they die or hang.
-
-    Args:
-        options: of Ray, for every actor.
-    """
+    """The actors of one runtime. They outlive the rows that they hold, and are replaced where they die or hang."""
 
     def __init__(self, options: dict[str, Any]):
         self._options, self._handles, self._session = options, {}, None
@@ -186,13 +178,9 @@ class Actors:
     An actor that has died, or owes an answer and has given none for as long as ``wait``, is begun anew with its groups' rows, and
     everything that it was asked is asked again. Its clients then have no memory, which the server's questions bring along.
 
-    Args:
-        labels: of the clients, by place.
-        orders: references to what they are made of.
-        crew: the actors.
-        per_actor: how many clients share one.
-        wait: seconds that each actor has for an answer, counted from when it was asked, had begun or answered another question.
-        tries: times that a question is asked before its client counts as gone.
+    ``orders``: references to what they are made of; ``wait``: seconds that each actor has for an answer, counted from when it
+    was asked, had begun or answered another question; ``tries``: times that a question is asked before its client counts as
+    gone.
     """
 
     def __init__(self, labels: tuple, orders: list[Any], crew: Crew, per_actor: int, wait: float, tries: int):

@@ -579,12 +579,7 @@ class Processes(ClientsRuntime):
 
 @dataclasses.dataclass(frozen=True)
 class Makers:
-    """What makes clients that have their own rows, by place.
-
-    Args:
-        each: one a client.
-        came: by place, its number among those that were given.
-    """
+    """What makes clients that have their own rows, by place. ``came``: by place, its number among those that were given."""
 
     each: tuple[Maker, ...] = ()
     came: tuple[int, ...] = ()

@@ -443,13 +443,9 @@ class SumExchange(Exchange):
     Implements :class:`numpyro_pvi.runtime.Network` for a fit of one group. The sum of the clients' sites is here;
     each keeps its own.
 
-    Args:
-        sums: what adds.
-        wait: seconds after which a question in the open is repeated.
-        tries: times that a question is asked.
-        reach: largest number of a client's first change, in units of q.
-        made: of fits by name, visits that all were asked for, in conversations before and by states that were gone back from as
-            well; this one goes on counting in it.
+    ``wait``: seconds after which a question in the open is repeated; ``tries``: times that a question is asked; ``reach``:
+    largest number of a client's first change, in units of q; ``made``: of fits by name, visits that all were asked for, in
+    conversations before and by states that were gone back from as well; this one goes on counting in it.
     """
 
     def __init__(self, sums: SecureSum, wait: float, tries: int, reach: float, made: dict[int, int] | None = None):

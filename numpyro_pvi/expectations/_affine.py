@@ -66,13 +66,7 @@ class TermNumbers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AffineProgram:
-    """Quadrature over affine predictors.
-
-    Args:
-        terms: the structure of every term.
-        family: the Gaussian family of q.
-        num_rules: how many of the quadrature rules are compiled in.
-    """
+    """Quadrature over affine predictors. ``num_rules``: how many of the quadrature rules are compiled in."""
 
     terms: tuple[TermSpec, ...]
     family: GaussianFamily
@@ -208,10 +202,7 @@ class AffineProgram:
 class SharedAffineProgram:
     """Quadrature where every chunk is all rows with the other groups' masked: the arrays are prepared once and shared.
 
-    Args:
-        program: the program of one chunk.
-        data: per term, its arrays on all rows.
-        masks: a chunk to which rows count, by partitioned axis.
+    ``data``: per term, its arrays on all rows; ``masks``: a chunk to which rows count, by partitioned axis.
     """
 
     program: AffineProgram
@@ -484,11 +475,7 @@ class RowNumbers(NamedTuple):
 class RowNumbersProgram:
     """Quadrature over one predictor per row. Its predictors are ``offset + z`` with z as q has it.
 
-    Args:
-        terms: the structure of every term.
-        data: their arrays on all rows.
-        num_rules: how many of the quadrature rules are compiled in.
-        dim: D, the number of latents.
+    ``num_rules``: how many of the quadrature rules are compiled in.
     """
 
     terms: tuple[TermSpec, ...]
@@ -569,12 +556,9 @@ class RowNumbersProgram:
 class PredictorLaw:
     """The law of the normal latents that a factor sees through predictors.
 
-    Args:
-        terms: what was found of every term that sees them.
-        layout: of the latents in one vector, end to end.
-        laws: coordinates of the components that they make, in the vector's order: locations and variances of independent
-            normals, or locations and roots of the covariances of normal vectors.
-        num_rules: how many of the quadrature rules are compiled in.
+    ``terms``: what was found of every term that sees them; ``layout``: of the latents in one vector, end to end; ``laws``:
+    coordinates of the components that they make, in the vector's order: locations and variances of independent normals, or
+    locations and roots of the covariances of normal vectors; ``num_rules``: how many of the quadrature rules are compiled in.
     """
 
     terms: tuple[TermSpec, ...]

@@ -457,11 +457,8 @@ class IntegratedProgram:
     tighter bound than that of any Gaussian over both. Averages are over a fixed set of points of q whose own mean and
     covariance are q's, so that they are exact for quadratic factors.
 
-    Args:
-        unit_values: ``(data, theta, z) -> nats``, log density of every unit's observations and latents, Float[R]; z
-            Float[R K] unconstrained.
-        family: the Gaussian family of q(theta).
-        rows: most rows that one evaluation of a chunk reads, beside the units.
+    ``unit_values``: ``(data, theta, z) -> nats``, log density of every unit's observations and latents, Float[R]; z Float[R K]
+    unconstrained; ``rows``: most rows that one evaluation of a chunk reads, beside the units.
     """
 
     unit_values: Callable[[Any, Float[Array, "D"], Float[Array, "R K"]], Float[Array, "R"]]
@@ -577,11 +574,8 @@ class IntegratedProgram:
 class MaskedIntegratedProgram(IntegratedProgram):
     """The same for models in which every group is a full pass over all rows: one pass for all groups together.
 
-    Args:
-        group_of_unit: Int[U].
-        num_groups: M.
-        rest: theta to the log density of the rows that depend on no unit's latents, by group, Float[M]; None where there are
-            none.
+    ``group_of_unit``: Int[U]; ``rest``: theta to the log density of the rows that depend on no unit's latents, by group,
+    Float[M]; None where there are none.
     """
 
     group_of_unit: Int[Array, "U"] = dataclasses.field(kw_only=True)

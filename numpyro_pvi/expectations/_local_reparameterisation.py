@@ -64,10 +64,7 @@ class _Walk:
 
     A second trace, of one row more, tells the axis of rows from others that are as long.
 
-    Args:
-        rows: how many there are.
-        shared: Bool[D], coordinates that all rows see at the same draw.
-        key: of the rows' draws.
+    ``shared``: Bool[D], coordinates that all rows see at the same draw.
     """
 
     def __init__(self, rows: int, shared: np.ndarray, key: Any):

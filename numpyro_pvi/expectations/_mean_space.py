@@ -33,15 +33,12 @@ from ..families import ProductFamily, ProductNatural, base_family, members_of, p
 class LatentRole:
     """How one component of the product family enters a factor.
 
-    Attributes:
-        name: the component.
-        kind: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one: no term sees
-            two members), "predictors" (of normal ones: every term sees one or two affine functions of them), "draws", or
-            "absent".
-        signs: how many signs it takes in the design, and where they begin.
-        single: whether every term depends on one member at most, so that all members share their signs.
-        axis: of members, the axis that runs over rows, of which every term sees one; None where members belong to no row.
-        proved: whether that is so for all values of all latents, and was not found at a few.
+    ``kind``: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one: no term
+    sees two members), "predictors" (of normal ones: every term sees one or two affine functions of them), "draws", or "absent";
+    ``signs``: how many signs it takes in the design, and where they begin; ``single``: whether every term depends on one member
+    at most, so that all members share their signs; ``axis``: of members, the axis that runs over rows, of which every term sees
+    one; None where members belong to no row; ``proved``: whether that is so for all values of all latents, and was not found at
+    a few.
     """
 
     name: str
@@ -183,10 +180,7 @@ _TOGETHER = 64
 class MeanSpace:
     """Takes expectations of one kind of factor: its structure beside the family of q.
 
-    Args:
-        family: of q.
-        structure: what was found.
-        num_draws: draws of the latents that are drawn.
+    ``num_draws``: draws of the latents that are drawn.
     """
 
     family: ProductFamily

@@ -48,12 +48,9 @@ class PointSet(NamedTuple):
 class PointsProgram:
     """``E_q`` of a factor without structure, by values and gradients.
 
-    Args:
-        log_density: ``(data, point) -> nats``, the factor on one chunk's rows.
-        family: the Gaussian family of q.
-        mode: "sigma_points" (the same points at every q), "stein" (fresh random rotations and radii every round), or
-            "auto" (sigma points while a few random draws agree with them).
-        num_pairs: antithetic pairs of a random set, rounded up to whole rotations.
+    ``log_density``: ``(data, point) -> nats``, the factor on one chunk's rows; ``mode``: "sigma_points" (the same points at
+    every q), "stein" (fresh random rotations and radii every round), or "auto" (sigma points while a few random draws agree
+    with them); ``num_pairs``: antithetic pairs of a random set, rounded up to whole rotations.
     """
 
     log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]

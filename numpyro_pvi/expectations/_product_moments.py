@@ -499,12 +499,7 @@ class _Points(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProductGrid:
-    """A grid over all components of a product.
-
-    Args:
-        family: the product.
-        axes: its coordinates, those of one component side by side.
-    """
+    """A grid over all components of a product. ``axes``: its coordinates, those of one component side by side."""
 
     family: ProductFamily
     axes: tuple[Axis, ...]

@@ -25,11 +25,7 @@ from ..errors import DataError, StateError
 
 @dataclasses.dataclass(frozen=True)
 class ReadByValue:
-    """An array that a model reads values of, as a leaf that can be hashed; equal to another of the same content.
-
-    Args:
-        array: the values.
-    """
+    """An array that a model reads values of, as a leaf that can be hashed; equal to another of the same content."""
 
     array: np.ndarray = dataclasses.field(compare=False, repr=False)
     digest: str = dataclasses.field(init=False)

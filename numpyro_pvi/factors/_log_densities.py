@@ -33,11 +33,7 @@ from ._structure import TermSpec, prepare_term, read_predictors, term_log_prob
 class ValueCall:
     """A model with its arguments, to be evaluated at given values of all its latents.
 
-    Args:
-        model: the NumPyro model.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        params: constrained values of the model's ``numpyro.param`` sites.
+    ``params``: constrained values of the model's ``numpyro.param`` sites.
     """
 
     model: Callable
@@ -94,10 +90,7 @@ class ValueCall:
 class SeenCall:
     """A model as a function of some of its latents in one vector, in their own supports, where predictors are read off it.
 
-    Args:
-        call: the model on one chunk's rows, or on all.
-        values: of the other latents (and any of these), by name.
-        layout: of the vector.
+    ``call``: the model on one chunk's rows, or on all; ``values``: of the other latents (and any of these), by name.
     """
 
     call: ValueCall

@@ -77,12 +77,8 @@ class Layout:
 class LocalLayout:
     """Latents inside the partitioned plate: K unconstrained coordinates for each of its U indices (*units*).
 
-    Attributes:
-        key: the plate.
-        size: U.
-        names: the latents.
-        shapes: unconstrained shape of one unit's share of each.
-        dims: where the plate's axis lies in each latent's unconstrained value, counted from the right.
+    ``shapes``: unconstrained shape of one unit's share of each; ``dims``: where the plate's axis lies in each latent's
+    unconstrained value, counted from the right.
     """
 
     key: str
@@ -142,14 +138,9 @@ class TracedAt(Protocol):
 class ModelCall:
     """A model with everything that stays fixed while the flat vector moves.
 
-    Args:
-        model: the NumPyro model.
-        layout: the flat layout of its latents.
-        args: positional arguments (arrays or static leaves).
-        kwargs: keyword arguments.
-        params: constrained values of the model's ``numpyro.param`` sites.
-        local_layout: layout of the latents inside the partitioned plate, or None when there are none.
-        local: Float[R K], their unconstrained values on the rows of ``args``.
+    ``layout``: the flat layout of its latents; ``args``: positional arguments (arrays or static leaves); ``params``:
+    constrained values of the model's ``numpyro.param`` sites; ``local_layout``: layout of the latents inside the partitioned
+    plate, or None when there are none; ``local``: Float[R K], their unconstrained values on the rows of ``args``.
     """
 
     model: Callable
@@ -290,11 +281,7 @@ def row_log_likelihood(
 
 @dataclasses.dataclass(frozen=True)
 class FlatLatents:
-    """How a model is traced at draws of a flat unconstrained vector.
-
-    Args:
-        layout: of the vector.
-    """
+    """How a model is traced at draws of a flat unconstrained vector."""
 
     layout: Layout
 
@@ -409,12 +396,9 @@ class EnumeratedRows(dist.Unit):
 class Enumeration:
     """Which discrete latents of a model are summed out, and where. Static and hashable.
 
-    Args:
-        plates: partitioned plates that hold discrete latents; none where the model is kept whole.
-        dims: their batch dimensions, negative.
-        latents: the discrete latents.
-        names: per plate, the name of the site that stands for its rows: the observed sites' names, joined by "+".
-        depth: batch dimensions that the model's plates take; enumeration uses those to the left.
+    ``plates``: partitioned plates that hold discrete latents; none where the model is kept whole; ``names``: per plate, the
+    name of the site that stands for its rows: the observed sites' names, joined by "+"; ``depth``: batch dimensions that the
+    model's plates take; enumeration uses those to the left.
     """
 
     plates: tuple[str, ...]

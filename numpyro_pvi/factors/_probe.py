@@ -510,13 +510,9 @@ _OTHERS = "everything else"
 class SeenFactor:
     """A factor whose sites are asked for their predictors.
 
-    Args:
-        trace: NumPyro's trace of the factor's own sites, given values of all latents by name and of the model's params.
-        layout: of the latents asked about, in one vector.
-        rows: the partitioned axes.
-        others: values of all latents by name, at several places.
-        params: values of the model's params.
-        points: Float[3, D], values of the vector: where rays begin, and what they run towards.
+    ``trace``: NumPyro's trace of the factor's own sites, given values of all latents by name and of the model's params;
+    ``layout``: of the latents asked about, in one vector; ``others``: values of all latents by name, at several places;
+    ``points``: Float[3, D], values of the vector: where rays begin, and what they run towards.
     """
 
     trace: Callable[[dict, dict], dict]

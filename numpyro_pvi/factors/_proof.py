@@ -46,20 +46,13 @@ class Own(NamedTuple):
 class Form(NamedTuple):
     """What is known of one array.
 
-    Attributes:
-        kind: "poly", "link", "statistics" (affine in the statistics asked for), "own" (a power that is neither) or "unknown".
-        degree: of a polynomial, jointly in all marked inputs; 0 is no dependence on them.
-        link: name of a link.
-        own: the elementwise form, where it is one.
-        value: of a known constant.
-        sign: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "angle" for entries in
-            (-pi, pi), "" where that is not known.
-        kink: the primitive, where a kink may have shaped it.
-        opaque: the primitive that was not followed.
-        smooth: the smooth primitive that took it out of all forms.
-        labels: of the inputs that it depends on.
-        place: not None where every entry depends on one marked entry at most; entries of two forms with the same place depend
-            on the same ones.
+    ``kind``: "poly", "link", "statistics" (affine in the statistics asked for), "own" (a power that is neither) or "unknown";
+    ``degree``: of a polynomial, jointly in all marked inputs; 0 is no dependence on them; ``own``: the elementwise form, where
+    it is one; ``sign``: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "angle" for
+    entries in (-pi, pi), "" where that is not known; ``kink``: the primitive, where a kink may have shaped it; ``opaque``: the
+    primitive that was not followed; ``smooth``: the smooth primitive that took it out of all forms; ``labels``: of the inputs
+    that it depends on; ``place``: not None where every entry depends on one marked entry at most; entries of two forms with the
+    same place depend on the same ones.
     """
 
     kind: str = "poly"

@@ -91,10 +91,6 @@ class GaussianWhitening:
     With ``V = S S^T`` and ``u = (dh, dLambda)``: ``a = S^T (dh - dLambda m)`` and ``B = S^T dLambda S``. As a function of
     ``theta = m + S eps`` the change is ``a^T eps - 1/2 eps^T B eps`` up to a constant, of variance ``|a|^2 + |B|^2 / 2``; the
     coordinates are a, B's diagonal times the root of 1/2, and its entries below the diagonal.
-
-    Args:
-        family: of q.
-        moments: q.
     """
 
     family: Any

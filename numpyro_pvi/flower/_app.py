@@ -61,17 +61,7 @@ class _Failed(Respondent):
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """Makes one owner's client.
-
-    Args:
-        model: see :func:`client_app`.
-        guide: likewise.
-        load_rows: likewise.
-        solver: likewise.
-        loss: likewise.
-        secret: likewise.
-        like: likewise.
-    """
+    """Makes one owner's client."""
 
     model: Any
     guide: Any
@@ -93,15 +83,9 @@ class Made:
 class Owner:
     """What a ClientApp does with Flower's messages. It is sent to wherever clients run, and so holds no client.
 
-    Args:
-        make: makes the client of a label, a context and a kind of client.
-        label: see :func:`client_app`; a function of the context.
-        cache: likewise.
-        keep: likewise.
-        secure: likewise.
-        least: likewise.
-        settings: of JAX, as they were where the app was made.
-        name: tells this app from others of the same process.
+    ``make``: makes the client of a label, a context and a kind of client; ``label``: see :func:`client_app`; a function of the
+    context; ``settings``: of JAX, as they were where the app was made; ``name``: tells this app from others of the same
+    process.
     """
 
     make: Callable[[Hashable, Any, type[Client]], Client]

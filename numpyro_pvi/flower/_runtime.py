@@ -29,11 +29,7 @@ _AT_ONCE = 2
 
 
 class Introductions:
-    """Asks every node that is there who it is, each once.
-
-    Args:
-        grid: Flower's.
-    """
+    """Asks every node that is there who it is, each once."""
 
     def __init__(self, grid: Any):
         self._grid = grid
@@ -87,10 +83,7 @@ def post(grid: Any, node: int, kind: str, data: bytes) -> str | None:
 class Federation:
     """Who is where: nodes by label, once they have said so.
 
-    Args:
-        grid: Flower's.
-        owners: labels to wait for, others being left out; or how many to wait for, all that are there being taken.
-        patience: seconds to wait.
+    ``owners``: labels to wait for, others being left out; or how many to wait for, all that are there being taken.
     """
 
     def __init__(self, grid: Any, owners: int | tuple[Hashable, ...], patience: float):

@@ -228,16 +228,10 @@ _SHORT = 0.5
 class Setting:
     """What a visit is told beside arrays; hashable.
 
-    Args:
-        kernel: covariances.
-        likelihood: of one predictor.
-        jitter: share of noise in pseudo-values.
-        optim: moves hyperparameters and pseudo-inputs.
-        num_steps: of it.
-        learn: "params" (a point), "q" (a Gaussian over hyperparameters), "inputs".
-        moved: whether the base is at other pseudo-inputs than the batch's.
-        num_nodes: draws of hyperparameters a step.
-        whole: whether q over hyperparameters answers to the whole bound, not to what the batch adds to it.
+    ``kernel``: covariances; ``jitter``: share of noise in pseudo-values; ``optim``: moves hyperparameters and pseudo-inputs;
+    ``learn``: "params" (a point), "q" (a Gaussian over hyperparameters), "inputs"; ``moved``: whether the base is at other
+    pseudo-inputs than the batch's; ``whole``: whether q over hyperparameters answers to the whole bound, not to what the batch
+    adds to it.
     """
 
     kernel: Kernel

@@ -31,11 +31,7 @@ from ._groups import (
 
 
 class FullPlates(Messenger):
-    """Run every plate over all of its indices, in order: a fit visits all rows, so a plate's own mini-batch is not drawn.
-
-    Args:
-        fn: The model.
-    """
+    """Run every plate over all of its indices, in order: a fit visits all rows, so a plate's own mini-batch is not drawn."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(fn)
@@ -55,9 +51,6 @@ class BatchPlates(Messenger):
     """Keep the mini-batch of every plate that draws one, as its first indices, scaled as the model scales it.
 
     For a model whose arguments are themselves the mini-batch, so that the plate's size is only the number to scale up to.
-
-    Args:
-        fn: The model.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -88,10 +81,7 @@ class PlateRows(Messenger):
     The plate keeps its full size, so that `numpyro.subsample` and `numpyro.param(event_dim=)` inside take the same rows
     as the model's own indexing. With as many rows as the plate has indices they take nothing: give those in order.
 
-    Args:
-        fn: The model.
-        plate: The plate's name.
-        rows: Indices that the plate runs over.
+    ``rows``: Indices that the plate runs over.
     """
 
     def __init__(self, fn: Callable[..., Any], plate: str, rows: Int[Array, " R"]) -> None:
@@ -204,13 +194,10 @@ class RowAxes:
 class PlateInfo:
     """What one plate of a traced model holds.
 
-    Attributes:
-        size: Full number of indices of the plate.
-        subsample_size: Indices drawn per evaluation; `size` where the plate is not subsampled.
-        dims: Batch dimensions it takes (negative, counted from the right), ascending; one unless it is entered at
-            several.
-        observed: Names of the observed sample sites inside, `numpyro.factor` included, in order of appearance.
-        latents: Names of the latent sample sites inside, in order of appearance.
+    ``size``: Full number of indices of the plate; ``subsample_size``: Indices drawn per evaluation; `size` where the plate is
+    not subsampled; ``dims``: Batch dimensions it takes (negative, counted from the right), ascending; one unless it is entered
+    at several; ``observed``: Names of the observed sample sites inside, `numpyro.factor` included, in order of appearance;
+    ``latents``: Names of the latent sample sites inside, in order of appearance.
     """
 
     size: int
@@ -769,10 +756,7 @@ class Partition(Messenger):
 class WholePartition(Partition):
     """A model that is not split: one group, labelled 0, has the whole likelihood as its single row.
 
-    Args:
-        fn: The model.
-        why: Why it is not split, in one sentence.
-        batches: Whether its plates keep their mini-batches.
+    ``why``: Why it is not split, in one sentence; ``batches``: Whether its plates keep their mini-batches.
     """
 
     def __init__(self, fn: Callable[..., Any], why: str, batches: bool = False) -> None:

@@ -69,12 +69,8 @@ _HERE = Vmap()
 class GroupRows:
     """The rows of all groups, gathered when they are asked for and never copied as a whole.
 
-    Args:
-        density: ``(chunk, point) -> nats``, the log-likelihood of the rows that a chunk names.
-        packing: where each group's rows stand.
-        sizes: rows of each group; with ``padded``, those there is room for.
-        padded: whether the packing's masks say how many of them there are.
-        runtime: where rows are.
+    ``density``: ``(chunk, point) -> nats``, the log-likelihood of the rows that a chunk names; ``sizes``: rows of each group;
+    with ``padded``, those there is room for; ``padded``: whether the packing's masks say how many of them there are.
     """
 
     density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
@@ -184,25 +180,14 @@ class GroupRows:
 class Factors:
     """The factors of one model as data, and what they say of themselves; :class:`LocalProblem` visits and evaluates them.
 
-    Args:
-        family: the Gaussian family of q.
-        solver: the local solver.
-        runtime: how to map over chunks and groups.
-        program: expectations of one chunk of the likelihood.
-        prior_program: expectations of the prior factor, or None.
-        quadratic: whether the likelihood is quadratic in the latents jointly.
-        num_rules: how many quadrature rules are compiled in.
-        data: the factors' arrays.
-        units: ``(U, K)``, how many units have how many local latents each; None when there are none.
-        rows: the groups' rows at points, for a stochastic solver; else None.
-        labels: the groups' labels, in the order of every stacked array.
-        known: which groups had a site before their rows came back; None when none had.
-        stream: the groups' rows one by one.
-        one_chunk_each: whether every group is one chunk.
-        most_chunks: chunks of the largest group where sizes are known beforehand, else 0.
-        longest: its rows, likewise.
-        chained: whether chains are compiled in beside weighted draws.
-        wide: how the rows that see q most widely are set apart; None where rows are few.
+    ``runtime``: how to map over chunks and groups; ``program``: expectations of one chunk of the likelihood; ``prior_program``:
+    expectations of the prior factor, or None; ``quadratic``: whether the likelihood is quadratic in the latents jointly;
+    ``units``: ``(U, K)``, how many units have how many local latents each; None when there are none; ``rows``: the groups' rows
+    at points, for a stochastic solver; else None; ``labels``: the groups' labels, in the order of every stacked array;
+    ``known``: which groups had a site before their rows came back; None when none had; ``stream``: the groups' rows one by one;
+    ``one_chunk_each``: whether every group is one chunk; ``most_chunks``: chunks of the largest group where sizes are known
+    beforehand, else 0; ``chained``: whether chains are compiled in beside weighted draws; ``wide``: how the rows that see q
+    most widely are set apart; None where rows are few.
     """
 
     family: GaussianFamily

@@ -189,14 +189,10 @@ class GroupOrder:
 class ProductFactors(ProblemDefaults):
     """Implements :class:`numpyro_pvi.schedules.Problem` for a product of families.
 
-    Args:
-        problem: expectations and messages of the factors.
-        solver: who refines a site.
-        known: which groups had a site before their rows came back; None when none had.
-        continued: whether there are sites of groups whose rows are not at hand.
-        in_turns: whether components move in the plan's turns, rows' own latents among them; else those are :class:`OwnFactors`'.
-        beside: sites that stand beside their factors on the draws of every evaluation, so that all of a round compare; None for
-            those that are evaluated.
+    ``problem``: expectations and messages of the factors; ``known``: which groups had a site before their rows came back; None
+    when none had; ``continued``: whether there are sites of groups whose rows are not at hand; ``in_turns``: whether components
+    move in the plan's turns, rows' own latents among them; else those are :class:`OwnFactors`'; ``beside``: sites that stand
+    beside their factors on the draws of every evaluation, so that all of a round compare; None for those that are evaluated.
     """
 
     problem: ProductProblem

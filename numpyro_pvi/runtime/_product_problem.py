@@ -51,13 +51,8 @@ class LookedUp(NamedTuple):
 class ProductProblem:
     """Everything that rounds need to know of a model and its data.
 
-    Args:
-        plan: the static plan.
-        call: the model with all rows.
-        packing: rows of each chunk.
-        prior: natural parameters of the exactly held prior; zero for the other components.
-        num_draws: draws of a latent that is drawn.
-        runtime: where the rows are.
+    ``prior``: natural parameters of the exactly held prior; zero for the other components; ``num_draws``: draws of a latent
+    that is drawn.
     """
 
     plan: ProductPlan

@@ -51,17 +51,7 @@ _PRIOR_PAIRS = 64
 
 @dataclasses.dataclass(frozen=True)
 class FactorReader:
-    """Makes the programs of one model's factors.
-
-    Args:
-        plan: the static plan.
-        call: the model with its arguments.
-        packing: rows of each chunk.
-        solver: local solver.
-        runtime: where passes over rows run.
-        num_particles: draws of the loss where it is Monte Carlo.
-        num_rules: how many quadrature rules are compiled in.
-    """
+    """Makes the programs of one model's factors. ``num_particles``: draws of the loss where it is Monte Carlo."""
 
     plan: Plan
     call: ModelCall
@@ -302,12 +292,7 @@ class RowStream:
 
     Nothing is prepared: a row's design is computed where it is used, by one reverse pass of the model on that row.
 
-    Args:
-        part: the static plan.
-        call: the model on all rows.
-        packing: where each group's rows stand.
-        runtime: where they are.
-        padded: whether rows were filled up after a group came, so that the plan does not know how many there are.
+    ``padded``: whether rows were filled up after a group came, so that the plan does not know how many there are.
     """
 
     part: PartitionPlan

@@ -195,12 +195,8 @@ _AT_ONCE = 16
 class WideRows:
     """Picks the rows that see q most widely, whatever their groups; padding of groups can change how many, by a factor of two.
 
-    Args:
-        program: quadrature over affine predictors, for a full-covariance q.
-        prepare: the rows and which of them count, both of length K, to what ``program`` reads.
-        rows: which row stands in every slot of every chunk.
-        mask: which slots count.
-        count: K.
+    ``program``: quadrature over affine predictors, for a full-covariance q; ``prepare``: the rows and which of them count, both
+    of length K, to what ``program`` reads; ``rows``: which row stands in every slot of every chunk.
     """
 
     program: AffineProgram

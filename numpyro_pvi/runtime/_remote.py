@@ -120,18 +120,15 @@ class RemoteProblem(LocalProblem):
     A look is asked for once under every quadrature rule that is tried; a visit whose target is the message of the look at q
     (``solver.immediate``) is no question at all.
 
-    Args:
-        network: what carries questions and answers.
-        tells_step: whether visits say what share of their change was taken.
-        fresh: whether a look asks clients, and waits for those that are at work; else what they saw last stands for it, and the
-            value of one that has said nothing yet is NaN (minus infinity where what it said is no number).
-        only_visits: whether rounds ask for visits alone: of clients that are heard in sums there is one group, and its site is the
-            sum of theirs.
-        summed: whether it is such clients that look: no message is known, so that sigma points stay what they are.
-        keeps: whether clients keep what a look finds that their groups want beside their sites, where they have latents of their
-            own: what a schedule holds are names of it (:class:`numpyro_pvi.sites.Held`).
-        starts: by group, the number of its first unit (plate index) among all, less what its client knows of that itself.
-        params: leaves of the constrained values of the model's ``numpyro.param`` sites, which every question tells.
+    ``tells_step``: whether visits say what share of their change was taken; ``fresh``: whether a look asks clients, and waits
+    for those that are at work; else what they saw last stands for it, and the value of one that has said nothing yet is NaN
+    (minus infinity where what it said is no number); ``only_visits``: whether rounds ask for visits alone: of clients that are
+    heard in sums there is one group, and its site is the sum of theirs; ``summed``: whether it is such clients that look: no
+    message is known, so that sigma points stay what they are; ``keeps``: whether clients keep what a look finds that their
+    groups want beside their sites, where they have latents of their own: what a schedule holds are names of it
+    (:class:`numpyro_pvi.sites.Held`); ``starts``: by group, the number of its first unit (plate index) among all, less what its
+    client knows of that itself; ``params``: leaves of the constrained values of the model's ``numpyro.param`` sites, which
+    every question tells.
     """
 
     network: Any = None

@@ -47,13 +47,7 @@ class RowProblem(ProblemDefaults):
     The sites of all groups lie in one vector over rows, ``SiteStack.groups`` with a leading axis of 1: a group's site are its
     rows' two numbers, and zero for others. Exact: quadrature only, no draws, no prior factor.
 
-    Args:
-        family: q, with the prior and the rows' vectors.
-        solver: the local solver.
-        program: expectations of all rows.
-        labels: the groups' labels.
-        num_rules: how many quadrature rules are compiled in.
-        data: see :class:`_NoOthers`.
+    ``family``: q, with the prior and the rows' vectors; ``program``: expectations of all rows.
     """
 
     family: RowFamily

@@ -48,12 +48,7 @@ _shared.defvjp(lambda x, axis: (x, None), lambda axis, _, cotangent: (jax.lax.ps
 
 @dataclasses.dataclass(frozen=True)
 class _OwnGroups(RuntimeDefaults):
-    """One device alone with groups whose rows are all its own: no collective, so that its loops may be as long as it likes.
-
-    Args:
-        axis: the mesh's axis.
-        batch_bytes: as of :class:`Vmap`.
-    """
+    """One device alone with groups whose rows are all its own: no collective, so that its loops may be as long as it likes."""
 
     axis: str
     batch_bytes: int | None
@@ -346,11 +341,7 @@ class Sharded(RuntimeDefaults):
 
 @dataclasses.dataclass(frozen=True)
 class _AllChunks(RuntimeDefaults):
-    """All chunks on every device, of whose rows each has its own: what they find is summed, and nothing is divided.
-
-    Args:
-        over: the devices.
-    """
+    """All chunks on every device, of whose rows each has its own: what they find is summed, and nothing is divided."""
 
     over: Sharded
 

@@ -105,15 +105,8 @@ class _Absorbed(NamedTuple):
 class Messages:
     """What does not change within a round.
 
-    Args:
-        problem: the factors.
-        rule: the quadrature rule of visits.
-        noise: the round's draws, or None.
-        share: share of every change that is taken, discounts aside.
-        auto: whether there are discounts.
-        delays: time that visits take, or None.
-        max_staleness: bound of the staleness, or None.
-        faults: what may happen to messages, or None.
+    ``share``: share of every change that is taken, discounts aside; ``delays``: time that visits take, or None;
+    ``max_staleness``: bound of the staleness, or None; ``faults``: what may happen to messages, or None.
     """
 
     problem: Problem

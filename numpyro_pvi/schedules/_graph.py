@@ -28,12 +28,9 @@ MAX_AUTO_STEPS = 20_000
 class Graph:
     """One or several doubly stochastic weight matrices, hashable, in the order of the agents.
 
-    Args:
-        weights: bytes of the float64 weights of all graphs (taken in turn, one a gossip step), which hash quickly; A_ij is
-            the weight of what agent i gets from agent j.
-        nodes: names of the agents.
-        modulus: the largest second modulus of an eigenvalue: what one gossip step leaves of the disagreement. For several
-            graphs in turn, the one of a whole turn by its length's root.
+    ``weights``: bytes of the float64 weights of all graphs (taken in turn, one a gossip step), which hash quickly; A_ij is the
+    weight of what agent i gets from agent j; ``modulus``: the largest second modulus of an eigenvalue: what one gossip step
+    leaves of the disagreement. For several graphs in turn, the one of a whole turn by its length's root.
     """
 
     weights: bytes
@@ -287,12 +284,9 @@ def _sinkhorn(a: np.ndarray) -> np.ndarray:
 class Gossip:
     """``z <- A z``, a number of times; hashable settings.
 
-    Args:
-        graph: the weights.
-        steps: how often in a round, or "auto": until disagreement has shrunk about tenfold (fivefold where links fail), by
-            Chebyshev's polynomials where the weights are symmetric and of one graph; with less memory where links fail.
-        link_failure: probability of each link's failing in each step.
-        reliable: whether all agents are there all the time.
+    ``steps``: how often in a round, or "auto": until disagreement has shrunk about tenfold (fivefold where links fail), by
+    Chebyshev's polynomials where the weights are symmetric and of one graph; with less memory where links fail;
+    ``link_failure``: probability of each link's failing in each step; ``reliable``: whether all agents are there all the time.
     """
 
     graph: Graph

@@ -501,13 +501,9 @@ def clipped(x: Float[Array, "*K"], clip: float) -> Float[Array, "*K"]:
 class PrivateRows:
     """One group's factor whose rows are heard in clipped and noised sums only: a :class:`numpyro_pvi.solvers.LocalFactor`.
 
-    Args:
-        family: of q.
-        factor: the group's factor.
-        clip: largest length of a row's gradient, whitened.
-        sd: of the noise in every whitened coordinate of a sum.
-        moments: q at the start of the visit, a Gaussian's, by which gradients are whitened; else None.
-        white: whitened coordinates of a product of families at the same q; else None.
+    ``clip``: largest length of a row's gradient, whitened; ``sd``: of the noise in every whitened coordinate of a sum;
+    ``moments``: q at the start of the visit, a Gaussian's, by which gradients are whitened; else None; ``white``: whitened
+    coordinates of a product of families at the same q; else None.
     """
 
     family: Any

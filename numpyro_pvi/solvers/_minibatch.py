@@ -277,9 +277,6 @@ class OptaxOptim(_NumPyroOptim):
 
     NumPyro's own adapter passes the value on, which is enough for ``optax.contrib.reduce_on_plateau``; line searches
     (``optax.lbfgs``) also ask for the gradient and for the function.
-
-    Args:
-        transformation: optax's.
     """
 
     def __init__(self, transformation: Any) -> None:
