@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from ._state import Plan, PVIState
@@ -26,7 +25,7 @@ from .factors import (
 from .handlers import PRIOR, known_labels, plain
 from .runtime import by_chains, chains_wanted, site_with_rows, with_chains
 from .schedules import BY_FACTOR
-from .sites import MemberSites, SiteStack, add_slots, keep_slots, posterior, take, tied_site
+from .sites import MemberSites, SiteStack, add_slots, keep_slots, posterior, take, tie, tied_site
 
 # ---------------------------------------------------------------------------------- what compiled programs see of a state
 
@@ -77,9 +76,7 @@ def begin_chains(solver: Any, state: PVIState) -> PVIState:
     )
 
 
-@jax.jit
-def _total(others: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), others)
+_total = jax.jit(tie)
 
 
 def refuse_other_rows(partition: Any, state: PVIState | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from ._compiling import is_traced, owned_jit
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError, StateError
-from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, proved_only, with_expectation
+from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, is_observed, proved_only, with_expectation
 from .guides import guide_param_names, latents_given, param_transforms, params_to_natural
 from .handlers import Partition, PlateInfo, WholePartition, find_plates, kept_batch
 from .runtime import first_conditionals
@@ -372,7 +372,7 @@ def default_partitions(model: Callable, trace: Mapping[str, Any], num_groups: in
         why = f"plates {names} hold observed sites, and are split together"
         found.append(Partition(model, groups=blocks).because(why))
     name = max(plates, key=lambda name: (_observations(trace, plates[name]), plates[name].size))
-    rest = [n for n, s in trace.items() if _is_observed(s) and n not in plates[name].observed]
+    rest = [n for n, s in trace.items() if is_observed(s) and n not in plates[name].observed]
     why = f"plates {names} hold observed sites; {name!r} has most observations"
     if rest:
         why += f", and the likelihood of {', '.join(map(repr, rest))} joins the prior factor"
@@ -386,7 +386,7 @@ def _needs_batches(trace: Mapping[str, Any]) -> str | None:
         return kept[0]
     drawn = {n: site["drawn"] for n, site in trace.items() if site["type"] == "plate" and "drawn" in site}
     for site in trace.values():
-        if not _is_observed(site):
+        if not is_observed(site):
             continue
         shape = np.shape(site["value"])
         shape = shape[: len(shape) - site["fn"].event_dim]
@@ -488,7 +488,7 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
 
 
 def _why_whole(trace: Mapping[str, Any]) -> str:
-    names = ", ".join(repr(name) for name, site in trace.items() if _is_observed(site))
+    names = ", ".join(repr(name) for name, site in trace.items() if is_observed(site))
     if not names:
         return "no sample site is observed, so q is fitted to the prior; pass the data if there are any."
     return f"no plate holds the observed sample site(s) {names}."
@@ -514,7 +514,3 @@ def _nested(trace: Mapping[str, Any], plates: Mapping[str, PlateInfo]) -> bool:
 
 def _observations(trace: Mapping[str, Any], info: PlateInfo) -> int:
     return sum(int(np.prod(trace[name]["fn"].batch_shape)) for name in info.observed)
-
-
-def _is_observed(site: Mapping[str, Any]) -> bool:
-    return site["type"] == "sample" and site["is_observed"]

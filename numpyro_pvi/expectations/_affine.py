@@ -225,7 +225,7 @@ class SharedAffineProgram:
 def _elements(data: TermData, spec: TermSpec, masks: Masks) -> Bool[Array, "E"]:
     shape, mask = data.fn.batch_shape, masks.get(spec.row_key)
     if mask is None or spec.row_dim is None:
-        return jnp.ones((_size(shape),), bool)
+        return jnp.ones((math.prod(shape),), bool)
     aligned = mask.reshape(mask.shape + (1,) * (-spec.row_dim - 1))
     return jnp.broadcast_to(aligned, shape).reshape(-1)
 
@@ -243,7 +243,7 @@ def _error_beyond_rounding(error: Array, size: Array, mean: tuple) -> Array:
 
 def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level, num_rules: int):
     """Quadrature of every row: ``(E f, E f' by predictor, E f'' by pair, absolute error)``."""
-    size = _size(data.fn.batch_shape)
+    size = math.prod(data.fn.batch_shape)
     mean = tuple(jnp.broadcast_to(m, (size,)) for m in mean)
     spread = {k: jnp.broadcast_to(v, (size,)) for k, v in covariance.items()}
     return over_predictors(partial(_evaluate, spec, data), mean, spread, level, num_rules)
@@ -296,13 +296,6 @@ def _gram(left: Array, weight: Float[Array, "E"], right: Array) -> Float[Array, 
 def _gram_diagonal(left: Array, weight: Float[Array, "E"], right: Array) -> Float[Array, "D"]:
     product = left * right
     return weight @ product if product.ndim == 2 else jnp.sum(weight) * product
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 # ---------------------------------------------------------------------------------------------------------- single rows

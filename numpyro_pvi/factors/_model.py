@@ -26,8 +26,26 @@ from ._arguments import join_arguments, split_arguments
 T = TypeVar("T")
 
 
+class _EndToEnd:
+    """Latents of given unconstrained shapes, end to end in one vector."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of coordinates of each latent in the vector."""
+        return tuple(int(np.prod(shape)) for shape in self.shapes)
+
+    def slice_of(self, name: str) -> slice:
+        """Where a latent lies in the vector."""
+        index = self.names.index(name)
+        start = sum(self.sizes[:index])
+        return slice(start, start + self.sizes[index])
+
+
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(_EndToEnd):
     """Names and unconstrained shapes of the latents, in the order in which they lie in the flat vector.
 
     It is the guide's own order, fixed when a state is made and carried in it: a guide that is set up under ``jit``
@@ -38,20 +56,9 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of unconstrained coordinates of each latent."""
-        return tuple(int(np.prod(shape)) for shape in self.shapes)
-
-    @property
     def dim(self) -> int:
         """D, the length of the flat vector."""
         return sum(self.sizes)
-
-    def slice_of(self, name: str) -> slice:
-        """Where a latent lies in the flat vector."""
-        index = self.names.index(name)
-        start = sum(self.sizes[:index])
-        return slice(start, start + self.sizes[index])
 
     def unflatten(self, flat: Float[Array, "*batch D"]) -> dict[str, Array]:
         """Flat unconstrained vector(s) to a dict of unconstrained latents."""
@@ -74,7 +81,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLayout:
+class LocalLayout(_EndToEnd):
     """Latents inside the partitioned plate: K unconstrained coordinates for each of its U indices (*units*).
 
     ``shapes``: unconstrained shape of one unit's share of each; ``dims``: where the plate's axis lies in each latent's
@@ -88,20 +95,9 @@ class LocalLayout:
     dims: tuple[int, ...]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of coordinates of each latent per unit."""
-        return tuple(int(np.prod(shape)) for shape in self.shapes)
-
-    @property
     def width(self) -> int:
         """K, coordinates per unit."""
         return sum(self.sizes)
-
-    def slice_of(self, name: str) -> slice:
-        """Where a latent lies among a unit's coordinates."""
-        index = self.names.index(name)
-        start = sum(self.sizes[:index])
-        return slice(start, start + self.sizes[index])
 
     def unflatten(self, flat: Num[Array, "R K"]) -> dict[str, Array]:
         """Coordinates of R units to a dict of unconstrained latents in the model's shapes."""

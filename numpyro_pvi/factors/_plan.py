@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -401,7 +402,7 @@ def why_not_rows(part: PartitionPlan, trace: dict) -> str | None:
 
 def num_elements(part: PartitionPlan, trace: dict) -> int:
     """P, the number of predictors of all rows."""
-    return sum(_count(trace[spec.site]["fn"].batch_shape) for spec in part.terms)
+    return sum(math.prod(trace[spec.site]["fn"].batch_shape) for spec in part.terms)
 
 
 def read_row_prior(call: ModelCall, part: PartitionPlan, packing: Packing | GroupMasks, diagonal: bool) -> RowPrior:
@@ -432,7 +433,7 @@ def num_terms(call: ModelCall, terms: tuple[TermSpec, ...]) -> int:
 
     def count(point):
         trace, _ = call.trace(point)
-        found.append(sum(_count(trace[spec.site]["fn"].batch_shape) for spec in terms))
+        found.append(sum(math.prod(trace[spec.site]["fn"].batch_shape) for spec in terms))
         return point
 
     jax.eval_shape(count, jnp.zeros((call.layout.dim,)))
@@ -548,10 +549,3 @@ def _groups_of_rows(rows: RowAxes, packing: Packing | GroupMasks, spec: TermSpec
     place = jnp.where(packing.mask, packing.rows, size)
     owner = jnp.broadcast_to(packing.chunk_group[:, None], place.shape)
     return jnp.full((size + 1,), -1, jnp.int32).at[place.reshape(-1)].set(owner.reshape(-1))[:size]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

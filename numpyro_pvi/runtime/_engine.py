@@ -16,7 +16,7 @@ from numpyro.distributions.transforms import biject_to
 from .._compiling import Program
 from .._numerics import either_mode, grad, hessian_of
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import FIXED_RULES, RULES, TOLERANCE, Expected, PointsProgram, disagreement
+from ..expectations import FIXED_RULES, RULES, TOLERANCE, PointsProgram, disagreement
 from ..factors import (
     GroupMasks,
     ModelCall,
@@ -223,11 +223,8 @@ def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, bef
     if not isinstance(program, PointsProgram):
         return jnp.array(False)
 
-    def total(groups: Expected) -> Expected:
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), groups)
-
     pairs = problem.pairs(moments, noise.compared)
-    return disagreement(problem.family, moments, total(evaluation.groups), noise.compared, pairs, before)
+    return disagreement(problem.family, moments, sum_slots(evaluation.groups), noise.compared, pairs, before)
 
 
 def _prior(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Bool[Array, ""]) -> Any:

@@ -439,8 +439,26 @@ class ProductFactors(ProblemDefaults):
 # ------------------------------------------------------------------------------------------------------ some of the rows
 
 
+class _OfShared(ProductFactors):
+    """Factors of which schedules see the shared latents only; what rows have of their own is no part of q, and there is no ELBO."""
+
+    @property
+    def family(self) -> ProductFamily:
+        """Of the shared latents."""
+        return self.problem.family.of(self.problem.plan.shared)
+
+    @property
+    def prior_natural(self) -> ProductNatural:
+        """The problem's, of shared components."""
+        return shared_of(self.problem.plan, self.problem.prior)
+
+    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
+        """Nothing."""
+        return jnp.zeros_like(moments.log_partition)
+
+
 @dataclasses.dataclass(frozen=True)
-class BatchFactors(ProductFactors):
+class BatchFactors(_OfShared):
     """The same where groups step together by batches of their rows: nobody looks at the others, and q is that of shared latents.
 
     What rows have of their own is moved by their own batches alone, and no schedule's business: its sites are the solver's memory.
@@ -467,19 +485,9 @@ class BatchFactors(ProductFactors):
         return cls(problem, factors.solver, None, factors.continued, True, None, chosen, said)
 
     @property
-    def family(self) -> ProductFamily:
-        """Of the shared latents."""
-        return self.problem.family.of(self.problem.plan.shared)
-
-    @property
     def num_groups(self) -> int:
         """Of those that may take part."""
         return self.chosen.groups.shape[0]
-
-    @property
-    def prior_natural(self) -> ProductNatural:
-        """The problem's, of shared components."""
-        return shared_of(self.problem.plan, self.problem.prior)
 
     @property
     def stochastic(self) -> bool:
@@ -494,10 +502,6 @@ class BatchFactors(ProductFactors):
     @property
     def _sampled(self) -> bool:
         return True
-
-    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
-        """Nothing: there is no ELBO."""
-        return jnp.zeros_like(moments.log_partition)
 
     def sweep(self, carry: RoundCarry, share: Any, noise: Any, order: None = None) -> Turns:
         """Steps by batches, of all groups together: see :meth:`ProductFactors.sweep`."""
@@ -527,7 +531,7 @@ class BatchFactors(ProductFactors):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnFactors(ProductFactors):
+class OwnFactors(_OfShared):
     """The same where rows have latents of their own and a visit is one group's: q is that of shared latents.
 
     What a group's rows have of their own is held beside its site (:class:`numpyro_pvi.sites.OwnMembers`). A visit moves both, in
@@ -552,24 +556,10 @@ class OwnFactors(ProductFactors):
         return cls(*given, OwnMembers(local.parts), said)
 
     @property
-    def family(self) -> ProductFamily:
-        """Of the shared latents."""
-        return self.problem.family.of(self.problem.plan.shared)
-
-    @property
-    def prior_natural(self) -> ProductNatural:
-        """The problem's, of shared components."""
-        return shared_of(self.problem.plan, self.problem.prior)
-
-    @property
     def units(self) -> tuple[int, int]:
         """As many as there are rows, each with the plan's latents."""
         plan = self.problem.plan
         return plan.partition.table.num_rows, len(plan.inside)
-
-    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
-        """Nothing: without what groups hold there is no ELBO."""
-        return jnp.zeros_like(moments.log_partition)
 
     def _without(self) -> dict[str, Any]:
         """Natural parameters of rows' own latents in q without their groups' sites."""
