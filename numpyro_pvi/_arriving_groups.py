@@ -24,16 +24,8 @@ from .sites import SiteStack, keep_slots, stack_sites
 def arriving_table(state: PVIState, labels: Any, num_rows: int) -> GroupTable:
     """Groups of rows that come back.
 
-    Args:
-        state: a state.
-        labels: one label for all rows, or a list or array of one label per row.
-        num_rows: number of rows.
-
-    Returns:
-        The table.
-
-    Raises:
-        PartitionError: for an unknown label, or a number of labels that is not that of the rows.
+    ``labels``: one label for all rows, or a list or array of one label per row. Raises PartitionError for an unknown label, or
+    a number of labels that is not that of the rows.
     """
     if not (isinstance(labels, list) or (hasattr(labels, "__array__") and np.ndim(labels) > 0)):
         return one_group_table(state.plan.groups[position(state.plan, labels)], num_rows)
@@ -50,8 +42,7 @@ def arriving_table(state: PVIState, labels: Any, num_rows: int) -> GroupTable:
 def newcomers_table(state: PVIState, label: Hashable, num_rows: int) -> GroupTable:
     """The group of rows that come for the first time.
 
-    Raises:
-        PartitionError: for a label that is already there, or that cannot be one.
+    Raises PartitionError for a label that is already there, or that cannot be one.
     """
     table = one_group_table(label, num_rows)
     if table.labels[0] in state.plan.groups:
@@ -64,11 +55,7 @@ def newcomers_table(state: PVIState, label: Hashable, num_rows: int) -> GroupTab
 
 @dataclasses.dataclass(frozen=True)
 class Newcomers:
-    """Brings rows to states.
-
-    Args:
-        pvi: whose states they are.
-    """
+    """Brings rows to states."""
 
     pvi: Any
 
@@ -84,17 +71,10 @@ class Newcomers:
     ) -> PVIState:
         """Bring in a client that has its own rows, where all others are there as well: see :meth:`numpyro_pvi.PVI.add_group`.
 
-        Args:
-            fresh: a state of all clients that there are now, as ``init`` makes it.
-            state: of those that there were.
-            label: of the one that has come.
-            rows: what stands for the rows of all, arrays and static leaves.
-            num_steps: rounds over all clients.
-            tol: posterior sds below which they stop.
-
-        Raises:
-            PartitionError: for a label that a group has already.
-            StateError: where the clients are not those of the state and the new one.
+        ``fresh``: a state of all clients that there are now, as ``init`` makes it; ``label``: of the one that has come;
+        ``rows``: what stands for the rows of all, arrays and static leaves; ``tol``: posterior sds below which they stop.
+        Raises PartitionError for a label that a group has already; StateError where the clients are not those of the state and
+        the new one.
         """
         refuse_tied(state, "add_group")
         refuse_absent(state, "add_group goes on with all clients")
@@ -304,12 +284,8 @@ def _check_structure(plan: Plan, found: Any) -> None:
 def refuse_skipped(state: PVIState, rounds: int) -> None:
     """Raise when an arriving group could not be absorbed in any round.
 
-    Args:
-        state: the state after its first rounds.
-        rounds: how many there were.
-
-    Raises:
-        SkippedGroupError: naming the groups; its ``.state`` holds them at their starting sites.
+    ``state``: the state after its first rounds. Raises SkippedGroupError naming the groups; its ``.state`` holds them at their
+    starting sites.
     """
     part = state.plan.partition
     runs = np.asarray(state.report.skip_run)[int(part.has_prior_factor) :]

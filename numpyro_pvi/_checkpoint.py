@@ -22,18 +22,10 @@ FORM = Form(b"\x89PVI\r\n\x1a\n", VERSION, VERSION, 1 << 26, 1 << 63, 1 << 16)
 def write_checkpoint(path: Any, header: dict[str, Any], arrays: list[tuple[str, np.ndarray]]) -> None:
     """Write a file so that at any moment the path holds all of the old one or all of the new one.
 
-    A temporary file in the same folder (mode 0600) is written, flushed to the disk and renamed over the path; then the
-    folder is flushed. A hard link to an older file keeps that one's content. What writers that were killed have left behind
-    is removed.
-
-    Args:
-        path: where; its folder exists.
-        header: what JSON can hold.
-        arrays: names and arrays.
-
-    Raises:
-        CheckpointError: for a dtype that cannot be stored, a path that is a link or no file, and whatever the system
-            refuses.
+    A temporary file in the same folder (mode 0600) is written, flushed to the disk and renamed over the path; then the folder
+    is flushed. A hard link to an older file keeps that one's content. What writers that were killed have left behind is
+    removed. Raises CheckpointError for a dtype that cannot be stored, a path that is a link or no file, and whatever the system
+    refuses.
     """
     parts = _encode(header, arrays)
     try:
@@ -53,15 +45,8 @@ def write_checkpoint(path: Any, header: dict[str, Any], arrays: list[tuple[str, 
 def read_checkpoint(path: Any) -> Contents:
     """Read a file of :func:`write_checkpoint`.
 
-    Args:
-        path: the file.
-
-    Returns:
-        Header and arrays (read-only).
-
-    Raises:
-        CheckpointError: says whether the file is missing, a link, empty, no checkpoint, of a newer version, cut short, or
-            damaged.
+    Returns header and arrays (read-only). Raises CheckpointError that says whether the file is missing, a link, empty, no
+    checkpoint, of a newer version, cut short, or damaged.
     """
     path = as_path(path)
     name = repr(str(path))
@@ -136,14 +121,7 @@ def _fault_message(name: str, size: int, error: WireError, start: bytes) -> str:
 def as_path(path: Any) -> pathlib.Path:
     """The path of a checkpoint.
 
-    Args:
-        path: the user's.
-
-    Returns:
-        The path.
-
-    Raises:
-        CheckpointError: for what the system would not take as a path: a number, or text with NUL bytes or lone surrogates.
+    Raises CheckpointError for what the system would not take as a path: a number, or text with NUL bytes or lone surrogates.
     """
     try:
         found = pathlib.Path(os.fsdecode(path))

@@ -112,14 +112,9 @@ class Snapshot:
     identity. Functions are followed into their cells, defaults, attributes and the globals that their code names; methods,
     partials, containers, and the attributes of objects and modules that code so reached names, likewise.
 
-    Args:
-        roots: the objects.
-        names: attributes and globals that are known to be named.
-        unread: containers, by identity, that the model's code writes into, each with the number of entries that count.
-
-    Attributes:
-        exact: whether everything that was met could be looked into.
-        sizes: mutable containers, by identity, with their lengths.
+    ``names``: attributes and globals that are known to be named; ``unread``: containers, by identity, that the model's code
+    writes into, each with the number of entries that count; ``exact``: whether everything that was met could be looked into;
+    ``sizes``: mutable containers, by identity, with their lengths.
     """
 
     def __init__(
@@ -345,11 +340,8 @@ _NO_MATTER = frozenset(
 class SiteDigest:
     """One sample site of a traced model.
 
-    Attributes:
-        latent: whether it is a latent.
-        words: its distribution's classes, shapes and plates.
-        value: hexadecimal digits of what is observed; empty for a latent.
-        density: the same of its log density.
+    ``words``: its distribution's classes, shapes and plates; ``value``: hexadecimal digits of what is observed; empty for a
+    latent; ``density``: the same of its log density.
     """
 
     latent: bool
@@ -361,14 +353,8 @@ class SiteDigest:
 def model_digest(model: Callable, arrays: list, static: tuple, salt: str = "") -> dict[str, SiteDigest]:
     """Digests of a model's sample sites, in the order of the model.
 
-    Args:
-        model: the NumPyro model.
-        arrays: the arrays among its arguments, or their shapes.
-        static: the rest, as of ``split_arguments``.
-        salt: text that enters every digest.
-
-    Returns:
-        By site. ``numpyro.param`` sites are there with their initial values.
+    ``arrays``: the arrays among its arguments, or their shapes; ``static``: the rest, as of ``split_arguments``. Returns by
+    site. ``numpyro.param`` sites are there with their initial values.
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     told: dict[str, tuple[bool, str]] = {}
@@ -508,13 +494,7 @@ def _plain(value: Any) -> str:
 def first_difference(theirs: dict[str, SiteDigest], own: dict[str, SiteDigest], where: str = "the file") -> str | None:
     """How one model differs from another, at the first sample site where it does.
 
-    Args:
-        theirs: a file's, or another process's.
-        own: what is here.
-        where: what the first is in.
-
-    Returns:
-        One clause, or None where they are the same.
+    Returns one clause, or None where they are the same.
     """
     return next(_differences(theirs, own, where), None)
 
@@ -634,8 +614,7 @@ class Followed:
     def turn(self, trace: bool) -> Iterator[None]:
         """One call of the PVI: what it closes over is looked at first, and does not change in the eyes of calls within.
 
-        Args:
-            trace: whether the call may cost a trace of the model.
+        ``trace``: whether the call may cost a trace of the model.
         """
         if self._inside:
             with at_work(self.programs):
@@ -664,13 +643,7 @@ class Followed:
         return Snapshot(self.roots, known, self._unread)
 
     def compare(self, model: Callable, args: tuple, kwargs: dict) -> None:
-        """Trace the model, where snapshots may not tell all of it, and drop programs if it is not what it was.
-
-        Args:
-            model: the NumPyro model.
-            args: positional arguments as arrays.
-            kwargs: keyword arguments as arrays.
-        """
+        """Trace the model, where snapshots may not tell all of it, and drop programs if it is not what it was."""
         if not self._to_trace or is_traced((args, kwargs)):
             return
         arrays, static = split_arguments(args, kwargs)
@@ -702,11 +675,7 @@ class Followed:
         now.snapshot, now.restless = self._look(), not written
 
     def renew_guide(self, guide: Any) -> None:
-        """Have a guide set up anew that was set up when the model closed over something else.
-
-        Args:
-            guide: the guide.
-        """
+        """Have a guide set up anew that was set up when the model closed over something else."""
         whole, of_model = vars(guide).get(_MARK, (None, None))
         if whole is self.programs.snapshot:
             return
@@ -719,11 +688,8 @@ class Followed:
 def check_picklable(pvi: Any) -> None:
     """Refuse to pickle a PVI with a part that cannot be: an optimiser is made of functions that only this process has.
 
-    Args:
-        pvi: the PVI. What ``copy`` and picklers of closures ask for is left to them.
-
-    Raises:
-        PVIError: naming the part, and what to do.
+    ``pvi``: the PVI. What ``copy`` and picklers of closures ask for is left to them. Raises PVIError naming the part, and what
+    to do.
     """
     if not _PICKLE_ALL.isdisjoint(_who_asks().split(".")):
         return
@@ -748,12 +714,7 @@ def _who_asks() -> str:
 def follows(verb: Callable | None = None, *, trace: bool = True) -> Any:
     """A method of PVI that takes its turn among all threads, and follows what the model closes over.
 
-    Args:
-        verb: the method.
-        trace: whether a call may cost a trace of the model; without, only what a snapshot sees is followed.
-
-    Returns:
-        The method.
+    ``trace``: whether a call may cost a trace of the model; without, only what a snapshot sees is followed.
     """
     if verb is None:
         return functools.partial(follows, trace=trace)
@@ -772,14 +733,7 @@ def follows(verb: Callable | None = None, *, trace: bool = True) -> Any:
 def _refuse_shared(verb: str, model: Callable, names: set[str], count: int) -> None:
     """Raise where a keyword is the verb's own and a parameter of the model that no positional argument is for.
 
-    Args:
-        verb: name of the method.
-        model: the NumPyro model.
-        names: keywords of the call that are the method's own.
-        count: positional arguments of the model.
-
-    Raises:
-        PVIError: naming the keyword.
+    ``names``: keywords of the call that are the method's own. Raises PVIError naming the keyword.
     """
     for place, name in enumerate(positional_names(model)):
         if name in names and place >= count:
@@ -796,20 +750,9 @@ def _refuse_shared(verb: str, model: Callable, names: set[str], count: int) -> N
 def with_prior_of_now(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
     """A state with the prior that the model has at this call.
 
-    A state carries the prior that is held exactly. States that the model as it is now has made are taken as they are; of others the
-    prior is read anew, and put in where it differs.
-
-    Args:
-        pvi: the PVI.
-        state: a state.
-        dynamic: arrays of the model's arguments.
-        static: the rest of them.
-
-    Returns:
-        The state. Under ``jit`` it is the one given.
-
-    Raises:
-        StateError: where a prior that was held exactly is of another family now.
+    A state carries the prior that is held exactly. States that the model as it is now has made are taken as they are; of others
+    the prior is read anew, and put in where it differs. Returns the state. Under ``jit`` it is the one given. Raises StateError
+    where a prior that was held exactly is of another family now.
     """
     followed = pvi._followed.programs
     if is_traced((state, dynamic)) or followed.has_made(state):

@@ -70,12 +70,9 @@ def _options(level: str) -> dict[str, Any]:
 def level_of(work: int, often: bool = False) -> str:
     """How well a program is to be compiled.
 
-    Args:
-        work: numbers that one call (of a program that runs often: one round) makes.
-        often: whether it runs many times in a fit.
-
-    Returns:
-        "cheap" where compiling outweighs running, else "middle"; "full" for many rounds of what takes a good part of a second.
+    ``work``: numbers that one call (of a program that runs often: one round) makes; ``often``: whether it runs many times in a
+    fit. Returns "cheap" where compiling outweighs running, else "middle"; "full" for many rounds of what takes a good part of a
+    second.
     """
     if often and work > _LARGEST_MIDDLE:
         return "full"
@@ -83,14 +80,7 @@ def level_of(work: int, often: bool = False) -> str:
 
 
 def level_of_looks(*arrays: Any) -> str:
-    """How well a program is to be compiled that looks at a model some dozen times.
-
-    Args:
-        arrays: pytrees of what it reads.
-
-    Returns:
-        As :func:`level_of`.
-    """
+    """How well a program is to be compiled that looks at a model some dozen times. Returns as :func:`level_of`."""
     return level_of(_POINTS * _size(arrays))
 
 
@@ -117,10 +107,6 @@ class Program:
 
     Under an outer ``jit``, ``vmap`` or ``grad`` it is the plain one, since an outer program decides how it is compiled. Where JAX
     is asked to leave most optimisations out (``JAX_DISABLE_MOST_OPTIMIZATIONS``), "middle" is "cheap".
-
-    Args:
-        fn: the function.
-        static: names of its static arguments.
     """
 
     def __init__(self, fn: Callable, static: tuple[str, ...] = ()):
@@ -130,10 +116,7 @@ class Program:
     def __call__(self, *args: Any, level: str | None = None, **kwargs: Any) -> Any:
         """The function's value.
 
-        Args:
-            args: its positional arguments.
-            level: "cheap", "middle" or "full"; by default "cheap" for small arguments, "full" for others.
-            kwargs: its keyword arguments.
+        ``level``: "cheap", "middle" or "full"; by default "cheap" for small arguments, "full" for others.
         """
         if level is None:
             level = "cheap" if _size((args, kwargs)) <= _LARGEST_READING else "full"
@@ -227,12 +210,8 @@ class Programs:
     def of(self, function: Callable, static: tuple[tuple[str, Any], ...]) -> Program:
         """This owner's compiled copy of a function.
 
-        Args:
-            function: a module's function.
-            static: names and (hashable) values of its static arguments.
-
-        Returns:
-            A program of the other arguments; the same one at every call.
+        ``static``: names and (hashable) values of its static arguments. Returns a program of the other arguments; the same one
+        at every call.
         """
         key = function, static
         if key not in self._made:
@@ -306,12 +285,7 @@ def as_here(call: Callable) -> Callable:
     """A function that runs under the settings of JAX that hold now, whichever thread calls it.
 
     JAX keeps what ``with jax.enable_x64(...)`` and the like set for the thread that said so; a program calls back from its own.
-
-    Args:
-        call: the function.
-
-    Returns:
-        The same under the settings.
+    Returns the same under the settings.
     """
     wanted = {name: getattr(jax.config, name) for name in _TRACED_UNDER}
 
@@ -370,12 +344,8 @@ def token_here() -> Token | None:
 def owned_jit(function: Callable, static_argnames: tuple[str, ...]) -> Callable:
     """``jax.jit`` whose programs belong to the owner at work.
 
-    Args:
-        function: a module's function.
-        static_argnames: its arguments that are no arrays; hashable.
-
-    Returns:
-        The compiled function, with one keyword more: ``level``, "cheap", "middle" or "full" (the default).
+    ``static_argnames``: its arguments that are no arrays; hashable. Returns the compiled function, with one keyword more:
+    ``level``, "cheap", "middle" or "full" (the default).
     """
     names = tuple(inspect.signature(function).parameters)
 
@@ -401,12 +371,7 @@ def _copy(function: Callable, static: dict[str, Any]) -> Callable:
 def look(fn: Callable, *args: Any) -> Any:
     """Run a function of a model once, as one program, which the fit that is being made keeps for its next call.
 
-    Args:
-        fn: a function of pytrees of arrays.
-        args: its arguments.
-
-    Returns:
-        Its value.
+    ``fn``: a function of pytrees of arrays.
     """
     return _present()(fn, *args)
 
@@ -414,14 +379,9 @@ def look(fn: Callable, *args: Any) -> Any:
 def look_again(known: Any, make: Callable[[], tuple[Callable, Any]], *args: Any) -> tuple[Any, Any]:
     """Run a function of a model as :func:`look` does; the fit that is being made traces it once, while its model is the same.
 
-    Args:
-        known: hashable; all that the function depends on beside its arguments and what the model closes over. None where that
-            cannot be told: the function is traced.
-        make: makes the function, and what else was found on the way to it.
-        args: its arguments.
-
-    Returns:
-        Its value, and what else was found.
+    ``known``: hashable; all that the function depends on beside its arguments and what the model closes over. None where that
+    cannot be told: the function is traced; ``make``: makes the function, and what else was found on the way to it. Returns its
+    value, and what else was found.
     """
     return _present().again(known, make, *args)
 
@@ -429,12 +389,7 @@ def look_again(known: Any, make: Callable[[], tuple[Callable, Any]], *args: Any)
 def on_device(value: Any, dtype: Any = None) -> Any:
     """An array of what is known on the host. ``jnp.asarray`` compiles a program to convert or copy it, one for every shape.
 
-    Args:
-        value: numbers, copied.
-        dtype: of the array; by default the value's, as JAX holds it.
-
-    Returns:
-        The array.
+    ``dtype``: of the array; by default the value's, as JAX holds it.
     """
     return jax.device_put(np.array(value, dtype))
 

@@ -55,13 +55,8 @@ class Progress:
 class Checkpoint:
     """The file of one run. Its digests are salted: as the file that is there has it, or afresh.
 
-    Args:
-        pvi: what runs.
-        path: the file.
-        every: rounds between writes, or None: after every compiled block.
-        start: what the run starts from (key, init_params, init_state).
-        data: the model's arguments.
-        salt: text that enters every digest.
+    ``every``: rounds between writes, or None: after every compiled block; ``start``: what the run starts from (key,
+    init_params, init_state).
     """
 
     pvi: Any
@@ -79,8 +74,7 @@ class Checkpoint:
     def resume(self) -> Progress | None:
         """Where the file says that the run is; None when there is no file.
 
-        Raises:
-            CheckpointError: for a file that cannot be read, or that is not this run's; it is left as it is.
+        Raises CheckpointError for a file that cannot be read, or that is not this run's; it is left as it is.
         """
         if not os.path.lexists(as_path(self.path)):
             return None
@@ -122,21 +116,11 @@ def begin(
 ) -> tuple[Checkpoint | None, Progress]:
     """The checkpoint that a run keeps, and where the run starts: from its file, from a given state, or afresh.
 
-    Args:
-        pvi: what runs.
-        path: ``run``'s checkpoint, or None.
-        every: ``run``'s checkpoint_every, or None.
-        rng_key: the run's key.
-        given: the model's converted arguments ``(args, kwargs)``.
-        init_params: where q is asked to start, or None.
-        init_state: the state to continue from, or None.
-
-    Returns:
-        The checkpoint (None when none was asked for), and the start.
-
-    Raises:
-        PVIError: for a ``checkpoint_every`` that is no positive int, or is given without ``checkpoint``.
-        CheckpointError: for a file that cannot be read, or is another run's.
+    ``path``: ``run``'s checkpoint, or None; ``every``: ``run``'s checkpoint_every, or None; ``given``: the model's converted
+    arguments ``(args, kwargs)``; ``init_params``: where q is asked to start, or None; ``init_state``: the state to continue
+    from, or None. Returns the checkpoint (None when none was asked for), and the start. Raises PVIError for a
+    ``checkpoint_every`` that is no positive int, or is given without ``checkpoint``; CheckpointError for a file that cannot be
+    read, or is another run's.
     """
     if every is not None and (not isinstance(every, (int, np.integer)) or every < 1):
         raise PVIError(f"checkpoint_every={every!r}: expected a positive int, the rounds between two writes.")
@@ -228,12 +212,7 @@ class Run(NamedTuple):
 def waiting(num_steps: int, shown: bool) -> tqdm.tqdm:
     """The bar of a run from its first moment: before any round it says what is waited for.
 
-    Args:
-        num_steps: number of rounds.
-        shown: whether to show it.
-
-    Returns:
-        The bar, to be given to :func:`drive`, or closed.
+    Returns the bar, to be given to :func:`drive`, or closed.
     """
     return tqdm.tqdm(total=num_steps, disable=not shown, unit="round", desc="planning")
 
@@ -252,25 +231,14 @@ def drive(
 ) -> Run:
     """Run blocks of rounds until the number is reached, the tolerance is met, or a callback or the user stops it.
 
-    Args:
-        rounds: ``(state, count, tol, length) -> (state, losses, reports, done, missed)``, compiled once for all blocks.
-        info: a state's report.
-        before: where to start, and what was done before.
-        num_steps: number of rounds, those done before included.
-        tol: tolerance in posterior sds, or None.
-        callback: called after every round.
-        progress_bar: whether to show progress, or the bar of :func:`waiting`; it is closed here.
-        checkpoint: where to write the progress, or None.
-        verify: looks at the structure in use between blocks, and whether the run would end there; see
-            :class:`numpyro_pvi._verified.Verifier`.
-        workers: what the bar says of those that answer for the groups, or None.
-
-    Returns:
-        The last state, the losses of all rounds, and how it ended.
-
-    Raises:
-        SkippedGroupError: when a factor was skipped in :data:`SKIP_LIMIT` rounds running.
-        NonFiniteLossError: when the rounds end with a loss that is not finite.
+    ``rounds``: ``(state, count, tol, length) -> (state, losses, reports, done, missed)``, compiled once for all blocks;
+    ``before``: where to start, and what was done before; ``num_steps``: number of rounds, those done before included; ``tol``:
+    tolerance in posterior sds, or None; ``callback``: called after every round; ``progress_bar``: whether to show progress, or
+    the bar of :func:`waiting`; it is closed here; ``checkpoint``: where to write the progress, or None; ``verify``: looks at
+    the structure in use between blocks, and whether the run would end there; see :class:`numpyro_pvi._verified.Verifier`;
+    ``workers``: what the bar says of those that answer for the groups, or None. Returns the last state, the losses of all
+    rounds, and how it ended. Raises SkippedGroupError when a factor was skipped in :data:`SKIP_LIMIT` rounds running;
+    NonFiniteLossError when the rounds end with a loss that is not finite.
     """
     limit = np.asarray(-1.0 if tol is None else tol, jnp.result_type(float))
     bar = progress_bar if isinstance(progress_bar, tqdm.tqdm) else waiting(num_steps, progress_bar)

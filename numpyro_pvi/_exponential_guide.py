@@ -85,16 +85,8 @@ def _bare(member: Any) -> tuple[Any, int]:
 def make_latent(name: str, fn: Any, given: Any) -> Latent:
     """Find a latent's family and where its params start.
 
-    Args:
-        name: the latent, for messages.
-        fn: its prior.
-        given: the family asked for, or None for that of the prior.
-
-    Returns:
-        The latent, its params with the prior's batch axes leading.
-
-    Raises:
-        GuideError: where there is no family, or one with other shapes or another support.
+    ``given``: the family asked for, or None for that of the prior. Returns the latent, its params with the prior's batch axes
+    leading. Raises GuideError where there is no family, or one with other shapes or another support.
     """
     family = _family_of(name, fn, given)
     conjugate = _is_member(family, fn, given is not None)
@@ -593,14 +585,7 @@ def block_marginals(
 ) -> dict[Hashable, dist.Distribution]:
     """The distributions of latents that share one Gaussian: each latent's own, and the whole under the tuple of their names.
 
-    Args:
-        names: the latents.
-        shapes: theirs.
-        whole: of their values, end to end.
-        trace: an entry for every latent, with its distribution or its support.
-
-    Returns:
-        By name.
+    ``whole``: of their values, end to end; ``trace``: an entry for every latent, with its distribution or its support.
     """
     loc, covariance = whole.mean, whole.covariance_matrix
     found: dict[Hashable, dist.Distribution] = {}

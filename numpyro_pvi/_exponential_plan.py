@@ -77,12 +77,8 @@ _STATE = (MemberSites, RowVisits, LookedAtLess, MatchState, RowMatches, Chains)
 def product_types(guide: Any) -> dict[str, type]:
     """Types of plans and states by name: the package's, and those of families that were registered or given.
 
-    Args:
-        guide: whose families are looked at.
-
-    Returns:
-        The types; a family's natural parameters are those of its unit factor. Functions that make a family have given the guide
-        theirs where it is set up.
+    Returns the types; a family's natural parameters are those of its unit factor. Functions that make a family have given the
+    guide theirs where it is set up.
     """
     public = [getattr(families, name) for name in families.__all__]
     known = [x for x in public if isinstance(x, type) and x.__name__.endswith(("Family", "Natural"))]
@@ -106,12 +102,7 @@ def guide_shapes(guide: Any) -> dict[str, tuple[int, ...]]:
 def check_families(guide: Any, plan: ProductPlan) -> None:
     """Refuse a guide whose latents have other families than a plan's.
 
-    Args:
-        guide: set up, with the plan's latents.
-        plan: the plan.
-
-    Raises:
-        StateError: naming the latent.
+    ``guide``: set up, with the plan's latents. Raises StateError naming the latent.
     """
     for name, family in plan.family.components:
         latent = guide._latents.get(name)
@@ -145,15 +136,8 @@ class Components:
 def components_of(guide: AutoExponentialFamily, latents: dict[str, tuple[int, ...]]) -> Components:
     """Read the components off a guide.
 
-    Args:
-        guide: set up.
-        latents: the model's latents and their shapes.
-
-    Returns:
-        The components.
-
-    Raises:
-        GuideError: for a guide of another model, or discrete latents without finitely many values.
+    ``latents``: the model's latents and their shapes. Raises GuideError for a guide of another model, or discrete latents
+    without finitely many values.
     """
     own = {n: tuple(guide.prototype_trace[n]["fn"].shape()) for n in (*guide._latents, *_blocked(guide))}
     if own != latents:
@@ -207,24 +191,10 @@ def plan_product(
 ) -> tuple[ProductPlan, ProductNatural, Any]:
     """Find the exactly held prior and the structure of the factors.
 
-    Args:
-        planned: how the model is split.
-        components: of q.
-        call: the model with all rows.
-        base: the plan so far.
-        expectation: "auto", "exact" or "monte_carlo".
-        turns: as of :func:`turns_of`.
-        inside: as of :func:`inside_of`.
-        key: a random key.
-        factors: components whose prior is a factor, whatever it looks like.
-        away: values of the model's params at which structure is looked for: special ones, such as a start at 0, would hide it.
-
-    Returns:
-        The plan, natural parameters of the exactly held prior (zero elsewhere), and those where the PRIOR site starts (zero
-        where the prior is exact; None without a prior factor).
-
-    Raises:
-        PVIError: where a factor cannot be treated as asked.
+    ``expectation``: "auto", "exact" or "monte_carlo"; ``factors``: components whose prior is a factor, whatever it looks like;
+    ``away``: values of the model's params at which structure is looked for: special ones, such as a start at 0, would hide it.
+    Returns the plan, natural parameters of the exactly held prior (zero elsewhere), and those where the PRIOR site starts (zero
+    where the prior is exact; None without a prior factor). Raises PVIError where a factor cannot be treated as asked.
     """
     part, family = planned.plan, components.family
     plan = ProductPlan(
@@ -350,16 +320,7 @@ def plan_beside(
 ) -> Planned:
     """Plan how groups are read, with the discrete latents that q holds at one value.
 
-    Args:
-        partition: the model with its grouping.
-        family: of q.
-        held: the latents.
-        args: positional arguments as arrays.
-        kwargs: keyword arguments as arrays.
-        key: a random key.
-
-    Returns:
-        The plan, in which those latents are no observations.
+    Returns the plan, in which those latents are no observations.
     """
     if partition.mode == "auto" and any(base_family(f).chained for _, f in family.components):
         # A chain has as many states as there are rows: looking up a chunk's states in it costs as much as all rows.
@@ -379,16 +340,7 @@ def plan_beside(
 def inside_of(trace: dict, rows: RowAxes, guide: AutoExponentialFamily) -> tuple[RowLatent, ...]:
     """The latents inside the partitioned plate.
 
-    Args:
-        trace: an abstract trace of the model.
-        rows: the partitioned axes.
-        guide: set up.
-
-    Returns:
-        The latents.
-
-    Raises:
-        GuideError: for a joint block with one of them, or where they are in several partitioned plates.
+    Raises GuideError for a joint block with one of them, or where they are in several partitioned plates.
     """
     axes = {n: axis for n, s in trace.items() if is_latent(s) and (axis := rows.of(s)) is not None}
     blocked = [n for n in axes if n not in guide._latents]
@@ -423,8 +375,7 @@ def blocks_of(solver: Any, inside: tuple[RowLatent, ...]) -> Any:
 def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
     """Refuse random groups and rows that do not fit the groups or the model.
 
-    Raises:
-        PVIError: naming the group, the latent or the argument.
+    Raises PVIError naming the group, the latent or the argument.
     """
     if solver.matches_moments:
         check_tilted(plan, solver)
@@ -445,8 +396,7 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
 def proved_plan(plan: ProductPlan, expectation: str) -> ProductPlan:
     """A plan for private visits, without structure that was seen in values of the rows and not proved.
 
-    Raises:
-        PVIError: for observations outside the partitioned plate, which are no group's; or a component that cannot be drawn.
+    Raises PVIError for observations outside the partitioned plate, which are no group's; or a component that cannot be drawn.
     """
     part = proved_only(plan.partition)
     claims = [c.split("/", 1) for c in product_claims(plan)]
@@ -460,15 +410,8 @@ def proved_plan(plan: ProductPlan, expectation: str) -> ProductPlan:
 def turns_of(components: Components, order: Any) -> tuple[int, ...]:
     """For every component, in the family's order, the number of its step in a round.
 
-    Args:
-        components: of q.
-        order: the solver's ``blocks``.
-
-    Returns:
-        The numbers; all 0 where everything moves at once.
-
-    Raises:
-        PVIError: for an order that names what is no latent.
+    ``order``: the solver's ``blocks``. Returns the numbers; all 0 where everything moves at once. Raises PVIError for an order
+    that names what is no latent.
     """
     names = [name for name, _ in components.family.components]
     if order == "parallel":
@@ -514,16 +457,8 @@ def _flat(terms: dict) -> Any:
 def product_prior_now(plan: ProductPlan, call: ValueCall, q: ProductNatural) -> ProductNatural:
     """The exactly held prior as the model has it now; see :func:`numpyro_pvi._closures.with_prior_of_now`.
 
-    Args:
-        plan: of a state.
-        call: the model with its arguments.
-        q: where the other latents are looked at, of which it does not depend.
-
-    Returns:
-        Natural parameters by component, zero where the prior is a factor.
-
-    Raises:
-        StateError: where a prior that was held exactly is of another family now.
+    ``q``: where the other latents are looked at, of which it does not depend. Returns natural parameters by component, zero
+    where the prior is a factor. Raises StateError where a prior that was held exactly is of another family now.
     """
     held, _ = _exact_prior(Components(plan.family, q, plan.blocks), call, jax.random.key(0))
     for name in plan.exact:

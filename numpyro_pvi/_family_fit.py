@@ -209,7 +209,6 @@ class FamilyFit:
 
     def words(self, state: PVIState, solver: Any) -> tuple[FactorWords, FactorWords]:
         """What they are conjugate in."""
-        del solver
         plan = _plan_of(state)
 
         def told(factor: FactorStructure, which: int) -> FactorWords:
@@ -314,14 +313,7 @@ class FamilyFit:
 
 
 def refuse_members_elsewhere(opening: Opening) -> None:
-    """Raise for latents of rows that are not here.
-
-    Args:
-        opening: the call of ``init``.
-
-    Raises:
-        PVIError: naming them.
-    """
+    """Raise for latents of rows that are not here. ``opening``: the call of ``init``. Raises PVIError naming them."""
     inside = [n for n, s in opening.trace.items() if is_latent(s) and opening.rows.of(s) is not None]
     if inside:
         raise PVIError(
@@ -481,17 +473,8 @@ def _ready_to_match(engine: ProductEngine, state: PVIState, args: tuple, kwargs:
 def _with_members(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
     """A state with members for the rows that have come: at their prior, given a draw of the shared latents from q.
 
-    Args:
-        pvi: whose.
-        state: with the plan and packing of these rows, and without members.
-        args: the model's positional arguments, with these rows.
-        kwargs: its keyword arguments.
-
-    Returns:
-        The state. What q says of shared latents is as it was.
-
-    Raises:
-        StateError: where a prior that was held exactly is of another family now.
+    ``state``: with the plan and packing of these rows, and without members. Returns the state. What q says of shared latents is
+    as it was. Raises StateError where a prior that was held exactly is of another family now.
     """
     plan, call, q = _plan_of(state), pvi._engine.call(state, args, kwargs), posterior(state.prior, state.sites)
     key = jax.random.fold_in(state.rng_key, 0xA77)

@@ -82,10 +82,7 @@ class Begun:
     Attributes:
         opening: the call of ``init``.
         planned: the partition's plan, and what was found on the way.
-        plan: the state's.
         optim_state: of the optimiser of the model's ``numpyro.param`` sites, or None.
-        dynamic: arrays of the model's arguments.
-        static: the static leaves.
         at: where the prior is looked at: Float[D], its location; natural parameters where q is a product of families.
         first: natural parameters of the exactly held prior, and where the PRIOR site starts, where planning has read them.
     """
@@ -102,8 +99,7 @@ class Begun:
     def lay_out(self, pvi: Any, plan: Any) -> Any:
         """Where rows stand, under the plan that is followed: see :meth:`numpyro_pvi.runtime.Runtime.lay_out`.
 
-        Raises:
-            PVIError: for a prior that depends on rows which no device has all of.
+        Raises PVIError for a prior that depends on rows which no device has all of.
         """
         packing = pvi.runtime.lay_out(self.planned.packing, pvi._engine.whole_groups, self.planned.plan.mechanism)
         refuse_prior_of_rows(pvi._engine, plan, packing, self.dynamic, self.static, self.optim_state, self.at)
@@ -113,9 +109,8 @@ class Begun:
 class Fit(Protocol):
     """All in which fits under one kind of guide differ from those under another; ``pvi`` is the PVI, ``guide`` its guide.
 
-    Attributes:
-        plan_type: class of the plans of its states.
-        stores_memories: whether a file has solvers' memories with their structure; else that is the solver's own.
+    ``plan_type``: class of the plans of its states; ``stores_memories``: whether a file has solvers' memories with their
+    structure; else that is the solver's own.
     """
 
     plan_type: type
@@ -221,19 +216,8 @@ def begin_fit(
 ) -> Begun:
     """Split a model and find the structure of every factor; where the rows are elsewhere, ask for what was found there.
 
-    Args:
-        pvi: whose.
-        rng_key: random key.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-        init_params: the user's, or None.
-        plan_key: random key of the points at which structure is looked for; None takes one of ``rng_key``'s.
-
-    Returns:
-        The plan. How sites are held is still to be decided.
-
-    Raises:
-        PVIError: as of ``PVI.init``.
+    ``plan_key``: random key of the points at which structure is looked for; None takes one of ``rng_key``'s. Returns the plan.
+    How sites are held is still to be decided. Raises PVIError as of ``PVI.init``.
     """
     opening = open_call(pvi, rng_key, args, kwargs, pvi._fit.families(pvi.guide))
     if plan_key is not None:
@@ -256,7 +240,6 @@ class GaussianFit:
 
     def families(self, guide: Any) -> Collection[str]:
         """None: discrete latents are summed out."""
-        del guide
         return ()
 
     def plan(self, pvi: Any, opening: Opening, init_params: dict | None) -> Begun:
@@ -389,7 +372,6 @@ class GaussianFit:
 
     def arrival(self, solver: Any, plan: Any, table: GroupTable, rows: dict[str, int]) -> Arrival:
         """See :func:`numpyro_pvi.factors.arrive`."""
-        del solver
         return arrive(plan.partition, table, rows, plan.family.full)
 
     def arrived(self, pvi: Any, state: PVIState, dynamic: list, static: tuple, known: Any) -> tuple[dict, Any]:
@@ -436,7 +418,6 @@ class GaussianFit:
 
     def types(self, guide: Any) -> dict[str, type]:
         """None beside the package's own."""
-        del guide
         return {}
 
 

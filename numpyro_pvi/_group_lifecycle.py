@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from ._state import Plan, PVIState
@@ -26,7 +25,7 @@ from .factors import (
 from .handlers import PRIOR, known_labels, plain
 from .runtime import by_chains, chains_wanted, site_with_rows, with_chains
 from .schedules import BY_FACTOR
-from .sites import MemberSites, SiteStack, add_slots, keep_slots, posterior, take, tied_site
+from .sites import MemberSites, SiteStack, add_slots, keep_slots, posterior, take, tie, tied_site
 
 # ---------------------------------------------------------------------------------- what compiled programs see of a state
 
@@ -35,15 +34,9 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
     """The state as compiled programs take it: no labels, and all absent groups as one factor.
 
     A program's key then depends on shapes alone, and adding a group of rows that there was a program for compiles nothing.
-
-    Args:
-        state: the state.
-        engine: the fit's choices: programs of a stochastic solver, of chains, or of a schedule
-            that takes rows as they come, read the groups' sizes (and so do ``engine.reads_sizes``), and those of a schedule with
-            settings by label read the labels.
-
-    Returns:
-        A state to be handed back to :func:`restored`.
+    ``engine``: the fit's choices: programs of a stochastic solver, of chains, or of a schedule that takes rows as they come,
+    read the groups' sizes (and so do ``engine.reads_sizes``), and those of a schedule with settings by label read the labels.
+    Returns a state to be handed back to :func:`restored`.
     """
     plan = state.plan
     by_label = engine.schedule.by_label or engine.solver.by_label or engine.runtime.by_label
@@ -60,12 +53,7 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
 def restored(done: PVIState, before: PVIState) -> PVIState:
     """What a compiled program made of a reduced state, with labels, absent groups and the places of the rows put back.
 
-    Args:
-        done: the program's result.
-        before: the state that was reduced.
-
-    Returns:
-        The state.
+    ``before``: the state that was reduced.
     """
     sites = dataclasses.replace(done.sites, others=before.sites.others)
     return dataclasses.replace(done, plan=before.plan, sites=sites, packing=before.packing)
@@ -74,12 +62,8 @@ def restored(done: PVIState, before: PVIState) -> PVIState:
 def begin_chains(solver: Any, state: PVIState) -> PVIState:
     """The state with room for chains from its next round on, where some group's weights have collapsed too often.
 
-    Args:
-        solver: the local solver.
-        state: a state after rounds.
-
-    Returns:
-        The state; as it is where none are wanted, and under a trace, which cannot look at values.
+    ``state``: a state after rounds. Returns the state; as it is where none are wanted, and under a trace, which cannot look at
+    values.
     """
     if state.plan.chained or isinstance(state.step, jax.core.Tracer):
         return state
@@ -92,20 +76,13 @@ def begin_chains(solver: Any, state: PVIState) -> PVIState:
     )
 
 
-@jax.jit
-def _total(others: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), others)
+_total = jax.jit(tie)
 
 
 def refuse_other_rows(partition: Any, state: PVIState | None) -> None:
     """Raise where a state is to go on under labels that are not its rows'.
 
-    Args:
-        partition: the PVI's, or None.
-        state: a state, or None.
-
-    Raises:
-        StateError: naming the first row, or the labels.
+    Raises StateError naming the first row, or the labels.
     """
     differs = other_rows(partition, state) if isinstance(state, PVIState) else ""
     if differs:
@@ -119,14 +96,8 @@ def other_rows(partition: Any, state: PVIState) -> str:
     """Why labels that a Partition has for as many rows as a state has cannot be those of the state's rows.
 
     A state goes by its own labels. Rows in another order, or under other labels, would be taken for its groups' without a word.
-
-    Args:
-        partition: the PVI's, or None.
-        state: a state.
-
-    Returns:
-        A sentence without its end; empty where they agree, and where they are about other rows: of another number, or of groups
-        none of which is present.
+    Returns a sentence without its end; empty where they agree, and where they are about other rows: of another number, or of
+    groups none of which is present.
     """
     own, table = None if partition is None else partition.labelled(), state.plan.partition.table
     if own is None or own.num_rows != table.num_rows or not set(own.labels) & set(table.labels):
@@ -149,14 +120,7 @@ def other_rows(partition: Any, state: PVIState) -> str:
 def check_rows(state: PVIState, args: tuple, kwargs: dict, names: tuple[str, ...]) -> None:
     """Refuse arguments that are not the rows of the groups that are present.
 
-    Args:
-        state: a state.
-        args: positional arguments (arrays).
-        kwargs: keyword arguments.
-        names: names of the positional ones, for messages.
-
-    Raises:
-        StateError: naming the present groups, and the argument that does not fit.
+    Raises StateError naming the present groups, and the argument that does not fit.
     """
     plan = state.plan
     if not plan.partition.table.labels:
@@ -185,12 +149,7 @@ def rows_of(plan: Plan, args: tuple, kwargs: dict) -> tuple[list, tuple]:
 def refuse_absent(state: PVIState, what: str) -> None:
     """Raise for what needs every group's rows.
 
-    Args:
-        state: a state.
-        what: what was asked for, and why it needs them.
-
-    Raises:
-        StateError: naming the groups whose rows are not at hand.
+    ``what``: what was asked for, and why it needs them. Raises StateError naming the groups whose rows are not at hand.
     """
     if state.plan.absent:
         raise StateError(
@@ -200,15 +159,7 @@ def refuse_absent(state: PVIState, what: str) -> None:
 
 
 def refuse_tied(state: PVIState, call: str) -> None:
-    """Raise for what needs a group's own site where all groups share one.
-
-    Args:
-        state: a state.
-        call: the method that was called.
-
-    Raises:
-        PVIError: naming the solver to use.
-    """
+    """Raise for what needs a group's own site where all groups share one. Raises PVIError naming the solver to use."""
     if isinstance(state, PVIState) and state.plan.tied:
         raise PVIError(
             f"{call} is not possible with StochasticEP: its one site stands for the average group, and what a single group said "
@@ -220,18 +171,7 @@ def refuse_tied(state: PVIState, call: str) -> None:
 
 
 def site_of(state: PVIState, label: Hashable) -> Any:
-    """One group's site, present or absent.
-
-    Args:
-        state: a state.
-        label: the group's label.
-
-    Returns:
-        Natural parameters.
-
-    Raises:
-        PartitionError: for an unknown label, naming near ones.
-    """
+    """One group's site, present or absent. Raises PartitionError for an unknown label, naming near ones."""
     place = position(state.plan, label)
     slots = len(state.plan.absent)
     if state.plan.tied:
@@ -247,11 +187,7 @@ def site_of(state: PVIState, label: Hashable) -> Any:
 
 
 def position(plan: Plan, label: Any) -> int:
-    """Where a label stands among all groups'.
-
-    Raises:
-        PartitionError: for an unknown label, naming near ones.
-    """
+    """Where a label stands among all groups'. Raises PartitionError for an unknown label, naming near ones."""
     groups = plan.groups
     try:
         return groups.index(plain(label))
@@ -264,14 +200,7 @@ def position(plan: Plan, label: Any) -> int:
 
 
 def all_absent(state: PVIState) -> PVIState:
-    """Take every group's rows away: sites stay, local latents and solver states go.
-
-    Args:
-        state: a state.
-
-    Returns:
-        The state with no group present.
-    """
+    """Take every group's rows away: sites stay, local latents and solver states go. Returns the state with no group present."""
     plan, sites = state.plan, state.sites
     others = add_slots(sites.others, len(plan.absent), sites.groups)
     return _settled(state, others, plan.groups)
@@ -304,18 +233,9 @@ def _settled(state: PVIState, others: Any, absent: tuple) -> PVIState:
 def forgotten(state: PVIState, label: Hashable, solver: Any) -> PVIState:
     """The state without one group.
 
-    Args:
-        state: a state.
-        label: the group's label.
-        solver: of the fit; says whether its sites depend on their own rows alone.
-
-    Returns:
-        The state. Where the group was present, no group is afterwards.
-
-    Raises:
-        PVIError: where groups share a site.
-        PartitionError: for an unknown label, or PRIOR.
-        ImproperError: when q is not normalisable without the group.
+    ``solver``: of the fit; says whether its sites depend on their own rows alone. Returns the state. Where the group was
+    present, no group is afterwards. Raises PVIError where groups share a site; PartitionError for an unknown label, or PRIOR;
+    ImproperError when q is not normalisable without the group.
     """
     refuse_tied(state, "forget_group")
     if label is PRIOR:

@@ -16,7 +16,7 @@ import numpy as np
 from ._compiling import is_traced, owned_jit
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError, StateError
-from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, proved_only, with_expectation
+from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, is_observed, proved_only, with_expectation
 from .guides import guide_param_names, latents_given, param_transforms, params_to_natural
 from .handlers import Partition, PlateInfo, WholePartition, find_plates, kept_batch
 from .runtime import first_conditionals
@@ -26,16 +26,9 @@ from .sites import Held, LocalSites, OwnConditionals, SiteStack, posterior
 def initial_params(found: dict, given: dict | None, has_optim: bool) -> dict:
     """Constrained values of the model's ``numpyro.param`` sites to start from.
 
-    Args:
-        found: values that the model itself starts from; a param of a flax module is a pytree of arrays.
-        given: the user's ``init_params``, or None.
-        has_optim: whether there is an optimiser for them.
-
-    Returns:
-        One value per site, in the model's dtypes.
-
-    Raises:
-        PVIError: when nothing would fit them.
+    ``found``: values that the model itself starts from; a param of a flax module is a pytree of arrays; ``given``: the user's
+    ``init_params``, or None; ``has_optim``: whether there is an optimiser for them. Returns one value per site, in the model's
+    dtypes. Raises PVIError when nothing would fit them.
     """
     if found and not has_optim:
         raise PVIError(
@@ -69,8 +62,7 @@ def _shapes(tree: Any) -> Any:
 def init_optim(optim: Any, guide: Any, params: dict) -> Any:
     """The optimiser's state at unconstrained values of the model's params; None without an optimiser.
 
-    Raises:
-        PVIError: for a param outside of its constraint.
+    Raises PVIError for a param outside of its constraint.
     """
     if optim is None:
         return None
@@ -88,13 +80,7 @@ def init_optim(optim: Any, guide: Any, params: dict) -> Any:
 def away_from(guide: Any, params: dict, rng_key: Any) -> dict:
     """Values of the model's params near where they start, and no special ones: a slope or a scale of 0 hides what it multiplies.
 
-    Args:
-        guide: set up.
-        params: constrained values.
-        rng_key: random key.
-
-    Returns:
-        Constrained values, half an unconstrained unit or so away.
+    Returns constrained values, half an unconstrained unit or so away.
     """
     if not params:
         return {}
@@ -123,15 +109,10 @@ def param_values(optim: Any, guide: Any, state: PVIState) -> dict:
 def given_to_guide(pvi: Any, planned: Planned, init_params: dict | None) -> set[str]:
     """Latents that start where the guide's user said, ``init_to_value``.
 
-    Args:
-        pvi: the PVI, its guide set up.
-        planned: the plan.
-        init_params: the user's, or None; params of the guide among them have precedence.
-
-    Returns:
-        Names; none where ``init_sites`` says where sites start, where rows have latents of their own (which ``init_params`` cannot
-        be given for), for streams, and where the model is of no use under its prior, so that q starts where the guide does
-        altogether.
+    ``pvi``: the PVI, its guide set up; ``init_params``: the user's, or None; params of the guide among them have precedence.
+    Returns names; none where ``init_sites`` says where sites start, where rows have latents of their own (which ``init_params``
+    cannot be given for), for streams, and where the model is of no use under its prior, so that q starts where the guide does
+    altogether.
     """
     names = planned.plan.layout.names
     given = latents_given(pvi.guide) & set(names)
@@ -145,13 +126,8 @@ def given_to_guide(pvi: Any, planned: Planned, init_params: dict | None) -> set[
 def at_given(guide: Any, state: PVIState, given: set[str]) -> PVIState:
     """A fresh state whose q stands at the values that a guide was given, with its initial scale, and elsewhere where it was.
 
-    Args:
-        guide: a Gaussian guide that is set up.
-        state: a fresh state without sites of rows.
-        given: latents that there are values for.
-
-    Returns:
-        The state, its q spread over the sites in equal shares.
+    ``guide``: a Gaussian guide that is set up; ``state``: a fresh state without sites of rows; ``given``: latents that there
+    are values for. Returns the state, its q spread over the sites in equal shares.
     """
     family, layout = state.plan.family, state.plan.partition.layout
     moments = family.moments(posterior(state.prior, state.sites))
@@ -164,16 +140,9 @@ def at_given(guide: Any, state: PVIState, given: set[str]) -> PVIState:
 def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
     """Move q to the guide params that the user gave, in equal shares of every factor's site.
 
-    Args:
-        guide: the guide whose names the params bear.
-        state: a fresh state.
-        init_params: (partial) params of the guide, and of the model's ``numpyro.param`` sites.
-
-    Returns:
-        The state with the prior plus all sites at the params given.
-
-    Raises:
-        PVIError: for unknown names.
+    ``guide``: the guide whose names the params bear; ``init_params``: (partial) params of the guide, and of the model's
+    ``numpyro.param`` sites. Returns the state with the prior plus all sites at the params given. Raises PVIError for unknown
+    names.
     """
     layout, family = state.plan.partition.layout, state.plan.family
     own = () if state.plan.partition.local is None else state.plan.partition.local.names
@@ -202,13 +171,7 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
 def at_natural(state: PVIState, wanted: Any, rows: Any = None) -> PVIState:
     """Move q of a fresh state to natural parameters, in equal shares of every factor's site.
 
-    Args:
-        state: a fresh state.
-        wanted: natural parameters of q.
-        rows: where the groups' own latents start, given nothing of the shared ones; None where they stay.
-
-    Returns:
-        The state.
+    ``rows``: where the groups' own latents start, given nothing of the shared ones; None where they stay.
     """
     share = (wanted - posterior(state.prior, state.sites)) * (1.0 / state.report.move.shape[0])
     # A tied site is held as the product of all groups'.
@@ -229,12 +192,8 @@ def at_natural(state: PVIState, wanted: Any, rows: Any = None) -> PVIState:
 def at_guide_start(guide: Any, state: PVIState) -> PVIState:
     """A fresh state's q where the guide starts under SVI: its initialisation strategy's location, its initial scale.
 
-    Args:
-        guide: a Gaussian guide that is set up.
-        state: a fresh state, whose sites are given up; not one that has sites of rows.
-
-    Returns:
-        The state. Latents inside the partitioned plate start where the guide starts them, too.
+    ``guide``: a Gaussian guide that is set up; ``state``: a fresh state, whose sites are given up; not one that has sites of
+    rows. Returns the state. Latents inside the partitioned plate start where the guide starts them, too.
     """
     part = state.plan.partition
     names = (*part.layout.names, *(() if part.local is None else part.local.names))
@@ -269,15 +228,7 @@ def _unit_sites(state: PVIState) -> PVIState:
 def streams(schedule: Any, init_sites: str = "auto") -> bool:
     """Whether a schedule takes rows as they come, and so starts from the prior: a curvature start counts rows twice.
 
-    Args:
-        schedule: of the fit.
-        init_sites: what the user asked for.
-
-    Returns:
-        The schedule's own word.
-
-    Raises:
-        PVIError: when a curvature start was asked for all the same.
+    Returns the schedule's own word. Raises PVIError when a curvature start was asked for all the same.
     """
     found = bool(schedule.streams)
     if found and init_sites == "curvature":
@@ -291,11 +242,7 @@ def streams(schedule: Any, init_sites: str = "auto") -> bool:
 def refuse_nothing_shared(plan: PartitionPlan) -> None:
     """Refuse a model whose latents are all inside the partitioned plate: sites would have nothing to hold.
 
-    Args:
-        plan: the plan.
-
-    Raises:
-        PartitionError: always then.
+    Raises PartitionError always then.
     """
     if plan.local is not None and not plan.layout.names:
         raise PartitionError(
@@ -307,11 +254,7 @@ def refuse_nothing_shared(plan: PartitionPlan) -> None:
 def refuse_improper(state: PVIState) -> None:
     """Name the latent that keeps the first q from being normalisable.
 
-    Args:
-        state: a fresh state whose q is not normalisable.
-
-    Raises:
-        ImproperError: always.
+    ``state``: a fresh state whose q is not normalisable. Raises ImproperError always.
     """
     q = posterior(state.prior, state.sites)
     layout = state.plan.partition.layout
@@ -326,18 +269,7 @@ def refuse_improper(state: PVIState) -> None:
 def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None, schedule: Any) -> str:
     """Where sites start: "prior", "curvature", or "auto" to let the first looks at the factors decide.
 
-    Args:
-        guide: the guide.
-        init_sites: what the user asked for.
-        plan: the plan.
-        init_params: the user's, or None.
-        schedule: of the fit.
-
-    Returns:
-        The mode.
-
-    Raises:
-        PVIError: for curvature where it could not be read.
+    Raises PVIError for curvature where it could not be read.
     """
     gaussian_params = guide_param_names(guide, plan.partition.layout.names)
     if init_params is not None and gaussian_params & set(init_params):
@@ -376,21 +308,10 @@ def better_start(
 ) -> PVIState:
     """The state, or q where the guide starts if the state's loss is not finite or a thousand times that one's.
 
-    Args:
-        pvi: the PVI.
-        state: a fresh state.
-        hostile: whether the model is of no use to start from under the prior.
-        proper: whether the state's q is normalisable.
-        init_params: the user's, or None.
-        dynamic: arrays of the model's arguments.
-        static: the rest of them.
-
-    Returns:
-        The state to begin with. The guide's start is for ``init_sites="auto"`` where nothing else was asked for: streams start from
-        the prior, and sites that are held by rows have no share of a q over latents.
-
-    Raises:
-        ImproperError: when q is not normalisable.
+    ``hostile``: whether the model is of no use to start from under the prior; ``proper``: whether the state's q is
+    normalisable. Returns the state to begin with. The guide's start is for ``init_sites="auto"`` where nothing else was asked
+    for: streams start from the prior, and sites that are held by rows have no share of a q over latents. Raises ImproperError
+    when q is not normalisable.
     """
     if hostile and is_free(pvi, state, init_params):
         other = at_guide_start(pvi.guide, state)
@@ -409,28 +330,14 @@ def better_start(
 def as_the_solver_takes(solver: Any, planned: Planned, full: bool) -> Planned:
     """A plan with every factor treated as the solver insists; only structure that is proved, where values must not show.
 
-    Args:
-        solver: the solver.
-        planned: what was found.
-        full: whether q has full covariance.
-
-    Returns:
-        The plan to follow.
+    ``full``: whether q has full covariance. Returns the plan to follow.
     """
     planned = with_expectation(planned, solver.expectation, full)
     return dataclasses.replace(planned, plan=proved_only(planned.plan)) if solver.private else planned
 
 
 def check_structure(solver: Any, plan: Plan) -> None:
-    """Refuse factors that the solver cannot treat.
-
-    Args:
-        solver: the local solver.
-        plan: the plan.
-
-    Raises:
-        PVIError: naming the factor and the solver to use.
-    """
+    """Refuse factors that the solver cannot treat. Raises PVIError naming the factor and the solver to use."""
     part = plan.partition
     solver.check_groups(dict(zip(part.table.labels, part.table.sizes, strict=True)), part.mechanism)
     solver.check(part.likelihood, plan.family.full, f"likelihood in {part.where}")
@@ -447,20 +354,11 @@ _DEFAULT_GROUPS = 10
 def default_partitions(model: Callable, trace: Mapping[str, Any], num_groups: int | None) -> tuple[Partition, ...]:
     """Ways to split a model that names none, the one to try first first; the last one keeps it whole.
 
-    One plate with observed sample sites is split into random blocks. Several are split together where no sample site is
-    inside two of them, so that every row has one plate of its own; else, or where that fails, the one that holds most
-    observations is, and the other observed sites join the prior factor. A model without any is kept whole.
-
-    Args:
-        model: the NumPyro model.
-        trace: an abstract trace of it.
-        num_groups: the number of blocks that the user asked for, or None.
-
-    Returns:
-        The ways, each with its reason (empty for the one plate that there is).
-
-    Raises:
-        PartitionError: for more blocks than any of these plates has rows.
+    One plate with observed sample sites is split into random blocks. Several are split together where no sample site is inside
+    two of them, so that every row has one plate of its own; else, or where that fails, the one that holds most observations is,
+    and the other observed sites join the prior factor. A model without any is kept whole. ``trace``: an abstract trace of it.
+    Returns the ways, each with its reason (empty for the one plate that there is). Raises PartitionError for more blocks than
+    any of these plates has rows.
     """
     if (plate := _needs_batches(trace)) is not None:
         why = f"the data have as many rows as plate {plate!r} draws for a mini-batch, and not as many as it has."
@@ -481,7 +379,7 @@ def default_partitions(model: Callable, trace: Mapping[str, Any], num_groups: in
         why = f"plates {names} hold observed sites, and are split together"
         found.append(Partition(model, groups=blocks).because(why))
     name = max(plates, key=lambda name: (_observations(trace, plates[name]), plates[name].size))
-    rest = [n for n, s in trace.items() if _is_observed(s) and n not in plates[name].observed]
+    rest = [n for n, s in trace.items() if is_observed(s) and n not in plates[name].observed]
     why = f"plates {names} hold observed sites; {name!r} has most observations"
     if rest:
         why += f", and the likelihood of {', '.join(map(repr, rest))} joins the prior factor"
@@ -495,7 +393,7 @@ def _needs_batches(trace: Mapping[str, Any]) -> str | None:
         return kept[0]
     drawn = {n: site["drawn"] for n, site in trace.items() if site["type"] == "plate" and "drawn" in site}
     for site in trace.values():
-        if not _is_observed(site):
+        if not is_observed(site):
             continue
         shape = np.shape(site["value"])
         shape = shape[: len(shape) - site["fn"].event_dim]
@@ -511,16 +409,9 @@ def first_that_fits(
 ) -> tuple[Any, tuple[Partition, ...]]:
     """Try partitions in order until one is not refused.
 
-    Args:
-        partitions: as of :func:`default_partitions`; a user's own alone.
-        attempt: raises ``PartitionError`` for one that does not fit.
-
-    Returns:
-        What the attempt gave, and the partitions that are left: the one that was taken, whose reason says why those before
-        it were not, and those behind it.
-
-    Raises:
-        PartitionError: of the first partition, where none fits.
+    ``partitions``: as of :func:`default_partitions`; a user's own alone; ``attempt``: raises ``PartitionError`` for one that
+    does not fit. Returns what the attempt gave, and the partitions that are left: the one that was taken, whose reason says why
+    those before it were not, and those behind it. Raises PartitionError of the first partition, where none fits.
     """
     refusals: list[PartitionError] = []
     for place, partition in enumerate(partitions):
@@ -536,9 +427,7 @@ def first_that_fits(
 def warn_of_choice(partition: Partition, num_groups: int | None) -> None:
     """Warn where a number of groups was asked for, and the model is not split into them by its only plate.
 
-    Args:
-        partition: what was chosen.
-        num_groups: what the user asked for; without that a note in ``info`` says the same.
+    ``num_groups``: what the user asked for; without that a note in ``info`` says the same.
     """
     if num_groups is None or not partition.why:
         return
@@ -556,17 +445,7 @@ def warn_of_choice(partition: Partition, num_groups: int | None) -> None:
 def taken(pvi: Any, state: Any, args: tuple, kwargs: dict) -> tuple[PVIState, list, tuple]:
     """Arguments as programs take them, and the state: planned anew where they are a mini-batch of another size.
 
-    Args:
-        pvi: the PVI.
-        state: a state.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        ``(state, arrays, static leaves)``.
-
-    Raises:
-        StateError: for other arguments that do not fit the state.
+    Returns ``(state, arrays, static leaves)``. Raises StateError for other arguments that do not fit the state.
     """
     if isinstance(state, PVIState) and not is_traced(state.solver_state):
         pvi.solver.check_state(state.solver_state)
@@ -583,18 +462,10 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
     """The same q as a state of arguments of another shape, where the model takes those for a mini-batch or did so before.
 
     A plate that draws mini-batches says itself to how many rows its data are scaled up, so another number of them is no other
-    model. The likelihood's site is taken over as it is: the next round replaces it.
-
-    Args:
-        pvi: the PVI.
-        state: a state that was made with other arguments.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        The state, planned anew; None where these arguments are no mini-batch of the state's rows: under a ``Partition``, inside
-        ``jit``, where the rows are with clients, with latents inside the plate, under a solver that counts what was released,
-        and for all other models.
+    model. The likelihood's site is taken over as it is: the next round replaces it. ``state``: a state that was made with other
+    arguments. Returns the state, planned anew; None where these arguments are no mini-batch of the state's rows: under a
+    ``Partition``, inside ``jit``, where the rows are with clients, with latents inside the plate, under a solver that counts
+    what was released, and for all other models.
     """
     if not isinstance(state, PVIState) or pvi.partition is not None:
         return None
@@ -624,7 +495,7 @@ def _as_another_batch(pvi: Any, state: Any, args: tuple, kwargs: dict) -> PVISta
 
 
 def _why_whole(trace: Mapping[str, Any]) -> str:
-    names = ", ".join(repr(name) for name, site in trace.items() if _is_observed(site))
+    names = ", ".join(repr(name) for name, site in trace.items() if is_observed(site))
     if not names:
         return "no sample site is observed, so q is fitted to the prior; pass the data if there are any."
     return f"no plate holds the observed sample site(s) {names}."
@@ -650,7 +521,3 @@ def _nested(trace: Mapping[str, Any], plates: Mapping[str, PlateInfo]) -> bool:
 
 def _observations(trace: Mapping[str, Any], info: PlateInfo) -> int:
     return sum(int(np.prod(trace[name]["fn"].batch_shape)) for name in info.observed)
-
-
-def _is_observed(site: Mapping[str, Any]) -> bool:
-    return site["type"] == "sample" and site["is_observed"]

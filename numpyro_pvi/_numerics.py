@@ -23,12 +23,8 @@ _SMALL = 128
 def symmetrise(matrix: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
     """Return ``(A + A^T) / 2``.
 
-    Args:
-        matrix: square matrices.
-
-    Returns:
-        The symmetric part. Rounding that is left asymmetric grows about threefold a round, so sites pass through here
-        at every update.
+    Returns the symmetric part. Rounding that is left asymmetric grows about threefold a round, so sites pass through here at
+    every update.
     """
     return 0.5 * (matrix + jnp.swapaxes(matrix, -1, -2))
 
@@ -41,15 +37,10 @@ def diagonal(matrix: Float[Array, "*batch D D"]) -> Float[Array, "*batch D"]:
 def scaled_cholesky(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*batch D D"], Bool[Array, "*batch"]]:
     """Cholesky factor of a symmetric matrix after Jacobi scaling, with a validity flag instead of an exception.
 
-    Factorises ``S A S`` with ``S = diag(A)^-1/2`` and scales the factor back.
-
-    Args:
-        matrix: symmetric matrices, in natural (precision) space or covariances.
-
-    Returns:
-        ``(L, ok)``: lower factors with ``L L^T = A``, and whether each matrix is finite and positive definite. Where
-        ``ok`` is False the factor is the identity, so that what follows stays finite and can be discarded by
-        ``jnp.where``.
+    Factorises ``S A S`` with ``S = diag(A)^-1/2`` and scales the factor back. ``matrix``: symmetric matrices, in natural
+    (precision) space or covariances. Returns ``(L, ok)``: lower factors with ``L L^T = A``, and whether each matrix is finite
+    and positive definite. Where ``ok`` is False the factor is the identity, so that what follows stays finite and can be
+    discarded by ``jnp.where``.
     """
     diag = diagonal(matrix)
     positive = jnp.all(jnp.isfinite(diag) & (diag > 0), axis=-1)
@@ -68,13 +59,9 @@ def with_jitter(
 ) -> Float[Array, "*batch D D"]:
     """A Gram matrix of values of a Gaussian process that carry a little independent noise each.
 
-    Args:
-        gram: positive semi-definite matrices.
-        variance: of each value, which the noise is a share of.
-        share: of the noise; None for 1e-6 in float64 and 1e-5 in float32.
-
-    Returns:
-        ``A + share * diag(variance)``: as a covariance exact for the noisy values, whatever the share.
+    ``gram``: positive semi-definite matrices; ``variance``: of each value, which the noise is a share of; ``share``: of the
+    noise; None for 1e-6 in float64 and 1e-5 in float32. Returns ``A + share * diag(variance)``: as a covariance exact for the
+    noisy values, whatever the share.
     """
     if share is None:
         share = 1e-6 if gram.dtype == jnp.float64 else 1e-5
@@ -84,12 +71,8 @@ def with_jitter(
 def psd_root(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*batch D D"], Float[Array, "*batch D D"]]:
     """A square root of positive semi-definite matrices, of any rank, and its pseudo-inverse. Not to be differentiated.
 
-    Args:
-        matrix: symmetric matrices A.
-
-    Returns:
-        ``(R, P)`` with ``R R^T = A`` and ``P = R^-1``. Eigenvalues below rounding of the largest are raised to it, so that ``P``
-        exists; ``R P`` is the identity.
+    ``matrix``: symmetric matrices A. Returns ``(R, P)`` with ``R R^T = A`` and ``P = R^-1``. Eigenvalues below rounding of the
+    largest are raised to it, so that ``P`` exists; ``R P`` is the identity.
     """
     values, vectors = jnp.linalg.eigh(symmetrise(matrix))
     info = jnp.finfo(matrix.dtype)
@@ -101,11 +84,8 @@ def psd_root(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*batch D
 def inverse_root(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
     """Upper-triangular ``S = L^-T``, so that ``S S^T`` is the inverse of ``L L^T``.
 
-    Args:
-        factor: lower Cholesky factors of a precision.
-
-    Returns:
-        Square roots of the covariance: ``loc + S @ eps`` is a draw for a standard normal ``eps``.
+    ``factor``: lower Cholesky factors of a precision. Returns square roots of the covariance: ``loc + S @ eps`` is a draw for a
+    standard normal ``eps``.
     """
     # The rows of L carry the scales; taking them out first keeps the inversion well conditioned.
     scale = jnp.linalg.norm(factor, axis=-1)
@@ -115,14 +95,7 @@ def inverse_root(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D
 
 @jax.jit
 def invert_lower(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
-    """Inverse of lower-triangular matrices.
-
-    Args:
-        factor: lower-triangular matrices with a non-zero diagonal.
-
-    Returns:
-        Their inverses.
-    """
+    """Inverse of lower-triangular matrices. ``factor``: lower-triangular matrices with a non-zero diagonal."""
     size = factor.shape[-1]
     eye = jnp.eye(size, dtype=factor.dtype)
     if size > _SMALL or jax.default_backend() != "cpu":
@@ -140,13 +113,8 @@ def invert_lower(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D
 def clip_to_psd(matrix: Float[Array, "*batch D D"], floor: float = 0.0) -> Float[Array, "*batch D D"]:
     """Nearest positive semi-definite matrix in the Jacobi-scaled metric.
 
-    Args:
-        matrix: symmetric matrices.
-        floor: smallest eigenvalue kept, relative to the unit diagonal of the scaled matrix.
-
-    Returns:
-        The matrix with negative eigenvalues raised to ``floor``; a matrix that is already valid comes back up to
-        rounding.
+    ``matrix``: symmetric matrices; ``floor``: smallest eigenvalue kept, relative to the unit diagonal of the scaled matrix.
+    Returns the matrix with negative eigenvalues raised to ``floor``; a matrix that is already valid comes back up to rounding.
     """
     size = jnp.sqrt(jnp.clip(jnp.abs(diagonal(matrix)), jnp.finfo(matrix.dtype).tiny, None))
     scaled = symmetrise(matrix / (size[..., :, None] * size[..., None, :]))
@@ -156,27 +124,15 @@ def clip_to_psd(matrix: Float[Array, "*batch D D"], floor: float = 0.0) -> Float
 
 
 def congruent(root: Float[Array, "*batch D D"], matrix: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D"]:
-    """Return ``R A R^T``, symmetrised.
-
-    Args:
-        root: R.
-        matrix: symmetric matrices A.
-
-    Returns:
-        Symmetric matrices.
-    """
+    """Return ``R A R^T``, symmetrised, of symmetric matrices A."""
     return symmetrise(root @ matrix @ jnp.swapaxes(root, -1, -2))
 
 
 def missing_eigenvalues(matrix: Float[Array, "*batch D D"], floor: float) -> Float[Array, "*batch D D"]:
     """What has to be added to a symmetric matrix to raise its smaller eigenvalues to a floor.
 
-    Args:
-        matrix: symmetric matrices.
-        floor: smallest eigenvalue of the sum.
-
-    Returns:
-        Positive semi-definite matrices with the same eigenvectors; zero where all eigenvalues are at the floor or above.
+    ``matrix``: symmetric matrices. Returns positive semi-definite matrices with the same eigenvectors; zero where all
+    eigenvalues are at the floor or above.
     """
     values, vectors = jnp.linalg.eigh(matrix)
     lack = jnp.clip(floor - values, 0.0, None)
@@ -188,13 +144,8 @@ def clip_psd_2x2(
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"], Float[Array, "*batch"]]:
     """Closed-form projection of symmetric 2 x 2 matrices onto the positive semi-definite cone.
 
-    Args:
-        uu: upper-left entries.
-        uv: off-diagonal entries.
-        vv: lower-right entries.
-
-    Returns:
-        The entries of the projected matrices; valid ones come back unchanged.
+    ``uu``: upper-left entries; ``uv``: off-diagonal entries; ``vv``: lower-right entries. Returns the entries of the projected
+    matrices; valid ones come back unchanged.
     """
     middle = 0.5 * (uu + vv)
     tiny = jnp.finfo(uu.dtype).tiny
@@ -224,14 +175,8 @@ def power_iteration_step(
 ) -> tuple[Float[Array, ""], Float[Array, "D"]]:
     """One step of power iteration on ``S^-1/2 A S^-1/2`` for a diagonal S.
 
-    Args:
-        product: ``A @ (S^-1/2 probe)``.
-        scale: the positive diagonal of S.
-        probe: the current unit vector.
-
-    Returns:
-        ``(eigenvalue, probe)``: the Rayleigh quotient (a lower bound of the largest eigenvalue) and the next unit
-        vector.
+    ``product``: ``A @ (S^-1/2 probe)``; ``scale``: the positive diagonal of S. Returns ``(eigenvalue, probe)``: the Rayleigh
+    quotient (a lower bound of the largest eigenvalue) and the next unit vector.
     """
     image = product / jnp.sqrt(scale)
     value = jnp.dot(probe, image)
@@ -242,17 +187,11 @@ def power_iteration_step(
 def newton_in_bracket(function, low, high, start, num_steps: int, increasing: bool = True) -> Float[Array, "..."]:
     """Elementwise root of a function with one change of sign: Newton steps, halving the bracket where they leave it.
 
-    Args:
-        function: maps x to (value, slope), elementwise.
-        low: lower ends of the brackets.
-        high: upper ends.
-        start: where to begin, inside the brackets.
-        num_steps: number of evaluations, fixed so that the program has one shape.
-        increasing: whether the function is negative below the root; where it is almost flat its slope may round to 0.
-
-    Returns:
-        The roots; where the function does not change sign, the end of the bracket that is closest to doing so. Not
-        meant to be differentiated: its callers have the derivative from the implicit function theorem.
+    ``function``: maps x to (value, slope), elementwise; ``low``: lower ends of the brackets; ``high``: upper ends; ``start``:
+    where to begin, inside the brackets; ``num_steps``: number of evaluations, fixed so that the program has one shape;
+    ``increasing``: whether the function is negative below the root; where it is almost flat its slope may round to 0. Returns
+    the roots; where the function does not change sign, the end of the bracket that is closest to doing so. Not meant to be
+    differentiated: its callers have the derivative from the implicit function theorem.
     """
 
     def step(_, carry):
@@ -272,13 +211,8 @@ def newton_in_bracket(function, low, high, start, num_steps: int, increasing: bo
 def snap_to_positive(value: Float[Array, "..."], resolution: Float[Array, "..."]) -> Float[Array, "..."]:
     """A quantity that is positive in exact arithmetic and was found as a difference of rounded numbers.
 
-    Args:
-        value: the differences.
-        resolution: the rounding error they carry.
-
-    Returns:
-        The differences, raised to the resolution where rounding has brought them below it; NaN where they are negative
-        by far more than rounding explains.
+    ``resolution``: the rounding error they carry. Returns the differences, raised to the resolution where rounding has brought
+    them below it; NaN where they are negative by far more than rounding explains.
     """
     return jnp.where(value < -32 * resolution, jnp.nan, jnp.maximum(value, resolution))
 
@@ -298,13 +232,7 @@ def inside_support(
 ) -> Float[Array, "..."]:
     """Draws moved off the ends of an open interval, where rounding has put them: log statistics stay finite there.
 
-    Args:
-        value: draws.
-        low: lower end, or None.
-        high: upper end, or None.
-
-    Returns:
-        The draws; those at an end come back as the closest number inside.
+    Returns the draws; those at an end come back as the closest number inside.
     """
     info = jnp.finfo(value.dtype)
     if low is not None:
@@ -317,11 +245,7 @@ def inside_support(
 def inside_unit(length: Float[Array, "..."]) -> Float[Array, "..."]:
     """Lengths that are below 1 in exact arithmetic: 1 and what rounding adds to it become the closest number below 1.
 
-    Args:
-        length: numbers >= 0.
-
-    Returns:
-        Numbers in [0, 1); NaN where the length is above 1 by far more than rounding explains.
+    ``length``: numbers >= 0. Returns numbers in [0, 1); NaN where the length is above 1 by far more than rounding explains.
     """
     info = jnp.finfo(length.dtype)
     return jnp.where(length > 1 + 16 * info.eps, jnp.nan, jnp.minimum(length, 1 - info.epsneg))
@@ -340,15 +264,7 @@ def symmetric_to_lower(matrix: Float[Array, "*batch D D"]) -> Float[Array, "*bat
 
 
 def lower_to_symmetric(entries: Float[Array, "*batch P"], dim: int) -> Float[Array, "*batch D D"]:
-    """The inverse of :func:`symmetric_to_lower`.
-
-    Args:
-        entries: D (D + 1) / 2 numbers.
-        dim: D.
-
-    Returns:
-        Symmetric matrices.
-    """
+    """The inverse of :func:`symmetric_to_lower`. ``entries``: D (D + 1) / 2 numbers. Returns symmetric matrices."""
     rows, columns = np.tril_indices(dim)
     place = np.zeros((dim, dim), int)
     place[rows, columns] = place[columns, rows] = np.arange(len(rows))
@@ -365,12 +281,9 @@ def polar_parts(matrix: Float[Array, "*batch D D"]) -> tuple[Float[Array, "*batc
 def mixing_shares(gram: Float[Array, "W W"], filled: Int[Array, ""]) -> Float[Array, "W"]:
     """Shares of the last steps' targets, summing to one, that make the mixture of their residuals least (Anderson 1965).
 
-    Args:
-        gram: inner products of ``r_W - r_i`` for the older residuals i, oldest first, and of the newest, ``r_W``, last.
-        filled: how many residuals there are; the others' shares are zero.
-
-    Returns:
-        One share per step; the newest's alone where the equations cannot be solved.
+    ``gram``: inner products of ``r_W - r_i`` for the older residuals i, oldest first, and of the newest, ``r_W``, last;
+    ``filled``: how many residuals there are; the others' shares are zero. Returns one share per step; the newest's alone where
+    the equations cannot be solved.
     """
     count = gram.shape[0]
     there = jnp.arange(count - 1) >= count - filled
@@ -389,12 +302,8 @@ _ROUNDING = {"float32": 1e-5, "float64": 1e-10}
 def nearly_same(one: Any, other: Any) -> bool:
     """Whether two trees of arrays of the same structure are equal up to rounding. Decided on the host.
 
-    Args:
-        one: a tree.
-        other: a tree.
-
-    Returns:
-        True where all entries agree: of a matrix each by the scales of its row and column, of all else each by its own size.
+    Returns True where all entries agree: of a matrix each by the scales of its row and column, of all else each by its own
+    size.
     """
     trees = [jax.tree.leaves(jax.device_get(x)) for x in (one, other)]
     return len(trees[0]) == len(trees[1]) and all(
@@ -425,14 +334,8 @@ _NO_REVERSE = "Reverse-mode differentiation does not work"
 def either_mode(run: Callable[[bool], Any]) -> Any:
     """What ``run(False)`` gives, or ``run(True)`` where JAX refuses to differentiate in reverse mode.
 
-    A ``while_loop`` in a model has no reverse mode. Nothing is looked for beforehand: JAX refuses while it traces, and only then
-    is anything traced a second time.
-
-    Args:
-        run: takes whether to differentiate in forward mode.
-
-    Returns:
-        The result.
+    A ``while_loop`` in a model has no reverse mode. Nothing is looked for beforehand: JAX refuses while it traces, and only
+    then is anything traced a second time. ``run``: takes whether to differentiate in forward mode.
     """
     try:
         return run(False)
@@ -447,15 +350,9 @@ def in_batches(function: Callable[[Any], Any], operands: Any, batch: int) -> Any
 
     ``jax.lax.map`` copies operands and results whose number is no multiple of the batch, and compiles the function a second
     time for what is left over. Here batches are as even as they can be and read in place; the last one begins where it ends
-    with the operands, so that some of them are evaluated twice.
-
-    Args:
-        function: of one operand: a pytree of arrays to a pytree of arrays.
-        operands: a pytree of arrays with a common leading axis.
-        batch: most operands that are evaluated side by side.
-
-    Returns:
-        The function's values, with a leading axis.
+    with the operands, so that some of them are evaluated twice. ``function``: of one operand: a pytree of arrays to a pytree of
+    arrays; ``operands``: a pytree of arrays with a common leading axis; ``batch``: most operands that are evaluated side by
+    side. Returns the function's values, with a leading axis.
     """
     count = jax.tree.leaves(operands)[0].shape[0]
     if batch >= count:
@@ -487,13 +384,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """As ``jax.value_and_grad``, by forward passes, one per number of the argument, where the function has no reverse mode.
 
-    Args:
-        function: of a scalar value, or with ``has_aux`` of a pair of one and of whatever else it found.
-        argnums: the argument (an array, or a pytree of arrays) to differentiate by, or several.
-        has_aux: whether the function gives a pair.
-
-    Returns:
-        A function of the same arguments that gives what the function does, and the gradient.
+    ``function``: of a scalar value, or with ``has_aux`` of a pair of one and of whatever else it found; ``argnums``: the
+    argument (an array, or a pytree of arrays) to differentiate by, or several. Returns a function of the same arguments that
+    gives what the function does, and the gradient.
     """
 
     def twice(*args: Any) -> tuple[Any, Any]:
@@ -515,13 +408,8 @@ def value_and_grad(
 def grad(function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """The gradient, and with ``has_aux`` what else the function found: see :func:`value_and_grad`.
 
-    Args:
-        function: of a scalar value, or with ``has_aux`` of a pair.
-        argnums: the argument to differentiate by, or several.
-        has_aux: whether the function gives a pair.
-
-    Returns:
-        A function of the same arguments that gives the gradient.
+    ``function``: of a scalar value, or with ``has_aux`` of a pair; ``argnums``: the argument to differentiate by, or several.
+    Returns a function of the same arguments that gives the gradient.
     """
     both = value_and_grad(function, argnums, has_aux)
 
@@ -535,11 +423,6 @@ def grad(function: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_a
 def hessian_of(function: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
     """Second derivatives, by forward passes over :func:`grad`.
 
-    Args:
-        function: of a scalar value.
-        argnums: the argument (an array) to differentiate by.
-
-    Returns:
-        A function of the same arguments that gives the Hessian.
+    ``argnums``: the argument (an array) to differentiate by. Returns a function of the same arguments that gives the Hessian.
     """
     return jax.jacfwd(grad(function, argnums), argnums)

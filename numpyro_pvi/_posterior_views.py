@@ -69,13 +69,8 @@ def named(label: Any) -> str:
 def ending(state: PVIState, done: int, tol: float | None) -> tuple[bool | None, str]:
     """Whether a run has converged (None when that was not asked for), and why it should stop now, if it should.
 
-    Args:
-        state: after the rounds so far.
-        done: their number.
-        tol: tolerance in posterior sds, or None.
-
-    Returns:
-        ``(converged, sentence)``; the sentence is empty where rounds go on.
+    ``state``: after the rounds so far; ``tol``: tolerance in posterior sds, or None. Returns ``(converged, sentence)``; the
+    sentence is empty where rounds go on.
     """
     if tol is None or not done:
         return None if tol is None else False, ""
@@ -95,13 +90,7 @@ def ending(state: PVIState, done: int, tol: float | None) -> tuple[bool | None, 
 def short_of(state: PVIState, tol: float | None, report: RoundReport) -> str:
     """What a run that has used up its rounds says beside their number; empty where there is nothing to say.
 
-    Args:
-        state: the last one.
-        tol: tolerance in posterior sds, or None.
-        report: its report, on the host.
-
-    Returns:
-        A clause.
+    ``tol``: tolerance in posterior sds, or None; ``report``: its report, on the host.
     """
     if bool(np.any(report.skip_run > 0)):
         worst = labels_of(state.plan)[int(np.argmax(report.skip_run))]
@@ -148,12 +137,8 @@ def _left(state: PVIState, report: RoundReport) -> str:
 def limits(state: PVIState, report: RoundReport) -> tuple[str, ...]:
     """Notes on what holds a fit back: refused steps, visits that ended, a slow contraction, a solver's own small steps.
 
-    Args:
-        state: after a round.
-        report: its report, on the host.
-
-    Returns:
-        Sentences; none where nothing is held back, or next to nothing is left.
+    ``state``: after a round; ``report``: its report, on the host. Returns sentences; none where nothing is held back, or next
+    to nothing is left.
     """
     found = []
     if not np.isfinite(float(report.total_move)) or not float(report.left) > _LITTLE:
@@ -187,14 +172,8 @@ def _floor(state: PVIState) -> Any:
 def refuse_unbounded(state: PVIState, report: RoundReport, loss: float, done: int) -> None:
     """Raise where a run ends with a loss that is no number.
 
-    Args:
-        state: the last one.
-        report: its report, on the host.
-        loss: negative ELBO in nats, NaN where it was not looked at.
-        done: rounds.
-
-    Raises:
-        NonFiniteLossError: naming the factor; its ``.state`` is the last state.
+    ``report``: its report, on the host; ``loss``: negative ELBO in nats, NaN where it was not looked at. Raises
+    NonFiniteLossError naming the factor; its ``.state`` is the last state.
     """
     if not done or bool(report.finite):
         return
@@ -226,14 +205,7 @@ _SAMPLED_WORDS = {ImportanceMoments: "weighted draws", LaplaceMoments: "weighted
 def words_of(kind: str, state: PVIState, which: int, solver: LocalSolver) -> str:
     """The words of one factor.
 
-    Args:
-        kind: its structure.
-        state: the state.
-        which: 0 for the groups', 1 for the prior factor.
-        solver: who refines its site.
-
-    Returns:
-        A few words, with the quadrature rule of the last round.
+    ``which``: 0 for the groups', 1 for the prior factor. Returns a few words, with the quadrature rule of the last round.
     """
     if solver.matches_moments:
         word = _moment_words(kind, state, which, solver)
@@ -319,18 +291,9 @@ class NaturalView:
 def latent_distributions(plan: Plan, natural: Any, trace: dict, what: str, joint: bool) -> dict[Any, dist.Distribution]:
     """Marginals of every latent in its own support.
 
-    Args:
-        plan: the state's plan.
-        natural: natural parameters over the flat vector.
-        trace: a prototype trace with every latent's support and shapes.
-        what: "posterior" or "prior", for the message.
-        joint: whether to add the joint Gaussian under the tuple of names.
-
-    Returns:
-        Distributions by latent name.
-
-    Raises:
-        ImproperError: when the parameters are not normalisable.
+    ``natural``: natural parameters over the flat vector; ``trace``: a prototype trace with every latent's support and shapes;
+    ``what``: "posterior" or "prior", for the message; ``joint``: whether to add the joint Gaussian under the tuple of names.
+    Returns distributions by latent name. Raises ImproperError when the parameters are not normalisable.
     """
     moments = plan.family.moments(natural)
     if not bool(moments.valid):
@@ -360,16 +323,7 @@ def _marginal(family: GaussianFamily, moments: GaussianMoments, where: slice, sh
 def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
     """Natural parameters of one agent's own q.
 
-    Args:
-        schedule: of the fit.
-        state: a state.
-        agent: the group's label.
-
-    Returns:
-        Natural parameters over the flat vector.
-
-    Raises:
-        PVIError: when there is one q for all, or for an unknown label.
+    Returns natural parameters over the flat vector. Raises PVIError when there is one q for all, or for an unknown label.
     """
     if not schedule.has_agents:
         raise PVIError(
@@ -382,14 +336,7 @@ def agent_natural(schedule: Any, state: PVIState, agent: Hashable) -> Any:
 def last_round(state: PVIState, report: RoundReport, schedule: Any, solver: Any) -> dict[str, Any]:
     """What every kind of fit reports of its last round: fields of :class:`numpyro_pvi.PVIInfo`.
 
-    Args:
-        state: the state.
-        report: its report, by the factors that are shown.
-        schedule: of the fit.
-        solver: likewise.
-
-    Returns:
-        Fields by name.
+    ``report``: its report, by the factors that are shown.
     """
     by_factor = ("move", "asked", "step", "backoffs", "skipped", "skip_run")
     whole = {"valid": bool(report.valid), "total_move": float(report.total_move), "rounds": int(state.step)}
@@ -412,12 +359,7 @@ def optim_notes(has_optim: bool, state: PVIState) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class AgentViews(Mapping[Hashable, NaturalView]):
-    """Every agent's own q by label, where there is no server: read from the state when it is asked for.
-
-    Attributes:
-        schedule: of the fit.
-        state: the state.
-    """
+    """Every agent's own q by label, where there is no server: read from the state when it is asked for."""
 
     schedule: Any = dataclasses.field(repr=False)
     state: PVIState = dataclasses.field(repr=False)
@@ -454,10 +396,8 @@ def full_passes(state: PVIState) -> int:
 class FactorWords(NamedTuple):
     """A factor, or all groups' factors, in words.
 
-    Attributes:
-        structure: what it was found to be.
-        expectation: how its expectations are taken, or the moments of its tilted distribution.
-        evidence: how the structure is known.
+    ``structure``: what it was found to be; ``expectation``: how its expectations are taken, or the moments of its tilted
+    distribution.
     """
 
     structure: str
@@ -540,13 +480,8 @@ def chain_reading(state: Any, name: str) -> Any:
 def trace_of(state: PVIState, losses: Any, reports: RoundReport | None) -> PVITrace | None:
     """The rounds of a run with labels.
 
-    Args:
-        state: the state after the last round.
-        losses: Float[R], negative ELBOs in nats.
-        reports: of every round, with a leading axis R; None when none ran.
-
-    Returns:
-        The trace; None when no round ran.
+    ``state``: the state after the last round; ``losses``: Float[R], negative ELBOs in nats; ``reports``: of every round, with a
+    leading axis R; None when none ran. Returns the trace; None when no round ran.
     """
     if reports is None:
         return None

@@ -69,16 +69,7 @@ def abstract_arguments(plan: Plan) -> tuple[list, tuple]:
 def model_latents(name: str, model: Any, plan: Plan) -> Latents:
     """Shapes of a model's latents, measured as a plan's are, for arguments like those that it was made with.
 
-    Args:
-        name: the checkpoint, for the message.
-        model: the NumPyro model.
-        plan: the plan; its signature has the arguments' shapes.
-
-    Returns:
-        The shapes; nothing is computed.
-
-    Raises:
-        CheckpointError: when the model does not run with such arguments.
+    Returns the shapes; nothing is computed. Raises CheckpointError when the model does not run with such arguments.
     """
     if plan.signature.by_value:
         # A file has no data, and the model asks for values: it is compared with the state once there are arguments.
@@ -102,24 +93,12 @@ def model_latents(name: str, model: Any, plan: Plan) -> Latents:
 
 
 def harmless(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Arguments that hold nothing with ones for it: setting a guide up, NumPyro refuses distributions of what is no number.
-
-    Args:
-        args: positional arguments (arrays).
-        kwargs: keyword arguments.
-    """
+    """Arguments that hold nothing with ones for it: setting a guide up, NumPyro refuses distributions of what is no number."""
     return jax.tree.map(lambda x: jnp.nan_to_num(x, nan=1.0) if hasattr(x, "dtype") else x, (args, kwargs))
 
 
 def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
-    """Set a guide up that has not seen the model's arguments, as after ``load``. Under ``jit`` it is left alone.
-
-    Args:
-        pvi: what the guide belongs to.
-        state: a state of it.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-    """
+    """Set a guide up that has not seen the model's arguments, as after ``load``. Under ``jit`` it is left alone."""
     if pvi.guide.prototype_trace is not None:
         return
     if is_traced((state, args, kwargs)):
@@ -144,15 +123,7 @@ def prepare_guide(pvi: Any, state: PVIState, args: tuple, kwargs: dict) -> None:
 def prototype(pvi: Any, state: PVIState) -> dict:
     """The guide's prototype trace; before it is set up, the supports that a loaded file has.
 
-    Args:
-        pvi: what the guide belongs to.
-        state: a state of it.
-
-    Returns:
-        An entry with a distribution, or its support, for every latent.
-
-    Raises:
-        StateError: when neither is there.
+    Returns an entry with a distribution, or its support, for every latent. Raises StateError when neither is there.
     """
     found = pvi.guide.prototype_trace
     return stored_prototype(pvi._memory.supports, state) if found is None else found
@@ -161,15 +132,8 @@ def prototype(pvi: Any, state: PVIState) -> dict:
 def stored_prototype(supports: dict[str, Any], state: PVIState) -> dict[str, dict[str, Any]]:
     """What stands in for a guide's prototype trace where only supports are asked for.
 
-    Args:
-        supports: by latent, as a file has them.
-        state: a state.
-
-    Returns:
-        An entry for every latent.
-
-    Raises:
-        StateError: when a latent's support is not known.
+    ``supports``: by latent, as a file has them. Returns an entry for every latent. Raises StateError when a latent's support is
+    not known.
     """
     if not set(state.plan.latent_shapes) <= set(supports):
         raise StateError(NOT_SET_UP)
@@ -205,16 +169,9 @@ class Loaded(NamedTuple):
 def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = None, salt: str | None = None) -> None:
     """Write a state.
 
-    Args:
-        path: where.
-        pvi: what it belongs to.
-        state: the state.
-        run: what a run keeps beside it: text, arrays, reports.
-        salt: text that enters every digest in the file; a fresh one by default.
-
-    Raises:
-        CheckpointError: naming the label, argument or field that cannot be stored; else as of ``write_checkpoint``.
-        StateError: for anything but a state.
+    ``run``: what a run keeps beside it: text, arrays, reports; ``salt``: text that enters every digest in the file; a fresh one
+    by default. Raises CheckpointError naming the label, argument or field that cannot be stored; else as of
+    ``write_checkpoint``; StateError for anything but a state.
     """
     if not isinstance(state, PVIState):
         raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
@@ -243,15 +200,8 @@ def save_state(path: Any, pvi: Any, state: Any, run: dict[str, Any] | None = Non
 def load_state(path: Any, pvi: Any) -> Loaded:
     """Read a state for a PVI of the same settings.
 
-    Args:
-        path: the file.
-        pvi: what is to go on with it.
-
-    Returns:
-        The file's contents.
-
-    Raises:
-        CheckpointError: for a file that cannot be read, or that another kind of PVI has written; says which.
+    Returns the file's contents. Raises CheckpointError for a file that cannot be read, or that another kind of PVI has written;
+    says which.
     """
     header, arrays = read_checkpoint(path)
     name = str(path)
@@ -306,16 +256,7 @@ def new_salt() -> str:
 
 
 def digest_of(pvi: Any, plan: Plan, salt: str) -> dict[str, SiteDigest]:
-    """The PVI's model as traced with arguments like those that a plan was made with.
-
-    Args:
-        pvi: the PVI.
-        plan: the plan; its signature has the arguments' shapes.
-        salt: text that enters the digests.
-
-    Returns:
-        By sample site.
-    """
+    """The PVI's model as traced with arguments like those that a plan was made with. By sample site."""
     if plan.signature.by_value:
         # The model reads values of arrays that a file does not have; their digests are part of the plan's signature.
         return {}
@@ -325,12 +266,8 @@ def digest_of(pvi: Any, plan: Plan, salt: str) -> dict[str, SiteDigest]:
 def settings_of(pvi: Any, salt: str = "") -> dict[str, Any]:
     """Guide, solver, schedule and start in words: what must be the same where a state goes on.
 
-    Args:
-        pvi: the PVI.
-        salt: text that enters digests of arrays.
-
-    Returns:
-        By part, its class and its fields. Objects that are neither numbers nor text are known by their class only.
+    ``salt``: text that enters digests of arrays. By part, its class and its fields. Objects that are neither numbers
+    nor text are known by their class only.
     """
     words = functools.partial(_in_words, salt=salt)
     guide = {"type": type(pvi.guide).__name__, "fields": {"prefix": repr(pvi.guide.prefix)}}
@@ -343,12 +280,7 @@ def settings_of(pvi: Any, salt: str = "") -> dict[str, Any]:
 def fingerprint(tree: Any, salt: str = "") -> str:
     """SHA-256 of a tree: paths, types, shapes and numbers of its leaves. Objects that are no arrays count by class.
 
-    Args:
-        tree: arrays, random keys, numbers and text in containers.
-        salt: text that enters as well.
-
-    Returns:
-        Hexadecimal digits.
+    ``tree``: arrays, random keys, numbers and text in containers. Returns hexadecimal digits.
     """
     found = hashlib.sha256(salt.encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

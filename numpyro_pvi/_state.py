@@ -137,13 +137,7 @@ class Plan:
     def shared_draws(self, q: Any, rng_key: Any, count: int) -> Any:
         """Draws of the latents outside the partitioned plates from q, a leading axis long; latents of rows are left out.
 
-        Args:
-            q: natural parameters.
-            rng_key: random key.
-            count: S.
-
-        Returns:
-            What ``latents.trace`` takes, with a leading axis S.
+        Returns what ``latents.trace`` takes, with a leading axis S.
         """
         return self.family.sample(q, rng_key, (count,))
 

@@ -64,21 +64,8 @@ def choose_rows(
 ) -> Plan:
     """Decide how sites are held.
 
-    Args:
-        engine: the fit's choices.
-        guide: the guide.
-        plan: the plan.
-        planned: what was found on the way.
-        trace: an abstract trace of the model.
-        arguments: the model's, split into arrays and static leaves.
-        init_params: the user's, or None.
-        key: a random key, for the points at which the prior is compared.
-
-    Returns:
-        The plan, with ``rows`` set where sites are held by rows.
-
-    Raises:
-        PVIError: saying why not, where the solver insists on it.
+    ``key``: a random key, for the points at which the prior is compared. Returns the plan, with ``rows`` set where sites are
+    held by rows. Raises PVIError saying why not, where the solver insists on it.
     """
     wanted = engine.solver.sites
     if wanted == "dense":
@@ -177,17 +164,7 @@ class RowView(NaturalView):
 
 
 def row_view(state: PVIState, place: int, what: str, without: bool) -> RowView:
-    """One group's site, or q without it.
-
-    Args:
-        state: a state held by rows.
-        place: the group's position.
-        what: what it is, for messages.
-        without: whether q without the site is meant.
-
-    Returns:
-        The view.
-    """
+    """One group's site, or q without it. ``state``: a state held by rows; ``without``: whether q without the site is meant."""
     rows, own = jax.tree.map(lambda x: x[0], state.sites.groups), state.prior.group == place
     kept = jax.tree.map(lambda x: jnp.where(~own if without else own, x, 0.0), rows)
     return RowView(kept, state.plan.family, what, state.prior, without)
@@ -196,17 +173,9 @@ def row_view(state: PVIState, place: int, what: str, without: bool) -> RowView:
 def row_distributions(state: PVIState, trace: dict, what: str, joint: bool) -> dict[Any, dist.Distribution]:
     """Marginals of every latent in its own support: see :func:`numpyro_pvi._posterior_views.latent_distributions`.
 
-    Args:
-        state: a state held by rows.
-        trace: a prototype trace.
-        what: "posterior" or "prior".
-        joint: whether to add the joint Gaussian under the tuple of names.
-
-    Returns:
-        Distributions by latent name. None holds a matrix over the latents until it is asked for one.
-
-    Raises:
-        ImproperError: when q is not normalisable.
+    ``state``: a state held by rows; ``trace``: a prototype trace; ``what``: "posterior" or "prior"; ``joint``: whether to add
+    the joint Gaussian under the tuple of names. Returns distributions by latent name. None holds a matrix over the latents
+    until it is asked for one. Raises ImproperError when q is not normalisable.
     """
     rows = jax.tree.map(lambda x: x[0] * (what == "posterior"), state.sites.groups)
     law, valid = _law(state.prior, rows)
@@ -239,12 +208,8 @@ def _blocks(covariance: Any, shape: tuple[int, ...], rank: int) -> Any:
 def row_params(guide: Any, state: PVIState) -> dict[str, Any]:
     """The guide's params. Its ``scale_tril`` stands for a dense array, and is made one where an array is needed.
 
-    Args:
-        guide: AutoMultivariateNormal, set up; it learns to draw from such params pathwise.
-        state: a state held by rows.
-
-    Returns:
-        Params for ``Predictive(guide, params=...)``, ``guide.median`` and the like.
+    ``guide``: AutoMultivariateNormal, set up; it learns to draw from such params pathwise; ``state``: a state held by rows.
+    Returns params for ``Predictive(guide, params=...)``, ``guide.median`` and the like.
     """
     layout = state.plan.partition.layout
     order = guide_order(guide, layout.names, layout.shapes)
@@ -327,11 +292,7 @@ _dense = jax.jit(dense_natural, static_argnums=2)
 def by_unit(state: PVIState) -> ConditionalNatural:
     """Natural parameters of every unit's local latents given the shared ones, in the plate's order.
 
-    Args:
-        state: a state of a model with local latents.
-
-    Returns:
-        Arrays with a leading axis U.
+    ``state``: a state of a model with local latents. Returns arrays with a leading axis U.
     """
     return rows_by_unit(state.sites.local.rows, state.plan.partition.local, state.packing)
 
@@ -339,13 +300,7 @@ def by_unit(state: PVIState) -> ConditionalNatural:
 def rows_by_unit(rows: ConditionalNatural, local: LocalLayout, packing: Any) -> ConditionalNatural:
     """The same of what is packed as rows are.
 
-    Args:
-        rows: natural parameters with leading axes of chunks and slots.
-        local: whose.
-        packing: of the rows.
-
-    Returns:
-        Arrays with a leading axis U.
+    ``rows``: natural parameters with leading axes of chunks and slots. Returns arrays with a leading axis U.
     """
     return _take(rows, _places(local, packing))
 
@@ -368,13 +323,8 @@ def _take(rows: ConditionalNatural, places: tuple) -> ConditionalNatural:
 def joint_params(guide: Any, state: PVIState, natural: Any) -> dict[str, Array]:
     """The guide's params over shared and local latents together.
 
-    Args:
-        guide: the guide.
-        state: a state of a model with local latents.
-        natural: natural parameters of q(theta).
-
-    Returns:
-        Params under the guide's own names; a guide of full covariance gets a dense matrix over all of them.
+    ``state``: a state of a model with local latents. Returns params under the guide's own names; a guide of full covariance
+    gets a dense matrix over all of them.
     """
     part = state.plan.partition
     names, shapes, order = _flat_order(part.layout, part.local)
@@ -417,13 +367,8 @@ def _flat_order(layout: Any, local: LocalLayout) -> tuple[tuple[str, ...], tuple
 def local_distributions(state: PVIState, natural: Any, trace: dict) -> dict[str, dist.Distribution]:
     """Marginal posteriors of the local latents, in their own supports and the model's shapes.
 
-    Args:
-        state: a state.
-        natural: natural parameters of q(theta).
-        trace: a prototype trace with every latent's support.
-
-    Returns:
-        Distributions by name; empty when the model has no local latents.
+    ``trace``: a prototype trace with every latent's support. Returns distributions by name; empty when the model has no local
+    latents.
     """
     local = state.plan.partition.local
     if local is None or isinstance(state.sites.local, Held):
@@ -436,15 +381,8 @@ def own_distributions(
 ) -> dict[str, dist.Distribution]:
     """Marginals of latents inside the plate, in their own supports and the model's shapes.
 
-    Args:
-        local: which they are.
-        family: of q(theta).
-        shared: q(theta) as moments.
-        rows: natural parameters of every unit's latents given theta.
-        trace: a prototype trace with every latent's support.
-
-    Returns:
-        Distributions by name.
+    ``shared``: q(theta) as moments; ``rows``: natural parameters of every unit's latents given theta; ``trace``: a prototype
+    trace with every latent's support. Returns distributions by name.
     """
     q = conditional_moments(rows)
     mean, sd = q.mean(shared.loc), q.marginal_sd(shared)
@@ -493,17 +431,7 @@ def guide_params(guide: Any, state: PVIState) -> dict[str, Any]:
 
 
 def natural_of(schedule: Any, state: PVIState, what: str, agent: Hashable | None) -> Any:
-    """Natural parameters of what is shown: q, one agent's own, or the prior with its site.
-
-    Args:
-        schedule: of the fit.
-        state: a state.
-        what: "posterior" or "prior".
-        agent: as of :func:`agent_natural`, or None.
-
-    Returns:
-        Natural parameters.
-    """
+    """Natural parameters of what is shown: q, one agent's own, or the prior with its site. ``what``: "posterior" or "prior"."""
     if what == "prior":
         return state.prior if state.sites.prior is None else state.prior + state.sites.prior
     return posterior(state.prior, state.sites) if agent is None else agent_natural(schedule, state, agent)
@@ -517,12 +445,7 @@ class SharedOnly(dict):
         self._local = local
 
     def __missing__(self, name: Any) -> Any:
-        """Say who has it.
-
-        Raises:
-            PVIError: for a latent inside the plate.
-            KeyError: for any other name.
-        """
+        """Say who has it. Raises PVIError for a latent inside the plate; KeyError for any other name."""
         if name not in self._local.names:
             raise KeyError(name)
         raise PVIError(
@@ -534,12 +457,7 @@ class SharedOnly(dict):
 def own_marginals(pvi: Any, state: PVIState) -> tuple[tuple, Callable[[Hashable], dict[str, Any]]] | None:
     """Agents that have a q of their own, and what reads one's marginals; None where one q is everybody's.
 
-    Args:
-        pvi: what the state belongs to.
-        state: any state.
-
-    Returns:
-        Labels, and a function of a label.
+    Returns labels, and a function of a label.
     """
     if not pvi.schedule.has_agents:
         return None
@@ -549,16 +467,7 @@ def own_marginals(pvi: Any, state: PVIState) -> tuple[tuple, Callable[[Hashable]
 def group_view(state: PVIState, group: Hashable, what: str) -> NaturalView:
     """One group's site or cavity in natural space; PRIOR names the prior factor's.
 
-    Args:
-        state: any state.
-        group: the group's label.
-        what: "site" or "cavity".
-
-    Returns:
-        Natural parameters.
-
-    Raises:
-        PartitionError: for an unknown label.
+    ``what``: "site" or "cavity". Raises PartitionError for an unknown label.
     """
     words = f"{what} of group {group!r}"
     if group is PRIOR and state.sites.prior is None:

@@ -114,15 +114,7 @@ _INSTEAD = {
 
 
 def refuse_elsewhere(runtime: Runtime, verb: str) -> None:
-    """Raise for what reads rows in this process where it has none.
-
-    Args:
-        runtime: of the fit.
-        verb: the method that was called.
-
-    Raises:
-        PVIError: naming the method.
-    """
+    """Raise for what reads rows in this process where it has none. Raises PVIError naming the method."""
     if runtime.elsewhere is not None:
         raise PVIError(
             f"{verb} reads rows, which are with the clients alone: {_INSTEAD[verb]}. Where the rows are, call it on a PVI without "
@@ -133,12 +125,7 @@ def refuse_elsewhere(runtime: Runtime, verb: str) -> None:
 def refuse_held(state: PVIState, verb: str) -> None:
     """Raise for what reads latents of groups' own in this process, where clients have them.
 
-    Args:
-        state: a state.
-        verb: the method that was called.
-
-    Raises:
-        PVIError: naming the method.
+    Raises PVIError naming the method.
     """
     if isinstance(getattr(getattr(state, "sites", None), "local", None), Held):
         raise PVIError(
@@ -148,28 +135,14 @@ def refuse_held(state: PVIState, verb: str) -> None:
 
 
 def watched(runtime: Runtime, plan: Plan, run: Callable[[], Any]) -> Any:
-    """What programs give that pass over rows outside of rounds, wherever these are.
-
-    Args:
-        runtime: of the fit.
-        plan: of the fit.
-        run: calls programs.
-
-    Returns:
-        Its value.
-    """
+    """What programs give that pass over rows outside of rounds, wherever these are."""
     return run() if runtime.elsewhere is None else runtime.elsewhere.watched(plan, run)
 
 
 def row_axes(plan: Plan, static: tuple) -> tuple[int | None, ...]:
     """Of every array of the model's arguments, the axis that runs over the rows, or None.
 
-    Args:
-        plan: the plan.
-        static: the static leaves, which stand between the arrays.
-
-    Returns:
-        One entry per array.
+    ``static``: the static leaves, which stand between the arrays. Returns one entry per array.
     """
     _, kept = static
     axes = plan.partition.reading.axes or (None,) * len(kept)
@@ -179,17 +152,7 @@ def row_axes(plan: Plan, static: tuple) -> tuple[int | None, ...]:
 def placed(engine: Any, state: PVIState, dynamic: list, static: tuple) -> tuple[PVIState, list]:
     """A state and the model's arrays as programs over rows take them: see :meth:`numpyro_pvi.runtime.Runtime.place`.
 
-    Args:
-        engine: the fit's choices.
-        state: a state.
-        dynamic: arrays of the model's arguments.
-        static: the static leaves.
-
-    Returns:
-        The state and the arrays.
-
-    Raises:
-        StateError: for a state of another runtime's, whose own latents are in other chunks.
+    Returns the state and the arrays. Raises StateError for a state of another runtime's, whose own latents are in other chunks.
     """
     runtime = engine.runtime
     rows, packing = runtime.place(dynamic, row_axes(state.plan, static), state.packing, engine.whole_groups)
@@ -212,16 +175,9 @@ _START_LOOKS = 32
 def level_for(programs: Programs, engine: Any, plan: Plan, dynamic: list, static: tuple, often: bool = True) -> str:
     """How well programs over all rows are compiled: by what one evaluation of the model makes, and how many a round makes.
 
-    Args:
-        programs: of the PVI, where the count is kept.
-        engine: the fit's choices.
-        plan: the plan.
-        dynamic: the arrays of the model's arguments.
-        static: the static leaves.
-        often: whether it is a program of rounds; the start of a fit looks at the factors a few dozen times and is done.
-
-    Returns:
-        A level of :mod:`numpyro_pvi._compiling`; the same whoever asks for rounds of this model over this many rows.
+    ``programs``: of the PVI, where the count is kept; ``often``: whether it is a program of rounds; the start of a fit looks at
+    the factors a few dozen times and is done. Returns a level of :mod:`numpyro_pvi._compiling`; the same whoever asks for
+    rounds of this model over this many rows.
     """
     if is_traced(dynamic):
         return "full"
@@ -244,17 +200,9 @@ def level_for(programs: Programs, engine: Any, plan: Plan, dynamic: list, static
 def evidence_of(engine: Any, state: PVIState, arguments: tuple, loss: Callable, with_error: bool) -> Any:
     """Log evidence in nats, with its standard error if asked for: of a solver that matches moments, or the ELBO.
 
-    A finer quadrature rule is compiled in where the one at hand will not do.
-
-    Args:
-        engine: the fit's choices.
-        state: a state.
-        arguments: the model's, checked.
-        loss: ``(engine, state) -> nats``, the negative ELBO on the draws that belong to a state.
-        with_error: whether the standard error is wanted.
-
-    Returns:
-        Nats, or a pair with the standard error.
+    A finer quadrature rule is compiled in where the one at hand will not do. ``loss``: ``(engine, state) -> nats``, the
+    negative ELBO on the draws that belong to a state; ``with_error``: whether the standard error is wanted. Returns nats, or a
+    pair with the standard error.
     """
     if not engine.solver.matches_moments:
         value, error = _elbo(engine, state, loss, is_traced((state, arguments)))
@@ -310,17 +258,8 @@ def _prior_gap(engine: Any, plan: Plan, packing, dynamic: list, static: tuple, o
 def refuse_prior_of_rows(engine: Any, plan: Plan, packing, dynamic: list, static: tuple, optim_state, at: Any) -> None:
     """Raise where rows are on several devices and the prior depends on them, so that no device could evaluate it.
 
-    Args:
-        engine: the fit's choices.
-        plan: the plan.
-        packing: rows of each chunk.
-        dynamic: arrays of the model's arguments.
-        static: the static leaves.
-        optim_state: of the model's params, or None.
-        at: where the prior is looked at: Float[D] prior location, or natural parameters of a product of families.
-
-    Raises:
-        PVIError: saying what to write.
+    ``optim_state``: of the model's params, or None; ``at``: where the prior is looked at: Float[D] prior location, or natural
+    parameters of a product of families. Raises PVIError saying what to write.
     """
     if engine.runtime.alone is engine.runtime or plan.rows is not None:
         return
@@ -336,19 +275,7 @@ _EXAMPLES = {"solver": "NaturalGradient()", "schedule": "Synchronous()", "runtim
 
 
 def check_choices(model: Any, num_groups: Any, init_sites: str, solver: Any, schedule: Any, runtime: Any) -> None:
-    """Refuse choices that are none, or that do not fit together.
-
-    Args:
-        model: the model, or a Partition of one.
-        num_groups: number of random blocks, or None.
-        init_sites: where sites start.
-        solver: local solver.
-        schedule: who moves when.
-        runtime: where it runs.
-
-    Raises:
-        PVIError: naming the argument and what to write.
-    """
+    """Refuse choices that are none, or that do not fit together. Raises PVIError naming the argument and what to write."""
     if init_sites not in ("auto", "prior", "curvature"):
         raise PVIError(f"init_sites={init_sites!r}: expected 'auto', 'prior' or 'curvature'.")
     if num_groups is not None and (
@@ -399,15 +326,7 @@ _LOOKS = {
 
 
 def refuse_look(solver: Any, call: str) -> None:
-    """Refuse what would look at the rows of a private fit, or lose count.
-
-    Args:
-        solver: of the fit.
-        call: the method that was called.
-
-    Raises:
-        PVIError: saying why, and what to write.
-    """
+    """Refuse what would look at the rows of a private fit, or lose count. Raises PVIError saying why, and what to write."""
     if solver.private:
         raise PVIError(
             f"{call} is refused under {type(solver).__name__}: {_LOOKS[call]}. On rows that need no protection "
@@ -418,17 +337,7 @@ def refuse_look(solver: Any, call: str) -> None:
 def private_start(init_sites: str, schedule: Any, runtime: Any, optim: Any) -> str:
     """Where sites start under a solver that is private: at 1; and refusals of what would look at rows beside its visits.
 
-    Args:
-        init_sites: what the user asked for.
-        schedule: who moves when.
-        runtime: where it runs.
-        optim: optimiser of the model's params, or None.
-
-    Returns:
-        "prior".
-
-    Raises:
-        PVIError: naming the argument and what to write.
+    Returns "prior". Raises PVIError naming the argument and what to write.
     """
     if init_sites == "curvature":
         raise PVIError(
@@ -479,14 +388,7 @@ def draws_form(
 def check_run(num_steps: Any, tol: Any, loss_every: Any = 1, least: int = 1) -> None:
     """Refuse numbers of rounds and tolerances that mean nothing.
 
-    Args:
-        num_steps: rounds.
-        tol: posterior sds, or None.
-        loss_every: rounds between losses.
-        least: fewest rounds.
-
-    Raises:
-        PVIError: naming the argument.
+    ``tol``: posterior sds, or None. Raises PVIError naming the argument.
     """
     if not isinstance(num_steps, (int, np.integer)) or num_steps < least:
         kind = "a positive int" if least else "an int of at least 0"
@@ -558,14 +460,7 @@ def check_loss(loss: Any) -> None:
 def check_keywords(model: Callable | None, static_kwargs: dict, init: Callable, run: Callable) -> None:
     """Refuse keywords that nothing would receive, and model parameters that ``run`` would intercept.
 
-    Args:
-        model: the NumPyro model.
-        static_kwargs: keyword arguments given to the constructor.
-        init: the constructor, whose options are known.
-        run: the method whose keywords a model cannot have.
-
-    Raises:
-        PVIError: naming the keyword, and the nearest known one.
+    Raises PVIError naming the keyword, and the nearest known one.
     """
     if model is None or not callable(model):
         raise PVIError(
@@ -604,22 +499,14 @@ def check_keywords(model: Callable | None, static_kwargs: dict, init: Callable, 
 class Opening:
     """A call of ``init`` before anything is planned.
 
-    Attributes:
-        args: the model's positional arguments, as arrays.
-        kwargs: its keyword arguments, with the static ones.
-        key: random key of the fit.
-        guide_key: random key of the guide's initial values.
-        plan_key: random key of the points at which the plan is checked.
-        untouched: abstract trace of the model.
-        trace: the same with discrete local latents enumerated.
-        partition: the user's, or the default one.
-        rows: which axis of which sample site runs over the partitioned rows.
-        enumeration: how discrete local latents are summed out, or None.
-        names: of the model's positional parameters, for messages.
-        held: discrete latents that q holds, having families.
-        partitions: the partition, and those to take if planning refuses it.
-        by_value: places of the arguments that the model reads values of.
-        elsewhere: whether the rows are, so that arguments hold nothing.
+    ``args``: the model's positional arguments, as arrays; ``kwargs``: its keyword arguments, with the static ones;
+    ``guide_key``: random key of the guide's initial values; ``plan_key``: random key of the points at which the plan is
+    checked; ``untouched``: abstract trace of the model; ``trace``: the same with discrete local latents enumerated;
+    ``partition``: the user's, or the default one; ``rows``: which axis of which sample site runs over the partitioned rows;
+    ``enumeration``: how discrete local latents are summed out, or None; ``names``: of the model's positional parameters, for
+    messages; ``held``: discrete latents that q holds, having families; ``partitions``: the partition, and those to take if
+    planning refuses it; ``by_value``: places of the arguments that the model reads values of; ``elsewhere``: whether the rows
+    are, so that arguments hold nothing.
     """
 
     args: tuple
@@ -661,15 +548,7 @@ class Opening:
     def plan(self, pvi: Any, attempt: Callable[[Opening], Planned]) -> tuple[Opening, Planned]:
         """Plan the factors; where that refuses a partition which is not the user's own, the next one is taken.
 
-        Args:
-            pvi: whose.
-            attempt: plans a call.
-
-        Returns:
-            The call by the partition that was taken, and its plan.
-
-        Raises:
-            PartitionError: when the partition does not fit.
+        Returns the call by the partition that was taken, and its plan. Raises PartitionError when the partition does not fit.
         """
 
         def at(partition: Partition) -> tuple[Opening, Planned]:
@@ -690,20 +569,9 @@ def _three_keys(key: Any) -> list:
 def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Collection[str] = ()) -> Opening:
     """Look at a call of ``init``.
 
-    Args:
-        pvi: whose.
-        rng_key: random key.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-        families: latents that the guide was given families for; discrete ones among them are not summed out.
-
-    Returns:
-        What was found.
-
-    Raises:
-        PVIError: inside ``jit``, or for a model that no fit can take.
-        DataError: for NaN or infinity in the arguments.
-        PartitionError: when there is nothing to split.
+    ``families``: latents that the guide was given families for; discrete ones among them are not summed out. Raises PVIError
+    inside ``jit``, or for a model that no fit can take; DataError for NaN or infinity in the arguments; PartitionError when
+    there is nothing to split.
     """
     if is_traced((rng_key, args, kwargs)):
         raise PVIError(
@@ -750,15 +618,7 @@ def _split_by(partition: Partition, opening: Opening, model: Callable) -> Openin
 def values_held(trace: dict, families: Collection[str]) -> tuple[str, ...]:
     """The discrete latents that have a family, so that q holds them and nothing is enumerated.
 
-    Args:
-        trace: an abstract trace of the model.
-        families: latents that the guide was given families for.
-
-    Returns:
-        Their names.
-
-    Raises:
-        GuideError: where others are discrete and have none.
+    ``families``: latents that the guide was given families for. Raises GuideError where others are discrete and have none.
     """
     discrete = [n for n, s in trace.items() if is_latent(s) and s["fn"].support.is_discrete]
     held = tuple(n for n in discrete if n in families)

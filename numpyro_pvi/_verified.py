@@ -37,11 +37,7 @@ _COMPARED = 1 << 22
 class Contradiction(NamedTuple):
     """A claim that the model does not bear out.
 
-    Attributes:
-        claim: as an engine names it.
-        factor: position of the worst factor.
-        gap: by how much they differ there, nats.
-        others: how many factors differ beside it.
+    ``gap``: by how much they differ there, nats; ``others``: how many factors differ beside it.
     """
 
     claim: str
@@ -72,9 +68,6 @@ class Fingerprint:
 
     Arrays that are the very same objects are not looked at. Of others, sums of all numbers and up to 16,384 of them in full
     are compared: an edit of a few numbers in millions may pass, new data do not.
-
-    Args:
-        arrays: of the model's arguments.
     """
 
     def __init__(self, arrays: list[Any]):
@@ -129,15 +122,9 @@ class LastLook:
     def at(self, programs: Any, state: PVIState, dynamic: list, how: tuple, unseen: Any) -> tuple[Any, Any] | None:
         """What rounds are told of a state's q.
 
-        Args:
-            programs: that run now.
-            state: a state.
-            dynamic: arrays of the model's arguments.
-            how: the engine, the plan, the static leaves, and which rules are compiled in.
-            unseen: shapes of what they can be told; None where of nothing.
-
-        Returns:
-            The evaluation, or numbers in its place, and whether it is one; None where they are told nothing.
+        ``programs``: that run now; ``how``: the engine, the plan, the static leaves, and which rules are compiled in;
+        ``unseen``: shapes of what they can be told; None where of nothing. Returns the evaluation, or numbers in its place, and
+        whether it is one; None where they are told nothing.
         """
         if unseen is None:
             return None
@@ -158,15 +145,7 @@ class LastLook:
         return structure.unflatten(blank[0]), blank[1]
 
     def keep(self, programs: Any, state: PVIState, dynamic: list, how: tuple, evaluation: Any) -> None:
-        """Remember what rounds ended with.
-
-        Args:
-            programs: that ran.
-            state: the state that they came to.
-            dynamic: arrays of the model's arguments.
-            how: as of :meth:`at`.
-            evaluation: theirs; None forgets the last one.
-        """
+        """Remember what rounds ended with. ``evaluation``: theirs; None forgets the last one."""
         self._kept = None
         if evaluation is not None:
             rows = [x if x.nbytes <= _COMPARED else weakref.ref(x) for x in dynamic]
@@ -213,13 +192,9 @@ class Memory:
     The data that their plans were last verified with (states hold nothing of the data), the labels that were seen last, and what
     a file says of the guide.
 
-    Args:
-        followed: what the model closes over; data were verified with the model as it was.
-
-    Attributes:
-        look: what the last rounds ended with.
-        labels: of the groups of the last state that was made, loaded or added to.
-        supports: of the latents as a loaded file has them, until the guide is set up.
+    ``followed``: what the model closes over; data were verified with the model as it was; ``look``: what the last rounds ended
+    with; ``labels``: of the groups of the last state that was made, loaded or added to; ``supports``: of the latents as a
+    loaded file has them, until the guide is set up.
     """
 
     def __init__(self, followed: Any) -> None:
@@ -285,16 +260,9 @@ _posterior = owned_jit(posterior, ())
 def contradictions(pvi: Any, state: PVIState, dynamic: list, static: tuple, anew: bool = False) -> list[Contradiction]:
     """Claims of a state's plan that differ from the model at draws from its q.
 
-    Args:
-        pvi: whose.
-        state: a state.
-        dynamic: arrays of the model's arguments.
-        static: the other leaves.
-        anew: whether the data may be others than those that the state's prior was read with: its numbers are compared then, even
-            where its form is proved.
-
-    Returns:
-        One entry per claim that is contradicted, with the factor that differs most of what is allowed.
+    ``anew``: whether the data may be others than those that the state's prior was read with: its numbers are compared then,
+    even where its form is proved. Returns one entry per claim that is contradicted, with the factor that differs most of what
+    is allowed.
     """
     if anew:
         part = dataclasses.replace(state.plan.partition, proved=state.plan.partition.proved - {"prior"})
@@ -317,10 +285,8 @@ def contradictions(pvi: Any, state: PVIState, dynamic: list, static: tuple, anew
 def verified(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIState:
     """The state itself where its structure holds at draws from q; else one whose factors are taken by draws, with the same q.
 
-    Where it was verified at this very q, with this model and these data, as at the end of a run that is repeated, it is not again.
-
-    Raises:
-        PVIError: where the solver cannot do without the structure.
+    Where it was verified at this very q, with this model and these data, as at the end of a run that is repeated, it is not
+    again. Raises PVIError where the solver cannot do without the structure.
     """
     claimed = bool(pvi._engine.claims(state.plan))
     place = _place_of(state) if claimed else None
@@ -336,13 +302,7 @@ def verified(pvi: Any, state: PVIState, dynamic: list, static: tuple) -> PVIStat
 
 
 class Verifier:
-    """Verifies a run between its compiled blocks: after 32 rounds, at every doubling of them, and before it ends.
-
-    Args:
-        pvi: what runs.
-        dynamic: arrays of the model's arguments.
-        static: the other leaves.
-    """
+    """Verifies a run between its compiled blocks: after 32 rounds, at every doubling of them, and before it ends."""
 
     def __init__(self, pvi: Any, dynamic: list, static: tuple):
         self.pvi, self.arguments = pvi, (dynamic, static)
@@ -355,15 +315,7 @@ class Verifier:
         return due - done
 
     def __call__(self, now: Progress, ending: bool) -> Progress:
-        """The progress, with its state's structure given up where it was contradicted; its last round then counts as unsettled.
-
-        Args:
-            now: how far the run has come.
-            ending: whether it would end here.
-
-        Returns:
-            The progress.
-        """
+        """The progress, with its state's structure given up where it was contradicted; its last round then counts as unsettled."""
         due = now.done >= _FIRST_ROUNDS and self.room(now.done) == now.done
         if not (ending or due):
             return now
@@ -413,18 +365,9 @@ _MEMORIES = ("solver_state", "prior_solver_state", "schedule_state")
 def taken_over(pvi: Any, state: Any, args: tuple, kwargs: dict) -> tuple[PVIState, list, tuple]:
     """As :func:`numpyro_pvi._initial.taken`, of a state of any PVI: memories of another solver or schedule begin anew.
 
-    Args:
-        pvi: the PVI.
-        state: a state.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        ``(state, arrays, static leaves)``. Under ``jit``, and where the rows are with clients, memories are not looked at.
-
-    Raises:
-        StateError: for arguments that do not fit the state; for a state of another kind of guide, or that another solver's
-            sites, rows or releases are part of.
+    Returns ``(state, arrays, static leaves)``. Under ``jit``, and where the rows are with clients, memories are not looked at.
+    Raises StateError for arguments that do not fit the state; for a state of another kind of guide, or that another solver's
+    sites, rows or releases are part of.
     """
     if isinstance(state, PVIState):
         check_family(pvi, state)
@@ -519,18 +462,7 @@ def cannot_go_on(error: PVIError, remarks: tuple[str, ...]) -> PVIError:
 
 
 def remark(state: PVIState, found: Contradiction, claimed: str, instead: str, label: Any = None) -> str:
-    """One sentence about a claim that was given up.
-
-    Args:
-        state: the state.
-        found: the contradiction.
-        claimed: what was claimed, and of what.
-        instead: what is done from now on.
-        label: of the worst group; None for the prior.
-
-    Returns:
-        The sentence.
-    """
+    """One sentence about a claim that was given up. ``label``: of the worst group; None for the prior."""
     whose = (
         "" if label is None else f"group {label!r}" + (f" (and {found.others} others)" if found.others else "") + ": "
     )
@@ -551,18 +483,8 @@ _DRAWS = "taken by draws"
 def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list, static: tuple) -> PVIState:
     """The state with the contradicted structure given up.
 
-    Args:
-        pvi: whose.
-        state: a state.
-        found: what was contradicted.
-        dynamic: arrays of the model's arguments.
-        static: the other leaves.
-
-    Returns:
-        The state with the same q. What of it was held exactly as the prior is in the PRIOR site where the prior is a factor now.
-
-    Raises:
-        PVIError: where the solver cannot do without the structure.
+    Returns the state with the same q. What of it was held exactly as the prior is in the PRIOR site where the prior is a factor
+    now. Raises PVIError where the solver cannot do without the structure.
     """
     state = dense_form(state)
     claims = {one.claim: one for one in found}

@@ -84,16 +84,11 @@ MIN_SAMPLES = 100
 def pareto_khat(log_weights: np.ndarray, rounding: float) -> float:
     """Shape of the generalised Pareto distribution fitted to the largest importance weights.
 
-    The tail is the ``min(S / 5, 3 sqrt(S))`` largest of S weights. Two cases have no fit and are decided here, because
-    ArviZ 0.23 and 1.x answer them differently: where the tail is flat up to rounding the weights are as good as equal,
-    and k-hat is 0.0; where fewer than five weights are distinguishable from zero next to the largest, k-hat is inf.
-
-    Args:
-        log_weights: Float[S]; unnormalised log importance weights, in nats. -inf is a weight of zero.
-        rounding: spread, in nats, below which weights count as equal.
-
-    Returns:
-        k-hat; NaN when a weight is NaN or +inf.
+    The tail is the ``min(S / 5, 3 sqrt(S))`` largest of S weights. Two cases have no fit and are decided here, because ArviZ
+    0.23 and 1.x answer them differently: where the tail is flat up to rounding the weights are as good as equal, and k-hat is
+    0.0; where fewer than five weights are distinguishable from zero next to the largest, k-hat is inf. ``log_weights``:
+    Float[S]; unnormalised log importance weights, in nats. -inf is a weight of zero; ``rounding``: spread, in nats, below which
+    weights count as equal. Returns k-hat; NaN when a weight is NaN or +inf.
 
     References:
         Vehtari et al., Pareto Smoothed Importance Sampling, section 3.
@@ -189,18 +184,11 @@ def khat(
 def settled(weights_of: Callable[[int], Any], num_samples: int, read: Any) -> float:
     """k-hat of some draws, or of more where these are too few to say that q is bad.
 
-    The tail of S draws is the largest ``3 sqrt(S)`` weights, a tenth of a thousand. Of a q that is nearly right, log weights are
-    about cubic in a skewed direction: they have a local maximum near one sd, and the largest tenth mixes the draws about it with
-    those of the far tail. A Pareto shape fitted to both is above 1 where that of the far tail is .2.
-
-    Args:
-        weights_of: a number of draws to their log weights.
-        num_samples: draws S to begin with.
-        read: arrays that every draw reads.
-
-    Returns:
-        k-hat: of eight times as many draws, up to 64 times, while it is above .7 and the effective sample size above S / 2, as far
-        as that reads a hundred million numbers at most.
+    The tail of S draws is the largest ``3 sqrt(S)`` weights, a tenth of a thousand. Of a q that is nearly right, log weights
+    are about cubic in a skewed direction: they have a local maximum near one sd, and the largest tenth mixes the draws about it
+    with those of the far tail. A Pareto shape fitted to both is above 1 where that of the far tail is .2. ``weights_of``: a
+    number of draws to their log weights. Returns k-hat: of eight times as many draws, up to 64 times, while it is above .7 and
+    the effective sample size above S / 2, as far as that reads a hundred million numbers at most.
     """
     count, size = num_samples, sum(jnp.size(x) for x in jax.tree.leaves(read))
     while True:
@@ -218,14 +206,7 @@ def settled(weights_of: Callable[[int], Any], num_samples: int, read: Any) -> fl
 def check_draws(num_samples: int, plan: Any, q: Any) -> None:
     """Refuse too few draws, and a q that cannot be drawn from.
 
-    Args:
-        num_samples: draws S.
-        plan: of the state.
-        q: natural parameters.
-
-    Raises:
-        PVIError: for fewer than 100 draws.
-        ImproperError: when q is not normalisable.
+    Raises PVIError for fewer than 100 draws; ImproperError when q is not normalisable.
     """
     if num_samples < MIN_SAMPLES:
         raise PVIError(f"khat(num_samples={num_samples!r}): the fit of the tail needs at least {MIN_SAMPLES} draws.")
@@ -236,12 +217,7 @@ def check_draws(num_samples: int, plan: Any, q: Any) -> None:
 def judged(log_weights: Float[np.ndarray | Array, "S"], num_samples: int) -> float:
     """k-hat of some log weights; NaN, with a warning, where some are NaN or +inf.
 
-    Args:
-        log_weights: in nats, up to a constant.
-        num_samples: their number.
-
-    Returns:
-        k-hat.
+    ``log_weights``: in nats, up to a constant. Returns k-hat.
     """
     values = np.asarray(log_weights)
     bad = int(np.sum(np.isnan(values) | (values == np.inf)))
@@ -269,20 +245,9 @@ def log_importance_weights(
 ) -> Float[Array, "S"]:
     """Log importance weights of draws from a Gaussian in unconstrained space, up to a constant.
 
-    Args:
-        rng_key: random key.
-        model: the NumPyro model.
-        layout: flat layout of its latents.
-        family: family of q.
-        natural: natural parameters of q.
-        args: the model's positional arguments.
-        kwargs: the model's keyword arguments.
-        params: constrained values of the model's ``numpyro.param`` sites.
-        num_samples: draws S.
-        local: layout of the local latents, and their natural parameters given the shared ones by unit; or None.
-
-    Returns:
-        ``log p(y, theta_s) - log q(theta_s)`` minus its value at q's location, in nats.
+    ``params``: constrained values of the model's ``numpyro.param`` sites; ``local``: layout of the local latents, and their
+    natural parameters given the shared ones by unit; or None. Returns ``log p(y, theta_s) - log q(theta_s)`` minus its value at
+    q's location, in nats.
     """
     arrays, static = split_arguments(args, kwargs)
     own, rows = (None, None) if local is None else local
@@ -372,18 +337,8 @@ def product_weights(
 ) -> Float[Array, "S"]:
     """Log importance weights of :meth:`ProductFamily.sample`, up to a constant.
 
-    Args:
-        rng_key: random key.
-        model: the NumPyro model.
-        plan: of the state.
-        q: natural parameters.
-        args: the model's positional arguments.
-        kwargs: the model's keyword arguments.
-        num_samples: draws S.
-        params: constrained values of the model's ``numpyro.param`` sites.
-
-    Returns:
-        ``log p(y, theta_s) - log q(theta_s)`` less its value at the first draw, in nats.
+    ``params``: constrained values of the model's ``numpyro.param`` sites. Returns ``log p(y, theta_s) - log q(theta_s)`` less
+    its value at the first draw, in nats.
     """
     arrays, static = split_arguments(args, kwargs)
     return _weights(model, plan.family, plan.blocks, static, num_samples, rng_key, q, arrays, params or {})
@@ -431,16 +386,7 @@ def product_group_weights(
 ) -> Float[Array, "S F"]:
     """Log weights of every factor over its site at draws of :meth:`ProductFamily.sample`, the prior factor (if any) first.
 
-    Args:
-        rng_key: random key.
-        engine: of the fit.
-        state: a state.
-        args: the model's positional arguments.
-        kwargs: the model's keyword arguments.
-        num_samples: draws S.
-
-    Returns:
-        In nats, less their values at the first draw; their sum over factors is that of :func:`product_weights`.
+    Returns in nats, less their values at the first draw; their sum over factors is that of :func:`product_weights`.
     """
     arrays, static = split_arguments(args, kwargs)
     return _factor_weights(engine, static, num_samples, rng_key, state, arrays)

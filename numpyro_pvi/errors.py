@@ -94,12 +94,8 @@ class ClientError(PVIError):
 class _WithState(PVIError):
     """An error that ends a run, with the state that the run had reached.
 
-    Args:
-        message: Names the factor, the latent and the likely causes.
-        state: The last state, or None where there is none; it can be passed on as ``init_state``.
-
-    Attributes:
-        state: As above.
+    ``message``: Names the factor, the latent and the likely causes; ``state``: The last state, or None where there is none; it
+    can be passed on as ``init_state``.
     """
 
     def __init__(self, message: str, state: Any = None) -> None:
@@ -128,13 +124,7 @@ GAUSSIAN_GUIDES = "AutoMultivariateNormal, AutoDiagonalNormal or AutoNormal"
 def not_under_families(word: str, value: Any, wanted: str) -> PVIError:
     """The error for a choice that is for Gaussian guides only.
 
-    Args:
-        word: the argument's name.
-        value: what was chosen.
-        wanted: what goes with AutoExponentialFamily, in code.
-
-    Returns:
-        What to raise.
+    ``wanted``: what goes with AutoExponentialFamily, in code. Returns what to raise.
     """
     return PVIError(
         f"{word}={type(value).__name__}(...) does not go with AutoExponentialFamily: pass {word}={wanted}, or use "
@@ -145,16 +135,11 @@ def not_under_families(word: str, value: Any, wanted: str) -> PVIError:
 def lacking(value: Any, contract: type, base: type | None, room: str) -> str:
     """A sentence that names what is missing, and where the rest of the contract has defaults.
 
-    Args:
-        value: what was given.
-        contract: the Protocol.
-        base: the class to derive from, or None.
-        room: where that class is found.
-
-    Returns:
-        The sentence, with a space before it; empty for a class, or for an object that has nothing of the contract.
+    ``base``: the class to derive from, or None. Returns the sentence, with a space before it; empty for a class, or for an
+    object that has nothing of the contract.
     """
-    names = {name for name in vars(contract) if not name.startswith("_")}
+    parts = [part for part in contract.__mro__ if part.__dict__.get("_is_protocol", False)]
+    names = {name for part in parts for name in vars(part) if not name.startswith("_")}
     missing = sorted(name for name in names if not hasattr(value, name))
     if isinstance(value, type) or not missing or len(missing) == len(names):
         return ""

@@ -53,12 +53,8 @@ class Dims:
     def of(self, variable: str, shape: tuple[int, ...]) -> list[str]:
         """Names for the axes of an array of a variable; ``<variable>_dim_<i>`` where there is none.
 
-        Args:
-            variable: name of the sample or deterministic site.
-            shape: shape without sample dims; the event axes may be missing, as in log-likelihoods.
-
-        Returns:
-            One name per axis, without repetition.
+        ``variable``: name of the sample or deterministic site; ``shape``: shape without sample dims; the event axes may be
+        missing, as in log-likelihoods. Returns one name per axis, without repetition.
         """
         wanted = (self.wanted.get(variable, []) + [None] * len(shape))[: len(shape)]
         names: list[str] = []
@@ -71,13 +67,9 @@ class Dims:
 def site_dims(trace: dict, sample_dims: Collection[str]) -> Dims:
     """Read axis names from a trace: plates for batch axes, ``infer["event_dims"]`` for event axes.
 
-    Args:
-        trace: a NumPyro trace; only names and shapes are read.
-        sample_dims: names of the axes of draws, which no other axis may bear; neither may it bear a variable's name.
-
-    Returns:
-        The names. A deterministic has no batch shape of its own; its leading axes are named when their lengths are
-        those of the plates around it.
+    ``trace``: a NumPyro trace; only names and shapes are read; ``sample_dims``: names of the axes of draws, which no other axis
+    may bear; neither may it bear a variable's name. Returns the names. A deterministic has no batch shape of its own; its
+    leading axes are named when their lengths are those of the plates around it.
     """
     sizes: dict[str, int] = {}
     wanted: dict[str, list[str | None]] = {}
@@ -109,14 +101,9 @@ def site_dims(trace: dict, sample_dims: Collection[str]) -> Dims:
 def agents_dataset(labels: Sequence[Hashable], marginals: Callable[[Hashable], dict[str, Any]], dims: Dims) -> Any:
     """Means and standard deviations of every agent's own marginals.
 
-    Args:
-        labels: the agents.
-        marginals: one agent's distributions by latent, in the latents' own supports.
-        dims: names of the latents' axes.
-
-    Returns:
-        ``xarray.Dataset`` with one variable per latent, of dims ``agent``, ``moment`` ("mean", "sd") and its own; labels of
-        agents are shown as strings. A moment that a marginal does not have is NaN.
+    ``marginals``: one agent's distributions by latent, in the latents' own supports. Returns ``xarray.Dataset`` with one
+    variable per latent, of dims ``agent``, ``moment`` ("mean", "sd") and its own; labels of agents are shown as strings. A
+    moment that a marginal does not have is NaN.
     """
     import xarray
 
@@ -400,24 +387,10 @@ def shared_to_arviz(
 ) -> Any:
     """Draws of the latents outside the plate as ArviZ data, where the rows are elsewhere: see :func:`to_arviz`.
 
-    Args:
-        rng_key: random key.
-        model: the NumPyro model.
-        plan: of a Gaussian fit's state.
-        natural: natural parameters of q.
-        args: what stands for the model's positional arguments; no row is read.
-        kwargs: likewise.
-        params: constrained values of the model's ``numpyro.param`` sites.
-        num_samples: draws S.
-        trace: what happened in every round, of a run that has it.
-
-    Returns:
-        As of :func:`to_arviz`, with the group ``posterior`` and, with a trace, ``rounds``. Deterministics, log-likelihoods and
-        observed data are made of rows, and are not there.
-
-    Raises:
-        PVIError: for a number of draws below 1.
-        ImproperError: when q is not normalisable.
+    ``args``: what stands for the model's positional arguments; no row is read; ``params``: constrained values of the model's
+    ``numpyro.param`` sites; ``trace``: what happened in every round, of a run that has it. Returns as of :func:`to_arviz`, with
+    the group ``posterior`` and, with a trace, ``rounds``. Deterministics, log-likelihoods and observed data are made of rows,
+    and are not there. Raises PVIError for a number of draws below 1; ImproperError when q is not normalisable.
     """
     _check_draws(plan.family, natural, num_samples)
     part = plan.partition
@@ -440,19 +413,8 @@ def product_to_arviz(
 ) -> Any:
     """The same of a product of families, whose draws are in the latents' own supports already.
 
-    Args:
-        rng_key: random key.
-        plan: of the fit's state.
-        natural: natural parameters of q.
-        num_samples: draws S.
-        trace: what happened in every round, of a run that has it.
-
-    Returns:
-        As of :func:`shared_to_arviz`.
-
-    Raises:
-        PVIError: for a number of draws below 1.
-        ImproperError: when q is not normalisable.
+    ``trace``: what happened in every round, of a run that has it. Returns as of :func:`shared_to_arviz`. Raises PVIError for a
+    number of draws below 1; ImproperError when q is not normalisable.
     """
     _check_draws(plan.family, natural, num_samples)
     draws = jax.jit(lambda q, key: plan.latent_values(plan.family.sample(q, key, (num_samples,))))

@@ -87,11 +87,8 @@ def set_up(guide: Any, key: Any, args: tuple, kwargs: dict) -> None:
 def _from_another_draw(guide: Any, key: Any, args: tuple, kwargs: dict, error: ValueError) -> None:
     """The eager way once more where a first draw has a parameter out of its range, as a rate that overflows.
 
-    NumPyro looks for a start of finite density among a hundred draws, but raises at the first one that it validates. A start that
-    is found is validated in its turn.
-
-    Raises:
-        ValueError: the first one, where no start is any better.
+    NumPyro looks for a start of finite density among a hundred draws, but raises at the first one that it validates. A start
+    that is found is validated in its turn. Raises ValueError: the first one, where no start is any better.
     """
     before = dict(guide.__dict__)
     try:
@@ -195,7 +192,6 @@ def _finish(
 
 def _finish_own(guide: Any, twin: Any, trace: dict, locs: dict, transforms: Any, args: tuple, kwargs: dict) -> dict:
     """Attributes of a guide that is set up from a trace."""
-    del twin, locs, transforms
     _check(guide, {"prototype_trace": trace})
     made = copy.copy(guide)
     made.__dict__.update({n: copy.copy(v) for n, v in guide.__dict__.items() if isinstance(v, dict)})

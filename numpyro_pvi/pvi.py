@@ -218,7 +218,6 @@ class PVI(SVI):
         Raises:
             StateError: when the arguments differ in structure, shape or dtype from those given to ``init``.
         """
-        del forward_mode_differentiation
         state, dynamic, static = taken_over(self, state, args, kwargs)
         once, never = np.int32(1), np.asarray(-1.0, float_dtype())
         # The program of `run`, while the rounds that it has room for are not many numbers.
@@ -313,7 +312,6 @@ class PVI(SVI):
                 these are a run's first, and nobody said where q starts, it is begun again where the guide starts, and says so.
             NonFiniteLossError: when the rounds end with a loss that is no number; its ``.state`` is the last state.
         """
-        del stable_update, forward_mode_differentiation
         check_run(num_steps, tol, loss_every)
         refuse_two_starts(init_state, init_params)
         with waiting(int(num_steps), progress_bar) as bar:

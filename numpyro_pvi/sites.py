@@ -79,11 +79,7 @@ def capacity(count: int) -> int:
 def sum_slots(others: Any) -> Any:
     """The product of all factors in the slots, in natural space.
 
-    Args:
-        others: natural parameters with a leading axis of slots.
-
-    Returns:
-        Natural parameters without it.
+    ``others``: natural parameters with a leading axis of slots. Returns natural parameters without it.
     """
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), others)
 
@@ -91,13 +87,8 @@ def sum_slots(others: Any) -> Any:
 def add_slots(others: Any, count: int, sites: Any) -> Any:
     """Put more sites behind those that are there, in twice the slots when they do not fit.
 
-    Args:
-        others: the slots, or None.
-        count: slots in use.
-        sites: natural parameters with a leading axis.
-
-    Returns:
-        The slots; None when there is nothing to hold.
+    ``others``: the slots, or None; ``count``: slots in use; ``sites``: natural parameters with a leading axis. Returns the
+    slots; None when there is nothing to hold.
     """
     more = jax.tree.leaves(sites)[0].shape[0]
     if count + more == 0:
@@ -113,12 +104,7 @@ def add_slots(others: Any, count: int, sites: Any) -> Any:
 def keep_slots(others: Any, kept: np.ndarray) -> Any:
     """Some of the slots, moved to the front in the order given; the others become empty.
 
-    Args:
-        others: the slots.
-        kept: positions of those to keep.
-
-    Returns:
-        As many slots as before; None when none is kept.
+    ``others``: the slots; ``kept``: positions of those to keep. Returns as many slots as before; None when none is kept.
     """
     if len(kept) == 0:
         return None
@@ -189,12 +175,8 @@ class SiteStack(Vector):
 def posterior(prior_natural: Any, sites: SiteStack) -> Any:
     """Sum the prior and every site, absent groups' included: ``eta_q = eta_0 + eta_PRIOR + sum_m eta_m`` (PVI eq. 1).
 
-    Args:
-        prior_natural: natural parameters of the exactly held part of the prior.
-        sites: all sites.
-
-    Returns:
-        Natural parameters of q. Always a fresh sum: carrying q along as ``q + new - old`` drifts in float32.
+    ``prior_natural``: natural parameters of the exactly held part of the prior; ``sites``: all sites. Returns natural
+    parameters of q. Always a fresh sum: carrying q along as ``q + new - old`` drifts in float32.
     """
     total = jax.tree.map(lambda eta, site: eta + site, prior_natural, _sum_groups(prior_natural, sites))
     if sites.others is not None:
@@ -213,15 +195,10 @@ def _sum_groups(prior_natural: Any, sites: SiteStack) -> Any:
 def with_shares(sites: SiteStack, groups: Any, others: Any = None, prior: float = 1.0) -> SiteStack:
     """Every site to a power of its own: share 0 takes it out of the product, 1 leaves it as it is.
 
-    Args:
-        sites: all sites.
-        groups: Float[M], shares of the groups whose rows are at hand (Float[1] where all groups share one site, Float[1 P] where
-            sites are held by P rows).
-        others: Float[S], shares of the slots of the other groups; as they are by default.
-        prior: share of the prior factor's site.
-
-    Returns:
-        The sites ``share * eta``; what groups with local latents keep stays as it is.
+    ``sites``: all sites; ``groups``: Float[M], shares of the groups whose rows are at hand (Float[1] where all groups share one
+    site, Float[1 P] where sites are held by P rows); ``others``: Float[S], shares of the slots of the other groups; as they are
+    by default; ``prior``: share of the prior factor's site. Returns the sites ``share * eta``; what groups with local latents
+    keep stays as it is.
     """
 
     def scaled(stack: Any, shares: Any) -> Any:
@@ -253,13 +230,9 @@ def back_off(
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Halve a step until it is valid.
 
-    Args:
-        valid: whether a step may be taken.
-        step: the first one tried.
-        halvings: those made before; they count towards the :data:`MAX_HALVINGS` after which a step is given up.
-
-    Returns:
-        ``(step, halvings)``; the step is not valid where there are MAX_HALVINGS of them, unless the last one was.
+    ``valid``: whether a step may be taken; ``step``: the first one tried; ``halvings``: those made before; they count towards
+    the :data:`MAX_HALVINGS` after which a step is given up. Returns ``(step, halvings)``; the step is not valid where there are
+    MAX_HALVINGS of them, unless the last one was.
     """
 
     def refused(tried):
@@ -286,11 +259,7 @@ def select(keep: Bool[Array, "*batch"], new: Any, old: Any) -> Any:
 def tie(groups: Any) -> Any:
     """Put the product of all groups' sites in the place of the sites.
 
-    Args:
-        groups: natural parameters with a leading group axis M.
-
-    Returns:
-        Their sum with a leading axis of 1: q is the same.
+    ``groups``: natural parameters with a leading group axis M. Returns their sum with a leading axis of 1: q is the same.
     """
     return jax.tree.map(lambda x: jnp.sum(x, axis=0, keepdims=True), groups)
 
@@ -298,12 +267,7 @@ def tie(groups: Any) -> Any:
 def tied_site(whole: Any, count: int) -> Any:
     """The site that each of ``count`` groups has: the count-th root of the product, ``eta_t = eta_(t^M) / M``.
 
-    Args:
-        whole: natural parameters of the product, with a leading axis of 1.
-        count: M.
-
-    Returns:
-        Natural parameters of t.
+    ``whole``: natural parameters of the product, with a leading axis of 1; ``count``: M. Returns natural parameters of t.
     """
     return jax.tree.map(lambda x: x[0] / count, whole)
 
@@ -392,12 +356,8 @@ class Held:
 def marginal_sites(local: LocalSites, chunk_group: Int[Array, "C"]) -> GaussianNatural:
     """Integrate every group's local latents out of its natural parameters.
 
-    Args:
-        local: natural parameters over shared and local latents.
-        chunk_group: group of each chunk, ascending.
-
-    Returns:
-        The sites, with a leading group axis M. Under a mean-field q they are the shared blocks as they stand.
+    ``local``: natural parameters over shared and local latents; ``chunk_group``: group of each chunk, ascending. Returns the
+    sites, with a leading group axis M. Under a mean-field q they are the shared blocks as they stand.
     """
     if not local.rows.full:
         return local.shared
@@ -442,15 +402,8 @@ _FORGETTING = 10.0
 def swings(inner: Float[Array, "..."], size: Float[Array, "..."], last: Float[Array, "..."]) -> Bool[Array, "..."]:
     """Whether a move turns back on the last one by more than 120 degrees without being half as short.
 
-    A swing that dies out by itself needs no help.
-
-    Args:
-        inner: inner product of the move and the last one.
-        size: squared length of the move, in the same metric.
-        last: squared length of the last one.
-
-    Returns:
-        False where either is 0.
+    A swing that dies out by itself needs no help. ``inner``: inner product of the move and the last one; ``size``: squared
+    length of the move, in the same metric; ``last``: squared length of the last one. Returns False where either is 0.
     """
     both = jnp.sqrt(jnp.maximum(size, 0.0)) * jnp.sqrt(jnp.maximum(last, 0.0))
     return (inner < _SWING * both) & (both > 0) & (4 * size > last)
@@ -466,16 +419,9 @@ def next_step(
 ) -> Float[Array, ""]:
     """A group's own step after one more of the moves it asks for: half where they swing, longer where they go on.
 
-    Args:
-        step: the last one.
-        inner: as of :func:`swings`.
-        size: as of :func:`swings`.
-        last: as of :func:`swings`.
-        largest: the largest step in (0, 1]; 1 is the full step.
-        noise: length of a move that draws alone explain; what is shorter is averaged by late rounds, not halved.
-
-    Returns:
-        The step.
+    ``step``: the last one; ``inner``: as of :func:`swings`; ``size``: as of :func:`swings`; ``last``: as of :func:`swings`;
+    ``largest``: the largest step in (0, 1]; 1 is the full step; ``noise``: length of a move that draws alone explain; what is
+    shorter is averaged by late rounds, not halved. Returns the step.
     """
     back = swings(inner, size, last) & (size > noise**2)
     new = jnp.where(back, jnp.maximum(0.5 * step, min(LEAST_STEP, largest)), step)
@@ -485,16 +431,10 @@ def next_step(
 def late_share(late: Any, dtype: Any) -> Float[Array, ""]:
     """The largest step of the next round, ``c / (c + late)`` with c = 10.
 
-    In the limit q is the average of its targets with weights ``k^(c - 1)``. A plain mean (c = 1) forgets where it started
-    only as ``1 / k^(1 - a)`` where targets move by a share ``a`` of what q moves; ``c > 1 / (2 - 2 a)`` keeps the rate of the
-    noise, whose variance is ``c^2 / (2 c - 1)`` times that of the mean. Long steps also shake q out of poor local optima.
-
-    Args:
-        late: rounds in which the move turned back.
-        dtype: of the result.
-
-    Returns:
-        A number in (0, 1].
+    In the limit q is the average of its targets with weights ``k^(c - 1)``. A plain mean (c = 1) forgets where it started only
+    as ``1 / k^(1 - a)`` where targets move by a share ``a`` of what q moves; ``c > 1 / (2 - 2 a)`` keeps the rate of the noise,
+    whose variance is ``c^2 / (2 c - 1)`` times that of the mean. Long steps also shake q out of poor local optima. ``late``:
+    rounds in which the move turned back; ``dtype``: of the result. Returns a number in (0, 1].
 
     References:
         Kushner and Yin, Stochastic Approximation and Recursive Algorithms, chapter 10 (rate of convergence).

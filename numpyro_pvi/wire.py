@@ -702,14 +702,7 @@ def decode(data: bytes, types: dict[str, type] | None = None) -> Message:
 def kind_of(data: bytes) -> str:
     """A message's kind, by which one is told from others without a look at its values.
 
-    Args:
-        data: one frame.
-
-    Returns:
-        A name in :data:`MESSAGES`.
-
-    Raises:
-        WireError: for bytes that are no frame, or of no known kind.
+    Returns a name in :data:`MESSAGES`. Raises WireError for bytes that are no frame, or of no known kind.
     """
     kind = _opened(bytes(data)).header.get("kind")
     if not isinstance(kind, str) or kind not in MESSAGES:

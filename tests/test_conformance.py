@@ -53,8 +53,8 @@ each_implementation = pytest.mark.parametrize(("cls", "protocol", "options"), li
 
 
 def contract(protocol):
-    """Methods that the Protocol itself declares."""
-    return {n: f for n, f in vars(protocol).items() if inspect.isfunction(f) and not n.startswith("_")}
+    """Methods that the Protocol itself, or one that it extends, declares."""
+    return {n: f for n, f in inspect.getmembers(protocol, inspect.isfunction) if not n.startswith("_")}
 
 
 def test_every_room_has_implementations():

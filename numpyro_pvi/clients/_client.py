@@ -177,15 +177,12 @@ class Respondent:
     def _note_look(self, shared: tuple, ticket: Any = (0, 0)) -> None:
         """At which q a look was, for whoever asks for latents in this process.
 
-        Args:
-            shared: what all were told, the moments of q first.
-            ticket: the name of what it holds of latents of its own.
+        ``shared``: what all were told, the moments of q first; ``ticket``: the name of what it holds of latents of its own.
         """
         self._kept.seen = np.asarray(ticket, np.int32), shared[: len(jax.tree.leaves(self._answers.moments))]
 
     def _key(self, key: KeyData, fields: dict[str, Any], memory: tuple) -> Any:
         """The random key of a visit, which is made with this memory."""
-        del fields, memory
         return key.on_device()
 
     def _visit(self, fields: dict[str, Any]) -> tuple[str, dict[str, Any], tuple]:

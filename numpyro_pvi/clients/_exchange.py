@@ -561,12 +561,7 @@ class Exchange:
 
 
 def ticket_of(run: str, sequence: int) -> np.ndarray:
-    """The name of what a client keeps of a question: Int[2], of the conversation and of the question in it.
-
-    Args:
-        run: the conversation's own.
-        sequence: the question's number.
-    """
+    """The name of what a client keeps of a question: Int[2], of the conversation and of the question in it."""
     return np.array([int(run, 16) & 0x7FFFFFFF, sequence], np.int32)
 
 

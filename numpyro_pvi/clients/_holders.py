@@ -30,13 +30,8 @@ _SAME = {"float32": 1e-4, "float64": 1e-9}
 def agree_on(labels: tuple, facts: list[dict[str, Any]], apart: tuple[str, ...]) -> None:
     """Raise where clients do not see one model.
 
-    Args:
-        labels: of the clients.
-        facts: what each says of itself.
-        apart: names of facts in which they may differ.
-
-    Raises:
-        ClientError: naming the first fact in which one differs from the first.
+    ``apart``: names of facts in which they may differ. Raises ClientError naming the first fact in which one differs from the
+    first.
     """
     for label, said in zip(labels, facts, strict=True):
         for name, value in said.items():
@@ -50,11 +45,7 @@ def agree_on(labels: tuple, facts: list[dict[str, Any]], apart: tuple[str, ...])
 
 @dataclasses.dataclass(frozen=True)
 class Holders:
-    """Clients that have their own rows: implements :class:`numpyro_pvi.runtime.Elsewhere`.
-
-    Args:
-        runtime: whose.
-    """
+    """Clients that have their own rows: implements :class:`numpyro_pvi.runtime.Elsewhere`."""
 
     runtime: Any
 
@@ -388,17 +379,8 @@ def joined_structure(found: list[FactorStructure], family: Any, expectation: str
 
     A component that some rows do not see is taken as the others find it, whose factors see all that any do: the factors of
     those rows are constant in it. Where no client's rows see all components, those that only others see are drawn.
-
-    Args:
-        found: by client.
-        family: of q.
-        expectation: as of :func:`numpyro_pvi.expectations.find_structure`.
-
-    Returns:
-        The structure; proved is what is proved of all.
-
-    Raises:
-        PVIError: where a component would have to be drawn that cannot be, or may not be.
+    ``expectation``: as of :func:`numpyro_pvi.expectations.find_structure`. Returns the structure; proved is what is proved of
+    all. Raises PVIError where a component would have to be drawn that cannot be, or may not be.
     """
 
     def absent(structure: FactorStructure) -> set[str]:

@@ -36,11 +36,7 @@ class Kept:
         return self
 
     def at(self, ticket: Any) -> Any:
-        """What a name stands for.
-
-        Raises:
-            PVIError: for what is not here any more, or never was.
-        """
+        """What a name stands for. Raises PVIError for what is not here any more, or never was."""
         name = _name(ticket)
         if name == (0, 0) and self.first is not None:
             return self.first
@@ -75,11 +71,7 @@ class Kept:
         )
 
     def restore(self, arrays: tuple[np.ndarray, ...]) -> None:
-        """Go on from what :meth:`save` has returned.
-
-        Raises:
-            PVIError: for arrays of other shapes.
-        """
+        """Go on from what :meth:`save` has returned. Raises PVIError for arrays of other shapes."""
         if not arrays:
             # Saved before it was known what it would hold.
             self._held.clear()

@@ -35,11 +35,7 @@ _LAST_WAIT = 1.0
 
 
 def _ray() -> Any:
-    """Ray, where it is installed.
-
-    Raises:
-        PVIError: naming the line to install.
-    """
+    """Ray, where it is installed. Raises PVIError naming the line to install."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -66,14 +62,7 @@ class Order:
     digest: bytes
 
     def respondent(self, known: dict[Any, Any]) -> Respondent:
-        """The client.
-
-        Args:
-            known: programs of other clients.
-
-        Raises:
-            ClientError: for rows that are not those which the fit was planned with.
-        """
+        """The client. Raises ClientError for rows that are not those which the fit was planned with."""
         if self.load is None:
             return self.share.respondent(known)
         label, found = self.share.label, self.load(self.share.label)
@@ -99,11 +88,7 @@ def _shapes_of(arrays: list[np.ndarray]) -> tuple:
 
 
 class Worker:
-    """What an actor is: clients of some groups, one after another asked for what they know.
-
-    Args:
-        settings: of JAX.
-    """
+    """What an actor is: clients of some groups, one after another asked for what they know."""
 
     def __init__(self, settings: dict[str, Any]):
         for name, value in settings.items():
@@ -116,11 +101,8 @@ class Worker:
     def begin(self, orders: dict[int, Any]) -> int:
         """Make clients, by their places; those that were here are forgotten.
 
-        Args:
-            orders: references to an :class:`Order` each, or to what makes a client that has its own rows.
-
-        Returns:
-            The process of the actor.
+        ``orders``: references to an :class:`Order` each, or to what makes a client that has its own rows. Returns the process
+        of the actor.
         """
         self._clients, self._failed = {}, {}
         for place, reference in orders.items():
@@ -145,11 +127,7 @@ class Worker:
 
 
 class Crew:
-    """The actors of one runtime. They outlive the rows that they hold, and are replaced where they die or hang.
-
-    Args:
-        options: of Ray, for every actor.
-    """
+    """The actors of one runtime. They outlive the rows that they hold, and are replaced where they die or hang."""
 
     def __init__(self, options: dict[str, Any]):
         self._options, self._handles, self._session = options, {}, None
@@ -171,9 +149,7 @@ class Crew:
     def attend(self, count: int, session: Any) -> None:
         """Let actors go that nobody needs, and forget those of a session of Ray that has ended.
 
-        Args:
-            count: how many are needed.
-            session: what tells this session of Ray from others.
+        ``session``: what tells this session of Ray from others.
         """
         if session != self._session:
             self._handles.clear()
@@ -202,13 +178,9 @@ class Actors:
     An actor that has died, or owes an answer and has given none for as long as ``wait``, is begun anew with its groups' rows, and
     everything that it was asked is asked again. Its clients then have no memory, which the server's questions bring along.
 
-    Args:
-        labels: of the clients, by place.
-        orders: references to what they are made of.
-        crew: the actors.
-        per_actor: how many clients share one.
-        wait: seconds that each actor has for an answer, counted from when it was asked, had begun or answered another question.
-        tries: times that a question is asked before its client counts as gone.
+    ``orders``: references to what they are made of; ``wait``: seconds that each actor has for an answer, counted from when it
+    was asked, had begun or answered another question; ``tries``: times that a question is asked before its client counts as
+    gone.
     """
 
     def __init__(self, labels: tuple, orders: list[Any], crew: Crew, per_actor: int, wait: float, tries: int):

@@ -185,7 +185,6 @@ class ClientsRuntime(RuntimeDefaults):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the settings; clients are begun anew, by the line that the engine of a PVI has too."""
-        del protocol
         fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.init]
         return type(self), tuple(fields), {"_line": self._line}
 
@@ -265,21 +264,13 @@ class ClientsRuntime(RuntimeDefaults):
             self._line.pins[what] = np.asarray(jax.device_get(state.sites.local.tickets))
 
     def connect(self, shares: list[Share]) -> Exchange:
-        """Begin clients with these rows.
-
-        Args:
-            shares: one client's each.
-
-        Returns:
-            The conversation with them.
-        """
+        """Begin clients with these rows. ``shares``: one client's each. Returns the conversation with them."""
         raise NotImplementedError
 
     def open(self) -> Exchange:
         """Begin to talk with clients that have their own rows, in the order of :attr:`labels`.
 
-        Returns:
-            The conversation with them.
+        Returns the conversation with them.
         """
         raise NotImplementedError
 
@@ -325,7 +316,6 @@ class Nearby:
 
     def receive(self, wait: float) -> tuple[int, bytes] | None:
         """The next answer."""
-        del wait
         try:
             return self._answers.get_nowait()
         except queue.Empty:
@@ -487,14 +477,7 @@ class Maker:
     make: Callable[[], Client]
 
     def respondent(self, known: dict[Any, Any]) -> Client:
-        """The client.
-
-        Args:
-            known: programs of other clients.
-
-        Raises:
-            PVIError: for one of another label, and for what is no client.
-        """
+        """The client. Raises PVIError for one of another label, and for what is no client."""
         client = self.make()
         if not isinstance(client, Client):
             raise PVIError(
@@ -522,10 +505,7 @@ class _Unmade:
 def serve(pipe: Any, share: Any, settings: dict[str, Any]) -> None:
     """What a client's process does: answer until its pipe is closed.
 
-    Args:
-        pipe: its end.
-        share: what it is made from: its rows and the rest of what it is given, or what loads them.
-        settings: of JAX.
+    ``share``: what it is made from: its rows and the rest of what it is given, or what loads them.
     """
     for name, value in settings.items():
         jax.config.update(name, value)
@@ -599,12 +579,7 @@ class Processes(ClientsRuntime):
 
 @dataclasses.dataclass(frozen=True)
 class Makers:
-    """What makes clients that have their own rows, by place.
-
-    Args:
-        each: one a client.
-        came: by place, its number among those that were given.
-    """
+    """What makes clients that have their own rows, by place. ``came``: by place, its number among those that were given."""
 
     each: tuple[Maker, ...] = ()
     came: tuple[int, ...] = ()
@@ -613,12 +588,7 @@ class Makers:
     def of(cls, runtime: Any, clients: Any) -> Makers:
         """Those that a runtime is given.
 
-        Args:
-            runtime: whose they are, for messages.
-            clients: by label, what makes a client.
-
-        Raises:
-            PVIError: for what is no such mapping.
+        ``clients``: by label, what makes a client. Raises PVIError for what is no such mapping.
         """
         name = type(runtime).__name__
         if not isinstance(clients, Mapping):
@@ -646,15 +616,7 @@ class Makers:
 def in_order(runtime: Any, labels: list[Hashable]) -> tuple[int, ...]:
     """Places of clients in the order that a fit has groups in.
 
-    Args:
-        runtime: whose they are, for the message.
-        labels: as given.
-
-    Returns:
-        Positions of the labels in that order.
-
-    Raises:
-        PVIError: for two of one label.
+    Returns positions of the labels in that order. Raises PVIError for two of one label.
     """
     if not labels:
         return ()

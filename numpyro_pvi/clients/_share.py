@@ -39,8 +39,7 @@ class Share:
     def respondent(self, known: dict[Any, Any]) -> Respondent:
         """The client that answers for these rows; ``known`` as of :meth:`answers`.
 
-        Raises:
-            PVIError: where the model is not what it was in the process that has dealt out the rows.
+        Raises PVIError where the model is not what it was in the process that has dealt out the rows.
         """
         if self.digest is not None:
             try:
@@ -62,9 +61,8 @@ class Share:
     def answers(self, known: dict[Any, Any], token: Any = None) -> tuple[Any, dict[str, Any]]:
         """What answers for these rows, and what it says of itself.
 
-        Args:
-            known: programs of other clients, which serve this one where it differs from them in its rows only.
-            token: stands for what the model closes over.
+        ``known``: programs of other clients, which serve this one where it differs from them in its rows only; ``token``:
+        stands for what the model closes over.
         """
         key = token, self.model, self.solver, self.num_particles, self.plan, self.static
         kind: Any = ProductAnswers if isinstance(self.plan, ProductPlan) else Answers
@@ -106,17 +104,7 @@ def with_digests(shares: list[Share]) -> list[Share]:
 
 
 def shares_of(engine: Any, state: Any, dynamic: list, static: tuple) -> list[Share]:
-    """Deal a fit's rows out to its groups.
-
-    Args:
-        engine: the fit's choices.
-        state: a state, reduced but for its labels.
-        dynamic: arrays of the model's arguments.
-        static: the static leaves.
-
-    Returns:
-        One entry per group.
-    """
+    """Deal a fit's rows out to its groups. ``state``: a state, reduced but for its labels. Returns one entry per group."""
     part, packing = state.plan.partition, jax.device_get(state.packing)
     leaves, structure = jax.tree.flatten(join_arguments([np.asarray(x) for x in dynamic], static))
     prior = jax.device_get((state.prior, state.exact))

@@ -119,13 +119,8 @@ def lattice(q: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     """The unit of every natural parameter, a power of two made of q alone, which everybody knows.
 
     Of the precision's entry ``(i, j)`` it is ``(Lambda_ii Lambda_jj)^(1/2)``, of the precision-mean's ``i`` it is
-    ``Lambda_ii^(1/2) max(1, max_j Lambda_jj^(1/2) m_j)`` with m the location's absolute value, rounded up.
-
-    Args:
-        q: precision-mean and precision, Float[D] and Float[D D] or Float[D].
-
-    Returns:
-        Float64 arrays of the same shapes.
+    ``Lambda_ii^(1/2) max(1, max_j Lambda_jj^(1/2) m_j)`` with m the location's absolute value, rounded up. ``q``:
+    precision-mean and precision, Float[D] and Float[D D] or Float[D]. Returns Float64 arrays of the same shapes.
     """
     h, precision = (np.asarray(x, np.float64) for x in q)
     full = precision.ndim == 2
@@ -448,13 +443,9 @@ class SumExchange(Exchange):
     Implements :class:`numpyro_pvi.runtime.Network` for a fit of one group. The sum of the clients' sites is here;
     each keeps its own.
 
-    Args:
-        sums: what adds.
-        wait: seconds after which a question in the open is repeated.
-        tries: times that a question is asked.
-        reach: largest number of a client's first change, in units of q.
-        made: of fits by name, visits that all were asked for, in conversations before and by states that were gone back from as
-            well; this one goes on counting in it.
+    ``wait``: seconds after which a question in the open is repeated; ``tries``: times that a question is asked; ``reach``:
+    largest number of a client's first change, in units of q; ``made``: of fits by name, visits that all were asked for, in
+    conversations before and by states that were gone back from as well; this one goes on counting in it.
     """
 
     def __init__(self, sums: SecureSum, wait: float, tries: int, reach: float, made: dict[int, int] | None = None):
@@ -484,11 +475,7 @@ class SumExchange(Exchange):
     # ------------------------------------------------------------------ in the open
 
     def hello(self) -> list[dict[str, Any]]:
-        """There is no rowful client to greet.
-
-        Raises:
-            ClientError: always.
-        """
+        """There is no rowful client to greet. Raises ClientError always."""
         raise ClientError("clients that are heard in sums have their own rows: give the fit none.")
 
     def describe(self, key: KeyData | None = None) -> list[dict[str, Any]]:
@@ -535,7 +522,6 @@ class SumExchange(Exchange):
 
     def look(self, how: dict[str, Any], shared: tuple, shapes: tuple, own: tuple = (), groups: Any = None) -> tuple:
         """The sum of the clients' values at a q; NaN where it is without a client. See :meth:`numpyro_pvi.runtime.Network.look`."""
-        del groups
 
         def ask() -> list[tuple]:
             if how["ask"] not in ("look", "values", "verify") or own:
@@ -572,7 +558,6 @@ class SumExchange(Exchange):
 
     def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
         """The sum of what clients make of their sites: see :meth:`numpyro_pvi.runtime.Network.visit`."""
-        del groups
         rest, site, memory, keys, _ = own
         how = {**how}
         counter = how.pop("counter", None)
@@ -609,19 +594,11 @@ class SumExchange(Exchange):
         self._sum({"ask": "settle"}, (), (), 1.0)
 
     def begin(self, *args: Any, **kwargs: Any) -> tuple:
-        """No client goes on its way alone.
-
-        Raises:
-            ClientError: always.
-        """
+        """No client goes on its way alone. Raises ClientError always."""
         raise ClientError("clients that are heard in sums only are asked all at once")
 
     def arrive(self, *args: Any, **kwargs: Any) -> tuple:
-        """Likewise.
-
-        Raises:
-            ClientError: always.
-        """
+        """Likewise. Raises ClientError always."""
         raise ClientError("clients that are heard in sums only are asked all at once")
 
     def close(self) -> None:

@@ -66,13 +66,7 @@ class TermNumbers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AffineProgram:
-    """Quadrature over affine predictors.
-
-    Args:
-        terms: the structure of every term.
-        family: the Gaussian family of q.
-        num_rules: how many of the quadrature rules are compiled in.
-    """
+    """Quadrature over affine predictors. ``num_rules``: how many of the quadrature rules are compiled in."""
 
     terms: tuple[TermSpec, ...]
     family: GaussianFamily
@@ -82,35 +76,23 @@ class AffineProgram:
     def prepare(self, call: ModelCall, masks: Masks) -> tuple:
         """Read every term's design off the model on one chunk.
 
-        Args:
-            call: the model on the chunk's rows.
-            masks: which rows are real, by partitioned axis.
-
-        Returns:
-            Per term, its arrays and a Bool[E] mask.
+        ``call``: the model on the chunk's rows; ``masks``: which rows are real, by partitioned axis. Returns per term, its
+        arrays and a Bool[E] mask.
         """
         return self.mask(tuple(prepare_term(call, spec) for spec in self.terms), masks)
 
     def mask(self, data: tuple[TermData, ...], masks: Masks) -> tuple:
         """Add to every term's arrays which of their elements count.
 
-        Args:
-            data: per term, its arrays.
-            masks: which rows are real, by partitioned axis; an axis that is not named counts whole.
-
-        Returns:
-            Per term, its arrays and a Bool[E] mask.
+        ``data``: per term, its arrays; ``masks``: which rows are real, by partitioned axis; an axis that is not named counts
+        whole. Returns per term, its arrays and a Bool[E] mask.
         """
         return tuple((d, _elements(d, spec, masks)) for spec, d in zip(self.terms, data, strict=True))
 
     def working_bytes(self, chunks: tuple) -> int:
         """What a pass over one chunk holds beside its arrays.
 
-        Args:
-            chunks: what :meth:`prepare` returned, with or without a leading chunk axis.
-
-        Returns:
-            Bytes, roughly.
+        ``chunks``: what :meth:`prepare` returned, with or without a leading chunk axis. Returns bytes, roughly.
         """
         itemsize = jnp.finfo(jnp.result_type(float)).bits // 8
         elements = sum(mask.shape[-1] for _, mask in chunks)
@@ -121,32 +103,17 @@ class AffineProgram:
     ) -> Expected:
         """Expectations of one chunk's terms.
 
-        Args:
-            chunk: what :meth:`prepare` returned.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None.
-            level: Int[] quadrature rule.
-            noise: unused; quadrature has no draws.
-            clip: whether (a bool, traced or not) to raise each row's curvature to positive semi-definite (for curvature
-                starts).
-
-        Returns:
-            The chunk's expectations.
+        ``chunk``: what :meth:`prepare` returned; ``moments``: q; ``probe``: Float[D] vector for the curvature product, or None;
+        ``level``: Int[] quadrature rule; ``noise``: unused; quadrature has no draws; ``clip``: whether (a bool, traced or not)
+        to raise each row's curvature to positive semi-definite (for curvature starts). Returns the chunk's expectations.
         """
-        del noise
         return self.contract(chunk, self.numbers(chunk, moments, level, clip), moments, probe)
 
     def numbers(self, chunk: tuple, moments: GaussianMoments, level: Any, clip: Any = False) -> tuple[TermNumbers, ...]:
         """Quadrature of one chunk's terms, element by element.
 
-        Args:
-            chunk: what :meth:`prepare` returned.
-            moments: q.
-            level: Int[] quadrature rule.
-            clip: as of :meth:`expected`.
-
-        Returns:
-            Per term, its numbers.
+        ``chunk``: what :meth:`prepare` returned; ``moments``: q; ``level``: Int[] quadrature rule; ``clip``: as of
+        :meth:`expected`. Returns per term, its numbers.
         """
         return tuple(
             self._numbers(spec, *data, moments, level, clip) for spec, data in zip(self.terms, chunk, strict=True)
@@ -157,14 +124,8 @@ class AffineProgram:
     ) -> Expected:
         """Sum elements' numbers over their design.
 
-        Args:
-            chunk: what :meth:`prepare` returned.
-            numbers: per term, as :meth:`numbers` gives them.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None.
-
-        Returns:
-            The chunk's expectations.
+        ``chunk``: what :meth:`prepare` returned; ``numbers``: per term, as :meth:`numbers` gives them; ``moments``: q;
+        ``probe``: Float[D] vector for the curvature product, or None. Returns the chunk's expectations.
         """
         loc = moments.loc
         vector, precision, product = 0.0, 0.0, jnp.zeros_like(loc)
@@ -241,10 +202,7 @@ class AffineProgram:
 class SharedAffineProgram:
     """Quadrature where every chunk is all rows with the other groups' masked: the arrays are prepared once and shared.
 
-    Args:
-        program: the program of one chunk.
-        data: per term, its arrays on all rows.
-        masks: a chunk to which rows count, by partitioned axis.
+    ``data``: per term, its arrays on all rows; ``masks``: a chunk to which rows count, by partitioned axis.
     """
 
     program: AffineProgram
@@ -254,7 +212,6 @@ class SharedAffineProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk reads and holds: see :meth:`AffineProgram.working_bytes`."""
-        del chunks
         # A distribution may keep the plain number that it was given, as StudentT(3.0, ...).expand([N]) does.
         shared = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.data) if hasattr(x, "dtype"))
         return shared + self.program.working_bytes(self.program.mask(self.data, {}))
@@ -268,7 +225,7 @@ class SharedAffineProgram:
 def _elements(data: TermData, spec: TermSpec, masks: Masks) -> Bool[Array, "E"]:
     shape, mask = data.fn.batch_shape, masks.get(spec.row_key)
     if mask is None or spec.row_dim is None:
-        return jnp.ones((_size(shape),), bool)
+        return jnp.ones((math.prod(shape),), bool)
     aligned = mask.reshape(mask.shape + (1,) * (-spec.row_dim - 1))
     return jnp.broadcast_to(aligned, shape).reshape(-1)
 
@@ -276,16 +233,9 @@ def _elements(data: TermData, spec: TermSpec, masks: Masks) -> Bool[Array, "E"]:
 def _error_beyond_rounding(error: Array, size: Array, mean: tuple) -> Array:
     """What is left of rows' quadrature errors once rounding is taken off: infinity where they are unknown.
 
-    A log density is itself only good to rounding of its predictors; the error estimate amplifies that and must not read it
-    as the rule's failure.
-
-    Args:
-        error: estimated errors of the rows' second derivatives times their predictors' variances.
-        size: size of the same.
-        mean: the predictors' means.
-
-    Returns:
-        One number per row.
+    A log density is itself only good to rounding of its predictors; the error estimate amplifies that and must not read it as
+    the rule's failure. ``error``: estimated errors of the rows' second derivatives times their predictors' variances. Returns
+    one number per row.
     """
     rounding = _ROUNDING * jnp.finfo(size.dtype).eps * (1.0 + sum(jnp.abs(m) for m in mean))
     return jnp.where(jnp.isnan(error) | ~jnp.isfinite(size), jnp.inf, jnp.maximum(error - rounding, 0.0))
@@ -293,7 +243,7 @@ def _error_beyond_rounding(error: Array, size: Array, mean: tuple) -> Array:
 
 def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: dict, level, num_rules: int):
     """Quadrature of every row: ``(E f, E f' by predictor, E f'' by pair, absolute error)``."""
-    size = _size(data.fn.batch_shape)
+    size = math.prod(data.fn.batch_shape)
     mean = tuple(jnp.broadcast_to(m, (size,)) for m in mean)
     spread = {k: jnp.broadcast_to(v, (size,)) for k, v in covariance.items()}
     return over_predictors(partial(_evaluate, spec, data), mean, spread, level, num_rules)
@@ -302,15 +252,9 @@ def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: d
 def over_predictors(row_fn: Callable[..., Array], mean: tuple, spread: dict, level: Any, num_rules: int) -> tuple:
     """Quadrature of rows over their one or two predictors.
 
-    Args:
-        row_fn: log densities of rows at predictors Float[E] each, nats.
-        mean: the predictors' means, Float[E] each.
-        spread: their covariances by pair, Float[E] each.
-        level: Int[] quadrature rule.
-        num_rules: how many of the rules are compiled in.
-
-    Returns:
-        ``(E f, E f' by predictor, E f'' by pair, absolute error)``.
+    ``row_fn``: log densities of rows at predictors Float[E] each, nats; ``mean``: the predictors' means, Float[E] each;
+    ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule. Returns ``(E f, E f' by predictor, E
+    f'' by pair, absolute error)``.
     """
     if len(mean) == 1:
         sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))
@@ -354,13 +298,6 @@ def _gram_diagonal(left: Array, weight: Float[Array, "E"], right: Array) -> Floa
     return weight @ product if product.ndim == 2 else jnp.sum(weight) * product
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
 # ---------------------------------------------------------------------------------------------------------- single rows
 # Expectations of single rows under the Gaussian law of their affine predictors: what streaming updates are made of.
 #
@@ -401,11 +338,7 @@ class RowProgram:
     def check(self, data: tuple[TermData, ...]) -> None:
         """Refuse what the rule does not fit.
 
-        Args:
-            data: the arrays of one row, of which only structure is read.
-
-        Raises:
-            PVIError: naming the sample site.
+        ``data``: the arrays of one row, of which only structure is read. Raises PVIError naming the sample site.
         """
         if self.rule != "probit":
             return
@@ -417,14 +350,7 @@ class RowProgram:
                 )
 
     def linear(self, data: tuple[TermData, ...]) -> tuple[Float[Array, "K D"], Float[Array, "K"]]:
-        """The design rows and the offsets of one row's predictors.
-
-        Args:
-            data: the arrays of one row.
-
-        Returns:
-            ``(A, c)``.
-        """
+        """The design rows and the offsets of one row's predictors. ``data``: the arrays of one row. Returns ``(A, c)``."""
         rows, offsets = [], []
         for term in data:
             size = _num_elements(term)
@@ -438,14 +364,8 @@ class RowProgram:
     ) -> RowExpected:
         """Expectations of one row.
 
-        Args:
-            data: the arrays of one row.
-            mean: of its predictors.
-            covariance: of its predictors.
-            value: whether the value is asked for; 0 stands for it where it is not.
-
-        Returns:
-            The row's expectations.
+        ``data``: the arrays of one row; ``mean``: of its predictors; ``covariance``: of its predictors; ``value``: whether the
+        value is asked for; 0 stands for it where it is not. Returns the row's expectations.
         """
         at, total = 0, jnp.zeros((), mean.dtype)
         gradient, curvature = jnp.zeros_like(mean), jnp.zeros_like(covariance)
@@ -473,16 +393,9 @@ class RowProgram:
     def log_normaliser(self, data, weight, mean, sd, new_mean, new_sd) -> Float[Array, ""]:
         """``log int l(u)^w N(u; mean, sd^2) du`` of a row with one predictor, in nats.
 
-        Args:
-            data: the arrays of one row, of one term with one element.
-            weight: w.
-            mean: of the predictor before the update.
-            sd: its standard deviation.
-            new_mean: the mean after it, around which the nodes are laid.
-            new_sd: the standard deviation after it.
-
-        Returns:
-            The log normaliser of the exact update.
+        ``data``: the arrays of one row, of one term with one element; ``weight``: w; ``mean``: of the predictor before the
+        update; ``sd``: its standard deviation; ``new_mean``: the mean after it, around which the nodes are laid; ``new_sd``:
+        the standard deviation after it. Returns the log normaliser of the exact update.
         """
         nodes, weights = (jnp.asarray(x, mean.dtype) for x in fixed_nodes("trapezoid", mean.dtype.name))
         wide = _WIDER * new_sd
@@ -555,11 +468,7 @@ class RowNumbers(NamedTuple):
 class RowNumbersProgram:
     """Quadrature over one predictor per row. Its predictors are ``offset + z`` with z as q has it.
 
-    Args:
-        terms: the structure of every term.
-        data: their arrays on all rows.
-        num_rules: how many of the quadrature rules are compiled in.
-        dim: D, the number of latents.
+    ``num_rules``: how many of the quadrature rules are compiled in.
     """
 
     terms: tuple[TermSpec, ...]
@@ -572,15 +481,9 @@ class RowNumbersProgram:
     ) -> RowNumbers:
         """One pass over all rows.
 
-        Args:
-            loc: mean of z.
-            variance: of z.
-            counted: which rows belong to a group.
-            level: Int[] quadrature rule.
-            clip: whether (a bool, traced or not) to raise curvatures to zero.
-
-        Returns:
-            Expectations by row: the site wanted has ``l = -E[f'']`` and ``h = E[f'] + l E[z]``.
+        ``loc``: mean of z; ``variance``: of z; ``counted``: which rows belong to a group; ``level``: Int[] quadrature rule;
+        ``clip``: whether (a bool, traced or not) to raise curvatures to zero. Returns expectations by row: the site wanted has
+        ``l = -E[f'']`` and ``h = E[f'] + l E[z]``.
         """
         parts, start = [], 0
         for spec, data in zip(self.terms, self.data, strict=True):
@@ -646,12 +549,9 @@ class RowNumbersProgram:
 class PredictorLaw:
     """The law of the normal latents that a factor sees through predictors.
 
-    Args:
-        terms: what was found of every term that sees them.
-        layout: of the latents in one vector, end to end.
-        laws: coordinates of the components that they make, in the vector's order: locations and variances of independent
-            normals, or locations and roots of the covariances of normal vectors.
-        num_rules: how many of the quadrature rules are compiled in.
+    ``terms``: what was found of every term that sees them; ``layout``: of the latents in one vector, end to end; ``laws``:
+    coordinates of the components that they make, in the vector's order: locations and variances of independent normals, or
+    locations and roots of the covariances of normal vectors; ``num_rules``: how many of the quadrature rules are compiled in.
     """
 
     terms: tuple[TermSpec, ...]
@@ -667,12 +567,8 @@ class PredictorLaw:
     def covariance(self, left: Array, right: Array) -> Array:
         """Covariance of two predictors of the same elements.
 
-        Args:
-            left: a design, Float[E D], or Float[D] of a predictor that all elements share.
-            right: the other's.
-
-        Returns:
-            Float[E], or a number where both are shared.
+        ``left``: a design, Float[E D], or Float[D] of a predictor that all elements share; ``right``: the other's. Returns
+        Float[E], or a number where both are shared.
         """
         total: Any = 0.0
         begin = 0
@@ -686,13 +582,9 @@ class PredictorLaw:
 def expected_terms(law: PredictorLaw, values: Mapping[str, Array]) -> Instead:
     """Expectations of a factor's terms over the normal latents, given the others.
 
-    Args:
-        law: of the normal latents.
-        values: of all latents, by name; those of the law's are not looked at.
-
-    Returns:
-        A function of the model on some rows, and of which rows count, that gives the terms by sample site, elementwise in nats.
-        It is differentiable once in everything, in reverse mode, too.
+    ``law``: of the normal latents; ``values``: of all latents, by name; those of the law's are not looked at. Returns a
+    function of the model on some rows, and of which rows count, that gives the terms by sample site, elementwise in nats. It is
+    differentiable once in everything, in reverse mode, too.
     """
 
     def read(call: ValueCall, masks: Mapping[str | None, Any]) -> dict[str, Array]:
@@ -707,14 +599,9 @@ def worst_error(
 ) -> Float[Array, ""]:
     """Estimated error of the terms' curvature by the rule that :func:`expected_terms` ends with, relative to the curvature.
 
-    Args:
-        law: of the normal latents.
-        values: of all latents, by name.
-        call: the model on some rows.
-        masks: which of them count, by partitioned axis.
-
-    Returns:
-        The largest of the terms'. It is above the tolerance where even the finest rule that is compiled in missed it.
+    ``law``: of the normal latents; ``values``: of all latents, by name; ``call``: the model on some rows; ``masks``: which of
+    them count, by partitioned axis. Returns the largest of the terms'. It is above the tolerance where even the finest rule
+    that is compiled in missed it.
     """
     seen = SeenCall(call, values, law.layout)
     found = []
@@ -729,7 +616,6 @@ def claimed_terms(law: PredictorLaw, values: Mapping[str, Array], point: Float[A
     """The same terms at one value of the vector, as they would be if their predictors are affine."""
 
     def read(call: ValueCall, masks: Mapping[str | None, Any]) -> dict[str, Array]:
-        del masks
         seen = SeenCall(call, values, law.layout)
         return {spec.site: claimed_term(seen, spec, point)[0] for spec in law.terms}
 
@@ -849,5 +735,4 @@ def largest(x: Array) -> Array:
 
 @largest.def_vmap
 def _largest_of_all(axis_size: int, in_batched: list[bool], x: Array) -> tuple[Array, bool]:
-    del axis_size
     return largest(jnp.max(x, axis=0) if in_batched[0] else x), False

@@ -78,25 +78,13 @@ _STATISTICS: dict[type, tuple[Statistics, str]] = {
 def statistics_of(family: Any) -> Statistics:
     """Functions of a value that a factor may be affine in to be conjugate; none of a family that is not known.
 
-    Args:
-        family: a family; repetitions are looked through.
-
-    Returns:
-        The statistics.
+    ``family``: a family; repetitions are looked through.
     """
     return _STATISTICS.get(type(base_family(family)), (Statistics(), ""))[0]
 
 
 def marked_component(name: str, family: Any) -> Form:
-    """The form of a component's values, with what their support says of their sign.
-
-    Args:
-        name: the component.
-        family: of it.
-
-    Returns:
-        The form.
-    """
+    """The form of a component's values, with what their support says of their sign."""
     return marked(name, _STATISTICS.get(type(base_family(family)), (None, ""))[1])
 
 
@@ -171,23 +159,14 @@ def find_structure(
 ) -> FactorStructure:
     """Find how a factor's expectation is to be taken.
 
-    Args:
-        family: of q.
-        natural: a member of it, around whose location values are looked at.
-        terms: the factor's terms Float[E] at a dict of values by component (and at ``params``, where there are any).
-        key: a random key.
-        expectation: "auto", "exact" (refuse what is not conjugate), "quadrature" (refuse draws), "monte_carlo" (draw everything),
-            or "values" ("auto", of which no derivative will be taken).
-        where: the factor's name, for messages.
-        rows: by component whose members belong to rows, the axis of members that runs over them.
-        params: values of the model's params. What is proved holds for all values that they may take, what is found at these.
-        predictors: says of some normal components how the factor's terms see them through predictors, if they all do.
-
-    Returns:
-        The structure.
-
-    Raises:
-        PVIError: where something must be drawn that cannot be, or may not be.
+    ``family``: of q; ``natural``: a member of it, around whose location values are looked at; ``terms``: the factor's terms
+    Float[E] at a dict of values by component (and at ``params``, where there are any); ``key``: a random key; ``expectation``:
+    "auto", "exact" (refuse what is not conjugate), "quadrature" (refuse draws), "monte_carlo" (draw everything), or "values"
+    ("auto", of which no derivative will be taken); ``where``: the factor's name, for messages; ``rows``: by component whose
+    members belong to rows, the axis of members that runs over them; ``params``: values of the model's params. What is proved
+    holds for all values that they may take, what is found at these; ``predictors``: says of some normal components how the
+    factor's terms see them through predictors, if they all do. Returns the structure. Raises PVIError where something must be
+    drawn that cannot be, or may not be.
     """
     components = _components(family, natural, key)
     rng = np.random.default_rng(0)
@@ -220,18 +199,9 @@ def with_draws(
 ) -> FactorStructure:
     """A structure with some components drawn after all.
 
-    Args:
-        structure: what was found.
-        family: of q.
-        names: components that are to be drawn.
-        expectation: as of :func:`find_structure`.
-        where: the factor's name, for messages.
-
-    Returns:
-        The structure; a design of signs that was only found to be exact is not trusted any more.
-
-    Raises:
-        PVIError: where something must be drawn that cannot be, or may not be.
+    ``structure``: what was found; ``family``: of q; ``names``: components that are to be drawn; ``expectation``: as of
+    :func:`find_structure`; ``where``: the factor's name, for messages. Returns the structure; a design of signs that was only
+    found to be exact is not trusted any more. Raises PVIError where something must be drawn that cannot be, or may not be.
     """
     # What terms see of several components together is not known of some of them.
     terms = () if set(structure.by_predictors) & set(names) else structure.terms
@@ -253,13 +223,7 @@ def with_draws(
 def probe_values(family: ProductFamily, natural: ProductNatural, key: Any) -> dict[str, Array]:
     """A value of every component, around q's location.
 
-    Args:
-        family: of q.
-        natural: a member.
-        key: a random key.
-
-    Returns:
-        Values by component.
+    ``family``: of q; ``natural``: a member; ``key``: a random key. Returns values by component.
     """
     found = {}
     for i, (name, own) in enumerate(family.components):
@@ -524,12 +488,8 @@ _CHOICES = 3
 def over_values(family: ProductFamily, terms: Callable[[dict], Array]) -> Callable[[dict], Array]:
     """Terms at every combination of the values of the finite components, all members at the same one.
 
-    Args:
-        family: of q.
-        terms: a factor's terms Float[E] at a dict of values by component.
-
-    Returns:
-        The terms Float[C E] flattened, a function of the values of the other components.
+    ``family``: of q; ``terms``: a factor's terms Float[E] at a dict of values by component. Returns the terms Float[C E]
+    flattened, a function of the values of the other components.
     """
     finite = _finite(family)
     if not finite:
@@ -548,20 +508,10 @@ def sums_of(
     """Add the components with finitely many values to a factor's structure.
 
     A term whose elements see the members of such a component one by one, as batch axes align, has the expectation ``sum_k q(k)
-    term(k)``, element by element. That is tested at random values of all members.
-
-    Args:
-        family: of q.
-        values: of the other components.
-        terms: the factor's terms by name, elementwise.
-        structure: found for the other components.
-        where: the factor's name, for messages.
-
-    Returns:
-        The structure, its roles in the family's order.
-
-    Raises:
-        PVIError: for a term that sees several members at once, and where there are too many combinations of values.
+    term(k)``, element by element. That is tested at random values of all members. ``family``: of q; ``values``: of the other
+    components; ``terms``: the factor's terms by name, elementwise; ``structure``: found for the other components; ``where``:
+    the factor's name, for messages. Returns the structure, its roles in the family's order. Raises PVIError for a term that
+    sees several members at once, and where there are too many combinations of values.
     """
     finite = _finite(family)
     if not finite:

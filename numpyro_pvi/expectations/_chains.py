@@ -58,21 +58,11 @@ def run_lockstep(
 ) -> LockstepDraws:
     """Hamiltonian Monte Carlo of all chains of one factor, in step.
 
-    NUTS decides after every leapfrog step whether to go on, lane by lane: side by side, every group waits for the deepest
-    tree of all. In coordinates whitened by q, where the tilted distribution is about a standard normal, a quarter
-    period is the best length and known beforehand: ``ceil((pi / 2) / step)`` leapfrog steps of the smallest step of the
-    group's chains, a handful, and no trees. Steps are jittered by 15%.
-
-    Args:
-        settings: lengths and aims.
-        energy: a point to the negative log density and its gradient there.
-        key: random key.
-        places: where the chains start; finite.
-        step_size: their step sizes.
-        fresh: whether to begin with a whole warm-up.
-
-    Returns:
-        The draws.
+    NUTS decides after every leapfrog step whether to go on, lane by lane: side by side, every group waits for the deepest tree
+    of all. In coordinates whitened by q, where the tilted distribution is about a standard normal, a quarter period is the best
+    length and known beforehand: ``ceil((pi / 2) / step)`` leapfrog steps of the smallest step of the group's chains, a handful,
+    and no trees. Steps are jittered by 15%. ``energy``: a point to the negative log density and its gradient there; ``places``:
+    where the chains start; finite; ``fresh``: whether to begin with a whole warm-up.
 
     References:
         Neal, MCMC using Hamiltonian dynamics, Handbook of Markov Chain Monte Carlo (2011), sections 5.3 and 5.4.2.
@@ -171,14 +161,8 @@ class _LangevinWalk(NamedTuple):
 def safe_step(slope: Callable[[Float[Array, "D"]], Float[Array, "D"]], key: Any, dim: int, dtype: Any) -> Any:
     """A step at which the dynamics are stable and nearly exact: half of the narrowest scale about q's location.
 
-    Args:
-        slope: whitened coordinates to the whole gradient of the negative log density.
-        key: random key.
-        dim: D.
-        dtype: floating dtype.
-
-    Returns:
-        The step, by power iteration on differences of the gradient.
+    ``slope``: whitened coordinates to the whole gradient of the negative log density. Returns the step, by power iteration on
+    differences of the gradient.
     """
     at, start = jnp.zeros((dim,), dtype), jax.random.normal(key, (dim,), dtype)
     base, reach = slope(at), jnp.asarray(0.1, dtype)
@@ -205,19 +189,9 @@ def run_langevin(
     """Underdamped Langevin dynamics of all chains of one factor, in the splitting BAOAB, without an accept step.
 
     Its draws are exact for a Gaussian at any stable step when gradients are, with an error of second order in the step
-    elsewhere. The noise of mini-batches heats the chains; it is measured by the difference of two halves of a batch, and
-    as much less noise is added.
-
-    Args:
-        settings: lengths.
-        slopes: a point and a key to two independent unbiased estimates of the gradient of the negative log density.
-        key: random key.
-        places: where the chains start; finite.
-        step: the step.
-        fresh: whether to begin with a whole warm-up.
-
-    Returns:
-        The draws.
+    elsewhere. The noise of mini-batches heats the chains; it is measured by the difference of two halves of a batch, and as
+    much less noise is added. ``slopes``: a point and a key to two independent unbiased estimates of the gradient of the
+    negative log density; ``places``: where the chains start; finite; ``fresh``: whether to begin with a whole warm-up.
 
     References:
         Leimkuhler and Matthews, Rational construction of stochastic numerical methods for molecular sampling (2013), BAOAB.
@@ -309,14 +283,8 @@ class ChainDraws(NamedTuple):
 def no_chains(settings: MCMCMoments, dim: int, dtype: Any, used: bool) -> Chains:
     """Chains that have not started.
 
-    Args:
-        settings: how many there are.
-        dim: D.
-        dtype: floating dtype.
-        used: whether moments are taken by them.
-
-    Returns:
-        The memory of a factor that no visit has seen.
+    ``settings``: how many there are; ``dim``: D; ``dtype``: floating dtype; ``used``: whether moments are taken by them.
+    Returns the memory of a factor that no visit has seen.
     """
     count, nothing = settings.num_chains, jnp.asarray(jnp.nan, dtype)
     steps = jnp.full((count,), _FIRST_STEP, dtype)
@@ -335,16 +303,8 @@ def run_chains(
 ) -> ChainDraws:
     """Run all chains of one factor side by side.
 
-    Args:
-        settings: lengths and kernel.
-        energy: a point to the negative log density and its gradient there.
-        key: random key.
-        warm: where the chains stood.
-        step_size: their step sizes.
-        fresh: whether to start anew: from draws of q, with a whole warm-up.
-
-    Returns:
-        The draws.
+    ``energy``: a point to the negative log density and its gradient there; ``fresh``: whether to start anew: from draws of q,
+    with a whole warm-up.
     """
     place_key, chain_key = jax.random.split(key)
     count, dim = warm.shape
@@ -378,16 +338,9 @@ def run_noisy_chains(
 ) -> ChainDraws:
     """Run all chains of one factor by Langevin dynamics on estimates of the gradient.
 
-    Args:
-        settings: lengths.
-        slope: a point to the whole gradient of the negative log density.
-        slopes: a point and a key to two independent unbiased estimates of it.
-        key: random key.
-        warm: where the chains stood.
-        fresh: whether to start anew: from draws of q, with a whole warm-up.
-
-    Returns:
-        The draws, without log densities.
+    ``slope``: a point to the whole gradient of the negative log density; ``slopes``: a point and a key to two independent
+    unbiased estimates of it; ``fresh``: whether to start anew: from draws of q, with a whole warm-up. Returns the draws,
+    without log densities.
     """
     place_key, step_key, chain_key = jax.random.split(key, 3)
     places = jnp.where(fresh, jax.random.normal(place_key, warm.shape, warm.dtype), warm)
@@ -402,14 +355,8 @@ def run_noisy_chains(
 def kept_chains(memory: Chains, positions: Float[Array, "C D"], draws: ChainDraws, kept: Bool[Array, ""]) -> Chains:
     """The chains after a visit.
 
-    Args:
-        memory: before it.
-        positions: where they stand now, in coordinates that do not change with q.
-        draws: the visit's.
-        kept: whether the visit counts; where it does not they stand where they stood, to start anew.
-
-    Returns:
-        The memory.
+    ``memory``: before it; ``positions``: where they stand now, in coordinates that do not change with q; ``kept``: whether the
+    visit counts; where it does not they stand where they stood, to start anew.
     """
     return Chains(
         jnp.where(kept, positions, memory.positions),
@@ -468,11 +415,7 @@ def _one_chain(settings: MCMCMoments, energy: Callable, key: Any, place, step_si
 def split_rhat(values: Float[Array, "C S K"]) -> Float[Array, ""]:
     """Largest split R-hat of several quantities: chains cut in half, variance between the halves against that within.
 
-    Args:
-        values: quantities along every chain.
-
-    Returns:
-        A number that tends to 1; NaN where nothing moves.
+    Returns a number that tends to 1; NaN where nothing moves.
 
     References:
         Gelman et al., Bayesian Data Analysis, 3rd ed., section 11.4.
@@ -488,11 +431,7 @@ def split_rhat(values: Float[Array, "C S K"]) -> Float[Array, ""]:
 def batch_variance(values: Float[Array, "C S K"]) -> Float[Array, "K"]:
     """Variance of the mean over all chains, by batch means: batches of about the root of a chain's length.
 
-    Args:
-        values: quantities along every chain.
-
-    Returns:
-        Squared standard errors; batches of all chains are compared, so that chains that disagree count.
+    Returns squared standard errors; batches of all chains are compared, so that chains that disagree count.
 
     References:
         Flegal and Jones, Batch means and spectral variance estimators in MCMC, Ann. Statist. 38 (2010).
@@ -507,11 +446,7 @@ def batch_variance(values: Float[Array, "C S K"]) -> Float[Array, "K"]:
 def effective_size(values: Float[Array, "C S K"]) -> Float[Array, ""]:
     """Smallest effective sample size of several quantities, at most the number of draws.
 
-    Args:
-        values: quantities along every chain.
-
-    Returns:
-        The number of independent draws whose mean is as uncertain.
+    Returns the number of independent draws whose mean is as uncertain.
     """
     total = values.shape[0] * values.shape[1]
     spread = jnp.var(values.reshape(total, -1), axis=0)

@@ -85,7 +85,6 @@ class QuadraticProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one group holds beside its arrays, in bytes: nothing to speak of."""
-        del chunks
         return 0
 
     def expected(
@@ -93,18 +92,11 @@ class QuadraticProgram:
     ) -> Expected:
         """Closed-form expectations of one group's factor.
 
-        Args:
-            factor: value c, and natural parameters (h, P) as the full-covariance target, read at the origin.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None.
-            level: unused.
-            noise: unused.
-            clip: unused; a quadratic factor is what it is.
-
-        Returns:
-            The group's expectations; for a full-covariance q the target is (h, P) itself, to the last bit.
+        ``factor``: value c, and natural parameters (h, P) as the full-covariance target, read at the origin; ``moments``: q;
+        ``probe``: Float[D] vector for the curvature product, or None; ``level``: unused; ``noise``: unused; ``clip``: unused; a
+        quadratic factor is what it is. Returns the group's expectations; for a full-covariance q the target is (h, P) itself,
+        to the last bit.
         """
-        del level, noise, clip
         full = MultivariateNormalFamily(self.family.dim)
         vector, precision = factor.target.precision_mean, factor.target.precision
         loc = moments.loc

@@ -81,18 +81,11 @@ class LocalLatentProgram:
     ) -> Expected:
         """Expectations of one chunk.
 
-        Args:
-            chunk: rows and their conditionals.
-            moments: q(theta).
-            probe: Float[D] vector for the curvature product, or None.
-            level: unused; there is no rule to choose.
-            noise: the round's draws; each is used with both signs.
-            clip: unused; precisions of local latents are always bounded from below.
-
-        Returns:
-            The chunk's expectations; ``target`` is the shared block, ``local`` the rows' targets.
+        ``chunk``: rows and their conditionals; ``moments``: q(theta); ``probe``: Float[D] vector for the curvature product, or
+        None; ``level``: unused; there is no rule to choose; ``noise``: the round's draws; each is used with both signs;
+        ``clip``: unused; precisions of local latents are always bounded from below. Returns the chunk's expectations;
+        ``target`` is the shared block, ``local`` the rows' targets.
         """
-        del level, clip
         q = conditional_moments(chunk.rows)
         shared, local = noise.shared, jnp.swapaxes(noise.local[chunk.units], 0, 1)
         theta = self.family.draw(moments, jnp.concatenate([shared, -shared]))
@@ -185,14 +178,8 @@ class MaskedLocalProgram(LocalLatentProgram):
     def expected_all(self, chunks: LocalChunk, moments: GaussianMoments, probe: Any, noise: LocalNoise) -> Expected:
         """Expectations of every group: see :meth:`expected`; leading axis M.
 
-        Args:
-            chunks: one chunk per group, of all units, stacked.
-            moments: q(theta).
-            probe: Float[D] vector for the curvature product, or None.
-            noise: the round's draws.
-
-        Returns:
-            The groups' expectations.
+        ``chunks``: one chunk per group, of all units, stacked; ``moments``: q(theta); ``probe``: Float[D] vector for the
+        curvature product, or None; ``noise``: the round's draws. Returns the groups' expectations.
         """
         group, units = self.group_of_unit, jnp.arange(self.group_of_unit.shape[0])
         num_groups = chunks.mask.shape[0]
@@ -440,13 +427,8 @@ def as_conditional(
 ) -> tuple[Float[Array, "R K"], Float[Array, "R K D"], Float[Array, "R K K"]]:
     """The affine Gaussian of z given whitened theta with the first two moments of (theta, z).
 
-    Args:
-        mean: of z given theta, at the points.
-        covariance: of z given theta.
-        eps: the points, whose own mean is 0 and whose own covariance is the identity.
-
-    Returns:
-        Mean at the centre, slope, and what covariance is left.
+    ``mean``: of z given theta, at the points; ``eps``: the points, whose own mean is 0 and whose own covariance is the
+    identity. Returns mean at the centre, slope, and what covariance is left.
     """
     center = jnp.mean(mean, axis=0)
     slope = jnp.einsum("srk,sd->rkd", mean, eps) / eps.shape[0]
@@ -475,11 +457,8 @@ class IntegratedProgram:
     tighter bound than that of any Gaussian over both. Averages are over a fixed set of points of q whose own mean and
     covariance are q's, so that they are exact for quadratic factors.
 
-    Args:
-        unit_values: ``(data, theta, z) -> nats``, log density of every unit's observations and latents, Float[R]; z
-            Float[R K] unconstrained.
-        family: the Gaussian family of q(theta).
-        rows: most rows that one evaluation of a chunk reads, beside the units.
+    ``unit_values``: ``(data, theta, z) -> nats``, log density of every unit's observations and latents, Float[R]; z Float[R K]
+    unconstrained; ``rows``: most rows that one evaluation of a chunk reads, beside the units.
     """
 
     unit_values: Callable[[Any, Float[Array, "D"], Float[Array, "R K"]], Float[Array, "R"]]
@@ -521,18 +500,10 @@ class IntegratedProgram:
     ) -> Expected:
         """Expectations of one chunk.
 
-        Args:
-            chunk: rows, and the conditionals from which modes are searched.
-            moments: q(theta).
-            probe: Float[D] vector for the curvature product, or None.
-            level: unused; there is no rule to choose.
-            noise: unused.
-            clip: unused.
-
-        Returns:
-            The chunk's expectations, without anything of the local latents.
+        ``chunk``: rows, and the conditionals from which modes are searched; ``moments``: q(theta); ``probe``: Float[D] vector
+        for the curvature product, or None; ``level``: unused; there is no rule to choose; ``noise``: unused; ``clip``: unused.
+        Returns the chunk's expectations, without anything of the local latents.
         """
-        del level, noise, clip
         eps = self.points(moments.loc.dtype)
         look = value_and_grad(lambda theta: self.log_density(chunk, theta))
         value, slope = self._map(look, self.family.draw(moments, eps), chunk)
@@ -541,14 +512,9 @@ class IntegratedProgram:
     def match(self, chunk: LocalChunk, q: GaussianNatural, moments: GaussianMoments) -> ConditionalNatural:
         """The Gaussians of the units' latents with the moments of ``q(theta) p(z | theta, y)``.
 
-        Args:
-            chunk: rows, and their conditionals as they stand.
-            q: natural parameters of q(theta).
-            moments: the same as moments.
-
-        Returns:
-            Natural parameters by unit: affine in theta (full), or the marginals (mean-field). A unit whose moments are
-            not finite keeps its own.
+        ``chunk``: rows, and their conditionals as they stand; ``q``: natural parameters of q(theta); ``moments``: the same as
+        moments. Returns natural parameters by unit: affine in theta (full), or the marginals (mean-field). A unit whose moments
+        are not finite keeps its own.
         """
         eps = self.points(moments.loc.dtype)
         found = self._map(lambda theta: self.integrate(chunk, theta), self.family.draw(moments, eps), chunk)
@@ -608,11 +574,8 @@ class IntegratedProgram:
 class MaskedIntegratedProgram(IntegratedProgram):
     """The same for models in which every group is a full pass over all rows: one pass for all groups together.
 
-    Args:
-        group_of_unit: Int[U].
-        num_groups: M.
-        rest: theta to the log density of the rows that depend on no unit's latents, by group, Float[M]; None where there are
-            none.
+    ``group_of_unit``: Int[U]; ``rest``: theta to the log density of the rows that depend on no unit's latents, by group,
+    Float[M]; None where there are none.
     """
 
     group_of_unit: Int[Array, "U"] = dataclasses.field(kw_only=True)
@@ -629,11 +592,7 @@ class MaskedIntegratedProgram(IntegratedProgram):
     def own(self, chunks: LocalChunk) -> LocalChunk:
         """All units once, each with its own group's conditional.
 
-        Args:
-            chunks: one chunk per group, of all units, stacked.
-
-        Returns:
-            One chunk.
+        ``chunks``: one chunk per group, of all units, stacked. Returns one chunk.
         """
         units = jnp.arange(self.group_of_unit.shape[0])
         rows = jax.tree.map(lambda x: x[self.group_of_unit, units], chunks.rows)
@@ -652,16 +611,9 @@ class MaskedIntegratedProgram(IntegratedProgram):
     def expected_all(self, chunks: LocalChunk, moments: GaussianMoments, probe: Any, noise: Any) -> Expected:
         """Expectations of every group: see :meth:`expected`; leading axis M.
 
-        Args:
-            chunks: one chunk per group, of all units, stacked.
-            moments: q(theta).
-            probe: Float[D] vector for the curvature product, or None.
-            noise: unused.
-
-        Returns:
-            The groups' expectations.
+        ``chunks``: one chunk per group, of all units, stacked; ``moments``: q(theta); ``probe``: Float[D] vector for the
+        curvature product, or None; ``noise``: unused. Returns the groups' expectations.
         """
-        del noise
         eps = self.points(moments.loc.dtype)
 
         def look(theta):
@@ -686,17 +638,9 @@ def owners(
 ) -> dict[str, Int[Array, "N"]]:
     """Which unit's latents each row depends on, read off derivatives at a few points.
 
-    With ``t = a_u w_k`` for a tangent of unit u's k-th latent, a row of unit u has a derivative ``a_u`` times that with
-    ``a = 1``: the ratio names the unit.
-
-    Args:
-        values: ``(theta, z) -> nats`` by row and sample site.
-        dim: D.
-        shape: U and K.
-        dtype: floating dtype.
-
-    Returns:
-        Units by sample site; -1 for rows that depend on none.
+    With ``t = a_u w_k`` for a tangent of unit u's k-th latent, a row of unit u has a derivative ``a_u`` times that with ``a =
+    1``: the ratio names the unit. ``values``: ``(theta, z) -> nats`` by row and sample site; ``dim``: D; ``shape``: U and K;
+    ``dtype``: floating dtype. Returns units by sample site; -1 for rows that depend on none.
     """
     count, width = shape
     units = jnp.arange(count)

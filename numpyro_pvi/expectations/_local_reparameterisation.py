@@ -64,10 +64,7 @@ class _Walk:
 
     A second trace, of one row more, tells the axis of rows from others that are as long.
 
-    Args:
-        rows: how many there are.
-        shared: Bool[D], coordinates that all rows see at the same draw.
-        key: of the rows' draws.
+    ``shared``: Bool[D], coordinates that all rows see at the same draw.
     """
 
     def __init__(self, rows: int, shared: np.ndarray, key: Any):
@@ -211,22 +208,11 @@ def at_rows_draws(
 ) -> tuple[Float[Array, ""], Float[Array, "D"], Float[Array, "D"]]:
     """A log-likelihood at a draw of a mean-field q that is each row's own, and what it says of q's location and variances.
 
-    Rows' terms must be conditionally independent given the latents, as those of a partitioned plate are. Latents that rows
-    see otherwise than by one product with numbers of the rows (and what is added to it for every row) are drawn once.
-
-    Args:
-        density: ``(chunk, point) -> nats``.
-        chunk: names the rows, along the first axis of its arrays.
-        rows: how many they are.
-        loc: location of q.
-        sd: its sds.
-        key: of the draws.
-
-    Returns:
-        Unbiased estimates of ``E[f]`` in nats, of ``E[grad f]``, and of the diagonal of ``E[hess f]``.
-
-    Raises:
-        PVIError: where no latent is seen by a product alone.
+    Rows' terms must be conditionally independent given the latents, as those of a partitioned plate are. Latents that rows see
+    otherwise than by one product with numbers of the rows (and what is added to it for every row) are drawn once. ``density``:
+    ``(chunk, point) -> nats``; ``chunk``: names the rows, along the first axis of its arrays; ``rows``: how many they are;
+    ``loc``: location of q; ``sd``: its sds; ``key``: of the draws. Returns unbiased estimates of ``E[f]`` in nats, of ``E[grad
+    f]``, and of the diagonal of ``E[hess f]``. Raises PVIError where no latent is seen by a product alone.
     """
     closed = jax.make_jaxpr(density)(chunk, loc)
     more = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows + 1, *x.shape[1:]), x.dtype), chunk)

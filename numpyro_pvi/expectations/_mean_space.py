@@ -33,15 +33,12 @@ from ..families import ProductFamily, ProductNatural, base_family, members_of, p
 class LatentRole:
     """How one component of the product family enters a factor.
 
-    Attributes:
-        name: the component.
-        kind: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one: no term sees
-            two members), "predictors" (of normal ones: every term sees one or two affine functions of them), "draws", or
-            "absent".
-        signs: how many signs it takes in the design, and where they begin.
-        single: whether every term depends on one member at most, so that all members share their signs.
-        axis: of members, the axis that runs over rows, of which every term sees one; None where members belong to no row.
-        proved: whether that is so for all values of all latents, and was not found at a few.
+    ``kind``: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one: no term
+    sees two members), "predictors" (of normal ones: every term sees one or two affine functions of them), "draws", or "absent";
+    ``signs``: how many signs it takes in the design, and where they begin; ``single``: whether every term depends on one member
+    at most, so that all members share their signs; ``axis``: of members, the axis that runs over rows, of which every term sees
+    one; None where members belong to no row; ``proved``: whether that is so for all values of all latents, and was not found at
+    a few.
     """
 
     name: str
@@ -97,14 +94,9 @@ class FactorStructure:
     def weigh(self, weights: Mapping[str, tuple[Array, Array]], name: str, term: Array) -> Array:
         """A term times the probability of the values that the components summed over have.
 
-        Args:
-            weights: what a density is given beside the values: by component, the probability of its value for every member,
-                and 1 where that is the first value, else 0.
-            name: of the term.
-            term: elementwise, in nats.
-
-        Returns:
-            The term's share of a sum over all values; terms that do not see a component count with its first value.
+        ``weights``: what a density is given beside the values: by component, the probability of its value for every member, and
+        1 where that is the first value, else 0; ``name``: of the term; ``term``: elementwise, in nats. Returns the term's share
+        of a sum over all values; terms that do not see a component count with its first value.
         """
         for component, names in self.cells:
             own, first = weights[component]
@@ -162,11 +154,8 @@ def all_signs(count: int) -> np.ndarray:
 def strength_three(count: int) -> np.ndarray:
     """An orthogonal array of strength 3.
 
-    Args:
-        count: signs, K >= 1.
-
-    Returns:
-        Float[R K] with R the power of two from 2 K on: every product of one, two or three different columns sums to zero.
+    ``count``: signs, K >= 1. Returns Float[R K] with R the power of two from 2 K on: every product of one, two or three
+    different columns sums to zero.
 
     References:
         Hedayat, Sloane and Stufken, Orthogonal Arrays, 1999, theorem 7.5.
@@ -191,10 +180,7 @@ _TOGETHER = 64
 class MeanSpace:
     """Takes expectations of one kind of factor: its structure beside the family of q.
 
-    Args:
-        family: of q.
-        structure: what was found.
-        num_draws: draws of the latents that are drawn.
+    ``num_draws``: draws of the latents that are drawn.
     """
 
     family: ProductFamily
@@ -208,13 +194,9 @@ class MeanSpace:
     def variables(self, q: ProductNatural) -> tuple[dict[str, dict], dict[str, Any]]:
         """What the expectation is differentiated in.
 
-        Args:
-            q: natural parameters.
-
-        Returns:
-            ``(variables, rest)``, dicts of dicts by component: coordinates of conjugate components, naturals of drawn ones and
-            probabilities of those summed over; and, of the components whose pairs are taken at an anchor, how far q's own
-            coordinates are from it, with any value of absent ones.
+        ``q``: natural parameters. Returns ``(variables, rest)``, dicts of dicts by component: coordinates of conjugate
+        components, naturals of drawn ones and probabilities of those summed over; and, of the components whose pairs are taken
+        at an anchor, how far q's own coordinates are from it, with any value of absent ones.
         """
         coordinates, beyond = {}, {}
         probs = {role.name: _values(f).probs(q.parts[role.name]) for role, f in self._components("sum")}
@@ -245,17 +227,12 @@ class MeanSpace:
     ) -> Float[Array, ""]:
         """``E_q[f]`` in nats.
 
-        Args:
-            variables: as :meth:`variables` gives them, or where they are moved to.
-            rest: what :meth:`variables` gives beside them.
-            density: f, of a dict of values by component; where components are summed over, of a dict of weights besides,
-                which it hands to :meth:`FactorStructure.weigh` with each of its terms; where components are seen through
-                predictors, of ``laws=`` besides, their coordinates by name, and then it is f's expectation over them.
-            key: for draws; not used where there are none.
-            rows_key: for draws of what belongs to rows, where it differs from one call to another.
-
-        Returns:
-            The expectation.
+        ``variables``: as :meth:`variables` gives them, or where they are moved to; ``rest``: what :meth:`variables` gives
+        beside them; ``density``: f, of a dict of values by component; where components are summed over, of a dict of weights
+        besides, which it hands to :meth:`FactorStructure.weigh` with each of its terms; where components are seen through
+        predictors, of ``laws=`` besides, their coordinates by name, and then it is f's expectation over them; ``key``: for
+        draws; not used where there are none; ``rows_key``: for draws of what belongs to rows, where it differs from one call to
+        another. Returns the expectation.
         """
         return self.left_over(variables, rest, density, key, rows_key, {})[1]
 
@@ -270,20 +247,11 @@ class MeanSpace:
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """``E_q[f - <site, T>]`` over common draws, and ``E_q[f]``, in nats.
 
-        What a factor's site says of it is known without draws. Taken away here, and given back to the message, only what
-        the site leaves over is estimated, with less noise the better the site fits. The value, too, has the known part in
-        closed form.
-
-        Args:
-            variables: as for :meth:`average`.
-            rest: as for :meth:`average`.
-            density: as for :meth:`average`.
-            key: as for :meth:`average`.
-            rows_key: as for :meth:`average`.
-            sites: natural parameters by component, of some that are drawn.
-
-        Returns:
-            Both; the first less the base measure.
+        What a factor's site says of it is known without draws. Taken away here, and given back to the message, only what the
+        site leaves over is estimated, with less noise the better the site fits. The value, too, has the known part in closed
+        form. ``variables``: as for :meth:`average`; ``rest``: as for :meth:`average`; ``density``: as for :meth:`average`;
+        ``key``: as for :meth:`average`; ``rows_key``: as for :meth:`average`; ``sites``: natural parameters by component, of
+        some that are drawn. Returns both; the first less the base measure.
         """
         found = self._draws(variables["natural"], key, rows_key)
         draws = {name: own for name, (own, _) in found.items()}
@@ -360,14 +328,8 @@ class MeanSpace:
     ) -> ProductNatural:
         """``dF/dmu`` as natural parameters, from the derivative in the variables.
 
-        Args:
-            q: natural parameters.
-            variables: where the derivative was taken.
-            gradient: the derivative.
-            names: components that are asked for; None for all.
-
-        Returns:
-            Natural parameters; zero for absent components.
+        ``q``: natural parameters; ``variables``: where the derivative was taken; ``gradient``: the derivative; ``names``:
+        components that are asked for; None for all. Returns natural parameters; zero for absent components.
         """
         found = self._messages(q, variables, gradient)
         return ProductNatural({n: found(n) for n, _ in self.family.components if names is None or n in names})
@@ -421,11 +383,7 @@ class MeanSpace:
 def all_values(sizes: Mapping[str, int]) -> np.ndarray:
     """All combinations of the values of some components.
 
-    Args:
-        sizes: how many values each has.
-
-    Returns:
-        Int[C J], one column per component; one empty row where there are none.
+    Returns int[C J], one column per component; one empty row where there are none.
     """
     return (
         np.stack([x.reshape(-1) for x in np.indices(tuple(sizes.values()))], axis=-1)

@@ -48,12 +48,9 @@ class PointSet(NamedTuple):
 class PointsProgram:
     """``E_q`` of a factor without structure, by values and gradients.
 
-    Args:
-        log_density: ``(data, point) -> nats``, the factor on one chunk's rows.
-        family: the Gaussian family of q.
-        mode: "sigma_points" (the same points at every q), "stein" (fresh random rotations and radii every round), or
-            "auto" (sigma points while a few random draws agree with them).
-        num_pairs: antithetic pairs of a random set, rounded up to whole rotations.
+    ``log_density``: ``(data, point) -> nats``, the factor on one chunk's rows; ``mode``: "sigma_points" (the same points at
+    every q), "stein" (fresh random rotations and radii every round), or "auto" (sigma points while a few random draws agree
+    with them); ``num_pairs``: antithetic pairs of a random set, rounded up to whole rotations.
     """
 
     log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
@@ -72,7 +69,6 @@ class PointsProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk holds beside its arrays, in bytes: not known of a model in general."""
-        del chunks
         return 0
 
     def draw(self, key: Any, dtype: Any) -> PointSet | None:
@@ -86,14 +82,9 @@ class PointsProgram:
     ) -> PointSet:
         """The points to use.
 
-        Args:
-            random: what :meth:`draw` gave, or None.
-            sampled: whether random points take the place of sigma points ("auto" only).
-            dtype: of the sigma points.
-            trial: whether values alone will do of random points.
-
-        Returns:
-            Sigma points or the random ones, as the mode and the flag say.
+        ``random``: what :meth:`draw` gave, or None; ``sampled``: whether random points take the place of sigma points ("auto"
+        only); ``dtype``: of the sigma points; ``trial``: whether values alone will do of random points. Returns sigma points or
+        the random ones, as the mode and the flag say.
         """
         sigma = sigma_points(self.family.dim, dtype)
         if random is None or self.mode == "sigma_points":
@@ -114,16 +105,10 @@ class PointsProgram:
     ) -> Expected:
         """Expectations of one chunk.
 
-        Args:
-            chunk: the chunk's data.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None.
-            level: a Python int where the result is to be differentiated in reverse mode; not used otherwise.
-            noise: the points.
-            clip: whether (a bool, traced or not) to raise the curvature to positive semi-definite.
-
-        Returns:
-            The chunk's expectations.
+        ``chunk``: the chunk's data; ``moments``: q; ``probe``: Float[D] vector for the curvature product, or None; ``level``: a
+        Python int where the result is to be differentiated in reverse mode; not used otherwise; ``noise``: the points;
+        ``clip``: whether (a bool, traced or not) to raise the curvature to positive semi-definite. Returns the chunk's
+        expectations.
         """
         if noise.slopes is True:
             value, gradient, cross = self._sums(chunk, moments, noise, unrolled=isinstance(level, int))
@@ -148,14 +133,9 @@ class PointsProgram:
     def pair(self, chunk: Any, moments: GaussianMoments, eps: Float[Array, "D"]) -> Expected:
         """One antithetic pair of draws, in the form that chunks are summed in.
 
-        Args:
-            chunk: the chunk's data.
-            moments: q.
-            eps: a standard normal draw.
-
-        Returns:
-            ``value`` and ``target.precision_mean`` are the means of the two values and gradients, ``product`` is half
-            the difference of the gradients; the rest is zero.
+        ``chunk``: the chunk's data; ``moments``: q; ``eps``: a standard normal draw. Returns ``value`` and
+        ``target.precision_mean`` are the means of the two values and gradients, ``product`` is half the difference of the
+        gradients; the rest is zero.
         """
         points = self.family.draw(moments, jnp.stack([eps, -eps]))
         value, gradient = self._look(chunk, points)
@@ -241,12 +221,7 @@ def _sigma_arrays(dim: int) -> tuple[np.ndarray, np.ndarray]:
 def sigma_points(dim: int, dtype: Any) -> PointSet:
     """The same points at every q: ``+- sqrt(D) e_i``, and rules of higher degree in up to three dimensions.
 
-    Args:
-        dim: D.
-        dtype: of the arrays.
-
-    Returns:
-        One block of D pairs (4, 4 and 6 for D = 1, 2, 3).
+    ``dim``: D; ``dtype``: of the arrays. Returns one block of D pairs (4, 4 and 6 for D = 1, 2, 3).
     """
     eps, weight = _sigma_arrays(dim)
     return PointSet(jnp.asarray(eps[None], dtype), jnp.asarray(weight[None], dtype), 1)
@@ -266,17 +241,10 @@ def _radius_quantiles(dim: int) -> np.ndarray:
 def random_points(key: Any, dim: int, num_pairs: int, dtype: Any) -> PointSet:
     """Randomly rotated orthogonal axes with random radii: unbiased, and exact for cubics in every draw.
 
-    Along a random axis a pair at radius r has weight ``1 / r^2``; the density of a standard normal's radius times
-    ``r^2 / D`` is that of a chi variable with D + 2 degrees of freedom, so radii are drawn from that, evenly spread.
-
-    Args:
-        key: random key.
-        dim: D.
-        num_pairs: pairs wanted, rounded up to whole blocks.
-        dtype: of the arrays.
-
-    Returns:
-        Blocks of as many pairs as :func:`sigma_points` has.
+    Along a random axis a pair at radius r has weight ``1 / r^2``; the density of a standard normal's radius times ``r^2 / D``
+    is that of a chi variable with D + 2 degrees of freedom, so radii are drawn from that, evenly spread. ``key``: random key;
+    ``dim``: D; ``num_pairs``: pairs wanted, rounded up to whole blocks; ``dtype``: of the arrays. Returns blocks of as many
+    pairs as :func:`sigma_points` has.
 
     References:
         Genz and Monahan, Stochastic integration rules for infinite regions, SIAM J. Sci. Comput. 19 (1998), degree 3.
@@ -320,20 +288,13 @@ def disagreement(
 ) -> Bool[Array, ""]:
     """Whether antithetic draws contradict the expectations of a factor beyond their own standard errors, or vary too much.
 
-    The factor's value v, gradient g and curvature -H make a quadratic model of f whose expectations are these; the means
-    over draws of f minus the model, of the gradient of that, and of ``eps`` times it estimate what the expectations miss.
-
-    Args:
-        family: the family of q.
-        moments: q.
-        factor: expectations by sigma points, summed over groups.
-        eps: K standard normal draws, at least two.
-        pairs: what :meth:`PointsProgram.pair` found for each (leading axis K), summed over groups.
-        again: whether such points have been contradicted before. Heavy tails hide from most sets of draws: the points are
-            then believed only where draws hardly differ from the quadratic model.
-
-    Returns:
-        True when one of the three differs, or the first varies too much to tell; False where the draws are not finite.
+    The factor's value v, gradient g and curvature -H make a quadratic model of f whose expectations are these; the means over
+    draws of f minus the model, of the gradient of that, and of ``eps`` times it estimate what the expectations miss.
+    ``family``: the family of q; ``moments``: q; ``factor``: expectations by sigma points, summed over groups; ``eps``: K
+    standard normal draws, at least two; ``pairs``: what :meth:`PointsProgram.pair` found for each (leading axis K), summed over
+    groups; ``again``: whether such points have been contradicted before. Heavy tails hide from most sets of draws: the points
+    are then believed only where draws hardly differ from the quadratic model. Returns True when one of the three differs, or
+    the first varies too much to tell; False where the draws are not finite.
     """
     count, dim = eps.shape
     precision, scale = factor.target.precision, moments.scale
@@ -393,7 +354,6 @@ class DrawsProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk holds beside its arrays, in bytes: not known of a model in general."""
-        del chunks
         return 0
 
     def expected(
@@ -401,19 +361,11 @@ class DrawsProgram:
     ) -> Expected:
         """Expectations of one chunk.
 
-        Args:
-            chunk: ``(data, mask)``.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None.
-            level: unused; there is no rule to choose.
-            noise: Float[S D] standard normal draws; each is used with both signs. One row of zeros evaluates at
-                ``loc``.
-            clip: whether (a bool, traced or not) to raise the curvature to positive semi-definite.
-
-        Returns:
-            The chunk's expectations.
+        ``chunk``: ``(data, mask)``; ``moments``: q; ``probe``: Float[D] vector for the curvature product, or None; ``level``:
+        unused; there is no rule to choose; ``noise``: Float[S D] standard normal draws; each is used with both signs. One row
+        of zeros evaluates at ``loc``; ``clip``: whether (a bool, traced or not) to raise the curvature to positive
+        semi-definite. Returns the chunk's expectations.
         """
-        del level
         eps = jnp.concatenate([noise, -noise])
         points = self.family.draw(moments, eps)
 
@@ -481,7 +433,6 @@ class ReparameterisedProgram:
 
     def working_bytes(self, chunks: Any) -> int:
         """What a pass over one chunk holds beside its arrays, in bytes: a few vectors of length D."""
-        del chunks
         return 8 * self.family.dim * jnp.dtype(jnp.result_type(float)).itemsize
 
     def expected(
@@ -489,19 +440,11 @@ class ReparameterisedProgram:
     ) -> Expected:
         """Expectations of one chunk.
 
-        Args:
-            chunk: ``(data, mask)``.
-            moments: q.
-            probe: Float[D] vector for the curvature product, or None. The product is a central difference of the mean
-                gradient along it, on the same draws.
-            level: unused; there is no rule to choose.
-            noise: Float[S D] standard normal draws; each is used with both signs.
-            clip: whether (a bool, traced or not) to raise negative curvatures to zero.
-
-        Returns:
-            The chunk's expectations.
+        ``chunk``: ``(data, mask)``; ``moments``: q; ``probe``: Float[D] vector for the curvature product, or None. The product
+        is a central difference of the mean gradient along it, on the same draws; ``level``: unused; there is no rule to choose;
+        ``noise``: Float[S D] standard normal draws; each is used with both signs; ``clip``: whether (a bool, traced or not) to
+        raise negative curvatures to zero. Returns the chunk's expectations.
         """
-        del level
         loc, sd = moments.loc, moments.scale
         value_and_gradient = value_and_grad(self.log_density, argnums=1)
         zero = jnp.zeros_like(loc)
@@ -548,13 +491,8 @@ _AT_ONCE = 1 << 18
 def log_density_at(program: Any, chunk: Any, point: Float[Array, "D"]) -> Float[Array, ""]:
     """The log density of one chunk's rows at one point of the flat unconstrained space, in nats.
 
-    Args:
-        program: the program of the expectations of the chunk.
-        chunk: its arrays.
-        point: where.
-
-    Returns:
-        The sum over the chunk's rows; differentiable in ``point``.
+    ``program``: the program of the expectations of the chunk; ``chunk``: its arrays; ``point``: where. Returns the sum over the
+    chunk's rows; differentiable in ``point``.
     """
     raise TypeError(f"{type(program).__name__} has no log density at a point of the shared latents alone")
 

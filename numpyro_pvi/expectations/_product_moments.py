@@ -56,14 +56,7 @@ class WeightedDraws(NamedTuple):
 def draw(family: ProductFamily, q: ProductNatural, key: Any, count: int) -> WeightedDraws:
     """Draw from q.
 
-    Args:
-        family: of q.
-        q: natural parameters.
-        key: a random key.
-        count: S.
-
-    Returns:
-        The draws with their statistics.
+    ``family``: of q; ``q``: natural parameters; ``key``: a random key; ``count``: S. Returns the draws with their statistics.
     """
     values, statistics = {}, {}
     for i, (name, own) in enumerate(family.components):
@@ -82,15 +75,9 @@ def weighable(
 ) -> WeightedDraws:
     """Draws of any density, ready to be weighted.
 
-    Args:
-        family: of q.
-        q: natural parameters.
-        values: by component, with a leading axis of draws.
-        statistics: of the values; all finite.
-        weights: what each counts towards the mean and covariance that whiten them, adding up to 1; None is as much as any other.
-
-    Returns:
-        The draws.
+    ``family``: of q; ``q``: natural parameters; ``values``: by component, with a leading axis of draws; ``statistics``: of the
+    values; all finite; ``weights``: what each counts towards the mean and covariance that whiten them, adding up to 1; None is
+    as much as any other. Returns the draws.
     """
     rows = jax.vmap(lambda *leaves: minimal_mean(family, q, leaves))(*jax.tree.leaves(ProductMean(statistics)))
     if weights is None:
@@ -133,20 +120,11 @@ def tilted_by_draws(
 ) -> Tilted:
     """What matching the moments of ``q (p / t)^power`` asks for, from weighted draws; the power is halved as needed.
 
-    It is halved while the cavity is improper, or the effective sample size below a twentieth of the draws or twice the number of
-    statistics.
-
-    Args:
-        family: of q.
-        draws: as of :func:`draw`, from this q, or of another density.
-        factor: log density of the factor at them, nats.
-        q: natural parameters of q.
-        site: the factor's site.
-        power: alpha.
-        log_base: log of q over the draws' density at them; None for draws of q.
-
-    Returns:
-        What moment matching asks for: ``(eta_qhat - eta_q) / power``, and ``(1 / power) log E_q[(p / t)^power]`` in nats.
+    It is halved while the cavity is improper, or the effective sample size below a twentieth of the draws or twice the number
+    of statistics. ``family``: of q; ``draws``: as of :func:`draw`, from this q, or of another density; ``factor``: log density
+    of the factor at them, nats; ``q``: natural parameters of q; ``site``: the factor's site; ``power``: alpha; ``log_base``:
+    log of q over the draws' density at them; None for draws of q. Returns what moment matching asks for: ``(eta_qhat - eta_q) /
+    power``, and ``(1 / power) log E_q[(p / t)^power]`` in nats.
     """
     ratio = factor - paired(family, site, draws.statistics)
     base = jnp.zeros_like(ratio) if log_base is None else log_base
@@ -191,19 +169,10 @@ def matched(
 ) -> Matching:
     """The member with the mean statistics of draws in proportion to ``exp(base + power share ratio)``.
 
-    Args:
-        family: of q.
-        draws: the draws.
-        base: log of q over their density.
-        ratio: log of the factor over the site, nats.
-        q: natural parameters of q.
-        share: of the power that is used.
-        power: alpha; the value is at the whole of it.
-        normalised: whether ``base`` is exact, and not up to a constant. Where it is, the value uses the member for control only
-            at the full power; else it needs the member, and is NaN where that is none.
-
-    Returns:
-        The member.
+    ``base``: log of q over their density; ``ratio``: log of the factor over the site, nats; ``share``: of the power that is
+    used; ``power``: alpha; the value is at the whole of it; ``normalised``: whether ``base`` is exact, and not up to a
+    constant. Where it is, the value uses the member for control only at the full power; else it needs the member, and is NaN
+    where that is none.
     """
     used = power * share
     slope, fits = _matched_slope(draws.white, base, used * ratio)
@@ -363,12 +332,8 @@ class Unconstrained:
     def whitening(self, q: ProductNatural, key: Any) -> Whitening:
         """Coordinates in which q is about standard normal, by its draws.
 
-        Args:
-            q: natural parameters.
-            key: a random key.
-
-        Returns:
-            Mean and Cholesky factor of u under q; coordinates that hardly move are given a width of rounding.
+        ``q``: natural parameters; ``key``: a random key. Returns mean and Cholesky factor of u under q; coordinates that hardly
+        move are given a width of rounding.
         """
         count = max(_DRAWS, _PER_COORDINATE * self.dim)
         u = jax.vmap(self.coordinates)(self.family.sample(q, key, (count,)))
@@ -410,19 +375,11 @@ def tilted_by_chains(
 ) -> Tilted:
     """What matching the moments of ``q (p / t)^power`` asks for, from chains; the power is halved while the cavity is improper.
 
-    Args:
-        space: coordinates of the components that the factor sees.
-        look: coordinates to the factor's log density, nats, and its gradient in them.
-        q: natural parameters of q, of these components.
-        site: the factor's site.
-        power: alpha.
-        key: a random key.
-        settings: lengths and kernel.
-        memory: where the chains stood; None starts them anew.
-
-    Returns:
-        What moment matching asks for, and the chains after this visit as its ``memory``. ``value`` is
-        ``(1 / power) log E_q[(p / t)^power]`` in nats, by the mean of ``exp <d, T> / w`` over the draws, which q knows.
+    ``space``: coordinates of the components that the factor sees; ``look``: coordinates to the factor's log density, nats, and
+    its gradient in them; ``q``: natural parameters of q, of these components; ``site``: the factor's site; ``power``: alpha;
+    ``key``: a random key; ``settings``: lengths and kernel; ``memory``: where the chains stood; None starts them anew. Returns
+    what moment matching asks for, and the chains after this visit as its ``memory``. ``value`` is ``(1 / power) log E_q[(p /
+    t)^power]`` in nats, by the mean of ``exp <d, T> / w`` over the draws, which q knows.
     """
     family, dtype = space.family, jax.tree.leaves(q)[0].dtype
     memory = no_chains(settings, space.dim, dtype, True) if memory is None else memory
@@ -542,12 +499,7 @@ class _Points(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProductGrid:
-    """A grid over all components of a product.
-
-    Args:
-        family: the product.
-        axes: its coordinates, those of one component side by side.
-    """
+    """A grid over all components of a product. ``axes``: its coordinates, those of one component side by side."""
 
     family: ProductFamily
     axes: tuple[Axis, ...]
@@ -711,11 +663,8 @@ class ThetaPoints(NamedTuple):
 def grid_of(family: ProductFamily) -> ProductGrid | None:
     """A grid over a product.
 
-    Args:
-        family: the product of the components that a factor sees.
-
-    Returns:
-        The grid; None where a component has no coordinates, or where there are more than two, or too many values.
+    ``family``: the product of the components that a factor sees. Returns the grid; None where a component has no coordinates,
+    or where there are more than two, or too many values.
     """
     axes, lines, cells = [], 0, 1
     for name, own in family.components:
@@ -740,15 +689,10 @@ def tilted_on_grid(
 ) -> Tilted:
     """What matching the moments of ``q (p / t)^power`` asks for, by sums over the grid; the power is halved as needed.
 
-    Args:
-        grid: over the components that the factor sees.
-        factor: log density of the factor at values by component with a leading axis of points, nats.
-        q: natural parameters of q, of these components.
-        site: the factor's site.
-        power: alpha.
-
-    Returns:
-        What moment matching asks for: ``(eta_qhat - eta_q) / power``, and ``(1 / power) log E_q[(p / t)^power]`` in nats.
+    ``grid``: over the components that the factor sees; ``factor``: log density of the factor at values by component with a
+    leading axis of points, nats; ``q``: natural parameters of q, of these components; ``site``: the factor's site; ``power``:
+    alpha. Returns what moment matching asks for: ``(eta_qhat - eta_q) / power``, and ``(1 / power) log E_q[(p / t)^power]`` in
+    nats.
     """
     family = grid.family
 

@@ -70,12 +70,8 @@ class NodeTable(NamedTuple):
 def node_table(num_axes: int, dtype_name: str) -> NodeTable:
     """Tensor-product nodes of every fixed rule in one or two dimensions, each rule in whole blocks of nodes.
 
-    Args:
-        num_axes: 1 or 2.
-        dtype_name: "float32" or "float64".
-
-    Returns:
-        The table; nodes of negligible weight are left out in two dimensions.
+    ``num_axes``: 1 or 2; ``dtype_name``: "float32" or "float64". Returns the table; nodes of negligible weight are left out in
+    two dimensions.
     """
     parts, weights, per_axis = [], [], []
     for name in FIXED_RULES:
@@ -108,13 +104,9 @@ def _whole_blocks(nodes: list[np.ndarray], weights: np.ndarray, block: int) -> t
 def fixed_nodes(name: str, dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
     """Nodes and weights of a fixed rule for E[f(z)], z standard normal.
 
-    Args:
-        name: "gh8", "gh20", or one of the two trapezoids, "coarse" (for predictors a little wider than the link) and
-            "trapezoid".
-        dtype_name: "float32" or "float64"; the trapezoids' range and step follow it.
-
-    Returns:
-        Nodes (ascending) and weights that sum to one, both float64.
+    ``name``: "gh8", "gh20", or one of the two trapezoids, "coarse" (for predictors a little wider than the link) and
+    "trapezoid"; ``dtype_name``: "float32" or "float64"; the trapezoids' range and step follow it. Returns nodes (ascending) and
+    weights that sum to one, both float64.
     """
     if name.startswith("gh"):
         nodes, weights = hermegauss(int(name[2:]))
@@ -300,12 +292,8 @@ def _next_feature(slope_fn: SlopeFn, rows: RowMap) -> tuple[Array, Array]:
 def locate_features(slope_fn: SlopeFn, like: Array) -> RowMap:
     """Finds, per row, where the integrand has mass and where the slope of psi bends.
 
-    Args:
-        slope_fn: psi and its first two derivatives in standardised units at (center, offset).
-        like: array whose shape and dtype the rows have.
-
-    Returns:
-        The change of variable; constant under differentiation.
+    ``slope_fn``: psi and its first two derivatives in standardised units at (center, offset); ``like``: array whose shape and
+    dtype the rows have. Returns the change of variable; constant under differentiation.
     """
     low, high, cut = _mass_range(slope_fn, like)
     shape = (_NUM_FEATURES[like.dtype.name], *like.shape)

@@ -52,12 +52,8 @@ class Tilted(NamedTuple):
 def least_ess(count: int, size: int) -> float:
     """The smallest effective sample size of weighted draws that is believed.
 
-    Args:
-        count: draws.
-        size: numbers that are matched.
-
-    Returns:
-        A twentieth of the draws, or twice as many as there are numbers.
+    ``count``: draws; ``size``: numbers that are matched. Returns a twentieth of the draws, or twice as many as there are
+    numbers.
     """
     return max(LEAST_SHARE * count, LEAST_PER_LATENT * size)
 
@@ -103,21 +99,12 @@ def from_points(
 
         mu = sum_s w_s eps_s,    C = sum_s w_s eps_s eps_s^T - mu mu^T,
 
-    and the natural parameters of the tilted distribution's match follow from ``C^-1 - 1`` and mu without a difference of
-    large numbers. The power is halved while the cavity ``eta_q - alpha eta_m`` is not normalisable (a grid that sees its
-    mass within its border needs no proper cavity) or the effective sample size is below a twentieth of the points.
-
-    Args:
-        family: the Gaussian family of q.
-        cloud: the points.
-        factor: log density of the factor at them, nats.
-        q: natural parameters of q.
-        site: the factor's site.
-        proposal: where the points come from.
-        power: alpha.
-
-    Returns:
-        What moment matching asks for.
+    and the natural parameters of the tilted distribution's match follow from ``C^-1 - 1`` and mu without a difference of large
+    numbers. The power is halved while the cavity ``eta_q - alpha eta_m`` is not normalisable (a grid that sees its mass within
+    its border needs no proper cavity) or the effective sample size is below a twentieth of the points. ``family``: the Gaussian
+    family of q; ``cloud``: the points; ``factor``: log density of the factor at them, nats; ``q``: natural parameters of q;
+    ``site``: the factor's site; ``proposal``: where the points come from; ``power``: alpha. Returns what moment matching asks
+    for.
     """
     points = family.draw(proposal.moments, cloud.eps)
     ratio = factor - log_site(family, site, points)
@@ -173,15 +160,7 @@ def matched_change(
 ) -> GaussianNatural:
     """``eta_qhat - eta_q`` of moments in a proposal's whitened coordinates, without a difference of large numbers.
 
-    Args:
-        family: the Gaussian family of q.
-        mean: of the tilted distribution.
-        covariance: its covariance, or (mean-field) variances.
-        q: natural parameters of q.
-        proposal: whose coordinates these are.
-
-    Returns:
-        The change of the natural parameters.
+    ``covariance``: its covariance, or (mean-field) variances. Returns the change of the natural parameters.
     """
     start, moments = proposal.natural - q, proposal.moments
     if not family.full:
@@ -219,18 +198,9 @@ def exact_tilted(
     """The closed form for a quadratic factor ``f = c + h^T theta - 1/2 theta^T P theta``.
 
     Under full covariance ``(eta_qhat - eta_q) / alpha = eta_f - eta_m`` whatever alpha. Under a mean-field q the tilted
-    Gaussian keeps its correlations and its marginals are matched.
-
-    Args:
-        family: the Gaussian family of q.
-        factor: dense natural parameters ``(h, P)``.
-        constant: c, nats.
-        q: natural parameters of q.
-        site: the factor's site.
-        power: alpha.
-
-    Returns:
-        What moment matching asks for.
+    Gaussian keeps its correlations and its marginals are matched. ``family``: the Gaussian family of q; ``factor``: dense
+    natural parameters ``(h, P)``; ``constant``: c, nats; ``q``: natural parameters of q; ``site``: the factor's site;
+    ``power``: alpha. Returns what moment matching asks for.
     """
     moments = family.moments(q)
     own = 0.5 * jnp.vdot(q.precision_mean, moments.loc) - 0.5 * moments.log_det_precision
@@ -257,18 +227,9 @@ def linear_tilted(family: Any, factor: Any, constant: Float[Array, ""], q: Any, 
     """The closed form for a factor ``f = c + <eta_f, T(theta)>``, affine in the statistics of any family jointly.
 
     The tilted distribution is a member of the family, and ``(eta_qhat - eta_q) / alpha = eta_f - eta_m`` whatever alpha: no
-    tilted distribution is needed for the step.
-
-    Args:
-        family: of q.
-        factor: natural parameters eta_f.
-        constant: c, nats.
-        q: natural parameters of q.
-        site: the factor's site.
-        power: alpha.
-
-    Returns:
-        What moment matching asks for; the value is NaN where there is no tilted distribution.
+    tilted distribution is needed for the step. ``family``: of q; ``factor``: natural parameters eta_f; ``constant``: c, nats;
+    ``q``: natural parameters of q; ``site``: the factor's site; ``power``: alpha. Returns what moment matching asks for; the
+    value is NaN where there is no tilted distribution.
     """
     change = factor - site
     tilted = q + change * power
@@ -437,16 +398,8 @@ GRID_DIM = 2
 def normal_cloud(key: Any, dim: int, count: int, dtype: Any) -> PointCloud:
     """Standard normal draws whose own mean is 0 and whose own covariance is the identity.
 
-    Up to 32 dimensions they are Sobol points, shifted at random (modulo 1) by the key; beyond, pairs of both signs.
-
-    Args:
-        key: random key.
-        dim: D.
-        count: S, more than D + 1.
-        dtype: floating dtype.
-
-    Returns:
-        The points, of equal weight.
+    Up to 32 dimensions they are Sobol points, shifted at random (modulo 1) by the key; beyond, pairs of both signs. ``key``:
+    random key; ``dim``: D; ``count``: S, more than D + 1; ``dtype``: floating dtype. Returns the points, of equal weight.
     """
     if dim <= _QUASI_DIM:
         shifted = (jnp.asarray(_sobol(dim, count), dtype) + jax.random.uniform(key, (dim,), dtype)) % 1.0
@@ -464,19 +417,10 @@ def normal_cloud(key: Any, dim: int, count: int, dtype: Any) -> PointCloud:
 def shifted_normals(key: Any, dim: int, width: int, count: int, units: int, dtype: Any) -> tuple[Array, Array]:
     """Standard normal draws for shared latents and for those of every unit, even jointly: unbiased, each as if drawn alone.
 
-    Up to 32 dimensions together, the shared draws and those of any one unit are Sobol points shifted at random (modulo 1),
-    with a shift of its own for every unit; beyond, they are independent.
-
-    Args:
-        key: random key.
-        dim: D, shared latents.
-        width: K, latents of a unit; 0 without any.
-        count: S.
-        units: U.
-        dtype: floating dtype.
-
-    Returns:
-        Float[S D] and Float[U S K].
+    Up to 32 dimensions together, the shared draws and those of any one unit are Sobol points shifted at random (modulo 1), with
+    a shift of its own for every unit; beyond, they are independent. ``key``: random key; ``dim``: D, shared latents; ``width``:
+    K, latents of a unit; 0 without any; ``count``: S; ``units``: U; ``dtype``: floating dtype. Returns Float[S D] and Float[U S
+    K].
     """
     shared_key, own_key = jax.random.split(key)
     shape = (units, count, width)
@@ -496,13 +440,7 @@ def grid_cloud(dim: int, dtype: Any) -> PointCloud:
 
     As wide in both precisions, because a long tail needs the width: where its mass reaches the border, less of the power is
     taken. Its error is of the order of rounding for tilted distributions down to about half the sd of q, in each direction.
-
-    Args:
-        dim: 1 or 2.
-        dtype: floating dtype.
-
-    Returns:
-        The points with the standard normal's log density for weights.
+    ``dim``: 1 or 2; ``dtype``: floating dtype. Returns the points with the standard normal's log density for weights.
     """
     eps, border = _grid(dim, jnp.dtype(dtype).name)
     return PointCloud(jnp.asarray(eps, dtype), jnp.asarray(-0.5 * np.sum(eps**2, axis=-1), dtype), jnp.asarray(border))

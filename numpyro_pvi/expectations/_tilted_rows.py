@@ -69,18 +69,10 @@ def tilted_rows(
 ) -> Expected:
     """Match the moments of every row of a chunk, in parallel, from the same q.
 
-    Args:
-        program: the chunk's structure.
-        chunk: its arrays.
-        sites: its rows' sites.
-        moments: q.
-        power: alpha.
-        level: quadrature rule.
-        num_rules: how many rules are compiled in.
-
-    Returns:
-        ``value`` the sum of ``(1/alpha) log E_q[(p/t)^alpha]``, ``target`` a :class:`RowReport`, ``local`` what full steps
-        add to the rows' sites, and the quadrature's error as for any expectation.
+    ``program``: the chunk's structure; ``chunk``: its arrays; ``sites``: its rows' sites; ``moments``: q; ``power``: alpha;
+    ``level``: quadrature rule; ``num_rules``: how many rules are compiled in. Returns ``value`` the sum of ``(1/alpha) log
+    E_q[(p/t)^alpha]``, ``target`` a :class:`RowReport`, ``local`` what full steps add to the rows' sites, and the quadrature's
+    error as for any expectation.
     """
     one = _full_term if program.family.full else _diagonal_term
     found = [
@@ -288,14 +280,8 @@ def _pull_full(design: tuple, mask, vector, precision) -> GaussianNatural:
 def row_targets(program: AffineProgram, chunk: tuple, moments: GaussianMoments, level: Any) -> Expected:
     """Natural-gradient targets of single rows with their curvature clipped: where rows' sites start.
 
-    Args:
-        program: the chunk's structure.
-        chunk: its arrays.
-        moments: the Gaussian to look from.
-        level: quadrature rule.
-
-    Returns:
-        ``local`` the rows' sites and ``target`` a :class:`RowReport` whose ``old`` is their sum.
+    ``program``: the chunk's structure; ``chunk``: its arrays; ``moments``: the Gaussian to look from; ``level``: quadrature
+    rule. Returns ``local`` the rows' sites and ``target`` a :class:`RowReport` whose ``old`` is their sum.
     """
     rows, totals = [], []
     for spec, (data, mask) in zip(program.terms, chunk, strict=True):

@@ -486,11 +486,8 @@ def _apply(row_fn: RowFn, mean: Array, sd: Array, name: str) -> RowMoments1D:
 def rule_index(max_sd: Float[Array, ""]) -> Int[Array, ""]:
     """Index of the cheapest rule for a largest predictor sd in units of the link's own scale.
 
-    Args:
-        max_sd: largest sd of any row's predictor (for a Student-t: divided by scale * sqrt(df)).
-
-    Returns:
-        Index into `RULES`. Only a first guess: `choose_rule` measures.
+    ``max_sd``: largest sd of any row's predictor (for a Student-t: divided by scale * sqrt(df)). Returns index into `RULES`.
+    Only a first guess: `choose_rule` measures.
     """
     max_sd = jnp.asarray(max_sd)
     limits = jnp.asarray(SD_LIMITS[max_sd.dtype.name], max_sd.dtype)
@@ -502,17 +499,9 @@ def choose_rule(
 ) -> Int[Array, ""]:
     """Index of the cheapest rule whose estimated error meets the target in every row.
 
-    Rules are tried in order and only as far as needed, so where the first one serves it costs one pass of it. Call
-    it once a round, outside any vmap, and hand the index to `expect_1d`.
-
-    Args:
-        row_fn: elementwise psi, rows to rows.
-        mean: mean of each row's predictor.
-        sd: standard deviation of each row's predictor.
-        target: relative error wanted; default 1e-8 in float64, 1e-6 in float32.
-
-    Returns:
-        Index into `RULES`.
+    Rules are tried in order and only as far as needed, so where the first one serves it costs one pass of it. Call it once a
+    round, outside any vmap, and hand the index to `expect_1d`. ``sd``: standard deviation of each row's predictor; ``target``:
+    relative error wanted; default 1e-8 in float64, 1e-6 in float32. Returns index into `RULES`.
     """
     mean, sd = jnp.broadcast_arrays(mean, sd)
     return _cheapest(lambda name: _apply(row_fn, mean, sd, name).error, mean.dtype.name, target)
@@ -551,14 +540,9 @@ def refined(
 ) -> tuple[Any, Int[Array, ""], Float[Array, ""]]:
     """Evaluate with a quadrature rule, and again with finer ones while the error is above a tolerance.
 
-    Args:
-        evaluate: the index of a quadrature rule to ``(result, relative error)``.
-        first: index of the rule to start with.
-        tolerance: largest relative error.
-        num_rules: how many rules there are.
-
-    Returns:
-        ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
+    ``evaluate``: the index of a quadrature rule to ``(result, relative error)``; ``first``: index of the rule to start with;
+    ``tolerance``: largest relative error; ``num_rules``: how many rules there are. Returns ``(result, rule used, relative
+    error)``; the error is above the tolerance only where the finest rule missed it.
     """
     # One trace serves for the shapes and for the loop.
     evaluate = jax.jit(evaluate, inline=True)
@@ -588,19 +572,11 @@ def expect_1d(
 ) -> RowMoments1D:
     """E psi, E psi' and E psi'' of every row under u ~ N(mean, sd^2).
 
-    Args:
-        row_fn: elementwise psi, rows to rows, in nats; may close over data and parameters.
-        mean: mean of each row's predictor.
-        sd: standard deviation of each row's predictor, >= 0.
-        rule: a name in `RULES`, an index into it (traced or not), or None for `choose_rule` on these rows.
-        num_rules: how many of `RULES` a traced index can mean; the finest one is costly to compile.
-
-    Returns:
-        The three expectations and the estimated relative error of the worst of them per row. A kink of psi (Laplace) is
-        in hess under the rule "mapped"; the others ask for that rule by a large error.
-
-    Raises:
-        ValueError: unknown rule name.
+    ``row_fn``: elementwise psi, rows to rows, in nats; may close over data and parameters; ``sd``: standard deviation of each
+    row's predictor, >= 0; ``rule``: a name in `RULES`, an index into it (traced or not), or None for `choose_rule` on these
+    rows; ``num_rules``: how many of `RULES` a traced index can mean; the finest one is costly to compile. Returns the three
+    expectations and the estimated relative error of the worst of them per row. A kink of psi (Laplace) is in hess under the
+    rule "mapped"; the others ask for that rule by a large error. Raises ValueError for an unknown rule name.
     """
     mean, sd = jnp.broadcast_arrays(mean, sd)
     if rule is None:
@@ -622,15 +598,9 @@ def log_expectation_1d(row_fn: RowFn, mean: Float[Array, "*rows"], sd: Float[Arr
     The trapezoidal rule about the largest value of ``psi(u) + log N(u)``, in ``t`` with ``u = mode + width sinh(t)``: nodes as
     close as the product is narrow there, and as far as its tails go. The largest term is taken off before any is exponentiated.
     For products with one peak that matters; a second one is met if it is not narrow beside its distance from the first. A kink
-    costs about 1e-4 nats.
-
-    Args:
-        row_fn: elementwise psi, rows to rows, in nats; minus infinity where the density is 0.
-        mean: mean of each row's predictor.
-        sd: standard deviation of each row's predictor, > 0.
-
-    Returns:
-        One number a row; minus infinity where the density is 0 at every place that was looked at.
+    costs about 1e-4 nats. ``row_fn``: elementwise psi, rows to rows, in nats; minus infinity where the density is 0; ``mean``:
+    mean of each row's predictor; ``sd``: standard deviation of each row's predictor, > 0. Returns one number a row; minus
+    infinity where the density is 0 at every place that was looked at.
     """
     mean, sd = jnp.broadcast_arrays(mean, sd)
 
@@ -675,21 +645,11 @@ def expect_2d(
 ) -> RowMoments2D:
     """E psi, its gradient and its Hessian for every row under (u, v) jointly Gaussian.
 
-    Args:
-        row_fn: elementwise psi(u, v), rows to rows, in nats.
-        mean_u: mean of the first predictor.
-        mean_v: mean of the second predictor.
-        cov_uu: variance of the first predictor, >= 0.
-        cov_uv: covariance.
-        cov_vv: variance of the second predictor, >= 0.
-        rule: a name in `RULES`, an index into it (traced or not), or None for the cheapest that meets the target.
-        num_rules: how many of `RULES` a traced index can mean; the finest one is costly to compile.
-
-    Returns:
-        The expectations and the estimated relative error of the worst of them per row.
-
-    Raises:
-        ValueError: unknown rule name.
+    ``row_fn``: elementwise psi(u, v), rows to rows, in nats; ``cov_uu``: variance of the first predictor, >= 0; ``cov_uv``:
+    covariance; ``cov_vv``: variance of the second predictor, >= 0; ``rule``: a name in `RULES`, an index into it (traced or
+    not), or None for the cheapest that meets the target; ``num_rules``: how many of `RULES` a traced index can mean; the finest
+    one is costly to compile. Returns the expectations and the estimated relative error of the worst of them per row. Raises
+    ValueError unknown rule name.
     """
     moments = jnp.broadcast_arrays(mean_u, mean_v, cov_uu, cov_uv, cov_vv)
     if rule is None:

@@ -25,11 +25,7 @@ from ..errors import DataError, StateError
 
 @dataclasses.dataclass(frozen=True)
 class ReadByValue:
-    """An array that a model reads values of, as a leaf that can be hashed; equal to another of the same content.
-
-    Args:
-        array: the values.
-    """
+    """An array that a model reads values of, as a leaf that can be hashed; equal to another of the same content."""
 
     array: np.ndarray = dataclasses.field(compare=False, repr=False)
     digest: str = dataclasses.field(init=False)
@@ -54,12 +50,7 @@ def is_dynamic(leaf: Any) -> bool:
 def split_arguments(args: tuple, kwargs: dict) -> tuple[list, tuple]:
     """Separate the arrays of a model's arguments, which are traced, from the static leaves, which are hashed.
 
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        ``(arrays, static)``; ``static`` is hashable.
+    ``args``: positional arguments; ``kwargs``: keyword arguments. Returns ``(arrays, static)``; ``static`` is hashable.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if is_dynamic(x)]
@@ -138,20 +129,12 @@ def as_arrays(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert the numeric leaves of the arguments to JAX arrays, once.
 
-    Args:
-        args: Positional arguments: pytrees of arrays, pandas columns, lists of numbers, scalars.
-        kwargs: Keyword arguments, likewise.
-        names: Names of the positional arguments, for messages.
-        by_value: Places (in the order of leaves) of arrays that the model reads values of: they become NumPy's.
-
-    Returns:
-        The arguments with the same structure; dtypes are JAX's (float64 becomes float32 unless x64 is enabled), static
-        leaves are unchanged.
-
-    Raises:
-        DataError: For text, object or date arrays, ragged lists, sparse matrices, and integers that JAX's dtype cannot
-            hold.
-        StateError: For an array to be read by value that is traced, and has none.
+    ``args``: Positional arguments: pytrees of arrays, pandas columns, lists of numbers, scalars; ``kwargs``: Keyword arguments,
+    likewise; ``names``: Names of the positional arguments, for messages; ``by_value``: Places (in the order of leaves) of
+    arrays that the model reads values of: they become NumPy's. Returns the arguments with the same structure; dtypes are JAX's
+    (float64 becomes float32 unless x64 is enabled), static leaves are unchanged. Raises DataError for text, object or date
+    arrays, ragged lists, sparse matrices, and integers that JAX's dtype cannot hold; StateError for an array to be read by
+    value that is traced, and has none.
     """
     leaves, structure = _flatten(args, kwargs)
     converted = [
@@ -178,14 +161,9 @@ def _concrete(leaf: Any, name: str) -> Any:
 def check_finite_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
     """Refuse NaN and infinity in the arguments. Traced arrays have no values yet and pass.
 
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        names: Names of the positional arguments, for messages.
-
-    Raises:
-        DataError: Names the argument, the number of non-finite entries and the first rows they are in, never a value;
-            and whatever `as_arrays` refuses.
+    ``args``: Positional arguments; ``kwargs``: Keyword arguments; ``names``: Names of the positional arguments, for messages.
+    Raises DataError Names the argument, the number of non-finite entries and the first rows they are in, never a value; and
+    whatever `as_arrays` refuses.
     """
     for path, leaf in _flatten(args, kwargs)[0]:
         name = _name(path, names)
@@ -209,17 +187,10 @@ def signature_of(
 ) -> ArgumentSignature:
     """Take down what must stay the same between ``init`` and ``update``.
 
-    Args:
-        args: Positional arguments, converted by `as_arrays` or not: both give the same signature.
-        kwargs: Keyword arguments.
-        names: Names of the positional arguments, for messages.
-        by_value: Places of the arrays that the model reads values of, whose content is part of the signature.
-
-    Returns:
-        A hashable record, equal for calls that compile to the same program.
-
-    Raises:
-        DataError: For a static leaf that is not hashable, and whatever `as_arrays` refuses.
+    ``args``: Positional arguments, converted by `as_arrays` or not: both give the same signature; ``kwargs``: Keyword
+    arguments; ``names``: Names of the positional arguments, for messages; ``by_value``: Places of the arrays that the model
+    reads values of, whose content is part of the signature. Returns a hashable record, equal for calls that compile to the same
+    program. Raises DataError for a static leaf that is not hashable, and whatever `as_arrays` refuses.
     """
     leaves, structure = _flatten(args, kwargs)
     return ArgumentSignature(
@@ -231,12 +202,8 @@ def signature_of(
 def check_same_signature(expected: ArgumentSignature, got: ArgumentSignature) -> None:
     """Refuse arguments that do not fit the state they come with.
 
-    Args:
-        expected: Signature of the arguments given to ``init``.
-        got: Signature of the arguments given now.
-
-    Raises:
-        StateError: Names the first argument that changed, with what is expected and what was given.
+    ``expected``: Signature of the arguments given to ``init``; ``got``: Signature of the arguments given now. Raises StateError
+    Names the first argument that changed, with what is expected and what was given.
     """
     if expected == got:
         return

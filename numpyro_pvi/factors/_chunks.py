@@ -77,11 +77,7 @@ class Packing:
 def plate_rows(chunk: tuple) -> Int[Array, " R"]:
     """Plate indices of a chunk's rows.
 
-    Args:
-        chunk: where they stand, which are no padding, and their plate indices where these are others.
-
-    Returns:
-        The indices.
+    ``chunk``: where they stand, which are no padding, and their plate indices where these are others. Returns the indices.
     """
     return chunk[0] if len(chunk) == 2 else chunk[2]
 
@@ -124,12 +120,8 @@ def choose_chunk_rows(sizes: tuple[int, ...], chunk_size: int = 128, dim: int = 
 def pack_rows(table: GroupTable, chunk_rows: int) -> Packing:
     """Pack the rows of every group into chunks.
 
-    Args:
-        table: Group of each row.
-        chunk_rows: Chunk length R, at least 1.
-
-    Returns:
-        The packing; within a group, rows keep their order.
+    ``table``: Group of each row; ``chunk_rows``: Chunk length R, at least 1. Returns the packing; within a group, rows keep
+    their order.
     """
     sizes = np.asarray(table.sizes, dtype=np.int64)
     order = np.argsort(table.index_of_row, kind="stable")
@@ -152,17 +144,10 @@ def pack_rows(table: GroupTable, chunk_rows: int) -> Packing:
 def gather_rows(leaf: Shaped[Array, "..."], packing: Packing, axis: int = 0) -> Shaped[Array, "C ..."]:
     """Arrange an array's rows in chunks.
 
-    Args:
-        leaf: Array whose `axis` runs over the plate's rows.
-        packing: Where each row stands.
-        axis: The axis of the rows.
-
-    Returns:
-        The chunks along a new leading axis; within a chunk the rows stay on `axis`, so ``(N, D)`` gives ``(C, R, D)``
-        and, with axis 1, ``(D, N)`` gives ``(C, D, R)``. Slots of padding repeat the chunk's first row.
-
-    Raises:
-        DataError: If the array has no such axis.
+    ``leaf``: Array whose `axis` runs over the plate's rows; ``packing``: Where each row stands; ``axis``: The axis of the rows.
+    Returns the chunks along a new leading axis; within a chunk the rows stay on `axis`, so ``(N, D)`` gives ``(C, R, D)`` and,
+    with axis 1, ``(D, N)`` gives ``(C, D, R)``. Slots of padding repeat the chunk's first row. Raises DataError if the array
+    has no such axis.
     """
     if not -leaf.ndim <= axis < leaf.ndim:
         raise DataError(f"an array of shape {leaf.shape} has no axis {axis} for its rows.")
@@ -177,13 +162,8 @@ def gather_rows(leaf: Shaped[Array, "..."], packing: Packing, axis: int = 0) -> 
 def even_packing(packing: Packing, parts: int, whole: bool) -> Packing:
     """Fill a packing up with empty chunks until it falls into parts of as many chunks.
 
-    Args:
-        packing: rows of each chunk, on the host.
-        parts: how many parts.
-        whole: whether all chunks of a group have to be in one part.
-
-    Returns:
-        The packing; empty chunks count to the group before them. One that is so already is handed back.
+    ``packing``: rows of each chunk, on the host; ``parts``: how many parts; ``whole``: whether all chunks of a group have to be
+    in one part. Returns the packing; empty chunks count to the group before them. One that is so already is handed back.
     """
     rows, mask, group = (np.asarray(x) for x in (packing.rows, packing.mask, packing.chunk_group))
     kept = mask.any(axis=1)
@@ -279,15 +259,7 @@ class GroupMasks:
 
 
 def group_masks(group_of_row: dict[str, np.ndarray], num_groups: int) -> GroupMasks:
-    """Masks from the position of each row's group.
-
-    Args:
-        group_of_row: by partitioned axis.
-        num_groups: M.
-
-    Returns:
-        One chunk per group.
-    """
+    """Masks from the position of each row's group. Returns one chunk per group."""
     return GroupMasks(
         {key: on_device(index, np.int32) for key, index in group_of_row.items()},
         on_device(np.arange(num_groups), np.int32),
@@ -314,24 +286,16 @@ class Reading:
     def sized(self, model: Callable, count: int) -> Callable:
         """The model with as many rows in its plate as it is given.
 
-        Args:
-            model: the NumPyro model.
-            count: rows of the arguments.
-
-        Returns:
-            The model itself where its plate's size follows the arguments.
+        ``model``: the NumPyro model; ``count``: rows of the arguments. Returns the model itself where its plate's size follows
+        the arguments.
         """
         return PlateRows(model, self.keys[0], jnp.arange(count)) if self.resized else model
 
     def call(self, call: ModelCall, chunk: Any) -> ModelCall:
         """The model with one chunk's rows.
 
-        Args:
-            call: the model on all rows.
-            chunk: one entry of the packing's ``chunks``.
-
-        Returns:
-            The model on the chunk's rows; on all rows where they are masked.
+        ``call``: the model on all rows; ``chunk``: one entry of the packing's ``chunks``. Returns the model on the chunk's
+        rows; on all rows where they are masked.
         """
         if self.mechanism == "mask":
             return call
@@ -353,13 +317,8 @@ class Reading:
 def slice_rows(tree: tuple, axes: tuple[int | None, ...], rows) -> tuple:
     """Take rows of every argument leaf that runs over the plate.
 
-    Args:
-        tree: ``(args, kwargs)``.
-        axes: per leaf, the axis of the plate or None.
-        rows: Int[R] plate indices.
-
-    Returns:
-        ``(args, kwargs)`` of those rows.
+    ``tree``: ``(args, kwargs)``; ``axes``: per leaf, the axis of the plate or None; ``rows``: Int[R] plate indices. Returns
+    ``(args, kwargs)`` of those rows.
     """
     leaves, structure = jax.tree.flatten(tree)
     taken = [

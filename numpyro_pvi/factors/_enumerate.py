@@ -33,15 +33,8 @@ from ._model import (
 def summed_out(model: Callable, enumeration: Enumeration) -> Callable:
     """A model with its discrete latents summed out of every row.
 
-    Args:
-        model: the NumPyro model.
-        enumeration: which latents, and where.
-
-    Returns:
-        A model of the same arguments and continuous latents, whose partitioned plates hold one observed site each.
-
-    Raises:
-        PVIError: where funsor is not installed.
+    ``model``: the NumPyro model; ``enumeration``: which latents, and where. Returns a model of the same arguments and
+    continuous latents, whose partitioned plates hold one observed site each. Raises PVIError where funsor is not installed.
     """
     require_funsor(enumeration.latents)
     # Funsor is imported only where a model has such latents.
@@ -53,11 +46,7 @@ def summed_out(model: Callable, enumeration: Enumeration) -> Callable:
 def require_funsor(latents: tuple[str, ...]) -> None:
     """Import funsor, or say which extra has it.
 
-    Args:
-        latents: the discrete latents it is needed for.
-
-    Raises:
-        PVIError: where it is not installed.
+    ``latents``: the discrete latents it is needed for. Raises PVIError where it is not installed.
     """
     try:
         import funsor  # noqa: F401 - only whether it can be imported
@@ -73,20 +62,10 @@ def enumerated(
 ) -> tuple[Callable, dict, Enumeration | None]:
     """Sum the local discrete latents out of a model, where it has some.
 
-    Args:
-        model: the NumPyro model.
-        trace: an abstract trace of it.
-        rows: the partitioned axes.
-        key: a random key.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        ``(model, trace, enumeration)``: the model without discrete latents, its abstract trace, and what was done; the
-        model, its trace and None where there is nothing to do.
-
-    Raises:
-        PartitionError: for discrete latents that cannot be summed out row by row.
+    ``model``: the NumPyro model; ``trace``: an abstract trace of it; ``rows``: the partitioned axes; ``key``: a random key;
+    ``args``: positional arguments; ``kwargs``: keyword arguments. Returns ``(model, trace, enumeration)``: the model without
+    discrete latents, its abstract trace, and what was done; the model, its trace and None where there is nothing to do. Raises
+    PartitionError for discrete latents that cannot be summed out row by row.
     """
     enumeration = find_enumeration(trace, rows)
     if enumeration is None:
@@ -98,16 +77,8 @@ def enumerated(
 def find_enumeration(trace: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> Enumeration | None:
     """Find the discrete latents that each belong to one row of a partitioned plate.
 
-    Args:
-        trace: an abstract trace of the model.
-        rows: the partitioned axes.
-
-    Returns:
-        What to sum out; None for a model without discrete latents.
-
-    Raises:
-        PartitionError: for a discrete latent outside the partitioned plates, one without finite support, or sample
-            sites whose batch axes enumeration could not tell from its own.
+    Returns what to sum out; None for a model without discrete latents. Raises PartitionError for a discrete latent outside the
+    partitioned plates, one without finite support, or sample sites whose batch axes enumeration could not tell from its own.
     """
     found = {n: s for n, s in trace.items() if is_latent(s) and s["fn"].support.is_discrete}
     if not found:
@@ -142,20 +113,12 @@ def find_enumeration(trace: Mapping[str, Mapping[str, Any]], rows: RowAxes) -> E
 def check_enumerated(call: ModelCall, enumeration: Enumeration, where: str, loc: np.ndarray, sd: np.ndarray) -> None:
     """Compare rows with their discrete latents summed out with NumPyro's own enumeration of the untouched model.
 
-    A latent that enters another row's terms escapes that comparison: while it is enumerated its axis along the plate has
-    length one, and ``jnp.roll`` along it, say, does nothing on either side. So its values are also given, one for each
-    row, and changed on half of the rows: the terms of the others must stay.
-
-    Args:
-        call: the untouched model on all rows, with values of its continuous local latents.
-        enumeration: what is summed out.
-        where: what is partitioned, for the message.
-        loc: Float[D] prior location.
-        sd: Float[D] prior sd.
-
-    Raises:
-        PartitionError: when the log-likelihoods of all rows differ at one of two points by more than 1e-5 (float32;
-            1e-10 in x64) of the absolute row terms, or a row's by as much when other rows' discrete latents change.
+    A latent that enters another row's terms escapes that comparison: while it is enumerated its axis along the plate has length
+    one, and ``jnp.roll`` along it, say, does nothing on either side. So its values are also given, one for each row, and
+    changed on half of the rows: the terms of the others must stay. ``call``: the untouched model on all rows, with values of
+    its continuous local latents; ``loc``: Float[D] prior location; ``sd``: Float[D] prior sd. Raises PartitionError when the
+    log-likelihoods of all rows differ at one of two points by more than 1e-5 (float32; 1e-10 in x64) of the absolute row terms,
+    or a row's by as much when other rows' discrete latents change.
     """
     from ._marginal import numpyro_log_density
 

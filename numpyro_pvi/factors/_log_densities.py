@@ -33,11 +33,7 @@ from ._structure import TermSpec, prepare_term, read_predictors, term_log_prob
 class ValueCall:
     """A model with its arguments, to be evaluated at given values of all its latents.
 
-    Args:
-        model: the NumPyro model.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        params: constrained values of the model's ``numpyro.param`` sites.
+    ``params``: constrained values of the model's ``numpyro.param`` sites.
     """
 
     model: Callable
@@ -94,10 +90,7 @@ class ValueCall:
 class SeenCall:
     """A model as a function of some of its latents in one vector, in their own supports, where predictors are read off it.
 
-    Args:
-        call: the model on one chunk's rows, or on all.
-        values: of the other latents (and any of these), by name.
-        layout: of the vector.
+    ``call``: the model on one chunk's rows, or on all; ``values``: of the other latents (and any of these), by name.
     """
 
     call: ValueCall
@@ -117,14 +110,9 @@ Instead = Callable[[ValueCall, Mapping[str | None, Any]], Mapping[str, Array]]
 def take_rows(tree: Mapping[str, Any], axes: Mapping[str, int], reading: Reading, chunk: Any) -> dict[str, Any]:
     """One chunk's rows of everything that belongs to latents inside the partitioned plate.
 
-    Args:
-        tree: arrays (or pytrees of them) by latent.
-        axes: by latent inside the plate, the axis that runs over its rows.
-        reading: how a chunk is read; where others are masked, all rows stay.
-        chunk: one entry of the packing's ``chunks``.
-
-    Returns:
-        The same, with R rows for the latents named in ``axes``.
+    ``tree``: arrays (or pytrees of them) by latent; ``axes``: by latent inside the plate, the axis that runs over its rows;
+    ``reading``: how a chunk is read; where others are masked, all rows stay; ``chunk``: one entry of the packing's ``chunks``.
+    Returns the same, with R rows for the latents named in ``axes``.
     """
     if reading.mechanism == "mask" or not axes:
         return dict(tree)
@@ -148,19 +136,11 @@ def chunk_log_likelihood(
 ) -> Array:
     """Log-likelihood of one chunk's rows, with the log density of their own latents, in nats.
 
-    Args:
-        call: the model on all rows.
-        values: every latent's value in its own support; of those inside the partitioned plate, the chunk's.
-        rows: the partitioned axes.
-        reading: how a chunk is read.
-        packing: rows of each chunk.
-        chunk: one entry of the packing's ``chunks``.
-        exact: latents whose prior is held exactly.
-        weigh: what an elementwise term counts, given its sample site's name.
-        instead: terms that are not the model's at these values, such as their expectations.
-
-    Returns:
-        One number.
+    ``call``: the model on all rows; ``values``: every latent's value in its own support; of those inside the partitioned plate,
+    the chunk's; ``rows``: the partitioned axes; ``reading``: how a chunk is read; ``packing``: rows of each chunk; ``chunk``:
+    one entry of the packing's ``chunks``; ``exact``: latents whose prior is held exactly; ``weigh``: what an elementwise term
+    counts, given its sample site's name; ``instead``: terms that are not the model's at these values, such as their
+    expectations. Returns one number.
     """
     terms = _masked_rows(call, values, rows, reading, packing, chunk, exact, weigh, instead)
     return jnp.asarray(sum((jnp.sum(own) for own in terms), start=0.0))
@@ -219,12 +199,8 @@ def prior_log_density(
 def with_values_held(model: Callable, latents: tuple[str, ...]) -> Callable:
     """A model whose discrete latents are observed at 0: what it says of the others can be planned without them.
 
-    Args:
-        model: the NumPyro model.
-        latents: names of discrete latents.
-
-    Returns:
-        A model of the same arguments; the model itself where there are none.
+    ``model``: the NumPyro model; ``latents``: names of discrete latents. Returns a model of the same arguments; the model
+    itself where there are none.
     """
     if not latents:
         return model
@@ -278,13 +254,8 @@ def claims_likelihood(part: PartitionPlan) -> bool:
 def claimed_rows(call: ModelCall, part: PartitionPlan, point: Float[Array, "D"]) -> dict[str, Claim]:
     """Every row's log-likelihood at a point, as claimed and as it is.
 
-    Args:
-        call: the model on all rows.
-        part: the plan, of which :func:`claims_likelihood` holds.
-        point: unconstrained latents.
-
-    Returns:
-        By partitioned axis, Float[N] each: what its sites say, summed by row.
+    ``call``: the model on all rows; ``part``: the plan, of which :func:`claims_likelihood` holds; ``point``: unconstrained
+    latents. Returns by partitioned axis, Float[N] each: what its sites say, summed by row.
     """
     model = _rows(call, part, point)
     if part.terms:

@@ -32,10 +32,6 @@ class MarginalModel:
     To handlers around it the model has its continuous latents, its plates, and one observed site in each partitioned
     plate; the discrete latents and the observed sites of that plate stay inside. Every mechanism that takes rows of the
     plate therefore works on it as on any model, and padding needs no care: a row's sum is a number of its own.
-
-    Args:
-        model: the NumPyro model.
-        enumeration: what is summed out.
     """
 
     model: Callable
@@ -72,10 +68,6 @@ class WholeMarginalModel:
     """A model with one observed site: the log-likelihood of all its data, discrete latents summed out by NumPyro itself.
 
     It need not fall into rows: a discrete latent may be shared by all of them, or be the state of a `scan`.
-
-    Args:
-        model: the NumPyro model.
-        enumeration: what is summed out.
     """
 
     model: Callable
@@ -119,10 +111,7 @@ class WholeMarginalModel:
 class _SameShapes(Messenger):
     """Refuses continuous latents that depend on an enumerated one: their densities would belong inside the sum.
 
-    Args:
-        fn: the model.
-        shapes: batch shapes of the continuous latents without enumeration.
-        latents: the enumerated ones, for the message.
+    ``shapes``: batch shapes of the continuous latents without enumeration; ``latents``: the enumerated ones, for the message.
     """
 
     def __init__(self, fn: Callable, shapes: dict[str, tuple[int, ...]], latents: tuple[str, ...]) -> None:
@@ -140,11 +129,7 @@ class _SameShapes(Messenger):
 
 
 class RowTerms(Messenger):
-    """Keep the sample sites of the partitioned plates' rows to itself, with the names of their enumerated axes.
-
-    Args:
-        spec: what is summed out.
-    """
+    """Keep the sample sites of the partitioned plates' rows to itself, with the names of their enumerated axes."""
 
     def __init__(self, spec: Enumeration) -> None:
         super().__init__(None)
@@ -184,12 +169,7 @@ class RowTerms(Messenger):
     def row_log_likelihood(self, plate: str, length: int) -> Float[Array, "R"]:
         """Log of the sum over all values of a plate's discrete latents, for each of its rows, in nats.
 
-        Args:
-            plate: a partitioned plate.
-            length: R, the rows it runs over.
-
-        Returns:
-            One number per row; what other plates inside it hold is summed.
+        ``length``: R, the rows it runs over. Returns one number per row; what other plates inside it hold is summed.
         """
         sites = {n: s for n, s in self._sites.items() if any(f.name == plate for f in s["cond_indep_stack"])}
         factors = [self._factor(site) for site in sites.values()]
@@ -269,13 +249,8 @@ def _enumerable_plates() -> Iterator[None]:
 def numpyro_log_density(call: ModelCall, enumeration: Enumeration, latents: Mapping[str, Array]) -> Float[Array, ""]:
     """Log density of the partitioned plates' sites in the untouched model by NumPyro's own enumeration, in nats.
 
-    Args:
-        call: the untouched model on all rows.
-        enumeration: what the plates are, and the first free axis.
-        latents: constrained values of the continuous latents.
-
-    Returns:
-        The log-likelihood of all rows.
+    ``call``: the untouched model on all rows; ``enumeration``: what the plates are, and the first free axis; ``latents``:
+    constrained values of the continuous latents. Returns the log-likelihood of all rows.
     """
 
     def elsewhere(site: dict) -> bool:

@@ -36,16 +36,8 @@ class CoupledLatentError(PartitionError):
 def check_additive(probe: Probe, where: str, table: GroupTable, reading: Reading, sliced: tuple[str, ...]) -> None:
     """Compare every group's factor, evaluated from its own rows alone, with the untouched model.
 
-    Args:
-        probe: values at the check points.
-        where: what is partitioned, for the message.
-        table: which row belongs to which group.
-        reading: how a group is evaluated.
-        sliced: names of the sliced arguments, for the message.
-
-    Raises:
-        PartitionError: naming the first group that differs by more than 1e-5 (float32; 1e-10 in x64) of its own
-            absolute row terms.
+    ``table``: which row belongs to which group. Raises PartitionError naming the first group that differs by more than 1e-5
+    (float32; 1e-10 in x64) of its own absolute row terms.
     """
     tolerance = 1e-5 if probe.reference.dtype == np.float32 else 1e-10
     index = table.index_of_row
@@ -67,13 +59,7 @@ def check_additive(probe: Probe, where: str, table: GroupTable, reading: Reading
 def check_local(probe: Probe, where: str, layout: LocalLayout | None) -> None:
     """Refuse latents inside the partitioned plate that reach beyond their own index or group.
 
-    Args:
-        probe: derivatives at a check point.
-        where: what is partitioned, for the message.
-        layout: the local latents, or None.
-
-    Raises:
-        CoupledLatentError: naming the latent and an index of the plate; no mechanism can do with it.
+    Raises CoupledLatentError naming the latent and an index of the plate; no mechanism can do with it.
     """
     if probe.local is None or layout is None:
         return
@@ -112,11 +98,7 @@ def _coupling_advice(reading: Reading, sliced: tuple[str, ...]) -> str:
 def densities_nearby(probe: Probe) -> Float[np.ndarray, "K"]:
     """Log-likelihoods of all rows within three prior sds, in nats: those of several sets of rows at the same points add up.
 
-    Args:
-        probe: values at the probe points.
-
-    Returns:
-        One number a point, to both sides of the prior's location last; NaN where one is not finite within ten prior sds.
+    Returns one number a point, to both sides of the prior's location last; NaN where one is not finite within ten prior sds.
     """
     near, nearer = (np.flatnonzero(np.tile(ray_steps() <= reach, probe.rays.blocks)) for reach in (10.0, 3.0))
     sizes = (v[nearer].reshape(nearer.size, -1).sum(axis=1, dtype=np.float64) for v in probe.rows.values())
@@ -129,11 +111,7 @@ def densities_nearby(probe: Probe) -> Float[np.ndarray, "K"]:
 def is_hostile(nearby: Float[np.ndarray, "K"]) -> bool:
     """Whether densities under the prior are of no use to start a fit from.
 
-    Args:
-        nearby: as :func:`densities_nearby` gives them.
-
-    Returns:
-        True when one is not finite, or rows are a thousand times less likely at some point than at the best one.
+    Returns True when one is not finite, or rows are a thousand times less likely at some point than at the best one.
     """
     total = np.abs(nearby)
     return not np.all(np.isfinite(total)) or bool(np.max(total) > HOSTILE * np.min(total))
@@ -173,20 +151,10 @@ def choose_reading(
 ) -> Read:
     """Try the mechanisms in order, and keep the first that passes the additive check.
 
-    Args:
-        partition: the model with its grouping, and the mode that was asked for.
-        call: the model on all rows.
-        trace: an abstract trace of it.
-        rows: the partitioned axes.
-        key: a random key.
-        params: constrained values of ``numpyro.param`` sites, or None for their initial values.
-        known: see :func:`run_probe`.
-
-    Returns:
-        The mechanism, the packing of rows and the probe. Falling back to masks warns with the cost and the reasons.
-
-    Raises:
-        PartitionError: when the one mechanism that was asked for does not fit.
+    ``partition``: the model with its grouping, and the mode that was asked for; ``trace``: an abstract trace of it; ``params``:
+    constrained values of ``numpyro.param`` sites, or None for their initial values. Returns the mechanism, the packing of rows
+    and the probe. Falling back to masks warns with the cost and the reasons. Raises PartitionError when the one mechanism that
+    was asked for does not fit.
     """
     sizes = rows.sizes(trace)
     table, group_of_row = partition.tables(sizes)
@@ -229,18 +197,9 @@ def row_arguments(
 ) -> tuple[tuple[int | None, ...], tuple[str, ...]]:
     """Which arguments are per row: those that say so by ``data_axes``, else those whose leading axis has as many entries.
 
-    Args:
-        partition: the model with its grouping.
-        model: the NumPyro model, whose parameters have names.
-        args: positional arguments (arrays).
-        kwargs: keyword arguments.
-        size: rows.
-
-    Returns:
-        Of every leaf the axis that runs over the rows, or None; and the names of those that have one.
-
-    Raises:
-        PartitionError: where ``data_axes`` names an axis of another length.
+    ``partition``: the model with its grouping; ``model``: the NumPyro model, whose parameters have names; ``args``: positional
+    arguments (arrays); ``kwargs``: keyword arguments; ``size``: rows. Returns of every leaf the axis that runs over the rows,
+    or None; and the names of those that have one. Raises PartitionError where ``data_axes`` names an axis of another length.
     """
     names = _parameter_names(model, len(args))
     paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))

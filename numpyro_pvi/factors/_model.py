@@ -26,8 +26,26 @@ from ._arguments import join_arguments, split_arguments
 T = TypeVar("T")
 
 
+class _EndToEnd:
+    """Latents of given unconstrained shapes, end to end in one vector."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of coordinates of each latent in the vector."""
+        return tuple(int(np.prod(shape)) for shape in self.shapes)
+
+    def slice_of(self, name: str) -> slice:
+        """Where a latent lies in the vector."""
+        index = self.names.index(name)
+        start = sum(self.sizes[:index])
+        return slice(start, start + self.sizes[index])
+
+
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(_EndToEnd):
     """Names and unconstrained shapes of the latents, in the order in which they lie in the flat vector.
 
     It is the guide's own order, fixed when a state is made and carried in it: a guide that is set up under ``jit``
@@ -38,20 +56,9 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of unconstrained coordinates of each latent."""
-        return tuple(int(np.prod(shape)) for shape in self.shapes)
-
-    @property
     def dim(self) -> int:
         """D, the length of the flat vector."""
         return sum(self.sizes)
-
-    def slice_of(self, name: str) -> slice:
-        """Where a latent lies in the flat vector."""
-        index = self.names.index(name)
-        start = sum(self.sizes[:index])
-        return slice(start, start + self.sizes[index])
 
     def unflatten(self, flat: Float[Array, "*batch D"]) -> dict[str, Array]:
         """Flat unconstrained vector(s) to a dict of unconstrained latents."""
@@ -74,15 +81,11 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLayout:
+class LocalLayout(_EndToEnd):
     """Latents inside the partitioned plate: K unconstrained coordinates for each of its U indices (*units*).
 
-    Attributes:
-        key: the plate.
-        size: U.
-        names: the latents.
-        shapes: unconstrained shape of one unit's share of each.
-        dims: where the plate's axis lies in each latent's unconstrained value, counted from the right.
+    ``shapes``: unconstrained shape of one unit's share of each; ``dims``: where the plate's axis lies in each latent's
+    unconstrained value, counted from the right.
     """
 
     key: str
@@ -92,20 +95,9 @@ class LocalLayout:
     dims: tuple[int, ...]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of coordinates of each latent per unit."""
-        return tuple(int(np.prod(shape)) for shape in self.shapes)
-
-    @property
     def width(self) -> int:
         """K, coordinates per unit."""
         return sum(self.sizes)
-
-    def slice_of(self, name: str) -> slice:
-        """Where a latent lies among a unit's coordinates."""
-        index = self.names.index(name)
-        start = sum(self.sizes[:index])
-        return slice(start, start + self.sizes[index])
 
     def unflatten(self, flat: Num[Array, "R K"]) -> dict[str, Array]:
         """Coordinates of R units to a dict of unconstrained latents in the model's shapes."""
@@ -142,14 +134,9 @@ class TracedAt(Protocol):
 class ModelCall:
     """A model with everything that stays fixed while the flat vector moves.
 
-    Args:
-        model: the NumPyro model.
-        layout: the flat layout of its latents.
-        args: positional arguments (arrays or static leaves).
-        kwargs: keyword arguments.
-        params: constrained values of the model's ``numpyro.param`` sites.
-        local_layout: layout of the latents inside the partitioned plate, or None when there are none.
-        local: Float[R K], their unconstrained values on the rows of ``args``.
+    ``layout``: the flat layout of its latents; ``args``: positional arguments (arrays or static leaves); ``params``:
+    constrained values of the model's ``numpyro.param`` sites; ``local_layout``: layout of the latents inside the partitioned
+    plate, or None when there are none; ``local``: Float[R K], their unconstrained values on the rows of ``args``.
     """
 
     model: Callable
@@ -163,14 +150,10 @@ class ModelCall:
     def trace(self, point: Float[Array, "D"], rng_key: Any = None) -> tuple[dict, dict[str, Array]]:
         """Trace the model at a flat unconstrained point.
 
-        Args:
-            point: unconstrained latents.
-            rng_key: for latents that have no value here (local ones without a ``local_layout``): they are drawn from their
-                prior given the others; a fixed key by default.
-
-        Returns:
-            ``(trace, log_jacobians)``: the NumPyro trace (constrained values) and each latent's log |d constrained / d
-            unconstrained|, in its batch shape.
+        ``point``: unconstrained latents; ``rng_key``: for latents that have no value here (local ones without a
+        ``local_layout``): they are drawn from their prior given the others; a fixed key by default. Returns ``(trace,
+        log_jacobians)``: the NumPyro trace (constrained values) and each latent's log |d constrained / d unconstrained|, in its
+        batch shape.
         """
         values = self.layout.unflatten(point)
         if self.local_layout is not None:
@@ -194,13 +177,7 @@ def with_wide_observations(trace: dict) -> dict:
     """A trace in which an observed site's distribution is as wide as what is observed.
 
     ``numpyro.sample("obs", dist.Normal(m, 1.0), obs=y)`` in no plate has one distribution for all numbers of y: its log density
-    has y's shape, which is where terms are looked for.
-
-    Args:
-        trace: a NumPyro trace.
-
-    Returns:
-        The trace, the same where nothing is wider.
+    has y's shape, which is where terms are looked for. Returns the trace, the same where nothing is wider.
     """
     wide = {}
     for name, site in trace.items():
@@ -285,14 +262,9 @@ def row_log_likelihood(
 ) -> dict[str, tuple[str, Float[Array, "N"]]]:
     """Log-likelihood of every row of the partitioned axes at one flat point, and log density of the rows' own latents.
 
-    Args:
-        call: the model and its (full or sliced) arguments.
-        point: unconstrained latents.
-        rows: where the rows are.
-
-    Returns:
-        For each sample site with a partitioned axis: the axis' key, and one number per row, in nats; other batch axes
-        are summed.
+    ``call``: the model and its (full or sliced) arguments; ``point``: unconstrained latents; ``rows``: where the rows are.
+    Returns for each sample site with a partitioned axis: the axis' key, and one number per row, in nats; other batch axes are
+    summed.
     """
     trace, jacobians = call.trace(point)
     found = {}
@@ -305,27 +277,16 @@ def row_log_likelihood(
 
 @dataclasses.dataclass(frozen=True)
 class FlatLatents:
-    """How a model is traced at draws of a flat unconstrained vector.
-
-    Args:
-        layout: of the vector.
-    """
+    """How a model is traced at draws of a flat unconstrained vector."""
 
     layout: Layout
 
     def trace(self, model: Callable, args: tuple, kwargs: dict, params: dict, draw: Any, rng_key: Any) -> dict:
         """The model's trace at one draw; latents that are not in it are drawn from their prior given the others.
 
-        Args:
-            model: the NumPyro model.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            params: constrained values of the model's ``numpyro.param`` sites.
-            draw: Float[D].
-            rng_key: for the other latents.
-
-        Returns:
-            NumPyro's trace.
+        ``model``: the NumPyro model; ``args``: positional arguments; ``kwargs``: keyword arguments; ``params``: constrained
+        values of the model's ``numpyro.param`` sites; ``draw``: Float[D]; ``rng_key``: for the other latents. Returns NumPyro's
+        trace.
         """
         return ModelCall(model, self.layout, args, kwargs, params).trace(draw, rng_key)[0]
 
@@ -333,12 +294,8 @@ class FlatLatents:
 def observed_log_likelihood(trace: dict, rows: RowAxes) -> Float[Array, "N"]:
     """Log density of every row's observations alone.
 
-    Args:
-        trace: of the model.
-        rows: where the rows are; those of several axes come end to end.
-
-    Returns:
-        One number per row, in nats, sample sites and other batch axes summed.
+    ``trace``: of the model; ``rows``: where the rows are; those of several axes come end to end. Returns one number per row, in
+    nats, sample sites and other batch axes summed.
     """
     by_axis: dict[str, Array] = {}
     for site in trace.values():
@@ -360,17 +317,10 @@ def rows_first(values: Array, dim: int) -> Float[Array, "N"]:
 def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
     """Trace a model's structure (names, plates, shapes, supports) without computing anything.
 
-    Plates run over all of their indices. Where the arguments are a mini-batch that does not broadcast to them (``X @ w`` of
-    the rows that a plate draws), plates keep what they draw: see :func:`numpyro_pvi.handlers.kept_batch`.
-
-    Args:
-        model: the NumPyro model.
-        key: a random key.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        The trace; its values are abstract and must not be computed with.
+    Plates run over all of their indices. Where the arguments are a mini-batch that does not broadcast to them (``X @ w`` of the
+    rows that a plate draws), plates keep what they draw: see :func:`numpyro_pvi.handlers.kept_batch`. ``model``: the NumPyro
+    model; ``key``: a random key; ``args``: positional arguments; ``kwargs``: keyword arguments. Returns the trace; its values
+    are abstract and must not be computed with.
     """
 
     def traced(model: Callable) -> dict:
@@ -391,12 +341,8 @@ def abstract_trace(model: Callable, key, args: tuple, kwargs: dict) -> dict:
 def over_plates(traced: Callable[[Callable], T], model: Callable) -> T:
     """Trace a model with all indices of its plates, or with the mini-batches that they draw where its arguments are no more.
 
-    Args:
-        traced: traces the model that it is given.
-        model: the NumPyro model.
-
-    Returns:
-        What it returns. Plates keep their mini-batches where shapes do not go together otherwise and do so then.
+    ``traced``: traces the model that it is given; ``model``: the NumPyro model. Returns what it returns. Plates keep their
+    mini-batches where shapes do not go together otherwise and do so then.
     """
     full = FullPlates(model)
     try:
@@ -415,13 +361,8 @@ def over_plates(traced: Callable[[Callable], T], model: Callable) -> T:
 def model_work(model: Callable, args: tuple, kwargs: dict) -> int:
     """Numbers that one evaluation of a model's density makes on the way, counted without computing anything.
 
-    Args:
-        model: the NumPyro model.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        The sum over all operations, those of a loop as often as it runs.
+    ``model``: the NumPyro model; ``args``: positional arguments; ``kwargs``: keyword arguments. Returns the sum over all
+    operations, those of a loop as often as it runs.
     """
     arrays, static = split_arguments(args, kwargs)
 
@@ -451,12 +392,9 @@ class EnumeratedRows(dist.Unit):
 class Enumeration:
     """Which discrete latents of a model are summed out, and where. Static and hashable.
 
-    Args:
-        plates: partitioned plates that hold discrete latents; none where the model is kept whole.
-        dims: their batch dimensions, negative.
-        latents: the discrete latents.
-        names: per plate, the name of the site that stands for its rows: the observed sites' names, joined by "+".
-        depth: batch dimensions that the model's plates take; enumeration uses those to the left.
+    ``plates``: partitioned plates that hold discrete latents; none where the model is kept whole; ``names``: per plate, the
+    name of the site that stands for its rows: the observed sites' names, joined by "+"; ``depth``: batch dimensions that the
+    model's plates take; enumeration uses those to the left.
     """
 
     plates: tuple[str, ...]
@@ -479,16 +417,10 @@ class Enumeration:
 def exact_log_constant(call: ModelCall, exact: tuple[str, ...]) -> Float[Array, ""]:
     """What the exactly held prior's log density has beside its quadratic part, in nats: its value at the origin.
 
-    It is ``-A(eta_0)`` for a normalised prior, ``-s A(eta_0)`` for one that ``handlers.scale`` multiplies by s, and 0 for a flat
-    one or an exponential tilt (an ``ImproperUniform`` on a bounded support, of which the Jacobian alone is left), which have no
-    normaliser to compute it from.
-
-    Args:
-        call: the model and its arguments.
-        exact: latents whose priors are jointly quadratic in the flat vector.
-
-    Returns:
-        Nats, with the gradient of the model's ``numpyro.param`` values.
+    It is ``-A(eta_0)`` for a normalised prior, ``-s A(eta_0)`` for one that ``handlers.scale`` multiplies by s, and 0 for a
+    flat one or an exponential tilt (an ``ImproperUniform`` on a bounded support, of which the Jacobian alone is left), which
+    have no normaliser to compute it from. ``call``: the model and its arguments; ``exact``: latents whose priors are jointly
+    quadratic in the flat vector. Returns nats, with the gradient of the model's ``numpyro.param`` values.
     """
     origin = jnp.zeros((call.layout.dim,), jnp.result_type(float))
     return _log_prior(call, exact, origin) if exact else jnp.zeros((), origin.dtype)
@@ -504,13 +436,8 @@ def exact_prior(
 ) -> tuple[Float[Array, "D"], Float[Array, "D D"]]:
     """Natural parameters of the quadratic part of the log prior.
 
-    Args:
-        call: the model and its arguments.
-        exact: latents whose priors are jointly quadratic in the flat vector.
-        point: where to read them (anywhere: they are quadratic).
-
-    Returns:
-        ``(precision_mean, precision)``; zero on every other coordinate.
+    ``call``: the model and its arguments; ``exact``: latents whose priors are jointly quadratic in the flat vector; ``point``:
+    where to read them (anywhere: they are quadratic). Returns ``(precision_mean, precision)``; zero on every other coordinate.
     """
     slope = grad(partial(_log_prior, call, exact))
     gradient, precision = slope(point), -jax.jacfwd(slope)(point)
@@ -523,15 +450,9 @@ def exact_diagonal_prior(
     """The quadratic part of the log prior where it is separable, from two Hessian-vector products.
 
     A diagonal Hessian H satisfies ``H v = (H 1) * v`` for every v; one v with no two entries equal tells it from another.
-
-    Args:
-        call: the model and its arguments.
-        exact: latents whose priors are jointly quadratic in the flat vector.
-        point: where to read them (anywhere: they are quadratic).
-
-    Returns:
-        ``(precision_mean, precision, coupled)``: zero on every other coordinate, and whether some coordinates are
-        coupled, in which case the other two mean nothing.
+    ``call``: the model and its arguments; ``exact``: latents whose priors are jointly quadratic in the flat vector; ``point``:
+    where to read them (anywhere: they are quadratic). Returns ``(precision_mean, precision, coupled)``: zero on every other
+    coordinate, and whether some coordinates are coupled, in which case the other two mean nothing.
     """
     gradient, product = jax.linearize(grad(partial(_log_prior, call, exact)), point)
     precision = -product(jnp.ones_like(point))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -117,11 +118,8 @@ class PartitionPlan:
     def evidence(self, factor: str) -> str:
         """How the structure of a factor is known: "proved", "found", or "" where none is claimed.
 
-        Args:
-            factor: "likelihood", or "prior" (what is held exactly, and the prior factor).
-
-        Returns:
-            "proved" where it holds for all values of latents and parameters, "found" where it was seen at points.
+        ``factor``: "likelihood", or "prior" (what is held exactly, and the prior factor). Returns "proved" where it holds for
+        all values of latents and parameters, "found" where it was seen at points.
         """
         kinds = (
             (self.likelihood,) if factor == "likelihood" else (self.prior_kind, "quadratic" if self.exact else "none")
@@ -193,14 +191,9 @@ def padded_length(num_rows: int) -> int:
 def pad_rows(axes: tuple[int | None, ...], args: tuple, kwargs: dict, length: int) -> tuple[tuple, dict]:
     """Fill every per-row argument up by repeating its first row, which masks then keep out of the likelihood.
 
-    Args:
-        axes: per leaf of ``(args, kwargs)``, the axis that runs over the rows, or None.
-        args: positional arguments (arrays).
-        kwargs: keyword arguments.
-        length: rows wanted; 0 leaves everything as it is.
-
-    Returns:
-        ``(args, kwargs)`` with ``length`` rows.
+    ``axes``: per leaf of ``(args, kwargs)``, the axis that runs over the rows, or None; ``args``: positional arguments
+    (arrays); ``kwargs``: keyword arguments; ``length``: rows wanted; 0 leaves everything as it is. Returns ``(args, kwargs)``
+    with ``length`` rows.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     if length == 0:
@@ -229,22 +222,12 @@ def count_rows(
 ) -> dict[str, int]:
     """Check arriving arguments against those the plan was made for, and count their rows.
 
-    Args:
-        plan: the plan.
-        model: the NumPyro model (traced abstractly where rows are not read off the arguments).
-        expected: signature of the arguments before.
-        got: signature of those that arrive.
-        args: the arguments that arrive (arrays).
-        kwargs: likewise.
-        who: whose rows they are, for messages.
-
-    Returns:
-        Rows by partitioned axis (plate, or labelled sample site).
-
-    Raises:
-        StateError: for another structure, dtype, number of columns, or static value.
-        DataError: for no rows at all, or per-row arguments of different lengths.
-        PartitionError: where the model's plate does not follow its arguments.
+    ``plan``: the plan; ``model``: the NumPyro model (traced abstractly where rows are not read off the arguments);
+    ``expected``: signature of the arguments before; ``got``: signature of those that arrive; ``args``: the arguments that
+    arrive (arrays); ``kwargs``: likewise; ``who``: whose rows they are, for messages. Returns rows by partitioned axis (plate,
+    or labelled sample site). Raises StateError for another structure, dtype, number of columns, or static value; DataError for
+    no rows at all, or per-row arguments of different lengths; PartitionError where the model's plate does not follow its
+    arguments.
     """
     if plan.rows.whole:
         raise PartitionError(
@@ -279,15 +262,10 @@ def count_rows(
 def arrive(plan: PartitionPlan, table: GroupTable, rows: dict[str, int], full: bool) -> Arrival:
     """Pack the rows of groups that are at hand from now on.
 
-    Args:
-        plan: the plan of the rows before; its structure stays.
-        table: groups of the arriving rows.
-        rows: rows by partitioned axis, from :func:`count_rows`.
-        full: whether q has full covariance (chunks are then several times longer than D).
-
-    Returns:
-        The plan and packing of the new rows. A single group's rows are filled up to a power of two where they are read
-        off the arguments, so that its programs serve other groups.
+    ``plan``: the plan of the rows before; its structure stays; ``table``: groups of the arriving rows; ``rows``: rows by
+    partitioned axis, from :func:`count_rows`; ``full``: whether q has full covariance (chunks are then several times longer
+    than D). Returns the plan and packing of the new rows. A single group's rows are filled up to a power of two where they are
+    read off the arguments, so that its programs serve other groups.
     """
     padded, packing = 0, None
     if plan.mechanism == "mask":
@@ -324,14 +302,9 @@ def nobody(plan: PartitionPlan, packing: Packing | GroupMasks) -> Arrival:
 def without_labels(plan: PartitionPlan, padded_rows: int, keep_sizes: bool, keep_labels: bool = False) -> PartitionPlan:
     """The plan as compiled programs may see it: equal for all groups that one program serves.
 
-    Args:
-        plan: the plan.
-        padded_rows: rows to which arguments are filled up, or 0.
-        keep_sizes: whether programs read the groups' sizes (a stochastic solver's do).
-        keep_labels: whether they read the labels (those of a schedule with settings by label).
-
-    Returns:
-        The plan under the labels 0, 1, ..., or its own.
+    ``plan``: the plan; ``padded_rows``: rows to which arguments are filled up, or 0; ``keep_sizes``: whether programs read the
+    groups' sizes (a stochastic solver's do); ``keep_labels``: whether they read the labels (those of a schedule with settings
+    by label). Returns the plan under the labels 0, 1, ..., or its own.
     """
     count = plan.table.num_groups
     sizes = (padded_rows,) if padded_rows else plan.table.sizes if keep_sizes else (0,) * count
@@ -405,12 +378,7 @@ _AGREEMENT = {"float32": 1e-4, "float64": 1e-9}
 def why_not_rows(part: PartitionPlan, trace: dict) -> str | None:
     """What keeps sites from being kept by rows, as far as names and shapes say; None where nothing does.
 
-    Args:
-        part: the plan.
-        trace: an abstract trace of the model on all rows.
-
-    Returns:
-        A reason in words.
+    ``part``: the plan; ``trace``: an abstract trace of the model on all rows. Returns a reason in words.
     """
     if part.likelihood not in ("quadratic", "affine") or not part.terms:
         return "the rows were not found to see the latents through affine predictors"
@@ -434,20 +402,14 @@ def why_not_rows(part: PartitionPlan, trace: dict) -> str | None:
 
 def num_elements(part: PartitionPlan, trace: dict) -> int:
     """P, the number of predictors of all rows."""
-    return sum(_count(trace[spec.site]["fn"].batch_shape) for spec in part.terms)
+    return sum(math.prod(trace[spec.site]["fn"].batch_shape) for spec in part.terms)
 
 
 def read_row_prior(call: ModelCall, part: PartitionPlan, packing: Packing | GroupMasks, diagonal: bool) -> RowPrior:
     """The prior as the rows see it.
 
-    Args:
-        call: the model on all rows.
-        part: the plan.
-        packing: says whose the rows are.
-        diagonal: whether each row sees a multiple of one latent, row n that of latent n.
-
-    Returns:
-        The prior; its making takes ``O(P^2 D)``.
+    ``call``: the model on all rows; ``part``: the plan; ``packing``: says whose the rows are; ``diagonal``: whether each row
+    sees a multiple of one latent, row n that of latent n. Returns the prior; its making takes ``O(P^2 D)``.
     """
     loc, scales = _read_prior(call)
     design, data = read_design(call, part.terms)
@@ -471,7 +433,7 @@ def num_terms(call: ModelCall, terms: tuple[TermSpec, ...]) -> int:
 
     def count(point):
         trace, _ = call.trace(point)
-        found.append(sum(_count(trace[spec.site]["fn"].batch_shape) for spec in terms))
+        found.append(sum(math.prod(trace[spec.site]["fn"].batch_shape) for spec in terms))
         return point
 
     jax.eval_shape(count, jnp.zeros((call.layout.dim,)))
@@ -481,13 +443,8 @@ def num_terms(call: ModelCall, terms: tuple[TermSpec, ...]) -> int:
 def read_rows(call: ModelCall, terms: tuple[TermSpec, ...], loc: Float[Array, "D"]) -> tuple[TermData, ...]:
     """The terms' arrays at the prior's location, whose predictors are the offsets of centred ones; no design is made.
 
-    Args:
-        call: the model on all rows.
-        terms: their structure, one predictor each.
-        loc: the prior's location.
-
-    Returns:
-        Per term its arrays, with an empty design.
+    ``call``: the model on all rows; ``terms``: their structure, one predictor each; ``loc``: the prior's location. Returns per
+    term its arrays, with an empty design.
     """
     return tuple(_moved(call, spec, loc) for spec in terms)
 
@@ -497,14 +454,8 @@ def look_at_rows(
 ) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
     """What values alone can tell.
 
-    Args:
-        call: the model on all rows.
-        part: the plan.
-        points: two points.
-
-    Returns:
-        Whether the prior is the Gaussian that was read off it, and whether each row sees a multiple of one latent, row n
-        that of latent n.
+    ``call``: the model on all rows; ``part``: the plan; ``points``: two points. Returns whether the prior is the Gaussian that
+    was read off it, and whether each row sees a multiple of one latent, row n that of latent n.
     """
     loc, scales = _read_prior(call)
     prior = see_latents(loc, scales, jnp.ones_like(loc), jnp.zeros(loc.shape, jnp.int32))
@@ -617,20 +568,13 @@ def places_of_elements(
     rows, real = packing.rows.reshape(-1), packing.mask.reshape(-1)
     shapes = [one.fn.batch_shape for one in data]
     # A row has as many elements here as it has there.
-    num_rows = count * rows.shape[0] // sum(map(_count, shapes))
+    num_rows = count * rows.shape[0] // sum(map(math.prod, shapes))
     found, start = [], 0
     for spec, shape in zip(terms, shapes, strict=True):
         axis = cast(int, spec.row_dim) % len(shape)
-        every = jnp.arange(_count(shape) // shape[axis] * num_rows, dtype=jnp.int32)
+        every = jnp.arange(math.prod(shape) // shape[axis] * num_rows, dtype=jnp.int32)
         own = jnp.take(every.reshape(*shape[:axis], num_rows, *shape[axis + 1 :]), rows, axis=axis) + start
         there = real.reshape((-1,) + (1,) * (len(shape) - axis - 1))
         found.append(jnp.where(there, own, count).reshape(-1))
         start += every.shape[0]
     return jnp.concatenate(found)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

@@ -47,18 +47,11 @@ _NEEDS_VALUES = (
 def trace_arguments(model: Callable, key: Any, args: tuple, kwargs: dict) -> tuple[dict, tuple[int, ...]]:
     """Trace a model with all of its arrays abstract but those whose values it reads in Python.
 
-    ``numpyro.plate("J", len(np.unique(idx)))`` needs the values of ``idx``, as a loop or an ``if`` may. Where a trace with
-    all arrays abstract fails for want of values, integer arrays are given values, then all; and each is taken back whose
-    values are not missed.
-
-    Args:
-        model: the NumPyro model.
-        key: a random key.
-        args: positional arguments, converted.
-        kwargs: keyword arguments, converted.
-
-    Returns:
-        ``(trace, by_value)``: the abstract trace, and the places of the arrays that are read by value.
+    ``numpyro.plate("J", len(np.unique(idx)))`` needs the values of ``idx``, as a loop or an ``if`` may. Where a trace with all
+    arrays abstract fails for want of values, integer arrays are given values, then all; and each is taken back whose values are
+    not missed. ``model``: the NumPyro model; ``key``: a random key; ``args``: positional arguments, converted; ``kwargs``:
+    keyword arguments, converted. Returns ``(trace, by_value)``: the abstract trace, and the places of the arrays that are read
+    by value.
     """
     leaves = jax.tree.leaves((args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if is_dynamic(x)]
@@ -84,16 +77,9 @@ def check_data(model: Callable, args: tuple, kwargs: dict, names: Sequence[str])
     """Refuse NaN and infinity in the arguments, but for a model that deals with them itself.
 
     A model that masks or imputes missing entries has a finite log density all the same: it is looked at, at draws from the
-    prior, only where entries are not finite.
-
-    Args:
-        model: the NumPyro model.
-        args: positional arguments, converted.
-        kwargs: keyword arguments, converted.
-        names: names of the positional arguments, for messages.
-
-    Raises:
-        DataError: as of ``check_finite_arguments``.
+    prior, only where entries are not finite. ``model``: the NumPyro model; ``args``: positional arguments, converted;
+    ``kwargs``: keyword arguments, converted; ``names``: names of the positional arguments, for messages. Raises DataError as of
+    ``check_finite_arguments``.
     """
     try:
         check_finite_arguments(args, kwargs, names)
@@ -191,19 +177,11 @@ def plan_factors(
 ) -> Planned:
     """Choose the mechanism, validate it by the additive law, and find the structure of every factor.
 
-    Args:
-        partition: the model with its grouping.
-        args: positional arguments as arrays.
-        kwargs: keyword arguments as arrays.
-        key: a random key (prior draws and probe directions).
-        layout: flat order of the latents; the model's own order by default.
-        params: constrained values of ``numpyro.param`` sites; their initial values by default.
-
-    Returns:
-        The static plan and its arrays.
-
-    Raises:
-        PartitionError: when the model cannot be split, naming the sample site, its plates and shapes.
+    ``partition``: the model with its grouping; ``args``: positional arguments as arrays; ``kwargs``: keyword arguments as
+    arrays; ``key``: a random key (prior draws and probe directions); ``layout``: flat order of the latents; the model's own
+    order by default; ``params``: constrained values of ``numpyro.param`` sites; their initial values by default. Returns the
+    static plan and its arrays. Raises PartitionError when the model cannot be split, naming the sample site, its plates and
+    shapes.
     """
     untouched = _model_of(partition)
     trace = abstract_trace(untouched, key, args, kwargs)
@@ -256,15 +234,10 @@ def plan_factors(
 def with_expectation(planned: Planned, expectation: str, full: bool = True) -> Planned:
     """Treat every factor as a solver insists, where its structure allows that.
 
-    Args:
-        planned: what was found.
-        expectation: "monte_carlo", "stein", "hessian" or "sigma_points" (all factors as if they had no structure),
-            "quadrature" (for all whose predictors are known), "reparameterised" (draws without Hessians for all factors of
-            a mean-field q), or anything else to leave the plan as it is.
-        full: whether q has full covariance.
-
-    Returns:
-        The plan to follow.
+    ``planned``: what was found; ``expectation``: "monte_carlo", "stein", "hessian" or "sigma_points" (all factors as if they
+    had no structure), "quadrature" (for all whose predictors are known), "reparameterised" (draws without Hessians for all
+    factors of a mean-field q), or anything else to leave the plan as it is; ``full``: whether q has full covariance. Returns
+    the plan to follow.
     """
     plan = planned.plan
     if plan.local is not None:
@@ -291,14 +264,8 @@ def with_expectation(planned: Planned, expectation: str, full: bool = True) -> P
 def proved_only(plan: PartitionPlan) -> PartitionPlan:
     """Give up structure that was seen in values and not proved from the model's program, and every choice by later looks.
 
-    Args:
-        plan: what was found, and treated as a solver insists.
-
-    Returns:
-        The plan to follow, whose structure says nothing of values of the rows.
-
-    Raises:
-        PVIError: for observations outside the partitioned plate, which are no group's.
+    ``plan``: what was found, and treated as a solver insists. Returns the plan to follow, whose structure says nothing of
+    values of the rows. Raises PVIError for observations outside the partitioned plate, which are no group's.
     """
     if plan.outside:
         raise PVIError(
@@ -338,15 +305,7 @@ def model_layout(trace: dict) -> Layout:
 def local_layout(trace: dict, rows: RowAxes) -> LocalLayout | None:
     """The continuous latents inside the partitioned plates.
 
-    Args:
-        trace: an abstract trace of the model.
-        rows: the partitioned axes.
-
-    Returns:
-        Their layout, or None when there are none.
-
-    Raises:
-        PartitionError: when they are in several of the partitioned plates.
+    Returns their layout, or None when there are none. Raises PartitionError when they are in several of the partitioned plates.
     """
     found = {}
     for name, site in trace.items():
@@ -378,11 +337,7 @@ def _without(layout: Layout, local: LocalLayout | None) -> Layout:
 def refuse_unsupported(trace: dict) -> None:
     """Raise for what no mechanism can split: mutable state, no latent at all.
 
-    Args:
-        trace: an abstract trace of the model.
-
-    Raises:
-        PartitionError: naming the site.
+    ``trace``: an abstract trace of the model. Raises PartitionError naming the site.
     """
     for name, site in trace.items():
         if site["type"] == "mutable":
@@ -462,12 +417,8 @@ _NO_START = ("valid initial parameters", "invalid")
 def check_observed_shapes(trace: dict, rows: RowAxes) -> None:
     """Refuse observations that broadcast every row against every other: a column of shape (N, 1) in a plate of N.
 
-    Args:
-        trace: an abstract trace of the model.
-        rows: which axis of which sample site runs over the partitioned rows.
-
-    Raises:
-        PartitionError: naming the sample site, its shape and its distribution's.
+    ``trace``: an abstract trace of the model; ``rows``: which axis of which sample site runs over the partitioned rows. Raises
+    PartitionError naming the sample site, its shape and its distribution's.
     """
     for name, site in trace.items():
         axis = rows.of(site) if is_observed(site) else None
@@ -507,16 +458,9 @@ class KeyWatch(Messenger):
 def refuse_randomness(model: Callable, key: Any, args: tuple, kwargs: dict) -> None:
     """Refuse a model that asks for keys whose log density changes with them: it is no function of its latents.
 
-    Keys that leave the density alone pass: first values of a network's params, simulations beside the observations.
-
-    Args:
-        model: the NumPyro model; it asks for keys.
-        key: a random key.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-
-    Raises:
-        PVIError: saying what to write instead.
+    Keys that leave the density alone pass: first values of a network's params, simulations beside the observations. ``model``:
+    the NumPyro model; it asks for keys; ``key``: a random key; ``args``: the model's positional arguments; ``kwargs``: its
+    keyword arguments. Raises PVIError saying what to write instead.
     """
     model = FullPlates(model)
 
@@ -545,15 +489,8 @@ def refuse_randomness(model: Callable, key: Any, args: tuple, kwargs: dict) -> N
 def explained(guide: Any, key: Any, args: tuple, kwargs: dict) -> Iterator[None]:
     """Around a guide's set-up: say which sample site is not finite where NumPyro finds no start, and what to write.
 
-    Args:
-        guide: the guide.
-        key: a random key.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-
-    Raises:
-        DataError: naming the sample site, where observations are outside of its support.
-        GuideError: naming the sample site.
+    ``guide``: the guide; ``key``: a random key; ``args``: the model's positional arguments; ``kwargs``: its keyword arguments.
+    Raises DataError naming the sample site, where observations are outside of its support; GuideError naming the sample site.
     """
     try:
         yield

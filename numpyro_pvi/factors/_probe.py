@@ -141,19 +141,9 @@ def run_probe(
 ) -> Probe:
     """Evaluate the model on rays through the prior, whole and in chunks, in one compiled program.
 
-    Args:
-        call: the model, its layout and arguments; ``call.params`` is replaced by initial values when ``params`` is
-            None.
-        trace: an abstract trace.
-        rows: the partitioned axes.
-        reading: how a chunk is read.
-        packing: rows of each chunk.
-        key: a random key.
-        params: given values of ``numpyro.param`` sites, or None.
-        known: hashable, what ``call.model`` is; None where that cannot be told, and the probe is traced anew.
-
-    Returns:
-        The probe, on the host.
+    ``call``: the model, its layout and arguments; ``call.params`` is replaced by initial values when ``params`` is None;
+    ``trace``: an abstract trace; ``params``: given values of ``numpyro.param`` sites, or None; ``known``: hashable, what
+    ``call.model`` is; None where that cannot be told, and the probe is traced anew. Returns the probe, on the host.
     """
     arrays, statics = split_arguments(call.args, call.kwargs)
     facts = {n: _facts(n, s, rows) for n, s in trace.items() if _is_sampled(s)}
@@ -520,13 +510,9 @@ _OTHERS = "everything else"
 class SeenFactor:
     """A factor whose sites are asked for their predictors.
 
-    Args:
-        trace: NumPyro's trace of the factor's own sites, given values of all latents by name and of the model's params.
-        layout: of the latents asked about, in one vector.
-        rows: the partitioned axes.
-        others: values of all latents by name, at several places.
-        params: values of the model's params.
-        points: Float[3, D], values of the vector: where rays begin, and what they run towards.
+    ``trace``: NumPyro's trace of the factor's own sites, given values of all latents by name and of the model's params;
+    ``layout``: of the latents asked about, in one vector; ``others``: values of all latents by name, at several places;
+    ``points``: Float[3, D], values of the vector: where rays begin, and what they run towards.
     """
 
     trace: Callable[[dict, dict], dict]
@@ -540,11 +526,7 @@ class SeenFactor:
 def predictor_terms(factor: SeenFactor) -> tuple[TermSpec, ...] | None:
     """Every term that moves with the vector, as a density of at most two affine predictors per element.
 
-    Args:
-        factor: the factor.
-
-    Returns:
-        The terms' structures; None where some term is none.
+    ``factor``: the factor. Returns the terms' structures; None where some term is none.
     """
     facts: dict[str, SiteFacts] = {}
 

@@ -34,11 +34,7 @@ _NAN = math.nan
 class Own(NamedTuple):
     """Elementwise ``shift + factor * x**power`` of a marked input x; NaN for some constant. Entries may also be constant.
 
-    Attributes:
-        shift: a constant.
-        factor: a constant.
-        power: of x.
-        positive: whether x is known to be positive.
+    ``positive``: whether x is known to be positive.
     """
 
     shift: float = 0.0
@@ -50,20 +46,13 @@ class Own(NamedTuple):
 class Form(NamedTuple):
     """What is known of one array.
 
-    Attributes:
-        kind: "poly", "link", "statistics" (affine in the statistics asked for), "own" (a power that is neither) or "unknown".
-        degree: of a polynomial, jointly in all marked inputs; 0 is no dependence on them.
-        link: name of a link.
-        own: the elementwise form, where it is one.
-        value: of a known constant.
-        sign: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "angle" for entries in
-            (-pi, pi), "" where that is not known.
-        kink: the primitive, where a kink may have shaped it.
-        opaque: the primitive that was not followed.
-        smooth: the smooth primitive that took it out of all forms.
-        labels: of the inputs that it depends on.
-        place: not None where every entry depends on one marked entry at most; entries of two forms with the same place depend
-            on the same ones.
+    ``kind``: "poly", "link", "statistics" (affine in the statistics asked for), "own" (a power that is neither) or "unknown";
+    ``degree``: of a polynomial, jointly in all marked inputs; 0 is no dependence on them; ``own``: the elementwise form, where
+    it is one; ``sign``: "+" for positive entries, "unit" for entries in (0, 1), "-unit" for their negatives, "angle" for
+    entries in (-pi, pi), "" where that is not known; ``kink``: the primitive, where a kink may have shaped it; ``opaque``: the
+    primitive that was not followed; ``smooth``: the smooth primitive that took it out of all forms; ``labels``: of the inputs
+    that it depends on; ``place``: not None where every entry depends on one marked entry at most; entries of two forms with the
+    same place depend on the same ones.
     """
 
     kind: str = "poly"
@@ -101,14 +90,8 @@ class Form(NamedTuple):
         """Whether a structure that is not proved may not be guessed from values either.
 
         Kinks hide from points. What is known to be nonlinear is no structure where values cannot tell: in single precision, or
-        where its size hangs on a parameter, which may begin where it vanishes.
-
-        Args:
-            single: whether values are float32.
-            latents: label of the marked inputs; all others move as well.
-
-        Returns:
-            True where a guess must not stand.
+        where its size hangs on a parameter, which may begin where it vanishes. ``single``: whether values are float32;
+        ``latents``: label of the marked inputs; all others move as well. Returns True where a guess must not stand.
         """
         if self.kink:
             return True
@@ -456,13 +439,8 @@ _JAX = os.path.dirname(jax.__file__)
 def forms_of(closed: Any, inputs: Sequence[Form], statistics: Statistics = _NO_STATISTICS) -> list[Form]:
     """The forms of a traced function's outputs.
 
-    Args:
-        closed: a closed jaxpr, as of ``jax.make_jaxpr``.
-        inputs: one form per input.
-        statistics: what the kind "statistics" means.
-
-    Returns:
-        One form per output, true of all values of all inputs and of what the function closes over.
+    ``closed``: a closed jaxpr, as of ``jax.make_jaxpr``; ``inputs``: one form per input; ``statistics``: what the kind
+    "statistics" means. Returns one form per output, true of all values of all inputs and of what the function closes over.
     """
     return _Interpreter(statistics).walk(closed.jaxpr, list(inputs))
 
@@ -841,10 +819,7 @@ _MOVE = 0.1
 class TracedLook:
     """A traced function of (data, parameters, rows' own latents, flat point), and the form of each of its outputs.
 
-    Attributes:
-        closed: its jaxpr.
-        structure: of its outputs.
-        forms: of its outputs, in their structure.
+    ``forms``: of its outputs, in their structure.
     """
 
     closed: Any
@@ -866,14 +841,9 @@ class TracedLook:
 def trace_look(look: Callable, arrays: list, params: dict, call: ModelCall) -> TracedLook:
     """Trace a look once, and interpret the trace.
 
-    Args:
-        look: a function of data, parameters, rows' own latents and a flat point.
-        arrays: the data.
-        params: shapes and dtypes of the parameters.
-        call: says how many latents there are.
-
-    Returns:
-        The look. Forms hold for all latents, parameters and data of these shapes; polynomials are in the latents jointly.
+    ``look``: a function of data, parameters, rows' own latents and a flat point; ``params``: shapes and dtypes of the
+    parameters; ``call``: says how many latents there are. Returns the look. Forms hold for all latents, parameters and data of
+    these shapes; polynomials are in the latents jointly.
     """
     dtype, own = jnp.result_type(float), call.local_layout
     local = None if own is None else jax.ShapeDtypeStruct((own.size, own.width), dtype)
@@ -889,14 +859,9 @@ def trace_look(look: Callable, arrays: list, params: dict, call: ModelCall) -> T
 def moved_values(params: dict, sites: dict, key: Any) -> dict:
     """Other values of the parameters, inside their constraints.
 
-    Args:
-        params: constrained values by name; trees of arrays where a module's parameters are one site.
-        sites: the ``numpyro.param`` sites.
-        key: a random key.
-
-    Returns:
-        Values about a tenth of their size, or of one, away in unconstrained space. Where a start makes a term vanish, as
-        zeros in a last layer do, these do not.
+    ``params``: constrained values by name; trees of arrays where a module's parameters are one site; ``sites``: the
+    ``numpyro.param`` sites. Returns values about a tenth of their size, or of one, away in unconstrained space. Where a start
+    makes a term vanish, as zeros in a last layer do, these do not.
     """
     found = {}
     for i, (name, value) in enumerate(params.items()):

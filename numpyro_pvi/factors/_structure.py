@@ -97,13 +97,7 @@ class TermData:
 def leaf_paths(fn: dist.Distribution, prefix: str = "") -> list[tuple[str, int | None]]:
     """Names of a distribution's pytree leaves, in flattening order.
 
-    Args:
-        fn: a NumPyro distribution.
-        prefix: path of the enclosing distributions.
-
-    Returns:
-        ``(path, event_dim)`` per leaf; ``event_dim`` is None for leaves that are not plain parameters (inside
-        transforms).
+    Returns ``(path, event_dim)`` per leaf; ``event_dim`` is None for leaves that are not plain parameters (inside transforms).
     """
     paths: list[tuple[str, int | None]] = []
     # A mixture's inner parameters have an axis over its components, which is no axis of the mixture's own batch.
@@ -182,15 +176,10 @@ def read_predictors(call: TracedAt, spec: TermSpec, point: Float[Array, "D"]) ->
 def prepare_term(call: TracedAt, spec: TermSpec, few: bool = False, design: bool = True) -> TermData:
     """Read a term's design, offsets and constant parameters off the model.
 
-    Args:
-        call: the model on one chunk's rows (or on all arguments for a prior term).
-        spec: what structure detection found.
-        few: whether the call holds fewer elements than latents, so that reverse derivatives are cheaper.
-        design: whether the design is wanted; without it that field is empty, and nothing is differentiated.
-
-    Returns:
-        The term's arrays. The design costs D tangents of the model (one reverse pass an element where they are few), once
-        per preparation and not once a round.
+    ``call``: the model on one chunk's rows (or on all arguments for a prior term); ``spec``: what structure detection found;
+    ``few``: whether the call holds fewer elements than latents, so that reverse derivatives are cheaper; ``design``: whether
+    the design is wanted; without it that field is empty, and nothing is differentiated. Returns the term's arrays. The design
+    costs D tangents of the model (one reverse pass an element where they are few), once per preparation and not once a round.
     """
     dim = call.layout.dim
     origin = jnp.zeros((dim,), _float_dtype(call))
@@ -223,13 +212,8 @@ def prepare_term(call: TracedAt, spec: TermSpec, few: bool = False, design: bool
 def term_log_prob(spec: TermSpec, data: TermData, predictors: tuple[Float[Array, "..."], ...]) -> Float[Array, "E"]:
     """Elementwise log density of a term at given predictor values, in nats.
 
-    Args:
-        spec: the term's structure.
-        data: the term's arrays on one chunk.
-        predictors: one Float[E] array per predictor, or a scalar where all rows share it.
-
-    Returns:
-        One log density per element; masked sites give zero where they are masked.
+    ``spec``: the term's structure; ``data``: the term's arrays on one chunk; ``predictors``: one Float[E] array per predictor,
+    or a scalar where all rows share it. Returns one log density per element; masked sites give zero where they are masked.
     """
     shape = data.fn.batch_shape
     shaped = tuple(jnp.broadcast_to(u, data_size(data)).reshape(shape) for u in predictors)
@@ -310,12 +294,8 @@ class SiteFacts:
 def is_quadratic(values: np.ndarray, rays: Rays) -> bool:
     """Whether values are quadratic along every ray.
 
-    Args:
-        values: Float[P, ...]; a log density (per row, or summed) at each probe point.
-        rays: the rays.
-
-    Returns:
-        True when every third difference vanishes to rounding. A value that overflows on a ray is not quadratic.
+    ``values``: Float[P, ...]; a log density (per row, or summed) at each probe point. Returns True when every third difference
+    vanishes to rounding. A value that overflows on a ray is not quadratic.
     """
     values = np.asarray(values)
     if not np.all(np.isfinite(values[rays.points])):
@@ -339,15 +319,9 @@ def moves(values: np.ndarray, rays: Rays) -> bool:
 def judge_quadratic(values: np.ndarray, rays: Rays, form: Form, possible: bool, first: Any = None) -> str:
     """Whether a log density is quadratic in the latents.
 
-    Args:
-        values: Float[P, ...] at each probe point, perhaps of some rows.
-        rays: the rays.
-        form: what is proved of it.
-        possible: whether its distribution can be.
-        first: the first point's values of all rows; those of ``values`` by default.
-
-    Returns:
-        "proved" for all latents and parameters, "found" at the points looked at, or "" where it is not.
+    ``values``: Float[P, ...] at each probe point, perhaps of some rows; ``first``: the first point's values of all rows; those
+    of ``values`` by default. Returns "proved" for all latents and parameters, "found" at the points looked at, or "" where it
+    is not.
     """
     if not possible:
         return ""
@@ -361,13 +335,8 @@ def judge_quadratic(values: np.ndarray, rays: Rays, form: Form, possible: bool, 
 def affine_link(values: np.ndarray, rays: Rays) -> tuple[str, np.ndarray] | None:
     """The first link under which a parameter is affine in the latents.
 
-    Args:
-        values: Float[P, ...]; the parameter at each probe point.
-        rays: the rays.
-
-    Returns:
-        ``(link, predictor values)``, or None. Entries where the link saturates are left out of the test, but a link
-        needs usable entries that move on at least one ray.
+    ``values``: Float[P, ...]; the parameter at each probe point. Returns ``(link, predictor values)``, or None. Entries where
+    the link saturates are left out of the test, but a link needs usable entries that move on at least one ray.
     """
     values = np.asarray(values)
     for name in _LINK_ORDER:
@@ -387,17 +356,10 @@ def find_term(
 ) -> TermSpec | None:
     """Find at most two affine predictors that every element of a site depends on.
 
-    Args:
-        facts: the site's static facts.
-        leaves: Float[P, ...] per parameter path, perhaps of some rows.
-        own: Float[P, ...], a latent's unconstrained value at each point; None for an observed site.
-        rays: the rays.
-        forms: what is proved of every parameter, by path; None where nothing is.
-        first: the first point's values of all rows, by path; those of ``leaves`` by default.
-
-    Returns:
-        The term's structure, or None when some parameter is not affine under any link or more than two predictors
-        remain.
+    ``leaves``: Float[P, ...] per parameter path, perhaps of some rows; ``own``: Float[P, ...], a latent's unconstrained value
+    at each point; None for an observed site; ``forms``: what is proved of every parameter, by path; None where nothing is;
+    ``first``: the first point's values of all rows, by path; those of ``leaves`` by default. Returns the term's structure, or
+    None when some parameter is not affine under any link or more than two predictors remain.
     """
     if facts.event_dim or (facts.latent and not facts.elementwise):
         return None

@@ -68,8 +68,153 @@ class Vector:
         return jax.tree.map(jnp.negative, self)
 
 
+def leaf_shapes(family: Any) -> list[tuple[int, ...]]:
+    """Shapes of the unbatched natural parameters' leaves."""
+    return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: family.zeros()))]
+
+
+class _FamilyVerbs(Protocol):
+    """What follows from a family's own members, exact but general."""
+
+    def log_base_measure(self: Any, theta: Any) -> Float[Array, "*batch"]:
+        """log h(theta), 0 for a unit base measure."""
+        theta = jnp.asarray(theta)
+        return jnp.zeros(theta.shape[: theta.ndim - len(self.event_shape)])
+
+    def sample(self: Any, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> Any:
+        """Draws of shape ``shape + batch + event``, by NumPyro's sampler.
+
+        Args:
+            natural: natural parameters.
+            key: a JAX random key.
+            shape: leading axes of the draws.
+
+        Returns:
+            The draws, differentiable in the natural parameters where NumPyro's sampler is.
+        """
+        return self.to_distribution(natural).sample(key, shape)
+
+    def inner(self: Any, natural: Any, mean_params: Any) -> Float[Array, "*batch"]:
+        """The pairing ``<eta, mu>`` over all but the batch axes, in nats.
+
+        Args:
+            natural: natural parameters, ``*batch`` leading.
+            mean_params: mean parameters or statistics, with batch axes that broadcast against them.
+
+        Returns:
+            One number per batch entry.
+        """
+        total: Any = 0.0
+        leaves = zip(leaf_shapes(self), jax.tree.leaves(natural), jax.tree.leaves(mean_params), strict=True)
+        for shape, a, b in leaves:
+            total = total + jnp.sum(a * b, axis=tuple(range(-len(shape), 0)))
+        return total
+
+    def entropy(self: Any, natural: Any) -> Float[Array, "*batch"]:
+        """Entropy of q in nats: ``A - <eta, mu>``, for a unit base measure."""
+        return self.log_partition(natural) - self.inner(natural, self.natural_to_mean(natural))
+
+    def kl(self: Any, natural: Any, other: Any) -> Float[Array, "*batch"]:
+        """KL(q || p), ``A(p) - A(q) - <eta_p - eta_q, mu_q>`` in nats, q at ``natural`` and p at ``other``."""
+        gap = self.inner(other - natural, self.natural_to_mean(natural))
+        return self.log_partition(other) - self.log_partition(natural) - gap
+
+    def to_minimal(self: Any, natural: Any) -> Float[Array, "*batch P"]:
+        """As many numbers as the family has degrees of freedom, linear in the natural parameters: these, end to end."""
+        parts = [
+            leaf.reshape(leaf.shape[: leaf.ndim - len(shape)] + (math.prod(shape),))
+            for shape, leaf in zip(leaf_shapes(self), jax.tree.leaves(natural), strict=True)
+        ]
+        return jnp.concatenate(parts, axis=-1)
+
+    def from_minimal(self: Any, coordinates: Float[Array, "*batch P"]) -> Any:
+        """Natural parameters of minimal coordinates, a linear map: the inverse of :meth:`to_minimal`."""
+        batch, leaves, begin = coordinates.shape[:-1], [], 0
+        for shape in leaf_shapes(self):
+            end = begin + math.prod(shape)
+            leaves.append(coordinates[..., begin:end].reshape(batch + shape))
+            begin = end
+        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(lambda: self.zeros())), leaves)
+
+    def fisher_product(self: Any, natural: Any, tangent: Any) -> Any:
+        """``F(eta) d_eta = d_mu``, the derivative of :meth:`natural_to_mean` along a direction.
+
+        Args:
+            natural: where.
+            tangent: a direction in natural space, of the natural parameters' type.
+
+        Returns:
+            The direction in mean space, of the mean parameters' type.
+        """
+        return jax.jvp(self.natural_to_mean, (natural,), (tangent,))[1]
+
+    def fisher_diagonal(self: Any, natural: Any) -> Any:
+        """Variances of the sufficient statistics under q, by as many Fisher products as there are statistics.
+
+        Args:
+            natural: where.
+
+        Returns:
+            The diagonal of the metric, entry by entry in the places of the natural parameters.
+        """
+        if self.by_coordinate is not None:
+            structure = jax.tree.structure(jax.eval_shape(lambda: self.by_coordinate.zeros()))
+            own = self.by_coordinate.fisher_diagonal(jax.tree.unflatten(structure, jax.tree.leaves(natural)))
+            return jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(own))
+        leaves, tree = jax.tree.flatten(natural)
+        shapes = leaf_shapes(self)
+        ends = [int(e) for e in itertools.accumulate(math.prod(s) for s in shapes)]
+        places = list(zip(leaves, shapes, ends, strict=True))
+
+        def row(one: Array) -> list[Array]:
+            steps = [jnp.broadcast_to(one[e - math.prod(s) : e].reshape(s), x.shape) for x, s, e in places]
+            found = self.fisher_product(natural, self.symmetrise(tree.unflatten(steps)))
+            return [
+                jnp.sum(f * d, axis=tuple(range(-len(s), 0)))
+                for f, d, s in zip(jax.tree.leaves(found), steps, shapes, strict=True)
+            ]
+
+        # One at a time: side by side they would take the memory of the whole metric.
+        columns = jax.lax.map(row, jnp.eye(ends[-1], dtype=leaves[0].dtype))
+        parts = [
+            jnp.moveaxis(column[e - math.prod(s) : e], 0, -1).reshape(x.shape)
+            for column, (x, s, e) in zip(columns, places, strict=True)
+        ]
+        return tree.unflatten(parts)
+
+    def symmetrise(self: Any, natural: Any) -> Any:
+        """Natural parameters without the rounding asymmetry of matrices; as they are where none is among them."""
+        return natural
+
+    def fisher_solve(self: Any, natural: Any, tangent: Any) -> Any:
+        """``F(eta)^-1 d_mu = d_eta``, the inverse of :meth:`fisher_product`, by Cholesky of the metric in minimal coordinates.
+
+        Args:
+            natural: where.
+            tangent: a direction in mean space, of the mean parameters' type.
+
+        Returns:
+            The direction in natural space, of the natural parameters' type.
+        """
+        point = self.to_minimal(natural)
+        treedef = jax.tree.structure(natural)
+
+        def to_coordinates(direction):
+            # Coordinates of a mean-space direction: paired with each basis direction of natural space.
+            dual = jax.tree.unflatten(treedef, jax.tree.leaves(direction))
+            return jax.linear_transpose(self.from_minimal, point)(dual)[0]
+
+        basis = jnp.broadcast_to(jnp.eye(point.shape[-1], dtype=point.dtype), (*point.shape, point.shape[-1]))
+        columns = jax.vmap(
+            lambda v: to_coordinates(self.fisher_product(natural, self.from_minimal(v))), in_axes=-2, out_axes=-1
+        )
+        factor, _ = scaled_cholesky(symmetrise(columns(basis)))
+        solved = cho_solve((factor, True), to_coordinates(tangent)[..., None])[..., 0]
+        return self.from_minimal(solved)
+
+
 @runtime_checkable
-class Family(Protocol):
+class Family(_FamilyVerbs, Protocol):
     """An exponential family ``exp(<eta, T(theta)> - A(eta))``: what every implementor owes.
 
     A family is a frozen, hashable dataclass of settings. Natural parameters are frozen registered dataclasses with
@@ -153,52 +298,8 @@ class Family(Protocol):
         """A normalisable neighbour; valid parameters come back unchanged."""
         ...
 
-    def log_base_measure(self, theta: Any) -> Float[Array, "*batch"]:
-        """log h(theta), 0 for a unit base measure."""
-        ...
 
-    def sample(self, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> Any:
-        """Draws of shape ``shape + batch + event``."""
-        ...
-
-    def entropy(self, natural: Any) -> Float[Array, "*batch"]:
-        """Entropy of q in nats."""
-        ...
-
-    def kl(self, natural: Any, other: Any) -> Float[Array, "*batch"]:
-        """KL(q || p) in nats, q at ``natural`` and p at ``other``."""
-        ...
-
-    def inner(self, natural: Any, mean_params: Any) -> Float[Array, "*batch"]:
-        """The pairing ``<eta, mu>`` over all but the batch axes, in nats."""
-        ...
-
-    def fisher_product(self, natural: Any, tangent: Any) -> Any:
-        """``F(eta) d_eta = d_mu`` with F the derivative of :meth:`natural_to_mean`."""
-        ...
-
-    def fisher_solve(self, natural: Any, tangent: Any) -> Any:
-        """``F(eta)^-1 d_mu = d_eta``, without the inverse of F."""
-        ...
-
-    def fisher_diagonal(self, natural: Any) -> Any:
-        """Variances of the sufficient statistics, in the places of the natural parameters."""
-        ...
-
-    def symmetrise(self, natural: Any) -> Any:
-        """Natural parameters without the rounding asymmetry of matrices that are symmetric."""
-        ...
-
-    def to_minimal(self, natural: Any) -> Float[Array, "*batch P"]:
-        """Minimal coordinates: as many numbers as the family has degrees of freedom, linear in the natural ones."""
-        ...
-
-    def from_minimal(self, coordinates: Float[Array, "*batch P"]) -> Any:
-        """Natural parameters of minimal coordinates, a linear map."""
-        ...
-
-
-class FamilyDefaults:
+class FamilyDefaults(_FamilyVerbs):
     """What follows from a family's own members (see :class:`Family`): a base class to derive a family from.
 
     The defaults are exact but general: an entropy or divergence that is a difference of large numbers, and a Fisher
@@ -212,28 +313,6 @@ class FamilyDefaults:
     by_coordinate: Any = None
     grid_rule: Any = None
     pair_rule: Any = None
-
-    def _leaf_shapes(self: Any) -> list[tuple[int, ...]]:
-        """Shapes of the unbatched natural parameters' leaves."""
-        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: self.zeros()))]
-
-    def log_base_measure(self: Any, theta: Any) -> Float[Array, "*batch"]:
-        """0: a unit base measure."""
-        theta = jnp.asarray(theta)
-        return jnp.zeros(theta.shape[: theta.ndim - len(self.event_shape)])
-
-    def sample(self: Any, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> Any:
-        """Draws of shape ``shape + batch + event``, by NumPyro's sampler.
-
-        Args:
-            natural: natural parameters.
-            key: a JAX random key.
-            shape: leading axes of the draws.
-
-        Returns:
-            The draws, differentiable in the natural parameters where NumPyro's sampler is.
-        """
-        return self.to_distribution(natural).sample(key, shape)
 
     def sample_with_statistics(self: Any, natural: Any, key: Array, shape: tuple[int, ...] = ()) -> tuple[Any, Any]:
         """:meth:`sample`, and the draws' sufficient statistics.
@@ -250,124 +329,6 @@ class FamilyDefaults:
         """
         draws = self.sample(natural, key, shape)
         return draws, self.sufficient_statistics(draws)
-
-    def inner(self: Any, natural: Any, mean_params: Any) -> Float[Array, "*batch"]:
-        """The pairing ``<eta, mu>`` over all but the batch axes, in nats.
-
-        Args:
-            natural: natural parameters, ``*batch`` leading.
-            mean_params: mean parameters or statistics, with batch axes that broadcast against them.
-
-        Returns:
-            One number per batch entry.
-        """
-        total: Any = 0.0
-        leaves = zip(self._leaf_shapes(), jax.tree.leaves(natural), jax.tree.leaves(mean_params), strict=True)
-        for shape, a, b in leaves:
-            total = total + jnp.sum(a * b, axis=tuple(range(-len(shape), 0)))
-        return total
-
-    def entropy(self: Any, natural: Any) -> Float[Array, "*batch"]:
-        """``A - <eta, mu>`` in nats, for a unit base measure."""
-        return self.log_partition(natural) - self.inner(natural, self.natural_to_mean(natural))
-
-    def kl(self: Any, natural: Any, other: Any) -> Float[Array, "*batch"]:
-        """``A(p) - A(q) - <eta_p - eta_q, mu_q>`` in nats, q at ``natural`` and p at ``other``."""
-        gap = self.inner(other - natural, self.natural_to_mean(natural))
-        return self.log_partition(other) - self.log_partition(natural) - gap
-
-    def to_minimal(self: Any, natural: Any) -> Float[Array, "*batch P"]:
-        """The natural parameters' entries in one vector."""
-        parts = [
-            leaf.reshape(leaf.shape[: leaf.ndim - len(shape)] + (math.prod(shape),))
-            for shape, leaf in zip(self._leaf_shapes(), jax.tree.leaves(natural), strict=True)
-        ]
-        return jnp.concatenate(parts, axis=-1)
-
-    def from_minimal(self: Any, coordinates: Float[Array, "*batch P"]) -> Any:
-        """The inverse of :meth:`to_minimal`."""
-        batch, leaves, begin = coordinates.shape[:-1], [], 0
-        for shape in self._leaf_shapes():
-            end = begin + math.prod(shape)
-            leaves.append(coordinates[..., begin:end].reshape(batch + shape))
-            begin = end
-        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(lambda: self.zeros())), leaves)
-
-    def fisher_product(self: Any, natural: Any, tangent: Any) -> Any:
-        """The derivative of :meth:`natural_to_mean` along a direction.
-
-        Args:
-            natural: where.
-            tangent: a direction in natural space, of the natural parameters' type.
-
-        Returns:
-            The direction in mean space, of the mean parameters' type.
-        """
-        return jax.jvp(self.natural_to_mean, (natural,), (tangent,))[1]
-
-    def fisher_diagonal(self: Any, natural: Any) -> Any:
-        """Variances of the sufficient statistics under q, by as many Fisher products as there are statistics.
-
-        Args:
-            natural: where.
-
-        Returns:
-            The diagonal of the metric, entry by entry in the places of the natural parameters.
-        """
-        if self.by_coordinate is not None:
-            structure = jax.tree.structure(jax.eval_shape(lambda: self.by_coordinate.zeros()))
-            own = self.by_coordinate.fisher_diagonal(jax.tree.unflatten(structure, jax.tree.leaves(natural)))
-            return jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(own))
-        leaves, tree = jax.tree.flatten(natural)
-        shapes = self._leaf_shapes()
-        ends = [int(e) for e in itertools.accumulate(math.prod(s) for s in shapes)]
-        places = list(zip(leaves, shapes, ends, strict=True))
-
-        def row(one: Array) -> list[Array]:
-            steps = [jnp.broadcast_to(one[e - math.prod(s) : e].reshape(s), x.shape) for x, s, e in places]
-            found = self.fisher_product(natural, self.symmetrise(tree.unflatten(steps)))
-            return [
-                jnp.sum(f * d, axis=tuple(range(-len(s), 0)))
-                for f, d, s in zip(jax.tree.leaves(found), steps, shapes, strict=True)
-            ]
-
-        # One at a time: side by side they would take the memory of the whole metric.
-        columns = jax.lax.map(row, jnp.eye(ends[-1], dtype=leaves[0].dtype))
-        parts = [
-            jnp.moveaxis(column[e - math.prod(s) : e], 0, -1).reshape(x.shape)
-            for column, (x, s, e) in zip(columns, places, strict=True)
-        ]
-        return tree.unflatten(parts)
-
-    def symmetrise(self: Any, natural: Any) -> Any:
-        """As they are: no matrix is among them."""
-        return natural
-
-    def fisher_solve(self: Any, natural: Any, tangent: Any) -> Any:
-        """The inverse of :meth:`fisher_product`, by Cholesky of the P x P metric in minimal coordinates.
-
-        Args:
-            natural: where.
-            tangent: a direction in mean space, of the mean parameters' type.
-
-        Returns:
-            The direction in natural space, of the natural parameters' type.
-        """
-        point = self.to_minimal(natural)
-        treedef = jax.tree.structure(natural)
-
-        def to_coordinates(direction):
-            # Coordinates of a mean-space direction: paired with each basis direction of natural space.
-            dual = jax.tree.unflatten(treedef, jax.tree.leaves(direction))
-            return jax.linear_transpose(self.from_minimal, point)(dual)[0]
-
-        basis = jnp.broadcast_to(jnp.eye(point.shape[-1], dtype=point.dtype), (*point.shape, point.shape[-1]))
-        columns = jax.vmap(
-            lambda v: to_coordinates(self.fisher_product(natural, self.from_minimal(v))), in_axes=-2, out_axes=-1
-        )
-        factor, _ = scaled_cholesky(symmetrise(columns(basis)))
-        solved = cho_solve((factor, True), to_coordinates(tangent)[..., None])[..., 0]
-        return self.from_minimal(solved)
 
 
 class ScalarDefaults(FamilyDefaults):
@@ -442,15 +403,7 @@ def register_family(distribution_class: type, family: Any) -> None:
 
 
 def check_family(family: Any, where: str) -> None:
-    """Refuse what is no family, saying what it lacks.
-
-    Args:
-        family: what was given.
-        where: how it was given, for the message.
-
-    Raises:
-        TypeError: naming what is missing.
-    """
+    """Refuse what is no family, saying what it lacks. Raises TypeError naming what is missing."""
     if not isinstance(family, Family):
         said = lacking(family, Family, FamilyDefaults, "numpyro_pvi.families")
         raise TypeError(f"{where}: {family!r} is not a family.{said}")
@@ -471,12 +424,7 @@ def base_of(distribution: dist.Distribution) -> Any:
 def read_parameters(distribution: dist.Distribution, *names: str) -> list[Float[Array, "..."]]:
     """Scalar parameters of a distribution, broadcast to its batch and independent axes, in one dtype.
 
-    Args:
-        distribution: a distribution of scalar events, possibly inside ``expand`` and ``to_event``.
-        names: its attributes.
-
-    Returns:
-        One array per name.
+    ``distribution``: a distribution of scalar events, possibly inside ``expand`` and ``to_event``.
     """
     base = base_of(distribution)
     shape = distribution.batch_shape + distribution.event_shape
@@ -514,20 +462,20 @@ class MetricDefaults(FamilyDefaults):
     @property
     def dim(self: Any) -> int:
         """P, the number of sufficient statistics."""
-        return sum(math.prod(shape) for shape in self._leaf_shapes())
+        return sum(math.prod(shape) for shape in leaf_shapes(self))
 
     def flat(self: Any, tree: Any) -> Float[Array, "*batch P"]:
         """Natural or mean parameters, or a stack of them, as vectors."""
         parts = [
             leaf.reshape(leaf.shape[: leaf.ndim - len(shape)] + (math.prod(shape),))
-            for shape, leaf in zip(self._leaf_shapes(), jax.tree.leaves(tree), strict=True)
+            for shape, leaf in zip(leaf_shapes(self), jax.tree.leaves(tree), strict=True)
         ]
         return jnp.concatenate(parts, axis=-1)
 
     def unflat(self: Any, vector: Float[Array, "P"]) -> Any:
         """Natural parameters of a vector."""
         leaves, begin = [], 0
-        for shape in self._leaf_shapes():
+        for shape in leaf_shapes(self):
             end = begin + math.prod(shape)
             leaves.append(vector[begin:end].reshape(shape))
             begin = end
@@ -570,7 +518,6 @@ class MetricDefaults(FamilyDefaults):
 
     def pull(self: Any, change: Any, loc: Float[Array, "P"]) -> Float[Array, "*batch P"]:
         """A change of natural parameters as a vector: its slope in the statistics is the same everywhere."""
-        del loc
         return self.flat(change)
 
     def covariance_product(
@@ -593,7 +540,6 @@ class MetricDefaults(FamilyDefaults):
 
     def effect(self: Any, change: Any, moments: FamilyMoments, exact: Any = True) -> Float[Array, "*batch P"]:
         """The same: a family's statistics tell all of its spread as well."""
-        del exact
         return self.shift(change, moments)
 
     def expect_quadratic(self: Any, natural: Any, moments: FamilyMoments) -> Float[Array, "*batch"]:
@@ -602,20 +548,14 @@ class MetricDefaults(FamilyDefaults):
 
     def log_partition_parts(self, natural: Any, moments: FamilyMoments) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """A(eta) up to a constant, in two parts: nothing, and all of it."""
-        del natural
         return jnp.zeros_like(moments.log_partition), moments.log_partition
 
 
 def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "*batch P"]:
     """Mean parameters, or a change of them, in minimal coordinates: paired with those of natural ones they give ``<eta, mu>``.
 
-    Args:
-        family: any.
-        natural: any of its natural parameters, for their shapes.
-        mean_params: of the mean parameters' type, or any tree with their leaves.
-
-    Returns:
-        As many numbers as ``family.to_minimal`` gives.
+    ``family``: any; ``natural``: any of its natural parameters, for their shapes; ``mean_params``: of the mean parameters'
+    type, or any tree with their leaves. Returns as many numbers as ``family.to_minimal`` gives.
     """
     like = jax.tree.unflatten(jax.tree.structure(natural), jax.tree.leaves(mean_params))
     return jax.linear_transpose(family.from_minimal, family.to_minimal(natural))(like)[0]
@@ -624,12 +564,7 @@ def minimal_mean(family: Any, natural: Any, mean_params: Any) -> Float[Array, "*
 def fisher_matrix(family: Any, natural: Any) -> Float[Array, "P P"]:
     """The Fisher metric in minimal coordinates, the covariance of the statistics that belong to them.
 
-    Args:
-        family: any.
-        natural: where.
-
-    Returns:
-        A symmetric matrix, singular nowhere in the domain.
+    ``family``: any; ``natural``: where. Returns a symmetric matrix, singular nowhere in the domain.
     """
     size = jax.eval_shape(family.to_minimal, natural)
 
@@ -651,18 +586,10 @@ def marginal_distance(
 ) -> Float[Array, "*batch"]:
     """Fisher-Rao distance between independent Gaussians, root mean square over coordinates.
 
-    With ``u = ((m - m')^2 / 2 + (s - s')^2) / (s s')`` a coordinate's distance is ``2 sqrt(2) arsinh(sqrt(u) / 2)``: about
-    ``|m - m'| / s`` for small shifts, and logarithmic for large ones. It is a metric, so that a path is never shorter than
-    what it bridges.
-
-    Args:
-        loc: locations.
-        sd: standard deviations.
-        other_loc: locations of the other.
-        other_sd: standard deviations of the other.
-
-    Returns:
-        The distance, in standard deviations where it is small.
+    With ``u = ((m - m')^2 / 2 + (s - s')^2) / (s s')`` a coordinate's distance is ``2 sqrt(2) arsinh(sqrt(u) / 2)``: about ``|m
+    - m'| / s`` for small shifts, and logarithmic for large ones. It is a metric, so that a path is never shorter than what it
+    bridges. ``loc``: locations; ``sd``: standard deviations; ``other_loc``: locations of the other; ``other_sd``: standard
+    deviations of the other. Returns the distance, in standard deviations where it is small.
 
     References:
         Costa, Santos and Strapasson, Fisher information distance: a geometrical reading, Discrete Appl. Math. 197 (2015),

@@ -68,13 +68,8 @@ def log_gamma_draws(
 ) -> Float[Array, "..."]:
     """``log x`` of draws ``x ~ Gamma(concentration, 1)``, differentiable in the concentration.
 
-    Args:
-        key: a random key.
-        concentration: positive.
-        shape: of draws, before the batch axes.
-
-    Returns:
-        Finite for concentrations from 1e-30 on, also where x itself underflows; NaN where they are not positive and finite.
+    ``concentration``: positive; ``shape``: of draws, before the batch axes. Returns finite for concentrations from 1e-30 on,
+    also where x itself underflows; NaN where they are not positive and finite.
     """
     return _draw(key, jnp.broadcast_to(concentration, (*shape, *jnp.shape(concentration))))
 
@@ -136,12 +131,8 @@ def _drawn_again(key: Any, a: Float[Array, "n"], log_x: Float[Array, "n"], fine:
 def log_gamma_slope(log_x: Float[Array, "..."], a: Float[Array, "..."]) -> Float[Array, "..."]:
     """``d log x / da`` of a draw ``x ~ Gamma(a, 1)`` at a fixed quantile.
 
-    Args:
-        log_x: logarithm of the draw.
-        a: its concentration, positive.
-
-    Returns:
-        Positive; its error times the density of ``log x`` is at most about 1e-6 in float32 and 1e-9 in float64.
+    ``log_x``: logarithm of the draw; ``a``: its concentration, positive. Returns positive; its error times the density of ``log
+    x`` is at most about 1e-6 in float32 and 1e-9 in float64.
     """
     small = a < _RAISED
     high = jnp.where(small, a + _RAISED, a)

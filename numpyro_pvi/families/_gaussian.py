@@ -78,15 +78,7 @@ def product_variances(
 ) -> Float[Array, "*batch I J"]:
     """Variances of the products ``x_i y_j`` of jointly Gaussian x and y (Isserlis).
 
-    Args:
-        loc: means of x.
-        variance: its variances.
-        other: means of y.
-        other_variance: its variances.
-        covariance: of x with y.
-
-    Returns:
-        ``V_i W_j + C_ij^2 + m_i^2 W_j + n_j^2 V_i + 2 m_i n_j C_ij``.
+    Returns ``V_i W_j + C_ij^2 + m_i^2 W_j + n_j^2 V_i + 2 m_i n_j C_ij``.
     """
     x, v, y, w = loc[..., :, None], variance[..., :, None], other[..., None, :], other_variance[..., None, :]
     return v * w + covariance**2 + x**2 * w + y**2 * v + 2 * x * y * covariance
@@ -99,10 +91,6 @@ class GaussianWhitening:
     With ``V = S S^T`` and ``u = (dh, dLambda)``: ``a = S^T (dh - dLambda m)`` and ``B = S^T dLambda S``. As a function of
     ``theta = m + S eps`` the change is ``a^T eps - 1/2 eps^T B eps`` up to a constant, of variance ``|a|^2 + |B|^2 / 2``; the
     coordinates are a, B's diagonal times the root of 1/2, and its entries below the diagonal.
-
-    Args:
-        family: of q.
-        moments: q.
     """
 
     family: Any
@@ -213,13 +201,9 @@ class GaussianDefaults(FamilyDefaults):
     ) -> Float[Array, "*batch two_D"]:
         """First-order change of the location, in sds, and of the log sds, by a change of natural parameters.
 
-        Args:
-            change: of the natural parameters; a leading axis may stack several.
-            moments: where.
-            exact: whether log sds are wanted of many coordinates with full covariance, which takes D x D products; 0 without.
-
-        Returns:
-            ``(V (dh - dLambda m)) / sd`` and ``-1/2 diag(V dLambda V) / sd^2``.
+        ``change``: of the natural parameters; a leading axis may stack several; ``exact``: whether log sds are wanted of many
+        coordinates with full covariance, which takes D x D products; 0 without. Returns ``(V (dh - dLambda m)) / sd`` and
+        ``-1/2 diag(V dLambda V) / sd^2``.
         """
         variance, shift = self.variances(moments), self.shift(change, moments)
         if not self.full:
@@ -773,11 +757,7 @@ class ConditionalMoments(NamedTuple):
 def conditional_moments(natural: ConditionalNatural) -> ConditionalMoments:
     """Means, slopes, roots and entropies of every row's local latents.
 
-    Args:
-        natural: natural parameters.
-
-    Returns:
-        The moments; ``valid`` is False where a precision is not positive definite.
+    ``natural``: natural parameters. Returns the moments; ``valid`` is False where a precision is not positive definite.
     """
     size = natural.linear.shape[-1]
     if not natural.full:
@@ -805,11 +785,8 @@ def schur_complement(
 ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D D"]]:
     """What integrating local latents out takes away from their rows' say about the shared ones, summed over rows.
 
-    Args:
-        natural: natural parameters of full conditionals; the last row axis is summed over.
-
-    Returns:
-        ``(C^T B^-1 b, C^T B^-1 C)``, precision-mean and precision.
+    ``natural``: natural parameters of full conditionals; the last row axis is summed over. Returns ``(C^T B^-1 b, C^T B^-1
+    C)``, precision-mean and precision.
     """
     moments = conditional_moments(natural)
     vector = -jnp.einsum("...rkd,...rk->...d", moments.slope, natural.linear)
@@ -820,12 +797,8 @@ def schur_complement(
 def bounded_precision(wanted: Float[Array, "..."], natural: ConditionalNatural) -> Float[Array, "..."]:
     """A proposed precision of local latents, raised where it would fall below a share of the present one.
 
-    Args:
-        wanted: proposed precisions (K x K or diagonal), possibly not positive.
-        natural: the present natural parameters, valid.
-
-    Returns:
-        Positive precisions; proposals that are already large enough come back up to rounding.
+    ``wanted``: proposed precisions (K x K or diagonal), possibly not positive; ``natural``: the present natural parameters,
+    valid. Returns positive precisions; proposals that are already large enough come back up to rounding.
     """
     if not natural.full:
         return jnp.maximum(wanted, _SMALLEST_SHARE * natural.precision)
@@ -847,14 +820,9 @@ def conditional_divergence(
 ) -> Float[Array, "*rows"]:
     """Symmetrised Kullback-Leibler divergence between two conditionals, expected over the shared latents.
 
-    Args:
-        new: natural parameters.
-        old: others.
-        shared: the Gaussian of theta under which to expect.
-
-    Returns:
-        ``KL(new | old) + KL(old | new)`` in nats, one per row: ``1/2 E[d^T (B + B') d] + 1/2 tr (B - B')(S' - S)`` with
-        ``d`` the difference of the means at theta, ``B`` and ``S`` precisions and covariances.
+    ``new``: natural parameters; ``old``: others; ``shared``: the Gaussian of theta under which to expect. Returns ``KL(new |
+    old) + KL(old | new)`` in nats, one per row: ``1/2 E[d^T (B + B') d] + 1/2 tr (B - B')(S' - S)`` with ``d`` the difference
+    of the means at theta, ``B`` and ``S`` precisions and covariances.
     """
     to, before = conditional_moments(new), conditional_moments(old)
     change, total = old.precision - new.precision, old.precision + new.precision

@@ -84,15 +84,9 @@ def prefixes(join: Callable[[Any, Any], Any], elements: Any) -> Any:
     """All prefixes ``x_1, x_1 * x_2, ...`` of an associative operation, in O(T) work and about 2 sqrt(T) dependent steps.
 
     sqrt(T) stretches are scanned side by side, then their totals, then every stretch is joined to what precedes it.
-    ``jax.lax.associative_scan`` has log T depth, but compiles the operation 2 log T times; here it is compiled three
-    times whatever T, which for an operation with a Cholesky factor inside is seconds against minutes.
-
-    Args:
-        join: the operation, on arrays with any leading axes.
-        elements: a pytree of arrays, time first.
-
-    Returns:
-        The prefixes, of the elements' shapes.
+    ``jax.lax.associative_scan`` has log T depth, but compiles the operation 2 log T times; here it is compiled three times
+    whatever T, which for an operation with a Cholesky factor inside is seconds against minutes. ``join``: the operation, on
+    arrays with any leading axes; ``elements``: a pytree of arrays, time first. Returns the prefixes, of the elements' shapes.
     """
     steps = jax.tree.leaves(elements)[0].shape[0]
     width = math.isqrt(steps - 1) + 1
@@ -125,14 +119,9 @@ def eliminate(
 ) -> tuple[Float[Array, "T *batch D"], Float[Array, "T *batch D D"], Bool[Array, "*batch"]]:
     """What every state is told by itself and all states before it.
 
-    Args:
-        vector: h.
-        blocks: P, symmetric.
-        lower: L.
-
-    Returns:
-        ``(h~, P~, valid)``: precision-means and precisions of x_t with x_1 .. x_(t-1) integrated out (the filter of a
-        state-space model), the pivots of the block Cholesky factorisation; ``valid`` where all are positive definite.
+    ``blocks``: P, symmetric. Returns ``(h~, P~, valid)``: precision-means and precisions of x_t with x_1 .. x_(t-1) integrated
+    out (the filter of a state-space model), the pivots of the block Cholesky factorisation; ``valid`` where all are positive
+    definite.
     """
     zero = jnp.zeros_like(blocks)
     cross = jnp.concatenate([zero[:1], jnp.swapaxes(lower, -1, -2)], axis=0)
@@ -160,13 +149,7 @@ def chain_moments(
 ) -> ChainMoments:
     """Marginals of a chain: elimination from both ends at once, met in the middle everywhere.
 
-    Args:
-        vector: h.
-        blocks: P, symmetric.
-        lower: L.
-
-    Returns:
-        The moments (the smoother of a state-space model).
+    ``blocks``: P, symmetric. Returns the moments (the smoother of a state-space model).
     """
     # The chain and its mirror image are one batch.
     mirrored = jnp.swapaxes(lower[::-1], -1, -2)
@@ -193,13 +176,7 @@ def log_normaliser(
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"], Bool[Array, "*batch"]]:
     """``(1/2 h^T Lambda^-1 h, log det Lambda, valid)`` of the whole chain, in nats.
 
-    Args:
-        vector: h.
-        blocks: P, symmetric.
-        lower: L.
-
-    Returns:
-        Both parts, and whether the precision is positive definite.
+    ``blocks``: P, symmetric. Returns both parts, and whether the precision is positive definite.
     """
     told, precision, valid = eliminate(vector, blocks, lower)
     root, _ = pivot_root(precision)
@@ -216,14 +193,7 @@ def draw_chain(
 ) -> Float[Array, "T *batch D S"]:
     """Draws, backward in time: ``x_t = P~_t^-1 (h~_t - L_t^T x_(t+1)) + P~_t^-1/2 eps_t``, itself a scan of affine maps.
 
-    Args:
-        vector: h.
-        blocks: P, symmetric.
-        lower: L.
-        noise: standard normals, S columns for as many draws.
-
-    Returns:
-        The draws.
+    ``blocks``: P, symmetric; ``noise``: standard normals, S columns for as many draws.
     """
     told, precision, _ = eliminate(vector, blocks, lower)
     root, _ = pivot_root(precision)
@@ -243,15 +213,9 @@ def assemble(
 ) -> tuple[Float[Array, "T *batch D D"], Float[Array, "T-1 *batch D D"], Bool[Array, "*batch"]]:
     """The block-tridiagonal precision whose inverse has these diagonal and neighbouring blocks; all times at once.
 
-    With ``A_t = C_t V_t^-1`` and ``Q_t = V_(t+1) - A_t C_t^T``, the regression of x_(t+1) on x_t: ``P_1 = V_1^-1 +
-    A_1^T Q_1^-1 A_1``, ``P_t = Q_(t-1)^-1 + A_t^T Q_t^-1 A_t`` and ``L_t = -Q_t^-1 A_t``.
-
-    Args:
-        covariance: V.
-        lag_one: C, covariances of x_(t+1) with x_t.
-
-    Returns:
-        ``(P, L, valid)``.
+    With ``A_t = C_t V_t^-1`` and ``Q_t = V_(t+1) - A_t C_t^T``, the regression of x_(t+1) on x_t: ``P_1 = V_1^-1 + A_1^T Q_1^-1
+    A_1``, ``P_t = Q_(t-1)^-1 + A_t^T Q_t^-1 A_t`` and ``L_t = -Q_t^-1 A_t``. ``lag_one``: C, covariances of x_(t+1) with x_t.
+    Returns ``(P, L, valid)``.
     """
     root, good = pivot_root(symmetrise(covariance[:-1]))
     whitened = lag_one @ root

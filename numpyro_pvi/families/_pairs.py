@@ -202,7 +202,6 @@ class BetaPairs:
 
     def message(self, coordinates, gradient):
         """``(dF/dE log x, dF/dE log(1 - x))``: coordinates are mean parameters."""
-        del coordinates
         return BetaNatural(gradient.first, gradient.second)
 
     def fit(self, values):
@@ -260,7 +259,6 @@ class DirichletPairs:
 
     def message(self, coordinates, gradient):
         """``dF/dE log x``: coordinates are mean parameters."""
-        del coordinates
         return DirichletNatural(gradient.first)
 
     def fit(self, values):
@@ -362,7 +360,6 @@ class VonMisesPairs:
 
     def message(self, coordinates, gradient):
         """``(dF/dE cos x, dF/dE sin x)``: coordinates are mean parameters."""
-        del coordinates
         return VonMisesNatural(gradient.first, gradient.second)
 
     def fit(self, values):
@@ -394,10 +391,8 @@ class ChainPairs:
     A sum of terms of one state each has the same expectation under q as under the product of q's marginals, which a Kalman
     smoother gives in O(T). Its derivative in the mean parameters is then that of the marginals', and nothing in ``E[x_(t+1) x_t]``.
 
-    Attributes:
-        family: of chains.
-        base: the rule of one state: of a scalar normal, or of a normal vector.
-        scalar: whether states are scalars, so that expectations of terms that are not quadratic are sums over nodes.
+    ``base``: the rule of one state: of a scalar normal, or of a normal vector; ``scalar``: whether states are scalars, so that
+    expectations of terms that are not quadratic are sums over nodes.
     """
 
     family: MarkovGaussianFamily
@@ -584,7 +579,6 @@ class _Exponential:
         return coordinates.first * (1 + 0.5 * signs)
 
     def message(self, coordinates, gradient):
-        del coordinates
         return ExponentialNatural(-gradient.first)
 
     def fit(self, values):

@@ -137,12 +137,8 @@ class IndependentFamily(FamilyDefaults):
 def repeated(base: Family, shape: tuple[int, ...]) -> Family:
     """The family of independent members along some event axes: :class:`IndependentFamily`, where nothing fits better.
 
-    Args:
-        base: the family of one member.
-        shape: the axes.
-
-    Returns:
-        ``base`` itself without axes, the diagonal :class:`NormalFamily` for a vector of scalar normals.
+    ``base``: the family of one member; ``shape``: the axes. Returns ``base`` itself without axes, the diagonal
+    :class:`NormalFamily` for a vector of scalar normals.
     """
     if not shape:
         return base
@@ -154,12 +150,8 @@ def repeated(base: Family, shape: tuple[int, ...]) -> Family:
 def member_family(family: Family, *trees: Any) -> tuple[Any, ...]:
     """The family of one member: repetitions looked through, and coordinates that are independent of one another taken apart.
 
-    Args:
-        family: a family.
-        trees: natural parameters of it.
-
-    Returns:
-        A family under which all axes of the parameters that are no single member's are batch axes, and the parameters as its own.
+    ``family``: a family; ``trees``: natural parameters of it. Returns a family under which all axes of the parameters that are
+    no single member's are batch axes, and the parameters as its own.
     """
     base = base_family(family)
     own = base.by_coordinate or base
@@ -170,11 +162,7 @@ def member_family(family: Family, *trees: Any) -> tuple[Any, ...]:
 def base_family(family: Family) -> Family:
     """The family of one member, repetitions looked through.
 
-    Args:
-        family: a family.
-
-    Returns:
-        The family itself where it is no repetition.
+    ``family``: a family. Returns the family itself where it is no repetition.
     """
     while isinstance(family, IndependentFamily):
         family = family.base
@@ -246,8 +234,7 @@ class ProductNatural(Vector):
     def _refuse_others(self, other: Any) -> None:
         """Raise for parameters of other components, which are those of another product.
 
-        Raises:
-            PVIError: naming what is on one side only.
+        Raises PVIError naming what is on one side only.
         """
         if type(other) is not type(self) or not (isinstance(self.parts, dict) and isinstance(other.parts, dict)):
             return
@@ -569,11 +556,8 @@ class Whitening:
     def slope(self, gradient: Any) -> Float[Array, "K"]:
         """The gradient in x of a function of the natural parameters.
 
-        Args:
-            gradient: its gradient in natural parameters, which has the type of mean parameters.
-
-        Returns:
-            ``R^-1 J^T g``, with J the linear map from minimal coordinates.
+        ``gradient``: its gradient in natural parameters, which has the type of mean parameters. Returns ``R^-1 J^T g``, with J
+        the linear map from minimal coordinates.
         """
         parts = {}
         for name, family in self.family.components:
@@ -599,12 +583,8 @@ class Whitening:
 def whitening(family: Any, natural: Any) -> Any:
     """The whitened coordinates of changes at one q.
 
-    Args:
-        family: of q: a product of families, or a Gaussian.
-        natural: natural parameters of q.
-
-    Returns:
-        The coordinates: ``size``, ``coordinates(change)`` and ``change(x)``, of a linear map that q alone decides.
+    ``family``: of q: a product of families, or a Gaussian; ``natural``: natural parameters of q. Returns the coordinates:
+    ``size``, ``coordinates(change)`` and ``change(x)``, of a linear map that q alone decides.
     """
     if not isinstance(family, ProductFamily):
         return family.whitening(natural)
@@ -623,12 +603,8 @@ def whitening(family: Any, natural: Any) -> Any:
 def member_metrics(family: Any, natural: Any) -> Float[Array, "*members P P"]:
     """The Fisher metric of every member of a component, in minimal coordinates.
 
-    Args:
-        family: of the component.
-        natural: its natural parameters.
-
-    Returns:
-        Symmetric matrices, singular nowhere in the domain; of all members together they are the blocks of the whole metric.
+    ``family``: of the component; ``natural``: its natural parameters. Returns symmetric matrices, singular nowhere in the
+    domain; of all members together they are the blocks of the whole metric.
     """
     own, at = member_family(family, natural)
     point = own.to_minimal(at)

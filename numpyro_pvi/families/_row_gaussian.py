@@ -106,14 +106,8 @@ def prior_variances(scales: tuple) -> Float[Array, "D"]:
 def see_rows(loc: Float[Array, "D"], scales: tuple, design: Float[Array, "P D"], group: Int[Array, "P"]) -> RowPrior:
     """A prior seen through any rows: ``O(P^2 D + P^3)`` once.
 
-    Args:
-        loc: m0.
-        scales: by latent, see :class:`RowPrior`.
-        design: A; rows may depend on each other.
-        group: position of each row's group.
-
-    Returns:
-        The prior. Of rows that depend on each other R has zero columns.
+    ``loc``: m0; ``scales``: by latent, see :class:`RowPrior`; ``design``: A; rows may depend on each other; ``group``: position
+    of each row's group. Returns the prior. Of rows that depend on each other R has zero columns.
     """
     across = _by_block(scales, design, _covary)
     gram = symmetrise(across @ design.T)
@@ -141,14 +135,8 @@ def see_rows(loc: Float[Array, "D"], scales: tuple, design: Float[Array, "P D"],
 def see_latents(loc: Float[Array, "D"], scales: tuple, slope: Float[Array, "D"], group: Int[Array, "D"]) -> RowPrior:
     """A prior of which row n sees ``slope_n theta_n`` alone, as in Gaussian-process models: nothing is factorised.
 
-    Args:
-        loc: m0.
-        scales: by latent, see :class:`RowPrior`.
-        slope: the diagonal of A, without zeros.
-        group: position of each row's group.
-
-    Returns:
-        The prior.
+    ``loc``: m0; ``scales``: by latent, see :class:`RowPrior`; ``slope``: the diagonal of A, without zeros; ``group``: position
+    of each row's group. Returns the prior.
     """
     link = _by_block(scales, jnp.eye(loc.shape[0], dtype=loc.dtype), _times).T
     return RowPrior(loc, scales, slope, slope[:, None] * link, link, jnp.zeros_like(loc), group)
@@ -462,14 +450,8 @@ def row_gaussian(
 ) -> tuple[RowGaussian, Array]:
     """The Gaussian of a prior and rows' numbers.
 
-    Args:
-        prior: the prior and the rows.
-        natural: ``(h, l)`` of all rows.
-        start: first coordinate.
-        shape: shape of one draw; all coordinates where None.
-
-    Returns:
-        The distribution, and whether it is normalisable.
+    ``prior``: the prior and the rows; ``natural``: ``(h, l)`` of all rows; ``start``: first coordinate; ``shape``: shape of one
+    draw; all coordinates where None. Returns the distribution, and whether it is normalisable.
     """
     moments = RowFamily(prior).moments(natural)
     law = RowGaussian(prior, moments.white, moments.white_root, moments.log_det_precision, start, shape)
@@ -479,13 +461,9 @@ def row_gaussian(
 def dense_natural(prior: RowPrior, natural: GaussianNatural, with_prior: bool) -> GaussianNatural:
     """Natural parameters over theta, D x D, of rows' numbers.
 
-    Args:
-        prior: the prior and the rows.
-        natural: ``(h, l)`` of all rows, zero for those that are not meant.
-        with_prior: whether to add the prior's own.
-
-    Returns:
-        ``precision = A^T diag(l) A`` and ``precision_mean = A^T (h + l A m0)``, with the prior's if asked for.
+    ``prior``: the prior and the rows; ``natural``: ``(h, l)`` of all rows, zero for those that are not meant; ``with_prior``:
+    whether to add the prior's own. Returns ``precision = A^T diag(l) A`` and ``precision_mean = A^T (h + l A m0)``, with the
+    prior's if asked for.
     """
     eye = jnp.eye(prior.loc.shape[0], dtype=prior.loc.dtype)
     design = prior.push(eye).T

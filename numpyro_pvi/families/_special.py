@@ -112,12 +112,8 @@ def inverse_digamma(value: Float[Array, "..."]) -> Float[Array, "..."]:
 def log_ratio_excess(delta: Float[Array, "..."], ratio: Float[Array, "..."]) -> Float[Array, "..."]:
     """``log(1 + delta) - delta <= 0`` without cancellation.
 
-    Args:
-        delta: relative difference, computed without cancellation where it is small.
-        ratio: 1 + delta, computed without cancellation where it is small.
-
-    Returns:
-        The excess of the log ratio over its first-order term.
+    ``delta``: relative difference, computed without cancellation where it is small; ``ratio``: 1 + delta, computed without
+    cancellation where it is small. Returns the excess of the log ratio over its first-order term.
     """
     small = jnp.abs(delta) < 0.3
     z = jnp.where(small, delta, 0.0)
@@ -135,16 +131,10 @@ def relative_entropy(delta: Float[Array, "..."], ratio: Float[Array, "..."]) -> 
 def lgamma_bregman_rest(p: Float[Array, "..."], q: Float[Array, "..."]) -> Float[Array, "..."]:
     """The Bregman divergence of lgamma beyond its leading term.
 
-    With ``B(p, q) = lgamma(p) - lgamma(q) - psi(q) (p - q)`` and ``d = p/q - 1``, returns ``B(p, q) - q ((1 + d)
-    log(1 + d) - d)``. What is left out is the same convex function everywhere, so that families of several
-    concentrations can combine it exactly; the whole is nearly as accurate for 1e6 as for 1.
-
-    Args:
-        p: positive numbers.
-        q: positive numbers.
-
-    Returns:
-        The rest, in nats.
+    With ``B(p, q) = lgamma(p) - lgamma(q) - psi(q) (p - q)`` and ``d = p/q - 1``, returns ``B(p, q) - q ((1 + d) log(1 + d) -
+    d)``. What is left out is the same convex function everywhere, so that families of several concentrations can combine it
+    exactly; the whole is nearly as accurate for 1e6 as for 1. ``p``: positive numbers; ``q``: positive numbers. Returns the
+    rest, in nats.
     """
     delta, ratio = (p - q) / q, p / q
     excess = log_ratio_excess(delta, ratio)
@@ -209,11 +199,7 @@ def bessel_ratio_parts(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """``(A, A', 1 - A)`` of ``A(x) = I_1(x) / I_0(x)``, the mean resultant length of a von Mises, each without cancellation.
 
-    Args:
-        x: concentrations, >= 0.
-
-    Returns:
-        The ratio, its derivative and its complement.
+    ``x``: concentrations, >= 0. Returns the ratio, its derivative and its complement.
     """
     far = x >= _FAR
     ratio, slope = _bessel_fraction(jnp.where(far, 1.0, x))

@@ -30,11 +30,7 @@ _LIVING: dict[tuple[str, int], tuple[int, Client, bytes]] = {}
 def label_of(context: Any) -> Hashable:
     """The label of an owner whose node is given one: ``label`` in its node config, else ``partition-id``.
 
-    Args:
-        context: Flower's.
-
-    Raises:
-        PVIError: where neither is there.
+    Raises PVIError where neither is there.
     """
     for name in ("label", "partition-id"):
         if name in context.node_config:
@@ -59,27 +55,13 @@ class _Failed(Respondent):
         raise PVIError(str(self._error)) from self._error
 
     def contribute(self, question: bytes, capacity: int) -> np.ndarray:
-        """It has nothing to add.
-
-        Raises:
-            PVIError: always, saying why.
-        """
+        """It has nothing to add. Raises PVIError always, saying why."""
         raise PVIError(str(self._error)) from self._error
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """Makes one owner's client.
-
-    Args:
-        model: see :func:`client_app`.
-        guide: likewise.
-        load_rows: likewise.
-        solver: likewise.
-        loss: likewise.
-        secret: likewise.
-        like: likewise.
-    """
+    """Makes one owner's client."""
 
     model: Any
     guide: Any
@@ -101,15 +83,9 @@ class Made:
 class Owner:
     """What a ClientApp does with Flower's messages. It is sent to wherever clients run, and so holds no client.
 
-    Args:
-        make: makes the client of a label, a context and a kind of client.
-        label: see :func:`client_app`; a function of the context.
-        cache: likewise.
-        keep: likewise.
-        secure: likewise.
-        least: likewise.
-        settings: of JAX, as they were where the app was made.
-        name: tells this app from others of the same process.
+    ``make``: makes the client of a label, a context and a kind of client; ``label``: see :func:`client_app`; a function of the
+    context; ``settings``: of JAX, as they were where the app was made; ``name``: tells this app from others of the same
+    process.
     """
 
     make: Callable[[Hashable, Any, type[Client]], Client]
@@ -253,14 +229,7 @@ class Owner:
 
 
 def app_of(owner: Owner) -> Any:
-    """The ClientApp of an owner.
-
-    Args:
-        owner: what it does with messages.
-
-    Returns:
-        Flower's ``ClientApp``.
-    """
+    """The ClientApp of an owner. Returns Flower's ``ClientApp``."""
     app = flwr("flwr.clientapp").ClientApp()
     app.query(WHO.partition(".")[2])(owner.introduce)
     app.query(ASK.partition(".")[2])(owner.answer)

@@ -20,17 +20,7 @@ TARGET, MODULUS = 2 * CLIP, 1 << 40
 
 
 def flwr(module: str) -> Any:
-    """A module of Flower, where it is installed.
-
-    Args:
-        module: its dotted name.
-
-    Returns:
-        The module.
-
-    Raises:
-        PVIError: naming the line to install.
-    """
+    """A module of Flower, where it is installed. Raises PVIError naming the line to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -40,14 +30,7 @@ def flwr(module: str) -> Any:
 
 
 def pack(data: bytes | None) -> Any:
-    """A record that holds the bytes of a message of ours.
-
-    Args:
-        data: the bytes; None says nothing.
-
-    Returns:
-        Flower's ``RecordDict``.
-    """
+    """A record that holds the bytes of a message of ours. Returns Flower's ``RecordDict``."""
     app = flwr("flwr.app")
     return app.RecordDict({RECORD: app.ConfigRecord({} if data is None else {FRAME: data})})
 

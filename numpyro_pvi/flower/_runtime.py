@@ -29,11 +29,7 @@ _AT_ONCE = 2
 
 
 class Introductions:
-    """Asks every node that is there who it is, each once.
-
-    Args:
-        grid: Flower's.
-    """
+    """Asks every node that is there who it is, each once."""
 
     def __init__(self, grid: Any):
         self._grid = grid
@@ -78,17 +74,7 @@ class Introductions:
 
 
 def post(grid: Any, node: int, kind: str, data: bytes) -> str | None:
-    """Send bytes to a node.
-
-    Args:
-        grid: Flower's.
-        node: its id.
-        kind: of the message, for Flower.
-        data: the bytes.
-
-    Returns:
-        The message's id; None where Flower does not take it, as for a node that has left.
-    """
+    """Send bytes to a node. Returns the message's id; None where Flower does not take it, as for a node that has left."""
     message = flwr("flwr.app").Message(pack(data), node, kind)
     ids = list(grid.push_messages([message]))
     return ids[0] if ids else None
@@ -97,10 +83,7 @@ def post(grid: Any, node: int, kind: str, data: bytes) -> str | None:
 class Federation:
     """Who is where: nodes by label, once they have said so.
 
-    Args:
-        grid: Flower's.
-        owners: labels to wait for, others being left out; or how many to wait for, all that are there being taken.
-        patience: seconds to wait.
+    ``owners``: labels to wait for, others being left out; or how many to wait for, all that are there being taken.
     """
 
     def __init__(self, grid: Any, owners: int | tuple[Hashable, ...], patience: float):
@@ -114,8 +97,7 @@ class Federation:
     def found(self) -> dict[Hashable, int]:
         """Ids of nodes by label, in the order in which groups are; looked for at the first time, and kept up to date.
 
-        Raises:
-            PVIError: where owners are not there in time, and for two nodes of one label.
+        Raises PVIError where owners are not there in time, and for two nodes of one label.
         """
         until, pause = time.monotonic() + self._patience, _SOONEST
         meet, found = self.meet, {}

@@ -167,12 +167,10 @@ def _strategy() -> Any:
             self.nodes, self.question, self.found = nodes, question, None
 
         def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> list:
-            del server_round, client_manager
             asked = common.FitIns(parameters, {QUESTION: self.question})
             return [(_proxy(node), asked) for node in self.nodes]
 
         def aggregate_fit(self, server_round: int, results: list, failures: list) -> tuple:
-            del server_round, failures
             (mean,) = common.parameters_to_ndarrays(results[0][1].parameters)
             self.found = mean, tuple(proxy.node_id for proxy, _ in results)
             return None, {}

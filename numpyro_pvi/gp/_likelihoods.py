@@ -158,14 +158,8 @@ class _FromFactory:
 def as_likelihood(given: Any) -> Likelihood:
     """A likelihood as it is, or the one of a distribution factory.
 
-    Args:
-        given: an object with the verbs of :class:`Likelihood`, or a callable ``f -> distribution``.
-
-    Returns:
-        The likelihood.
-
-    Raises:
-        PVIError: for anything else.
+    ``given``: an object with the verbs of :class:`Likelihood`, or a callable ``f -> distribution``. Raises PVIError for
+    anything else.
     """
     if isinstance(given, Likelihood):
         return given

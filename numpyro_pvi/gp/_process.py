@@ -125,13 +125,8 @@ def spread_rows(
 ) -> Int[Array, "m"]:
     """Rows at which f is least known given those taken before: the pivots of a Cholesky factorisation.
 
-    Args:
-        column: a row's index to the covariances of f there with f at all rows, under what is known before.
-        variance: of f at the rows.
-        count: how many, at most N.
-
-    Returns:
-        Their indices, without repetition. Costs O(N count^2) and ``count`` columns.
+    ``column``: a row's index to the covariances of f there with f at all rows, under what is known before; ``count``: how many,
+    at most N. Returns their indices, without repetition. Costs O(N count^2) and ``count`` columns.
     """
 
     def step(carry: tuple[Array, Array, Array], k: Array) -> tuple[tuple[Array, Array, Array], Array]:
@@ -251,14 +246,8 @@ def conditioned(prior: Prior, process: Process) -> Process:
 def appended(prior: Prior, process: Process, block: Block, offset: Any) -> Process:
     """One more block, its rows of the factor alone: O(C^2 m).
 
-    Args:
-        prior: at the parameters that the factor was made with.
-        process: with zero rows from the offset on.
-        block: the site.
-        offset: where the block begins.
-
-    Returns:
-        The process given all of them.
+    ``prior``: at the parameters that the factor was made with; ``process``: with zero rows from the offset on. Returns the
+    process given all of them.
     """
     cross = process.root.T @ prior.covariance(process.inputs, block.inputs) @ block.root
     lower = solve_triangular(process.factor, cross, lower=True).T

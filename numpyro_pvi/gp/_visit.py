@@ -91,15 +91,9 @@ def localised(
 ) -> Local:
     """The predictors of rows given pseudo-values.
 
-    Args:
-        prior: the kernel.
-        process: the process given the other batches; None for the prior.
-        inputs: pseudo-inputs.
-        base: a site in the values there that is no row's; not read where there is a process, which knows the others.
-        X: the rows' inputs.
-
-    Returns:
-        The batch in whitened pseudo-values.
+    ``process``: the process given the other batches; None for the prior; ``inputs``: pseudo-inputs; ``base``: a site in the
+    values there that is no row's; not read where there is a process, which knows the others. Returns the batch in whitened
+    pseudo-values.
     """
     size, gram, cross, rest = len(inputs), prior.gram(inputs), prior.covariance(inputs, X), prior.variance(X)
     mean, centre, known = jnp.zeros_like(rest), jnp.zeros_like(gram[0]), jnp.zeros((), gram.dtype)
@@ -129,17 +123,8 @@ def localised(
 def bound_at(local: Local, rows: RowSites, likelihood: Likelihood, params: Any, y: Array) -> Bound:
     """``E_q log p(y | f) - KL(q || process) + log evidence of what is known``, for the q that rows' numbers give.
 
-    A lower bound at any numbers; at the best ones under Gaussian noise it is the collapsed one of Titsias (2009).
-
-    Args:
-        local: the batch.
-        rows: its rows' numbers.
-        likelihood: of one predictor.
-        params: of the likelihood.
-        y: observations.
-
-    Returns:
-        The bound in nats, with the natural-gradient target of the numbers.
+    A lower bound at any numbers; at the best ones under Gaussian noise it is the collapsed one of Titsias (2009). Returns the
+    bound in nats, with the natural-gradient target of the numbers.
     """
     base = local.base.natural
     eye = jnp.eye(len(local.factor), dtype=local.factor.dtype)
@@ -168,15 +153,7 @@ def mixed(old: RowSites, new: RowSites, damping: Any) -> RowSites:
 def best_rows(local: Local, rows: RowSites, likelihood: Likelihood, params: Any, y: Array) -> tuple[RowSites, Bound]:
     """Natural-gradient steps of rows' numbers until the bound stands still; a step that lowers it is halved.
 
-    Args:
-        local: the batch.
-        rows: where to start.
-        likelihood: of one predictor.
-        params: of the likelihood.
-        y: observations.
-
-    Returns:
-        The numbers at the bound's maximum over them, and the bound there.
+    Returns the numbers at the bound's maximum over them, and the bound there.
     """
     dtype = local.mean.dtype
     eps = jnp.finfo(dtype).eps
@@ -205,13 +182,8 @@ def best_rows(local: Local, rows: RowSites, likelihood: Likelihood, params: Any,
 def site_of(local: Local, rows: RowSites, found: Bound) -> PseudoSite:
     """The batch's site in the pseudo-values themselves, with ``E_q log t = E_q log p(y | f)``.
 
-    Args:
-        local: the batch.
-        rows: its rows' numbers.
-        found: the bound there.
-
-    Returns:
-        ``h = A^T (first + second s)``, ``Lambda = A^T diag(second) A`` with ``s = A E b`` under the process without the batch.
+    Returns ``h = A^T (first + second s)``, ``Lambda = A^T diag(second) A`` with ``s = A E b`` under the process without the
+    batch.
     """
     lift = solve_triangular(local.factor, local.design, lower=True, trans=1)  # A^T
     shift = local.design.T @ local.start
@@ -224,15 +196,9 @@ def site_of(local: Local, rows: RowSites, found: Bound) -> PseudoSite:
 def projected(prior: Prior, old: Float[Array, "m D"], site: PseudoSite, new: Float[Array, "k D"]) -> PseudoSite:
     """A site in old pseudo-values as one in new ones, by ``E[log t(u_old) | u_new]`` under the prior conditional (C.1).
 
-    Args:
-        prior: the kernel.
-        old: pseudo-inputs of the site.
-        site: in the values there.
-        new: pseudo-inputs to have it at.
-
-    Returns:
-        With ``P = K_old,new K_new^-1``: ``h' = P^T h``, ``Lambda' = P^T Lambda P``, and the scale less
-        ``1/2 tr Lambda (K_old - P K_new,old)``, what the new values leave open of the old ones.
+    ``old``: pseudo-inputs of the site; ``new``: pseudo-inputs to have it at. Returns with ``P = K_old,new K_new^-1``: ``h' =
+    P^T h``, ``Lambda' = P^T Lambda P``, and the scale less ``1/2 tr Lambda (K_old - P K_new,old)``, what the new values leave
+    open of the old ones.
     """
     factor, _ = scaled_cholesky(prior.gram(new))
     half = solve_triangular(factor, prior.covariance(new, old), lower=True)
@@ -262,16 +228,10 @@ _SHORT = 0.5
 class Setting:
     """What a visit is told beside arrays; hashable.
 
-    Args:
-        kernel: covariances.
-        likelihood: of one predictor.
-        jitter: share of noise in pseudo-values.
-        optim: moves hyperparameters and pseudo-inputs.
-        num_steps: of it.
-        learn: "params" (a point), "q" (a Gaussian over hyperparameters), "inputs".
-        moved: whether the base is at other pseudo-inputs than the batch's.
-        num_nodes: draws of hyperparameters a step.
-        whole: whether q over hyperparameters answers to the whole bound, not to what the batch adds to it.
+    ``kernel``: covariances; ``jitter``: share of noise in pseudo-values; ``optim``: moves hyperparameters and pseudo-inputs;
+    ``learn``: "params" (a point), "q" (a Gaussian over hyperparameters), "inputs"; ``moved``: whether the base is at other
+    pseudo-inputs than the batch's; ``whole``: whether q over hyperparameters answers to the whole bound, not to what the batch
+    adds to it.
     """
 
     kernel: Kernel
@@ -371,16 +331,7 @@ def visit(
 ) -> Visit:
     """Fit a batch's site, and what the setting says beside it.
 
-    Args:
-        setting: static.
-        params: hyperparameters to start at, unconstrained.
-        q: over them, to start at; None where they are a point.
-        inputs: pseudo-inputs to start at.
-        problem: the batch.
-        key: for draws of hyperparameters.
-
-    Returns:
-        The visit.
+    ``q``: over them, to start at; None where they are a point; ``inputs``: pseudo-inputs to start at.
     """
     moved = _start(setting, params, inputs, q)
     loss = _loss(setting, params, inputs, problem)
@@ -449,19 +400,10 @@ def slope(
 ) -> Float[Array, "P"]:
     """Derivative of ``E_q log p(y | f) - E_q log t`` by the hyperparameters, with all sites held: the batch's own share.
 
-    The bound of all batches is the log evidence of the sites plus such a term for each of them, which is 0 where
-    its site was made.
-
-    Args:
-        setting: static.
-        params: hyperparameters, where the site was made.
-        inputs: its pseudo-inputs.
-        problem: the batch.
-        rows: its best numbers.
-        after: all batches' sites: the process given them, or their sum where pseudo-inputs are shared.
-
-    Returns:
-        In nats per unit of each unconstrained hyperparameter.
+    The bound of all batches is the log evidence of the sites plus such a term for each of them, which is 0 where its site was
+    made. ``params``: hyperparameters, where the site was made; ``inputs``: its pseudo-inputs; ``after``: all batches' sites:
+    the process given them, or their sum where pseudo-inputs are shared. In nats per unit of each unconstrained
+    hyperparameter.
     """
     flat, unravel = ravel_pytree(params)
 

@@ -75,14 +75,8 @@ class GroupTable:
     def index(self, label: Any) -> int:
         """Position of a group.
 
-        Args:
-            label: A label; NumPy scalars count as the Python scalars they hold.
-
-        Returns:
-            The position in `labels`, from 0.
-
-        Raises:
-            PartitionError: If there is no such group; names the known ones.
+        ``label``: A label; NumPy scalars count as the Python scalars they hold. Returns the position in `labels`, from 0.
+        Raises PartitionError if there is no such group; names the known ones.
         """
         if label not in self:
             raise PartitionError(f"there is no group {label!r}; the groups are: {known_labels(self.labels)}.")
@@ -91,14 +85,8 @@ class GroupTable:
     def rows(self, label: Any) -> Int[np.ndarray, " n"]:
         """Row indices of one group, ascending.
 
-        Args:
-            label: A label of this table.
-
-        Returns:
-            The plate indices that carry the label.
-
-        Raises:
-            PartitionError: If there is no such group.
+        ``label``: A label of this table. Returns the plate indices that carry the label. Raises PartitionError if there is no
+        such group.
         """
         return np.flatnonzero(self.index_of_row == self.index(label)).astype(np.int32)
 
@@ -106,15 +94,9 @@ class GroupTable:
 def labels_table(groups: Any) -> GroupTable:
     """Build the table of one label per row.
 
-    Args:
-        groups: A sequence or a NumPy, JAX or pandas array with one hashable label per row.
-
-    Returns:
-        The table; its row order is that of `groups`.
-
-    Raises:
-        PartitionError: For a missing (NaN, None), unhashable or reserved label, labels that are equal but of different
-            types (1 and True), a label array that is not one-dimensional, no labels, or a category that no row uses.
+    ``groups``: A sequence or a NumPy, JAX or pandas array with one hashable label per row. Returns the table; its row order is
+    that of `groups`. Raises PartitionError for a missing (NaN, None), unhashable or reserved label, labels that are equal but
+    of different types (1 and True), a label array that is not one-dimensional, no labels, or a category that no row uses.
     """
     values = _label_values(groups)
     if isinstance(values, np.ndarray):
@@ -148,17 +130,9 @@ def labels_table(groups: Any) -> GroupTable:
 def blocks_table(num_groups: int, num_rows: int) -> GroupTable:
     """Cut the rows into random blocks, labelled 0, 1, ..., whose sizes differ by at most one.
 
-    The permutation is NumPy's default generator at seed 0, so the blocks depend on the two counts only.
-
-    Args:
-        num_groups: Number of blocks M, at least 1.
-        num_rows: Number of rows N of the plate, at least M.
-
-    Returns:
-        The table.
-
-    Raises:
-        PartitionError: If there are fewer than one group or more groups than rows.
+    The permutation is NumPy's default generator at seed 0, so the blocks depend on the two counts only. ``num_groups``: Number
+    of blocks M, at least 1; ``num_rows``: Number of rows N of the plate, at least M. Raises PartitionError if there are fewer
+    than one group or more groups than rows.
     """
     if num_groups < 1:
         raise PartitionError(f"{num_groups} groups were asked for; write at least 1.")
@@ -177,15 +151,8 @@ def blocks_table(num_groups: int, num_rows: int) -> GroupTable:
 def one_group_table(label: Any, num_rows: int) -> GroupTable:
     """The table of rows that all belong to one group.
 
-    Args:
-        label: The group's label.
-        num_rows: Number of rows, at least 1.
-
-    Returns:
-        The table.
-
-    Raises:
-        PartitionError: For a label that is missing (NaN, None), unhashable or reserved.
+    ``label``: The group's label; ``num_rows``: Number of rows, at least 1. Returns the table. Raises PartitionError for a label
+    that is missing (NaN, None), unhashable or reserved.
     """
     return _table((_checked_label(label, 0),), np.zeros(num_rows, np.int32))
 
@@ -193,11 +160,8 @@ def one_group_table(label: Any, num_rows: int) -> GroupTable:
 def numbered_table(sizes: tuple[int, ...]) -> GroupTable:
     """Groups of these sizes under the labels 0, 1, ...: what a program needs that must not depend on labels.
 
-    Args:
-        sizes: Rows of each group.
-
-    Returns:
-        A table that says nothing of which row belongs where, equal to every other of the same sizes.
+    ``sizes``: Rows of each group. Returns a table that says nothing of which row belongs where, equal to every other of the
+    same sizes.
     """
     return GroupTable(tuple(range(len(sizes))), sizes, "", np.zeros(0, np.int32))
 
@@ -205,11 +169,7 @@ def numbered_table(sizes: tuple[int, ...]) -> GroupTable:
 def known_labels(labels: Iterable[Hashable]) -> str:
     """Write labels for a message, the first ten of them.
 
-    Args:
-        labels: The labels.
-
-    Returns:
-        For example ``'a', 'b'`` or ``0, 1, ... (200 in all)``.
+    ``labels``: The labels. Returns for example ``'a', 'b'`` or ``0, 1, ... (200 in all)``.
     """
     labels = tuple(labels)
     shown = ", ".join(repr(label) for label in labels[:_SHOWN_LABELS])
@@ -345,17 +305,9 @@ def parse_splits(
 ) -> tuple[str | None, dict[str | None, Split]]:
     """Name and parse what is split.
 
-    Args:
-        plate: Name of the plate, or None.
-        groups: Labels, a number of blocks, None, or a dict of these by plate.
-        sites: Batch axis by sample site name, or None.
-
-    Returns:
-        The one plate's name (None: to be found, or several), and a split by plate name (None: to be found) or by sample
-        site name.
-
-    Raises:
-        PartitionError: For labels or combinations that make no sense.
+    ``groups``: Labels, a number of blocks, None, or a dict of these by plate; ``sites``: Batch axis by sample site name, or
+    None. Returns the one plate's name (None: to be found, or several), and a split by plate name (None: to be found) or by
+    sample site name. Raises PartitionError for labels or combinations that make no sense.
     """
     if plate is not None and not isinstance(plate, str):
         raise PartitionError(
@@ -378,16 +330,8 @@ def parse_splits(
 def split_table(split: Split, size: int, plate: str | None) -> GroupTable:
     """Table of one split for a plate of known size.
 
-    Args:
-        split: Table, number of blocks, or None for at most 10 blocks.
-        size: Number of indices N of the plate.
-        plate: Its name for messages, or None.
-
-    Returns:
-        The table of N rows.
-
-    Raises:
-        PartitionError: If the number of labels is not N, or there are more groups than rows.
+    ``split``: Table, number of blocks, or None for at most 10 blocks; ``size``: Number of indices N of the plate. Returns the
+    table of N rows. Raises PartitionError if the number of labels is not N, or there are more groups than rows.
     """
     if isinstance(split, int):
         return blocks_table(split, size)
@@ -404,15 +348,7 @@ def split_table(split: Split, size: int, plate: str | None) -> GroupTable:
 def checked_group(group: Hashable, splits: Mapping[str | None, Split]) -> Hashable:
     """Refuse a label that no split has, where that can be known before the plate's size is.
 
-    Args:
-        group: A label or `PRIOR`.
-        splits: As `parse_splits` gives them.
-
-    Returns:
-        The label, as a Python scalar.
-
-    Raises:
-        PartitionError: If there is no such group.
+    Returns the label, as a Python scalar. Raises PartitionError if there is no such group.
     """
     if isinstance(group, np.generic) and not isinstance(group, np.datetime64 | np.timedelta64):
         group = group.item()
@@ -431,15 +367,8 @@ def checked_group(group: Hashable, splits: Mapping[str | None, Split]) -> Hashab
 def checked_axes(axes: Mapping[Any, int | None] | None, word: str) -> dict[Any, int | None] | None:
     """Refuse anything but a dict of axis numbers.
 
-    Args:
-        axes: The user's dict, or None; "data_axes" may say None for an argument that does not run over rows.
-        word: What the user calls it.
-
-    Returns:
-        A plain dict of Python ints (or Nones), or None.
-
-    Raises:
-        PartitionError: For anything else.
+    ``axes``: The user's dict, or None; "data_axes" may say None for an argument that does not run over rows. Returns a plain
+    dict of Python ints (or Nones), or None. Raises PartitionError for anything else.
     """
     if axes is None:
         return None
@@ -454,11 +383,7 @@ def checked_axes(axes: Mapping[Any, int | None] | None, word: str) -> dict[Any, 
 def as_int(value: Any) -> int | None:
     """Read an integer scalar.
 
-    Args:
-        value: Anything.
-
-    Returns:
-        The integer in a Python, NumPy or JAX integer scalar; None for anything else, bool included.
+    Returns the integer in a Python, NumPy or JAX integer scalar; None for anything else, bool included.
     """
     if isinstance(value, bool | np.bool_) or getattr(value, "ndim", 0):
         return None

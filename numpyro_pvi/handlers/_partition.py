@@ -31,11 +31,7 @@ from ._groups import (
 
 
 class FullPlates(Messenger):
-    """Run every plate over all of its indices, in order: a fit visits all rows, so a plate's own mini-batch is not drawn.
-
-    Args:
-        fn: The model.
-    """
+    """Run every plate over all of its indices, in order: a fit visits all rows, so a plate's own mini-batch is not drawn."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(fn)
@@ -55,9 +51,6 @@ class BatchPlates(Messenger):
     """Keep the mini-batch of every plate that draws one, as its first indices, scaled as the model scales it.
 
     For a model whose arguments are themselves the mini-batch, so that the plate's size is only the number to scale up to.
-
-    Args:
-        fn: The model.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -73,11 +66,8 @@ class BatchPlates(Messenger):
 def kept_batch(trace: Mapping[str, Mapping[str, Any]]) -> tuple[str, int, int] | None:
     """The first plate of a trace under `BatchPlates` that kept a mini-batch.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-
-    Returns:
-        Its name, size, and the number of indices it drew; None where every plate ran over all of its indices.
+    ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it. Returns its name, size, and the number of indices it
+    drew; None where every plate ran over all of its indices.
     """
     for name, site in trace.items():
         if site["type"] == "plate" and site.get("kept", site["args"][0]) != site["args"][0]:
@@ -91,10 +81,7 @@ class PlateRows(Messenger):
     The plate keeps its full size, so that `numpyro.subsample` and `numpyro.param(event_dim=)` inside take the same rows
     as the model's own indexing. With as many rows as the plate has indices they take nothing: give those in order.
 
-    Args:
-        fn: The model.
-        plate: The plate's name.
-        rows: Indices that the plate runs over.
+    ``rows``: Indices that the plate runs over.
     """
 
     def __init__(self, fn: Callable[..., Any], plate: str, rows: Int[Array, " R"]) -> None:
@@ -156,15 +143,8 @@ class RowAxes:
     def of(self, site: Mapping[str, Any]) -> Axis | None:
         """The partitioned axis of a sample site.
 
-        Args:
-            site: An entry of a NumPyro trace.
-
-        Returns:
-            The axis, or None for a site that has none.
-
-        Raises:
-            PartitionError: For a labelled axis that the site's batch shape lacks, or a site inside two partitioned
-                plates.
+        ``site``: An entry of a NumPyro trace. Returns the axis, or None for a site that has none. Raises PartitionError for a
+        labelled axis that the site's batch shape lacks, or a site inside two partitioned plates.
         """
         if self.whole:
             return Axis(WHOLE, 0, 1) if site["type"] == "sample" and site["is_observed"] else None
@@ -214,13 +194,10 @@ class RowAxes:
 class PlateInfo:
     """What one plate of a traced model holds.
 
-    Attributes:
-        size: Full number of indices of the plate.
-        subsample_size: Indices drawn per evaluation; `size` where the plate is not subsampled.
-        dims: Batch dimensions it takes (negative, counted from the right), ascending; one unless it is entered at
-            several.
-        observed: Names of the observed sample sites inside, `numpyro.factor` included, in order of appearance.
-        latents: Names of the latent sample sites inside, in order of appearance.
+    ``size``: Full number of indices of the plate; ``subsample_size``: Indices drawn per evaluation; `size` where the plate is
+    not subsampled; ``dims``: Batch dimensions it takes (negative, counted from the right), ascending; one unless it is entered
+    at several; ``observed``: Names of the observed sample sites inside, `numpyro.factor` included, in order of appearance;
+    ``latents``: Names of the latent sample sites inside, in order of appearance.
     """
 
     size: int
@@ -233,12 +210,8 @@ class PlateInfo:
 def find_plates(trace: Mapping[str, Mapping[str, Any]]) -> dict[str, PlateInfo]:
     """List the plates of a traced model with what is inside each.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-
-    Returns:
-        Plate name to its `PlateInfo`, in order of appearance. A plate inside a `scan` body shows through its sample
-        sites.
+    ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it. Returns plate name to its `PlateInfo`, in order of
+    appearance. A plate inside a `scan` body shows through its sample sites.
     """
     plates: dict[str, tuple[int, int]] = {}
     inside: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
@@ -257,18 +230,10 @@ def find_plates(trace: Mapping[str, Mapping[str, Any]]) -> dict[str, PlateInfo]:
 def choose_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None = None) -> str:
     """Choose the plate to split, and refuse a model that cannot be split along it.
 
-    Observed sample sites outside the plate are legal: they belong to the prior factor.
-
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        plate: Name of the plate, or None for the only one with observed sample sites.
-
-    Returns:
-        The plate's name.
-
-    Raises:
-        PartitionError: If there is no such plate, no observed sample site in it, or several candidates; if a discrete
-            latent couples all groups.
+    Observed sample sites outside the plate are legal: they belong to the prior factor. ``trace``: As
+    `numpyro.handlers.trace(...).get_trace(...)` gives it; ``plate``: Name of the plate, or None for the only one with observed
+    sample sites. Returns the plate's name. Raises PartitionError if there is no such plate, no observed sample site in it, or
+    several candidates; if a discrete latent couples all groups.
     """
     name = pick_plate(trace, plate)
     refuse_latents(trace, (name,))
@@ -278,15 +243,7 @@ def choose_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None = Non
 def pick_plates(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> tuple[str, ...]:
     """Check several plates that are split together: all are there, and at least one holds an observed sample site.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        names: The plates.
-
-    Returns:
-        Their names.
-
-    Raises:
-        PartitionError: If there is no such plate, or nothing observed in any of them.
+    Raises PartitionError if there is no such plate, or nothing observed in any of them.
     """
     plates = find_plates(trace)
     for name in names:
@@ -300,12 +257,7 @@ def pick_plates(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) 
 def require_observed(trace: Mapping[str, Mapping[str, Any]], name: str) -> None:
     """Refuse a labelled sample site that the model lacks, or does not observe.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        name: The sample site.
-
-    Raises:
-        PartitionError: Naming the site and the observed ones.
+    Raises PartitionError naming the site and the observed ones.
     """
     observed = [msg["name"] for msg in trace.values() if msg["type"] == "sample" and msg["is_observed"]]
     if name not in observed:
@@ -318,12 +270,8 @@ def require_observed(trace: Mapping[str, Mapping[str, Any]], name: str) -> None:
 def refuse_latents(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> None:
     """Refuse latents that plates to be split cannot do with.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        names: The plates to be split.
-
-    Raises:
-        PartitionError: For discrete latents outside them, which couple all groups.
+    ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it; ``names``: The plates to be split. Raises
+    PartitionError For discrete latents outside them, which couple all groups.
     """
     plates = find_plates(trace)
     inside = {latent for name in names for latent in plates[name].latents}
@@ -334,15 +282,9 @@ def refuse_latents(trace: Mapping[str, Mapping[str, Any]], names: tuple[str, ...
 def pick_plate(trace: Mapping[str, Mapping[str, Any]], plate: str | None) -> str:
     """Choose the plate to split by its observed sample sites alone.
 
-    Args:
-        trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-        plate: Name of the plate, or None for the only one with observed sample sites.
-
-    Returns:
-        The plate's name.
-
-    Raises:
-        PartitionError: If there is no such plate, no observed sample site in it, or several candidates.
+    ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it; ``plate``: Name of the plate, or None for the only one
+    with observed sample sites. Returns the plate's name. Raises PartitionError if there is no such plate, no observed sample
+    site in it, or several candidates.
     """
     plates = find_plates(trace)
     observed = [msg for msg in trace.values() if msg["type"] == "sample" and msg["is_observed"]]
@@ -814,10 +756,7 @@ class Partition(Messenger):
 class WholePartition(Partition):
     """A model that is not split: one group, labelled 0, has the whole likelihood as its single row.
 
-    Args:
-        fn: The model.
-        why: Why it is not split, in one sentence.
-        batches: Whether its plates keep their mini-batches.
+    ``why``: Why it is not split, in one sentence; ``batches``: Whether its plates keep their mini-batches.
     """
 
     def __init__(self, fn: Callable[..., Any], why: str, batches: bool = False) -> None:
@@ -827,13 +766,9 @@ class WholePartition(Partition):
     def row_axes(self, trace: Mapping[str, Mapping[str, Any]]) -> RowAxes:
         """One row: all terms of all observed sample sites.
 
-        Args:
-            trace: As `numpyro.handlers.trace(...).get_trace(...)` gives it.
-
-        Returns:
-            The axes; of a model without observed sites, whose q is fitted to the prior, nobody's.
+        ``trace``: As `numpyro.handlers.trace(...).get_trace(...)` gives it. Returns the axes; of a model without observed
+        sites, whose q is fitted to the prior, nobody's.
         """
-        del trace
         return RowAxes(whole=True)
 
     def tables(self, sizes: Mapping[str, int]) -> tuple[GroupTable, dict[str, np.ndarray]]:

@@ -58,16 +58,7 @@ class Programs(NamedTuple):
 
 
 def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
-    """The programs of all clients that differ in their rows only.
-
-    Args:
-        engine: the client's choices.
-        plan: of one group.
-        static: the static leaves of its arguments.
-
-    Returns:
-        The programs; nothing is compiled yet.
-    """
+    """The programs of all clients that differ in their rows only. Returns the programs; nothing is compiled yet."""
 
     def problem(rows: tuple, rules: int) -> Any:
         arrays, packing, prior, _, params = rows
@@ -199,11 +190,8 @@ class Answers:
     def ask_held(self, how: dict[str, Any], shared: tuple, own: tuple, held: Callable) -> tuple[tuple, Any]:
         """The answer to a question about what it holds beside its site, and what is to be kept, or None.
 
-        Args:
-            how: of the question.
-            shared: what all clients are told.
-            own: what this one is told, a ticket or two among it.
-            held: a ticket to what it names.
+        ``how``: of the question; ``shared``: what all clients are told; ``own``: what this one is told, a ticket or two among
+        it; ``held``: a ticket to what it names.
         """
         programs: Any = self._programs.held
         rows, shared = self._told(how, shared)
@@ -369,16 +357,7 @@ class ProductPrograms(NamedTuple):
 
 
 def product_programs(engine: ProductEngine, plan: Any, static: tuple) -> ProductPrograms:
-    """The programs of all clients that differ in their rows only.
-
-    Args:
-        engine: the client's choices.
-        plan: of one group.
-        static: the static leaves of its arguments.
-
-    Returns:
-        The programs; nothing is compiled yet.
-    """
+    """The programs of all clients that differ in their rows only. Returns the programs; nothing is compiled yet."""
 
     def problem(rows: tuple, rules: int) -> ProductProblem:
         arrays, packing, (prior, _), _, params = rows

@@ -24,15 +24,9 @@ class Elsewhere(Protocol):
     def arguments(self, pvi: Any, args: tuple, kwargs: dict, names: tuple[str, ...]) -> tuple[tuple, dict]:
         """What stands in for the model's arguments: arrays of the rows' shapes that hold nothing.
 
-        Args:
-            pvi: the fit, of the same guide and solver as the holders'.
-            args: positional arguments as the user gave them, of which no per-row array is read; nothing at all where the holders
-                say what the arguments are.
-            kwargs: keyword arguments, likewise.
-            names: of the positional ones, for messages.
-
-        Raises:
-            PVIError: where they do not fit what the holders have, or a holder is of another fit.
+        ``pvi``: the fit, of the same guide and solver as the holders'; ``args``: positional arguments as the user gave them, of
+        which no per-row array is read; nothing at all where the holders say what the arguments are. Raises PVIError where they
+        do not fit what the holders have, or a holder is of another fit.
         """
         ...
 
@@ -44,144 +38,115 @@ class Elsewhere(Protocol):
     def compare(self, plan: Any) -> None:
         """Raise where a state's groups are others than the holders'.
 
-        Args:
-            plan: the state's.
-
-        Raises:
-            StateError: naming the labels, or the group that has another number of rows.
+        Raises StateError naming the labels, or the group that has another number of rows.
         """
         ...
 
     def partitions(self, model: Callable, given: Any) -> tuple:
         """The model with its rows in the groups of their holders.
 
-        Args:
-            model: the NumPyro model.
-            given: the user's Partition, or None.
-
-        Raises:
-            PVIError: for a partition of the user's own: the holders' labels are the groups.
+        Raises PVIError for a partition of the user's own: the holders' labels are the groups.
         """
         ...
 
     def plan(self, pvi: Any, layout: Any, family: Any, arguments: tuple, key: Any) -> Any:
         """How every holder's rows are to be taken, agreed from what each has found at its own.
 
-        Args:
-            pvi: the fit.
-            layout: the latents in the guide's order.
-            family: of q.
-            arguments: ``(args, kwargs, signature)``, what stands in for the rows.
-            key: random key of the points that structure is looked for at.
-
-        Returns:
-            A :class:`numpyro_pvi.factors.Planned`, the solver's expectation put in.
-
-        Raises:
-            PVIError: naming what does not go, or the holders that disagree.
+        ``arguments``: ``(args, kwargs, signature)``, what stands in for the rows; ``key``: random key of the points that
+        structure is looked for at. Returns a :class:`numpyro_pvi.factors.Planned`, the solver's expectation put in. Raises
+        PVIError naming what does not go, or the holders that disagree.
         """
         ...
 
     def plan_families(self, family: Any, expectation: str, key: Any) -> Any:
         """The same where q is a product of families.
 
-        Args:
-            family: of q.
-            expectation: how components are taken of which the holders have found different things.
-            key: random key of the points that structure is looked for at.
-
-        Returns:
-            A :class:`numpyro_pvi.factors.Planned`, with what the groups' factors are conjugate in wherever there are rows.
-
-        Raises:
-            PVIError: naming what does not go, or the holders that disagree.
+        ``expectation``: how components are taken of which the holders have found different things; ``key``: random key of the
+        points that structure is looked for at. Returns a :class:`numpyro_pvi.factors.Planned`, with what the groups' factors
+        are conjugate in wherever there are rows. Raises PVIError naming what does not go, or the holders that disagree.
         """
         ...
 
     def compare_priors(self, engine: Any, plan: Any, arguments: tuple) -> None:
         """Raise where a holder's prior is another than the server's, which has nothing to read it off but the model.
 
-        Args:
-            engine: of the fit.
-            plan: likewise.
-            arguments: positional and keyword ones, what stands in for the rows.
-
-        Raises:
-            PVIError: naming the holder.
+        ``arguments``: positional and keyword ones, what stands in for the rows. Raises PVIError naming the holder.
         """
         ...
 
     def expect_answers(self, verb: str) -> None:
-        """Raise where holders are not heard one by one, which a method needs.
-
-        Args:
-            verb: the method.
-
-        Raises:
-            PVIError: naming it.
-        """
+        """Raise where holders are not heard one by one, which a method needs. Raises PVIError naming it."""
         ...
 
     def judged(self, plan: Any, rng_key: Any, q: Any, sites: Any, params: dict, num_samples: int) -> dict:
         """How well each holder finds that its site stands in for its factor, at draws from q that all share: one number each.
 
-        Args:
-            plan: the state's.
-            rng_key: random key of the draws.
-            q: natural parameters.
-            sites: the groups', with a leading axis.
-            params: constrained values of the model's ``numpyro.param`` sites.
-            num_samples: draws.
-
-        Returns:
-            k-hat by label: see :func:`numpyro_pvi.diagnostics.khat_by_group`.
-
-        Raises:
-            PVIError: where holders are not heard one by one.
+        ``sites``: the groups', with a leading axis; ``params``: constrained values of the model's ``numpyro.param`` sites.
+        Returns k-hat by label: see :func:`numpyro_pvi.diagnostics.khat_by_group`. Raises PVIError where holders are not heard
+        one by one.
         """
         ...
 
     def watched(self, plan: Any, run: Callable[[], Any]) -> Any:
-        """Run programs that ask the holders in their course; what went wrong there is raised here.
+        """Run programs that ask the holders in their course; what went wrong there is raised here."""
+        ...
+
+
+class _RuntimeVerbs(Protocol):
+    """What a runtime may do otherwise than one device that has all rows, and what that one does."""
+
+    def engine(self, engine: Any) -> Any:
+        """The engine that runs a fit: the one given where programs that are compiled here pass over the rows.
 
         Args:
-            plan: of the fit.
-            run: calls programs.
+            engine: the engine of the fit's choices.
+
+        Raises:
+            PVIError: for choices that do not go with this runtime.
+        """
+        return engine
+
+    def call(
+        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
+    ) -> Any:
+        """Call a compiled program that passes over rows; ``program(engine, state, dynamic, static, *rest, **options)``.
+
+        Args:
+            program: the program.
+            engine: what :meth:`engine` has given.
+            state: a state, reduced.
+            dynamic: arrays of the model's arguments.
+            static: the static leaves.
+            rest: its other arguments.
+            options: its static ones.
 
         Returns:
-            Its value.
+            The program's value.
         """
-        ...
+        return program(engine, state, dynamic, static, *rest, **options)
 
+    def hold(self, what: str, state: Any) -> None:
+        """Keep within reach what a state names that is elsewhere, until another state is held as the same.
 
-@runtime_checkable
-class Runtime(Protocol):
-    """Map a chunk-level or group-level computation over all groups; what every implementor owes.
-
-    Frozen and hashable (settings only). Results do not depend on the runtime beyond rounding. Functions handed in are
-    pure and traceable; a runtime across machines evaluates them where a group's rows live and moves only their small
-    arguments (q, a site, a key) and results.
-
-    Programs over rows run between :meth:`lay_out` and :meth:`fetch`: rows are placed once, everything else (q, sites, memories,
-    what groups know of their own latents) is on every device alike, and each device runs the same program over the chunks that
-    it holds. Within that program :meth:`span`, :meth:`mine`, :meth:`total` and :meth:`gathered` are where the devices' shares
-    meet. On one device they are nothing: :class:`RuntimeDefaults` answers for those.
-    """
+        Args:
+            what: "call" for what a run begins with, "checkpoint" for what its file has.
+            state: the state.
+        """
 
     @property
-    def alone(self) -> Runtime:
+    def alone(self) -> Any:
         """The runtime of programs that have all rows on one device: planning, starts, verification."""
-        ...
+        return self
 
     @property
-    def within(self) -> Runtime:
+    def within(self) -> Any:
         """The runtime inside a group's visit that a device makes by itself: the group's rows are all its own."""
-        ...
+        return self
 
     @property
-    def side_by_side(self) -> Runtime:
+    def side_by_side(self) -> Any:
         """The runtime of a program that has all chunks on every device, whose rows elsewhere count for nothing."""
-        ...
+        return self
 
     def lay_out(self, packing: Any, whole: bool, mechanism: str = "args") -> Any:
         """The packing whose chunks can be divided among the devices; refuses one that cannot.
@@ -191,7 +156,7 @@ class Runtime(Protocol):
             whole: whether a group's chunks have to be on one device, for visits that read its rows again and again.
             mechanism: how a model's rows are read: "args", "index" or "mask".
         """
-        ...
+        return packing
 
     def place(self, rows: list, axes: tuple[int | None, ...], packing: Any, whole: bool) -> tuple[list, Any]:
         """The model's arrays and the packing as programs over rows take them; the same arrays are placed once.
@@ -202,15 +167,15 @@ class Runtime(Protocol):
             packing: rows of each chunk, laid out where it is not.
             whole: as of :meth:`lay_out`.
         """
-        ...
+        return rows, packing
 
     def publish(self, tree: Any) -> Any:
         """What is on every device alike, put there."""
-        ...
+        return tree
 
     def fetch(self, tree: Any) -> Any:
         """What is on every device alike, as arrays of one."""
-        ...
+        return tree
 
     def over_rows(self, program: Callable, rows: list, axes: tuple[int | None, ...], packing: Any, *others: Any) -> Any:
         """``program(rows, packing, *others)``, on every device with its share of the rows and of the packing.
@@ -222,7 +187,7 @@ class Runtime(Protocol):
             packing: what :meth:`place` made of the packing.
             others: on every device alike.
         """
-        ...
+        return program(rows, packing, *others)
 
     def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
         """First chunk of a group among those held here, and past its last.
@@ -232,35 +197,66 @@ class Runtime(Protocol):
             group: which.
             count: how many chunks are held here.
         """
-        ...
+        return offsets[group], offsets[group + 1]
 
     def holds(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> Any:
         """Whether a group begins here: True on one of the devices."""
-        ...
+        return True
 
     def mine(self, tree: Any, count: int) -> Any:
         """Of arrays with a leading axis of all chunks, the ``count`` that are held here."""
-        ...
+        return tree
 
     def gathered(self, tree: Any) -> Any:
         """The inverse of :meth:`mine`: for what groups hold of their rows, never for the rows."""
-        ...
+        return tree
 
     def total(self, tree: Any, holds: Any = True) -> Any:
         """Sums over the devices, of those of them for which ``holds``."""
-        ...
+        return tree
 
     def total_expected(self, found: Expected) -> Expected:
         """The same for expectations, whose widest predictor is the widest of any device."""
-        ...
+        return found
 
     def shared(self, tree: Any) -> Any:
         """What every device knows alike, for a sum over rows that is differentiated by it in reverse mode."""
-        ...
+        return tree
 
     def largest(self, x: Array) -> Array:
         """The largest of what the devices hold."""
-        ...
+        return x
+
+    def sum_group(
+        self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
+    ) -> Expected:
+        """Evaluate one group's chunks and add the results up: in a loop, unless a runtime says otherwise.
+
+        Args:
+            expect: one chunk's arrays to its expectations.
+            chunks: arrays with a leading axis of the chunks held here, sorted by group.
+            offsets: first chunk of each group among all, and C.
+            group: which group.
+
+        Returns:
+            The group's expectations.
+        """
+        return sum_span(expect, chunks, offsets[group], offsets[group + 1], add_expected)
+
+
+@runtime_checkable
+class Runtime(_RuntimeVerbs, Protocol):
+    """Map a chunk-level or group-level computation over all groups; what every implementor owes.
+
+    Frozen and hashable (settings only). Results do not depend on the runtime beyond rounding. Functions handed in are
+    pure and traceable; a runtime across machines evaluates them where a group's rows live and moves only their small
+    arguments (q, a site, a key) and results.
+
+    Programs over rows run between :meth:`lay_out` and :meth:`fetch`: rows are placed once, everything else (q, sites, memories,
+    what groups know of their own latents) is on every device alike, and each device runs the same program over the chunks that
+    it holds. Within that program :meth:`span`, :meth:`mine`, :meth:`total` and :meth:`gathered` are where the devices' shares
+    meet. On one device they are nothing: :class:`RuntimeDefaults` answers for those.
+    """
 
     @property
     def vectorised(self) -> bool:
@@ -287,45 +283,6 @@ class Runtime(Protocol):
         """Who has the rows where this process has none; None where the model's arguments are the rows."""
         ...
 
-    def engine(self, engine: Any) -> Any:
-        """The engine that runs a fit: the one given where programs that are compiled here pass over the rows.
-
-        Args:
-            engine: the engine of the fit's choices.
-
-        Raises:
-            PVIError: for choices that do not go with this runtime.
-        """
-        ...
-
-    def call(
-        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
-    ) -> Any:
-        """Call a compiled program that passes over rows; ``program(engine, state, dynamic, static, *rest, **options)``.
-
-        Args:
-            program: the program.
-            engine: what :meth:`engine` has given.
-            state: a state, reduced.
-            dynamic: arrays of the model's arguments.
-            static: the static leaves.
-            rest: its other arguments.
-            options: its static ones.
-
-        Returns:
-            The program's value.
-        """
-        ...
-
-    def hold(self, what: str, state: Any) -> None:
-        """Keep within reach what a state names that is elsewhere, until another state is held as the same.
-
-        Args:
-            what: "call" for what a run begins with, "checkpoint" for what its file has.
-            state: the state.
-        """
-        ...
-
     def sum_chunks(
         self,
         expect: Callable[[Any], Expected],
@@ -345,22 +302,6 @@ class Runtime(Protocol):
 
         Returns:
             Expectations with a leading group axis M.
-        """
-        ...
-
-    def sum_group(
-        self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
-    ) -> Expected:
-        """Evaluate one group's chunks and add the results up.
-
-        Args:
-            expect: one chunk's arrays to its expectations.
-            chunks: arrays with a leading axis of the chunks held here, sorted by group.
-            offsets: first chunk of each group among all, and C.
-            group: which group.
-
-        Returns:
-            The group's expectations.
         """
         ...
 
@@ -387,10 +328,7 @@ class Runtime(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------------------------------------ one device
-
-
-class RuntimeDefaults:
+class RuntimeDefaults(_RuntimeVerbs):
     """A base class to derive a runtime from: all rows are on one device, where programs that pass over them are compiled.
 
     See :class:`Runtime` for what each says. A subclass writes down ``sum_chunks`` and ``map_groups``.
@@ -401,99 +339,6 @@ class RuntimeDefaults:
     traffic: Any = None
     workers: Any = ""
     elsewhere: Any = None
-
-    def engine(self, engine: Any) -> Any:
-        """The engine as it is."""
-        return engine
-
-    def call(
-        self, program: Callable, engine: Any, state: Any, dynamic: list, static: tuple, *rest: Any, **options: Any
-    ) -> Any:
-        """The program's value."""
-        return program(engine, state, dynamic, static, *rest, **options)
-
-    def hold(self, what: str, state: Any) -> None:
-        """A state names nothing that is elsewhere."""
-
-    @property
-    def alone(self) -> Any:
-        """All rows are here."""
-        return self
-
-    @property
-    def within(self) -> Any:
-        """All groups are here."""
-        return self
-
-    @property
-    def side_by_side(self) -> Any:
-        """All rows are here."""
-        return self
-
-    def lay_out(self, packing: Any, whole: bool, mechanism: str = "args") -> Any:
-        """As it is."""
-        del whole, mechanism
-        return packing
-
-    def place(self, rows: list, axes: tuple[int | None, ...], packing: Any, whole: bool) -> tuple[list, Any]:
-        """As they are."""
-        del axes, whole
-        return rows, packing
-
-    def publish(self, tree: Any) -> Any:
-        """As it is."""
-        return tree
-
-    def fetch(self, tree: Any) -> Any:
-        """As it is."""
-        return tree
-
-    def over_rows(self, program: Callable, rows: list, axes: tuple[int | None, ...], packing: Any, *others: Any) -> Any:
-        """The program itself."""
-        del axes
-        return program(rows, packing, *others)
-
-    def span(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> tuple[Any, Any]:
-        """All of the group's chunks."""
-        del count
-        return offsets[group], offsets[group + 1]
-
-    def holds(self, offsets: Int[Array, "ends"], group: Int[Array, "*k"], count: int) -> Any:
-        """Every group is here."""
-        del offsets, group, count
-        return True
-
-    def mine(self, tree: Any, count: int) -> Any:
-        """All of it."""
-        del count
-        return tree
-
-    def gathered(self, tree: Any) -> Any:
-        """As it is."""
-        return tree
-
-    def total(self, tree: Any, holds: Any = True) -> Any:
-        """The sum of one."""
-        del holds
-        return tree
-
-    def total_expected(self, found: Expected) -> Expected:
-        """The sum of one."""
-        return found
-
-    def largest(self, x: Array) -> Array:
-        """The largest of one."""
-        return x
-
-    def shared(self, tree: Any) -> Any:
-        """As it is."""
-        return tree
-
-    def sum_group(
-        self, expect: Callable[[Any], Expected], chunks: Any, offsets: Int[Array, "ends"], group: Int[Array, ""]
-    ) -> Expected:
-        """In a loop over the group's chunks."""
-        return sum_span(expect, chunks, offsets[group], offsets[group + 1], add_expected)
 
 
 # ------------------------------------------------------------------------------------------------------ two ways to run
@@ -575,7 +420,6 @@ class Vmap(RuntimeDefaults):
         holds: Any = True,
     ) -> Any:
         """Vectorise over groups, or loop when each reads rows of its own (groups differ in their number of chunks)."""
-        del holds
         if reads_rows and not side_by_side:
             return jax.lax.map(lambda xs: solve(*xs), operands)
         return jax.vmap(solve)(*operands)
@@ -605,7 +449,6 @@ class LaxMap(RuntimeDefaults):
         working_bytes: int,
     ) -> Expected:
         """Loop over groups and their chunks: see :class:`numpyro_pvi.runtime.Runtime`."""
-        del working_bytes
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks)
         if jax.eval_shape(expect, first).local is not None:
             # What rows want of their own latents is kept, not summed, so each chunk leaves its result.
@@ -621,7 +464,6 @@ class LaxMap(RuntimeDefaults):
         holds: Any = True,
     ) -> Any:
         """Loop over groups."""
-        del reads_rows, side_by_side, holds
         return jax.lax.map(lambda xs: solve(*xs), operands)
 
 
@@ -633,15 +475,8 @@ def add(total: Any, more: Any) -> Any:
 def sum_span(of_chunk: Callable, chunks: Any, first: Any, last: Any, plus: Callable[[Any, Any], Any] = add) -> Any:
     """Add up neighbouring chunks in a loop of as many steps as there are.
 
-    Args:
-        of_chunk: one chunk's arrays to what it says.
-        chunks: arrays with a leading chunk axis.
-        first: the first of them.
-        last: past the last.
-        plus: of two results.
-
-    Returns:
-        The sum; zero where there are none.
+    ``of_chunk``: one chunk's arrays to what it says; ``chunks``: arrays with a leading chunk axis. Returns the sum; zero where
+    there are none.
     """
     shapes = jax.eval_shape(of_chunk, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunks))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -16,7 +16,7 @@ from numpyro.distributions.transforms import biject_to
 from .._compiling import Program
 from .._numerics import either_mode, grad, hessian_of
 from .._state import SKIP_LIMIT, Plan, PVIState
-from ..expectations import FIXED_RULES, RULES, TOLERANCE, Expected, PointsProgram, disagreement
+from ..expectations import FIXED_RULES, RULES, TOLERANCE, PointsProgram, disagreement
 from ..factors import (
     GroupMasks,
     ModelCall,
@@ -100,15 +100,9 @@ class FitsParams:
     ) -> tuple[Any, dict[str, Any], Float[Array, "P"]]:
         """One step of the optimiser (PVI eq. 5); none where the loss, or what it leads to, is not finite.
 
-        Args:
-            loss: negative ELBO in nats at constrained values, q held fixed.
-            optim_state: the optimiser's state.
-            args: the model's positional arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            The optimiser's state, the constrained values after it, and the nats that every param's part of the step gains to
-            first order (by name, sorted), 0 within rounding of the loss.
+        ``loss``: negative ELBO in nats at constrained values, q held fixed. Returns the optimiser's state, the constrained
+        values after it, and the nats that every param's part of the step gains to first order (by name, sorted), 0 within
+        rounding of the loss.
         """
         transforms = self.param_transforms(args, kwargs)
 
@@ -163,22 +157,14 @@ def settle(
 ) -> Evaluation:
     """Decide whether sigma points still serve, and evaluate q under the decision.
 
-    Sigma points stay while a few random draws agree with them; the comparison is made whenever q has moved by half a
-    posterior sd since the last one, and every eight rounds: what the points do not see, q may grow into until it stands
-    still at an optimum of theirs. Once contradicted they are tried again when q has become narrower, and every eight
-    rounds; from then on draws have to confirm them.
-
-    Args:
-        problem: the factors.
-        sites: where the sites are.
-        evaluation: an evaluation at these sites, or one of the right shapes when ``stale``.
-        noise: draws for this evaluation and the next round.
-        moved: how far q has moved since the last call, in posterior sds.
-        stale: whether the evaluation must be made afresh; known before the program runs where there is nothing to decide.
-        again: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points.
-
-    Returns:
-        The evaluation; its rule carries the decision.
+    Sigma points stay while a few random draws agree with them; the comparison is made whenever q has moved by half a posterior
+    sd since the last one, and every eight rounds: what the points do not see, q may grow into until it stands still at an
+    optimum of theirs. Once contradicted they are tried again when q has become narrower, and every eight rounds; from then on
+    draws have to confirm them. ``evaluation``: an evaluation at these sites, or one of the right shapes when ``stale``;
+    ``noise``: draws for this evaluation and the next round; ``moved``: how far q has moved since the last call, in posterior
+    sds; ``stale``: whether the evaluation must be made afresh; known before the program runs where there is nothing to decide;
+    ``again``: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points. Returns the
+    evaluation; its rule carries the decision.
     """
     able = jnp.asarray([getattr(p, "mode", "") == "auto" for p in (problem.program, problem.prior_program)])
     old = evaluation.rule.points
@@ -237,11 +223,8 @@ def _likelihood(problem: LocalProblem, evaluation: Evaluation, noise: Draws, bef
     if not isinstance(program, PointsProgram):
         return jnp.array(False)
 
-    def total(groups: Expected) -> Expected:
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), groups)
-
     pairs = problem.pairs(moments, noise.compared)
-    return disagreement(problem.family, moments, total(evaluation.groups), noise.compared, pairs, before)
+    return disagreement(problem.family, moments, sum_slots(evaluation.groups), noise.compared, pairs, before)
 
 
 def _prior(problem: LocalProblem, evaluation: Evaluation, noise: Draws, before: Bool[Array, ""]) -> Any:
@@ -288,21 +271,13 @@ def run_rounds(
 ) -> tuple[RoundsDone, Any]:
     """Run up to ``count`` rounds in one compiled loop, whatever a round is.
 
-    Args:
-        state: where they start.
-        carry: what rounds hand on to one another beside the state.
-        one: a round: of a state, a carry and ``opening`` the state and the carry afterwards, the loss in nats, and whether the
-            round is not to be, as it needs the finest quadrature rule; None where none ever does.
-        count: most rounds.
-        tol: largest move of a round, in posterior sds, that ends them; no lower than what the noise of sampled moments explains.
-            Negative never ends them.
-        length: rounds that there is room for.
-        solver: where its weights keep collapsing rounds end early, so that chains can be compiled in.
-        missed: whether the first round needs that rule already.
-        opening: whether the first is no round, but the evaluation of the state's own q; None where it never is.
-
-    Returns:
-        The rounds, and what the last of them hands on.
+    ``carry``: what rounds hand on to one another beside the state; ``one``: a round: of a state, a carry and ``opening`` the
+    state and the carry afterwards, the loss in nats, and whether the round is not to be, as it needs the finest quadrature
+    rule; None where none ever does; ``tol``: largest move of a round, in posterior sds, that ends them; no lower than what the
+    noise of sampled moments explains. Negative never ends them; ``length``: rounds that there is room for; ``solver``: where
+    its weights keep collapsing rounds end early, so that chains can be compiled in; ``missed``: whether the first round needs
+    that rule already; ``opening``: whether the first is no round, but the evaluation of the state's own q; None where it never
+    is. Returns the rounds, and what the last of them hands on.
     """
 
     def unfinished(loop: tuple) -> Array:
@@ -359,12 +334,10 @@ class Engine(FitsParams):
 
     def reporting(self, loss_every: int) -> Engine:
         """The engine of a run that reports losses now and then: itself, since every round knows its own."""
-        del loss_every
         return self
 
     def counted(self, state: PVIState, loss_every: int) -> PVIState:
         """The state that such a run begins with, given by the user: as it is."""
-        del loss_every
         return state
 
     @property
@@ -389,18 +362,11 @@ class Engine(FitsParams):
     ) -> LocalProblem | RowProblem:
         """Prepare every factor's arrays from the model's arguments.
 
-        Args:
-            plan: the static plan.
-            packing: rows of each chunk.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            params: constrained values of the model's ``numpyro.param`` sites.
-            prior: ``(natural, exact mask)`` of the exactly held prior, or None to read it off the model.
-            num_rules: how many quadrature rules are compiled in.
-            others: natural parameters of all sites of groups whose rows are not at hand, summed, or None.
-
-        Returns:
-            The factors, ready to be evaluated.
+        ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
+        arguments; ``params``: constrained values of the model's ``numpyro.param`` sites; ``prior``: ``(natural, exact mask)``
+        of the exactly held prior, or None to read it off the model; ``num_rules``: how many quadrature rules are compiled in;
+        ``others``: natural parameters of all sites of groups whose rows are not at hand, summed, or None. Returns the factors,
+        ready to be evaluated.
         """
         part = plan.partition
         call = whole_call(self.model, part, args, kwargs, params)
@@ -442,16 +408,9 @@ class Engine(FitsParams):
     def prior_gap(self, plan: Plan, packing: Packing, args: tuple, kwargs: dict, optim_state: Any, at: Any) -> Any:
         """How far the prior is another on the rows of one chunk than on all of them, at a point.
 
-        Args:
-            plan: the static plan.
-            packing: rows of each chunk.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            optim_state: of the params, or None.
-            at: Float[D], where the prior is looked at.
-
-        Returns:
-            The largest difference of its numbers, and the largest of them (1 at least).
+        ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
+        arguments; ``optim_state``: of the params, or None; ``at``: Float[D], where the prior is looked at. Returns the largest
+        difference of its numbers, and the largest of them (1 at least).
         """
         part, loc = plan.partition, jnp.asarray(at, jnp.result_type(float))
         params = self.constrain(plan, args, kwargs, optim_state)
@@ -462,13 +421,8 @@ class Engine(FitsParams):
     def prior_numbers(self, plan: Plan, call: ModelCall, loc: Float[Array, "D"]) -> list[Array]:
         """What tells one prior from another: the exact part's natural parameters and constant, and the factor near a point.
 
-        Args:
-            plan: the static plan.
-            call: the model with its arguments.
-            loc: where the prior factor is looked at.
-
-        Returns:
-            Arrays, the same for all rows where the prior does not depend on them.
+        ``plan``: the static plan; ``call``: the model with its arguments; ``loc``: where the prior factor is looked at. Returns
+        arrays, the same for all rows where the prior does not depend on them.
         """
         part = plan.partition
         found = jax.tree.leaves(self.exact_prior(plan, call)[0]), exact_log_constant(call, part.exact)
@@ -484,13 +438,8 @@ class Engine(FitsParams):
     def exact_prior(self, plan: Plan, call: ModelCall) -> tuple[Any, Bool[Array, "D"], Bool[Array, ""]]:
         """Read the exactly held prior off the model.
 
-        Args:
-            plan: the static plan.
-            call: the model with its arguments.
-
-        Returns:
-            ``(natural, exact, outside)``: its natural parameters, the coordinates it covers, and whether it is outside
-            the family after all (correlated under a mean-field q).
+        ``plan``: the static plan; ``call``: the model with its arguments. Returns ``(natural, exact, outside)``: its natural
+        parameters, the coordinates it covers, and whether it is outside the family after all (correlated under a mean-field q).
         """
         part, dim, dtype = plan.partition, plan.family.dim, jnp.result_type(float)
         exact = jnp.zeros((dim,), bool)
@@ -549,20 +498,12 @@ class Engine(FitsParams):
     ) -> RoundsDone:
         """Run up to ``count`` rounds in one compiled loop.
 
-        Args:
-            state: where to start.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            count: rounds to run, at most ``length``.
-            tol: stop after a round whose largest move is at most this many posterior sds; negative never stops.
-            length: static size of the buffers.
-            fine: whether the finest quadrature rule is compiled in. Without it the loop ends before the first round
-                whose rows ask for it.
-            seen: an evaluation of the state's q as the rounds that made it have left it, of the shapes of :meth:`unseen`, and
-                whether it is one: where it is not, rounds begin with a pass over the rows. None where it never is.
-
-        Returns:
-            The state and what was recorded.
+        ``state``: where to start; ``args``: positional arguments (arrays); ``kwargs``: keyword arguments; ``count``: rounds to
+        run, at most ``length``; ``tol``: stop after a round whose largest move is at most this many posterior sds; negative
+        never stops; ``length``: static size of the buffers; ``fine``: whether the finest quadrature rule is compiled in.
+        Without it the loop ends before the first round whose rows ask for it; ``seen``: an evaluation of the state's q as the
+        rounds that made it have left it, of the shapes of :meth:`unseen`, and whether it is one: where it is not, rounds begin
+        with a pass over the rows. None where it never is. Returns the state and what was recorded.
         """
         stored, state = state.sites.others, present_alone(state)
         others = None if stored is None else sum_slots(stored)
@@ -588,12 +529,9 @@ class Engine(FitsParams):
     def tallied(self, state: PVIState, carry: RoundCarry, ends: Bool[Array, ""]) -> tuple[PVIState, RoundCarry]:
         """State and carry after a round whose report tells what was sent in it: nothing, where nobody is asked.
 
-        Args:
-            state: after the round.
-            carry: likewise.
-            ends: whether the round is kept; what was sent in one that is not counts for the next.
+        ``state``: after the round; ``carry``: likewise; ``ends``: whether the round is kept; what was sent in one that is not
+        counts for the next.
         """
-        del ends
         return state, carry
 
     def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> Evaluation | None:
@@ -758,20 +696,11 @@ class Engine(FitsParams):
     def start(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state: prior, start of the sites, solver and schedule states.
 
-        Args:
-            plan: the static plan.
-            packing: rows of each chunk.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            optim_state: optimiser state of the params, or None.
-            loc: Float[D] prior location.
-            sd: Float[D] prior sd.
-            local: the same of every unit's local latents, Float[U K] each, or None.
-            mode: where sites start: "prior", "curvature" or "auto".
-
-        Returns:
-            The fields of a :class:`PVIState` that depend on arrays, whether the exact prior is outside the family, and
-            whether q is normalisable.
+        ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
+        arguments; ``optim_state``: optimiser state of the params, or None; ``loc``: Float[D] prior location; ``sd``: Float[D]
+        prior sd; ``local``: the same of every unit's local latents, Float[U K] each, or None; ``mode``: where sites start:
+        "prior", "curvature" or "auto". Returns the fields of a :class:`PVIState` that depend on arrays, whether the exact prior
+        is outside the family, and whether q is normalisable.
         """
         params = self.constrain(plan, args, kwargs, optim_state)
         family = plan.family
@@ -845,11 +774,7 @@ class Engine(FitsParams):
     def unvisited(self, problem: LocalProblem | RowProblem) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
-        Args:
-            problem: the factors.
-
-        Returns:
-            Fields of a :class:`PVIState`.
+        ``problem``: the factors. Returns fields of a :class:`PVIState`.
         """
         family, dtype = problem.family, problem.dtype
         one = self.solver.init_among(family, dtype, problem.num_groups)
@@ -893,18 +818,7 @@ def carry_of(state: PVIState, evaluation: Any) -> RoundCarry:
 def moved_by(
     schedule: Schedule, problem: Any, state: PVIState, carry: RoundCarry, noise: Any
 ) -> tuple[PVIState, RoundCarry]:
-    """State and carry after a schedule's round.
-
-    Args:
-        schedule: whose.
-        problem: the factors.
-        state: before it.
-        carry: likewise, in the form that rounds take.
-        noise: the round's draws, or None.
-
-    Returns:
-        Both.
-    """
+    """State and carry after a schedule's round. ``state``: before it; ``carry``: likewise, in the form that rounds take."""
     next_key, round_key = jax.random.split(state.rng_key)
     carry = schedule.round(problem, carry, round_key, noise)
     state = dataclasses.replace(
@@ -949,20 +863,11 @@ def gradient_jumps(
 ) -> Bool[Array, ""]:
     """Whether second derivatives miss part of the curvature, because some factor's gradient jumps.
 
-    Args:
-        engine: the model and its engine.
-        plan: the plan, its factors without structure.
-        packing: rows of each chunk.
-        args: positional arguments (arrays).
-        kwargs: keyword arguments.
-        params: values of the model's ``numpyro.param`` sites.
-        loc: prior location.
-        sd: prior standard deviations.
-        key: random key.
-
-    Returns:
-        True when ``E[eps grad f^T]`` and ``E[hess f]`` differ beyond their standard errors in some coordinate, or in
-        their trace, over a few chunks and the prior factor.
+    ``engine``: the model and its engine; ``plan``: the plan, its factors without structure; ``packing``: rows of each chunk;
+    ``args``: positional arguments (arrays); ``kwargs``: keyword arguments; ``params``: values of the model's ``numpyro.param``
+    sites; ``loc``: prior location; ``sd``: prior standard deviations; ``key``: random key. Returns True when ``E[eps grad
+    f^T]`` and ``E[hess f]`` differ beyond their standard errors in some coordinate, or in their trace, over a few chunks and
+    the prior factor.
     """
     draws = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, unstructured="hessian"))
     prior = (plan.family.zeros((), loc.dtype), jnp.zeros(loc.shape, bool))
@@ -988,16 +893,9 @@ def forms_differ(
     """Compare ``E[eps_i grad_i f]`` with ``E[hess_ii f]`` (whitened) on antithetic pairs.
 
     Their difference on a pair, less what the mean Hessian H explains, ``eps_i (H eps)_i - H_ii``, has mean zero when the
-    gradient is continuous, and vanishes for a quadratic f.
-
-    Args:
-        density: f, in nats.
-        loc: location of the draws.
-        sd: their standard deviations.
-        eps: standard normal draws; each is used with both signs.
-
-    Returns:
-        Whether some coordinate, or the trace, is more than five standard errors away.
+    gradient is continuous, and vanishes for a quadratic f. ``density``: f, in nats; ``sd``: their standard deviations; ``eps``:
+    standard normal draws; each is used with both signs. Returns whether some coordinate, or the trace, is more than five
+    standard errors away.
     """
 
     def whitened(e):

@@ -69,12 +69,8 @@ _HERE = Vmap()
 class GroupRows:
     """The rows of all groups, gathered when they are asked for and never copied as a whole.
 
-    Args:
-        density: ``(chunk, point) -> nats``, the log-likelihood of the rows that a chunk names.
-        packing: where each group's rows stand.
-        sizes: rows of each group; with ``padded``, those there is room for.
-        padded: whether the packing's masks say how many of them there are.
-        runtime: where rows are.
+    ``density``: ``(chunk, point) -> nats``, the log-likelihood of the rows that a chunk names; ``sizes``: rows of each group;
+    with ``padded``, those there is room for; ``padded``: whether the packing's masks say how many of them there are.
     """
 
     density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
@@ -109,14 +105,8 @@ class GroupRows:
     ) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`.
 
-        Args:
-            group: which group.
-            points: where.
-            rows: positions within the group, or None for all.
-            hessian: whether second derivatives are wanted.
-
-        Returns:
-            Value, gradient and Hessian of the sum over those rows at every point.
+        ``rows``: positions within the group, or None for all. Returns value, gradient and Hessian of the sum over those rows at
+        every point.
         """
         return self._of(group, rows, lambda chunk: self._at(chunk, points, hessian))
 
@@ -125,15 +115,8 @@ class GroupRows:
     ) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.at_rows_draws`.
 
-        Args:
-            group: which group.
-            moments: of a mean-field q.
-            count: draws of every row.
-            rows: positions within the group, or None for all.
-            key: of the draws.
-
-        Returns:
-            The sum over those rows, by draw; the diagonal of the Hessian.
+        ``rows``: positions within the group, or None for all. Returns the sum over those rows, by draw; the diagonal of the
+        Hessian.
         """
 
         def one(chunk: Any, key: Any) -> Derivatives:
@@ -197,25 +180,14 @@ class GroupRows:
 class Factors:
     """The factors of one model as data, and what they say of themselves; :class:`LocalProblem` visits and evaluates them.
 
-    Args:
-        family: the Gaussian family of q.
-        solver: the local solver.
-        runtime: how to map over chunks and groups.
-        program: expectations of one chunk of the likelihood.
-        prior_program: expectations of the prior factor, or None.
-        quadratic: whether the likelihood is quadratic in the latents jointly.
-        num_rules: how many quadrature rules are compiled in.
-        data: the factors' arrays.
-        units: ``(U, K)``, how many units have how many local latents each; None when there are none.
-        rows: the groups' rows at points, for a stochastic solver; else None.
-        labels: the groups' labels, in the order of every stacked array.
-        known: which groups had a site before their rows came back; None when none had.
-        stream: the groups' rows one by one.
-        one_chunk_each: whether every group is one chunk.
-        most_chunks: chunks of the largest group where sizes are known beforehand, else 0.
-        longest: its rows, likewise.
-        chained: whether chains are compiled in beside weighted draws.
-        wide: how the rows that see q most widely are set apart; None where rows are few.
+    ``runtime``: how to map over chunks and groups; ``program``: expectations of one chunk of the likelihood; ``prior_program``:
+    expectations of the prior factor, or None; ``quadratic``: whether the likelihood is quadratic in the latents jointly;
+    ``units``: ``(U, K)``, how many units have how many local latents each; None when there are none; ``rows``: the groups' rows
+    at points, for a stochastic solver; else None; ``labels``: the groups' labels, in the order of every stacked array;
+    ``known``: which groups had a site before their rows came back; None when none had; ``stream``: the groups' rows one by one;
+    ``one_chunk_each``: whether every group is one chunk; ``most_chunks``: chunks of the largest group where sizes are known
+    beforehand, else 0; ``chained``: whether chains are compiled in beside weighted draws; ``wide``: how the rows that see q
+    most widely are set apart; None where rows are few.
     """
 
     family: GaussianFamily
@@ -279,14 +251,10 @@ class Factors:
     def map_groups(self, solve: Callable, operands: Any, reads_rows: bool, side_by_side: bool = False) -> Any:
         """A computation for many groups, each where its rows are.
 
-        Args:
-            solve: these factors as one device sees them that visits groups of its own, and a group's operands, to its result.
-            operands: a tuple of pytrees with a leading group axis, the groups' places the first.
-            reads_rows: whether it passes over the group's rows.
-            side_by_side: whether it may do so for all groups in one vectorised program.
-
-        Returns:
-            Results with a leading group axis.
+        ``solve``: these factors as one device sees them that visits groups of its own, and a group's operands, to its result;
+        ``operands``: a tuple of pytrees with a leading group axis, the groups' places the first; ``reads_rows``: whether it
+        passes over the group's rows; ``side_by_side``: whether it may do so for all groups in one vectorised program. Returns
+        results with a leading group axis.
         """
         runtime = self.passes if self.rows is None else self.runtime
         if not reads_rows:
@@ -383,7 +351,6 @@ class GroupFactor:
 
     def derivatives(self, points, rows=None, hessian=False, key=None) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
-        del key
         return self.group_rows.derivatives(self.index, points, rows, hessian)
 
     def at_rows_draws(self, moments, count, key, rows=None) -> Derivatives:

@@ -38,29 +38,13 @@ class Units(NamedTuple):
 
 
 def starting(plan: Any, packing: Any, solver: Any, units: Units, dtype: Any) -> LocalSites | OwnConditionals:
-    """What a client holds beside its site before the first round.
-
-    Args:
-        plan: of one group.
-        packing: of its rows.
-        solver: of the fit.
-        units: its own.
-        dtype: of q.
-    """
+    """What a client holds beside its site before the first round."""
     rows = first_conditionals(plan, packing, jnp.asarray(units.loc, dtype), jnp.asarray(units.sd, dtype))
     return OwnConditionals(rows) if solver.matches_moments else LocalSites(plan.family.zeros((1,), dtype), rows)
 
 
 def own_draws(units: Units, offset: Any, seed: Any, shape: tuple[int, int, int], total: int) -> Float[Array, "n S K"]:
-    """Draws of a client's units among those of all.
-
-    Args:
-        units: its own.
-        offset: added to their numbers.
-        seed: random key of all draws.
-        shape: D, K and S.
-        total: how many units there are.
-    """
+    """Draws of a client's units among those of all."""
     dim, width, count = shape
     return shifted_normals(seed, dim, width, count, total, units.loc.dtype)[1][units.index + offset]
 
@@ -81,10 +65,8 @@ class HeldPrograms(NamedTuple):
 def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
     """The programs of all clients that differ in their rows only.
 
-    Args:
-        problem_of: ``(rows, rules)`` to the factors.
-        plan: of one group.
-        prepared: ``(own problem, settings)``: how a look is made, see :func:`numpyro_pvi.runtime._answers.programs_of`.
+    ``problem_of``: ``(rows, rules)`` to the factors; ``prepared``: ``(own problem, settings)``: how a look is made, see
+    :func:`numpyro_pvi.runtime._answers.programs_of`.
     """
     family, width = plan.family, plan.partition.local.width
 

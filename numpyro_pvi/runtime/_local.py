@@ -45,17 +45,7 @@ from ._tilted import is_sampled
 
 
 def values_at(problem: Any, q: Any, rule: Rule, noise: Any) -> Evaluation:
-    """The ELBO at a Gaussian and nothing that only a natural gradient would read.
-
-    Args:
-        problem: the factors.
-        q: its natural parameters.
-        rule: quadrature rule to start from.
-        noise: the draws of the loss, or None.
-
-    Returns:
-        The evaluation, without targets.
-    """
+    """The ELBO at a Gaussian and nothing that only a natural gradient would read. Returns the evaluation, without targets."""
     moments = problem.family.moments(q)
     if not problem.program.noisy:
         found = problem.evaluate_at(q, moments, rule, noise)
@@ -104,13 +94,7 @@ _FARTHEST = 0.5
 def affordable_pairs(units: int, width: int, dim: int) -> int:
     """Antithetic pairs that cost little where local latents are few: tangents of a draw, one per coordinate and unit.
 
-    Args:
-        units: how many units have local latents.
-        width: local latents of each.
-        dim: shared latents.
-
-    Returns:
-        The pairs; 0 where even one has more tangents than is little.
+    ``units``: how many units have local latents. Returns the pairs; 0 where even one has more tangents than is little.
     """
     tangents = 2 * units * width * (dim + width)
     return min(_MOST_PAIRS, _FEW_TANGENTS // max(tangents, 1))
@@ -127,24 +111,15 @@ def fall_explained(
 ) -> Any:
     """Twice what a joint step promises, its squared length over its share, where draws contradict themselves; else 0.
 
-    Curvature from second derivatives is not the derivative of the draws' mean value, so that near the optimum their ELBO
-    falls along most targets, in proportion to the step: no halving would mend it, and q would stand still where the noise
-    of its last draws left it. The fall is of the size of the gain that a natural-gradient step promises to first order. A
-    step that overshoots by far loses more, and is still halved; and what promises more than a jitter of one sd in every
-    coordinate, half their number, is no noise but a step that far, and must keep its word. Random points with gradients
-    do not contradict themselves: their curvature is the derivative of their mean value.
-
-    Args:
-        family: the family of q(theta).
-        noisy: programs of the factors whose expectations are by draws.
-        new: sites and evaluation after the step.
-        old: before it, on the same draws.
-        step: share of the way to the targets, in (0, 1].
-        units: how many units have how many local latents each; None without any.
-        own: the local latents' part of the step's squared length, where clients keep them.
-
-    Returns:
-        Nats, or the number 0.
+    Curvature from second derivatives is not the derivative of the draws' mean value, so that near the optimum their ELBO falls
+    along most targets, in proportion to the step: no halving would mend it, and q would stand still where the noise of its last
+    draws left it. The fall is of the size of the gain that a natural-gradient step promises to first order. A step that
+    overshoots by far loses more, and is still halved; and what promises more than a jitter of one sd in every coordinate, half
+    their number, is no noise but a step that far, and must keep its word. Random points with gradients do not contradict
+    themselves: their curvature is the derivative of their mean value. ``noisy``: programs of the factors whose expectations are
+    by draws; ``new``: sites and evaluation after the step; ``old``: before it, on the same draws; ``step``: share of the way to
+    the targets, in (0, 1]; ``units``: how many units have how many local latents each; None without any; ``own``: the local
+    latents' part of the step's squared length, where clients keep them. Returns nats, or the number 0.
     """
     if all(isinstance(p, PointsProgram) for p in noisy):
         return 0.0
@@ -251,19 +226,11 @@ class LocalProblem(Factors, ProblemDefaults):
     ) -> Evaluation:
         """One pass over all groups at a Gaussian given by its moments.
 
-        Args:
-            q: its natural parameters.
-            moments: its moments.
-            rule: quadrature rule to start from.
-            noise: the round's draws, or None.
-            probe: vector for the curvature product, or None.
-            clip: raise curvatures to positive semi-definite.
-            trial: whether values alone will do where they are by random points.
-            local: what groups hold of their local latents, or None.
-            hopeless: an ELBO below which no finer rule is tried, or None.
-
-        Returns:
-            The evaluation; ``elbo`` is minus infinity or NaN where a factor is not finite.
+        ``q``: its natural parameters; ``moments``: its moments; ``rule``: quadrature rule to start from; ``noise``: the round's
+        draws, or None; ``probe``: vector for the curvature product, or None; ``clip``: raise curvatures to positive
+        semi-definite; ``trial``: whether values alone will do where they are by random points; ``local``: what groups hold of
+        their local latents, or None; ``hopeless``: an ELBO below which no finer rule is tried, or None. Returns the evaluation;
+        ``elbo`` is minus infinity or NaN where a factor is not finite.
         """
         draws, prior_draws = (self.draws_of(p, noise, rule, trial) for p in (self.program, self.prior_program))
         apart = None if self.wide is None else expect_wide(self, moments, rule)
@@ -299,12 +266,8 @@ class LocalProblem(Factors, ProblemDefaults):
     def own_latents(self, local: Any, moments: GaussianMoments, groups: Expected) -> tuple[Any, Bool[Array, ""]]:
         """What an evaluation keeps of the groups' own latents, and whether their conditionals are normalisable.
 
-        Args:
-            local: what groups hold of them.
-            moments: q.
-            groups: what a look at them has found.
+        ``local``: what groups hold of them; ``moments``: q; ``groups``: what a look at them has found.
         """
-        del groups
         found = conditional_moments(local.rows)
         return (found.mean(moments.loc), found.marginal_sd(moments)), jnp.all(found.valid)
 
@@ -315,16 +278,9 @@ class LocalProblem(Factors, ProblemDefaults):
     def rows_elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule, local: Any = None) -> Float[Array, ""]:
         """What the rows add to the global ELBO at a fixed q under a fixed quadrature rule.
 
-        Reverse-mode differentiable in the factors' arrays, as :meth:`rest_elbo_at` is, which is the other part.
-
-        Args:
-            moments: q.
-            noise: the round's draws, or None.
-            rule: says which points are in use where there is no structure.
-            local: what groups hold of their local latents, or None.
-
-        Returns:
-            Nats.
+        Reverse-mode differentiable in the factors' arrays, as :meth:`rest_elbo_at` is, which is the other part. ``moments``: q;
+        ``noise``: the round's draws, or None; ``rule``: says which points are in use where there is no structure; ``local``:
+        what groups hold of their local latents, or None. Returns nats.
         """
         draws = self.draws_of(self.program, noise, rule)
         # A static rule: loops of traced length have no reverse mode.
@@ -338,13 +294,8 @@ class LocalProblem(Factors, ProblemDefaults):
     def rest_elbo_at(self, moments: GaussianMoments, noise: Any, rule: Rule) -> Float[Array, ""]:
         """What is not of the rows: prior and entropy.
 
-        Args:
-            moments: q.
-            noise: the round's draws, or None.
-            rule: says which points are in use where there is no structure.
-
-        Returns:
-            Nats.
+        ``moments``: q; ``noise``: the round's draws, or None; ``rule``: says which points are in use where there is no
+        structure. Returns nats.
         """
         draws = self.draws_of(self.prior_program, noise, rule)
         prior = self.prior_expected(moments, None, len(FIXED_RULES) - 1, draws, False)
@@ -353,12 +304,8 @@ class LocalProblem(Factors, ProblemDefaults):
     def pairs(self, moments: GaussianMoments, eps: Float[Array, "K D"]) -> Expected:
         """Antithetic pairs of draws of all rows, where a likelihood is taken by points, for a comparison with these.
 
-        Args:
-            moments: q.
-            eps: standard normal draws.
-
-        Returns:
-            As of ``PointsProgram.pair``, summed over the rows, with a leading axis of pairs.
+        ``moments``: q; ``eps``: standard normal draws. Returns as of ``PointsProgram.pair``, summed over the rows, with a
+        leading axis of pairs.
         """
 
         def one(e: Float[Array, "D"]) -> Expected:

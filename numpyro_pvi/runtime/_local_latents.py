@@ -121,22 +121,11 @@ def visit_with_locals(
 ) -> tuple[LocalResult, LocalSites]:
     """One natural-gradient step of one group over the shared and its own latents, halved until q is normalisable.
 
-    Where nothing later tests it, it is halved until the local free energy has not fallen either: that of the joint
-    Gaussian over theta and the group's own latents, which are those of their conditional at any theta.
-
-    Args:
-        problem: the factors.
-        index: the group.
-        q: natural parameters of q(theta).
-        site: the group's site.
-        state: the group's solver state, handed back.
-        noise: the round's draws.
-        rule: which of them are in use.
-        local: what all groups hold of their local latents.
-        alone: whether no joint step of all groups follows, whose ELBO would be looked at.
-
-    Returns:
-        The site, and ``local`` with this group's part replaced.
+    Where nothing later tests it, it is halved until the local free energy has not fallen either: that of the joint Gaussian
+    over theta and the group's own latents, which are those of their conditional at any theta. ``state``: the group's solver
+    state, handed back; ``rule``: which of them are in use; ``local``: what all groups hold of their local latents; ``alone``:
+    whether no joint step of all groups follows, whose ELBO would be looked at. Returns the site, and ``local`` with this
+    group's part replaced.
     """
     family, data = problem.family, problem.data
     moments, old, draws = family.moments(q), take(local.shared, index), problem.draws_of(problem.program, noise, rule)
@@ -175,15 +164,7 @@ def visit_with_locals(
 def own_move(
     new: tuple[Float[Array, "*rows"], Float[Array, "*rows"]], old: tuple[Float[Array, "*rows"], Float[Array, "*rows"]]
 ) -> Float[Array, ""]:
-    """Largest change of a mean or log sd of local latents.
-
-    Args:
-        new: means and sds under q.
-        old: under another.
-
-    Returns:
-        Of means in new sds.
-    """
+    """Largest change of a mean or log sd of local latents. ``new``: means and sds under q. In new sds, where of means."""
     (mean_new, own_new), (mean_old, own_old) = new, old
     shift = jnp.max(jnp.abs(mean_new - mean_old) / own_new)
     return jnp.maximum(shift, jnp.max(jnp.abs(jnp.log(own_new) - jnp.log(own_old))))
@@ -210,15 +191,8 @@ def integrated_program(
 ) -> IntegratedProgram:
     """The program of factors over the shared latents alone.
 
-    Args:
-        part: the partition's plan, with local latents.
-        packing: rows of each chunk.
-        call: the model on all rows.
-        read: one chunk's arrays to the model on its rows.
-        family: the Gaussian family of q(theta).
-
-    Returns:
-        The program; one pass over all rows serves all groups where they are masked.
+    ``part``: the partition's plan, with local latents; ``read``: one chunk's arrays to the model on its rows. Returns the
+    program; one pass over all rows serves all groups where they are masked.
     """
     local = part.local
     assert local is not None
@@ -243,7 +217,6 @@ def _masked_program(
     group_of, count = packing.group_of_row, part.table.num_groups
 
     def by_unit(data, theta, z):
-        del data
         total = jnp.zeros((local.size,), z.dtype)
         for name, (_, values) in by_row(theta, z).items():
             if name in place:
@@ -322,16 +295,7 @@ def chunks_with(problem: Factors, local: Any) -> Any:
 
 
 def conditionals_at(problem: Factors, q: Any, local: OwnConditionals) -> OwnConditionals:
-    """Every unit's conditional matched to q(theta) and the exact one.
-
-    Args:
-        problem: the factors.
-        q: natural parameters of q(theta).
-        local: the conditionals as they stand.
-
-    Returns:
-        The conditionals.
-    """
+    """Every unit's conditional matched to q(theta) and the exact one."""
     moments, chunks = problem.family.moments(q), chunks_with(problem, local)
     if isinstance(problem.program, MaskedIntegratedProgram):
         return OwnConditionals(problem.program.match_all(chunks, q, moments))
@@ -350,14 +314,8 @@ def conditionals_proposal(problem: Factors, carry: RoundCarry, moved: Bool[Array
 def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: Any) -> Any:
     """The same for one group: what its visit leaves.
 
-    Args:
-        problem: the factors.
-        index: the group.
-        q: natural parameters of q(theta) after the visit.
-        local: what all groups hold.
-
-    Returns:
-        ``local`` with this group's part replaced; as it is where there are no own latents.
+    ``q``: natural parameters of q(theta) after the visit. Returns ``local`` with this group's part replaced; as it is where
+    there are no own latents.
     """
     if not isinstance(local, OwnConditionals):
         return local
@@ -390,14 +348,8 @@ def shares_points(problem: Factors, method: Any) -> bool:
 def look_together(problem: Factors, method: Any, q: Any, key: Any) -> Callable[[Int[Array, ""]], Callable]:
     """Evaluate every group's factor at common points of q.
 
-    Args:
-        problem: the factors, with their conditionals in the chunks.
-        method: "grid" or the settings of weighted draws.
-        q: natural parameters of q(theta).
-        key: random key of the draws.
-
-    Returns:
-        A group's index to its way to take moments (of q, site, power, key and memory).
+    ``problem``: the factors, with their conditionals in the chunks; ``method``: "grid" or the settings of weighted draws.
+    Returns a group's index to its way to take moments (of q, site, power, key and memory).
     """
     family, dtype = problem.family, q.precision_mean.dtype
     if method == "grid":
@@ -415,5 +367,4 @@ def look_together(problem: Factors, method: Any, q: Any, key: Any) -> Callable[[
 
 
 def _weighed(family, cloud, factor, proposal, q, site, power, key, memory=None):
-    del key, memory
     return from_points(family, cloud, factor, q, site, proposal, power)

@@ -49,14 +49,9 @@ def moments_missed(carry: RoundCarry) -> Bool[Array, ""]:
 def noise_floor(states: Any, report: RoundReport) -> Float[Array, ""]:
     """The move, in posterior sds, that the noise of sampled moments alone explains once late rounds are being averaged.
 
-    A tolerance below it would chase noise: what further rounds gain shrinks as the root of their number only.
-
-    Args:
-        states: the groups' solver states.
-        report: the round's report.
-
-    Returns:
-        ``step * sqrt(sum_m noise_m^2)`` where the joint step has fallen to a quarter; 0 before, and where nothing is sampled.
+    A tolerance below it would chase noise: what further rounds gain shrinks as the root of their number only. ``states``: the
+    groups' solver states; ``report``: the round's report. Returns ``step * sqrt(sum_m noise_m^2)`` where the joint step has
+    fallen to a quarter; 0 before, and where nothing is sampled.
     """
     if not hasattr(states, "noise"):
         return jnp.zeros((), report.total_move.dtype)
@@ -72,14 +67,8 @@ def visit_all_moments(
 ) -> LocalResult:
     """Every group's moments matched from the same q.
 
-    Args:
-        problem: the factors.
-        carry: where things stand.
-        key: random key.
-        only: which groups; None for all. Where rows have sites, all.
-
-    Returns:
-        Results with a leading group axis; ``local`` the rows' sites after them, where rows have sites.
+    ``only``: which groups; None for all. Where rows have sites, all. Returns results with a leading group axis; ``local`` the
+    rows' sites after them, where rows have sites.
     """
     problem = at_conditionals(problem, carry.sites.local)
     q, rule = carry.evaluation.q, carry.evaluation.rule
@@ -112,16 +101,9 @@ def visit_all_moments(
 def visit_tied(whole: Any, visit: Callable[..., LocalResult], groups: Int[Array, "M"], *operands: Any) -> LocalResult:
     """Every group asks for its own tied site from the same q; the site moves to the mean of what they ask for.
 
-    One group after another, so that there are never as many sites as groups.
-
-    Args:
-        whole: the product of all groups' sites, as a stack of one.
-        visit: a group's visit, of its position, the site and its operands.
-        groups: positions of all groups.
-        operands: with a leading group axis.
-
-    Returns:
-        Results with a leading group axis, and the product after them.
+    One group after another, so that there are never as many sites as groups. ``whole``: the product of all groups' sites, as a
+    stack of one; ``visit``: a group's visit, of its position, the site and its operands. Returns results with a leading group
+    axis, and the product after them.
     """
     site = tied_site(whole, groups.shape[0])
 
@@ -216,14 +198,9 @@ def _solve_found(problem: Factors, q: Any, rule: Rule, found: Expected, site: An
 def first_row_sites(problem: Factors, at_prior: Any, loc: Float[Array, "D"], mode: str) -> tuple[SiteStack, Rule]:
     """Where the sites of single rows start.
 
-    Args:
-        problem: the factors.
-        at_prior: the prior as moments.
-        loc: its location.
-        mode: "prior" (unit sites), or "curvature" and "auto": each row's clipped curvature and gradient at ``loc``.
-
-    Returns:
-        Sites, and the quadrature rule to begin with. A row that is not finite there gets the unit site.
+    ``at_prior``: the prior as moments; ``mode``: "prior" (unit sites), or "curvature" and "auto": each row's clipped curvature
+    and gradient at ``loc``. Returns sites, and the quadrature rule to begin with. A row that is not finite there gets the unit
+    site.
     """
     data = problem.data
     point = at_prior._replace(loc=loc, scale=0.0 * at_prior.scale)
@@ -247,17 +224,8 @@ def group_evidence(
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """One group's part of :func:`evidence`: ``(1/alpha) log E[(p(y_m | theta) / t_m)^alpha]``.
 
-    Args:
-        problem: the factors.
-        index: which group.
-        q: natural parameters.
-        site: the group's.
-        state: the solver's, of the group.
-        key: random key.
-        rule: quadrature rule to start from, and the error aimed at.
-
-    Returns:
-        Nats, their Monte Carlo variance, and whether a finer rule is needed than was compiled in.
+    ``rule``: quadrature rule to start from, and the error aimed at. Returns nats, their Monte Carlo variance, and whether a
+    finer rule is needed than was compiled in.
     """
     at, power = problem.solver.vantage(state, q)
     one = whole_factor(problem, index, rule).tilted(at, site, power, key, getattr(state, "chains", None))
@@ -274,21 +242,13 @@ def evidence(
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
 
-    ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, which is DESIGN's formula with the
-    cavity's normaliser taken into the expectation, so that a cavity need not be proper. A tied site is every group's t_m. Of a
-    solver with anchors theta' the expectations are under these instead of q, which gives the solver's objective less ``A(eta_0)``.
-
-    Args:
-        problem: the factors.
-        sites: all sites.
-        rule: quadrature rule to start from.
-        key: random key.
-        solver: solver states of the groups and of the prior factor, whose chains go on from where they stood.
-        ask: who answers for the groups, ``(q, sites, solver states, keys, rule)`` to what :func:`group_evidence` gives of each;
-            None where their rows are here.
-
-    Returns:
-        ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed than was compiled in.
+    ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, which is DESIGN's formula with the cavity's
+    normaliser taken into the expectation, so that a cavity need not be proper. A tied site is every group's t_m. Of a solver
+    with anchors theta' the expectations are under these instead of q, which gives the solver's objective less ``A(eta_0)``.
+    ``solver``: solver states of the groups and of the prior factor, whose chains go on from where they stood; ``ask``: who
+    answers for the groups, ``(q, sites, solver states, keys, rule)`` to what :func:`group_evidence` gives of each; None where
+    their rows are here. Returns ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed
+    than was compiled in.
     """
     q = posterior(problem.prior_natural, sites)
     problem = at_conditionals(problem, sites.local)

@@ -22,41 +22,27 @@ class Network(Protocol):
     ) -> tuple:
         """Ask every client, or some, for its factor's value, message and error at a q.
 
-        Args:
-            how: static settings of the look.
-            shared: what all clients are told, arrays.
-            shapes: shapes and dtypes of one client's answer.
-            own: what each client alone is told, arrays with a leading axis of these clients.
-            groups: which clients; None for all of them.
-
-        Returns:
-            NumPy arrays with a leading axis of these clients.
+        ``how``: static settings of the look; ``shared``: what all clients are told, arrays; ``shapes``: shapes and dtypes of
+        one client's answer; ``own``: what each client alone is told, arrays with a leading axis of these clients; ``groups``:
+        which clients; None for all of them. Returns NumPy arrays with a leading axis of these clients.
         """
         ...
 
     def seen(self, shapes: tuple) -> tuple:
         """What every client saw last, at the q of a visit of this fit's: nobody is asked.
 
-        Args:
-            shapes: shapes and dtypes of one client's answer.
-
-        Returns:
-            NumPy arrays with a leading axis of clients: whether each has said anything yet, and what it said, zeros where not.
+        ``shapes``: shapes and dtypes of one client's answer. Returns NumPy arrays with a leading axis of clients: whether each
+        has said anything yet, and what it said, zeros where not.
         """
         ...
 
     def visit(self, how: dict[str, Any], shared: tuple, groups: np.ndarray, own: tuple, shapes: tuple) -> tuple:
         """Ask some clients for a site from a cavity.
 
-        Args:
-            how: static settings of the visit.
-            shared: what all clients are told, arrays.
-            groups: which clients.
-            own: ``(cavity, site, memory, key, start)`` of each, trees of arrays with a leading axis of these clients.
-            shapes: shapes and dtypes of one client's site (each a :class:`Leaf`), and of its memory and what it reports.
-
-        Returns:
-            NumPy arrays with a leading axis of these clients: the site's, the memory's, back-offs, moved, step.
+        ``how``: static settings of the visit; ``shared``: what all clients are told, arrays; ``groups``: which clients;
+        ``own``: ``(cavity, site, memory, key, start)`` of each, trees of arrays with a leading axis of these clients;
+        ``shapes``: shapes and dtypes of one client's site (each a :class:`Leaf`), and of its memory and what it reports.
+        Returns NumPy arrays with a leading axis of these clients: the site's, the memory's, back-offs, moved, step.
         """
         ...
 
@@ -65,40 +51,28 @@ class Network(Protocol):
     ) -> tuple:
         """Ask some clients for a visit, and do not wait; those whose visit is under way by their ticket are left at it.
 
-        Args:
-            how: static settings of the visit, and under "look" those of a look at the q that the visit is from.
-            shared: what all clients are told, arrays.
-            tickets: Int[k 2], of the visits that should be under way.
-            groups: which clients.
-            own: ``(cavity, site, memory, key, look)`` of each.
-            shapes: shapes and dtypes of one client's site, of its memory, of what it reports, and of what it sees.
-
-        Returns:
-            Tickets of the visits that are under way now, and which of them were begun here.
+        ``how``: static settings of the visit, and under "look" those of a look at the q that the visit is from; ``shared``:
+        what all clients are told, arrays; ``tickets``: Int[k 2], of the visits that should be under way; ``groups``: which
+        clients; ``own``: ``(cavity, site, memory, key, look)`` of each; ``shapes``: shapes and dtypes of one client's site, of
+        its memory, of what it reports, and of what it sees. Returns tickets of the visits that are under way now, and which of
+        them were begun here.
         """
         ...
 
     def arrive(self, allowed: np.ndarray, young: np.ndarray, shapes: tuple) -> tuple:
         """Wait for the visit that is done first.
 
-        Args:
-            allowed: Bool[M], whose may be taken.
-            young: Bool[M], whose is from a q that is no older than it may be; another one is refused, which is counted.
-            shapes: shapes and dtypes of what is returned.
-
-        Returns:
-            The client, seconds since the last one, the site's arrays, the memory's, back-offs, moved, step.
+        ``allowed``: Bool[M], whose may be taken; ``young``: Bool[M], whose is from a q that is no older than it may be; another
+        one is refused, which is counted; ``shapes``: shapes and dtypes of what is returned. Returns the client, seconds since
+        the last one, the site's arrays, the memory's, back-offs, moved, step.
         """
         ...
 
     def spent(self, ends: np.ndarray) -> tuple:
         """What was really sent since the last round that counted.
 
-        Args:
-            ends: Bool, whether this one does; else its part is left for the next.
-
-        Returns:
-            Int[3]: round trips, bytes to clients and bytes from them, 2^31 - 1 at most; zeros for a round that does not count.
+        ``ends``: Bool, whether this one does; else its part is left for the next. Returns int[3]: round trips, bytes to clients
+        and bytes from them, 2^31 - 1 at most; zeros for a round that does not count.
         """
         ...
 
@@ -150,13 +124,8 @@ def ask_all(
 def spent(network: Any, ends: Any, after: Any) -> Int[Array, "3"]:
     """What was really sent in a round, repetitions included: see :meth:`Network.spent`.
 
-    Args:
-        network: who carries questions.
-        ends: whether the round counts.
-        after: arrays that must be there before: all that the round asked for.
-
-    Returns:
-        Round trips, bytes to clients, and bytes from them.
+    ``after``: arrays that must be there before: all that the round asked for. Returns round trips, bytes to clients, and bytes
+    from them.
     """
     shape = (jax.ShapeDtypeStruct((3,), jnp.int32),)
     return call_out(lambda ends, *_: network.spent(ends), shape, (ends, *jax.tree.leaves(after)))[0]

@@ -99,15 +99,8 @@ class ProductRows:
     def message(self, group: Any, cavity: ProductNatural, site: Any, key: Any, rows: Any) -> Expected:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.message`.
 
-        Args:
-            group: position of the group.
-            cavity: natural parameters of q without its site.
-            site: its site.
-            key: of the draws.
-            rows: positions within the group, or None for all.
-
-        Returns:
-            Value and message, times ``N_m / B``; of rows' own latents, those of the rows that are looked at.
+        ``cavity``: natural parameters of q without its site; ``rows``: positions within the group, or None for all. Returns
+        value and message, times ``N_m / B``; of rows' own latents, those of the rows that are looked at.
         """
         view = self._view(group, cavity, rows)
         stack = _stacked(self.problem.plan, site, row_ids(view.chosen))
@@ -162,12 +155,7 @@ def _stacked(plan: Any, site: Any, ids: Any = None) -> SiteStack:
 def expected_of(value: Float[Array, "*M"], target: Any) -> Expected:
     """A value and a message without quadrature whose error would be known.
 
-    Args:
-        value: in nats.
-        target: natural parameters, or None.
-
-    Returns:
-        As solvers and schedules read them.
+    ``value``: in nats. Returns as solvers and schedules read them.
     """
     zero = jnp.zeros_like(value)
     return Expected(value, target, None, zero, zero, zero)
@@ -201,14 +189,10 @@ class GroupOrder:
 class ProductFactors(ProblemDefaults):
     """Implements :class:`numpyro_pvi.schedules.Problem` for a product of families.
 
-    Args:
-        problem: expectations and messages of the factors.
-        solver: who refines a site.
-        known: which groups had a site before their rows came back; None when none had.
-        continued: whether there are sites of groups whose rows are not at hand.
-        in_turns: whether components move in the plan's turns, rows' own latents among them; else those are :class:`OwnFactors`'.
-        beside: sites that stand beside their factors on the draws of every evaluation, so that all of a round compare; None for
-            those that are evaluated.
+    ``problem``: expectations and messages of the factors; ``known``: which groups had a site before their rows came back; None
+    when none had; ``continued``: whether there are sites of groups whose rows are not at hand; ``in_turns``: whether components
+    move in the plan's turns, rows' own latents among them; else those are :class:`OwnFactors`'; ``beside``: sites that stand
+    beside their factors on the draws of every evaluation, so that all of a round compare; None for those that are evaluated.
     """
 
     problem: ProductProblem
@@ -282,17 +266,14 @@ class ProductFactors(ProblemDefaults):
 
     def sampled(self, rule: Any) -> Bool[Array, ""]:
         """Whether visits are by draws, whatever the rule: of the ELBO alone q does not hover."""
-        del rule
         return jnp.array(self._sampled)
 
     def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
         """What rounding makes of sums over rows, for turns that end at the top of an ELBO; values on common draws compare."""
-        del new_sites, old_sites, step
         return _ROUNDING * jnp.finfo(old.elbo.dtype).eps * (new.size + old.size) if self.in_turns else 0.0
 
     def noise(self, key: Any, num_particles: int = 1) -> Any:
         """The key of the draws; how many there are is the solver's."""
-        del num_particles
         return key
 
     def evaluate(
@@ -306,7 +287,6 @@ class ProductFactors(ProblemDefaults):
         hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all groups: see :class:`numpyro_pvi.schedules.Problem`."""
-        del probe, again, trial, hopeless
         if self.blind:
             return unlooked(self.unread(sites, rule))
         q = posterior(self.prior_natural, sites)
@@ -329,7 +309,6 @@ class ProductFactors(ProblemDefaults):
 
     def whole(self, q: ProductNatural, local: Any) -> ProductNatural:
         """Natural parameters of the problem's q, of those that schedules see and what groups hold beside their sites."""
-        del local
         return q
 
     def of_problem(self, sites: SiteStack) -> SiteStack:
@@ -359,14 +338,8 @@ class ProductFactors(ProblemDefaults):
     def sweep(self, carry: RoundCarry, share: Any, noise: Any, order: Int[Array, "M"] | None = None) -> Turns:
         """Every site moved by turns of components: see :class:`numpyro_pvi.schedules.Turns`.
 
-        Args:
-            carry: where things stand.
-            share: of each change that is taken.
-            noise: key of the draws.
-            order: of the groups, which then follow one another.
-
-        Returns:
-            Sites, reports of the visits, and the share with the solver's own.
+        ``share``: of each change that is taken; ``order``: of the groups, which then follow one another. Returns sites, reports
+        of the visits, and the share with the solver's own.
         """
         solver, dtype = self.solver, carry.evaluation.elbo.dtype
         share = jnp.asarray(share * float(solver.step_size), dtype)
@@ -387,7 +360,6 @@ class ProductFactors(ProblemDefaults):
 
     def among(self, chosen: Chosen, problem: ProductProblem, sites: SiteStack) -> ProductFactors:
         """The factors of some groups, with their problem and sites."""
-        del chosen
         return dataclasses.replace(self, problem=problem, beside=sites)
 
     def _members(self, local: Any) -> ProductNatural | None:
@@ -426,7 +398,6 @@ class ProductFactors(ProblemDefaults):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """One group's local solve from the current q, tested by its own free energy; or its moments matched."""
-        del rule, alone
         if self.matches_moments:
             tilted = self._tilted(jax.random.fold_in(key, 0), local)
             if self.solver.factors == "row":
@@ -437,7 +408,6 @@ class ProductFactors(ProblemDefaults):
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
-        del rule
         if self.matches_moments:
             key, members = jax.random.fold_in(key, 1), self._members(None)
             return ProductTilted(self.problem, self.solver, key, members=members).visit_prior(q, site, state)
@@ -477,8 +447,26 @@ class ProductFactors(ProblemDefaults):
 # ------------------------------------------------------------------------------------------------------ some of the rows
 
 
+class _OfShared(ProductFactors):
+    """Factors of which schedules see the shared latents only; what rows have of their own is no part of q, and there is no ELBO."""
+
+    @property
+    def family(self) -> ProductFamily:
+        """Of the shared latents."""
+        return self.problem.family.of(self.problem.plan.shared)
+
+    @property
+    def prior_natural(self) -> ProductNatural:
+        """The problem's, of shared components."""
+        return shared_of(self.problem.plan, self.problem.prior)
+
+    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
+        """Nothing."""
+        return jnp.zeros_like(moments.log_partition)
+
+
 @dataclasses.dataclass(frozen=True)
-class BatchFactors(ProductFactors):
+class BatchFactors(_OfShared):
     """The same where groups step together by batches of their rows: nobody looks at the others, and q is that of shared latents.
 
     What rows have of their own is moved by their own batches alone, and no schedule's business: its sites are the solver's memory.
@@ -495,12 +483,7 @@ class BatchFactors(ProductFactors):
     def of_all(cls, factors: ProductFactors, prior: ProductNatural | None) -> BatchFactors:
         """The factors of all groups.
 
-        Args:
-            factors: as other rounds see them.
-            prior: the prior factor's site, of all components.
-
-        Returns:
-            The same, as rounds by batches see them.
+        ``prior``: the prior factor's site, of all components. Returns the same, as rounds by batches see them.
         """
         problem = factors.problem
         count = problem.num_groups
@@ -510,19 +493,9 @@ class BatchFactors(ProductFactors):
         return cls(problem, factors.solver, None, factors.continued, True, None, chosen, said)
 
     @property
-    def family(self) -> ProductFamily:
-        """Of the shared latents."""
-        return self.problem.family.of(self.problem.plan.shared)
-
-    @property
     def num_groups(self) -> int:
         """Of those that may take part."""
         return self.chosen.groups.shape[0]
-
-    @property
-    def prior_natural(self) -> ProductNatural:
-        """The problem's, of shared components."""
-        return shared_of(self.problem.plan, self.problem.prior)
 
     @property
     def stochastic(self) -> bool:
@@ -538,13 +511,8 @@ class BatchFactors(ProductFactors):
     def _sampled(self) -> bool:
         return True
 
-    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
-        """Nothing: there is no ELBO."""
-        return jnp.zeros_like(moments.log_partition)
-
     def sweep(self, carry: RoundCarry, share: Any, noise: Any, order: None = None) -> Turns:
         """Steps by batches, of all groups together: see :meth:`ProductFactors.sweep`."""
-        del order
         solver: Any = self.solver
         start = carry.sites, carry.sites, carry.solver, jnp.int32(0), jnp.zeros(carry.report.step.shape, bool)
         done, count = walk(self.problem, self.chosen, Walked(*start), self.said, solver, share, noise)
@@ -564,7 +532,6 @@ class BatchFactors(ProductFactors):
 
     def among(self, chosen: Chosen, problem: ProductProblem, sites: SiteStack) -> BatchFactors:
         """The factors of some groups, with their problem."""
-        del sites
         return dataclasses.replace(self, problem=problem, chosen=chosen)
 
 
@@ -572,7 +539,7 @@ class BatchFactors(ProductFactors):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnFactors(ProductFactors):
+class OwnFactors(_OfShared):
     """The same where rows have latents of their own and a visit is one group's: q is that of shared latents.
 
     What a group's rows have of their own is held beside its site (:class:`numpyro_pvi.sites.OwnMembers`). A visit moves both, in
@@ -590,15 +557,7 @@ class OwnFactors(ProductFactors):
 
     @classmethod
     def of_all(cls, factors: ProductFactors, sites: SiteStack) -> OwnFactors:
-        """The factors as schedules see them that visit one group alone.
-
-        Args:
-            factors: as other rounds see them.
-            sites: of the problem.
-
-        Returns:
-            The same.
-        """
+        """The factors as schedules see them that visit one group alone."""
         axes = factors.problem.plan.row_axes
         said = {} if sites.prior is None else {n: sites.prior.parts[n] for n in axes}
         local: Any = sites.local
@@ -606,24 +565,10 @@ class OwnFactors(ProductFactors):
         return cls(*given, OwnMembers(local.parts), said)
 
     @property
-    def family(self) -> ProductFamily:
-        """Of the shared latents."""
-        return self.problem.family.of(self.problem.plan.shared)
-
-    @property
-    def prior_natural(self) -> ProductNatural:
-        """The problem's, of shared components."""
-        return shared_of(self.problem.plan, self.problem.prior)
-
-    @property
     def units(self) -> tuple[int, int]:
         """As many as there are rows, each with the plan's latents."""
         plan = self.problem.plan
         return plan.partition.table.num_rows, len(plan.inside)
-
-    def rest(self, moments: FamilyMoments) -> Float[Array, ""]:
-        """Nothing: without what groups hold there is no ELBO."""
-        return jnp.zeros_like(moments.log_partition)
 
     def _without(self) -> dict[str, Any]:
         """Natural parameters of rows' own latents in q without their groups' sites."""
@@ -695,7 +640,6 @@ class OwnFactors(ProductFactors):
             # Of a tied site q takes a share of what one group asks for.
             after = q if self.tied else cavity(q, site) + found.site
             return found, self._beside(self._tilted(None, local).settled_group(after, index))
-        del rule, alone
         both, plan = ProductNatural(site.parts | local.parts), self.problem.plan
         rest = ProductNatural(cavity(q, site).parts | self._without())
         rows = ProductRows(self.problem)
@@ -802,14 +746,9 @@ class ProductEngine(FitsParams):
     def problem(self, state: PVIState, args: tuple, kwargs: dict, params: dict | None = None) -> ProductProblem:
         """The factors of a state.
 
-        Args:
-            state: a state.
-            args: positional arguments (arrays).
-            kwargs: keyword arguments.
-            params: constrained values of the model's params; the state's own by default.
-
-        Returns:
-            The factors; the sites of groups whose rows are not at hand count as a prior.
+        ``state``: a state; ``args``: positional arguments (arrays); ``kwargs``: keyword arguments; ``params``: constrained
+        values of the model's params; the state's own by default. Returns the factors; the sites of groups whose rows are not at
+        hand count as a prior.
         """
         plan: Any = state.plan
         runtime, others = self.runtime_of(state.packing), state.sites.others
@@ -877,15 +816,10 @@ class ProductEngine(FitsParams):
     ) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
-        Args:
-            state: with their plan, packing and sites; its own such states are not looked at.
-            dtype: floating dtype.
-            known: Bool[M], which of the groups had a site before their rows came back; None when none had.
-            args: the model's positional arguments, where they are at hand.
-            kwargs: its keyword arguments.
-
-        Returns:
-            Fields of a :class:`PVIState`.
+        ``state``: with their plan, packing and sites; its own such states are not looked at; ``dtype``: floating dtype;
+        ``known``: Bool[M], which of the groups had a site before their rows came back; None when none had; ``args``: the
+        model's positional arguments, where they are at hand; ``kwargs``: its keyword arguments. Returns fields of a
+        :class:`PVIState`.
         """
         plan: Any = state.plan
         count, solver, prior_solver = len(plan.partition.table.labels), (), None
@@ -969,7 +903,6 @@ class ProductEngine(FitsParams):
 
         Without the finest quadrature rule, rounds that end where predictors ask for it are not done.
         """
-        del seen
         plan, given = state.plan, with_rules(state, fine)
         done = self._rounds(given, args, kwargs, count, tol, length)
         if not fine and _over_predictors(plan) and not self.solver.private:
@@ -981,7 +914,6 @@ class ProductEngine(FitsParams):
 
     def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> None:
         """Rounds of families begin with a look of their own: see :meth:`numpyro_pvi.runtime.Engine.unseen`."""
-        del state, args, kwargs, fine
 
     def _missed(self, state: PVIState, args: tuple, kwargs: dict, moving: Any) -> Bool[Array, ""]:
         """Whether quadrature over predictors misses its tolerance at a state; a looser one while q still moves."""
@@ -1084,7 +1016,6 @@ class ProductEngine(FitsParams):
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> tuple[Any, Any, Any]:
         """Power EP's log evidence at a state and its Monte Carlo standard error (nats); no finer rule is ever needed."""
-        del fine
         key = self.noise(jax.random.fold_in(state.rng_key, 1))
         states = state.solver_state, state.prior_solver_state
         return product_evidence(self.problem(state, args, kwargs), state.sites, states, self.solver, key)
@@ -1143,14 +1074,6 @@ def _without_groups(state: PVIState, q: Any) -> Bool[Array, "M"]:
 
 
 def proper_members(family: Family, natural: Any) -> Bool[Array, "*members"]:
-    """Which members of a latent, one or more for every row, are normalisable.
-
-    Args:
-        family: the latent's.
-        natural: natural parameters of all members.
-
-    Returns:
-        One flag per member.
-    """
+    """Which members of a latent, one or more for every row, are normalisable. Returns one flag per member."""
     own, natural = member_family(family, natural)
     return own.in_domain(natural)

@@ -51,13 +51,8 @@ class LookedUp(NamedTuple):
 class ProductProblem:
     """Everything that rounds need to know of a model and its data.
 
-    Args:
-        plan: the static plan.
-        call: the model with all rows.
-        packing: rows of each chunk.
-        prior: natural parameters of the exactly held prior; zero for the other components.
-        num_draws: draws of a latent that is drawn.
-        runtime: where the rows are.
+    ``prior``: natural parameters of the exactly held prior; zero for the other components; ``num_draws``: draws of a latent
+    that is drawn.
     """
 
     plan: ProductPlan
@@ -103,13 +98,8 @@ class ProductProblem:
     ) -> LookedUp:
         """Rows of some chunks.
 
-        Args:
-            group: whose; of a shape that broadcasts against the chunks'.
-            chunk: which of its chunks.
-            slot: which of the chunk's slots; None for all of them.
-
-        Returns:
-            The rows, of which every device knows the plate indices.
+        ``group``: whose; of a shape that broadcasts against the chunks'; ``slot``: which of the chunk's slots; None for all of
+        them. Returns the rows, of which every device knows the plate indices.
         """
         packing, placed = self.packing, self.placed
         assert isinstance(packing, Packing)  # where rows are masked none are looked up
@@ -242,14 +232,7 @@ class ProductProblem:
     def group_gradients(self, space: MeanSpace, variables: Any, rest: Any, key: Any) -> tuple[Float[Array, "M"], Any]:
         """``E_q[log f_m]`` of every group in nats, and its derivative in the variables, of components outside the plate.
 
-        Args:
-            space: how the expectation is taken.
-            variables: what it is differentiated in.
-            rest: beside them; see :meth:`MeanSpace.variables`.
-            key: for draws.
-
-        Returns:
-            Both, with a leading axis of groups.
+        ``space``: how the expectation is taken. Returns both, with a leading axis of groups.
         """
         parts = self._map_chunks(lambda own: self._chunk_gradient(space, variables, rest, own[0], key))
         return self._by_group(parts)
@@ -301,13 +284,8 @@ class ProductProblem:
     def group_messages(self, q: ProductNatural, key: Any, sites: SiteStack | None = None) -> SiteStack:
         """Every group's ``dE_q[log f_m]/dmu``, those about rows' own latents in ``local``.
 
-        Args:
-            q: natural parameters.
-            key: for draws.
-            sites: where the sites are, which says part of the messages without draws.
-
-        Returns:
-            The messages in the places of the sites.
+        ``sites``: where the sites are, which says part of the messages without draws. Returns the messages in the places of the
+        sites.
         """
         variables, _ = self._likelihood().variables(q)
         if not jax.tree.leaves(variables):
@@ -322,14 +300,8 @@ class ProductProblem:
     ) -> tuple[Float[Array, "C"], SiteStack]:
         """Every chunk's ``E_q[log f]`` in nats, and every group's message.
 
-        Args:
-            q: natural parameters.
-            key: for draws.
-            probs: by component that is summed over, weights of its values in place of q's probabilities.
-            sites: as for :meth:`group_messages`.
-
-        Returns:
-            The values and the messages.
+        ``probs``: by component that is summed over, weights of its values in place of q's probabilities. Returns the values and
+        the messages.
         """
         space = self._likelihood()
         variables, rest = space.variables(q)
@@ -389,13 +361,7 @@ class ProductProblem:
     def curvatures(self, q: ProductNatural, widest: float, key: Any) -> SiteStack:
         """Every group's message about the latents that are taken by quadrature, at no more than some variance.
 
-        Args:
-            q: natural parameters.
-            widest: the variance.
-            key: for draws.
-
-        Returns:
-            The messages; precisions below zero of independent latents, of factors that are not log-concave, are zero.
+        Returns the messages; precisions below zero of independent latents, of factors that are not log-concave, are zero.
         """
         space, found = self._likelihood(), self.plan.likelihood
         variables, rest = space.variables(q)
@@ -421,15 +387,9 @@ class ProductProblem:
     ) -> tuple[ProductNatural, MemberSites | None, Float[Array, ""]]:
         """One group's message.
 
-        Args:
-            q: natural parameters.
-            sites: the group's, as a stack of one, and those of all latents inside the plate.
-            group: its position.
-            key: for draws.
-
-        Returns:
-            The message about shared components; the sites of all latents inside the plate, of which the group's rows' are
-            their messages; and ``E_q[log f]`` in nats.
+        ``sites``: the group's, as a stack of one, and those of all latents inside the plate. Returns the message about shared
+        components; the sites of all latents inside the plate, of which the group's rows' are their messages; and ``E_q[log f]``
+        in nats.
         """
         space, chunks, counts = self._likelihood(), self.chunks, self.chunk_counts()
         variables, rest = space.variables(q)
@@ -505,13 +465,7 @@ class ProductProblem:
     ) -> tuple[Float[Array, ""], ProductNatural] | None:
         """``E_q[log f]`` of the prior factor in nats, and its message; None where there is none.
 
-        Args:
-            q: natural parameters.
-            key: for draws.
-            site: where the factor's site is, which says part of the message without draws.
-
-        Returns:
-            Both.
+        ``site``: where the factor's site is, which says part of the message without draws.
         """
         space = self._prior_factor()
         if space is None:
@@ -528,12 +482,7 @@ class ProductProblem:
     def quadrature_error(self, sites: SiteStack, key: Any) -> Float[Array, ""]:
         """Largest estimated error of any factor's curvature over its predictors, relative to the curvature.
 
-        Args:
-            sites: all sites.
-            key: for draws of the other latents.
-
-        Returns:
-            The error; zero where no factor is taken over predictors.
+        ``key``: for draws of the other latents. Returns the error; zero where no factor is taken over predictors.
         """
         q, found = posterior(self.prior, sites), [jnp.zeros(())]
         prior = self._prior_factor()
@@ -555,18 +504,9 @@ class ProductProblem:
     ) -> tuple:
         """What only a pass over every group's rows can say: ``here()``, where the rows are here.
 
-        Args:
-            what: its name, where it is asked for.
-            here: makes arrays with a leading axis of groups, of nothing but the rows and the other arguments.
-            q: natural parameters.
-            key: of draws.
-            own: of each group, trees with a leading axis of groups.
-            how: static settings.
-
-        Returns:
-            The arrays.
+        ``what``: its name, where it is asked for; ``here``: makes arrays with a leading axis of groups, of nothing but the rows
+        and the other arguments; ``own``: of each group, trees with a leading axis of groups.
         """
-        del what, q, key, own, how
         return here()
 
     def rows_error(self, q: ProductNatural, key: Any) -> Float[Array, "M"]:
@@ -599,15 +539,9 @@ class ProductProblem:
         """``sum_m E_q[log f_m] - KL(q | exact prior) + H(q)`` over components with and without an exact prior, in nats.
 
         Where expectations are by draws, only what the sites leave over is drawn: ``E[log f_m - <eta, T>] + <eta, mu>``. Its
-        derivatives are the messages at those sites, so that it tells whether a step along them was too long.
-
-        Args:
-            sites: all sites.
-            key: for draws.
-            q: natural parameters, held fixed while the prior moves with the model's params; those of prior and sites by default.
-
-        Returns:
-            The ELBO; NaN where q is not normalisable.
+        derivatives are the messages at those sites, so that it tells whether a step along them was too long. ``q``: natural
+        parameters, held fixed while the prior moves with the model's params; those of prior and sites by default. Returns the
+        ELBO; NaN where q is not normalisable.
         """
         q = posterior(self.prior, sites) if q is None else q
         terms = [self.group_averages(q, key, sites).reshape(-1), self.divergences(q)]

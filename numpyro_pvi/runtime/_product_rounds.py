@@ -50,20 +50,10 @@ def sweep(
 ) -> Swept:
     """Move every site once (``num_steps`` times): ``eta_m <- eta_m + step (dE_q[log f_m]/dmu - eta_m)``.
 
-    In parallel, all factors see one q; components move in the plan's turns, each turn from the q that the last one left:
-    with one factor or many that is coordinate ascent. One factor after another, each runs through all turns before the
-    next one sees q. A step that would leave q outside its domain is halved until it does not (Khan and Lin, section 7).
-
-    Args:
-        problem: the factors.
-        sites: where they are.
-        share: of each change that is taken.
-        num_steps: how often.
-        noise: key of this round's draws.
-        order: of the groups that follow one another; None where all move in parallel.
-
-    Returns:
-        The sites.
+    In parallel, all factors see one q; components move in the plan's turns, each turn from the q that the last one left: with
+    one factor or many that is coordinate ascent. One factor after another, each runs through all turns before the next one sees
+    q. A step that would leave q outside its domain is halved until it does not (Khan and Lin, section 7). ``share``: of each
+    change that is taken; ``order``: of the groups that follow one another; None where all move in parallel.
     """
     if order is None:
         swept = _together(problem, sites, share, num_steps, noise)
@@ -99,19 +89,10 @@ def move_together(
 ) -> tuple[SiteStack, Int[Array, ""], Bool[Array, "F"]]:
     """One turn of all sites from one q.
 
-    Args:
-        problem: the factors.
-        sites: where they are.
-        control: sites that stand beside their factors on the draws.
-        i: number of the turn, whose components move.
-        share: of each change that is taken.
-        noise: key of the draws.
-        active: which groups move.
-        taken: whether :func:`member_shares` limits what is taken of a change, not the change: noise that small steps average
-            out would be cut off on one side only.
-
-    Returns:
-        The sites, halvings by validity, and which factors moved, the prior factor (if any) first.
+    ``control``: sites that stand beside their factors on the draws; ``i``: number of the turn, whose components move;
+    ``share``: of each change that is taken; ``taken``: whether :func:`member_shares` limits what is taken of a change, not the
+    change: noise that small steps average out would be cut off on one side only. Returns the sites, halvings by validity, and
+    which factors moved, the prior factor (if any) first.
     """
     q = posterior(problem.prior, sites)
     target = problem.group_messages(q, noise, control)
@@ -139,15 +120,8 @@ def step_in_turns(
 ) -> tuple[SiteStack, Int[Array, ""], Bool[Array, "F"]]:
     """One step by a batch of every component in its turn: rows' own latents all the way, shared ones by the step size.
 
-    Args:
-        problem: the factors, as the batch sees them.
-        sites: where they are.
-        active: which groups move.
-        step_size: share of a message that shared components take.
-        noise: key of the draws.
-
-    Returns:
-        The sites, halvings, and which factors moved, the prior factor (if any) first.
+    ``problem``: the factors, as the batch sees them; ``step_size``: share of a message that shared components take. Returns the
+    sites, halvings, and which factors moved, the prior factor (if any) first.
     """
     plan, control = problem.plan, sites
     own = {turn for (name, _), turn in zip(plan.family.components, plan.turns, strict=True) if name in plan.row_axes}
@@ -172,17 +146,10 @@ def drawn_of(plan: ProductPlan) -> set[str]:
 def member_shares(problem: ProductProblem, q: Any, change: Any) -> dict[str, Any]:
     """How much of its change each member of a drawn component takes: at most two sds, and half the way out of its domain.
 
-    One noisy message of thousands would otherwise hold all members back, or throw its own far out. The Fisher metric alone would
-    let the rate of a gamma of small concentration grow without bound. Of what is left, all members take the same share of a step,
-    so that halving it shortens every one.
-
-    Args:
-        problem: the factors.
-        q: natural parameters.
-        change: of q, that of a full step.
-
-    Returns:
-        By drawn component, numbers in [0, 1] by member; 0 where none is small enough.
+    One noisy message of thousands would otherwise hold all members back, or throw its own far out. The Fisher metric alone
+    would let the rate of a gamma of small concentration grow without bound. Of what is left, all members take the same share of
+    a step, so that halving it shortens every one. ``change``: of q, that of a full step. By drawn component, numbers in
+    [0, 1] by member; 0 where none is small enough.
     """
     drawn, found = drawn_of(problem.plan), {}
     sizes = problem.sizes(q, change)
@@ -428,13 +395,7 @@ class SomeRows(Beside):
 def whole_groups(problem: ProductProblem, groups: Int[Array, "K"], there: Bool[Array, "K"]) -> Chosen:
     """All rows of some groups, in as many chunks as the K largest groups have.
 
-    Args:
-        problem: of all groups.
-        groups: positions of the groups, all different.
-        there: which of them take part.
-
-    Returns:
-        The rows.
+    ``groups``: positions of the groups, all different.
     """
     packing, count = problem.packing, groups.shape[0]
     if isinstance(packing, GroupMasks):
@@ -468,14 +429,7 @@ def batch_rows(
 ) -> Chosen:
     """A batch of B rows of each of some groups, weighted by ``N_m / B``.
 
-    Args:
-        problem: of all groups.
-        groups: positions of the groups, all different.
-        there: which of them take part.
-        positions: of the rows within their groups, all different.
-
-    Returns:
-        The rows.
+    ``groups``: positions of the groups, all different; ``positions``: of the rows within their groups, all different.
     """
     packing, (count, size) = problem.packing, positions.shape
     assert isinstance(packing, Packing)  # batches are refused where rows cannot be taken
@@ -500,16 +454,7 @@ def batch_rows(
 
 
 def others(problem: ProductProblem, sites: SiteStack, chosen: Chosen) -> ProductNatural:
-    """The exact prior times the sites of all groups that take no part, of shared components.
-
-    Args:
-        problem: of all groups.
-        sites: all sites.
-        chosen: who takes part.
-
-    Returns:
-        Natural parameters.
-    """
+    """The exact prior times the sites of all groups that take no part, of shared components."""
     rest = jnp.ones((problem.num_groups,), bool).at[chosen.groups].set(~chosen.there)
     parts = {}
     for name, site in sites.groups.parts.items():
@@ -534,13 +479,7 @@ def own_groups(sites: SiteStack, chosen: Chosen) -> ProductNatural:
 def view_of(problem: ProductProblem, chosen: Chosen, base: ProductNatural) -> SomeRows:
     """The problem of some rows.
 
-    Args:
-        problem: of all groups.
-        chosen: the rows.
-        base: as of :func:`others`.
-
-    Returns:
-        The problem; its prior is ``base``, with the rows' part of the prior of their own latents.
+    Returns the problem; its prior is ``base``, with the rows' part of the prior of their own latents.
     """
     plan, call, packing, ids = problem.plan, problem.call, chosen.packing, row_ids(chosen)
     if isinstance(packing, Packing) and ids is not None:
@@ -580,17 +519,7 @@ def local_of(problem: ProductProblem, chosen: Chosen, local: MemberSites | None)
 
 
 def with_local(problem: ProductProblem, chosen: Chosen, local: Any, new: Any) -> Any:
-    """Sites of all rows' own latents (or any natural parameters by latent) with those of some rows replaced.
-
-    Args:
-        problem: of all groups.
-        chosen: the rows.
-        local: of all rows, or None.
-        new: of these rows.
-
-    Returns:
-        Of all rows.
-    """
+    """Sites of all rows' own latents (or any natural parameters by latent) with those of some rows replaced."""
     if local is None or not isinstance(chosen.packing, Packing):
         return new
     packing, axes = chosen.packing, problem.plan.row_axes
@@ -690,15 +619,8 @@ def few_of(
 def part_of(factors: Any, carry: RoundCarry, groups: Int[Array, "K"], there: Bool[Array, "K"], noise: Any) -> Part:
     """Some groups as a problem of their own: see :class:`numpyro_pvi.schedules.Part`.
 
-    Args:
-        factors: those of all groups, as schedules see them.
-        carry: where things stand.
-        groups: positions of the groups, all different.
-        there: which of them take part; the others stay.
-        noise: key of the draws.
-
-    Returns:
-        The part; of rows' own latents it has those of its rows.
+    ``factors``: those of all groups, as schedules see them; ``groups``: positions of the groups, all different; ``there``:
+    which of them take part; the others stay. Returns the part; of rows' own latents it has those of its rows.
     """
     problem, sites, last = factors.problem, carry.sites, carry.report
     chosen, few = factors.few(sites, groups, there)
@@ -773,18 +695,10 @@ def walk(
 ) -> tuple[Walked, Int[Array, ""]]:
     """Steps of all groups that take part, together, each by a batch of its rows.
 
-    Args:
-        problem: of all groups; sites of those that take no part count as its prior.
-        chosen: who takes part.
-        start: where they stand.
-        said: what the prior factor's site says of rows' own latents.
-        solver: whose settings the steps have.
-        share: of its step size that steps have: small steps, not small shares of large ones, as q would go astray in every visit,
-            and messages there are of another q.
-        key: of rows and draws.
-
-    Returns:
-        Where they stand afterwards, and how many steps those made that made most.
+    ``problem``: of all groups; sites of those that take no part count as its prior; ``said``: what the prior factor's site says
+    of rows' own latents; ``share``: of its step size that steps have: small steps, not small shares of large ones, as q would
+    go astray in every visit, and messages there are of another q. Returns where they stand afterwards, and how many steps those
+    made that made most.
     """
     rows_key, draws_key = jax.random.split(key)
     groups, there = chosen.groups, chosen.there
@@ -842,15 +756,8 @@ def some_of(key: Any, count: Any, size: int) -> Int[Array, "size"]:
     """Some different numbers below a count, each of which is as likely in every place; what it costs depends on their number alone.
 
     The first different ones of twice as many draws. They are drawn anew where there are too few, which depends on which draws
-    are equal and not on their numbers, so that all orders of all numbers stay equally likely.
-
-    Args:
-        key: a random key.
-        count: the numbers are 0 to count - 1; several times ``size``.
-        size: how many are drawn.
-
-    Returns:
-        The numbers.
+    are equal and not on their numbers, so that all orders of all numbers stay equally likely. ``count``: the numbers are 0 to
+    count - 1; several times ``size``.
     """
 
     def draw(tried: tuple) -> tuple:

@@ -51,17 +51,7 @@ _PRIOR_PAIRS = 64
 
 @dataclasses.dataclass(frozen=True)
 class FactorReader:
-    """Makes the programs of one model's factors.
-
-    Args:
-        plan: the static plan.
-        call: the model with its arguments.
-        packing: rows of each chunk.
-        solver: local solver.
-        runtime: where passes over rows run.
-        num_particles: draws of the loss where it is Monte Carlo.
-        num_rules: how many quadrature rules are compiled in.
-    """
+    """Makes the programs of one model's factors. ``num_particles``: draws of the loss where it is Monte Carlo."""
 
     plan: Plan
     call: ModelCall
@@ -188,7 +178,6 @@ class FactorReader:
             return program, program.prepare(call, {})
 
         def log_density(chunk, point):
-            del chunk
             return prior_factor_log_density(call, point, part.prior_latents, part.outside, part.rows)
 
         return self._unstructured(log_density, part.prior_kind, _PRIOR_PAIRS), (None, None)
@@ -288,16 +277,7 @@ _MOST_CLASSES = 64
 
 
 def first_rows_of(packing: Packing | GroupMasks, num_groups: int, runtime: Runtime) -> Int[Array, "M"]:
-    """Index of every group's first row.
-
-    Args:
-        packing: rows of each chunk.
-        num_groups: M.
-        runtime: where they are.
-
-    Returns:
-        The indices.
-    """
+    """Index of every group's first row."""
     if not isinstance(packing, Packing):
         return packing.first_rows()
     # A chunk's padding repeats its own first row.
@@ -312,12 +292,7 @@ class RowStream:
 
     Nothing is prepared: a row's design is computed where it is used, by one reverse pass of the model on that row.
 
-    Args:
-        part: the static plan.
-        call: the model on all rows.
-        packing: where each group's rows stand.
-        runtime: where they are.
-        padded: whether rows were filled up after a group came, so that the plan does not know how many there are.
+    ``padded``: whether rows were filled up after a group came, so that the plan does not know how many there are.
     """
 
     part: PartitionPlan
@@ -338,15 +313,8 @@ class RowStream:
     def program(self, expectation: str) -> RowProgram:
         """How a row's expectations are taken.
 
-        Args:
-            expectation: "auto" (closed form where the log-likelihood is quadratic, else quadrature), "quadrature" or
-                "probit".
-
-        Returns:
-            The program.
-
-        Raises:
-            PVIError: where rows are not seen through affine predictors, or cannot be read one by one.
+        ``expectation``: "auto" (closed form where the log-likelihood is quadratic, else quadrature), "quadrature" or "probit".
+        Raises PVIError where rows are not seen through affine predictors, or cannot be read one by one.
         """
         part = self.part
         if not part.terms or part.likelihood not in ("quadratic", "affine") or part.params:
@@ -376,26 +344,15 @@ class RowStream:
         return program
 
     def row(self, group: Int[Array, ""], position: Int[Array, ""]) -> tuple[TermData, ...]:
-        """The arrays of one row.
-
-        Args:
-            group: whose.
-            position: which of its rows, from 0.
-
-        Returns:
-            One entry per term of the likelihood.
-        """
+        """The arrays of one row. ``position``: which of its rows, from 0. Returns one entry per term of the likelihood."""
         call = self._call(group, position)
         return tuple(prepare_term(call, spec, few=True) for spec in self.part.terms)
 
     def classes(self) -> tuple[Int[Array, "M N"], int] | None:
         """The class of every group's rows in their order, and how many classes there are.
 
-        Classes are the values of the first response that has finitely many (a Bernoulli's, a Categorical's); positions
-        after a group's last row are of class -1.
-
-        Returns:
-            None where every response is a number among many.
+        Classes are the values of the first response that has finitely many (a Bernoulli's, a Categorical's); positions after a
+        group's last row are of class -1. Returns None where every response is a number among many.
         """
         found = self._response(jnp.int32(0), jnp.int32(0))
         if found is None:

@@ -67,15 +67,9 @@ def next_rule(rule: Rule, used: Int[Array, ""], spread: Float[Array, ""]) -> Rul
 def relative_error(expected: Expected) -> Float[Array, ""]:
     """Estimated quadrature error of all rows, relative to the precision of q.
 
-    Errors and sizes are weighted by the predictors' variances, so both are traces of (a precision times the covariance
-    of q), and the trace of q's own precision times its covariance is D: curvature much smaller than that needs no
-    relative accuracy.
-
-    Args:
-        expected: expectations of one or more groups.
-
-    Returns:
-        The ratio; infinity where the error is unknown.
+    Errors and sizes are weighted by the predictors' variances, so both are traces of (a precision times the covariance of q),
+    and the trace of q's own precision times its covariance is D: curvature much smaller than that needs no relative accuracy.
+    ``expected``: expectations of one or more groups. Returns the ratio; infinity where the error is unknown.
     """
     total = jnp.maximum(jnp.sum(expected.weight), expected.product.shape[-1])
     ratio = jnp.sum(expected.error) / total
@@ -87,13 +81,8 @@ def escalate(
 ) -> tuple[Any, Int[Array, ""], Float[Array, ""]]:
     """Evaluate with a quadrature rule, and again with finer ones while the error is above the rule's tolerance.
 
-    Args:
-        evaluate: the index of a quadrature rule to ``(result, relative error)``.
-        rule: where to start, and the tolerance.
-        num_rules: how many rules there are.
-
-    Returns:
-        ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
+    ``evaluate``: the index of a quadrature rule to ``(result, relative error)``; ``rule``: where to start, and the tolerance.
+    Returns ``(result, rule used, relative error)``; the error is above the tolerance only where the finest rule missed it.
     """
     return refined(evaluate, rule.level, rule.tolerance, num_rules)
 
@@ -101,13 +90,8 @@ def escalate(
 def escalated(evaluate: Callable[[Any], Expected], rule: Rule, num_rules: int) -> Expected:
     """:func:`escalate` for one factor, judged by its own error.
 
-    Args:
-        evaluate: the index of a quadrature rule to the factor's expectations.
-        rule: where to start, and the tolerance.
-        num_rules: how many rules there are.
-
-    Returns:
-        The expectations under the rule that was accurate enough, or the finest.
+    ``rule``: where to start, and the tolerance. Returns the expectations under the rule that was accurate enough, or the
+    finest.
     """
 
     def split(level):
@@ -145,16 +129,10 @@ def climb(start: Any, found: tuple, value: Callable[[Any], tuple]) -> tuple[Any,
     """Iterate ``point <- target(point)``, extrapolated from the last steps, while an energy rises.
 
     The combination of past targets is the one whose residuals, in standard coordinates of the newest q, are least (Anderson
-    1965; Walker and Ni 2011). Where it is refused the plain step is tried, and halved.
-
-    Args:
-        start: a pytree with the field ``natural``, of a full-covariance Gaussian; linear combinations of it stand for linear
-            combinations of q.
-        found: ``value(start)``.
-        value: a point to its ``(energy, size of the energy's terms, moments, target)``.
-
-    Returns:
-        The last point, and whether it is one: False where not even the start has a finite energy and a normalisable q.
+    1965; Walker and Ni 2011). Where it is refused the plain step is tried, and halved. ``start``: a pytree with the field
+    ``natural``, of a full-covariance Gaussian; linear combinations of it stand for linear combinations of q; ``found``:
+    ``value(start)``; ``value``: a point to its ``(energy, size of the energy's terms, moments, target)``. Returns the last
+    point, and whether it is one: False where not even the start has a finite energy and a normalisable q.
     """
     energy, _, moments, target = found
 
@@ -226,13 +204,9 @@ _AT_ONCE, _BLOCK, _SMALLEST = 16, 1024, 16
 class WideRows:
     """Picks the rows that see q most widely, whatever their groups; padding of groups can change how many, by a factor of two.
 
-    Args:
-        program: quadrature over affine predictors, for a full-covariance q.
-        prepare: the rows and which of them count, both of length K, to what ``program`` reads.
-        rows: which row stands in every slot of every chunk.
-        mask: which slots count.
-        count: K.
-        block: how many of them are read and summed together, so that a block is of few groups.
+    ``program``: quadrature over affine predictors, for a full-covariance q; ``prepare``: the rows and which of them count, both
+    of length K, to what ``program`` reads; ``rows``: which row stands in every slot of every chunk; ``block``: how
+    many of the ``count`` picked rows are read and summed together, so that a block is of few groups.
     """
 
     program: AffineProgram
@@ -283,15 +257,7 @@ class WideRows:
 def wide_rows(plan: Any, program: Any, solver: Any, packing: Any, read: Callable) -> WideRows | None:
     """How the widest rows of a likelihood are set apart, or None where its rows are few or not of that kind.
 
-    Args:
-        plan: the static plan.
-        program: of the likelihood.
-        solver: the local solver.
-        packing: rows of each chunk.
-        read: the program and any rows to what the program reads of them.
-
-    Returns:
-        How to pick and read them.
+    ``read``: the program and any rows to what the program reads of them. Returns how to pick and read them.
     """
     if not isinstance(program, AffineProgram) or not isinstance(packing, Packing) or plan.partition.local is not None:
         return None
@@ -324,13 +290,8 @@ class WideFound(NamedTuple):
 def expect_wide(problem: Any, moments: GaussianMoments, rule: Rule) -> WideFound:
     """Expectations of the widest rows under the cheapest rule that serves them.
 
-    Args:
-        problem: the factors.
-        moments: q.
-        rule: the tolerance; where to start is read off the rows.
-
-    Returns:
-        The rows' part of every group's expectations, and its relative error.
+    ``rule``: the tolerance; where to start is read off the rows. Returns the rows' part of every group's expectations, and its
+    relative error.
     """
     wide: WideRows = problem.wide
     slots = wide.select(problem.data.chunks, moments)
@@ -395,18 +356,12 @@ class _Rows(NamedTuple):
 def refine(problem: Any, evaluation: Any, results: LocalResult) -> LocalResult:
     """Go on with the widest rows alone, the other rows' proposals held, before all rows are looked at again.
 
-    Where labels separate the rows that see a direction (rare categories), each step takes q a fixed way along it, as
-    Newton's method does on an exponential, for dozens of rounds; the rows that say so are few. With the others' sites
-    held, theirs are iterated on the local free energy of all of them together. Where the first proposal is a fixed point of
-    all rows the search ends at once, whatever the quadrature: its target at the old q is the exact one.
-
-    Args:
-        problem: the factors; ``evaluation.wide`` are the picked slots.
-        evaluation: of the q that the proposals were made at.
-        results: what the groups propose; where one proposes nothing, nothing is refined.
-
-    Returns:
-        The proposals, refined.
+    Where labels separate the rows that see a direction (rare categories), each step takes q a fixed way along it, as Newton's
+    method does on an exponential, for dozens of rounds; the rows that say so are few. With the others' sites held, theirs are
+    iterated on the local free energy of all of them together. Where the first proposal is a fixed point of all rows the search
+    ends at once, whatever the quadrature: its target at the old q is the exact one. ``problem``: the factors;
+    ``evaluation.wide`` are the picked slots; ``evaluation``: of the q that the proposals were made at; ``results``: what the
+    groups propose; where one proposes nothing, nothing is refined. Returns the proposals, refined.
     """
     proposed, moved = results.site, results.moved
     wide: WideRows = problem.wide

@@ -120,18 +120,15 @@ class RemoteProblem(LocalProblem):
     A look is asked for once under every quadrature rule that is tried; a visit whose target is the message of the look at q
     (``solver.immediate``) is no question at all.
 
-    Args:
-        network: what carries questions and answers.
-        tells_step: whether visits say what share of their change was taken.
-        fresh: whether a look asks clients, and waits for those that are at work; else what they saw last stands for it, and the
-            value of one that has said nothing yet is NaN (minus infinity where what it said is no number).
-        only_visits: whether rounds ask for visits alone: of clients that are heard in sums there is one group, and its site is the
-            sum of theirs.
-        summed: whether it is such clients that look: no message is known, so that sigma points stay what they are.
-        keeps: whether clients keep what a look finds that their groups want beside their sites, where they have latents of their
-            own: what a schedule holds are names of it (:class:`numpyro_pvi.sites.Held`).
-        starts: by group, the number of its first unit (plate index) among all, less what its client knows of that itself.
-        params: leaves of the constrained values of the model's ``numpyro.param`` sites, which every question tells.
+    ``tells_step``: whether visits say what share of their change was taken; ``fresh``: whether a look asks clients, and waits
+    for those that are at work; else what they saw last stands for it, and the value of one that has said nothing yet is NaN
+    (minus infinity where what it said is no number); ``only_visits``: whether rounds ask for visits alone: of clients that are
+    heard in sums there is one group, and its site is the sum of theirs; ``summed``: whether it is such clients that look: no
+    message is known, so that sigma points stay what they are; ``keeps``: whether clients keep what a look finds that their
+    groups want beside their sites, where they have latents of their own: what a schedule holds are names of it
+    (:class:`numpyro_pvi.sites.Held`); ``starts``: by group, the number of its first unit (plate index) among all, less what its
+    client knows of that itself; ``params``: leaves of the constrained values of the model's ``numpyro.param`` sites, which
+    every question tells.
     """
 
     network: Any = None
@@ -155,7 +152,6 @@ class RemoteProblem(LocalProblem):
 
     def sum_groups(self, expect: Callable[[Any], Expected], local: Any = None, apart: Any = None) -> Expected:
         """Ask all clients for their expectations; the moments and the rule are those that ``expect`` was made with."""
-        del apart
         given = expect.keywords  # type: ignore[attr-defined]
         moments, probe, draws = given["moments"], given["probe"], given["noise"]
         # Known before a program runs in all looks but those of a start, which differ in nothing else.
@@ -328,7 +324,6 @@ class RemoteProblem(LocalProblem):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """Ask one client for its site from the current q."""
-        del alone
         one = jnp.asarray(index, jnp.int32), cavity(q, site), site, state, key
         operands = (*jax.tree.map(lambda x: jnp.asarray(x)[None], one), None)
         rule = rule if self.matches_moments else cheaper_rule(rule)
@@ -657,7 +652,6 @@ class AskedFactors(ProductFactors):
         alone: bool = False,
     ) -> tuple[LocalResult, Any]:
         """Ask one client for its site from the current q."""
-        del rule, local, alone
         key = jax.random.fold_in(key, 0) if self.matches_moments else key
         one = jnp.asarray(index, jnp.int32), cavity(q, site), site, state, key
         found = self._asked((*jax.tree.map(lambda x: jnp.asarray(x)[None], one), None), noise, guarded=False)
@@ -684,12 +678,7 @@ class AskedFactors(ProductFactors):
 def symmetric_leaves(family: ProductFamily, dtype: Any) -> tuple[Leaf, ...]:
     """Shapes of a site's arrays, and which are symmetric matrices: those of which the family makes some.
 
-    Args:
-        family: of q.
-        dtype: floating dtype.
-
-    Returns:
-        One entry per array.
+    Returns one entry per array.
     """
     with jax.ensure_compile_time_eval():
         zeros = family.zeros((), dtype)

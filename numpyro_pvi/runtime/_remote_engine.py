@@ -36,15 +36,7 @@ from ._verification import Check, direction_of, draws_of, num_draws, verify_clai
 
 
 def refuse_remotely(plan: Any, engine: Any) -> None:
-    """Raise for a fit whose factors clients cannot answer for.
-
-    Args:
-        plan: the plan.
-        engine: of clients.
-
-    Raises:
-        PVIError: naming what it is, and why.
-    """
+    """Raise for a fit whose factors clients cannot answer for. Raises PVIError naming what it is, and why."""
     part, schedule, who = plan.partition, engine.schedule, type(engine.solver).__name__
     reasons = engine.unasked(plan) | {
         f"{type(schedule).__name__}": (
@@ -82,24 +74,10 @@ def remote_problem(
 ) -> RemoteProblem:
     """The factors of clients, as rounds take them.
 
-    Args:
-        engine: the fit's choices.
-        plan: the plan, of which labels, sizes and structure are read.
-        network: who carries questions.
-        prior: ``(natural, exact, log partition)`` of the exactly held prior, and ``(program, arrays)`` of the prior factor.
-        num_rules: how many quadrature rules are compiled in.
-        tells_step: whether visits say what share of their change was taken.
-        fresh: whether looks wait for clients that are at work.
-        stream: says which group came first.
-        keeps: as of :class:`RemoteProblem`.
-        starts: likewise.
-        params: constrained values of the model's ``numpyro.param`` sites.
-
-    Returns:
-        The factors.
-
-    Raises:
-        PVIError: where expectations are by points that only a look at all rows can choose.
+    ``plan``: the plan, of which labels, sizes and structure are read; ``prior``: ``(natural, exact, log partition)`` of the
+    exactly held prior, and ``(program, arrays)`` of the prior factor; ``tells_step``: whether visits say what share of their
+    change was taken; ``fresh``: whether looks wait for clients that are at work; ``params``: constrained values of the model's
+    ``numpyro.param`` sites. Raises PVIError where expectations are by points that only a look at all rows can choose.
     """
     natural, exact, partition, (prior_program, prior_data) = prior
     part, family, count = plan.partition, plan.family, plan.partition.table.num_groups
@@ -123,16 +101,7 @@ def remote_problem(
 def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
     """The likelihood's program as far as it is known without rows.
 
-    Args:
-        plan: the plan.
-        num_rules: how many quadrature rules are compiled in.
-        engine: the fit's choices.
-
-    Returns:
-        The program; it evaluates nothing.
-
-    Raises:
-        PVIError: for a likelihood whose expectations no question asks for.
+    Raises PVIError for a likelihood whose expectations no question asks for.
     """
     part, family = plan.partition, plan.family
     if part.likelihood == "quadratic":
@@ -183,8 +152,7 @@ class RemoteEngine(Engine):
     def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state; what groups hold beside their sites is with the clients. See :meth:`Engine.start`.
 
-        Raises:
-            PVIError: for a start from the curvature of groups with latents of their own.
+        Raises PVIError for a start from the curvature of groups with latents of their own.
         """
         if plan.partition.local is None:
             return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, mode)
@@ -281,7 +249,6 @@ class RowlessEngine(RemoteEngine):
         others: Any = None,
     ) -> Any:
         """The factors of clients: see :meth:`Engine.problem`."""
-        del others
         refuse_remotely(plan, self)
         part = plan.partition
         if self.solver.matches_moments and (self.solver.factors == "row" or min(part.table.sizes) == 1):
@@ -340,13 +307,11 @@ class SummedEngine(RowlessEngine):
 
     def unseen(self, state: PVIState, args: tuple, kwargs: dict, fine: bool) -> None:
         """Rounds evaluate nothing."""
-        del state, args, kwargs, fine
 
     def problem(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
         """The factors of clients: see :meth:`Engine.problem`.
 
-        Raises:
-            PVIError: for a model with ``numpyro.param`` sites, or latents inside the plate.
+        Raises PVIError for a model with ``numpyro.param`` sites, or latents inside the plate.
         """
         part = plan.partition
         what = [f"numpyro.param sites ({', '.join(part.params)}), whose step is of the clients' gradients"] * bool(
@@ -366,8 +331,7 @@ class SummedEngine(RowlessEngine):
     def start(self, plan: Plan, packing: Any, args, kwargs, optim_state, loc, sd, local, mode: str):
         """Arrays of a fresh state, whose sites say nothing: clients start from nothing too; see :meth:`Engine.start`.
 
-        Raises:
-            PVIError: for a start from the clients' curvatures.
+        Raises PVIError for a start from the clients' curvatures.
         """
         if mode == "curvature":
             raise PVIError(
@@ -377,23 +341,17 @@ class SummedEngine(RowlessEngine):
         return super().start(plan, packing, args, kwargs, optim_state, loc, sd, local, "prior")
 
     def evidence(self, state: PVIState, args: tuple, kwargs: dict, fine: bool):
-        """There is none: it is made of every client's own part.
-
-        Raises:
-            PVIError: always.
-        """
+        """There is none: it is made of every client's own part. Raises PVIError always."""
         raise PVIError(
             "log_evidence needs every client's own site and what normalises it, and these clients are heard in sums only: "
             "pvi.evaluate(state) is a bound of it, or fit with runtime=InProcess(clients=...), which hears clients one by one."
         )
 
     def _opens(self, problem: Any, fits_params: bool) -> bool:
-        del problem, fits_params
         return False
 
     def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> Any:
         # No look tells a server that a finer rule is needed: clients refine on their own, as far as there are rules.
-        del fine
         return super()._state_problem(state, others, args, kwargs, True)
 
 

@@ -47,15 +47,8 @@ class RowProblem(ProblemDefaults):
     The sites of all groups lie in one vector over rows, ``SiteStack.groups`` with a leading axis of 1: a group's site are its
     rows' two numbers, and zero for others. Exact: quadrature only, no draws, no prior factor.
 
-    Args:
-        family: q, with the prior and the rows' vectors.
-        solver: the local solver.
-        program: expectations of all rows.
-        labels: the groups' labels.
-        num_rules: how many quadrature rules are compiled in.
-        data: see :class:`_NoOthers`.
-        runtime: where rows are on several devices: what sums over them.
-        places: there, where the elements of a device's rows stand among all; else None.
+    ``family``: q, with the prior and the rows' vectors; ``program``: expectations of all rows; ``runtime``: where rows
+    are on several devices, what sums over them; ``places``: there, where the elements of a device's rows stand among all.
     """
 
     family: RowFamily
@@ -85,7 +78,6 @@ class RowProblem(ProblemDefaults):
 
     def draws_of(self, *args: Any) -> None:
         """There are none."""
-        del args
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites."""
@@ -108,7 +100,6 @@ class RowProblem(ProblemDefaults):
         hopeless: Any = None,
     ) -> Evaluation:
         """One pass over all rows: see :class:`numpyro_pvi.schedules.Problem`."""
-        del noise, probe, trial
         q = posterior(self.prior_natural, sites)
         moments = self.family.moments(q)
         rule = rule_at_start(rule, again)
@@ -132,7 +123,6 @@ class RowProblem(ProblemDefaults):
         self, program: RowNumbersProgram, *, moments: RowMoments, level: Any, clip: Any, **unused: Any
     ) -> Expected:
         """All groups' expectations under one quadrature rule."""
-        del unused
         group = self.family.prior.group
         return program.sums(self._rows(program, moments, group >= 0, level, clip), group, self.num_groups)
 
@@ -169,7 +159,6 @@ class RowProblem(ProblemDefaults):
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Any = None) -> LocalResult:
         """Every group's local solve from the same q; the site is that of all rows."""
-        del noise, only
         start, solver = carry.evaluation.groups, cast(Any, self.solver)
         old = carry.sites.groups
         if solver.immediate:
@@ -204,16 +193,11 @@ class RowProblem(ProblemDefaults):
         alone: bool = False,
     ) -> tuple[LocalResult, None]:
         """One group's local solve from the current q; its site is zero in others' rows."""
-        del noise, local, alone
         factor = self._factor(self.family.prior.group == index, cheaper_rule(rule))
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
     def visit_prior(self, *args: Any, **kwargs: Any) -> LocalResult:
-        """The prior is held exactly.
-
-        Raises:
-            PVIError: always; ``has_prior_factor`` is False.
-        """
+        """The prior is held exactly. Raises PVIError always; ``has_prior_factor`` is False."""
         raise PVIError("there is no prior factor: the prior is held exactly.")
 
     def sweep(
@@ -221,15 +205,7 @@ class RowProblem(ProblemDefaults):
     ) -> tuple[Any, LocalResult]:
         """Visit all groups, each from the q that the last one left.
 
-        Args:
-            carry: where things stand.
-            q: natural parameters of q.
-            order: of the groups.
-            key: a random key.
-            damping: share of each visit's change.
-
-        Returns:
-            The sites of all rows, and what the visits report in the order of the groups.
+        Returns the sites of all rows, and what the visits report in the order of the groups.
         """
 
         def visit(before, operands):
@@ -258,14 +234,8 @@ class RowProblem(ProblemDefaults):
     def moves(self, new: SiteStack, old: SiteStack, after: Evaluation, before: Evaluation) -> tuple[Array, Array]:
         """How far a round moved the latents, in posterior sds.
 
-        Args:
-            new: sites after it.
-            old: sites before it.
-            after: evaluation after it.
-            before: evaluation before it.
-
-        Returns:
-            By each group's step, to first order, Float[M]; and altogether, means and log sds.
+        ``new``: sites after it; ``old``: sites before it; ``after``: evaluation after it; ``before``: evaluation before it.
+        Returns what it is by each group's step, to first order, Float[M]; and altogether, means and log sds.
         """
         family = self.family
         sd = family.latent_sd(after.moments)
@@ -315,17 +285,7 @@ def row_problem(
 ) -> RowProblem:
     """The factors, ready to be evaluated.
 
-    Args:
-        plan: the static plan.
-        call: the model with its arguments.
-        prior: the prior as the rows see it.
-        solver: local solver.
-        packing: rows of each chunk.
-        num_rules: how many quadrature rules are compiled in.
-        runtime: where passes over rows run.
-
-    Returns:
-        The problem; of the model only what rows' densities read is evaluated.
+    ``prior``: the prior as the rows see it. Returns the problem; of the model only what rows' densities read is evaluated.
     """
     terms, count = plan.partition.terms, prior.group.shape[0]
     family, rows = RowFamily(prior), read_rows(call, terms, prior.loc)
@@ -357,14 +317,8 @@ def first_numbers(problem: RowProblem, at_prior: RowMoments) -> tuple[SiteStack,
     """One natural-gradient step of all groups from that Gaussian around the prior's location after which the ELBO is highest.
 
     The Gaussians are the prior, the prior at a single point, and between them the prior narrowed until no predictor's sd is
-    above one of a few limits.
-
-    Args:
-        problem: the factors, with all quadrature rules compiled in.
-        at_prior: the prior as moments.
-
-    Returns:
-        Sites, unit ones where no step leaves an ELBO, and the quadrature rule to begin with.
+    above one of a few limits. ``problem``: the factors, with all quadrature rules compiled in; ``at_prior``: the prior as
+    moments. Returns sites, unit ones where no step leaves an ELBO, and the quadrature rule to begin with.
     """
     finest, dtype = len(RULES) - 1, problem.dtype
     sd = jnp.sqrt(jnp.max(jnp.where(problem.family.prior.group >= 0, jnp.sum(at_prior.scale**2, axis=-1), 0.0)))

@@ -39,7 +39,6 @@ def _total(x: Array, axis: str) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _shared(x: Array, axis: str) -> Array:
     """The same value. In reverse mode the devices' parts of its cotangent are added up."""
-    del axis
     return x
 
 
@@ -49,12 +48,7 @@ _shared.defvjp(lambda x, axis: (x, None), lambda axis, _, cotangent: (jax.lax.ps
 
 @dataclasses.dataclass(frozen=True)
 class _OwnGroups(RuntimeDefaults):
-    """One device alone with groups whose rows are all its own: no collective, so that its loops may be as long as it likes.
-
-    Args:
-        axis: the mesh's axis.
-        batch_bytes: as of :class:`Vmap`.
-    """
+    """One device alone with groups whose rows are all its own: no collective, so that its loops may be as long as it likes."""
 
     axis: str
     batch_bytes: int | None
@@ -89,7 +83,6 @@ class _OwnGroups(RuntimeDefaults):
         self, solve: Callable, operands: Any, reads_rows: bool, side_by_side: bool = False, holds: Any = True
     ) -> Any:
         """The groups held here, one after another or side by side; zeros for those elsewhere, and NaN nowhere."""
-        del reads_rows
         shapes = jax.eval_shape(lambda: jax.vmap(solve)(*operands))
         if side_by_side:
             return self._in_lanes(solve, operands, holds, shapes)
@@ -343,11 +336,7 @@ class Sharded(RuntimeDefaults):
 
 @dataclasses.dataclass(frozen=True)
 class _AllChunks(RuntimeDefaults):
-    """All chunks on every device, of whose rows each has its own: what they find is summed, and nothing is divided.
-
-    Args:
-        over: the devices.
-    """
+    """All chunks on every device, of whose rows each has its own: what they find is summed, and nothing is divided."""
 
     over: Sharded
 
@@ -380,9 +369,7 @@ class _Placed:
     def of(self, given: Any, place: Callable[[], Any]) -> Any:
         """What was made of these very arrays before, or is now.
 
-        Args:
-            given: a pytree of arrays, and of what else the result depends on.
-            place: makes it.
+        ``given``: a pytree of arrays, and of what else the result depends on.
         """
         leaves, structure = jax.tree.flatten(given)
         for kept, how, placed in self._known:

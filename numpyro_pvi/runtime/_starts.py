@@ -55,19 +55,12 @@ def first_sites(
 ) -> tuple[SiteStack, Rule]:
     """Where the groups' sites start.
 
-    Args:
-        problem: the factors.
-        at_prior: the prior as moments.
-        loc: its location.
-        mode: "prior" (unit sites), "curvature" (each factor's positive semi-definite curvature and gradient at
-            ``loc``, the cure for wide priors), or "auto": curvature, or one natural-gradient step of all groups
-            from the prior where a fixed quadrature rule resolves every factor there and the global ELBO is higher
-            after it; halved where both end below the prior's own ELBO.
-        base: what stands in for the part of the prior that is not exact, None where there is none.
-
-    Returns:
-        Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
-        it is read gets the unit site.
+    ``at_prior``: the prior as moments; ``mode``: "prior" (unit sites), "curvature" (each factor's positive semi-definite
+    curvature and gradient at ``loc``, the cure for wide priors), or "auto": curvature, or one natural-gradient step of all
+    groups from the prior where a fixed quadrature rule resolves every factor there and the global ELBO is higher after it;
+    halved where both end below the prior's own ELBO; ``base``: what stands in for the part of the prior that is not exact, None
+    where there is none. Returns sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not
+    finite where it is read gets the unit site.
     """
     if mode == "prior":
         return problem.empty_sites(None), first_rule(problem.dtype)
@@ -144,17 +137,10 @@ def _best_step(
 ) -> tuple[SiteStack, Rule]:
     """The better of two steps, from the factors under the prior and at its location; halved until q beats the prior.
 
-    Args:
-        problem: the factors.
-        both: the prior and its location, as moments.
-        look_at: two q to the factors' expectations and ELBOs.
-        sites_of: those expectations to the sites they ask for.
-        after: sites to the two q that come of them.
-        from_prior: whether the step from the factors under the prior is a candidate; without it looks are at points, whose
-            errors are not known, and the prior's is compared with where it is finite.
-
-    Returns:
-        As :func:`first_sites`.
+    ``both``: the prior and its location, as moments; ``look_at``: two q to the factors' expectations and ELBOs; ``sites_of``:
+    those expectations to the sites they ask for; ``after``: sites to the two q that come of them;
+    ``from_prior``: whether the step from the factors under the prior is a candidate. Without it looks are at points, whose errors
+    are not known, and the prior's is compared with where it is finite. Returns as :func:`first_sites`.
     """
 
     def unfinished(steps: _Steps) -> Bool[Array, ""]:
@@ -204,8 +190,7 @@ def _best_step(
 def refuse_curvature(solver: Any, mode: str) -> None:
     """Raise where sites should start from curvature though moments are matched and local latents integrated out.
 
-    Raises:
-        PVIError: naming what to write instead.
+    Raises PVIError naming what to write instead.
     """
     if mode == "curvature":
         raise PVIError(
@@ -219,17 +204,10 @@ def first_local_sites(
 ) -> tuple[SiteStack, Rule]:
     """Where sites of groups with local latents start.
 
-    Args:
-        problem: the factors.
-        at_prior: the prior as moments.
-        loc: its location.
-        mode: "prior" and "auto" (unit sites: in a hierarchy the curvature at one point says little), or
-            "curvature": each factor's positive semi-definite curvature, local latents integrated out, at ``loc``.
-        rows: the local latents' prior given ``loc``.
-
-    Returns:
-        Sites (the prior factor's is None), and the quadrature rule to begin with. A factor that is not finite where
-        it is read gets the unit site.
+    ``at_prior``: the prior as moments; ``mode``: "prior" and "auto" (unit sites: in a hierarchy the curvature at one point says
+    little), or "curvature": each factor's positive semi-definite curvature, local latents integrated out, at ``loc``; ``rows``:
+    the local latents' prior given ``loc``. Returns sites (the prior factor's is None), and the quadrature rule to begin with. A
+    factor that is not finite where it is read gets the unit site.
     """
     dtype, group = problem.dtype, problem.data.chunk_group
     if problem.matches_moments:
@@ -291,18 +269,9 @@ def start_arrivals(
 ) -> tuple[dict[str, Any], Comparison]:
     """Solver and schedule states of groups that have come, and where their sites start.
 
-    Args:
-        engine: the model and the choices.
-        state: the state, with the plan and packing of the new rows; ``sites.groups`` holds the site that each group
-            already has, zero where it has none.
-        args: the new rows.
-        kwargs: likewise.
-        known: which groups have a site.
-        mode: "prior" (a new group's site is 1) or "curvature" (its factor's positive semi-definite curvature at q's
-            location).
-
-    Returns:
-        Fields of the state to replace, and the comparison with the untouched model.
+    ``state``: the state, with the plan and packing of the new rows; ``sites.groups`` holds the site that each group already
+    has, zero where it has none; ``mode``: "prior" (a new group's site is 1) or "curvature" (its factor's positive semi-definite
+    curvature at q's location). Returns fields of the state to replace, and the comparison with the untouched model.
     """
     plan, packing = state.plan, state.packing
     others = None if state.sites.others is None else sum_slots(state.sites.others)
@@ -348,16 +317,8 @@ def compare(
 ) -> Comparison:
     """Evaluate arriving rows by the structure found before, by the untouched model, and in halves.
 
-    Args:
-        problem: the factors of the arriving rows.
-        plan: the plan.
-        packing: the arriving rows' packing.
-        call: the model on all of them.
-        moments: q, from which the points are drawn.
-        key: a random key.
-
-    Returns:
-        The comparison; where there is no structure, or local latents, only what applies.
+    ``call``: the model on all of them; ``moments``: q, from which the points are drawn. Returns the comparison; where there is
+    no structure, or local latents, only what applies.
     """
     part, family = plan.partition, problem.family
     points = family.draw(moments, jax.random.normal(key, (_POINTS, family.dim), problem.dtype))
@@ -439,13 +400,7 @@ _RUNS, _ROUNDS = 10, 4
 def site_with_rows(plan: ProductPlan, sites: SiteStack, group: int) -> ProductNatural:
     """One group's site: of a latent inside the plate, its own rows' members, zero elsewhere.
 
-    Args:
-        plan: the plan.
-        sites: all sites.
-        group: the group's position.
-
-    Returns:
-        Natural parameters.
+    ``plan``: the plan; ``sites``: all sites; ``group``: the group's position. Returns natural parameters.
     """
     own = jnp.asarray(plan.partition.table.index_of_row == group)
     rows = () if sites.local is None else sites.local.parts.items()
@@ -455,13 +410,7 @@ def site_with_rows(plan: ProductPlan, sites: SiteStack, group: int) -> ProductNa
 def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteStack:
     """Add a change of q to the sites: in equal shares, but that of a row's own latents to its group's site.
 
-    Args:
-        plan: the plan.
-        sites: all sites.
-        change: natural parameters.
-
-    Returns:
-        Sites whose sum has moved by the change.
+    ``plan``: the plan; ``sites``: all sites; ``change``: natural parameters. Returns sites whose sum has moved by the change.
     """
     count, inside = len(plan.partition.table.labels), plan.row_axes
     share = 1.0 / (count + (sites.prior is not None))
@@ -483,16 +432,8 @@ def spread(plan: ProductPlan, sites: SiteStack, change: ProductNatural) -> SiteS
 def apart(family: ProductFamily, inside: tuple[str, ...], q: ProductNatural, key: Any) -> ProductNatural:
     """Move the latents inside the plate half way from their mean statistics to those of a draw, each of its own.
 
-    Where a loading and a score are both zero on average, neither learns from the other; members that differ do.
-
-    Args:
-        family: of q.
-        inside: the latents.
-        q: natural parameters.
-        key: a random key.
-
-    Returns:
-        Natural parameters.
+    Where a loading and a score are both zero on average, neither learns from the other; members that differ do. ``family``: of
+    q; ``inside``: the latents; ``q``: natural parameters; ``key``: a random key. Returns natural parameters.
     """
     parts, families = dict(q.parts), dict(family.components)
     for i, name in enumerate(inside):
@@ -506,14 +447,8 @@ def apart(family: ProductFamily, inside: tuple[str, ...], q: ProductNatural, key
 def first_weights(plan: ProductPlan, key: Any) -> dict[str, Float[Array, "..."]]:
     """Weights of the values of every component that is summed over, one set for each short run.
 
-    Every other run takes one row for each value and leaves the other rows out; the rest take random probabilities.
-
-    Args:
-        plan: the plan.
-        key: a random key.
-
-    Returns:
-        By component, Float[runs members K].
+    Every other run takes one row for each value and leaves the other rows out; the rest take random probabilities. ``plan``:
+    the plan; ``key``: a random key. Returns by component, Float[runs members K].
     """
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     found, families = {}, dict(plan.family.components)
@@ -539,14 +474,8 @@ def best_of_short_runs(
 ) -> ProductNatural:
     """Run a few rounds of coordinate ascent from every set of weights, and keep the q with the highest ELBO.
 
-    Args:
-        problem: the factors.
-        q: where all runs start but for the weights.
-        weights: as :func:`first_weights` gives them.
-        key: of draws.
-
-    Returns:
-        Natural parameters of the best.
+    ``problem``: the factors; ``q``: where all runs start but for the weights; ``weights``: as :func:`first_weights` gives them;
+    ``key``: of draws. Returns natural parameters of the best.
     """
     turns, families = problem.plan.num_turns, dict(problem.family.components)
 
@@ -588,13 +517,8 @@ WIDEST, _HALVINGS = 1.0, 8
 def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> SiteStack:
     """Sites at the curvature of factors that are taken by quadrature, as far towards it as the ELBO is highest.
 
-    Args:
-        problem: the factors.
-        sites: where they are.
-        key: for draws, of which there are none.
-
-    Returns:
-        The sites, those of other latents as they were; all as they were where no step raises the ELBO.
+    ``problem``: the factors; ``sites``: where they are; ``key``: for draws, of which there are none. Returns the sites, those
+    of other latents as they were; all as they were where no step raises the ELBO.
     """
     found = problem.curvatures(posterior(problem.prior, sites), WIDEST, key)
     names = (*problem.plan.likelihood.by_nodes, *problem.plan.likelihood.by_predictors)

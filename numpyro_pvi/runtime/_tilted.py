@@ -64,17 +64,8 @@ def laplace_proposal(
 ) -> Proposal:
     """Search the mode of ``q (p / t)^power`` by Newton's method, and take the curvature there.
 
-    Args:
-        family: the Gaussian family of q.
-        look: a point to value, gradient and Hessian of the factor's log density.
-        q: natural parameters of q.
-        site: the factor's site.
-        power: alpha.
-        num_steps: most steps.
-
-    Returns:
-        The Gaussian of the last point's curvature (q's own precision where that is not positive definite); q itself
-        where the factor is not finite.
+    ``look``: a point to value, gradient and Hessian of the factor's log density; ``power``: alpha. Returns the Gaussian of the
+    last point's curvature (q's own precision where that is not positive definite); q itself where the factor is not finite.
     """
     rest, own = cavity(q, site, power), family.moments(q)
     sd = family.sds(own)
@@ -151,12 +142,8 @@ def chain_settings(solver: LocalSolver) -> MCMCMoments | None:
 def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
     """Whether some group's weights have collapsed so often that chains should be compiled in.
 
-    Args:
-        solver: the groups' solver.
-        state: the groups' solver states.
-
-    Returns:
-        False where there are chains already, or none were allowed.
+    ``solver``: the groups' solver; ``state``: the groups' solver states. Returns False where there are chains already, or none
+    were allowed.
     """
     if solver.moments != "auto" or not hasattr(state, "collapses") or state.chains is not None:
         return on_device(False)
@@ -166,14 +153,8 @@ def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
 def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any) -> Any:
     """Solver states with room for chains that have not started.
 
-    Args:
-        solver: the groups' solver.
-        state: solver states, one or stacked.
-        dim: D.
-        dtype: floating dtype.
-
-    Returns:
-        The states; as they are where they have chains or can have none.
+    ``solver``: the groups' solver; ``state``: solver states, one or stacked; ``dim``: D; ``dtype``: floating dtype. Returns the
+    states; as they are where they have chains or can have none.
     """
     settings = chain_settings(solver)
     if settings is None or not hasattr(state, "chains") or state.chains is not None:
@@ -206,12 +187,7 @@ def side_by_side(problem: Factors) -> bool:
 def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable], Any]:
     """How to sum a function of the program and a chunk over one group's chunks.
 
-    Args:
-        problem: the factors.
-        index: which group.
-
-    Returns:
-        ``total(look)``; the chunks are picked once, outside of whatever loop calls it, where groups run side by side.
+    Returns ``total(look)``; the chunks are picked once, outside of whatever loop calls it, where groups run side by side.
     """
     data, program = problem.data, problem.program
     chunks = data.chunk_group.shape[0]
@@ -241,14 +217,9 @@ def chained_moments(
 ) -> Callable[[Any, Any, float, Any, Chains | None], Tilted]:
     """Moments by chains, or by weights until a factor's memory says otherwise.
 
-    Args:
-        problem: the factors.
-        total: sums a function of the program and a chunk over the factor's chunks.
-        by_weights: the way to take moments that chains stand in for; None where there are chains only.
-        index: the group whose rows chains may read in mini-batches; None for a factor without rows.
-
-    Returns:
-        A function of q, site, power, key and memory.
+    ``total``: sums a function of the program and a chunk over the factor's chunks; ``by_weights``: the way to take moments that
+    chains stand in for; None where there are chains only; ``index``: the group whose rows chains may read in mini-batches; None
+    for a factor without rows. Returns a function of q, site, power, key and memory.
     """
     settings = chain_settings(problem.solver)
     assert settings is not None
@@ -323,15 +294,8 @@ def factor_of(problem: Any, take_moments: Callable[..., Tilted]) -> MomentFactor
 def method_of(problem: Any, prior: bool) -> Any:
     """How a factor's tilted moments are taken.
 
-    Args:
-        problem: the factors.
-        prior: whether of the prior factor, else of the likelihood.
-
-    Returns:
-        "exact", "rows" (each with its own site), "row" (one a group, under any site), "grid", or settings of sampled moments.
-
-    Raises:
-        PVIError: when forced moments do not fit.
+    ``prior``: whether of the prior factor, else of the likelihood. Returns "exact", "rows" (each with its own site), "row" (one
+    a group, under any site), "grid", or settings of sampled moments. Raises PVIError when forced moments do not fit.
     """
     wanted = with_settings(problem.solver.moments)
     program, dim = problem.prior_program if prior else problem.program, problem.family.dim
@@ -390,8 +354,7 @@ def keeps_rows(problem: Factors) -> bool:
 def refuse_rows(schedule: Any) -> None:
     """Raise where a schedule does not carry the sites of single rows from visit to visit.
 
-    Raises:
-        PVIError: naming the schedules that do.
+    Raises PVIError naming the schedules that do.
     """
     if not schedule.carries_rows:
         raise PVIError(
@@ -403,8 +366,7 @@ def refuse_rows(schedule: Any) -> None:
 def refuse_arrivals(problem: Factors) -> None:
     """Raise where rows that come to a state would have sites of their own: a group's site does not say what its rows' are.
 
-    Raises:
-        PVIError: naming what to use.
+    Raises PVIError naming what to use.
     """
     if keeps_rows(problem):
         raise PVIError(
@@ -451,13 +413,9 @@ def with_arrays(program: Any, chunk: Any) -> tuple[AffineProgram, Any]:
 def of_rows(found: Expected, rule: Rule) -> Tilted:
     """What a visit to all rows of a group says of the group: the sum of its rows' changes, and what befell any of them.
 
-    Args:
-        found: the rows' reports and values, summed over the group.
-        rule: says which quadrature error counts as missed.
-
-    Returns:
-        The group's tilted moments as a change of its site in natural space; evidence and noise are those of no group as a
-        whole, and are zero, or NaN for the effective sample size.
+    ``found``: the rows' reports and values, summed over the group; ``rule``: says which quadrature error counts as missed.
+    Returns the group's tilted moments as a change of its site in natural space; evidence and noise are those of no group as a
+    whole, and are zero, or NaN for the effective sample size.
     """
     report, one = found.target, jnp.ones_like(found.value)
     temper, held = jnp.where(report.tempered > 0, 0.5 * one, one), report.held.astype(jnp.int32)
@@ -494,7 +452,6 @@ def prior_factor(problem: Factors, rule: Rule) -> MomentFactor:
         return factor_of(problem, _pointed_moments(problem, method, lambda look: look(program, chunk)))
 
     def moments_of(q, site, power, key, memory=None):
-        del key, memory
         rows = coordinate_sites(program, chunk, site)
         moments = problem.family.moments(q)
         found = escalated(
@@ -534,7 +491,6 @@ def _pointed_moments(problem: Factors, method: Any, total: Callable) -> Callable
     family = problem.family
 
     def moments_of(q, site, power, key, memory=None):
-        del memory
         dtype = q.precision_mean.dtype
         if method == "grid":
             proposal, cloud = Proposal(q, family.moments(q)), grid_cloud(family.dim, dtype)
@@ -565,17 +521,10 @@ def _pointed_moments(problem: Factors, method: Any, total: Callable) -> Callable
 def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Callable | None = None) -> MomentFactor:
     """One group's factor, for a site that is any member of the family.
 
-    Of a single row with affine predictors moments are integrals over these. The cavity takes the place of q, and a unit
-    site that of the row's: ``q (p / t)^alpha = cavity p^alpha``.
-
-    Args:
-        problem: the factors.
-        index: which group.
-        rule: quadrature rule to start from, and the error aimed at.
-        looked: how moments are taken from points at which the factor has been evaluated already, or None.
-
-    Returns:
-        The factor; its tilted distribution counts as invalid where the cavity is not normalisable.
+    Of a single row with affine predictors moments are integrals over these. The cavity takes the place of q, and a unit site
+    that of the row's: ``q (p / t)^alpha = cavity p^alpha``. ``rule``: quadrature rule to start from, and the error aimed at;
+    ``looked``: how moments are taken from points at which the factor has been evaluated already, or None. Returns the factor;
+    its tilted distribution counts as invalid where the cavity is not normalisable.
     """
     if method_of(problem, False) != "row":
         return group_factor(problem, index, looked)
@@ -584,7 +533,6 @@ def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Ca
     program, chunk = with_arrays(problem.program, take(problem.data.chunks, problem.span(index)[0]))
 
     def moments_of(q, site, power, key, memory):
-        del key, memory
         rest = cavity(q, site, power)
         moments, unit = family.moments(rest), row_sites_zero(program, chunk, q.precision_mean.dtype)
         found = escalated(

@@ -74,17 +74,9 @@ def verify_claims(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> di
     """Compare every claim of a Gaussian fit's plan with the untouched model at draws from q.
 
     Where the model has ``numpyro.param`` sites, slopes along them are compared as well: a parameter that is 0 leaves values as
-    they were claimed, and what it would do is seen by its slope alone.
-
-    Args:
-        engine: the model and the choices.
-        state: whose q, structure and params.
-        args: the model's positional arguments (arrays).
-        kwargs: its keyword arguments.
-
-    Returns:
-        By claim (see :func:`claims_of`) its check: of groups for "likelihood" and "additivity", else of one factor. No gap where
-        q is not normalisable, which other parts of a round report.
+    they were claimed, and what it would do is seen by its slope alone. By claim (see :func:`claims_of`) its check: of
+    groups for "likelihood" and "additivity", else of one factor. No gap where q is not normalisable, which other parts of a
+    round report.
     """
     plan, packing = state.plan, state.packing
     claims, params = claims_of(plan), engine.constrain(plan, args, kwargs, state.optim_state)
@@ -107,16 +99,8 @@ def checked(
 ) -> dict[str, Check]:
     """Claims beside the model at given points.
 
-    Args:
-        call: the model on all rows.
-        part: the plan.
-        packing: rows of each chunk.
-        claims: some of :func:`claims_of`.
-        places: points, and the same moved by some units of rounding.
-        tangent: direction of the params in which slopes are compared; empty where there are none.
-
-    Returns:
-        By claim its check.
+    ``places``: points, and the same moved by some units of rounding; ``tangent``: direction of the params in which slopes are
+    compared; empty where there are none. By claim its check.
     """
 
     def at(point: Array, params: dict) -> dict[str, dict[str, Claim]]:
@@ -136,12 +120,7 @@ def checked(
 def draws_of(state: PVIState, count: int) -> tuple[tuple[Float[Array, "P D"], Float[Array, "P D"]], Any]:
     """Draws from a state's q at which claims are compared, the same moved by rounding, and whether q is normalisable.
 
-    Args:
-        state: a state.
-        count: P.
-
-    Returns:
-        ``((draws, moved), valid)``.
+    Returns ``((draws, moved), valid)``.
     """
     draws, valid = _draws(state, count)
     signs = jax.random.rademacher(jax.random.fold_in(state.rng_key, _SEED + 1), draws.shape, dtype=draws.dtype)
@@ -255,14 +234,7 @@ def _by_factor(packing: Any, key: str, values: Array) -> Array:
 def begin_again(engine: Any, state: PVIState, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Solver and schedule states of factors that are from now on taken in another way, and their first quadrature rule.
 
-    Args:
-        engine: the model and the choices.
-        state: with the new plan, and sites that stay where they are.
-        args: the model's positional arguments (arrays).
-        kwargs: its keyword arguments.
-
-    Returns:
-        Fields of the state to replace.
+    ``state``: with the new plan, and sites that stay where they are. Returns fields of the state to replace.
     """
     fields, last = memories(engine, state, args, kwargs), state.report
     if engine.schedule.has_agents:
@@ -305,13 +277,8 @@ _LINE, _THIRD = (0.0, 1 / 3, 2 / 3, 1.0), (1.0, -3.0, 3.0, -1.0)
 def product_claims(plan: ProductPlan) -> tuple[str, ...]:
     """What a plan claims and nothing has proved, as "factor/component".
 
-    That it is exact in the component, sees it through predictors, or does not see it.
-
-    Args:
-        plan: the plan.
-
-    Returns:
-        Names under "likelihood" and "prior factor", and under "prior" components whose prior is held exactly.
+    That it is exact in the component, sees it through predictors, or does not see it. ``plan``: the plan. Returns names under
+    "likelihood" and "prior factor", and under "prior" components whose prior is held exactly.
     """
     claimed, proved = [], plan.partition.proved
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
@@ -325,13 +292,7 @@ def product_claims(plan: ProductPlan) -> tuple[str, ...]:
 def verify_product(problem: ProductProblem, state: PVIState, natural: Any) -> dict[str, Check]:
     """Compare every claim of a plan with the untouched model at draws from q.
 
-    Args:
-        problem: the factors.
-        state: the state.
-        natural: natural parameters of q.
-
-    Returns:
-        By claim (see :func:`product_claims`) its check: of groups under "likelihood", else of one factor.
+    By claim (see :func:`product_claims`) its check: of groups under "likelihood", else of one factor.
     """
     plan, claims = problem.plan, product_claims(problem.plan)
     draws, found = _draws_of(problem, natural, jax.random.fold_in(state.rng_key, _PRODUCT_SEED)), {}
@@ -363,14 +324,7 @@ def rows_checks(
 ) -> tuple[Float[Array, "M _"], ...]:
     """What is claimed of every group's factor in some components, at draws from q.
 
-    Args:
-        problem: the factors.
-        names: the components.
-        natural: natural parameters of q.
-        key: of the draws.
-
-    Returns:
-        Of each component two arrays, gaps and what is allowed of them, with a leading axis of groups.
+    Returns of each component two arrays, gaps and what is allowed of them, with a leading axis of groups.
     """
     checks = _factor_checks(problem, "likelihood", names, natural, _draws_of(problem, natural, key))
     return tuple(x.T for check in checks for x in check)
@@ -526,14 +480,9 @@ def factor_values(
 ) -> tuple[Float[Array, "S F"], Float[Array, "S F"]]:
     """The factors' log densities over base measures at settings of all components, and the size of their terms, in nats.
 
-    Args:
-        problem: the factors.
-        factor: "likelihood", of which there is one a group, or "prior factor".
-        settings: S values of every component, in its own support.
-        instead: from a setting to the terms that are taken as they are claimed to be.
-
-    Returns:
-        Both; where the prior of a component is held exactly it is no part of either.
+    ``problem``: the factors; ``factor``: "likelihood", of which there is one a group, or "prior factor"; ``settings``: S values
+    of every component, in its own support; ``instead``: from a setting to the terms that are taken as they are claimed to be.
+    Returns both; where the prior of a component is held exactly it is no part of either.
     """
     plan, part = problem.plan, problem.plan.partition
 

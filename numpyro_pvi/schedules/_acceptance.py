@@ -25,12 +25,8 @@ _HOPELESS = 0.1
 def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """How much the global ELBO has risen, over the factors that were finite before.
 
-    Args:
-        new: evaluation of a candidate.
-        old: evaluation of the q it would replace, on the same draws if there are any.
-
-    Returns:
-        ``(gain, rounding)`` in nats: gains smaller than ``rounding`` in size mean nothing.
+    ``old``: evaluation of the q it would replace, on the same draws if there are any. Returns ``(gain, rounding)`` in nats:
+    gains smaller than ``rounding`` in size mean nothing.
     """
     known = jnp.isfinite(old.groups.value)
     gain = jnp.sum(jnp.where(known, new.groups.value - old.groups.value, 0.0)) + new.rest - old.rest
@@ -43,16 +39,10 @@ def elbo_gain(new: Evaluation, old: Evaluation) -> tuple[Float[Array, ""], Float
 def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) -> Bool[Array, ""]:
     """Whether a candidate is at least as good as the old q beyond rounding.
 
-    Groups whose factor was not finite before are left out of the comparison; none may become non-finite, in its value or in what
-    it asks for: from a q where that is no number no visit would lead away.
-
-    Args:
-        new: evaluation of the candidate.
-        old: evaluation of the q it would replace, on the same draws if there are any.
-        allowance: nats it may lose beside rounding.
-
-    Returns:
-        True when the candidate may be taken.
+    Groups whose factor was not finite before are left out of the comparison; none may become non-finite, in its value or in
+    what it asks for: from a q where that is no number no visit would lead away. ``new``: evaluation of
+    the candidate; ``old``: evaluation of the q it would replace, on the same draws if there are any; ``allowance``: nats it may
+    lose beside rounding. Returns True when the candidate may be taken.
     """
     stays_finite = jnp.all(_finite(new.groups) | ~_finite(old.groups))
     gain, rounding = elbo_gain(new, old)
@@ -76,12 +66,8 @@ def _finite(groups: Any) -> Bool[Array, "M"]:
 def taken_whole(problem: Problem) -> float:
     """How many groups' changes may be absorbed at once and whole: a joint step is this over the groups that are, or 1.
 
-    Args:
-        problem: the factors.
-
-    Returns:
-        Infinity where a visit knows where the other sites are going to (a step to its factor's target); else as many as it
-        allows for: one, or the ``power`` of :class:`numpyro_pvi.solvers.LocalELBO`.
+    Returns infinity where a visit knows where the other sites are going to (a step to its factor's target); else as many as it
+    allows for: one, or the ``power`` of :class:`numpyro_pvi.solvers.LocalELBO`.
     """
     alone = problem.stochastic or problem.solver.moves_alone
     return max(1.0, float(problem.solver.power)) if alone else math.inf
@@ -90,8 +76,7 @@ def taken_whole(problem: Problem) -> float:
 def refuse_power(schedule: Any, problem: Problem) -> None:
     """Raise for a power above 1 where groups are not visited in parallel, again and again.
 
-    Raises:
-        PVIError: naming the schedule.
+    Raises PVIError naming the schedule.
     """
     if problem.solver.power > 1.0:
         raise PVIError(
@@ -207,17 +192,9 @@ def accept_valid(
 ) -> Accepted:
     """Take proposals as far as q stays valid: of a solver that matches moments, or whose rows nobody else may look at.
 
-    Args:
-        problem: the factors.
-        old_sites: where the sites are.
-        proposal: where the local solves want them.
-        old: evaluation at the old sites.
-        step: joint step; halved until q is normalisable, at most 20 times.
-        noise: the round's draws, or None.
-        probe: vector for the curvature product of a mean-field q, or None.
-
-    Returns:
-        As of :func:`accept_jointly`.
+    ``proposal``: where the local solves want them; ``old``: evaluation at the old sites; ``step``: joint step; halved until q
+    is normalisable, at most 20 times; ``probe``: vector for the curvature product of a mean-field q, or None. Returns as of
+    :func:`accept_jointly`.
     """
 
     def at(step):
@@ -244,19 +221,10 @@ def accept_once(
 
     A jitter of one posterior sd in every coordinate costs ``D / 2`` nats. A round that loses no more stays; one that loses
     more, or leaves a factor that is not finite, is undone, and the next one begins with half the step. There is no second
-    evaluation: a round costs its gradients and one look at the values.
-
-    Args:
-        problem: the factors.
-        old_sites: where the sites are.
-        proposal: where the local solves want them.
-        old: evaluation at the old sites, on the same draws.
-        step: joint step; halved until q is normalisable.
-        noise: the draws of all evaluations, or None.
-        test: as of :func:`accept_jointly`.
-
-    Returns:
-        As of :func:`accept_jointly`.
+    evaluation: a round costs its gradients and one look at the values. ``problem``: the factors; ``old_sites``: where the sites
+    are; ``proposal``: where the local solves want them; ``old``: evaluation at the old sites, on the same draws; ``step``:
+    joint step; halved until q is normalisable; ``noise``: the draws of all evaluations, or None; ``test``: as of
+    :func:`accept_jointly`. Returns as of :func:`accept_jointly`.
     """
     if problem.blind:
         return accept_valid(problem, old_sites, proposal, old, step, noise)
@@ -312,18 +280,10 @@ def move_in_nats(
 
     Shared latents: ``1/2 d^T (L + L') d + 1/2 tr (L - L')(V' - V)``, with ``d`` the change of the location, ``L`` and ``V``
     precisions and covariances; local ones add the same of ``q(z | theta)``, expected under the new q(theta). Written in
-    differences, so that float32 resolves small moves.
-
-    Args:
-        family: the family of q(theta).
-        new: natural parameters of the new q(theta).
-        old: of the old one.
-        new_moments: the new q(theta) as moments.
-        old_moments: the old one.
-        rows: new and old natural parameters of the local latents given theta, or None.
-
-    Returns:
-        Nats; ``s^2`` for a move of ``s`` posterior sds along one direction.
+    differences, so that float32 resolves small moves. ``family``: the family of q(theta); ``new``: natural parameters of the
+    new q(theta); ``old``: of the old one; ``new_moments``: the new q(theta) as moments; ``old_moments``: the old one; ``rows``:
+    new and old natural parameters of the local latents given theta, or None. Returns nats; ``s^2`` for a move of ``s``
+    posterior sds along one direction.
     """
     shift, change = new_moments.loc - old_moments.loc, old - new
     total = 0.5 * jnp.dot(shift, family.precision_product(new + old, shift))
@@ -359,14 +319,8 @@ def averaging_step(state: Averaging, dtype: Any) -> Float[Array, ""]:
 def average_late(problem: Problem, state: Averaging, new: Placed, old: Placed) -> Averaging:
     """Shorten steps while successive moves turn back, as noise makes them do, and lengthen them when they clearly go on.
 
-    Args:
-        problem: the factors.
-        state: the memory.
-        new: evaluation after the round.
-        old: evaluation before it.
-
-    Returns:
-        The memory after the round; nothing is counted where expectations are not by draws.
+    ``new``: evaluation after the round; ``old``: evaluation before it. Returns the memory after the round; nothing is counted
+    where expectations are not by draws.
 
     References:
         Delyon and Juditsky, Accelerated stochastic approximation, SIAM J. Optim. 3 (1993), after Kesten (1958).

@@ -105,15 +105,8 @@ class _Absorbed(NamedTuple):
 class Messages:
     """What does not change within a round.
 
-    Args:
-        problem: the factors.
-        rule: the quadrature rule of visits.
-        noise: the round's draws, or None.
-        share: share of every change that is taken, discounts aside.
-        auto: whether there are discounts.
-        delays: time that visits take, or None.
-        max_staleness: bound of the staleness, or None.
-        faults: what may happen to messages, or None.
+    ``share``: share of every change that is taken, discounts aside; ``delays``: time that visits take, or None;
+    ``max_staleness``: bound of the staleness, or None; ``faults``: what may happen to messages, or None.
     """
 
     problem: Problem
@@ -126,15 +119,7 @@ class Messages:
     faults: Faults | None
 
     def event(self, walk: Walk, key: Any) -> Walk:
-        """The next message.
-
-        Args:
-            walk: where things stand.
-            key: a random key.
-
-        Returns:
-            Where they stand after it.
-        """
+        """The next message. Returns where they stand after it."""
         problem, state = self.problem, walk.state
         late = None if state.link is None else state.link.late
         bounded = self.max_staleness is not None and self.delays is not None
@@ -392,7 +377,6 @@ class Asynchronous(ScheduleDefaults):
 
     def round_trips(self, solver: Any, num_groups: int) -> int:
         """One for every visit, and a look at the end where visits do not say what was seen."""
-        del solver
         return num_groups + (not self.at_their_pace)
 
     def init(self, problem: Problem, dtype: Any) -> AsynchronousState:
@@ -515,7 +499,6 @@ class Asynchronous(ScheduleDefaults):
 
     def _own(self, problem: Problem, tally: Any, heard: Any) -> Any:
         """Share of what was asked for that was absorbed, as far as it is less than the solver's noise calls for."""
-        del problem
         arrived = heard[-tally.step.shape[0] :] & (tally.step > 0)
         return jnp.min(jnp.where(arrived, tally.step, 1.0))
 

@@ -84,7 +84,6 @@ class Committee(ScheduleDefaults):
 
     def init(self, problem: Problem, dtype: Any) -> Bool[Array, ""]:
         """Not complete yet."""
-        del dtype
         refuse_power(self, problem)
         if problem.units is not None:
             raise PVIError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -207,9 +207,88 @@ class Part(NamedTuple):
     whole: Callable[[RoundCarry], RoundCarry]
 
 
+class ProblemDefaults(Protocol):
+    """A base class to derive a problem from: exact factors, a site per group and nothing beside it, a prior that is held exactly.
+
+    A subclass writes down where it differs, and ``family``, ``solver``, ``labels``, ``num_groups``, ``prior_natural``, ``stream``,
+    ``evaluate``, its visits, and ``rest(moments)``: the ELBO without its factors. See :class:`Problem`.
+    """
+
+    # Whether there are groups whose rows are not at hand: the prior factor has then been visited before.
+    continued: Any = False
+    # Which of the groups at hand had a site before their rows came back; None when none had.
+    known: Any = None
+    has_prior_factor: Any = False
+    # Whether the likelihood is quadratic in the latents jointly.
+    quadratic: Any = False
+    # How many units have how many local latents each; None without any.
+    units: Any = None
+    # Whether expectations may be by draws, so that values compare only on common draws.
+    noisy: Any = False
+    # Whether local solves take noisy steps of their own: evaluations then hold values only, all on the same draws.
+    stochastic: Any = False
+    # Whether local solves match moments: rounds are then accepted when q is valid.
+    matches_moments: Any = False
+    # Whether visits alone may look at rows, or turns by some of them: evaluations have no values, and rounds are accepted when q
+    # is valid.
+    blind: Any = False
+    # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
+    tied: Any = False
+    # Whether evaluations tell products with the curvature of a mean-field q's factors, by which parallel steps are capped.
+    capped: Any = False
+    # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
+    # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
+    flat: Any = False
+    # Whether visits move components one after another, each from the q that the last left, and say nothing by an evaluation:
+    # the problem itself then has ``sweep`` and ``part``, as of :class:`Turns` and :class:`Part`, and evaluations hold values only.
+    in_turns: Any = False
+    # Where groups work on their own, at the visits that are under way; None where a visit is made when it is asked for.
+    errands: Any = None
+
+    def sampled(self, rule: Any) -> Bool[Array, ""]:
+        """Whether expectations are by draws under this rule, so that q hovers within their error."""
+        return jnp.array(False)
+
+    def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
+        """Nats that the ELBO on common draws may lose in a good joint step, because of their noise; else 0."""
+        return 0.0
+
+    def noise(self, key: Any, num_particles: int = 1) -> Any:
+        """Fresh draws for expectations, or None where they are exact."""
+
+    def unread(self: Any, sites: SiteStack, rule: Any) -> Evaluation:
+        """The q of these sites without a pass over any row: the values of the factors are 0, and the ELBO is not one."""
+        q = posterior(self.prior_natural, sites)
+        moments = self.family.moments(q)
+        rest = self.rest(moments)
+        zero, zeros = jnp.zeros_like(rest), jnp.zeros((self.num_groups,), rest.dtype)
+        groups = Expected(zeros, None, None, zeros, zeros, zeros)
+        return Evaluation(q, moments, groups, None, rest, zero, zero, rule, jnp.array(False))
+
+    def tidy(self: Any, sites: SiteStack) -> SiteStack:
+        """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""
+        even = self.family.symmetrise
+        return SiteStack(even(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
+
+    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
+        """Sites at a share of the way, tidied: ``old + step (aim - old)``, with what groups hold beside them."""
+        return self.tidy(damp(old, aim, step))
+
+    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
+        """Largest change of a mean or log sd of the groups' own latents, in sds; of evaluations that are of some."""
+        return jnp.zeros(())
+
+    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
+        """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
+
+    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
+        """What all groups propose from one q, with steps that a few rows may have taken on their own since."""
+        return results
+
+
 @runtime_checkable
-class Problem(Protocol):
-    """What a runtime offers to a schedule."""
+class Problem(ProblemDefaults, Protocol):
+    """What a runtime offers to a schedule: what :class:`ProblemDefaults` says, and the factors themselves."""
 
     # A Gaussian family, or what stands for one where sites are kept by rows.
     family: Any
@@ -219,48 +298,8 @@ class Problem(Protocol):
     labels: tuple
     # The exactly held prior, times the sites of groups whose rows are not at hand.
     prior_natural: Any
-    # Whether there are such groups: the prior factor has then been visited before.
-    continued: bool
-    # Which of the groups at hand had a site before their rows came back; None when none had.
-    known: Bool[Array, "M"] | None
-    has_prior_factor: bool
-    # Whether the likelihood is quadratic in the latents jointly.
-    quadratic: bool
-    # How many units have how many local latents each; None without any.
-    units: tuple[int, int] | None
-    # Whether expectations may be by draws, so that values compare only on common draws.
-    noisy: bool
-    # Whether local solves take noisy steps of their own: evaluations then hold values only, all on the same draws.
-    stochastic: bool
     # The groups' rows one by one, for schedules that take them as they come.
     stream: Stream
-    # Whether local solves match moments: rounds are then accepted when q is valid.
-    matches_moments: bool
-    # Whether visits alone may look at rows, or turns by some of them: evaluations have no values, and rounds are accepted when q
-    # is valid.
-    blind: bool
-    # Whether all groups share one site, held as its product in a stack of one; ``visit_all`` then answers with that.
-    tied: bool
-    # Whether evaluations tell products with the curvature of a mean-field q's factors, by which parallel steps are capped.
-    capped: bool
-    # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
-    # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
-    flat: bool
-    # Whether visits move components one after another, each from the q that the last left, and say nothing by an evaluation:
-    # the problem itself then has ``sweep`` and ``part``, as of :class:`Turns` and :class:`Part`, and evaluations hold values only.
-    in_turns: bool
-    # Where groups work on their own, at the visits that are under way; None where a visit is made when it is asked for.
-    errands: Errands | None
-
-    def sampled(self, rule: Rule) -> Bool[Array, ""]:
-        """Whether expectations are by draws under this rule, so that q hovers within their error."""
-        ...
-
-    def allowance(
-        self, new_sites: SiteStack, new: Evaluation, old_sites: SiteStack, old: Evaluation, step: Float[Array, ""]
-    ) -> Any:
-        """Nats that the ELBO on common draws may lose in a good joint step, because of their noise; else 0."""
-        ...
 
     def evaluate(
         self,
@@ -279,36 +318,8 @@ class Problem(Protocol):
         """
         ...
 
-    def noise(self, key: Any, num_particles: int = 1) -> Any:
-        """Fresh draws for expectations, or None where they are exact."""
-        ...
-
-    def unread(self, sites: SiteStack, rule: Rule) -> Evaluation:
-        """The q of these sites without a pass over any row: the values of the factors are 0, and the ELBO is not one."""
-        ...
-
-    def tidy(self, sites: SiteStack) -> SiteStack:
-        """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""
-        ...
-
-    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
-        """Sites at a share of the way, tidied: ``old + step (aim - old)``, with what groups hold beside them."""
-        ...
-
-    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
-        """Largest change of a mean or log sd of the groups' own latents, in sds; of evaluations that are of some."""
-        ...
-
-    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
-        """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
-        ...
-
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Every group's local solve from the same q, or those of the groups named only; leading axis M, or k."""
-        ...
-
-    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
-        """What all groups propose from one q, with steps that a few rows may have taken on their own since."""
         ...
 
     def visit_group(
@@ -334,77 +345,72 @@ class Problem(Protocol):
         ...
 
 
-class ProblemDefaults:
-    """A base class to derive a problem from: exact factors, a site per group and nothing beside it, a prior that is held exactly.
+class _ScheduleVerbs(Protocol):
+    """What a schedule may say of itself beside its settings, and what is said where it does not."""
 
-    See :class:`Problem` for what each says. A subclass writes down where it differs, and ``family``, ``solver``, ``labels``,
-    ``num_groups``, ``prior_natural``, ``stream``, ``evaluate``, its visits, and ``rest(moments)``: the ELBO without its factors.
-    """
+    def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
+        """Natural parameters of one group's own q, where the schedule ``has_agents``.
 
-    has_prior_factor: Any = False
-    continued: Any = False
-    known: Any = None
-    quadratic: Any = False
-    units: Any = None
-    noisy: Any = False
-    stochastic: Any = False
-    matches_moments: Any = False
-    blind: Any = False
-    tied: Any = False
-    capped: Any = False
-    flat: Any = False
-    in_turns: Any = False
-    errands: Any = None
+        Raises:
+            NotImplementedError: where there is one q for all groups.
+        """
+        # The cast keeps type checkers from taking it for a member that subclasses have to write.
+        raise cast(Exception, NotImplementedError(f"{type(self).__name__} has one q for all groups"))
 
-    def sampled(self, rule: Any) -> Bool[Array, ""]:
-        """Nothing is by draws."""
-        del rule
-        return jnp.array(False)
+    def tickets(self, state: Any) -> Any:
+        """Int[M 2], of the visits that groups were left at, where they work on their own; else None.
 
-    def allowance(self, new_sites: SiteStack, new: Any, old_sites: SiteStack, old: Any, step: Any) -> Any:
-        """Nothing may be lost."""
-        del new_sites, new, old_sites, old, step
-        return 0.0
+        Args:
+            state: the schedule's.
+        """
 
-    def noise(self, key: Any, num_particles: int = 1) -> Any:
-        """There is none."""
-        del key, num_particles
+    def opens(self, problem: Problem) -> bool:
+        """Whether ``round`` can evaluate the q that it was given in the place of a candidate, where ``carry.opening`` says so.
 
-    def unread(self: Any, sites: SiteStack, rule: Any) -> Evaluation:
-        """The q of these sites without a pass over any row."""
-        q = posterior(self.prior_natural, sites)
-        moments = self.family.moments(q)
-        rest = self.rest(moments)
-        zero, zeros = jnp.zeros_like(rest), jnp.zeros((self.num_groups,), rest.dtype)
-        groups = Expected(zeros, None, None, zeros, zeros, zeros)
-        return Evaluation(q, moments, groups, None, rest, zero, zero, rule, jnp.array(False))
+        Such a round leaves the sites to the last bit, and everything else of it is thrown away. A pass over the rows then
+        stands in one place of the program of rounds, and is compiled once.
+        """
+        return False
 
-    def tidy(self: Any, sites: SiteStack) -> SiteStack:
-        """Symmetrised, what groups hold beside them as it is."""
-        even = self.family.symmetrise
-        return SiteStack(even(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
+    def who(self, problem: Any, key: Any) -> tuple[Int[Array, "K"], Bool[Array, "K"]]:
+        """Positions of the groups that may take part in a round, all different, and which of them are there.
 
-    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
-        """A share of the way, of everything that sites hold."""
-        return self.tidy(damp(old, aim, step))
+        Args:
+            problem: the factors, or whoever knows ``num_groups``, ``labels`` and whether groups are ``continued``.
+            key: a random key.
+        """
+        return jnp.arange(problem.num_groups, dtype=jnp.int32), jnp.ones((problem.num_groups,), bool)
 
-    def own_move(self, new: Evaluation, old: Evaluation) -> Float[Array, ""]:
-        """None: groups hold nothing beside their sites."""
-        del new, old
-        return jnp.zeros(())
+    def fuses(self, solver: Any) -> bool:
+        """Whether rounds over a product of families visit by turns of components: :class:`Turns`."""
+        return False
 
-    def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
-        """Nothing: groups hold nothing beside their sites."""
-        del carry, moved
+    def round_trips(self, solver: Any, num_groups: int) -> int:
+        """How often a round asks groups and waits, where clients have the rows and no step is halved and no rule refined.
 
-    def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
-        """The results as they are."""
-        del evaluation
-        return results
+        By default one look, and one visit of all groups at once where that is not the look's message itself.
+
+        Args:
+            solver: of the fit.
+            num_groups: M.
+        """
+        return 1 if solver.immediate and not solver.matches_moments else 2
+
+    def check_families(self, solver: Any) -> None:
+        """Raise when the schedule, with this solver, is for Gaussian guides only, and not for AutoExponentialFamily.
+
+        Raises:
+            PVIError: naming what is not; always, unless a schedule says otherwise.
+        """
+        raise not_under_families(
+            "schedule",
+            self,
+            "Synchronous(), Sequential(), StochasticSubset(), Asynchronous(), Committee(), Decentralized(...) or Streaming()",
+        )
 
 
 @runtime_checkable
-class Schedule(Protocol):
+class Schedule(_ScheduleVerbs, Protocol):
     """Who moves when, and how far; what every implementor owes.
 
     Frozen and hashable (settings only). ``round`` is pure and traceable. After it the sites are symmetrised, q is their
@@ -488,52 +494,6 @@ class Schedule(Protocol):
         """Whether visits are made whose answers, and states, are thrown away: of groups that are away, of copies of messages."""
         ...
 
-    def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
-        """Natural parameters of one group's own q, where the schedule ``has_agents``."""
-        ...
-
-    def tickets(self, state: Any) -> Any:
-        """Int[M 2], of the visits that groups were left at, where they work on their own; else None.
-
-        Args:
-            state: the schedule's.
-        """
-        ...
-
-    def opens(self, problem: Problem) -> bool:
-        """Whether ``round`` can evaluate the q that it was given in the place of a candidate, where ``carry.opening`` says so.
-
-        Such a round leaves the sites to the last bit, and everything else of it is thrown away. A pass over the rows then
-        stands in one place of the program of rounds, and is compiled once.
-        """
-        ...
-
-    def who(self, problem: Any, key: Any) -> tuple[Int[Array, "K"], Bool[Array, "K"]]:
-        """Positions of the groups that may take part in a round, all different, and which of them are there.
-
-        Args:
-            problem: the factors, or whoever knows ``num_groups``, ``labels`` and whether groups are ``continued``.
-            key: a random key.
-        """
-        ...
-
-    def fuses(self, solver: Any) -> bool:
-        """Whether rounds over a product of families visit by turns of components: :class:`Turns`."""
-        ...
-
-    def check_families(self, solver: Any) -> None:
-        """Raise when the schedule, with this solver, is for Gaussian guides only, and not for AutoExponentialFamily."""
-        ...
-
-    def round_trips(self, solver: Any, num_groups: int) -> int:
-        """How often a round asks groups and waits, where clients have the rows and no step is halved and no rule refined.
-
-        Args:
-            solver: of the fit.
-            num_groups: M.
-        """
-        ...
-
     def init(self, problem: Problem, dtype: Any) -> Any:
         """The schedule's own state, a pytree of arrays."""
         ...
@@ -553,7 +513,7 @@ class Schedule(Protocol):
         ...
 
 
-class ScheduleDefaults:
+class ScheduleDefaults(_ScheduleVerbs):
     """A base class to derive a schedule from: all groups every round, from one q, their sites as natural parameters.
 
     See :class:`Schedule` for what each says. A subclass writes down where it differs, and ``init`` and ``round``.
@@ -575,61 +535,11 @@ class ScheduleDefaults:
     has_agents: bool = False
     discards: Any = False
 
-    def agent_natural(self, state: Any, prior_natural: Any, index: int) -> Any:
-        """There is one q for all groups.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has one q for all groups")
-
-    def tickets(self, state: Any) -> Any:
-        """No visit is under way between rounds."""
-        del state
-
-    def opens(self, problem: Problem) -> bool:
-        """Rounds begin with an evaluation."""
-        del problem
-        return False
-
-    def who(self, problem: Any, key: Any) -> tuple[Int[Array, "K"], Bool[Array, "K"]]:
-        """All groups."""
-        del key
-        return jnp.arange(problem.num_groups, dtype=jnp.int32), jnp.ones((problem.num_groups,), bool)
-
-    def fuses(self, solver: Any) -> bool:
-        """The schedule's own rounds, by visits of single groups."""
-        del solver
-        return False
-
-    def round_trips(self, solver: Any, num_groups: int) -> int:
-        """One look, and one visit of all groups at once where that is not the look's message itself."""
-        del num_groups
-        return 1 if solver.immediate and not solver.matches_moments else 2
-
-    def check_families(self, solver: Any) -> None:
-        """Refused: the round is written for one Gaussian block.
-
-        Raises:
-            PVIError: naming what is not.
-        """
-        del solver
-        raise not_under_families(
-            "schedule",
-            self,
-            "Synchronous(), Sequential(), StochasticSubset(), Asynchronous(), Committee(), Decentralized(...) or Streaming()",
-        )
-
 
 def check_visits(schedule: Any, solver: Any) -> None:
     """Refuse solvers whose visits are not written for products of families, under a schedule that makes no others.
 
-    Args:
-        schedule: of the fit.
-        solver: likewise.
-
-    Raises:
-        PVIError: saying what to write.
+    Raises PVIError saying what to write.
     """
     if solver.factors == "row":
         raise PVIError(

@@ -109,14 +109,8 @@ def _largest(moves: Float[Array, "*batch N"]) -> Float[Array, "*batch"]:
 def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refused: Any = True) -> Asked:
     """What all sites' targets ask of q, at the q that they were made for.
 
-    Args:
-        problem: the factors.
-        carry: where things stood then.
-        proposal: undamped targets.
-        refused: whether steps were refused, so that nothing else tells what is asked of the log sds of very many latents.
-
-    Returns:
-        The moves.
+    ``proposal``: undamped targets; ``refused``: whether steps were refused, so that nothing else tells what is asked of the log
+    sds of very many latents.
     """
     moments, change = carry.evaluation.moments, proposal - carry.sites
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), change.groups)
@@ -135,13 +129,7 @@ def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refuse
 def asked_by_memory(moves: Float[Array, "M N"], prior: Float[Array, "N"] | None, has_prior: bool) -> Asked:
     """The same from what solvers that match moments remember: the full move that each asked for in its last visit.
 
-    Args:
-        moves: of the groups.
-        prior: of the prior factor; None where nobody knows.
-        has_prior: whether there is one.
-
-    Returns:
-        The moves.
+    ``prior``: of the prior factor; None where nobody knows.
     """
     if has_prior:
         moves = jnp.concatenate([(jnp.zeros_like(moves[0]) if prior is None else prior)[None], moves])
@@ -151,15 +139,8 @@ def asked_by_memory(moves: Float[Array, "M N"], prior: Float[Array, "N"] | None,
 def asked_by_move(move: Float[Array, "F"], moved: Float[Array, ""], share: Any, taken: Any, last: RoundReport) -> Asked:
     """The same from what was taken, where proposals tell nothing by themselves; after a refusal, what was asked before.
 
-    Args:
-        move: of every factor.
-        moved: of all together.
-        share: of what was asked for that was taken, one number or one per factor.
-        taken: whether any step was.
-        last: the report of the round before.
-
-    Returns:
-        The moves.
+    ``move``: of every factor; ``moved``: of all together; ``share``: of what was asked for that was taken, one number or one
+    per factor; ``taken``: whether any step was; ``last``: the report of the round before. Returns the moves.
     """
     share = jnp.asarray(share, move.dtype)
     good = jnp.asarray(taken) & (share > 0)
@@ -214,11 +195,8 @@ def _with(first: Any, others: Array) -> Array:
 def sketch(moves: Float[Array, "N"]) -> Float[Array, "16"]:
     """A few numbers for a long vector: inner products of sketches are those of the vectors, up to chance.
 
-    Args:
-        moves: any vector.
-
-    Returns:
-        Sums of its entries by place modulo 16, with signs that look random; a linear map, exact for up to 16 entries.
+    ``moves``: any vector. Returns sums of its entries by place modulo 16, with signs that look random; a linear map, exact for
+    up to 16 entries.
 
     References:
         Charikar, Chen and Farach-Colton, Finding frequent items in data streams, 2004 (the count sketch).
@@ -248,20 +226,11 @@ def pace(
     in the average, while the noise of that average is below a tenth of a sd.
 
     A mode that shrinks slowly shows only when faster ones are gone, so a number that is not ten times smaller than the last two
-    has to come three times: ``left = max(new, min(max(last two), 10 new))``.
-
-    Args:
-        last: the report of the round before.
-        trail: sketch of the round's move.
-        moved: its largest coordinate, in posterior sds.
-        asked: what was asked for, likewise.
-        step: share of what was asked for that was taken; 0 where steps were refused.
-        noisy: whether moves have noise in them.
-        late: weight of a round in the average of late ones.
-        still: whether the move is rounding (:func:`rounding`), whose size and direction say nothing of a rate.
-
-    Returns:
-        The fields of the round's report.
+    has to come three times: ``left = max(new, min(max(last two), 10 new))``. ``last``: the report of the round before;
+    ``trail``: sketch of the round's move; ``moved``: its largest coordinate, in posterior sds; ``asked``: what was asked for,
+    likewise; ``step``: share of what was asked for that was taken; 0 where steps were refused; ``noisy``: whether moves have
+    noise in them; ``late``: weight of a round in the average of late ones; ``still``: whether the move is rounding
+    (:func:`rounding`), whose size and direction say nothing of a rate. Returns the fields of the round's report.
     """
     step = jnp.asarray(step, moved.dtype)
     paced = jnp.maximum(step, _FADING * last.paced)
@@ -294,12 +263,8 @@ def pace(
 def rounding(change: Any, of: Any) -> Bool[Array, ""]:
     """Whether a change is no more than what rounding makes of the numbers that it changes.
 
-    Args:
-        change: a pytree of arrays.
-        of: the numbers, likewise.
-
-    Returns:
-        True where no entry has changed by more than 16 units in its last place.
+    ``change``: a pytree of arrays; ``of``: the numbers, likewise. Returns True where no entry has changed by more than 16 units
+    in its last place.
     """
 
     def none(a: Array, b: Array) -> Array:
@@ -318,12 +283,8 @@ class Approach(NamedTuple):
 def approach(last: Approach, move: Float[Array, "N"]) -> Approach:
     """The same estimate from one visit to the next.
 
-    Args:
-        last: after the visit before.
-        move: of this visit, by coordinate, in posterior sds.
-
-    Returns:
-        The last move, and what is left in posterior sds.
+    ``last``: after the visit before; ``move``: of this visit, by coordinate, in posterior sds. Returns the last move, and what
+    is left in posterior sds.
     """
     size = jnp.vdot(last.move, last.move)
     rate = jnp.where(size > 0, jnp.vdot(move, last.move) / jnp.where(size > 0, size, 1.0), 0.0)
@@ -333,12 +294,7 @@ def approach(last: Approach, move: Float[Array, "N"]) -> Approach:
 def at_rest(last: RoundReport, still: RoundReport) -> RoundReport:
     """The report of a round of a schedule that is complete: nothing moves, and what its visits left undone is left.
 
-    Args:
-        last: the report of the round before, whose ``asked`` is what the visits to every factor left.
-        still: a report without moves.
-
-    Returns:
-        The report.
+    ``last``: the report of the round before, whose ``asked`` is what the visits to every factor left.
     """
     left = jnp.max(last.asked, initial=0.0).astype(still.left.dtype)
     return still._replace(
@@ -360,13 +316,8 @@ def at_rest(last: RoundReport, still: RoundReport) -> RoundReport:
 def refusals(last: RoundReport, taken: Any, why: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Rounds running with every step refused, and why the last one was.
 
-    Args:
-        last: the report of the round before.
-        taken: whether any step was taken.
-        why: a code for where none was.
-
-    Returns:
-        ``(rounds, code)``.
+    ``last``: the report of the round before; ``taken``: whether any step was taken; ``why``: a code for where none was. Returns
+    ``(rounds, code)``.
     """
     taken = jnp.asarray(taken)
     why = jnp.where(taken, NOTHING, jnp.asarray(why, jnp.int32)).astype(jnp.int32)
@@ -381,18 +332,11 @@ def sound(loss: Any) -> Bool[Array, ""]:
 def with_params(report: RoundReport, gains: Float[Array, "P"], noisy: bool) -> RoundReport:
     """A round's report after a step of the model's params.
 
-    With ``r`` the share of the last gain that comes again, further steps gain ``gain / (1 - r)``; twice that is the square of what
-    is left in sds where the loss is quadratic. Where an optimiser with momentum turns, it stands still for a moment, far from
-    where it goes: four fifths of what was left are left at least.
-
-    Args:
-        report: of the round.
-        gains: nats that the step gains to first order, by param in the order of their names.
-        noisy: whether slopes are by draws, whose noise moves params for ever: their gains tell no rate, and nothing below the
-            largest noise counts.
-
-    Returns:
-        The report.
+    With ``r`` the share of the last gain that comes again, further steps gain ``gain / (1 - r)``; twice that is the square of
+    what is left in sds where the loss is quadratic. Where an optimiser with momentum turns, it stands still for a moment, far
+    from where it goes: four fifths of what was left are left at least. ``report``: of the round; ``gains``: nats that the step
+    gains to first order, by param in the order of their names; ``noisy``: whether slopes are by draws, whose noise moves params
+    for ever: their gains tell no rate, and nothing below the largest noise counts. Returns the report.
     """
     gains = jnp.where(jnp.isnan(gains), jnp.inf, gains)
     largest = jnp.argmax(gains)
@@ -419,14 +363,10 @@ def params_move(report: RoundReport, tol: Any) -> Any:
 def settled(report: RoundReport, tol: Any, floor: Any) -> Any:
     """Whether a round's report says converged.
 
-    Args:
-        report: of the last round, on the device or, with NumPy's arrays, on the host: nothing here compiles there.
-        tol: tolerance in posterior sds; negative never is.
-        floor: the move that the noise of sampled moments explains; above a tenth of a sd it excuses nothing.
-
-    Returns:
-        True where q is normalisable, the loss finite, no factor was left out, params stand, and what is left is within the
-        tolerance or the noise of draws.
+    ``report``: of the last round, on the device or, with NumPy's arrays, on the host: nothing here compiles there; ``tol``:
+    tolerance in posterior sds; negative never is; ``floor``: the move that the noise of sampled moments explains; above a tenth
+    of a sd it excuses nothing. Returns True where q is normalisable, the loss finite, no factor was left out, params stand, and
+    what is left is within the tolerance or the noise of draws.
     """
     sound = report.valid & report.finite & ~(report.skip_run > 0).any() & (tol >= 0) & ~params_move(report, tol)
     return sound & ((report.left <= tol) | within_noise(report, floor))
@@ -467,12 +407,8 @@ BY_FACTOR = ("move", "step", "backoffs", "skipped", "skip_run", "staleness", "as
 def empty_report(count: int, dtype: Any) -> RoundReport:
     """The report of a state that no round has touched.
 
-    Args:
-        count: factors, the prior factor included.
-        dtype: floating dtype.
-
-    Returns:
-        The report; nothing has moved by less than infinity yet.
+    ``count``: factors, the prior factor included; ``dtype``: floating dtype. Returns the report; nothing has moved by less than
+    infinity yet.
     """
     none, zero = np.zeros((count,), np.int32), np.zeros((), dtype)
     # Made on the host: here every line would be a program of its own.
@@ -636,14 +572,8 @@ def total_move(problem: Problem, new: Evaluation, old: Evaluation) -> Float[Arra
 def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: Evaluation) -> Float[Array, "F"]:
     """First-order change of the posterior means by each factor's step, largest coordinate, in posterior sds.
 
-    Args:
-        problem: the factors.
-        new: sites after the round.
-        old: sites before it.
-        evaluation: evaluation of the q after the round.
-
-    Returns:
-        One number per factor, the prior factor (if any) first.
+    ``new``: sites after the round; ``old``: sites before it; ``evaluation``: evaluation of the q after the round. Returns one
+    number per factor, the prior factor (if any) first.
     """
     family, moments = problem.family, evaluation.moments
     change = new - old

@@ -34,14 +34,7 @@ _ALONE = {
 
 
 def check_consensus_settings(schedule: GraphSettings) -> None:
-    """Refuse settings of consensus that are out of range, or beside another mixing.
-
-    Args:
-        schedule: its settings.
-
-    Raises:
-        PVIError: naming the setting.
-    """
+    """Refuse settings of consensus that are out of range, or beside another mixing. Raises PVIError naming the setting."""
     given = {name: getattr(schedule, name) for name in _ALONE}
     if schedule.mixing != "consensus":
         for name, value in given.items():
@@ -73,13 +66,7 @@ def check_consensus_settings(schedule: GraphSettings) -> None:
 def check_network(schedule: GraphSettings, graph: Graph, reliable: bool) -> None:
     """Refuse settings of the network that are out of range.
 
-    Args:
-        schedule: its settings.
-        graph: the graph.
-        reliable: whether all agents are there all the time.
-
-    Raises:
-        PVIError: naming the setting.
+    ``reliable``: whether all agents are there all the time. Raises PVIError naming the setting.
     """
     if schedule.mixing not in ("tracking", "consensus"):
         raise PVIError(f"Decentralized(mixing={schedule.mixing!r}): expected 'tracking' or 'consensus'.")
@@ -195,13 +182,8 @@ class GraphSettings(ScheduleDefaults):
 def check_consensus(schedule: GraphSettings, problem: Problem) -> None:
     """Refuse what consensus cannot do, when a fit is set up.
 
-    Args:
-        schedule: its settings.
-        problem: the factors.
-
-    Raises:
-        PVIError: for a prior outside the family, another solver than the natural gradient's full step, rows without affine
-            predictors, or an expectation that does not fit them.
+    Raises PVIError for a prior outside the family, another solver than the natural gradient's full step, rows without affine
+    predictors, or an expectation that does not fit them.
     """
     if problem.has_prior_factor:
         raise PVIError(
@@ -223,15 +205,7 @@ def consensus_round(
 ) -> RoundCarry:
     """One round: ``exchanges_per_round`` times gossip, then ``updates_per_exchange`` updates of every agent.
 
-    Args:
-        schedule: its settings.
-        problem: the factors.
-        carry: where things stand.
-        present: which agents are there.
-        key: random key.
-
-    Returns:
-        The carry after the round; its ELBO is DELBO on the rows that the round took.
+    Returns the carry after the round; its ELBO is DELBO on the rows that the round took.
     """
     state, n, family = carry.schedule, schedule.adjacency.size, problem.family
     stream, gossip = problem.stream, schedule.gossip

@@ -28,12 +28,9 @@ MAX_AUTO_STEPS = 20_000
 class Graph:
     """One or several doubly stochastic weight matrices, hashable, in the order of the agents.
 
-    Args:
-        weights: bytes of the float64 weights of all graphs (taken in turn, one a gossip step), which hash quickly; A_ij is
-            the weight of what agent i gets from agent j.
-        nodes: names of the agents.
-        modulus: the largest second modulus of an eigenvalue: what one gossip step leaves of the disagreement. For several
-            graphs in turn, the one of a whole turn by its length's root.
+    ``weights``: bytes of the float64 weights of all graphs (taken in turn, one a gossip step), which hash quickly; A_ij is the
+    weight of what agent i gets from agent j; ``modulus``: the largest second modulus of an eigenvalue: what one gossip step
+    leaves of the disagreement. For several graphs in turn, the one of a whole turn by its length's root.
     """
 
     weights: bytes
@@ -59,18 +56,11 @@ class Graph:
 def read_graph(adjacency: Any, nodes: Sequence[Hashable] | None = None) -> Graph:
     """Read a graph and balance it to doubly stochastic weights: self-loops added where missing, then Sinkhorn's algorithm.
 
-    Args:
-        adjacency: a square matrix of non-negative weights (row i, column j: what i gets from j), a list of links
-            ``(a, b)`` (both ways), a networkx graph, or several of these in a list: graphs that are taken in turn.
-        nodes: names of the agents in the order of ``pvi.groups``; by default those of a networkx graph in its order, else
-            0 to n - 1.
-
-    Returns:
-        The graph.
-
-    Raises:
-        PVIError: for anything else, negative or non-finite weights, or a graph (of several: their union) that does not let
-            everything reach everyone.
+    ``adjacency``: a square matrix of non-negative weights (row i, column j: what i gets from j), a list of links ``(a, b)``
+    (both ways), a networkx graph, or several of these in a list: graphs that are taken in turn; ``nodes``: names of the agents
+    in the order of ``pvi.groups``; by default those of a networkx graph in its order, else 0 to n - 1. Raises PVIError for
+    anything else, negative or non-finite weights, or a graph (of several: their union) that does not let everything reach
+    everyone.
 
     References:
         Sinkhorn and Knopp, Concerning nonnegative matrices and doubly stochastic matrices, 1967. A matrix with a positive
@@ -112,18 +102,11 @@ def failing_modulus(modulus: float, link_failure: float) -> float:
 def chebyshev_interval(modulus: float, link_failure: float) -> float:
     """rho of the polynomials that gossip takes: of the interval [-rho, rho] on which they are small.
 
-    With reliable links it is the second modulus. Weights that change at random from step to step carry a product of
-    different matrices through the recurrence, which long memories do not survive: its last coefficient ``a_k`` tends to
-    ``2 / (1 + sqrt(1 - rho^2))``, and is kept at or below ``1 + (1 - link_failure) / 2``. (At 1.7 disagreement grew without limits
-    on rings of 32 and 100 agents with half of the links failing; at the bound it shrank on rings, grids, stars and random
-    geometric graphs of 8 and 32 agents with 10 to 90 % failing.)
-
-    Args:
-        modulus: the graph's second modulus.
-        link_failure: probability of each link's failing in each step.
-
-    Returns:
-        rho.
+    With reliable links it is the second modulus. Weights that change at random from step to step carry a product of different
+    matrices through the recurrence, which long memories do not survive: its last coefficient ``a_k`` tends to ``2 / (1 + sqrt(1
+    - rho^2))``, and is kept at or below ``1 + (1 - link_failure) / 2``. (At 1.7 disagreement grew without limits on rings of 32
+    and 100 agents with half of the links failing; at the bound it shrank on rings, grids, stars and random geometric graphs of
+    8 and 32 agents with 10 to 90 % failing.) ``link_failure``: probability of each link's failing in each step. Returns rho.
     """
     if link_failure == 0.0:
         return modulus
@@ -134,14 +117,8 @@ def chebyshev_interval(modulus: float, link_failure: float) -> float:
 def auto_steps(graph: Graph, polynomial: bool, link_failure: float = 0.0) -> int:
     """Gossip steps that shrink disagreement about tenfold; about fivefold where links fail.
 
-    Args:
-        graph: the graph.
-        polynomial: whether Chebyshev's polynomials are used: on reliable graphs the root of the number of steps that plain
-            gossip takes.
-        link_failure: probability of each link's failing in each step.
-
-    Returns:
-        At least 1.
+    ``polynomial``: whether Chebyshev's polynomials are used: on reliable graphs the root of the number of steps that plain
+    gossip takes; ``link_failure``: probability of each link's failing in each step. Returns at least 1.
     """
     rho = failing_modulus(graph.modulus, link_failure)
     shrink = FAILING_SHRINK if link_failure > 0 else AUTO_SHRINK
@@ -166,13 +143,8 @@ def chebyshev_coefficients(modulus: float, steps: int) -> Float[np.ndarray, "K 2
     """Coefficients ``(a_k, b_k)`` of ``z_k = a_k A z_{k-1} - b_k z_{k-2}``, which is ``T_k(A / rho) / T_k(1 / rho)``.
 
     Of all polynomials with value 1 at 1 it is the smallest on [-rho, rho], where the eigenvalues of a symmetric A are.
-
-    Args:
-        modulus: rho, the second-largest modulus of A's eigenvalues.
-        steps: K.
-
-    Returns:
-        One row per step; ``a_k - b_k = 1``, so that the mean stays.
+    ``modulus``: rho, the second-largest modulus of A's eigenvalues. Returns one row per step; ``a_k - b_k = 1``, so that the
+    mean stays.
 
     References:
         Golub and Varga, Chebyshev semi-iterative methods, 1961.
@@ -195,16 +167,8 @@ def realised_weights(
 ) -> tuple[Float[Array, "n n"], Int[Array, ""]]:
     """The weights of one gossip step in which links fail and agents are away: doubly stochastic again.
 
-    Both ends of a failed link keep its weight on their own diagonals; the weights must be symmetric.
-
-    Args:
-        weights: symmetric and doubly stochastic.
-        key: random key.
-        link_failure: probability of each link's failing.
-        present: which agents are there.
-
-    Returns:
-        The weights, and how many directed links carried a message.
+    Both ends of a failed link keep its weight on their own diagonals; the weights must be symmetric. ``weights``: symmetric and
+    doubly stochastic. Returns the weights, and how many directed links carried a message.
     """
     n = weights.shape[0]
     up = jnp.ones((n, n), bool)
@@ -320,12 +284,9 @@ def _sinkhorn(a: np.ndarray) -> np.ndarray:
 class Gossip:
     """``z <- A z``, a number of times; hashable settings.
 
-    Args:
-        graph: the weights.
-        steps: how often in a round, or "auto": until disagreement has shrunk about tenfold (fivefold where links fail), by
-            Chebyshev's polynomials where the weights are symmetric and of one graph; with less memory where links fail.
-        link_failure: probability of each link's failing in each step.
-        reliable: whether all agents are there all the time.
+    ``steps``: how often in a round, or "auto": until disagreement has shrunk about tenfold (fivefold where links fail), by
+    Chebyshev's polynomials where the weights are symmetric and of one graph; with less memory where links fail;
+    ``link_failure``: probability of each link's failing in each step; ``reliable``: whether all agents are there all the time.
     """
 
     graph: Graph
@@ -352,14 +313,8 @@ class Gossip:
     def mix(self, values: Any, key: Any, present: Bool[Array, "n"], done: Int[Array, ""]) -> tuple[Any, Int[Array, ""]]:
         """One round of gossip.
 
-        Args:
-            values: a pytree whose leaves have a leading axis of agents.
-            key: random key of the failures.
-            present: which agents are there.
-            done: gossip steps before this round; says whose turn it is among several graphs.
-
-        Returns:
-            The mixed values, and how many messages were sent.
+        ``values``: a pytree whose leaves have a leading axis of agents; ``done``: gossip steps before this round; says whose
+        turn it is among several graphs. Returns the mixed values, and how many messages were sent.
         """
         leaves = jax.tree.leaves(values)
         dtype = leaves[0].dtype

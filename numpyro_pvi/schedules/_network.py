@@ -71,18 +71,9 @@ class Faults:
     ) -> tuple[Delivery, Link]:
         """Send one site, or let a late copy of an earlier one arrive.
 
-        Args:
-            link: what has been sent and received.
-            index: the group.
-            copy: whether a late copy arrives, and not the site.
-            clock: now.
-            wait: how long a late copy of the site is on the way.
-            site: the group's absolute site.
-            young: whether the server takes work of this age.
-            key: a random key.
-
-        Returns:
-            What became of it, and the link after.
+        ``link``: what has been sent and received; ``copy``: whether a late copy arrives, and not the site; ``clock``: now;
+        ``wait``: how long a late copy of the site is on the way; ``site``: the group's absolute site; ``young``: whether the
+        server takes work of this age. Returns what became of it, and the link after.
         """
         u, fresh, late = jax.random.uniform(key, (4,)), ~copy, link.late
         lost, held = u[0] < self.loss_rate, (u[1] < 0.5) & self.reorder
@@ -118,15 +109,10 @@ def put(stack: Any, index: Any, value: Any, keep: Bool[Array, ""]) -> Any:
 def may_be_absorbed(age: Int[Array, "M"], max_staleness: int) -> Bool[Array, "M"]:
     """Whose message may be absorbed next so that nobody's ever has to wait beyond ``max_staleness`` changes.
 
-    The change absorbed next takes one of the places left to everyone else. With ages sorted, the k-th oldest work can still
-    be absorbed in time if it has k places left; where it has no more than that, only it and older ones may go.
-
-    Args:
-        age: changes absorbed since each group read q.
-        max_staleness: largest age at which work is absorbed; at least M - 1.
-
-    Returns:
-        One flag per group; work that is too old already may arrive at any time (it is sent back).
+    The change absorbed next takes one of the places left to everyone else. With ages sorted, the k-th oldest work can still be
+    absorbed in time if it has k places left; where it has no more than that, only it and older ones may go. ``age``: changes
+    absorbed since each group read q; ``max_staleness``: largest age at which work is absorbed; at least M - 1. Returns one flag
+    per group; work that is too old already may arrive at any time (it is sent back).
     """
     left = max_staleness - age
     alive = left >= 0
@@ -209,14 +195,8 @@ def measured_delays(seconds: Mapping[Hashable, Sequence[float] | float]) -> Meas
 def freeze_delays(delays: Any) -> Any:
     """Make the ``delays`` of a schedule hashable.
 
-    Args:
-        delays: None, numbers, a dict by label, a random law or a function.
-
-    Returns:
-        The same, hashable.
-
-    Raises:
-        PVIError: naming the forms that are understood.
+    ``delays``: None, numbers, a dict by label, a random law or a function. Returns the same, hashable. Raises PVIError naming
+    the forms that are understood.
     """
     if delays is None or (isinstance(delays, str) and delays == REAL) or isinstance(delays, MeasuredDelays):
         return delays
@@ -246,16 +226,8 @@ def delays_by_label(delays: Any) -> bool:
 def delay_sampler(delays: Any, problem: Any, dtype: Any) -> Callable[[Any, Any], Float[Array, ""]]:
     """How long a group's next visit takes.
 
-    Args:
-        delays: what :func:`freeze_delays` made; not None.
-        problem: the factors.
-        dtype: floating dtype of the clock.
-
-    Returns:
-        A function of a key and a group's index.
-
-    Raises:
-        PVIError: for delays that do not fit the groups.
+    ``delays``: what :func:`freeze_delays` made; not None. Returns a function of a key and a group's index. Raises PVIError for
+    delays that do not fit the groups.
     """
     if isinstance(delays, MeasuredDelays):
         return _resampled(delays, problem, dtype)
@@ -343,13 +315,7 @@ class Discount(NamedTuple):
 def first_discount(problem: Problem, moments: Moments, delayed: bool) -> Discount:
     """The memory when all groups read the same q.
 
-    Args:
-        problem: the factors.
-        moments: q.
-        delayed: whether groups move in parallel, so that a mean-field q needs small first steps.
-
-    Returns:
-        The memory.
+    ``delayed``: whether groups move in parallel, so that a mean-field q needs small first steps.
     """
     count, dim = problem.num_groups, problem.family.dim
     loc, sd = moments.loc, problem.family.sds(moments)
@@ -371,21 +337,12 @@ def weight(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Share of a message's change that is absorbed, before validity is looked at, and how far it may move q.
 
-    ``rho = share_m * min(1, ((free + recent) / drift)^2)``: ``drift`` is the distance between the q that the group read and
-    the q of now, ``recent`` the length of the last M changes of q. A site is right for the q it was computed at, and wrong in
-    proportion to the drift since; so it loses weight with the drift's square, as in averages by inverse variance, as soon as
-    q has gone further than it goes in a round at present. Where q stands still, a site of any age is as good as new, and may
-    move q as far as the visit found; else no coordinate may go further than one sd.
-
-    Args:
-        problem: the factors.
-        memory: how q has moved.
-        index: the group.
-        moments: q now.
-        delayed: whether q may have moved since the group read it.
-
-    Returns:
-        A number in (0, 1], and the largest distance in sds.
+    ``rho = share_m * min(1, ((free + recent) / drift)^2)``: ``drift`` is the distance between the q that the group read and the
+    q of now, ``recent`` the length of the last M changes of q. A site is right for the q it was computed at, and wrong in
+    proportion to the drift since; so it loses weight with the drift's square, as in averages by inverse variance, as soon as q
+    has gone further than it goes in a round at present. Where q stands still, a site of any age is as good as new, and may move
+    q as far as the visit found; else no coordinate may go further than one sd. ``moments``: q now; ``delayed``: whether q may
+    have moved since the group read it. Returns a number in (0, 1], and the largest distance in sds.
     """
     if not delayed:
         return memory.share[index], jnp.asarray(LONGEST_STEP, moments.loc.dtype)
@@ -401,16 +358,9 @@ def bounded_step(
 ) -> tuple[Float[Array, ""], Moments, Int[Array, ""]]:
     """Halve a step until q is normalisable after it and no coordinate has gone further than the limit.
 
-    Args:
-        problem: the factors.
-        q: natural parameters before the step.
-        moments: q as moments.
-        change: the full step.
-        step: share of it that is tried first.
-        limit: largest distance; infinity tests for validity only.
-
-    Returns:
-        ``(step, moments after it, halvings)``; the moments are not valid where no step would do.
+    ``q``: natural parameters before the step; ``moments``: q as moments; ``step``: share of it that is tried first; ``limit``:
+    largest distance; infinity tests for validity only. Returns ``(step, moments after it, halvings)``; the moments are not
+    valid where no step would do.
     """
     family = problem.family
     sd = family.sds(moments)
@@ -436,17 +386,8 @@ def next_share(
 
     A group whose changes turn back without getting shorter than half overshoots, together with others or alone: parallel
     mean-field updates do so at moderate correlations, with every q valid. Its step is halved, and grows again while they do
-    not.
-
-    Args:
-        problem: the factors.
-        share: its step.
-        last: the force of its last change on the location, in precision-mean space.
-        change: its next change, natural parameters, undamped.
-        moments: q before it.
-
-    Returns:
-        ``(step, force)``.
+    not. ``last``: the force of its last change on the location, in precision-mean space; ``change``: its next change, natural
+    parameters, undamped; ``moments``: q before it. Returns ``(step, force)``.
     """
     family = problem.family
     force = family.pull(change, moments.loc)
@@ -468,17 +409,8 @@ def remember(
 ) -> Discount:
     """Take one message into account.
 
-    Args:
-        problem: the factors.
-        memory: what there was.
-        index: the group.
-        change: what the group asked for: its site less the server's, natural parameters, undamped.
-        before: q before the message.
-        after: q after it.
-        absorbed: whether the message was absorbed.
-
-    Returns:
-        The memory; unchanged where nothing was absorbed.
+    ``change``: what the group asked for: its site less the server's, natural parameters, undamped; ``before``: q before the
+    message; ``after``: q after it. Returns the memory; unchanged where nothing was absorbed.
     """
     family = problem.family
     share, force = next_share(problem, memory.share[index], memory.force[index], change, before)

@@ -31,14 +31,8 @@ def tied_steps(problem: Problem, share: Float[Array, ""]) -> TiedSteps:
     """How far a sweep goes.
 
     Groups are mini-batches of the site's mean: at a fixed step the last ones always weigh more, so steps shrink within the
-    sweep, and no part of the sweep is held back after it. One group is no mini-batch.
-
-    Args:
-        problem: the factors.
-        share: ``10 / (10 + k)`` with k the sweeps so far; for one group, the rounds in which draws decided the move.
-
-    Returns:
-        The steps.
+    sweep, and no part of the sweep is held back after it. One group is no mini-batch. ``share``: ``10 / (10 + k)`` with k the
+    sweeps so far; for one group, the rounds in which draws decided the move.
     """
     one = jnp.ones_like(share)
     return TiedSteps(one, share) if problem.num_groups == 1 else TiedSteps(share, one)
@@ -49,17 +43,8 @@ def sweep_tied(
 ) -> tuple[Any, LocalResult]:
     """Visit all groups, each from the q that the last one left: ``eta_t <- eta_t + step / M (wanted - eta_t)``.
 
-    Args:
-        problem: the factors.
-        carry: where things stand.
-        q: natural parameters of q (the prior factor may have moved it).
-        order: of the groups.
-        key: a random key.
-        noise: the round's draws, or None.
-        step: share of each visit's change.
-
-    Returns:
-        The product of all M sites, with a leading axis of 1; and what the visits report, in the order of the groups.
+    ``q``: natural parameters of q (the prior factor may have moved it). Returns the product of all M sites, with a leading axis
+    of 1; and what the visits report, in the order of the groups.
     """
     count = problem.num_groups
 
@@ -129,11 +114,9 @@ class Sequential(ScheduleDefaults):
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family and every solver that does."""
-        del solver
 
     def round_trips(self, solver: Any, num_groups: int) -> int:
         """One for every visit, and a look at the end."""
-        del solver
         return num_groups + 1
 
     def init(self, problem: Problem, dtype: Any) -> Averaging:

@@ -50,11 +50,7 @@ class Replay(NamedTuple):
 def sort_classes(stream: Stream) -> Replay:
     """Sort every group's rows by class; one class where the responses have none.
 
-    Args:
-        stream: the rows.
-
-    Returns:
-        The order, in which rows seen so far are the first of each class.
+    Returns the order, in which rows seen so far are the first of each class.
     """
     found = stream.classes()
     sizes = jnp.asarray(stream.sizes, jnp.int32)
@@ -72,15 +68,7 @@ def draw_seen(
 ) -> tuple[Int[Array, "r"], Bool[Array, "r"]]:
     """Draw positions among a group's first rows: a class with a seen row uniformly, then one of its seen rows uniformly.
 
-    Args:
-        replay: the sorted rows.
-        group: whose.
-        seen: how many of its rows it has seen.
-        key: random key.
-        count: how many to draw, with replacement.
-
-    Returns:
-        The positions, and whether there was anything to draw.
+    ``count``: how many to draw, with replacement. Returns the positions, and whether there was anything to draw.
     """
     order, starts = replay.order[group], replay.starts[group]
     # Rows of one class stand in their order, so those seen are a prefix: found by bisection.
@@ -151,17 +139,8 @@ def take_rows(
 ) -> Taken:
     """A number of updates of every agent, each by a few rows, from its own q.
 
-    Args:
-        family: the family of q.
-        program: how expectations of rows are taken.
-        stream: the rows.
-        own: natural parameters of every agent's q, with a leading axis of agents.
-        positions: per agent and update, its rows.
-        counted: which of them count.
-        weight: w, the weight of the likelihood.
-
-    Returns:
-        What was done.
+    ``program``: how expectations of rows are taken; ``own``: natural parameters of every agent's q, with a leading axis of
+    agents; ``positions``: per agent and update, its rows; ``weight``: w, the weight of the likelihood. Returns what was done.
     """
     agents = jnp.arange(positions.shape[0])
 
@@ -227,7 +206,6 @@ def _after(mean, spread, gradient, curvature, good) -> _Update:
 
 def _walk_diagonal(family, program, natural: GaussianNatural, steps, weight) -> tuple[GaussianNatural, _Update]:
     """Updates of a mean-field q, on its natural parameters."""
-    del family
 
     def one(law, step):
         vector, precision = law

@@ -101,7 +101,6 @@ class Streaming(ScheduleDefaults):
 
     def init(self, problem: Problem, dtype: Any) -> StreamingState:
         """No group absorbed; the prior factor is, where other groups' sites were fitted before."""
-        del dtype
         refuse_power(self, problem)
         none = jnp.zeros((problem.num_groups,), bool)
         return StreamingState(none, ~(none if problem.known is None else problem.known), jnp.asarray(problem.continued))

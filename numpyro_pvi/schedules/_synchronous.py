@@ -47,13 +47,8 @@ class Mixing(NamedTuple):
 def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
     """An empty memory, or None where rounds are not extrapolated.
 
-    Args:
-        problem: the factors.
-        whole: whether the schedule takes full steps of its own accord.
-        dtype: of q.
-
-    Returns:
-        The memory: only for sites by rows, from :data:`LEAST_ROWS` rows on, under a solver of one full step a visit.
+    ``whole``: whether the schedule takes full steps of its own accord. Returns the memory: only for sites by rows, from
+    :data:`LEAST_ROWS` rows on, under a solver of one full step a visit.
     """
     solver = problem.solver
     if not (problem.flat and whole) or not solver.immediate or solver.step_size != 1.0:
@@ -69,14 +64,8 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
 def mixture(problem: Any, mixing: Mixing, carry: Any, proposal: SiteStack) -> tuple[Mixing, SiteStack, Bool[Array, ""]]:
     """Remember a round's sites and targets, and extrapolate from those remembered.
 
-    Args:
-        problem: the factors, with sites by rows.
-        mixing: the memory.
-        carry: where things stand.
-        proposal: what every row asks for there.
-
-    Returns:
-        The memory, the mixture of targets whose residuals are least in q's Fisher metric (Anderson 1965), and whether to try it.
+    ``problem``: the factors, with sites by rows; ``proposal``: what every row asks for there. Returns the memory, the mixture
+    of targets whose residuals are least in q's Fisher metric (Anderson 1965), and whether to try it.
     """
 
     def push(stack, new):
@@ -110,11 +99,7 @@ _MOST_HELD = 30
 def may_hold(problem: Problem) -> bool:
     """Whether rounds can be held at all: expectations that may be by draws, a full covariance, one global ELBO.
 
-    Args:
-        problem: the factors.
-
-    Returns:
-        Known when tracing: other problems' programs have nothing of it.
+    Known when tracing: other problems' programs have nothing of it.
     """
     one_bound = not problem.stochastic and not problem.matches_moments and problem.units is None
     return problem.noisy and one_bound and problem.family.full and not problem.flat
@@ -129,22 +114,14 @@ def hold_width(
 
         P + S^-T (W' - W) S^-1,    W = S^T P S,    W' = W with eigenvalues raised to 1 at least,
 
-    takes the place of ``P``; the gradient at the old location stays, and the groups that moved share what is added in
-    equal parts, so that sites still sum to q and q does not depend on the partition. It is a Levenberg-Marquardt step
-    with q's own precision for its damping. Far from an optimum, curvatures of models such as networks are indefinite; a
-    fraction of the step towards them goes to the next saddle and widens q in those directions, until latents (a hidden
-    unit) are lost to their prior, which no later step mends. A later round's proposals replace the sites as
-    ever, so nothing of what was added is left at a fixed point.
-
-    Args:
-        problem: the factors.
-        proposal: where the local solves want the sites.
-        old: evaluation before the round.
-        moved: which groups made a proposal.
-        held: rounds held so far; the 31st and later ones are not.
-
-    Returns:
-        ``(proposal, held)``: unchanged where q is normalisable at the proposal, and where that is not finite.
+    takes the place of ``P``; the gradient at the old location stays, and the groups that moved share what is added in equal
+    parts, so that sites still sum to q and q does not depend on the partition. It is a Levenberg-Marquardt step with q's own
+    precision for its damping. Far from an optimum, curvatures of models such as networks are indefinite; a fraction of the step
+    towards them goes to the next saddle and widens q in those directions, until latents (a hidden unit) are lost to their
+    prior, which no later step mends. A later round's proposals replace the sites as ever, so nothing of what was added is left
+    at a fixed point. ``proposal``: where the local solves want the sites; ``old``: evaluation before the round; ``held``:
+    rounds held so far; the 31st and later ones are not. Returns ``(proposal, held)``: unchanged where q is normalisable at the
+    proposal, and where that is not finite.
 
     References:
         Marquardt, An algorithm for least-squares estimation of nonlinear parameters, SIAM J. Appl. Math. 11 (1963).
@@ -257,7 +234,6 @@ class Synchronous(ScheduleDefaults):
 
     def check_families(self, solver: Any) -> None:
         """Goes with every family and every solver that does."""
-        del solver
 
     def init(self, problem: Problem, dtype: Any) -> SynchronousState:
         """Start at the largest step."""

@@ -86,7 +86,6 @@ class _Whitened:
 
     def within(self, last: Float[Array, "P"], new: Float[Array, "P"]) -> Float[Array, "P"]:
         """The new point: there is none that is not normalisable."""
-        del last
         return new
 
     def toward(
@@ -94,9 +93,7 @@ class _Whitened:
     ) -> tuple[Float[Array, ""], Float[Array, "P"], Bool[Array, ""]]:
         """``KL(other || local q)`` in nats up to a constant, its gradient, and whether the other is normalisable.
 
-        Args:
-            point: the local q.
-            gap: natural parameters of the other less those of the local q.
+        ``gap``: natural parameters of the other less those of the local q.
         """
         other = self.family.moments(self.q + self.change(point) + gap)
         value, slope = value_and_grad(self.divergence)(point, jax.lax.stop_gradient(other))
@@ -150,9 +147,7 @@ class _MetricCoordinates:
     ) -> tuple[Float[Array, ""], Float[Array, "P"], Bool[Array, ""]]:
         """``KL(other || local q)`` in nats up to a constant, its gradient, and whether both are normalisable.
 
-        Args:
-            point: the local q.
-            gap: natural parameters of the other less those of the local q.
+        ``gap``: natural parameters of the other less those of the local q.
         """
         family, change = self.family, self.change(point)
         now = self.q + change
@@ -258,7 +253,6 @@ class AlphaDivergence(MatchesMoments):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del start, guarded
         family, q = factor.family, cavity + site
         local: Any = (
             _Whitened(family, q, family.moments(q))

@@ -177,8 +177,87 @@ class LocalResult(NamedTuple):
     local: Any = None
 
 
+class _SolverVerbs(Protocol):
+    """What a solver may say of itself beside its settings, and what is said where it does not."""
+
+    @property
+    def for_prior(self) -> Any:
+        """Who refines the PRIOR factor's site, which has no rows and is tied to no other; the solver itself does."""
+        return self
+
+    def privacy(self, state: Any, sizes: tuple[int, ...]) -> PrivacySpent | None:
+        """What the groups have spent, of a solver that is ``private``; else None.
+
+        Args:
+            state: the groups' stacked states.
+            sizes: rows of each group.
+        """
+
+    def counter(self, state: Any) -> int | None:
+        """Which of a memory's arrays counts the visits that have released something; None where none does.
+
+        The next array is the fit's name, an int32 that is 0 until somebody gives it one: visits of clients that are heard in sums
+        only are counted beside the rows as well.
+
+        Args:
+            state: a memory, of one group or stacked.
+        """
+
+    def check_sums(self) -> None:
+        """Raise where what a visit has spent is not told by the number of visits, as it has to be of groups heard in sums only.
+
+        Raises:
+            PVIError: saying what to write.
+        """
+
+    def check_state(self, state: Any) -> None:
+        """Raise where the groups' stacked states are of other settings, and mean something else under these."""
+
+    def by_gradients(self, pointwise: bool) -> Any:
+        """The solver as one whose visits hear rows by sums of gradients alone, each once: no values, no curvatures.
+
+        Args:
+            pointwise: whether rows are read at points (``factor.derivatives``), or give messages (``factor.message``).
+
+        Raises:
+            PVIError: where its visits need more, as they do unless a solver says otherwise.
+        """
+        raise PVIError(
+            f"{type(self).__name__} hears more of single rows than sums of their gradients (expectations, curvatures, "
+            "or a look whether a step was too long), so that clipping gradients would not bound what a row says: "
+            "write DifferentialPrivacy(LocalELBO(...), level='row'), or protect groups, level='group'."
+        )
+
+    def vantage(self: Any, state: Any, q: Any) -> tuple[Any, Any]:
+        """The q at which a group's tilted distribution is taken, and the power of the factor in it: q itself, and ``power``."""
+        return q, self.power
+
+    def check_families(self) -> None:
+        """Raise when the solver, or a setting of it, is for Gaussian guides only, and not for AutoExponentialFamily.
+
+        Raises:
+            PVIError: naming what is not; always, unless a solver says otherwise.
+        """
+        wanted = (
+            "NaturalGradient(), Conjugate(), StochasticNaturalGradient(), LocalELBO(), PowerEP(), SNEP(), StochasticEP() or "
+            "AlphaDivergence(...)"
+        )
+        raise not_under_families("solver", self, wanted)
+
+    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
+        """Raise when the solver cannot treat groups of these sizes (by label), or rows read by this mechanism."""
+
+    def init_among(self: Any, family: Any, dtype: Any, count: int) -> Any:
+        """:meth:`LocalSolver.init` where the number of groups matters."""
+        return self.init(family, dtype)
+
+    def init_groups(self, groups: Any, state: Any) -> Any:
+        """The stacked states of all groups from one that is the same for all, where settings differ by group."""
+        return state
+
+
 @runtime_checkable
-class LocalSolver(Protocol):
+class LocalSolver(_SolverVerbs, Protocol):
     """Refine one site; what every implementor owes.
 
     Frozen and hashable (settings only). ``solve`` is pure and traceable under ``vmap``, ``scan`` and ``while_loop``; it
@@ -284,10 +363,6 @@ class LocalSolver(Protocol):
         """Where second derivatives come from, of a solver that is ``stochastic``; "auto" by the structure."""
         ...
 
-    def vantage(self, state: Any, q: Any) -> tuple[Any, Any]:
-        """The q at which a group's tilted distribution is taken, and the power of the factor in it."""
-        ...
-
     @property
     def looks_once(self) -> bool:
         """Whether a visit takes moments once, of the q that it starts from."""
@@ -299,49 +374,6 @@ class LocalSolver(Protocol):
 
         Engines then make no pass over the rows beside visits, and give no loss; schedules accept what is normalisable; what a
         model's structure is, is taken from proofs alone. See :class:`numpyro_pvi.solvers.DifferentialPrivacy`.
-        """
-        ...
-
-    def privacy(self, state: Any, sizes: tuple[int, ...]) -> PrivacySpent | None:
-        """What the groups have spent, of a solver that is ``private``; else None.
-
-        Args:
-            state: the groups' stacked states.
-            sizes: rows of each group.
-        """
-        ...
-
-    def counter(self, state: Any) -> int | None:
-        """Which of a memory's arrays counts the visits that have released something; None where none does.
-
-        The next array is the fit's name, an int32 that is 0 until somebody gives it one: visits of clients that are heard in sums
-        only are counted beside the rows as well.
-
-        Args:
-            state: a memory, of one group or stacked.
-        """
-        ...
-
-    def check_sums(self) -> None:
-        """Raise where what a visit has spent is not told by the number of visits, as it has to be of groups heard in sums only.
-
-        Raises:
-            PVIError: saying what to write.
-        """
-        ...
-
-    def check_state(self, state: Any) -> None:
-        """Raise where the groups' stacked states are of other settings, and mean something else under these."""
-        ...
-
-    def by_gradients(self, pointwise: bool) -> Any:
-        """The solver as one whose visits hear rows by sums of gradients alone, each once: no values, no curvatures.
-
-        Args:
-            pointwise: whether rows are read at points (``factor.derivatives``), or give messages (``factor.message``).
-
-        Raises:
-            PVIError: where its visits need more.
         """
         ...
 
@@ -366,31 +398,6 @@ class LocalSolver(Protocol):
         ...
 
     @property
-    def for_prior(self) -> Any:
-        """Who refines the PRIOR factor's site, which has no rows and is tied to no other."""
-        ...
-
-    def init_among(self, family: Any, dtype: Any, count: int) -> Any:
-        """:meth:`init` where the number of groups matters."""
-        ...
-
-    def init_groups(self, groups: Any, state: Any) -> Any:
-        """The stacked states of all groups from one that is the same for all, where settings differ by group."""
-        ...
-
-    def init(self, family: Any, dtype: Any) -> Any:
-        """The solver's state for one group, a pytree of arrays."""
-        ...
-
-    def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise when the solver cannot treat factors of this structure ("quadratic", "affine", "draws", "reparameterised")."""
-        ...
-
-    def check_families(self) -> None:
-        """Raise when the solver, or a setting of it, is for Gaussian guides only, and not for AutoExponentialFamily."""
-        ...
-
-    @property
     def carries_optimiser(self) -> bool:
         """Whether groups keep an optimiser's state from visit to visit, whose types are those of its own package."""
         ...
@@ -400,8 +407,12 @@ class LocalSolver(Protocol):
         """Whether groups of a product of families may be visited by turns of its components, and not only each for itself."""
         ...
 
-    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Raise when the solver cannot treat groups of these sizes (by label), or rows read by this mechanism."""
+    def init(self, family: Any, dtype: Any) -> Any:
+        """The solver's state for one group, a pytree of arrays."""
+        ...
+
+    def check(self, structure: str, full: bool, where: str) -> None:
+        """Raise when the solver cannot treat factors of this structure ("quadratic", "affine", "draws", "reparameterised")."""
         ...
 
     def solve(
@@ -424,7 +435,7 @@ class LocalSolver(Protocol):
         ...
 
 
-class SolverDefaults:
+class SolverDefaults(_SolverVerbs):
     """A base class to derive a solver from: one step to the factor's target, by one pass over the rows of the group.
 
     See :class:`LocalSolver` for what each says. A subclass writes down where it differs, and ``init``, ``check``, ``solve``.
@@ -457,87 +468,16 @@ class SolverDefaults:
     fused_families: bool = False
     carries_optimiser: Any = False
 
-    @property
-    def for_prior(self) -> Any:
-        """Itself: see :class:`LocalSolver`."""
-        return self
-
-    def privacy(self, state: Any, sizes: tuple[int, ...]) -> PrivacySpent | None:
-        """Nothing is counted."""
-        del state, sizes
-
-    def counter(self, state: Any) -> int | None:
-        """Nothing is counted."""
-        del state
-
-    def check_sums(self) -> None:
-        """Nothing is spent."""
-
-    def check_state(self, state: Any) -> None:
-        """Every state will do."""
-        del state
-
-    def by_gradients(self, pointwise: bool) -> Any:
-        """Refused: visits hear more of the rows than sums of gradients.
-
-        Raises:
-            PVIError: always.
-        """
-        del pointwise
-        raise PVIError(
-            f"{type(self).__name__} hears more of single rows than sums of their gradients (expectations, curvatures, "
-            "or a look whether a step was too long), so that clipping gradients would not bound what a row says: "
-            "write DifferentialPrivacy(LocalELBO(...), level='row'), or protect groups, level='group'."
-        )
-
-    def vantage(self, state: Any, q: Any) -> tuple[Any, Any]:
-        """q itself, and the solver's power."""
-        del state
-        return q, self.power
-
-    def check_families(self) -> None:
-        """Refused: the visit is written for one Gaussian block.
-
-        Raises:
-            PVIError: naming what is not.
-        """
-        wanted = (
-            "NaturalGradient(), Conjugate(), StochasticNaturalGradient(), LocalELBO(), PowerEP(), SNEP(), StochasticEP() or "
-            "AlphaDivergence(...)"
-        )
-        raise not_under_families("solver", self, wanted)
-
-    def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
-        """Groups of every size will do."""
-        del sizes, mechanism
-
-    def init_among(self: Any, family: Any, dtype: Any, count: int) -> Any:
-        """As :meth:`LocalSolver.init`: the number of groups does not matter."""
-        del count
-        return self.init(family, dtype)
-
-    def init_groups(self, groups: Any, state: Any) -> Any:
-        """The states as they are: every group has the same settings."""
-        del groups
-        return state
-
 
 def local_free_energy(
     family: Any, expected: Expected, site: Any, q: Any, moments: Moments
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Local free energy of one group up to a constant in q (PVI eq. 2), to be raised.
 
-    ``F_m(q) = E_q[f_m] - KL(q || cavity) = E_q[f_m] - <eta_m, mu_q> + A(eta_q) + const``.
-
-    Args:
-        family: the family of q.
-        expected: expectations at q.
-        site: the group's site, natural parameters.
-        q: natural parameters of q.
-        moments: q as moments.
-
-    Returns:
-        ``(F, size)`` in nats: the value, and the size of its largest parts for rounding tolerances.
+    ``F_m(q) = E_q[f_m] - KL(q || cavity) = E_q[f_m] - <eta_m, mu_q> + A(eta_q) + const``. ``family``: the family of q;
+    ``expected``: expectations at q; ``site``: the group's site, natural parameters; ``q``: natural parameters of q;
+    ``moments``: q as moments. Returns ``(F, size)`` in nats: the value, and the size of its largest parts for rounding
+    tolerances.
     """
     pairing = family.expect_quadratic(site, moments)
     square, rest = family.log_partition_parts(q, moments)
@@ -583,17 +523,10 @@ def by_label(value: Any) -> bool:
 def freeze(value: Any, argument: str, legal: Callable[[float], bool], wanted: str) -> Any:
     """Make a per-group setting hashable, and refuse values out of range.
 
-    Args:
-        value: a number, a sequence of numbers in the order of ``pvi.groups``, or a dict of them by label.
-        argument: how the setting is written, for messages.
-        legal: whether one number is in range.
-        wanted: what one number must be, for messages.
-
-    Returns:
-        A float, a tuple of floats, or :class:`ByLabel`.
-
-    Raises:
-        PVIError: naming the argument, the value and, by label, the group.
+    ``value``: a number, a sequence of numbers in the order of ``pvi.groups``, or a dict of them by label; ``argument``: how the
+    setting is written, for messages; ``legal``: whether one number is in range; ``wanted``: what one number must be, for
+    messages. Returns a float, a tuple of floats, or :class:`ByLabel`. Raises PVIError naming the argument, the value and, by
+    label, the group.
     """
 
     def number(x: Any, where: str) -> float:
@@ -623,17 +556,9 @@ def freeze(value: Any, argument: str, legal: Callable[[float], bool], wanted: st
 def resolve(value: Any, argument: str, problem: Labelled, default: float) -> np.ndarray:
     """One number per group.
 
-    Args:
-        value: what :func:`freeze` made.
-        argument: how the setting is written, for messages.
-        problem: the factors.
-        default: for groups that a dict does not name.
-
-    Returns:
-        Float[M].
-
-    Raises:
-        PVIError: for a wrong number of values, or a label that no group has.
+    ``value``: what :func:`freeze` made; ``argument``: how the setting is written, for messages; ``problem``: the factors;
+    ``default``: for groups that a dict does not name. Returns Float[M]. Raises PVIError for a wrong number of values, or a
+    label that no group has.
     """
     count = problem.num_groups
     if isinstance(value, float):

@@ -437,7 +437,6 @@ class DifferentialPrivacy(SolverDefaults):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`. A look that was taken elsewhere is not looked at."""
-        del start
         solve = self._solve_rows if self.level == "row" else self._solve_group
         found = solve(factor, cavity, site, state.inner, key, guarded)
         return found._replace(state=state._replace(inner=found.state, releases=state.releases + 1))
@@ -502,13 +501,9 @@ def clipped(x: Float[Array, "*K"], clip: float) -> Float[Array, "*K"]:
 class PrivateRows:
     """One group's factor whose rows are heard in clipped and noised sums only: a :class:`numpyro_pvi.solvers.LocalFactor`.
 
-    Args:
-        family: of q.
-        factor: the group's factor.
-        clip: largest length of a row's gradient, whitened.
-        sd: of the noise in every whitened coordinate of a sum.
-        moments: q at the start of the visit, a Gaussian's, by which gradients are whitened; else None.
-        white: whitened coordinates of a product of families at the same q; else None.
+    ``clip``: largest length of a row's gradient, whitened; ``sd``: of the noise in every whitened coordinate of a sum;
+    ``moments``: q at the start of the visit, a Gaussian's, by which gradients are whitened; else None; ``white``: whitened
+    coordinates of a product of families at the same q; else None.
     """
 
     family: Any
@@ -539,11 +534,7 @@ class PrivateRows:
         return self.factor.max_rows
 
     def expected(self, moments: Any) -> Expected:
-        """There is no noised expectation.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """There is no noised expectation."""
         raise NotImplementedError("rows are heard in noised sums of gradients only")
 
     def derivatives(
@@ -571,11 +562,7 @@ class PrivateRows:
         return Derivatives(jnp.zeros((count,), total.dtype), gradient, None)
 
     def at_rows_draws(self, moments: Any, count: int, key: Any, rows: Int[Array, "B"] | None = None) -> Derivatives:
-        """A row's draw is its own gradient's; solvers that ask for them are refused.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """A row's draw is its own gradient's; solvers that ask for them are refused."""
         raise NotImplementedError("rows are heard in noised sums of gradients only")
 
     def message(self, cavity: Any, site: Any, key: Any, rows: Int[Array, "B"] | None = None) -> Expected:
@@ -592,11 +579,7 @@ class PrivateRows:
         return Expected(zero, self.white.change(total), None, zero, zero, zero)
 
     def step(self, cavity: Any, site: Any, share: Any, key: Any, rows: Int[Array, "B"] | None = None) -> BatchStep:
-        """Steps are the solver's own.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Steps are the solver's own."""
         raise NotImplementedError("rows are heard in noised sums of gradients only")
 
     def _total(self, one: Any, rows: Int[Array, "B"] | None, key: Any) -> Array:
@@ -656,11 +639,7 @@ def _check_solver(solver: Any, level: str) -> None:
 
 
 def accounting() -> Any:
-    """The library that counts.
-
-    Raises:
-        PVIError: naming the line to install.
-    """
+    """The library that counts. Raises PVIError naming the line to install."""
     if importlib.util.find_spec("dp_accounting") is None:
         raise PVIError(
             "DifferentialPrivacy counts epsilon with the package dp-accounting, which is not installed: "

@@ -49,14 +49,8 @@ class _Walk(NamedTuple):
 def held_back(family: Any, cavity: Any, q: Any, power: float) -> Any:
     """What holds a visit's location back: the precision of ``cavity``, or ``Lambda_q / power - Lambda_m`` at a larger power.
 
-    Args:
-        family: the family of q, mean-field where the power is not 1.
-        cavity: q less the site.
-        q: natural parameters of q.
-        power: at least 1.
-
-    Returns:
-        Natural parameters of which the precision counts; at a power above 1 at least a tenth of ``Lambda_q / power``.
+    ``family``: the family of q, mean-field where the power is not 1; ``cavity``: q less the site; ``power``: at least 1.
+    Returns natural parameters of which the precision counts; at a power above 1 at least a tenth of ``Lambda_q / power``.
     """
     if power == 1.0:
         return cavity
@@ -285,7 +279,6 @@ class LocalELBO(BatchSolver):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del start, guarded
         if not factor.pointwise:
             return self._solve_whitened(factor, cavity, site, state, key)
         family, q = factor.family, cavity + site

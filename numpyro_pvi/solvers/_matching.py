@@ -53,13 +53,7 @@ CHAIN_SENTENCES = {
 def first_chains(moments: Moments, family: GaussianFamily, dtype: Any) -> Chains | None:
     """Chains that have not started, where they take a solver's moments from the first visit on.
 
-    Args:
-        moments: the solver's setting.
-        family: the Gaussian family of q.
-        dtype: floating dtype.
-
-    Returns:
-        Them, or None where moments are taken otherwise.
+    Returns them, or None where moments are taken otherwise.
     """
     wanted = with_settings(moments)
     return no_chains(wanted, family.dim, dtype, True) if isinstance(wanted, MCMCMoments) else None
@@ -68,14 +62,8 @@ def first_chains(moments: Moments, family: GaussianFamily, dtype: Any) -> Chains
 def chain_troubles(moments: Moments, chains: Chains, ess: Array, least: float) -> list:
     """What there is to say of a visit by chains.
 
-    Args:
-        moments: the solver's setting.
-        chains: after the visit.
-        ess: effective sample size.
-        least: the smallest one that is not worth a word.
-
-    Returns:
-        Pairs of a flag and the kind of trouble it stands for.
+    ``chains``: after the visit; ``least``: the smallest one that is not worth a word. Returns pairs of a flag and the kind of
+    trouble it stands for.
     """
     settings = with_settings(moments)
     draws = (settings if isinstance(settings, MCMCMoments) else MCMCMoments()).num_draws
@@ -98,17 +86,10 @@ def own_step(
 ) -> tuple[Float[Array, ""], Any]:
     """The step of a visit: halved where the move asked for turns back on the last one, and grown again where it goes on.
 
-    Args:
-        family: the family of q.
-        q: natural parameters of q.
-        change: what a full step would add to the site.
-        noise: standard error of that, in sds of q; of Gaussians not looked at.
-        state: the group's memory.
-        largest: the largest step in (0, 1]; 1 is the full step.
-
-    Returns:
-        ``(step, move)``; the move is the change, of a Gaussian that of q's location in sds and, to first order, of its log sds. The
-        last step, and None, where no moves are kept to compare with.
+    ``change``: what a full step would add to the site; ``noise``: standard error of that, in sds of q; of Gaussians not looked
+    at; ``largest``: the largest step in (0, 1]; 1 is the full step. Returns ``(step, move)``; the move is the change, of a
+    Gaussian that of q's location in sds and, to first order, of its log sds. The last step, and None, where no moves are kept
+    to compare with.
     """
     last, floor = state.last, 0.0
     if last is None:
@@ -158,16 +139,9 @@ def trouble_sentence(
 ) -> str | None:
     """What went wrong in a visit, and the remedy, without the group's name.
 
-    Args:
-        trouble: code of :class:`MatchState`.
-        ess: effective sample size.
-        temper: share of the power that was used.
-        chains: the factor's, if it has any.
-        held: rows that kept their sites.
-        anchored: whether tilted distributions are taken at a q of the solver's own.
-
-    Returns:
-        A sentence; None where nothing did.
+    ``trouble``: code of :class:`MatchState`; ``ess``: effective sample size; ``temper``: share of the power that was used;
+    ``chains``: the factor's, if it has any; ``held``: rows that kept their sites; ``anchored``: whether tilted distributions
+    are taken at a q of the solver's own. Returns a sentence; None where nothing did.
     """
     found = (_SENTENCES | CHAIN_SENTENCES).get(trouble)
     if found is None:
@@ -181,12 +155,8 @@ def trouble_sentence(
 def trouble_of(state: Any, index: int | None = None) -> str | None:
     """What went wrong with a group's tilted moments in its last visit, and the remedy; None where nothing did.
 
-    Args:
-        state: the solver state of one group, or of all with ``index``; of any solver.
-        index: which group.
-
-    Returns:
-        A sentence without the group's name.
+    ``state``: the solver state of one group, or of all with ``index``; of any solver; ``index``: which group. Returns a
+    sentence without the group's name.
     """
     if not hasattr(state, "trouble"):
         return None
@@ -249,14 +219,9 @@ class MatchState(NamedTuple):
 def first_match_state(last: Any, damping: float, dtype: Any, chains: Chains | None = None) -> MatchState:
     """The memory of a group that nobody has visited.
 
-    Args:
-        last: zeros for the change that was asked for last; None where none is kept.
-        damping: largest step in (0, 1]; 1 is the full step.
-        dtype: floating dtype.
-        chains: those that take its moments from the first visit on.
-
-    Returns:
-        The memory.
+    ``last``: zeros for the change that was asked for last; None where none is kept; ``damping``: largest step in (0, 1]; 1 is
+    the full step; ``dtype``: floating dtype; ``chains``: those that take its moments from the first visit on. Returns the
+    memory.
     """
     zero, none = jnp.zeros((), dtype), jnp.int32(0)
     found = zero + jnp.nan, zero, zero + 1.0, none, jnp.int32(FINE), jnp.array(False)
@@ -266,14 +231,8 @@ def first_match_state(last: Any, damping: float, dtype: Any, chains: Chains | No
 def match_rules(solver: Any, size: int, may_chain: bool = False, shared: bool = False) -> MatchRules:
     """What a visit reads beside the moments.
 
-    Args:
-        solver: whose ``damping`` and ``moments`` count.
-        size: numbers that are matched.
-        may_chain: as of :class:`MatchRules`.
-        shared: likewise.
-
-    Returns:
-        The rules.
+    ``solver``: whose ``damping`` and ``moments`` count; ``size``: numbers that are matched; ``may_chain``: as of
+    :class:`MatchRules`; ``shared``: likewise. Returns the rules.
     """
     count = getattr(with_settings(solver.moments), "num_draws", ImportanceMoments().num_draws)
     return MatchRules(float(solver.damping), solver.moments, least_ess(count, size), size, may_chain, shared)
@@ -282,16 +241,9 @@ def match_rules(solver: Any, size: int, may_chain: bool = False, shared: bool = 
 def match_visit(family: Any, q: Any, site: Any, found: Tilted, state: MatchState, rules: MatchRules) -> LocalResult:
     """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``, as much of it as leaves q normalisable.
 
-    Args:
-        family: of q.
-        q: natural parameters of q.
-        site: the group's site.
-        found: what matching moments asks for.
-        state: the group's memory.
-        rules: the largest step, and what collapsed weights are.
-
-    Returns:
-        The site, the new memory, and how it went.
+    ``family``: of q; ``q``: natural parameters of q; ``site``: the group's site; ``found``: what matching moments asks for;
+    ``state``: the group's memory; ``rules``: the largest step, and what collapsed weights are. Returns the site, the new
+    memory, and how it went.
     """
     change = family.symmetrise(found.change)
     usable = found.valid & all_finite(change)
@@ -315,15 +267,9 @@ def after_match(
 ) -> MatchState:
     """What a visit leaves of its moments in a group's memory: effective sample size, share of the power, trouble and chains.
 
-    Args:
-        found: the moments.
-        state: the memory before.
-        rules: what collapsed weights are.
-        valid: whether there were moments of a normalisable member.
-        stuck: whether there were, and no step towards them left q normalisable.
-
-    Returns:
-        The memory; steps and what they are compared with as they were.
+    ``found``: the moments; ``state``: the memory before; ``valid``: whether there were moments of a normalisable member;
+    ``stuck``: whether there were, and no step towards them left q normalisable. Returns the memory; steps and what they are
+    compared with as they were.
     """
     by_chains = jnp.array(False) if state.chains is None else state.chains.used
     weighed = ~jnp.isnan(found.ess) & ~by_chains
@@ -368,17 +314,7 @@ def _after(
 
 
 def check_share(owner: str, name: str, value: Any, remedy: str) -> None:
-    """Refuse what is no number in (0, 1].
-
-    Args:
-        owner: the solver's name.
-        name: the option's.
-        value: its value.
-        remedy: what to write instead.
-
-    Raises:
-        PVIError: naming all of them.
-    """
+    """Refuse what is no number in (0, 1]. Raises PVIError naming all of them."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
         raise PVIError(f"{owner}({name}={value!r}): expected a number in (0, 1]; {remedy}.")
 
@@ -386,13 +322,8 @@ def check_share(owner: str, name: str, value: Any, remedy: str) -> None:
 def check_moments(owner: str, moments: Any, chains: bool = False) -> None:
     """Refuse ways to take moments that are none.
 
-    Args:
-        owner: the solver's name.
-        moments: a word, or an instance with settings.
-        chains: whether the solver takes draws of Markov chains.
-
-    Raises:
-        PVIError: listing the ways.
+    ``moments``: a word, or an instance with settings; ``chains``: whether the solver takes draws of Markov chains. Raises
+    PVIError listing the ways.
     """
     words, kinds = (MOMENTS, SAMPLED) if chains else (MOMENTS[:-1], SAMPLED[:-1])
     if moments not in words and not isinstance(moments, kinds):
@@ -415,15 +346,9 @@ class MatchesMoments(SolverDefaults):
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise when forced moments do not fit what was found.
 
-        Args:
-            structure: "quadratic", "affine", "draws", "reparameterised" or "local".
-            full: whether q has full covariance.
-            where: the factor's name, for the message.
-
-        Raises:
-            PVIError: naming the factor and the choices that work.
+        ``structure``: "quadratic", "affine", "draws", "reparameterised" or "local"; ``full``: whether q has full covariance.
+        Raises PVIError naming the factor and the choices that work.
         """
-        del full
         owner = type(self).__name__
         if structure == "local" and not self.integrates:
             raise PVIError(
@@ -459,7 +384,6 @@ class MatchesMoments(SolverDefaults):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: ``eta_m <- eta_m + step (eta_qhat - eta_q) / power``; see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del start, guarded
         q, known = cavity + site, () if state.chains is None else (state.chains,)
         found = factor.tilted(q, site, self.power, None if factor.rules.shared else key, *known)
         return match_visit(factor.family, q, site, found, state, factor.rules)
@@ -475,11 +399,6 @@ class MatchesMoments(SolverDefaults):
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when chains ask for mini-batches of a group that has fewer rows, or of one that is read by masks.
 
-        Args:
-            sizes: rows of each group, by label.
-            mechanism: how rows are read.
-
-        Raises:
-            PVIError: naming the group.
+        ``sizes``: rows of each group, by label. Raises PVIError naming the group.
         """
         check_batch_size("MCMCMoments", self.moments_batch, sizes, mechanism)

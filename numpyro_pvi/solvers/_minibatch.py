@@ -60,16 +60,8 @@ def plan_batches(
 
     Every batch of ``batch_size`` different rows is equally likely at every step, so that its sum times ``N_m / B`` is an
     unbiased estimate of the group's. Where the factor wants ``fresh_batches``, steps do not know of each other's rows.
-
-    Args:
-        factor: the group's factor.
-        key: a random key.
-        batch_size: B, or None for all rows at every step.
-        num_steps: steps of the visit, or None.
-        epochs: passes over the rows where ``num_steps`` is None; 1 by default.
-
-    Returns:
-        The steps.
+    ``factor``: the group's factor; ``key``: a random key; ``batch_size``: B, or None for all rows at every step; ``num_steps``:
+    steps of the visit, or None; ``epochs``: passes over the rows where ``num_steps`` is None; 1 by default. Returns the steps.
     """
     passes = 1.0 if epochs is None else float(epochs)
     if batch_size is None:
@@ -97,12 +89,8 @@ def plan_batches(
 def late_from(num_steps: Any, average: float) -> Int[Array, "..."]:
     """The first of a visit's steps whose naturals are averaged.
 
-    Args:
-        num_steps: of the visit, one number or one per group.
-        average: share of the steps, counted from the end.
-
-    Returns:
-        Its number; the last step's at most.
+    ``num_steps``: of the visit, one number or one per group; ``average``: share of the steps, counted from the end. Returns its
+    number; the last step's at most.
     """
     return jnp.minimum(num_steps - 1, jnp.ceil((1.0 - average) * num_steps)).astype(jnp.int32)
 
@@ -121,13 +109,7 @@ def share_of_steps(step_size: Any, num_steps: Any, average: float) -> Float[Arra
 def next_draws(key: Any, step: Any, last: Float[Array, "S D"]) -> Float[Array, "S D"]:
     """Standard normal draws of one step: pairs of both signs, or a single draw whose sign the next step turns over.
 
-    Args:
-        key: the visit's key.
-        step: number of the step.
-        last: the last step's draws; only the shape matters at step 0.
-
-    Returns:
-        The draws.
+    ``last``: the last step's draws; only the shape matters at step 0.
     """
     count, dim = last.shape
     if count > 1:
@@ -159,15 +141,8 @@ def stein_precision(family: GaussianFamily, q: GaussianNatural, moments: Gaussia
 def move_precision(family: GaussianFamily, site: Any, q: Any, wanted: Any, step: Any) -> tuple[Any, Int[Array, ""]]:
     """The change of a site's precision towards a target that keeps the local q normalisable.
 
-    Args:
-        family: the family of q.
-        site: the site.
-        q: cavity * site.
-        wanted: the target precision.
-        step: share of the way in (0, 1].
-
-    Returns:
-        ``(change, halvings)``; a mean-field q's precisions are bounded below one by one, a full one's step is halved.
+    ``step``: share of the way in (0, 1]. Returns ``(change, halvings)``; a mean-field q's precisions are bounded below one by
+    one, a full one's step is halved.
     """
     change = step * (wanted - site.precision)
     if not family.full:
@@ -184,15 +159,8 @@ def move_precision(family: GaussianFamily, site: Any, q: Any, wanted: Any, step:
 def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_particles: Any) -> None:
     """Refuse senseless settings of the steps of a visit.
 
-    Args:
-        owner: the solver's name.
-        batch_size: rows of a step, or None.
-        num_steps: steps of a visit, or None.
-        epochs: passes over a group's rows in a visit, or None.
-        num_particles: draws of a step.
-
-    Raises:
-        PVIError: naming the option, its value and what is expected.
+    ``batch_size``: rows of a step, or None; ``num_steps``: steps of a visit, or None; ``epochs``: passes over a group's rows in
+    a visit, or None. Raises PVIError naming the option, its value and what is expected.
     """
     if num_steps is not None and epochs is not None:
         raise PVIError(
@@ -220,13 +188,7 @@ def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_pa
 def check_no_local(owner: str, structure: str, where: str) -> None:
     """Refuse factors with local latents, which steps over batches of rows would not move.
 
-    Args:
-        owner: the solver's name.
-        structure: what was found about the factor.
-        where: the factor's name, for the message.
-
-    Raises:
-        PVIError: naming the solver that fits.
+    Raises PVIError naming the solver that fits.
     """
     if structure == "local":
         raise PVIError(
@@ -238,14 +200,7 @@ def check_no_local(owner: str, structure: str, where: str) -> None:
 def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, int], mechanism: str) -> None:
     """Refuse batches that some group cannot fill, or that no rows can be taken for.
 
-    Args:
-        owner: the solver's name.
-        batch_size: rows of a step, or None.
-        sizes: rows of each group, by label.
-        mechanism: how rows are read.
-
-    Raises:
-        PVIError: naming the group.
+    ``batch_size``: rows of a step, or None; ``sizes``: rows of each group, by label. Raises PVIError naming the group.
     """
     if batch_size is None:
         return
@@ -269,18 +224,12 @@ class BatchSolver(SolverDefaults):
 
     def check(self, structure: str, full: bool, where: str) -> None:
         """Raise for local latents; factors of every other structure will do."""
-        del full
         check_no_local(type(self).__name__, structure, where)
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when a group has fewer rows than a batch.
 
-        Args:
-            sizes: rows of each group, by label.
-            mechanism: how rows are read.
-
-        Raises:
-            PVIError: naming the group.
+        ``sizes``: rows of each group, by label. Raises PVIError naming the group.
         """
         check_batch_size(type(self).__name__, self.batch_size, sizes, mechanism)
 
@@ -306,15 +255,8 @@ class Optimiser(NamedTuple):
 def as_optimiser(optim: Any, owner: str) -> Optimiser:
     """Wrap an optimiser.
 
-    Args:
-        optim: an optax ``GradientTransformation``, a ``numpyro.optim`` optimiser, or None for Adam with step 0.01.
-        owner: whose option it is, for the message.
-
-    Returns:
-        The wrapped optimiser.
-
-    Raises:
-        PVIError: for anything else.
+    ``optim``: an optax ``GradientTransformation``, a ``numpyro.optim`` optimiser, or None for Adam with step 0.01. Raises
+    PVIError for anything else.
     """
     if isinstance(optim, _NumPyroOptim):
         return _of_numpyro(optim, isinstance(optim, Minimize))
@@ -335,9 +277,6 @@ class OptaxOptim(_NumPyroOptim):
 
     NumPyro's own adapter passes the value on, which is enough for ``optax.contrib.reduce_on_plateau``; line searches
     (``optax.lbfgs``) also ask for the gradient and for the function.
-
-    Args:
-        transformation: optax's.
     """
 
     def __init__(self, transformation: Any) -> None:
@@ -371,14 +310,9 @@ class OptaxOptim(_NumPyroOptim):
 def step_and_slope(optim: _NumPyroOptim, fn: Callable, state: Any, forward: bool = False) -> tuple[Any, Any, Any]:
     """A step of an optimiser, and the slope that it took it by.
 
-    Args:
-        optim: NumPyro's, or what stands for another.
-        fn: params to the loss, in nats, that the optimiser looks at itself.
-        state: of the optimiser.
-        forward: whether to differentiate in forward mode.
-
-    Returns:
-        ``(value, state, slope)``; the slope is None of an optimiser that takes no gradient, as ``Minimize``.
+    ``optim``: NumPyro's, or what stands for another; ``fn``: params to the loss, in nats, that the optimiser looks at itself;
+    ``state``: of the optimiser; ``forward``: whether to differentiate in forward mode. Returns ``(value, state, slope)``; the
+    slope is None of an optimiser that takes no gradient, as ``Minimize``.
     """
     seen, watched = [], copy.copy(optim)
 
@@ -397,14 +331,8 @@ def step_and_slope(optim: _NumPyroOptim, fn: Callable, state: Any, forward: bool
 def of_params(optim: Any) -> _NumPyroOptim:
     """The optimiser of a model's ``numpyro.param`` values under NumPyro's interface.
 
-    Args:
-        optim: an optimiser of ``numpyro.optim``, ``jax.example_libraries.optimizers`` or optax.
-
-    Returns:
-        NumPyro's, as it is, or what stands for the others.
-
-    Raises:
-        PVIError: for anything else.
+    ``optim``: an optimiser of ``numpyro.optim``, ``jax.example_libraries.optimizers`` or optax. Returns NumPyro's, as it is, or
+    what stands for the others. Raises PVIError for anything else.
     """
     if isinstance(optim, _NumPyroOptim):
         return optim
@@ -454,11 +382,8 @@ def _of_optax(optim: Any) -> Optimiser:
 def differentiable(objective: Objective) -> Callable[[Float[Array, "D"]], Float[Array, ""]]:
     """The loss as a function that reverse mode differentiates by the gradient that comes with it.
 
-    Args:
-        objective: a point to value and gradient; loops of traced length inside have no reverse mode of their own.
-
-    Returns:
-        A point to the value.
+    ``objective``: a point to value and gradient; loops of traced length inside have no reverse mode of their own. Returns a
+    point to the value.
     """
 
     @jax.custom_vjp

@@ -139,7 +139,6 @@ class NaturalGradient(SolverDefaults):
 
     def init(self, family: Any, dtype: Any) -> NaturalGradientState:
         """Start every group at the largest step."""
-        del family
         return NaturalGradientState(jnp.asarray(self.step_size, dtype))
 
     def check(self, structure: str, full: bool, where: str) -> None:
@@ -199,7 +198,6 @@ class NaturalGradient(SolverDefaults):
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Groups of any size will do."""
-        del sizes, mechanism
 
     def solve(
         self,
@@ -212,7 +210,6 @@ class NaturalGradient(SolverDefaults):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del key
         family = factor.family
         backtrack = self.backtracking is True or (self.backtracking == "auto" and not guarded and not factor.quadratic)
         start = factor.expected(family.moments(cavity + site)) if start is None else start
@@ -280,7 +277,6 @@ class Conjugate(SolverDefaults):
 
     def init(self, family: Any, dtype: Any) -> tuple:
         """No state."""
-        del family, dtype
         return ()
 
     def check(self, structure: str, full: bool, where: str) -> None:
@@ -306,7 +302,6 @@ class Conjugate(SolverDefaults):
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Groups of any size will do."""
-        del sizes, mechanism
 
     def solve(
         self,
@@ -319,7 +314,6 @@ class Conjugate(SolverDefaults):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del key, guarded
         start = factor.expected(factor.family.moments(cavity + site)) if start is None else start
         good = all_finite(start.target) & factor.family.in_domain(cavity + start.target)
         return LocalResult(select(good, start.target, site), state, jnp.int32(0), good)
@@ -409,7 +403,6 @@ class StochasticNaturalGradient(BatchSolver):
 
     def init(self, family: Any, dtype: Any) -> tuple:
         """No state."""
-        del family, dtype
         return ()
 
     def check_families(self) -> None:
@@ -435,7 +428,6 @@ class StochasticNaturalGradient(BatchSolver):
         guarded: bool = False,
     ) -> LocalResult:
         """One visit: see :class:`numpyro_pvi.solvers.LocalSolver`."""
-        del start, guarded
         family = factor.family
         rows_key, noise_key = jax.random.split(key)
         batches = plan_batches(factor, rows_key, self.batch_size, self.num_steps, self.epochs)

@@ -33,14 +33,8 @@ def posterior_step(family: GaussianFamily, q: Any, gap: Any, step: Float[Array, 
         delta = (1 + B)^-1 S^T (gap in h - D loc),        E = (1 - step) delta delta^T - (1 + B)^-1 B,
         dLambda = -step S^-T (1 + step E)^-1 E S^-1,      dh = dLambda (loc + step S delta) + step S^-T delta.
 
-    Args:
-        family: the Gaussian family of q.
-        q: its natural parameters.
-        gap: natural parameters of the other Gaussian less those of q.
-        step: share of the way, in [0, 1], in mean space.
-
-    Returns:
-        The change, in natural space.
+    ``gap``: natural parameters of the other Gaussian less those of q; ``step``: share of the way, in [0, 1], in mean space.
+    Returns the change, in natural space.
     """
     moments = family.moments(q)
     force = family.pull(gap, moments.loc)
@@ -69,17 +63,9 @@ def site_step(
     """The change of a site when its own mean parameters take a step: ``grad A*(gamma + step (mu_hat - mu)) - eta_m``.
 
     Here ``gamma = grad A(eta_m)`` are the site's own mean parameters, so the site has to be normalisable by itself, before and
-    after.
-
-    Args:
-        family: the Gaussian family of q.
-        site: natural parameters of the site, normalisable.
-        q: natural parameters of q, with mean parameters mu.
-        gap: natural parameters of the Gaussian with mean parameters mu_hat, less those of q.
-        step: the step, in mean space.
-
-    Returns:
-        The change, in natural space, and whether the step stays in the mean domain.
+    after. ``site``: natural parameters of the site, normalisable; ``q``: natural parameters of q, with mean parameters mu;
+    ``gap``: natural parameters of the Gaussian with mean parameters mu_hat, less those of q; ``step``: the step, in mean space.
+    Returns the change, in natural space, and whether the step stays in the mean domain.
     """
     own, here, there = (family.natural_to_mean(x) for x in (site, q, q + gap))
     new = own + (there - here) * step
@@ -93,13 +79,8 @@ def site_step(
 def widening(family: GaussianFamily, q: Any, gap: Any) -> Float[Array, ""]:
     """The largest ratio, over all directions, of another Gaussian's variance to that of q.
 
-    Args:
-        family: the Gaussian family of q.
-        q: its natural parameters.
-        gap: natural parameters of the other Gaussian, which is normalisable, less those of q.
-
-    Returns:
-        A positive number; 1 where the two have the same covariance.
+    ``gap``: natural parameters of the other Gaussian, which is normalisable, less those of q. Returns a positive number; 1
+    where the two have the same covariance.
     """
     scale = family.moments(q).scale
     if not family.full:
@@ -111,14 +92,9 @@ def widening(family: GaussianFamily, q: Any, gap: Any) -> Float[Array, ""]:
 def mean_step(family: ProductFamily, q: Any, gap: Any, step: Float[Array, ""]) -> ProductNatural:
     """:func:`posterior_step` of any family: ``grad A*((1 - step) mu + step mu_hat) - eta``.
 
-    Args:
-        family: the family of q.
-        q: its natural parameters, with mean parameters mu.
-        gap: natural parameters of the other member less those of q.
-        step: share of the way, in [0, 1], in mean space.
-
-    Returns:
-        The change, in natural space; zero to the letter where the gap is.
+    ``q``: its natural parameters, with mean parameters mu; ``gap``: natural parameters of the other member less those of q;
+    ``step``: share of the way, in [0, 1], in mean space. Returns the change, in natural space; zero to the letter where the gap
+    is.
     """
     here, there = family.natural_to_mean(q), family.natural_to_mean(q + gap)
     # The rounding of the way back is that of both.
@@ -128,15 +104,9 @@ def mean_step(family: ProductFamily, q: Any, gap: Any, step: Float[Array, ""]) -
 def metric_widening(family: ProductFamily, q: Any, gap: Any) -> Float[Array, ""]:
     """The largest ratio, over all directions, of another member's Fisher metric to that of q.
 
-    Of Gaussians that is the square of the largest ratio of variances, where that is above 1: see :func:`widening`.
-
-    Args:
-        family: the family of q.
-        q: its natural parameters.
-        gap: natural parameters of the other member, which is normalisable, less those of q.
-
-    Returns:
-        A positive number; 1 where the two are the same.
+    Of Gaussians that is the square of the largest ratio of variances, where that is above 1: see :func:`widening`. ``gap``:
+    natural parameters of the other member, which is normalisable, less those of q. Returns a positive number; 1 where the two
+    are the same.
     """
     ratios = []
     for name, own in family.components:
@@ -311,7 +281,6 @@ class SNEP(MatchesMoments):
 
         Of the rest of the fit it reads ``cavity + site``, the current sum of naturals, and nothing else.
         """
-        del start, guarded
 
         def step(k, walk: _Walk) -> _Walk:
             return self._step(factor, cavity, walk, k, jax.random.fold_in(key, k))
