@@ -11,10 +11,11 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from scipy.optimize import minimize
 
-from numpyro_pvi import PVI, Partition
+from numpyro_pvi import PVI, Partition, SkippedGroupError
 from numpyro_pvi.factors import _planner
 from numpyro_pvi.factors._mechanism import is_hostile
 from numpyro_pvi.runtime import _starts
+from numpyro_pvi.schedules import _acceptance
 
 
 def counts(x, y):
@@ -210,3 +211,87 @@ def test_the_law_sees_a_start_at_the_prior(fault, monkeypatch):
     pvi = PVI(model, guide(model))
     loss = float(pvi.evaluate(pvi.init(jax.random.key(0), *data), *data))
     assert (loss < 100 * -best) != fault
+
+
+def circle(y):
+    mean = numpyro.sample("mean", dist.VonMises(0.0, 0.5))
+    spread = numpyro.sample("spread", dist.Gamma(2.0, 0.5))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.VonMises(mean, spread), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore:Continuous inference poorly handles circular")
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+def test_a_start_by_points_is_better_than_the_prior(fault, monkeypatch):
+    """Curvature at the prior's location, which points read, led millions of nats below the prior, and rounds stayed there."""
+    y = np.random.default_rng(2).vonmises(1.0, 4.0, 40)
+    if fault:
+        monkeypatch.setattr(_starts, "MAX_START_HALVINGS", 0)
+        monkeypatch.setattr(
+            _starts, "_best_step", lambda problem, both, look_at, sites_of, *_, **__: _whole(look_at, sites_of, both)
+        )
+        jax.clear_caches()
+    fits = [PVI(circle, AutoMultivariateNormal(circle), init_sites=word) for word in ("auto", "prior")]
+    start, prior = (float(pvi.evaluate(pvi.init(jax.random.key(0), y), y)) for pvi in fits)
+    if fault:
+        jax.clear_caches()
+    assert (start < prior) != fault
+
+
+def _whole(look_at, sites_of, both):
+    """The step from the prior's location, whole."""
+    return _starts.SiteStack(jax.tree.map(lambda x: x[1], sites_of(look_at(both)[0])), None), None
+
+
+def rooted(x, y, safe=False):
+    """The root of what underflows: the density is a number where its slope is none, but for the other way to write it."""
+    length = numpyro.sample("length", dist.LogNormal(0.0, 1.0))
+    with numpyro.plate("basis", 12):
+        weight = numpyro.sample("weight", dist.Normal(0.0, 1.0))
+    steps = jnp.pi * jnp.arange(1, 13) / 6
+    decay = -0.5 * (length * steps) ** 2
+    root = jnp.sqrt(length) * jnp.exp(0.5 * decay) if safe else jnp.sqrt(length * jnp.exp(decay))
+    shape = jnp.sin(steps * (x[:, None] + 3.0)) @ (root * weight)
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Normal(shape, 0.3), obs=y)
+
+
+def test_a_run_that_cannot_leave_its_start_begins_again_where_the_guide_does(tmp_path):
+    """Not where the start was asked for; and what is taken up from a checkpoint is the run that was begun again."""
+    x = np.linspace(-2.0, 2.0, 20)
+    data = x, np.sin(2 * x) + 0.2 * np.random.default_rng(1).normal(size=20)
+    pvi = PVI(rooted, AutoMultivariateNormal(rooted))
+    run = pvi.run(jax.random.key(0), 40, *data, progress_bar=False, checkpoint=tmp_path / "fit.pvi")
+    assert "begun again where the guide starts, since group 0 was skipped" in run.message
+    other = pvi.run(jax.random.key(0), 40, *data, safe=True, progress_bar=False)
+    assert "begun again" not in other.message and float(run.losses[-1]) == pytest.approx(
+        float(other.losses[-1]), abs=0.3
+    )
+    again = pvi.run(jax.random.key(0), 40, *data, progress_bar=False, checkpoint=tmp_path / "fit.pvi")
+    np.testing.assert_array_equal(again.losses, run.losses)
+    asked = PVI(rooted, AutoMultivariateNormal(rooted), init_sites="prior")
+    with pytest.raises(SkippedGroupError, match="group 0 was skipped"):
+        asked.run(jax.random.key(0), 12, *data, progress_bar=False)
+
+
+def underflown(y):
+    length = numpyro.sample("length", dist.LogNormal(0.0, 2.0))
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Normal(level * jnp.sqrt(jnp.exp(-(length**6))), 1.0), obs=y)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "fault"])
+def test_no_step_is_taken_to_where_slopes_are_no_numbers(fault, monkeypatch):
+    """Such a q is worth as many nats as another, and no visit leads away from it."""
+    if fault:
+        monkeypatch.setattr(_acceptance, "_finite", lambda groups: jnp.isfinite(groups.value))
+        jax.clear_caches()
+    y = np.random.default_rng(0).normal(size=30) + 0.7
+    pvi = PVI(underflown, AutoMultivariateNormal(underflown))
+    if fault:
+        with pytest.raises(SkippedGroupError):
+            pvi.run(jax.random.key(0), 30, y, progress_bar=False)
+        jax.clear_caches()
+    else:
+        assert np.all(np.isfinite(pvi.run(jax.random.key(0), 30, y, progress_bar=False).losses))

@@ -532,3 +532,18 @@ def test_a_model_without_observations_is_fitted_to_its_prior():
     assert "no sample site is observed" in result.info.notes[0]
     assert pvi.posterior(result.state)["m"].mean == pytest.approx(1.0)
     assert float(result.losses[-1]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_structure_that_was_found_without_a_plate_is_verified():
+    """Its rows are one; a run ended in a TypeError after its last round."""
+
+    def overdispersed(x, y):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        size = numpyro.sample("size", dist.Exponential(1.0))
+        numpyro.sample("y", dist.GammaPoisson(size, size / jnp.exp(slope * x)), obs=y)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=12)
+    pvi = PVI(overdispersed, AutoMultivariateNormal(overdispersed))
+    result = pvi.run(jax.random.key(0), 3, x, rng.poisson(np.exp(0.3 * x)), progress_bar=False)
+    assert "affine (found)" in str(result.info) and np.all(np.isfinite(result.losses))
