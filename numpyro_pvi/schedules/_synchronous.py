@@ -286,10 +286,13 @@ class Synchronous(ScheduleDefaults):
         return self._finish(problem, carry, results, prior, done, scale)
 
     def _in_turns(self, problem: Problem, carry: RoundCarry, noise: Any) -> RoundCarry:
-        late = self._late(problem, carry.schedule)
+        late, step = self._late(problem, carry.schedule), carry.schedule.step
         share = late if self.damping == "auto" else late * self.damping
-        swept = cast(Any, problem).sweep(carry, share, noise)
-        done = accept_jointly(problem, carry.sites, swept.sites, carry.evaluation, carry.schedule.step, noise)
+        # What was halved before is a shorter sweep, and not a share of a full one, whose later turns have seen all of the earlier.
+        swept = cast(Any, problem).sweep(carry, share * step, noise)
+        done = accept_jointly(problem, carry.sites, swept.sites, carry.evaluation, jnp.ones_like(step), noise)
+        swept = swept._replace(share=swept.share / step)
+        done = done._replace(step=done.step * step)
         return self._finish(problem, carry, swept.groups, swept.prior, done, None, swept)
 
     def _late(self, problem: Problem, state: SynchronousState) -> Float[Array, ""]:
