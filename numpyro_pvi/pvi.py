@@ -334,7 +334,7 @@ class PVI(SVI):
                 if init_state is not None:
                     raise
                 again = begun_elsewhere(self, stuck, (rng_key, given), init_params)
-                run, reason = driven(again, progress_bar), str(stuck).partition(". ")[0]
+                run, reason = driven(again, progress_bar), str(stuck).partition(": ")[0]
                 why = f"; begun again where the guide starts, since {reason}"
         # On the host: a result is not worth a program.
         shown = np.arange(1, len(run.losses) + 1) % loss_every == 0

@@ -1,8 +1,8 @@
 """The integral of a row's factor over latents of the row's own, from draws of q in which the factor is looked at.
 
-Given the shared latents a row's factor f(z) is often affine in the statistics T of its own latents: ``f = c + <eta, T> + log h``
-is a member, whose integral ``c + A(eta)`` and mean statistics are in closed form. So f over q is regressed on T over the draws,
-exactly where it is affine, and what is left of it is weighed: the member is a control variate, as in :mod:`._product_moments`.
+Given the shared latents a row's factor f(z) is affine in the statistics T of its own latents: ``f = c + <eta, T> + log h`` is a
+member, whose integral ``c + A(eta)`` and mean statistics are in closed form. So f over q is regressed on T over the draws, which is
+exact for any draws. Factors that are not affine are not taken: weights of draws from q miss a row that says much more than q knows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from ..families import ProductFamily, ProductMean, ProductNatural
 from ._product_moments import paired, weighable
 
-# Nats of a factor's rounding from which on its integral says nothing.
-_LOST = 1.0
+# Nats of rounding from which on a row's integral says nothing.
+_LOST = 0.1
 
 
 class OwnDraws(NamedTuple):
@@ -60,27 +60,39 @@ def own_integral(
         factor: f at the draws, with the density of the latents, nats.
 
     Returns:
-        Both; exact for any draws where f less log h is affine in the statistics, else of their noise. Where rounding leaves nothing
-        of f, for shared latents far out, the integral is -inf.
+        Both, exact for any draws. Where rounding leaves too little, for shared latents or a member far out, the integral is -inf.
     """
-    white, ratio, count = draws.white, factor - draws.log_q, factor.shape[0]
-    slope = white.T @ (ratio - jnp.mean(ratio)) / count
-    # The whitening's own rounding.
-    slope = slope + white.T @ (ratio - jnp.mean(ratio) - white @ slope) / count
+    white, ratio, half = draws.white, factor - draws.log_q, factor.shape[0] // 2
+    member, change = _member(family, draws, _slope(white, ratio))
+    value = _integral(family, draws, ratio, member, change)
+    # What rounding leaves of a member far from the draws shows in what either half of them makes of it.
+    halves = [_member(family, draws, _slope(white[at], ratio[at])) for at in (slice(half), slice(half, None))]
+    one, other = (_integral(family, draws, ratio, *found) for found in halves)
+    rest = ratio - paired(family, change, draws.statistics)
+    bent, lost = jnp.max(jnp.abs(rest - jnp.mean(rest))), jnp.max(jnp.abs(ratio)) * jnp.finfo(ratio.dtype).eps
+    # A NaN is close to nothing.
+    close = (jnp.abs(one - other) < _LOST) & (bent < _LOST) & (lost < _LOST)
+    known = close & jnp.isfinite(value) & family.in_domain(member)
+    return jnp.where(known, value, -jnp.inf), family.natural_to_mean(member)
+
+
+def _slope(white: Float[Array, "J P"], ratio: Float[Array, "J"]) -> Float[Array, "P"]:
+    """Least squares of the ratio on the whitened statistics, with one step against the rounding of the first."""
+    white, ratio = white - jnp.mean(white, axis=0), ratio - jnp.mean(ratio)
+    gram = white.T @ white
+    slope = jnp.linalg.solve(gram, white.T @ ratio)
+    return slope + jnp.linalg.solve(gram, white.T @ (ratio - white @ slope))
+
+
+def _member(family: ProductFamily, draws: OwnDraws, slope: Float[Array, "P"]) -> tuple[ProductNatural, ProductNatural]:
+    """The member whose log density over q's has this slope in whitened statistics, and its change from q."""
     change = family.from_minimal(jax.scipy.linalg.solve_triangular(draws.root, slope, trans=1, lower=True))
-    # Outside the domain q itself stands for the member.
-    inside = family.in_domain(draws.q + change)
-    change = jax.tree.map(lambda x: jnp.where(inside, x, 0.0), change)
-    line = jnp.where(inside, white @ slope, 0.0)
-    first = paired(family, change, jax.tree.map(lambda x: x[:1], draws.statistics))[0]
-    member, gap = draws.q + change, line - line[0] + first
-    value = jax.nn.logsumexp(ratio) - jax.nn.logsumexp(gap) + family.log_partition(member)
-    lost = jnp.max(jnp.where(jnp.isfinite(ratio), jnp.abs(ratio), 0.0)) * jnp.finfo(ratio.dtype).eps
-    value = jnp.where(jnp.isfinite(value) & (lost < _LOST), value, -jnp.inf)
-    apart = jax.nn.softmax(ratio) - jax.nn.softmax(line)
-    known = family.natural_to_mean(member)
-    leaves = [
-        x + jnp.tensordot(apart, t, axes=1)
-        for x, t in zip(jax.tree.leaves(known), jax.tree.leaves(draws.statistics), strict=True)
-    ]
-    return value, jax.tree.unflatten(jax.tree.structure(known), leaves)
+    return draws.q + change, change
+
+
+def _integral(
+    family: ProductFamily, draws: OwnDraws, ratio: Float[Array, "K"], member: ProductNatural, change: ProductNatural
+) -> Float[Array, ""]:
+    """The integral in nats, where the ratio is affine in the statistics."""
+    rest = ratio - paired(family, change, draws.statistics)
+    return jnp.mean(rest) + family.log_partition(member)

@@ -42,8 +42,8 @@ from ..families import (
     support_of,
 )
 
-# Draws of a row's own latents where they tell a member, and where they are weighed.
-_OWN_MEMBER, _OWN_WEIGHED = 8, 256
+# Least draws of a row's own latents that tell a member, twice.
+_OWN_MEMBER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,10 +226,10 @@ class ProductPlan(Plan):
 
     @property
     def own_draws(self) -> int:
-        """Draws of a row's own continuous latents: as many as tell a member, more where they are weighed, 0 without any."""
+        """Draws of a row's own continuous latents: as many as tell a member twice, 0 without any."""
         own = [family for _, family in self.row_family.components if support_of(family) is None]
         size = sum(family.to_minimal(family.zeros()).shape[-1] for family in own)
-        return 0 if not own else max(_OWN_WEIGHED, 8 * size) if self.own_weighed else max(_OWN_MEMBER, 3 * size)
+        return max(_OWN_MEMBER, 4 * size) if own else 0
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -573,6 +573,19 @@ def check_tilted(plan: ProductPlan, solver: Any) -> None:
             "integrating them out takes all rows that see them, of every plate, at once: keep everything of a row in one plate, or "
             "use solver=NaturalGradient()."
         )
+    where = f"{owner} under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate"
+    if plan.partition.params:
+        raise PVIError(
+            f"{where}, and with these integrated out the slopes by numpyro.param site(s) {', '.join(plan.partition.params)} would "
+            "be taken at members of an earlier prior, which runs away: give the params a prior (numpyro.sample), or use "
+            "solver=NaturalGradient()."
+        )
+    if plan.own_weighed:
+        raise PVIError(
+            f"{where}, and the integral over {', '.join(plan.own_weighed)} has no closed form given the shared latents; weights of "
+            "draws miss a row that says much more than q knows of it: use solver=NaturalGradient(), or PowerEP with "
+            "AutoMultivariateNormal, which integrates such latents by nested quadrature."
+        )
     _ = plan.own_cells
 
 
@@ -596,13 +609,6 @@ def with_tilted(plan: ProductPlan, solver: Any, affine: tuple[bool, bool]) -> Pr
     for (factor, where), flag in zip(factors, affine, strict=True):
         if factor is not None:
             found.append(method_of_factor(touched(plan.matched, factor), flag, solver.moments, where, owner))
-    if plan.inside and plan.own_weighed and found[0] == "quadrature":
-        if solver.moments == "quadrature":
-            raise PVIError(
-                f"{owner}(moments='quadrature'): the integral over {', '.join(plan.own_weighed)}, inside the partitioned plate, "
-                "is by weighted draws, which no rule over the shared latents makes exact; leave moments='auto'."
-            )
-        found[0] = "importance"
     if found[0] == "mcmc" and solver.factors == "row":
         raise PVIError(
             f"PowerEP(factors='row', moments={solver.moments!r}): every row would have chains of its own; leave moments='auto', or "

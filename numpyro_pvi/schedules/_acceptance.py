@@ -52,15 +52,15 @@ def elbo_has_not_fallen(new: Evaluation, old: Evaluation, allowance: Any = 0.0) 
 
 
 def _finite(groups: Any) -> Bool[Array, "M"]:
-    """Of which groups value and target are numbers; of a target the smallest of its arrays tells."""
-    leaves = jax.tree.leaves(getattr(groups, "target", None))
-    finite = jnp.isfinite(groups.value)
-    if not leaves:
-        return finite
-    asked = jnp.isfinite(min(leaves, key=lambda x: x.size))
-    # Sites of all groups may lie in one vector.
-    own = asked.shape[0] == finite.shape[0]
-    return finite & (jnp.all(asked.reshape(finite.shape[0], -1), axis=-1) if own else jnp.all(asked))
+    """Of which groups value and target are numbers; of a target all its vectors, and the smallest of its arrays, tell."""
+    leaves, finite = jax.tree.leaves(getattr(groups, "target", None)), jnp.isfinite(groups.value)
+    least = min((x.size for x in leaves), default=0)
+    for x in leaves:
+        if x.ndim <= 2 or x.size == least:
+            # Sites of all groups may lie in one vector.
+            own = x.ndim > 0 and x.shape[0] == finite.shape[0]
+            finite = finite & jnp.all(jnp.isfinite(x).reshape(finite.shape[0] if own else 1, -1), axis=-1)
+    return finite
 
 
 def taken_whole(problem: Problem) -> float:
