@@ -140,7 +140,7 @@ def begin(
     return checkpoint, Progress(state)
 
 
-def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_params: Any) -> Progress:
+def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_params: Any, taken_up: bool) -> Progress:
     """A run that could not leave its start, begun again where the guide starts.
 
     Points a few prior sds out may be where a gradient is no number though the density is one (the root of what has underflown),
@@ -151,6 +151,7 @@ def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_param
         stuck: raised by the run.
         given: its key and the model's converted arguments.
         init_params: where q was asked to start, or None.
+        taken_up: whether the run was taken up from a file, for which a guide is set up without the run's key.
 
     Returns:
         The start.
@@ -161,6 +162,8 @@ def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_param
     state, (key, (args, kwargs)) = stuck.state, given
     if int(state.step) > int(np.max(np.asarray(state.report.skip_run))):
         raise stuck
+    if taken_up:
+        pvi.guide.prototype_trace = None
     other = pvi._fit.other_start(pvi, pvi.init(key, *args, init_params=init_params, **kwargs), init_params)
     if other is None:
         raise stuck

@@ -333,7 +333,7 @@ class PVI(SVI):
             except SkippedGroupError as stuck:
                 if init_state is not None:
                     raise
-                again = begun_elsewhere(self, stuck, (rng_key, given), init_params)
+                again = begun_elsewhere(self, stuck, (rng_key, given), init_params, before.done > 0)
                 run, reason = driven(again, progress_bar), str(stuck).partition(": ")[0]
                 why = f"; begun again where the guide starts, since {reason}"
         # On the host: a result is not worth a program.

@@ -269,6 +269,16 @@ def test_a_run_that_cannot_leave_its_start_begins_again_where_the_guide_does(tmp
     )
     again = pvi.run(jax.random.key(0), 40, *data, progress_bar=False, checkpoint=tmp_path / "fit.pvi")
     np.testing.assert_array_equal(again.losses, run.losses)
+
+    def stop(done, *_):
+        if done == 6:
+            raise KeyboardInterrupt
+
+    kept = {"checkpoint": tmp_path / "cut.pvi", "checkpoint_every": 1, "progress_bar": False}
+    cut = PVI(rooted, AutoMultivariateNormal(rooted)).run(jax.random.key(0), 40, *data, callback=stop, **kept)
+    assert len(cut.losses) == 6
+    taken_up = PVI(rooted, AutoMultivariateNormal(rooted)).run(jax.random.key(0), 40, *data, **kept)
+    np.testing.assert_array_equal(taken_up.losses, run.losses)
     asked = PVI(rooted, AutoMultivariateNormal(rooted), init_sites="prior")
     with pytest.raises(SkippedGroupError, match="group 0 was skipped"):
         asked.run(jax.random.key(0), 12, *data, progress_bar=False)
