@@ -217,7 +217,7 @@ class ProductPlan(Plan):
         return tuple(names), all_values(sizes)
 
     @property
-    def own_weighed(self) -> tuple[str, ...]:
+    def own_without_form(self) -> tuple[str, ...]:
         """Continuous latents inside the plate whose integral, given shared and finite ones, is known to no closed form."""
         own = [name for name, family in self.row_family.components if support_of(family) is None]
         roles = {role.name: role for role in self.likelihood.roles}
@@ -580,9 +580,9 @@ def check_tilted(plan: ProductPlan, solver: Any) -> None:
             "be taken at members of an earlier prior, which runs away: give the params a prior (numpyro.sample), or use "
             "solver=NaturalGradient()."
         )
-    if plan.own_weighed:
+    if plan.own_without_form:
         raise PVIError(
-            f"{where}, and the integral over {', '.join(plan.own_weighed)} has no closed form given the shared latents; weights of "
+            f"{where}, and the integral over {', '.join(plan.own_without_form)} has no closed form given the shared latents; weights of "
             "draws miss a row that says much more than q knows of it: use solver=NaturalGradient(), or PowerEP with "
             "AutoMultivariateNormal, which integrates such latents by nested quadrature."
         )

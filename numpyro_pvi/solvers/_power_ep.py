@@ -36,8 +36,8 @@ class PowerEP(MatchesMoments):
     power), by quadrature where it sees at most two numbers of scalar or normal latents (or a Dirichlet's three shares) and a few
     values of discrete ones, else by weighted draws of q, and by chains where these keep collapsing; of every row in the same way
     (but for chains) under ``factors="row"``. Latents inside the partitioned plate are integrated out: finitely many values are
-    summed over, in closed form goes one continuous latent in whose statistics the rows are affine given the others, and what is
-    left is weighed at draws of q. A row's member has the mean statistics of ``q(theta) p(z | theta, y)``.
+    summed over, and in closed form goes one continuous latent in whose statistics the rows are affine given the others; other
+    integrals are refused by name, and so are ``numpyro.param`` sites beside them. A row's member has the mean statistics of ``q(theta) p(z | theta, y)``.
 
     Args:
         power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational
