@@ -2,8 +2,8 @@
 
 A group's factor is ``p(y_m | theta) = prod_n int p(z_n | theta) p(y_n | theta, z_n) dz_n`` at every theta that tilted moments ask
 for, before any power of it is taken, as under Gaussian guides. Finitely many values are summed over; a continuous latent
-goes in closed form, read off draws from q (:mod:`numpyro_pvi.expectations._own_integrals`). The member of z_n in q has the mean statistics of
-``q(theta) p(z_n | theta, y_n)``, and never enters a site.
+goes in closed form, read off draws from q (:mod:`numpyro_pvi.expectations._own_integrals`). The member of z_n in q has the
+mean statistics of ``q(theta) p(z_n | theta, y_n)``, and never enters a site.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class PowerEP(MatchesMoments):
     values of discrete ones, else by weighted draws of q, and by chains where these keep collapsing; of every row in the same way
     (but for chains) under ``factors="row"``. Latents inside the partitioned plate are integrated out: finitely many values are
     summed over, and in closed form goes one continuous latent in whose statistics the rows are affine given the others; other
-    integrals are refused by name, and so are ``numpyro.param`` sites beside them. A row's member has the mean statistics of ``q(theta) p(z | theta, y)``.
+    integrals are refused by name, and so are ``numpyro.param`` sites beside them. A row's member has the mean statistics of
+    ``q(theta) p(z | theta, y)``.
 
     Args:
         power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational
