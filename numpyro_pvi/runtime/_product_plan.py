@@ -582,8 +582,8 @@ def check_tilted(plan: ProductPlan, solver: Any) -> None:
         )
     if plan.own_without_form:
         raise PVIError(
-            f"{where}, and the integral over {', '.join(plan.own_without_form)} has no closed form given the shared latents; weights "
-            "of draws miss a row that says much more than q knows of it: use solver=NaturalGradient(), or PowerEP with "
+            f"{where}, and the integral over {', '.join(plan.own_without_form)} has no closed form given the shared latents; "
+            "weights of draws miss a row that says much more than q knows of it: use solver=NaturalGradient(), or PowerEP with "
             "AutoMultivariateNormal, which integrates such latents by nested quadrature."
         )
     _ = plan.own_cells
