@@ -1,23 +1,34 @@
-"""The integral of a row's factor over latents of the row's own, from draws of q in which the factor is looked at.
+"""The integral of a row's factor over latents of the row's own, given the shared latents.
 
-Given the shared latents a row's factor f(z) is affine in the statistics T of its own latents: ``f = c + <eta, T> + log h`` is a
-member, whose integral ``c + A(eta)`` and mean statistics are in closed form. So f over q is regressed on T over the draws, which is
-exact for any draws. Factors that are not affine are not taken: weights of draws from q miss a row that says much more than q knows.
+Where the factor f(z) is affine in the statistics T of the row's latents, ``f = c + <eta, T> + log h`` is a member, whose integral
+``c + A(eta)`` and mean statistics are in closed form. So f over q is regressed on T over some draws of q, which is exact for any
+draws. Elsewhere it is summed over a grid that finds where its mass is, of one or two numbers a row: weights of draws from q
+would miss a row that says much more than q knows.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from ..families import ProductFamily, ProductMean, ProductNatural
-from ._product_moments import paired, weighable
+from ._product_moments import ProductGrid, Window, grid_of, laid_over, paired, weighable
 
 # Nats of rounding from which on a row's integral says nothing.
 _LOST = 0.1
+# Points of a row's grid along every coordinate, where there is one, or two; and nats that two halves of them, each with twice the
+# distance between its points, may differ by: the error of all of them is of the order of the square.
+_POINTS, _APART = {0: 1, 1: 32, 2: 32}, 0.01
+# Nats below a row's peak that the border of its grid must lie: a step of few points is some nats long out there.
+_BORDER = 12.0
+# Points of a grid over the shared latents, at each of which every row has a grid of its own.
+OVER_GRIDS = {0: 1, 1: 96, 2: 40}
 
 
 class OwnDraws(NamedTuple):
@@ -60,7 +71,7 @@ def own_integral(
         factor: f at the draws, with the density of the latents, nats.
 
     Returns:
-        Both, exact for any draws. Where rounding leaves too little, for shared latents or a member far out, the integral is -inf.
+        Both, exact for any draws. Where rounding leaves too little, for shared latents or a member far out, the integral is NaN.
     """
     white, ratio, half = draws.white, factor - draws.log_q, factor.shape[0] // 2
     member, change = _member(family, draws, _slope(white, ratio))
@@ -73,7 +84,12 @@ def own_integral(
     # A NaN is close to nothing.
     close = (jnp.abs(one - other) < _LOST) & (bent < _LOST) & (lost < _LOST)
     known = close & jnp.isfinite(value) & family.in_domain(member)
-    return jnp.where(known, value, -jnp.inf), family.natural_to_mean(member)
+    return _known(known, value, factor), family.natural_to_mean(member)
+
+
+def _known(known: Bool[Array, "*R"], value: Float[Array, "*R"], logs: Float[Array, "*R K"]) -> Float[Array, "*R"]:
+    """Integrals; of densities that are 0 everywhere -inf, and NaN where they are not known."""
+    return jnp.where(known, value, jnp.where(jnp.all(logs == -jnp.inf, axis=-1), -jnp.inf, jnp.nan))
 
 
 def _slope(white: Float[Array, "J P"], ratio: Float[Array, "J"]) -> Float[Array, "P"]:
@@ -96,3 +112,77 @@ def _integral(
     """The integral in nats, where the ratio is affine in the statistics."""
     rest = ratio - paired(family, change, draws.statistics)
     return jnp.mean(rest) + family.log_partition(member)
+
+
+# ---------------------------------------------------------------------------------------------------------------- grids
+
+
+def own_grid(family: ProductFamily) -> ProductGrid | None:
+    """The grid of one row's own latents; None where they have more than two numbers, or no coordinates."""
+    return grid_of(family, _POINTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnGrids:
+    """Sums of the factors of some rows, each over a grid of its own.
+
+    Args:
+        grid: of one row: see :func:`own_grid`.
+        q: natural parameters of the rows' members, where the search for the mass begins, with a leading axis of rows.
+        counted: which rows count; of the others everything is 0.
+    """
+
+    grid: ProductGrid
+    q: ProductNatural
+    counted: Bool[Array, "R"]
+
+    def windows(self, factor: Callable[[dict], Float[Array, "R K"]]) -> Window:
+        """Where the mass of every row is.
+
+        Args:
+            factor: f at values by component with axes of rows and points in front, with the density of the latents, nats.
+
+        Returns:
+            Windows with a leading axis of rows.
+        """
+        first = jax.vmap(self.grid.first_window)(self.q)
+        dtype, shape = first.centre.dtype, jax.eval_shape(lambda: self._seen(first, factor)[1]).shape
+        nothing = (jnp.zeros(shape, dtype),)
+        return laid_over(self.grid, first, lambda at: (self._seen(at, factor)[1],), nothing, _BORDER)[0]
+
+    def _seen(self, windows: Window, factor: Callable) -> tuple[Any, Float[Array, "R K"]]:
+        """Points, and the logarithms of the mass at them."""
+        at = jax.vmap(self.grid.points)(self.q, windows)
+        logs = at.mass + factor(at.values)
+        # Of rows that do not count nothing is asked: a mound on the grid has its passes end at once.
+        places = [np.linspace(-10.0, 10.0, count) for count in self.grid.counts]
+        mound = -0.5 * sum(x.ravel() ** 2 for x in np.meshgrid(*places, indexing="ij"))
+        logs = jnp.where(jnp.isnan(logs), -jnp.inf, logs)
+        return at, jnp.where(self.counted[:, None], logs, jnp.asarray(mound, logs.dtype))
+
+    def integrals(self, windows: Window, factor: Callable) -> tuple[Float[Array, "R"], dict[str, Any]]:
+        """``log int exp f(z) dz`` of every row in nats, and the mean statistics of z in proportion to ``exp f``.
+
+        Args:
+            windows: as of :meth:`windows`, which need not be differentiated: sums hardly depend on where their points are.
+            factor: likewise.
+
+        Returns:
+            Both. Where mass is beyond the grid, or its points are too far apart, the integral is NaN.
+        """
+        at, logs = self._seen(windows, factor)
+        value = jax.nn.logsumexp(logs, axis=1)
+        inside = jax.vmap(lambda own: self.grid.inside(own, _BORDER))(logs)
+        known = jnp.isfinite(value) & inside & (self._apart(logs) < _APART)
+        weights = jnp.where(known[:, None], jnp.exp(logs - value[:, None]), 0.0)
+        means = jax.tree.map(lambda t: jnp.einsum("rk,rk...->r...", weights, t), at.statistics)
+        return jnp.where(self.counted, _known(known, value, logs), 0.0), means
+
+    def _apart(self, logs: Float[Array, "R K"]) -> Float[Array, "R"]:
+        """How far the sums over two halves of the points are apart, along every coordinate, nats."""
+        whole, gaps = logs.reshape(-1, *self.grid.counts), [jnp.zeros(logs.shape[:1], logs.dtype)]
+        for i in self.grid.continuous:
+            lines = jnp.moveaxis(whole, i + 1, 1)
+            halves = [jax.nn.logsumexp(lines[:, k::2].reshape(lines.shape[0], -1), axis=1) for k in (0, 1)]
+            gaps.append(jnp.abs(halves[0] - halves[1]))
+        return jnp.max(jnp.stack(gaps), axis=0)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -465,13 +466,13 @@ class Axis(NamedTuple):
 class Window(NamedTuple):
     """Where the points of the lines and circles are: between ``low`` and ``high`` in v, about a centre."""
 
-    centre: Float[Array, "k"]
-    width: Float[Array, "k"]
-    low: Float[Array, "k"]
-    high: Float[Array, "k"]
+    centre: Float[Array, "*R k"]
+    width: Float[Array, "*R k"]
+    low: Float[Array, "*R k"]
+    high: Float[Array, "*R k"]
 
     @property
-    def length(self) -> Float[Array, "k"]:
+    def length(self) -> Float[Array, "*R k"]:
         """How far from one end to the other, in u were all axes lines."""
         return self.width * (jnp.sinh(self.high) - jnp.sinh(self.low))
 
@@ -531,7 +532,7 @@ class ProductGrid:
 
     def coordinates(self, window: Window) -> tuple[Float[Array, "k n"], Float[Array, "k n"], Float[Array, "k n"]]:
         """Points of every continuous axis: v, u, and the logarithm of the length in u that each stands for."""
-        number = _POINTS[len(self.continuous)]
+        number = max((self.axes[i].count for i in self.continuous), default=1)
         step = (window.high - window.low) / number
         v = window.low[:, None] + step[:, None] * (jnp.arange(number) + 0.5)
         width, circle = window.width[:, None], self._circles()[:, None]
@@ -584,14 +585,26 @@ class ProductGrid:
         new = jax.tree.map(lambda *x: jnp.stack(x), *found)
         return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(jnp.max(logs)), a, b), new, window)
 
-    def inside(self, logs: Float[Array, "S"]) -> Bool[Array, ""]:
-        """Whether the mass lies within the border of all lines."""
+    def inside(self, logs: Float[Array, "S"], border: float = _BORDER) -> Bool[Array, ""]:
+        """Whether the mass lies within the border of all lines, which is so many nats below the peak."""
         whole, top = logs.reshape(self.counts), jnp.max(logs)
         edges = [jnp.full((), -jnp.inf, logs.dtype)]
         for i in self.continuous:
             if self.axes[i].kind == "line":
                 edges.append(jnp.max(jnp.take(whole, np.array([0, -1]), axis=i)))
-        return jnp.max(jnp.stack(edges)) < top - _BORDER
+        return jnp.max(jnp.stack(edges)) < top - border
+
+    def seen(self, logs: Float[Array, "S"]) -> Bool[Array, ""]:
+        """Whether there is no mass to speak of beside points at which a density is not known."""
+        whole, unknown = _or_nothing(logs).reshape(self.counts), jnp.isnan(logs).reshape(self.counts)
+        beside = [jnp.full((), -jnp.inf, logs.dtype)]
+        for i in self.continuous:
+            lines, lost = jnp.moveaxis(whole, i, 0), jnp.moveaxis(unknown, i, 0)
+            beside += [
+                jnp.max(jnp.where(lost[1:], lines[:-1], -jnp.inf)),
+                jnp.max(jnp.where(lost[:-1], lines[1:], -jnp.inf)),
+            ]
+        return jnp.max(jnp.stack(beside)) < jnp.max(whole) - _BORDER
 
     def member(self, q: ProductNatural) -> ThetaPoints:
         """A member's own points, laid over its mass."""
@@ -660,11 +673,11 @@ class ThetaPoints(NamedTuple):
     logs: Float[Array, "S"]
 
 
-def grid_of(family: ProductFamily) -> ProductGrid | None:
+def grid_of(family: ProductFamily, points: Mapping[int, int] = _POINTS) -> ProductGrid | None:
     """A grid over a product.
 
-    ``family``: the product of the components that a factor sees. Returns the grid; None where a component has no coordinates,
-    or where there are more than two, or too many values.
+    ``family``: the product of the components that a factor sees; ``points``: along every coordinate, by how many there are.
+    Returns the grid; None where a component has no coordinates, or where there are more than two, or too many values.
     """
     axes, lines, cells = [], 0, 1
     for name, own in family.components:
@@ -677,7 +690,33 @@ def grid_of(family: ProductFamily) -> ProductGrid | None:
         axes += [Axis(name, kind, support.size if support is not None else 0)] * count
     if not axes or lines > GRID_DIM or cells > _MOST_CELLS:
         return None
-    return ProductGrid(family, tuple(a if a.count else a._replace(count=_POINTS[lines]) for a in axes))
+    return ProductGrid(family, tuple(a if a.count else a._replace(count=points[lines]) for a in axes))
+
+
+def laid_over(
+    grid: ProductGrid, first: Window, look: Callable[[Window], Any], nothing: Any, border: float = _BORDER
+) -> tuple[Window, Any]:
+    """The window of the last of a few passes over a density, each laid over what the last one found to matter.
+
+    ``first``: that of the first pass; with a leading axis for as many densities side by side; ``look``: what is seen in a window,
+    in front the logarithms of the mass at its points; ``nothing``: of the same shapes; ``border``: nats below the peak that the
+    border of the last pass must lie. Returns the window, and what is seen in it.
+    """
+    many = first.centre.ndim > 1
+    closer, inside = (jax.vmap(f) if many else f for f in (grid.zoomed, partial(grid.inside, border=border)))
+
+    def unsettled(carry: tuple) -> Array:
+        window, used, (logs, *_), count = carry
+        stays = jnp.all(window.length > _ALIKE * used.length) & jnp.all(inside(logs))
+        return (count < 2) | ((count < _PASSES) & ~stays)
+
+    def one_pass(carry: tuple) -> tuple:
+        window, *_, count = carry
+        seen = look(window)
+        return closer(window, seen[0]), window, seen, count + 1
+
+    _, window, seen, _ = jax.lax.while_loop(unsettled, one_pass, (first, first, nothing, jnp.int32(0)))
+    return window, seen
 
 
 def tilted_on_grid(
@@ -694,7 +733,7 @@ def tilted_on_grid(
     alpha. Returns what moment matching asks for: ``(eta_qhat - eta_q) / power``, and ``(1 / power) log E_q[(p / t)^power]`` in
     nats.
     """
-    family = grid.family
+    family, dtype = grid.family, grid.first_window(q).centre.dtype
 
     def ratio_at(window: Window) -> tuple[Array, Array]:
         at, base = _based(grid, q, window)
@@ -703,25 +742,18 @@ def tilted_on_grid(
         return base, factor(at.values) - known
 
     def look(share: Array, tries: Array) -> _Look:
-        def unsettled(carry: tuple) -> Array:
-            window, used, _, logs, count = carry
-            stays = jnp.all(window.length > _ALIKE * used.length) & grid.inside(logs)
-            return (count < 2) | ((count < _PASSES) & ~stays)
-
-        def one_pass(carry: tuple) -> tuple:
-            window, *_, count = carry
+        def seen(window: Window) -> tuple[Array, Array, Array]:
             base, ratio = ratio_at(window)
-            logs = _or_nothing(base + power * share * ratio)
-            return grid.zoomed(window, logs), window, ratio, logs, count + 1
+            return _or_nothing(base + power * share * ratio), ratio, base
 
-        first = grid.first_window(q)
-        nothing = jnp.zeros((math.prod(grid.counts),), first.centre.dtype)
-        start = first, first, nothing, nothing, jnp.int32(0)
-        _, window, ratio, logs, _ = jax.lax.while_loop(unsettled, one_pass, start)
+        nothing = jnp.zeros((math.prod(grid.counts),), dtype)
+        window, (logs, ratio, base) = laid_over(grid, grid.first_window(q), seen, (nothing, nothing, nothing))
+        # Where q's own mass cannot be told there is none.
+        known = grid.seen(jnp.where(jnp.isnan(base), -jnp.inf, base + power * share * ratio))
         # Mass at the end of the floats may be q's own; where the cavity is improper it has no end.
         far = jnp.max(jnp.where(grid.points(q, window).far, logs, -jnp.inf)) >= jnp.max(logs) - _BORDER
         ends = ~far | family.in_domain(q - site * (power * share))
-        return _Look(window, ratio, share, tries, grid.inside(logs) & jnp.isfinite(jnp.max(logs)) & ends)
+        return _Look(window, ratio, share, tries, grid.inside(logs) & jnp.isfinite(jnp.max(logs)) & ends & known)
 
     def unfinished(last: _Look) -> Array:
         return (last.tries < 0) | (~last.proper & (last.tries < TEMPERINGS))
@@ -729,10 +761,9 @@ def tilted_on_grid(
     def attempt(last: _Look) -> _Look:
         return look(jnp.where(last.tries < 0, 1.0, 0.5) * last.share, last.tries + 1)
 
-    first = grid.first_window(q)
-    one = jnp.ones((), first.centre.dtype)
-    nothing = jnp.zeros((math.prod(grid.counts),), one.dtype)
-    found = jax.lax.while_loop(unfinished, attempt, _Look(first, nothing, one, jnp.int32(-1), jnp.array(False)))
+    nothing, one = jnp.zeros((math.prod(grid.counts),), dtype), jnp.ones((), dtype)
+    start = _Look(grid.first_window(q), nothing, one, jnp.int32(-1), jnp.array(False))
+    found = jax.lax.while_loop(unfinished, attempt, start)
     return _asked_for(grid, q, found, power)
 
 

@@ -39,6 +39,7 @@ from ._product_matching import (
     first_match_states,
     first_rows,
     lanes,
+    marginal_elbo,
     product_evidence,
     rows_of_group,
     rows_together,
@@ -991,6 +992,8 @@ class ProductEngine(FitsParams):
             return dataclasses.replace(found, prior=exact_prior_of(found, q))
 
         def loss(params: dict) -> Float[Array, ""]:
+            if state.plan.tilted and state.plan.inside:
+                return -marginal_elbo(at(params), state.sites, self.solver, noise, q)
             return -at(params).elbo(state.sites, noise, q)
 
         optim_state, params, gains = self.moved_params(loss, state.optim_state, args, kwargs)

@@ -511,3 +511,30 @@ def product_evidence(
     exact = [f.log_partition(problem.prior.parts[n]) for n, f in family.components if n in problem.plan.exact]
     base = sum((jnp.asarray(x) for x in exact), start=jnp.zeros(()))
     return family.log_partition(q) - base + value, jnp.sqrt(variance), jnp.array(False)
+
+
+def marginal_elbo(
+    problem: ProductProblem, sites: SiteStack, solver: Any, key: Any, q: ProductNatural
+) -> Float[Array, ""]:
+    """The ELBO of the shared latents under the marginal model: what a step of the params raises where moments are matched.
+
+    Rows' own latents are integrated out, so that what is known of them under the params of before does not hold the params
+    where they are.
+
+    Args:
+        problem: the factors.
+        sites: all sites.
+        solver: whose ``moments`` count.
+        key: of draws.
+        q: natural parameters of all components, held fixed.
+
+    Returns:
+        The ELBO in nats, differentiable in the params.
+    """
+    plan, names = problem.plan, [name for name, _ in problem.family.components]
+    members = ProductNatural(rows_of(plan, q.parts, None))
+    tilted = dataclasses.replace(tilted_of(problem, solver, key), members=members)
+    shared = jnp.asarray([name in plan.shared for name in names])
+    prior = problem.prior_average(q, key, sites)
+    rest = jnp.sum(jnp.where(shared, problem.divergences(q), 0.0)) + (0.0 if prior is None else prior)
+    return jnp.sum(tilted.averages(shared_of(plan, q))) + rest

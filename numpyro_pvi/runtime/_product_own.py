@@ -2,8 +2,8 @@
 
 A group's factor is ``p(y_m | theta) = prod_n int p(z_n | theta) p(y_n | theta, z_n) dz_n`` at every theta that tilted moments ask
 for, before any power of it is taken, as under Gaussian guides. Finitely many values are summed over; a continuous latent
-goes in closed form, read off draws from q (:mod:`numpyro_pvi.expectations._own_integrals`). The member of z_n in q has the
-mean statistics of ``q(theta) p(z_n | theta, y_n)``, and never enters a site.
+goes in closed form, read off draws from q, or over a grid (:mod:`numpyro_pvi.expectations._own_integrals`). The member of z_n in
+q has the mean statistics of ``q(theta) p(z_n | theta, y_n)``, and never enters a site.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite
-from ..expectations import OwnDraws, ThetaPoints, own_draws, own_integral
+from ..expectations import OwnDraws, OwnGrids, ProductGrid, ThetaPoints, own_draws, own_grid, own_integral
 from ..factors import rows_log_likelihood, take_rows
 from ..families import ProductFamily, ProductNatural, member_family, support_of
 from ..sites import MemberSites, take
@@ -31,11 +31,12 @@ TOGETHER = 1 << 16
 
 
 class _Tried(NamedTuple):
-    """What is tried of a chunk's own latents: draws of the continuous ones by component, as values and row by row."""
+    """What is tried of a chunk's own latents: draws of the continuous ones by component, as values and row by row; or grids."""
 
     values: dict[str, Array]
     rows: OwnDraws | None
     counted: Bool[Array, "R"]
+    grids: OwnGrids | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +59,16 @@ class OwnLatents:
         return ProductFamily([(n, f) for n, f in self.problem.plan.row_family.components if support_of(f) is None])
 
     @property
+    def _grid(self) -> ProductGrid | None:
+        """Of one row, where there is no closed form."""
+        return own_grid(self._continuous) if self.problem.plan.own_without_form else None
+
+    @property
     def tries(self) -> int:
-        """How often a row's terms are looked at for one value of the shared latents."""
-        return len(self.problem.plan.own_cells[1]) * max(1, self.problem.plan.own_draws)
+        """How often a row's terms are looked at at once for one value of the shared latents."""
+        grid = self._grid
+        points = self.problem.plan.own_draws if grid is None else math.prod(grid.counts)
+        return len(self.problem.plan.own_cells[1]) * max(1, points)
 
     def _row_axes_first(self, tree: Any, name: str, ahead: int = 0) -> Any:
         """Arrays of a latent with the rows' axis in front, behind which ``ahead`` other axes stood before those of members."""
@@ -74,23 +82,30 @@ class OwnLatents:
         if not count:
             return _Tried({}, None, counted)
         q = take_rows(self.members.parts, plan.row_axes, plan.partition.reading, chunk)
-        key, values, statistics, own, log_h = problem._rows_key(self.key, chunk), {}, {}, {}, 0.0
+        if (grid := self._grid) is not None:
+            return _Tried({}, None, counted, OwnGrids(grid, ProductNatural(self._by_row(q)), counted))
+        key, values, statistics, log_h = problem._rows_key(self.key, chunk), {}, {}, 0.0
         key = self.key if key is None else key
         for i, (name, row) in enumerate(family.components):
             member, natural = member_family(dict(plan.family.components)[name], q[name])
             drawn = member.sample_with_statistics(natural, jax.random.fold_in(key, i), (count,))
             values[name], mean = drawn[0], jax.tree.structure(jax.eval_shape(row.natural_to_mean, row.zeros()))
             statistics[name] = _as(mean, self._row_axes_first(drawn[1], name, 1))
-            own[name] = _as(jax.tree.structure(row.zeros()), self._row_axes_first(q[name], name))
             first = self._row_axes_first(drawn[0], name, 1)
             log_h = log_h + jnp.broadcast_to(row.log_base_measure(first), first.shape[:2])
-        made = jax.vmap(lambda *own: own_draws(family, *own))(ProductNatural(own), statistics, log_h)
+        made = jax.vmap(lambda *own: own_draws(family, *own))(ProductNatural(self._by_row(q)), statistics, log_h)
         return _Tried(values, made, counted)
 
-    def _factor(self, chunk: Any, tried: _Tried, values: dict) -> Float[Array, "C K R"]:
-        """Every row's log density with that of its own latents, in nats, at all that is tried."""
+    def _by_row(self, q: dict) -> dict[str, Any]:
+        """Natural parameters of the continuous latents, as of one row's with a leading axis of rows."""
+        return {
+            n: _as(jax.tree.structure(f.zeros()), self._row_axes_first(q[n], n)) for n, f in self._continuous.components
+        }
+
+    def _at_cell(self, chunk: Any, tried: _Tried, values: dict) -> Callable[[Int[Array, "J"], dict], Float[Array, "R"]]:
+        """Every row's log density with that of its own latents, in nats, at some values of the finite and of the other ones."""
         problem, plan, rows = self.problem, self.problem.plan, tried.counted.shape[0]
-        names, cells = plan.own_cells
+        names, _ = plan.own_cells
         exact = tuple(n for n in plan.exact_latents if n not in plan.row_axes)
         given = plan.partition.rows, plan.partition.reading, problem.packing, chunk, exact
 
@@ -103,17 +118,44 @@ class OwnLatents:
                 own[name] = jnp.broadcast_to(jnp.expand_dims(one, axis), whole)
             return rows_log_likelihood(problem.call, plan.latent_values(values | own), *given)
 
+        return at
+
+    def _factor(self, chunk: Any, tried: _Tried, values: dict) -> Float[Array, "C K R"]:
+        """The same at all that is tried."""
+        at, cells = self._at_cell(chunk, tried, values), self.problem.plan.own_cells[1]
         over_draws = jax.vmap(at, (None, 0)) if tried.values else lambda cell, drawn: at(cell, drawn)[None]
         return jax.vmap(lambda cell: over_draws(cell, tried.values))(jnp.asarray(cells))
 
     def _rows(self, chunk: Any, tried: _Tried, values: dict) -> tuple[Float[Array, "C R"], Any]:
         """Every row's ``log int p(z, y | theta) dz`` in nats by its finite latents' values, and means of the others there."""
+        if tried.grids is not None:
+            return self._over_grids(chunk, tried, tried.grids, values)
         factor = self._factor(chunk, tried, values)
         if tried.rows is None:
             return factor[:, 0], {}
         of_rows = jax.vmap(lambda own, f: own_integral(self._continuous, own, f), (0, 1))
         logs, means = jax.vmap(lambda f: of_rows(tried.rows, f))(factor)
         return jnp.where(tried.counted, logs, 0.0), means.parts
+
+    def _over_grids(self, chunk: Any, tried: _Tried, grids: OwnGrids, values: dict) -> tuple[Float[Array, "C R"], Any]:
+        """:meth:`_rows` where there is no closed form."""
+        held = dataclasses.replace(self, problem=self.problem.held_still())
+
+        def one(cell: Int[Array, "J"]) -> tuple[Float[Array, "R"], Any]:
+            def factor(own: OwnLatents, values: dict) -> Callable[[dict], Float[Array, "R K"]]:
+                at = own._at_cell(chunk, tried, values)
+                return lambda drawn: jax.vmap(lambda z: at(cell, z))(self._points_first(drawn)).T
+
+            # Where the points are is no part of a derivative: a search has none in reverse.
+            windows = grids.windows(factor(held, jax.lax.stop_gradient(values)))
+            return grids.integrals(windows, factor(self, values))
+
+        return jax.vmap(one)(jnp.asarray(self.problem.plan.own_cells[1]))
+
+    def _points_first(self, drawn: dict[str, Array]) -> dict[str, Array]:
+        """Values with axes of rows and points in front, in the places of the model's, with an axis of points in front."""
+        axes = self.problem.plan.row_axes
+        return {n: jnp.moveaxis(x, 0, axes[n] + 1) for n, x in drawn.items()}
 
     def log_marginal(self, chunk: Any) -> Callable[[dict], Float[Array, ""]]:
         """One chunk's ``log p(y | theta)`` in nats, a function of the values of the shared components."""

@@ -27,6 +27,7 @@ from ..expectations import (
     all_values,
     discrete_of,
     grid_of,
+    own_grid,
     with_settings,
 )
 from ..factors import GroupMasks, Layout, Packing, ValueCall, is_latent
@@ -574,17 +575,12 @@ def check_tilted(plan: ProductPlan, solver: Any) -> None:
             "use solver=NaturalGradient()."
         )
     where = f"{owner} under AutoExponentialFamily: latent(s) {names} are inside the partitioned plate"
-    if plan.partition.params:
+    continuous = [(n, f) for n, f in plan.row_family.components if support_of(f) is None]
+    if plan.own_without_form and own_grid(ProductFamily(continuous)) is None:
         raise PVIError(
-            f"{where}, and with these integrated out the slopes by numpyro.param site(s) {', '.join(plan.partition.params)} would "
-            "be taken at members of an earlier prior, which runs away: give the params a prior (numpyro.sample), or use "
-            "solver=NaturalGradient()."
-        )
-    if plan.own_without_form:
-        raise PVIError(
-            f"{where}, and the integral over {', '.join(plan.own_without_form)} has no closed form given the shared latents; "
-            "weights of draws miss a row that says much more than q knows of it: use solver=NaturalGradient(), or PowerEP with "
-            "AutoMultivariateNormal, which integrates such latents by nested quadrature."
+            f"{where}, and the integral over {', '.join(plan.own_without_form)} has no closed form given the shared latents; sums "
+            "over a grid are of at most two numbers a row: put fewer of them in a row (let the partitioned plate run over single "
+            "observations), or use solver=NaturalGradient()."
         )
     _ = plan.own_cells
 

@@ -137,6 +137,16 @@ class ProductProblem:
         """The model for its rows: each device differentiates what its own say, in params that all of them know."""
         return dataclasses.replace(self.call, params=self.runtime.shared(self.call.params))
 
+    def differentiable(self) -> ProductProblem:
+        """The same, whose rows' terms are to be differentiated in the model's params: see :meth:`_rows_call`."""
+        return dataclasses.replace(self, call=self._rows_call())
+
+    def held_still(self) -> ProductProblem:
+        """The same, of which nothing is differentiated in the model's params."""
+        return dataclasses.replace(
+            self, call=dataclasses.replace(self.call, params=jax.lax.stop_gradient(self.call.params))
+        )
+
     def _likelihood(self) -> MeanSpace:
         return MeanSpace(self.family, self.plan.likelihood, self.num_draws)
 

@@ -13,11 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import hessian_of, value_and_grad
 from ..expectations import (
+    OVER_GRIDS,
     Chains,
     FactorStructure,
     ImportanceMoments,
     LaplaceMoments,
     MCMCMoments,
+    ProductGrid,
     ThetaPoints,
     Tilted,
     Unconstrained,
@@ -466,7 +468,7 @@ class ProductTilted:
         """
         seen = touched(self.family, self.problem.plan.likelihood)
         fixed = self.family.sample(q, jax.random.key(0))
-        grid = grid_of(seen) if self.methods[0] == "quadrature" else None
+        grid = self._grid(seen, self.problem.plan.likelihood) if self.methods[0] == "quadrature" else None
         if grid is not None:
             found = grid.member(_some(q, seen))
         else:
@@ -484,10 +486,33 @@ class ProductTilted:
         """The same of one group."""
         return self._fixed.settled_group(self.theta_points(q), index)
 
+    def averages(self, q: ProductNatural) -> Float[Array, "M"]:
+        """Every group's ``E_q[log p(y_m | theta)]`` in nats, rows' own latents integrated out; differentiable in the params.
+
+        Over :meth:`theta_points`; those of next to no weight count for nothing, whatever the factor is there.
+        """
+        theta, problem = self.theta_points(q), self.problem.differentiable()
+        own = dataclasses.replace(self._fixed, problem=problem)
+        here, rows = theta.logs > jnp.max(theta.logs) - _NOTHING, problem.plan.partition.chunk_rows * own.tries
+
+        def one(held: tuple) -> Array:
+            # What a derivative needs of all points at once is more than there is room for.
+            value = jax.checkpoint(own.log_marginal(held[0]))
+            found = _over_points(value, theta.values, max(rows, 1))
+            return jnp.sum(jnp.where(here, jnp.exp(theta.logs) * jnp.where(here, found, 0.0), 0.0))
+
+        return problem._by_group(problem._map_chunks(one))
+
     @property
     def _fixed(self) -> OwnLatents:
         """On the same draws in every round: members settle where q does."""
         return OwnLatents(self.problem, self.members, jax.random.key(_OWN))
+
+    def _grid(self, seen: ProductFamily, factor: FactorStructure) -> ProductGrid | None:
+        """Over the components that a factor sees; coarser where every row has a grid over its own latents at every point."""
+        plan = self.problem.plan
+        nested = self.members is not None and bool(plan.own_without_form) and factor is plan.likelihood
+        return grid_of(seen, OVER_GRIDS) if nested else grid_of(seen)
 
     def _prior_values(self, values: dict) -> Array:
         return _over_points(self.problem._prior_density, values, 1)
@@ -520,7 +545,7 @@ class ProductTilted:
             return found if chains is None else found._replace(memory=chains)
 
         if looks.method == "quadrature":
-            grid = grid_of(seen)
+            grid = self._grid(seen, looks.factor)
             assert grid is not None  # the plan says so
             found = tilted_on_grid(grid, everywhere, *arguments)
         elif looks.method == "laplace":

@@ -36,9 +36,9 @@ class PowerEP(MatchesMoments):
     power), by quadrature where it sees at most two numbers of scalar or normal latents (or a Dirichlet's three shares) and a few
     values of discrete ones, else by weighted draws of q, and by chains where these keep collapsing; of every row in the same way
     (but for chains) under ``factors="row"``. Latents inside the partitioned plate are integrated out: finitely many values are
-    summed over, and in closed form goes one continuous latent in whose statistics the rows are affine given the others; other
-    integrals are refused by name, and so are ``numpyro.param`` sites beside them. A row's member has the mean statistics of
-    ``q(theta) p(z | theta, y)``.
+    summed over, in closed form goes one continuous latent in whose statistics the rows are affine given the others, and others by
+    sums over a grid, of at most two numbers a row. A row's member has the mean statistics of ``q(theta) p(z | theta, y)``, and
+    ``numpyro.param`` sites climb the marginal model's ELBO.
 
     Args:
         power: alpha in (0, 1]: 1 is EP, which covers the tilted distribution's mass; small powers approach variational

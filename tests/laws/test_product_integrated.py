@@ -12,12 +12,13 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import Predictive
-from numpyro.optim import Adam
+from numpyro.optim import SGD
 from scipy import integrate, special, stats
 
-from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, SkippedGroupError
+from numpyro_pvi.expectations import _own_integrals
 from numpyro_pvi.families import BernoulliFamily
-from numpyro_pvi.runtime import _product_own
+from numpyro_pvi.runtime import _product_engine, _product_own
 from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Streaming, Synchronous
 from numpyro_pvi.solvers import (
     SNEP,
@@ -86,6 +87,83 @@ def is_the_marginals_fit(pvi, result, power):
     np.testing.assert_allclose(own.mean, (2 + COUNTS) * shrunk, rtol=TIGHT)
     mean_log = special.digamma(np.asarray(own.concentration, float)) - np.log(np.asarray(own.rate, float))
     np.testing.assert_allclose(mean_log, special.digamma(2 + COUNTS) - logs, rtol=5 * TIGHT)
+
+
+def lognormal(counts):
+    """Every row has a log rate of its own, whose integral has no closed form."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", len(counts)):
+        numpyro.sample("count", dist.Poisson(jnp.exp(numpyro.sample("z", dist.Normal(w, 0.7)))), obs=counts)
+
+
+# A count of which a draw of q at the start hardly ever tells anything.
+FAR = np.where(np.arange(12) == 2, 60, COUNTS)
+
+
+@functools.cache
+def panels():
+    """Nodes and log weights of an integral over a log rate."""
+    at, weights = np.polynomial.legendre.leggauss(40)
+    edges = np.linspace(-10, 10, 21)
+    middle, half = 0.5 * (edges[1:] + edges[:-1]), 0.5 * np.diff(edges)
+    return (middle[:, None] + half[:, None] * at).ravel(), np.log((half[:, None] * weights).ravel())
+
+
+def lognormal_ep(power=1.0):
+    """Natural parameters of w and log evidence by EP on the marginals, in NumPy."""
+    z, weights = panels()
+
+    def factor(label):
+        likelihood = stats.poisson.logpmf(FAR[label == LABELS][:, None], np.exp(z)) + weights
+        return lambda w: special.logsumexp(
+            likelihood[:, :, None] + stats.norm.logpdf(z[:, None], np.atleast_1d(w), 0.7), axis=1
+        ).sum(0)
+
+    return family_ep.power_ep(["Normal"], [0.0, 1.0], [factor(g) for g in "abc"], power)
+
+
+def is_the_lognormals_fit(pvi, power=1.0, rtol=TIGHT):
+    result = pvi.run(KEY, 12, jnp.asarray(FAR), progress_bar=False)
+    (first, precision), evidence = lognormal_ep(power)
+    seen = pvi.posterior(result.state)
+    np.testing.assert_allclose([seen["w"].loc, seen["w"].scale], [first / precision, precision**-0.5], rtol=rtol)
+    np.testing.assert_allclose(pvi.log_evidence(result.state, jnp.asarray(FAR)), evidence, rtol=rtol)
+    return seen, stats.norm(first / precision, precision**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("power", "moments", "rtol"),
+    [
+        (1.0, "auto", TIGHT),
+        pytest.param(0.5, "auto", TIGHT, marks=pytest.mark.slow),
+        # Of 1,024 draws about modes: four times the largest error over 6 other keys.
+        pytest.param(1.0, LaplaceMoments(1024), 0.01, marks=pytest.mark.slow),
+    ],
+    ids=["ep", "half", "laplace"],
+)
+def test_integrals_without_a_closed_form_are_sums_over_grids(power, moments, rtol):
+    """A member of a row has the mean and the variance of q(w) p(z | w, y), also of the row with 60."""
+    seen, q = is_the_lognormals_fit(made(lognormal, PowerEP(power, moments)), power, rtol)
+    z, weights = panels()
+    w, mass = np.polynomial.hermite_e.hermegauss(40)
+    joint = np.exp(
+        stats.poisson.logpmf(FAR[:, None], np.exp(z))[:, :, None]
+        + stats.norm.logpdf(z[:, None], q.mean() + q.std() * w, 0.7)
+        + weights[:, None]
+    )
+    given = joint / joint.sum(1, keepdims=True) @ (mass / mass.sum())
+    mean = given @ z
+    wanted = [mean, np.sqrt(given @ z**2 - mean**2)]
+    np.testing.assert_allclose([seen["z"].loc, seen["z"].scale], wanted, rtol=max(rtol, 1e-6 if X64 else 1e-3))
+
+
+@pytest.mark.slow
+def test_a_search_that_ends_where_it_began_is_noticed(monkeypatch):
+    """Points laid over q's own mass miss the row with 60: its integral is unknown, and its group is heard no more."""
+    monkeypatch.setattr(_own_integrals, "laid_over", lambda grid, first, look, nothing: (first, nothing))
+    pvi = made(lambda counts: lognormal(counts), PowerEP())
+    with pytest.raises((AssertionError, SkippedGroupError)):
+        is_the_lognormals_fit(pvi)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +266,21 @@ def unnested(x, y):
         numpyro.sample("y", mixed, obs=jnp.stack([y, 0.3 + y]))
 
 
+def rated(x, y):
+    """A rate and an effect of its own: an integral over two numbers."""
+    w, b = numpyro.sample("w", dist.Normal(0.0, 2.0)), numpyro.sample("b", dist.Gamma(1.5, 0.7))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("count", dist.Poisson(numpyro.sample("s", dist.Gamma(2.0, b))), obs=jnp.round(2 * jnp.abs(y)))
+        numpyro.sample("y", dist.Normal(x + numpyro.sample("z", dist.Normal(w, 1.0)), 0.5), obs=y)
+
+
+def unrated(x, y):
+    w, b = numpyro.sample("w", dist.Normal(0.0, 2.0)), numpyro.sample("b", dist.Gamma(1.5, 0.7))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("count", dist.NegativeBinomial2(2.0 / b, 2.0), obs=jnp.round(2 * jnp.abs(y)))
+        numpyro.sample("y", dist.Normal(w + x, jnp.sqrt(1.25)), obs=y)
+
+
 # Two models of the same marginal, and families of the finite latents.
 PAIRS = {
     "scales": (robust, students, {}),
@@ -195,6 +288,7 @@ PAIRS = {
     "assignments": (mixture, mixed, {"z": BernoulliFamily()}),
     "both": (outliers, two_students, {"z": BernoulliFamily()}),
     "nested": (nested, unnested, {"s": BernoulliFamily()}),
+    "two numbers": (rated, unrated, {}),
 }
 
 
@@ -207,12 +301,14 @@ def same_fit(name, solver, schedule=None, rounds=2, mode="auto"):
         state = pvi.run(KEY, rounds, jnp.asarray(X), jnp.asarray(Y), progress_bar=False).state
         shared = [np.ravel(x) for n, x in sorted(pvi.get_params(state).items()) if n.split("_")[0] not in "sz"]
         found.append(np.append(np.concatenate(shared), pvi.log_evidence(state, jnp.asarray(X), jnp.asarray(Y))))
-    np.testing.assert_allclose(*found, rtol=TIGHT if X64 else 3e-3, atol=0 if X64 else 1e-3)
+    # Sums over a grid of 32 points along each of two numbers are right to 1e-8.
+    tight = 1e-7 if name == "two numbers" else TIGHT
+    np.testing.assert_allclose(*found, rtol=tight if X64 else 3e-3, atol=0 if X64 else 1e-3)
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("scales", "assignments", "both", "nested"))) for n in PAIRS],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("effects", "two numbers"))) for n in PAIRS],
 )
 def test_latents_of_rows_change_nothing_of_the_shared(name):
     same_fit(name, PowerEP(0.5, FEW))
@@ -276,12 +372,6 @@ def test_assignments_are_averages_over_q():
     np.testing.assert_allclose(seen["z"].probs, wanted, atol=1e-6 if X64 else 1e-4)
 
 
-def lognormal(counts):
-    w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-    with numpyro.plate("data", len(counts)):
-        numpyro.sample("count", dist.Poisson(jnp.exp(numpyro.sample("z", dist.Normal(w, 0.7)))), obs=counts)
-
-
 def test_rows_that_see_nothing_shared_are_their_own_posterior():
     """Beside a count of the shared latent itself; evidence is the product of both."""
 
@@ -298,6 +388,46 @@ def test_rows_that_see_nothing_shared_are_their_own_posterior():
     np.testing.assert_allclose(found, [5.5, 1.7, *(2.0 + COUNTS), *[2.0] * 12], rtol=TIGHT)
     wanted = stats.nbinom.logpmf(COUNTS, 2, 0.5).sum() + stats.nbinom.logpmf(4, 1.5, 0.7 / 1.7)
     np.testing.assert_allclose(pvi.log_evidence(state, jnp.asarray(COUNTS)), wanted, rtol=TIGHT)
+
+
+# ------------------------------------------------------------------------------------------------------------- params
+
+
+def with_param(counts):
+    b, a = numpyro.sample("b", dist.Gamma(2.0, 0.7)), numpyro.param("a", 1.5, constraint=dist.constraints.positive)
+    with numpyro.plate("data", len(counts)):
+        numpyro.sample("count", dist.Poisson(numpyro.sample("rate", dist.Gamma(a, b))), obs=counts)
+
+
+def slopes_are_the_marginals(model):
+    """Of two plain steps of log a, by the gain of ``E_q[log NB(y | a, b)]`` at each round's q."""
+    pvi = PVI(Partition(model, "data", LABELS), AutoExponentialFamily(model), SGD(0.01), solver=PowerEP(0.5))
+    counts, before, found, wanted = jnp.asarray(COUNTS), 1.5, [], []
+    state = pvi.init(KEY, counts)
+    for _ in range(2):
+        state = pvi.update(state, counts)[0]
+        params = {n: float(x) for n, x in pvi.get_params(state).items() if np.ndim(x) == 0}
+        at, mass = np.polynomial.legendre.leggauss(200)
+        b, q = 3 * (at + 1), stats.gamma(params["b_auto_concentration"], scale=1 / params["b_auto_rate"])
+        slope = special.digamma(before + COUNTS[:, None]) - special.digamma(before) + np.log(b / (1 + b))
+        wanted.append(before * slope.sum(0) @ (3 * mass * q.pdf(b)))
+        found.append(np.log(params["a"] / before) / 0.01)
+        before = params["a"]
+    np.testing.assert_allclose(found, wanted, rtol=1e-8 if X64 else 1e-3)
+
+
+def test_params_climb_where_rows_latents_are_integrated_out():
+    slopes_are_the_marginals(with_param)
+
+
+@pytest.mark.slow
+def test_slopes_at_members_of_an_earlier_prior_are_noticed(monkeypatch):
+    def held(problem, sites, solver, key, q):
+        return problem.elbo(sites, key, q)
+
+    monkeypatch.setattr(_product_engine, "marginal_elbo", held)
+    with pytest.raises(AssertionError):
+        slopes_are_the_marginals(lambda counts: with_param(counts))
 
 
 # ---------------------------------------------------------------------------------------------------- around a fit
@@ -344,10 +474,11 @@ def alone(counts):
         numpyro.sample("count", dist.Poisson(numpyro.sample("rate", dist.Gamma(2.0, 1.0))), obs=counts)
 
 
-def with_param(counts):
-    b = numpyro.sample("b", dist.Gamma(numpyro.param("a", 1.5), 0.7))
+def three(counts):
+    b = numpyro.sample("b", dist.Gamma(1.5, 0.7))
     with numpyro.plate("data", len(counts)):
-        numpyro.sample("count", dist.Poisson(numpyro.sample("rate", dist.Gamma(2.0, b))), obs=counts)
+        z = numpyro.sample("z", dist.Normal(jnp.zeros(3), 1.0).to_event(1))
+        numpyro.sample("count", dist.Poisson(b * jnp.exp(z.sum(-1))), obs=counts)
 
 
 def many(counts):
@@ -364,13 +495,12 @@ def many(counts):
         (rates, PowerEP(factors="row"), r"factors='row'.*rate are inside.*give every row a group of its own"),
         (alone, PowerEP(), r"every latent \(rate\) is inside the partitioned plate.*NaturalGradient"),
         (many, StochasticEP(), r"values of z are summed over.*at most 256.*here are 512"),
-        (lognormal, PowerEP(), r"integral over z has no closed form.*weights of draws miss a row.*nested quadrature"),
-        (with_param, PowerEP(), r"slopes by numpyro.param site\(s\) a would.*give the params a prior"),
+        (three, PowerEP(), r"integral over z has no closed form.*at most two numbers a row.*NaturalGradient"),
     ],
-    ids=["rows", "nothing shared", "combinations", "no closed form", "params"],
+    ids=["rows", "nothing shared", "combinations", "three numbers"],
 )
 def test_what_is_not_integrated_says_what_to_write(model, solver, words):
     guide = AutoExponentialFamily(model, families={"z": BernoulliFamily()} if model is many else {})
-    pvi = PVI(Partition(model, "data", LABELS), guide, Adam(0.01), solver=solver)
+    pvi = PVI(Partition(model, "data", LABELS), guide, solver=solver)
     with pytest.raises(PVIError, match=words):
         pvi.init(KEY, jnp.asarray(COUNTS))
