@@ -985,14 +985,14 @@ class ProductEngine(FitsParams):
 
     def _with_params(self, state: PVIState, args: tuple, kwargs: dict) -> PVIState:
         """One optimiser step on the model's params at the round's q held fixed (PVI eq. 5), then the prior re-read."""
-        noise, q = self.noise(state.rng_key), posterior(state.prior, state.sites)
+        noise, q, plan = self.noise(state.rng_key), posterior(state.prior, state.sites), cast(Any, state.plan)
 
         def at(params: dict) -> ProductProblem:
             found = self.problem(state, args, kwargs, params)
             return dataclasses.replace(found, prior=exact_prior_of(found, q))
 
         def loss(params: dict) -> Float[Array, ""]:
-            if state.plan.tilted and state.plan.inside:
+            if plan.tilted and plan.inside:
                 return -marginal_elbo(at(params), state.sites, self.solver, noise, q)
             return -at(params).elbo(state.sites, noise, q)
 
