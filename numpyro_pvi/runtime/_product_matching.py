@@ -22,14 +22,14 @@ from ..expectations import (
 )
 from ..factors import GroupMasks, Packing
 from ..families import ProductNatural
-from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, posterior, take, tied_site
+from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, cavity, posterior, take
 from ..solvers import TROUBLES, LocalResult, MatchState, first_match_state, trouble_sentence
+from ._moments import Shares, summed_evidence
 from ._product_own import TOGETHER
 from ._product_plan import touched
 from ._product_problem import ProductProblem
 from ._product_rounds import rows_of, shared_of
 from ._product_tilted import ProductTilted
-from ._tilted import lanes_pay
 
 # --------------------------------------------------------------------------------------------------- every row a factor
 # Every row a factor of its own, where q is a product of families and moments are matched.
@@ -241,7 +241,7 @@ def rows_together(tilted: Any, q: ProductNatural, groups: ProductNatural, kept: 
     problem: RowFactors = tilted.problem
     before, count = kept.sites + problem.lacking(groups, kept.sites), problem.num_groups
     own = dataclasses.replace(kept, sites=before)
-    found = _visited(tilted, jnp.arange(count), q, own, tilted.shared(q), _batch(tilted, count))
+    found = _visited(tilted.together(q), jnp.arange(count), q, own, _batch(tilted, count))
     seen = _seen(tilted, found, before, problem.counted, problem.owner, problem.full.num_groups)
     local = RowVisits(_kept(found.site, problem.counted), found.state.step, found.state.last, found.step)
     return _result(tilted, seen, groups + seen.added["change"], 0)._replace(local=local)
@@ -264,7 +264,7 @@ def rows_of_group(
     """
     problem: RowFactors = tilted.problem
     span, batch = (problem.offsets[group], problem.offsets[group + 1]), _batch(tilted, problem.block)
-    everyone, shared = jnp.zeros((problem.block,), jnp.int32), tilted.alone(group, q)
+    everyone, tilted = jnp.zeros((problem.block,), jnp.int32), tilted.alone(group, q)
 
     def places(block: Int[Array, ""]) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
         at = block * problem.block + jnp.arange(problem.block)
@@ -288,7 +288,7 @@ def rows_of_group(
         kept, total = carry
         at, there = places(block)
         old = before(kept.sites, at, there)
-        found = _visited(tilted, at, q, dataclasses.replace(take(kept, at), sites=old), shared, batch)
+        found = _visited(tilted, at, q, dataclasses.replace(take(kept, at), sites=old), batch)
         new = found.state.step, found.state.last, found.step
         steps, last, taken = jax.tree.map(lambda x, y: x.at[at].set(y), (kept.steps, kept.last, kept.taken), new)
         return RowVisits(kept.sites, steps, last, taken), _both(total, _seen(tilted, found, old, there, everyone, 1))
@@ -312,16 +312,14 @@ def rows_of_group(
     return result._replace(site=site + change * step, step=result.step * step), kept
 
 
-def _visited(
-    tilted: Any, at: Int[Array, "S"], q: ProductNatural, own: RowVisits, shared: Any, batch: int | None
-) -> LocalResult:
+def _visited(tilted: Any, at: Int[Array, "S"], q: ProductNatural, own: RowVisits, batch: int | None) -> LocalResult:
     """Visits of the rows in some slots, whose sites and memories are given."""
     first = first_match_state(None, float(tilted.solver.damping), own.steps.dtype)
 
     def one(operands: tuple) -> LocalResult:
         index, row = operands
         state = first._replace(step=row.steps, last=row.last)
-        return tilted.visit(index, q, row.sites, state, shared)
+        return tilted.visit(index, cavity(q, row.sites), row.sites, state, None)
 
     return jax.lax.map(one, (at, own), batch_size=batch)
 
@@ -436,42 +434,10 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> tupl
     return groups, None if prior is None else first(solver.for_prior, prior, plan.tilted[1], 1)
 
 
-def lanes(tilted: ProductTilted) -> int | None:
-    """Groups whose chains run side by side: all of them where that pays."""
-    problem = tilted.problem
-    pays = problem.runtime.vectorised and problem.one_chunk_each and lanes_pay(problem.plan.partition.chunk_rows)
-    return problem.num_groups if tilted.methods[0] == "mcmc" and pays else None
-
-
-def group_product_evidence(
-    tilted: ProductTilted, index: Int[Array, ""], q: ProductNatural, site: Any, memory: tuple[Any, Any], shared: Any
-) -> tuple[Array, Array]:
-    """One group's part of the evidence in nats, and its variance.
-
-    Args:
-        tilted: takes its tilted moments.
-        index: its position.
-        q: natural parameters.
-        site: the group's.
-        memory: its solver's, where tilted distributions are taken at a q of its own, and its chains; each may be nothing.
-        shared: as of :meth:`ProductTilted.shared`.
-
-    Returns:
-        Both.
-    """
-    state, chains = memory
-    at, power = tilted.solver.vantage(state, q)
-    found = tilted.group(index, at, site, tilted.fresh(index, at, shared), chains, power)
-    return found.value, found.variance
-
-
 def product_evidence(
     problem: ProductProblem, sites: SiteStack, states: tuple[Any, Any], solver: Any, key: Any
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
-    """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
-
-    ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, where A of the prior counts the components
-    whose prior is held exactly; see :func:`numpyro_pvi.runtime._moments.evidence`, also for tied sites and anchors.
+    """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats: see :func:`summed_evidence`.
 
     Args:
         problem: the factors.
@@ -492,22 +458,15 @@ def product_evidence(
         own = sites.local.sites + factors.lacking(own, sites.local.sites)
 
     def here() -> tuple[Array, Array]:
-        shared = tilted.shared(q)
+        # A group remembers nothing of its rows.
+        known = groups if factors is problem else None
+        keys = jnp.broadcast_to(tilted.key, (factors.num_groups,))
+        return tilted.together(q).shares(q, own, known, keys)[:2]
 
-        def look(operands: tuple) -> tuple[Array, Array]:
-            index, state, chains = operands
-            site = tied_site(own, factors.num_groups) if problem.plan.tied else take(own, index)
-            return group_product_evidence(tilted, index, q, site, (state, chains), shared)
-
-        anchored = groups if solver.anchored else ()
-        return jax.lax.map(look, (jnp.arange(factors.num_groups), anchored, getattr(groups, "chains", None)))
-
-    values, variances = factors.of_rows("evidence", here, q, key, (own, groups))
-    value, variance = jnp.sum(values), jnp.sum(variances)
+    found = Shares(*factors.of_rows("evidence", here, q, key, (own, groups)), jnp.array(False))
+    said = None
     if sites.prior is not None:
-        at, power = solver.for_prior.vantage(prior, q)
-        own = tilted.prior(at, shared_of(problem.plan, sites.prior), getattr(prior, "chains", None), power)
-        value, variance = value + own.value, variance + own.variance
+        said = tilted.share(None, q, shared_of(problem.plan, sites.prior), prior, tilted.key)
     exact = [f.log_partition(problem.prior.parts[n]) for n, f in family.components if n in problem.plan.exact]
     base = sum((jnp.asarray(x) for x in exact), start=jnp.zeros(()))
-    return family.log_partition(q) - base + value, jnp.sqrt(variance), jnp.array(False)
+    return summed_evidence(family, q, base, found, said)

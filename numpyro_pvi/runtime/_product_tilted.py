@@ -36,13 +36,14 @@ from ..expectations import (
 )
 from ..factors import chunk_log_likelihood
 from ..families import MultivariateNormalFamily, ProductFamily, ProductNatural
-from ..sites import SiteStack, cavity, posterior, take
-from ..solvers import LocalResult, MatchRules, MatchState, match_rules
+from ..sites import SiteStack, posterior, take
+from ..solvers import MatchRules, match_rules
 from ._base import sum_span
+from ._moments import MatchedFactors
 from ._product_own import TOGETHER, OwnLatents
 from ._product_plan import touched
 from ._product_problem import ProductProblem
-from ._tilted import MomentFactor, laplace_proposal
+from ._tilted import MomentFactor, lanes_pay, laplace_proposal
 
 # ------------------------------------------------------------------------------------------------- draws about the mode
 # Moments of a tilted distribution of a product of families from weighted draws about its mode.
@@ -210,7 +211,7 @@ def _may_be_affine(factor: FactorStructure) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductTilted:
+class ProductTilted(MatchedFactors):
     """Takes the tilted moments of the factors of one round.
 
     Args:
@@ -226,6 +227,8 @@ class ProductTilted:
     first: Any = 0
     # Natural parameters of rows' own latents in q, where there are some.
     members: Any = None
+    # What visits at the q that they begin with have in common: see :meth:`shared`.
+    common: Any = None
 
     @property
     def family(self) -> ProductFamily:
@@ -306,9 +309,16 @@ class ProductTilted:
             return constants, messages.groups
         return self._draws(q, self.problem.plan.likelihood) if self.methods[0] == "importance" else None
 
-    def alone(self, index: Int[Array, ""], q: ProductNatural) -> Any:
-        """What :meth:`shared` gives for one visit at a q that no other group sees: draws of its own, or nothing."""
-        return self.fresh(index, q, None) if self.methods[0] == "importance" else None
+    def alone(self, index: Int[Array, ""], q: ProductNatural) -> ProductTilted:
+        """The same for one visit at a q that no other group sees: with draws of its own, whose errors add up as if independent."""
+        if self.methods[0] != "importance":
+            return self
+        key = jax.random.fold_in(self.key, self.first + index)
+        return dataclasses.replace(self, common=dataclasses.replace(self, key=key).shared(q))
+
+    def together(self, q: ProductNatural) -> ProductTilted:
+        """The same for visits of all groups at one q."""
+        return dataclasses.replace(self, common=self.shared(q))
 
     def _alone(self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural) -> tuple[Array, ProductNatural]:
         """Constant and natural parameters of one group's factor that is affine in the statistics."""
@@ -382,49 +392,29 @@ class ProductTilted:
         looks = _Looks(factor, self.methods[1], self._prior_values, self._prior_slopes, key)
         return self._pointed(looks, q, site, draws, chains, power)
 
-    def visit(
-        self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, state: MatchState, shared: Any
-    ) -> LocalResult:
-        """One group's visit: see :meth:`numpyro_pvi.solvers.LocalSolver.solve`.
+    def factor(self, index: Int[Array, ""] | None) -> MomentFactor:
+        """One group's factor, or the prior factor. Without a key its draws are those that visits have in common."""
 
-        Args:
-            index: its position.
-            q: natural parameters of q.
-            site: the group's site.
-            state: what it remembers.
-            shared: as of :meth:`shared` at this q.
+        def tilted(q: Any, site: Any, power: Any, key: Any, chains: Chains | None = None) -> Tilted:
+            own = self if key is None else dataclasses.replace(self, key=key)
+            if index is None:
+                return own.prior(q, site, chains, power)
+            own = own if key is None else own.alone(index, q)
+            return own.group(index, q, site, own.common, chains, power)
 
-        Returns:
-            The site and the new memory.
-        """
+        return MomentFactor(self.family, self._rules(int(index is None)), tilted)
 
-        def tilted(at: Any, own: Any, power: Any, key: Any, chains: Chains | None = None) -> Tilted:
-            if key is None:
-                return self.group(index, at, own, shared, chains, power)
-            fresh = dataclasses.replace(self, key=key)
-            # Draws are of one q; what factors have in common otherwise is the same at every q.
-            common = fresh.alone(index, at) if self.methods[0] == "importance" else shared
-            return fresh.group(index, at, own, common, chains, power)
+    def over_groups(self, visit: Callable[..., Any], operands: tuple) -> Any:
+        """One after another; those whose chains run side by side, where that pays, all together."""
+        problem = self.problem
+        pays = problem.runtime.vectorised and problem.one_chunk_each and lanes_pay(problem.plan.partition.chunk_rows)
+        lanes = problem.num_groups if self.methods[0] == "mcmc" and pays else None
+        return jax.lax.map(lambda own: visit(self, *own), operands, batch_size=lanes)
 
-        return self._solved(0, tilted, self.first + index, q, site, state)
-
-    def visit_prior(self, q: ProductNatural, site: ProductNatural, state: MatchState) -> LocalResult:
-        """The prior factor's: see :meth:`visit`."""
-
-        def tilted(at: Any, own: Any, power: Any, key: Any, chains: Chains | None = None) -> Tilted:
-            fresh = self if key is None else dataclasses.replace(self, key=key)
-            return fresh.prior(at, own, chains, power)
-
-        return self._solved(1, tilted, _PRIOR, q, site, state)
-
-    def _solved(
-        self, which: int, tilted: Callable[..., Tilted], own: Any, q: Any, site: Any, state: Any
-    ) -> LocalResult:
-        """The visit of a group (0) or of the prior factor (1); ``own`` is folded into its key."""
-        factor = MomentFactor(self.family, self._rules(which), tilted)
-        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), own)
-        solver = self.solver.for_prior if which else self.solver
-        return solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
+    def step_key(self, index: Int[Array, ""] | None) -> Any:
+        """Of the draws of a visit's own steps."""
+        own = _PRIOR if index is None else self.first + index
+        return jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), own)
 
     def _rules(self, which: int) -> MatchRules:
         """What a visit of a group (0) or of the prior factor (1) reads beside its moments."""
@@ -435,21 +425,6 @@ class ProductTilted:
         size = seen.to_minimal(seen.zeros()).shape[-1] if seen.components else 0
         plain = self.solver.moments == "auto" and self.solver.factors == "group" and way == "importance"
         return match_rules(self.solver, size, plain and not which and not discrete_of(seen), shared=True)
-
-    def fresh(self, index: Int[Array, ""], q: ProductNatural, shared: Any) -> Any:
-        """What :meth:`shared` gives, with draws of a factor's own where all have the same: errors then add up as if independent.
-
-        Args:
-            index: the group's position.
-            q: natural parameters.
-            shared: as of :meth:`shared`.
-
-        Returns:
-            The same, or draws of this group's.
-        """
-        if self.methods[0] != "importance":
-            return shared
-        return dataclasses.replace(self, key=jax.random.fold_in(self.key, self.first + index)).shared(q)
 
     def _whole(self, q: ProductNatural) -> ProductNatural:
         """q with what it says of rows' own latents."""
