@@ -12,17 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..expectations import (
     Chains,
-    ImportanceMoments,
-    MCMCMoments,
     Tilted,
     Unconstrained,
     grid_of,
-    no_chains,
-    with_settings,
+    num_draws,
 )
 from ..factors import GroupMasks, Packing
 from ..families import ProductNatural
-from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, cavity, posterior, take
+from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, cavity, posterior, select, take
 from ..solvers import TROUBLES, LocalResult, MatchState, first_match_state, trouble_sentence
 from ._moments import Shares, summed_evidence
 from ._product_own import TOGETHER
@@ -30,6 +27,7 @@ from ._product_plan import touched
 from ._product_problem import ProductProblem
 from ._product_rounds import rows_of, shared_of
 from ._product_tilted import ProductTilted
+from ._tilted import with_chains
 
 # --------------------------------------------------------------------------------------------------- every row a factor
 # Every row a factor of its own, where q is a product of families and moments are matched.
@@ -103,11 +101,7 @@ class RowFactors(ProductProblem):
 
 def _kept(slots: Any, counted: Bool[Array, "S"]) -> Any:
     """Zero where no row is."""
-
-    def keep(x: Array) -> Array:
-        return jnp.where(counted.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
-
-    return jax.tree.map(keep, slots)
+    return select(counted, slots, jax.tree.map(jnp.zeros_like, slots))
 
 
 def _sums(slots: Any, counted: Bool[Array, "S"], owner: Int[Array, "S"], num: int) -> Any:
@@ -163,13 +157,11 @@ class _RowTilted(ProductTilted):
         power: Any = None,
     ) -> Tilted:
         """One row's tilted moments: see :meth:`ProductTilted.group`."""
-        found, there = super().group(index, q, site, shared, chains, power), self.problem.counted[index]
-        change = jax.tree.map(lambda x: jnp.where(there, x, 0.0), found.change)
-        quiet = {name: jnp.where(there, getattr(found, name), 0.0) for name in ("value", "variance", "noise")}
-        temper = jnp.where(there, found.temper, 1.0)
-        return found._replace(
-            change=change, temper=temper, finite=found.finite | ~there, valid=found.valid | ~there, **quiet
-        )
+        found = super().group(index, q, site, shared, chains, power)
+        change, zero = jax.tree.map(jnp.zeros_like, found.change), jnp.zeros_like(found.value)
+        quiet = {"change": change, "value": zero, "variance": zero, "noise": zero, "temper": zero + 1.0}
+        sound = {"finite": jnp.array(True), "valid": jnp.array(True)}
+        return select(self.problem.counted[index], found, found._replace(**quiet, **sound))
 
 
 def factors_of(problem: ProductProblem, solver: Any) -> ProductProblem:
@@ -331,7 +323,7 @@ def _batch(tilted: Any, most: int) -> int | None:
         return None
     points = 1
     if method in ("importance", "laplace"):
-        points = getattr(with_settings(tilted.solver.moments), "num_draws", ImportanceMoments().num_draws)
+        points = num_draws(tilted.solver.moments)
     elif method == "quadrature":
         grid = grid_of(touched(problem.family, problem.plan.likelihood))
         points = 1 if grid is None else math.prod(grid.counts)
@@ -419,11 +411,10 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> tupl
     plan = problem.plan
 
     def first(who: Any, factor: Any, method: str, count: int) -> MatchState:
-        chains, settings = None, with_settings(solver.moments)
-        if method == "mcmc":
-            assert isinstance(settings, MCMCMoments)  # the plan says so
-            chains = no_chains(settings, Unconstrained(touched(plan.matched, factor)).dim, dtype, True)
-        return who.init_among(plan.matched, dtype, count)._replace(chains=chains)
+        state = who.init_among(plan.matched, dtype, count)
+        if method != "mcmc":
+            return state
+        return with_chains(who, state, Unconstrained(touched(plan.matched, factor)).dim, dtype, True)
 
     if solver.factors == "row":
         groups: Any = first_rows(problem, solver, dtype)[0]

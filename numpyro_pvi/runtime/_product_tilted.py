@@ -11,21 +11,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import hessian_of, value_and_grad
 from ..expectations import (
     Chains,
     FactorStructure,
-    ImportanceMoments,
     LaplaceMoments,
-    MCMCMoments,
     ThetaPoints,
     Tilted,
     Unconstrained,
+    chain_settings,
     discrete_of,
     draw,
     grid_of,
     linear_tilted,
     normal_cloud,
+    num_draws,
     paired,
     probe_values,
     tilted_by_chains,
@@ -36,14 +35,14 @@ from ..expectations import (
 )
 from ..factors import chunk_log_likelihood
 from ..families import MultivariateNormalFamily, ProductFamily, ProductNatural
-from ..sites import SiteStack, posterior, take
+from ..sites import SiteStack, posterior, select, take
 from ..solvers import MatchRules, match_rules
 from ._base import sum_span
 from ._moments import MatchedFactors
 from ._product_own import TOGETHER, OwnLatents
 from ._product_plan import touched
 from ._product_problem import ProductProblem
-from ._tilted import MomentFactor, lanes_pay, laplace_proposal
+from ._tilted import MomentFactor, by_either, derivatives, lanes_pay, laplace_proposal
 
 # ------------------------------------------------------------------------------------------------- draws about the mode
 # Moments of a tilted distribution of a product of families from weighted draws about its mode.
@@ -122,7 +121,7 @@ def tilted_by_laplace(
     seen = jnp.stack([jnp.isfinite(base), ~jnp.isnan(logs), *finite]).all(axis=0)
     near = seen & ((_relative(base, seen) > -_NOTHING) | (_relative(logs, seen) > -_NOTHING))
     first = jnp.argmax(near)
-    statistics = jax.tree.map(lambda x: jnp.where(_like(near, x), x, x[first]), statistics)
+    statistics = select(near, statistics, take(statistics, first))
     base, ratio = jnp.where(near, base, -jnp.inf), jnp.where(near, ratio, ratio[first])
     weights = jax.nn.softmax(jnp.where(near, logs, -jnp.inf))
     ready = weighable(family, q, values, statistics, weights)
@@ -132,10 +131,6 @@ def tilted_by_laplace(
 def _relative(logs: Float[Array, "S"], seen: Array) -> Float[Array, "S"]:
     """Below the largest of those seen."""
     return logs - jnp.max(jnp.where(seen, logs, -jnp.inf))
-
-
-def _like(mask: Array, x: Array) -> Array:
-    return mask.reshape(mask.shape + (1,) * (x.ndim - 1))
 
 
 def _bent_down(precision: Float[Array, "D D"]) -> Float[Array, "D D"]:
@@ -285,14 +280,14 @@ class ProductTilted(MatchedFactors):
             # Chunk by chunk, because a loop of unknown length has no reverse mode.
             def at(chunk: Any, u: Array) -> tuple:
                 value = self._chunk_value(chunk)
-                return _derivatives(lambda point: value(values(point)), u, order)
+                return derivatives(lambda point: value(values(point)), u, order)
 
             return lambda u: self._over_chunks(index, lambda chunk: at(chunk, u))
 
         return of
 
     def _prior_slopes(self, values: Callable, order: int) -> Callable:
-        return lambda u: _derivatives(lambda at: self.problem._prior_density(values(at)), u, order)
+        return lambda u: derivatives(lambda at: self.problem._prior_density(values(at)), u, order)
 
     def shared(self, q: ProductNatural) -> Any:
         """What the groups' visits at one q have in common: exact factors, or draws.
@@ -339,7 +334,7 @@ class ProductTilted(MatchedFactors):
 
     @property
     def _num_draws(self) -> int:
-        return getattr(with_settings(self.solver.moments), "num_draws", ImportanceMoments().num_draws)
+        return num_draws(self.solver.moments)
 
     def group(
         self,
@@ -486,13 +481,12 @@ class ProductTilted(MatchedFactors):
             return looks.slopes(lambda u: fixed | space.values(u)[0], order)
 
         def by_chains() -> Tilted:
-            wanted = with_settings(self.solver.moments)
-            settings = wanted if isinstance(wanted, MCMCMoments) else MCMCMoments()
+            settings = chain_settings(self.solver.moments)
+            assert settings is not None  # the plan says so
             return tilted_by_chains(space, slopes(1), *arguments, looks.key, settings, chains)
 
         def weighed() -> Tilted:
-            found = tilted_by_draws(seen, draws, everywhere(draws.values), *arguments)
-            return found if chains is None else found._replace(memory=chains)
+            return tilted_by_draws(seen, draws, everywhere(draws.values), *arguments)
 
         if looks.method == "quadrature":
             grid = grid_of(seen)
@@ -505,7 +499,7 @@ class ProductTilted(MatchedFactors):
         elif looks.method == "mcmc":
             found = by_chains()
         else:
-            found = weighed() if chains is None else jax.lax.cond(chains.used, by_chains, weighed)
+            found = by_either(chains, by_chains, weighed)
         if not others.components:
             return found
         own, known = _some(q, others), _some(site, others)
@@ -523,12 +517,6 @@ class _Looks:
     values: Callable
     slopes: Callable
     key: Any
-
-
-def _derivatives(f: Callable, u: Float[Array, "D"], order: int) -> tuple:
-    """Value and gradient, and the Hessian for order 2."""
-    found = value_and_grad(f)(u)
-    return found if order == 1 else (*found, hessian_of(f)(u))
 
 
 def _some(natural: ProductNatural, family: ProductFamily) -> ProductNatural:

@@ -22,9 +22,11 @@ from ..expectations import (
     Expected,
     LaplaceMoments,
     MCMCMoments,
+    PointCloud,
     Proposal,
     SharedAffineProgram,
     Tilted,
+    chain_settings,
     exact_tilted,
     from_chains,
     from_points,
@@ -128,15 +130,7 @@ _LARGEST_FILL = 1.5
 
 def by_chains(solver: LocalSolver) -> bool:
     """Whether a solver's moments are taken by chains from the start."""
-    return isinstance(chain_settings(solver), MCMCMoments) and solver.moments != "auto"
-
-
-def chain_settings(solver: LocalSolver) -> MCMCMoments | None:
-    """The chains' settings: those asked for, the default ones where weights may give way to chains, or None."""
-    moments = solver.moments
-    if isinstance(moments, MCMCMoments):
-        return moments
-    return MCMCMoments() if isinstance(moments, str) and moments in ("auto", "mcmc") else None
+    return isinstance(with_settings(solver.moments), MCMCMoments)
 
 
 def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
@@ -150,16 +144,16 @@ def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
     return jnp.any(state.collapses >= COLLAPSES)
 
 
-def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any) -> Any:
+def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any, used: bool = False) -> Any:
     """Solver states with room for chains that have not started.
 
-    ``solver``: the groups' solver; ``state``: solver states, one or stacked; ``dim``: D; ``dtype``: floating dtype. Returns the
-    states; as they are where they have chains or can have none.
+    ``solver``: the groups' solver; ``state``: solver states, one or stacked; ``dim``: D; ``dtype``: floating dtype; ``used``:
+    whether moments are taken by them. Returns the states; as they are where they have chains or can have none.
     """
-    settings = chain_settings(solver)
+    settings = chain_settings(solver.moments)
     if settings is None or not hasattr(state, "chains") or state.chains is not None:
         return state
-    fresh = no_chains(settings, dim, dtype, False)
+    fresh = no_chains(settings, dim, dtype, used)
     batch = state.collapses.shape
     return state._replace(chains=jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), fresh))
 
@@ -203,9 +197,8 @@ def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable],
 
         def add_up(look: Callable) -> Any:
             found = jax.vmap(lambda chunk: look(program, chunk))(picked)
-            return problem.runtime.total(
-                jax.tree.map(lambda x: jnp.sum(jnp.where(_like(mine, x), x, 0.0), axis=0), found)
-            )
+            kept = select(mine, found, jax.tree.map(jnp.zeros_like, found))
+            return problem.runtime.total(jax.tree.map(lambda x: jnp.sum(x, axis=0), kept))
 
         return add_up
 
@@ -221,16 +214,8 @@ def chained_moments(
     chains stand in for; None where there are chains only; ``index``: the group whose rows chains may read in mini-batches; None
     for a factor without rows. Returns a function of q, site, power, key and memory.
     """
-    settings = chain_settings(problem.solver)
+    settings, look, look_rows = chain_settings(problem.solver.moments), _derivatives_of(total, 1), None
     assert settings is not None
-
-    def look(point):
-        def of(program, chunk):
-            return value_and_grad(log_density_at, argnums=2)(program, chunk, point)
-
-        return total(of)
-
-    look_rows = None
     if settings.batch_size is not None and index is not None and problem.rows is not None:
         look_rows = partial(_batch_gradients, problem.rows, index, settings.batch_size // 2)
 
@@ -240,12 +225,27 @@ def chained_moments(
 
         if by_weights is None:
             return run()
-        weighed = by_weights
-        if memory is None:
-            return weighed(q, site, power, key)
-        return jax.lax.cond(memory.used, run, lambda: weighed(q, site, power, key)._replace(memory=memory))
+        return by_either(memory, run, partial(by_weights, q, site, power, key))
 
     return moments_of
+
+
+def by_either(memory: Chains | None, run: Callable[[], Tilted], weighed: Callable[[], Tilted]) -> Tilted:
+    """Moments by weights, and by chains where a factor's memory says that these have given way."""
+    if memory is None:
+        return weighed()
+    return jax.lax.cond(memory.used, run, lambda: weighed()._replace(memory=memory))
+
+
+def derivatives(density: Callable, point: Float[Array, "D"], order: int) -> tuple:
+    """Value and gradient, and the Hessian for order 2."""
+    found = value_and_grad(density)(point)
+    return found if order == 1 else (*found, hessian_of(density)(point))
+
+
+def _derivatives_of(total: Callable, order: int) -> Callable[[Float[Array, "D"]], tuple]:
+    """Of a factor's log density at a point."""
+    return lambda point: total(lambda *own: derivatives(partial(log_density_at, *own), point, order))
 
 
 def _batch_gradients(
@@ -260,10 +260,6 @@ def _batch_gradients(
         return (at[0] - at[1]) * (count / half)
 
     return jax.vmap(one)(taken)
-
-
-def _like(mine: Bool[Array, "K"], leaf: Array) -> Array:
-    return mine.reshape(mine.shape + (1,) * (leaf.ndim - 1))
 
 
 # --------------------------------------------------------------------------------------------------------------- tilted
@@ -491,27 +487,22 @@ def _pointed_moments(problem: Factors, method: Any, total: Callable) -> Callable
     family = problem.family
 
     def moments_of(q, site, power, key, memory=None):
-        dtype = q.precision_mean.dtype
-        if method == "grid":
-            proposal, cloud = Proposal(q, family.moments(q)), grid_cloud(family.dim, dtype)
-        else:
-            cloud = normal_cloud(key, family.dim, method.num_draws, dtype)
-            proposal = Proposal(q, family.moments(q))
-            if isinstance(method, LaplaceMoments):
-
-                def look(point):
-                    def of(program, chunk):
-                        value, slope = value_and_grad(log_density_at, argnums=2)(program, chunk, point)
-                        return value, slope, hessian_of(log_density_at, argnums=2)(program, chunk, point)
-
-                    return total(of)
-
-                proposal = laplace_proposal(family, look, q, site, power, method.num_steps)
+        cloud, proposal = cloud_of(family, method, key, q.precision_mean.dtype), Proposal(q, family.moments(q))
+        if isinstance(method, LaplaceMoments):
+            look = _derivatives_of(total, 2)
+            proposal = laplace_proposal(family, look, q, site, power, method.num_steps)
         points = family.draw(proposal.moments, cloud.eps)
         factor = total(lambda program, chunk: log_densities_at(program, chunk, points))
         return from_points(family, cloud, factor, q, site, proposal, power)
 
     return moments_of
+
+
+def cloud_of(family: GaussianFamily, method: Any, key: Any, dtype: Any) -> PointCloud:
+    """Points that moments are taken from: a grid's, or as many draws as the settings say."""
+    if method == "grid":
+        return grid_cloud(family.dim, dtype)
+    return normal_cloud(key, family.dim, method.num_draws, dtype)
 
 
 # ----------------------------------------------------------------------------------------------- groups of a single row
