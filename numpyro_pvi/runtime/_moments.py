@@ -25,7 +25,6 @@ from ._tilted import (
     of_rows,
     own_coordinates,
     prior_factor,
-    settings_of,
     side_by_side,
     whole_factor,
     with_arrays,
@@ -226,16 +225,13 @@ def visit_group_moments(
     def at(level):
         def add(c, carry):
             total, rows = carry
-            program, chunk = with_arrays(problem.program, take(problem.data.chunks, c))
-            new = tilted_rows(
-                program, chunk, take(mine, c), moments, settings_of(problem).power, level, problem.num_rules
-            )
+            new = _rows_of(problem, take(problem.data.chunks, c), take(mine, c), moments, level)
             rows = jax.tree.map(lambda x, y: x.at[c].set(y), rows, new.local)
             new = dataclasses.replace(new, local=None)
             spread = jnp.maximum(total.spread, new.spread)
             return dataclasses.replace(jax.tree.map(jnp.add, total, new), spread=spread), rows
 
-        start = jax.eval_shape(lambda: _one_chunk(problem, local, moments, level))
+        start = jax.eval_shape(lambda: _rows_of(problem, *take((problem.data.chunks, local), 0), moments, level))
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(start, local=None))
         total, rows = jax.lax.fori_loop(*problem.span(index), add, (zero, mine * 0.0))
         return dataclasses.replace(problem.runtime.total_expected(total), local=problem.runtime.gathered(rows))
@@ -256,9 +252,10 @@ def visit_prior_moments(problem: Factors, q: Any, site: Any, state: Any, key: An
     return GaussianMatched(problem, rule).visit(None, rest, site, state, key)._replace(step=None)
 
 
-def _one_chunk(problem: Factors, local: RowSites, moments, level) -> Expected:
-    program, chunk = with_arrays(problem.program, take(problem.data.chunks, 0))
-    return tilted_rows(program, chunk, take(local, 0), moments, settings_of(problem).power, level, problem.num_rules)
+def _rows_of(problem: Factors, chunk: Any, rows: RowSites, moments: Any, level: Any) -> Expected:
+    """What moment matching asks of one chunk's rows."""
+    program, arrays = with_arrays(problem.program, chunk)
+    return tilted_rows(program, arrays, rows, moments, problem.solver.power, level, problem.num_rules)
 
 
 def all_rows(problem: Factors, q: Any, local: RowSites, rule: Rule) -> Expected:
@@ -266,9 +263,7 @@ def all_rows(problem: Factors, q: Any, local: RowSites, rule: Rule) -> Expected:
     moments = problem.family.moments(q)
 
     def expect(operand, level):
-        chunk, rows = operand
-        program, arrays = with_arrays(problem.program, chunk)
-        return tilted_rows(program, arrays, rows, moments, settings_of(problem).power, level, problem.num_rules)
+        return _rows_of(problem, *operand, moments, level)
 
     data = problem.data
     working = problem.program.working_bytes(data.chunks)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..expectations import (
-    Chains,
     Tilted,
     Unconstrained,
     grid_of,
@@ -147,17 +146,9 @@ class _RowTilted(ProductTilted):
 
     problem: RowFactors
 
-    def group(
-        self,
-        index: Int[Array, ""],
-        q: ProductNatural,
-        site: ProductNatural,
-        shared: Any,
-        chains: Chains | None = None,
-        power: Any = None,
-    ) -> Tilted:
+    def group(self, index: Int[Array, ""], *given: Any) -> Tilted:
         """One row's tilted moments: see :meth:`ProductTilted.group`."""
-        found = super().group(index, q, site, shared, chains, power)
+        found = super().group(index, *given)
         change, zero = jax.tree.map(jnp.zeros_like, found.change), jnp.zeros_like(found.value)
         quiet = {"change": change, "value": zero, "variance": zero, "noise": zero, "temper": zero + 1.0}
         sound = {"finite": jnp.array(True), "valid": jnp.array(True)}
@@ -165,29 +156,12 @@ class _RowTilted(ProductTilted):
 
 
 def factors_of(problem: ProductProblem, solver: Any) -> ProductProblem:
-    """The problem whose "groups" are the factors of a solver: itself, or :func:`by_rows`.
-
-    Args:
-        problem: the problem of the groups.
-        solver: whose ``factors`` count.
-
-    Returns:
-        The problem.
-    """
+    """The problem whose "groups" are the factors of a solver: itself, or :func:`by_rows`."""
     return by_rows(problem) if solver.factors == "row" else problem
 
 
 def tilted_of(problem: ProductProblem, solver: Any, key: Any) -> ProductTilted:
-    """Takes the tilted moments of the factors of one round.
-
-    Args:
-        problem: the problem of the groups.
-        solver: whose ``factors``, ``power`` and ``moments`` count.
-        key: of the round's draws.
-
-    Returns:
-        What takes them; its ``problem`` is that of :func:`factors_of`.
-    """
+    """Takes the tilted moments of the factors of one round, whose ``problem`` is that of :func:`factors_of`."""
     own = factors_of(problem, solver)
     return (_RowTilted if isinstance(own, RowFactors) else ProductTilted)(own, solver, key)
 
@@ -430,15 +404,8 @@ def product_evidence(
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats: see :func:`summed_evidence`.
 
-    Args:
-        problem: the factors.
-        sites: all sites.
-        states: what the groups remember, and the prior factor.
-        solver: whose ``factors``, ``power`` and ``moments`` count.
-        key: of draws.
-
-    Returns:
-        ``(value, standard error, False)``: no finer rule is ever needed.
+    ``states``: what the groups remember, and the prior factor; ``solver``: whose ``factors``, ``power`` and ``moments`` count. No
+    finer rule is ever needed.
     """
     q, tilted, family = posterior(problem.prior, sites), tilted_of(problem, solver, key), problem.plan.matched
     factors, own, (groups, prior) = tilted.problem, sites.groups, states

@@ -65,20 +65,9 @@ def tilted_by_laplace(
 ) -> Tilted:
     """What matching the moments of ``q (p / t)^power`` asks for, from a Laplace approximation in unconstrained coordinates.
 
-    Draws are of the Student's t (5 degrees of freedom) with the mode and the curvature there.
-
-    Args:
-        space: coordinates of the components that the factor sees.
-        look: coordinates to the factor's log density, nats, its gradient and its Hessian in them.
-        factor: its log density at values by component with a leading axis of points.
-        q: natural parameters of q, of these components.
-        site: the factor's site.
-        power: alpha.
-        key: a random key.
-        settings: draws, and steps of the search.
-
-    Returns:
-        What moment matching asks for: see :func:`numpyro_pvi.expectations.tilted_by_draws`.
+    Draws are of the Student's t (5 degrees of freedom) with the mode and the curvature there. ``look``: coordinates to the factor's
+    log density, nats, its gradient and its Hessian in them; ``factor``: its log density at values by component with a leading axis
+    of points; the other arguments, and what is returned, are those of :func:`numpyro_pvi.expectations.tilted_by_chains`.
     """
     family, cavity = space.family, q - site * power
     white_key, cloud_key = jax.random.split(key)
@@ -209,11 +198,8 @@ def _may_be_affine(factor: FactorStructure) -> bool:
 class ProductTilted(MatchedFactors):
     """Takes the tilted moments of the factors of one round.
 
-    Args:
-        problem: the factors.
-        solver: whose ``power`` and ``moments`` count.
-        key: of the round's draws, common to all groups.
-        first: what draws of one group's own know of its position: that of the problem's first group among all.
+    ``solver``: whose ``power`` and ``moments`` count; ``key``: of the round's draws, common to all groups; ``first``: what draws of
+    one group's own know of its position: that of the problem's first group among all.
     """
 
     problem: ProductProblem
@@ -258,14 +244,7 @@ class ProductTilted(MatchedFactors):
         return problem.runtime.total(sum_span(of_chunk, chunks, *problem.span(index)))
 
     def group_values(self, index: Any) -> Callable[[dict], Float[Array, "S"]]:
-        """One group's log-likelihood, in nats, at values of all components with a leading axis of points.
-
-        Args:
-            index: the group's position.
-
-        Returns:
-            A function of the values.
-        """
+        """One group's log-likelihood, in nats, a function of values of all components with a leading axis of points."""
         rows = max(self.problem.plan.partition.chunk_rows, 1) * (1 if self.own is None else self.own.tries)
 
         def of(values: dict) -> Array:
@@ -290,13 +269,9 @@ class ProductTilted(MatchedFactors):
         return lambda u: derivatives(lambda at: self.problem._prior_density(values(at)), u, order)
 
     def shared(self, q: ProductNatural) -> Any:
-        """What the groups' visits at one q have in common: exact factors, or draws.
+        """What the groups' visits at one q have in common.
 
-        Args:
-            q: natural parameters.
-
-        Returns:
-            Constants and natural parameters of all groups' factors, weighable draws, or None.
+        Constants and natural parameters of all groups' factors where these are exact, weighable draws, or None.
         """
         if self.methods[0] == "exact" and self.own is None:
             values, messages = self.problem.values_and_messages(q, self.key)
@@ -342,23 +317,10 @@ class ProductTilted(MatchedFactors):
         q: ProductNatural,
         site: ProductNatural,
         shared: Any,
-        chains: Chains | None = None,
-        power: Any = None,
+        chains: Chains | None,
+        power: Any,
     ) -> Tilted:
-        """One group's tilted moments.
-
-        Args:
-            index: its position.
-            q: natural parameters of q.
-            site: the group's site.
-            shared: as of :meth:`shared` at this q.
-            chains: where its chains stand, if it has any.
-            power: of the factor; None for the solver's.
-
-        Returns:
-            What moment matching asks for.
-        """
-        power = self.solver.power if power is None else power
+        """One group's tilted moments; ``shared``: as of :meth:`shared` at this q; ``chains``: where its chains stand, or None."""
         if self.methods[0] == "exact":
             constant, own = self._alone(index, q, site) if shared is None else take(shared, index)
             return linear_tilted(self.family, own, constant, q, site, power)
@@ -371,9 +333,8 @@ class ProductTilted(MatchedFactors):
         )
         return self._pointed(looks, q, site, shared, chains, power)
 
-    def prior(self, q: ProductNatural, site: ProductNatural, chains: Chains | None = None, power: Any = None) -> Tilted:
+    def prior(self, q: ProductNatural, site: ProductNatural, chains: Chains | None, power: Any) -> Tilted:
         """The prior factor's tilted moments: see :meth:`group`."""
-        power = self.solver.power if power is None else power
         factor = self.problem.plan.prior_factor
         assert factor is not None  # asked for where there is one
         if self.methods[1] == "exact":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -322,26 +322,6 @@ def method_of(problem: Any, prior: bool) -> Any:
     return with_settings("importance")
 
 
-@runtime_checkable
-class Matching(Protocol):
-    """What moments are taken by, of any solver that matches them."""
-
-    @property
-    def power(self) -> float:
-        """Alpha."""
-        ...
-
-    @property
-    def factors(self) -> str:
-        """Granularity: "group" or "row"."""
-        ...
-
-
-def settings_of(problem: Factors) -> Matching:
-    """The solver's settings, of whatever class it is."""
-    return cast(Any, problem.solver)
-
-
 def keeps_rows(problem: Factors) -> bool:
     """Whether sites of single rows are kept beside the groups' sites."""
     return problem.solver.matches_moments and method_of(problem, False) == "rows"
@@ -384,7 +364,7 @@ def _single_rows(problem: Factors) -> bool:
     # Rows know q alone: where the tilted distribution is anchored elsewhere, it is taken over theta.
     if problem.solver.anchored:
         return False
-    if settings_of(problem).factors == "row":
+    if problem.solver.factors == "row":
         return True
     # One element a group: its tilted distribution differs from the cavity in one predictor only.
     if not isinstance(problem.program, AffineProgram) or len(problem.program.terms) != 1:
@@ -420,6 +400,18 @@ def of_rows(found: Expected, rule: Rule) -> Tilted:
     return Tilted(report.change, found.value, 0 * one, one * jnp.nan, 0 * one, temper, held, missed, some, some)
 
 
+def _by_rows(
+    problem: Factors, program: AffineProgram, chunk: Any, rows: RowSites, q: Any, power: Any, rule: Rule
+) -> Tilted:
+    """What a visit to all rows of a chunk says of a factor that has no others; ``q``: moments."""
+    found = escalated(
+        lambda level: tilted_rows(program, chunk, rows, q, power, level, problem.num_rules),
+        cheaper_rule(rule),
+        problem.num_rules,
+    )
+    return of_rows(found, rule)
+
+
 def group_factor(problem: Factors, index: Int[Array, ""], looked: Callable | None = None) -> MomentFactor:
     """One group's factor, its moments over theta as a whole; ``looked`` takes them where it has been evaluated already."""
     method, data = method_of(problem, False), problem.data
@@ -448,14 +440,9 @@ def prior_factor(problem: Factors, rule: Rule) -> MomentFactor:
         return factor_of(problem, _pointed_moments(problem, method, lambda look: look(program, chunk)))
 
     def moments_of(q, site, power, key, memory=None):
-        rows = coordinate_sites(program, chunk, site)
-        moments = problem.family.moments(q)
-        found = escalated(
-            lambda level: tilted_rows(program, chunk, rows, moments, power, level, problem.num_rules),
-            cheaper_rule(rule),
-            problem.num_rules,
+        return _by_rows(
+            problem, program, chunk, coordinate_sites(program, chunk, site), problem.family.moments(q), power, rule
         )
-        return of_rows(found, rule)
 
     return factor_of(problem, moments_of)
 
@@ -526,12 +513,7 @@ def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Ca
     def moments_of(q, site, power, key, memory):
         rest = cavity(q, site, power)
         moments, unit = family.moments(rest), row_sites_zero(program, chunk, q.precision_mean.dtype)
-        found = escalated(
-            lambda level: tilted_rows(program, chunk, unit, moments, power, level, problem.num_rules),
-            cheaper_rule(rule),
-            problem.num_rules,
-        )
-        tilted = problem.runtime.total(of_rows(found, rule), here)
+        tilted = problem.runtime.total(_by_rows(problem, program, chunk, unit, moments, power, rule), here)
         shift = (family.log_partition(rest) - family.log_partition(q)) / power
         usable = tilted.valid & moments.valid
         return tilted._replace(change=tilted.change - site, value=tilted.value + shift, valid=usable)
