@@ -37,7 +37,7 @@ from ..families import (
     support_of,
 )
 from ._chains import ChainDraws, Chains, batch_variance, effective_size, kept_chains, no_chains, run_chains
-from ._tilted import GRID_DIM, TEMPERINGS, MCMCMoments, Tilted, least_ess, proper_share
+from ._tilted import GRID_DIM, TEMPERINGS, MCMCMoments, Tilted, believed, least_ess, proper_share, unsampled
 
 # Newton steps, and shares of one that are compared.
 _STEPS, _SHARES = 40, 8
@@ -130,23 +130,17 @@ def tilted_by_draws(
     ratio = factor - paired(family, site, draws.statistics)
     base = jnp.zeros_like(ratio) if log_base is None else log_base
     count, size = draws.white.shape
-    least = least_ess(count, size)
-    shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=ratio.dtype)
 
-    def look(share: Array) -> tuple[Array, Array]:
-        weights = jax.nn.softmax(base + power * share * ratio)
-        ess = 1.0 / jnp.sum(weights**2)
-        return ess, family.in_domain(q - site * (power * share)) & (ess >= least)
+    def proper(share: Array, _: Array) -> Array:
+        return family.in_domain(q - site * (power * share))
 
-    ess, good = jax.vmap(look)(shares)
-    finite = jnp.all(~jnp.isnan(ratio)) & jnp.any(jnp.isfinite(ratio)) & jnp.all(ratio < jnp.inf)
-    share = shares[jnp.argmax(good)]
+    share, good, ess, finite = believed(base, ratio, power, least_ess(count, size), proper)
     found = matched(family, draws, base, ratio, q, share, power)
-    used = power * share
+    used, finite = power * share, finite & jnp.all(ratio < jnp.inf)
     noise, variance = jnp.sqrt(jnp.sum(found.influence**2)) / used, jnp.sum(found.apart**2) / power**2
-    valid = finite & jnp.any(good) & found.fits & all_finite(found.change)
+    valid = finite & good & found.fits & all_finite(found.change)
     change, none = found.change * (1.0 / used), jnp.int32(0)
-    return Tilted(change, found.value, variance, ess[0], noise, share, none, jnp.array(False), finite, valid)
+    return Tilted(change, found.value, variance, ess, noise, share, none, jnp.array(False), finite, valid)
 
 
 def paired(family: ProductFamily, natural: ProductNatural, statistics: dict) -> Float[Array, "S"]:
@@ -785,9 +779,7 @@ def _asked_for(grid: ProductGrid, q: ProductNatural, found: _Look, power: Any) -
     change = (target - q) * (1.0 / used)
     value = jax.nn.logsumexp(_or_nothing(base + power * found.ratio)) / power
     finite = jnp.any(jnp.isfinite(found.ratio))
-    valid = found.proper & all_finite(change)
-    zero = jnp.zeros_like(value)
-    return Tilted(change, value, zero, zero + jnp.nan, zero, found.share, jnp.int32(0), jnp.array(False), finite, valid)
+    return unsampled(change, value, finite, found.proper & all_finite(change), found.share)
 
 
 def _or_nothing(logs: Array) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,11 +59,43 @@ def least_ess(count: int, size: int) -> float:
     return max(LEAST_SHARE * count, LEAST_PER_LATENT * size)
 
 
-def proper_share(family: Any, q: Any, site: Any, power: Any, dtype: Any) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """The largest share 1, 1/2, 1/4, ... of the power at which the cavity can be normalised, and whether there is any."""
+def largest_share(look: Callable[[Array], tuple[Array, Any]], dtype: Any) -> tuple[Array, Array, Any]:
+    """The largest share 1, 1/2, 1/4, ... of a power that will do, whether there is any, and what is known of the whole power.
+
+    ``look``: a share to whether it will do, and what else is known of it.
+    """
     shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=dtype)
-    good = jax.vmap(lambda share: family.in_domain(q - site * (power * share)))(shares)
-    return shares[jnp.argmax(good)], jnp.any(good)
+    good, known = jax.vmap(look)(shares)
+    return shares[jnp.argmax(good)], jnp.any(good), jax.tree.map(lambda x: x[0], known)
+
+
+def proper_share(family: Any, q: Any, site: Any, power: Any, dtype: Any) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """The largest share of the power at which the cavity can be normalised, and whether there is any."""
+    return largest_share(lambda share: (family.in_domain(q - site * (power * share)), ()), dtype)[:2]
+
+
+def believed(base: Array, ratio: Array, power: Any, least: Any, proper: Callable) -> tuple[Array, Array, Array, Array]:
+    """The largest share of the power at which weights ``exp(base + power share ratio)`` are believed, and whether there is any.
+
+    ``base``: log of q over the points' density; ``ratio``: log of the factor over its site; ``least``: the smallest effective
+    sample size; ``proper``: a share and the weights' logarithms to whether the tilted distribution can be normalised. Returns
+    also the effective sample size at the full power, and whether the factor is finite at the points.
+    """
+
+    def look(share: Array) -> tuple[Array, Array]:
+        logs = base + power * share * ratio
+        weights = jnp.exp(logs - jnp.max(logs))
+        ess = jnp.sum(weights) ** 2 / jnp.sum(weights**2)
+        return proper(share, logs) & (ess >= least), ess
+
+    finite = jnp.all(~jnp.isnan(ratio)) & jnp.any(jnp.isfinite(ratio))
+    return *largest_share(look, ratio.dtype), finite
+
+
+def unsampled(change: Any, value: Float[Array, ""], finite: Any, valid: Any, temper: Any = 1.0) -> Tilted:
+    """What matching moments asks for where nothing is sampled."""
+    zero, none, fine = jnp.zeros_like(value), jnp.int32(0), jnp.array(False)
+    return Tilted(change, value, zero, zero + jnp.nan, zero, zero + temper, none, fine, finite, valid)
 
 
 class PointCloud(NamedTuple):
@@ -111,33 +144,20 @@ def from_points(
     base = cloud.log_weight + log_gap(family, q, family.moments(q), proposal, points)
     is_grid = jnp.any(cloud.border)
     count = points.shape[0]
-    least = jnp.where(is_grid, 0.0, jnp.maximum(LEAST_SHARE * count, LEAST_PER_LATENT * family.dim))
-    shares = 0.5 ** jnp.arange(TEMPERINGS + 1, dtype=ratio.dtype)
 
-    def look(share):
-        logs = base + power * share * ratio
-        top = jnp.max(logs)
-        weights = jnp.exp(logs - top)
-        ess = jnp.sum(weights) ** 2 / jnp.sum(weights**2)
+    def proper(share: Array, logs: Array) -> Array:
         # Mass beyond the border is what an improper tilted distribution has.
-        inside = jnp.max(jnp.where(cloud.border, logs, -jnp.inf)) < top - _BORDER
-        proper = jnp.where(is_grid, inside, family.in_domain(q - site * (power * share)))
-        return ess, proper & (ess >= least)
+        inside = jnp.max(jnp.where(cloud.border, logs, -jnp.inf)) < jnp.max(logs) - _BORDER
+        return jnp.where(is_grid, inside, family.in_domain(q - site * (power * share)))
 
-    ess, good = jax.vmap(look)(shares)
-    finite = jnp.all(~jnp.isnan(ratio)) & jnp.any(jnp.isfinite(ratio))
-    share = shares[jnp.argmax(good)]
-    used = power * share
+    least = jnp.where(is_grid, 0.0, least_ess(count, family.dim))
+    share, good, ess, finite = believed(base, ratio, power, least, proper)
+    used, none, fine = power * share, jnp.int32(0), jnp.array(False)
     change, noise, fits = _matched(family, cloud, base + used * ratio, q, proposal, is_grid)
-    change = change * (1.0 / used)
-    whole = base + power * ratio
-    log_mean = jax.nn.logsumexp(whole) - jax.nn.logsumexp(cloud.log_weight)
-    spread = jnp.where(is_grid, 0.0, jnp.maximum(1.0 / ess[0] - 1.0 / count, 0.0)) / power**2
-    counted = jnp.where(is_grid, jnp.nan, ess[0])
-    valid = finite & jnp.any(good) & fits
-    return Tilted(
-        change, log_mean / power, spread, counted, noise / used, share, jnp.int32(0), jnp.array(False), finite, valid
-    )
+    change, noise, valid = change * (1.0 / used), noise / used, finite & good & fits
+    value = (jax.nn.logsumexp(base + power * ratio) - jax.nn.logsumexp(cloud.log_weight)) / power
+    spread = jnp.where(is_grid, 0.0, jnp.maximum(1.0 / ess - 1.0 / count, 0.0)) / power**2
+    return Tilted(change, value, spread, jnp.where(is_grid, jnp.nan, ess), noise, share, none, fine, finite, valid)
 
 
 def _matched(family, cloud: PointCloud, logs, q, proposal: Proposal, is_grid):
@@ -219,8 +239,7 @@ def exact_tilted(
     finite = jnp.isfinite(constant) & jnp.all(jnp.isfinite(factor.precision)) & jnp.all(jnp.isfinite(vector))
     # Full covariance needs no tilted distribution for its step: the difference is the factor itself.
     usable = finite & (proper | family.full)
-    zero, value = jnp.zeros_like(own), jnp.where(proper, (tilted - own) / power + constant, jnp.nan)
-    return Tilted(change, value, zero, zero + jnp.nan, zero, zero + 1.0, jnp.int32(0), jnp.array(False), finite, usable)
+    return unsampled(change, jnp.where(proper, (tilted - own) / power + constant, jnp.nan), finite, usable)
 
 
 def linear_tilted(family: Any, factor: Any, constant: Float[Array, ""], q: Any, site: Any, power: Any) -> Tilted:
@@ -235,9 +254,8 @@ def linear_tilted(family: Any, factor: Any, constant: Float[Array, ""], q: Any, 
     tilted = q + change * power
     gap = family.log_partition(tilted) - family.log_partition(q)
     value = jnp.where(family.in_domain(tilted), gap / power + constant, jnp.nan)
-    zero, one = jnp.zeros_like(value), jnp.ones_like(value)
     finite = jnp.isfinite(constant) & all_finite(change)
-    return Tilted(change, value, zero, zero + jnp.nan, zero, one, jnp.int32(0), jnp.array(False), finite, finite)
+    return unsampled(change, value, finite, finite)
 
 
 # ------------------------------------------------------------------------------------------------- ways to take moments
@@ -377,6 +395,17 @@ def with_settings(moments: Moments) -> Moments:
     """The default settings behind a word that has some."""
     words = {"importance": ImportanceMoments(), "laplace": LaplaceMoments(), "mcmc": MCMCMoments()}
     return words.get(moments, moments) if isinstance(moments, str) else moments
+
+
+def num_draws(moments: Moments) -> int:
+    """Draws that a factor's moments are taken from, where they are sampled."""
+    return getattr(with_settings(moments), "num_draws", ImportanceMoments().num_draws)
+
+
+def chain_settings(moments: Moments) -> MCMCMoments | None:
+    """The chains' settings: those asked for, the default ones where weights may give way to chains, or None."""
+    wanted = MCMCMoments() if moments == "auto" else with_settings(moments)
+    return wanted if isinstance(wanted, MCMCMoments) else None
 
 
 def _check_count(name: str, count: int) -> None:

@@ -22,9 +22,9 @@ from ._base import Vmap
 from ._engine import Engine
 from ._factors import Draws
 from ._held import HeldPrograms, Units, held_programs, own_draws, starting
-from ._moments import group_evidence
+from ._moments import GaussianMatched
 from ._product_engine import ProductEngine, ProductFactors, expected_of
-from ._product_matching import first_match_states, group_product_evidence, tilted_of
+from ._product_matching import first_match_states, tilted_of
 from ._product_problem import ProductProblem
 from ._product_tilted import rows_affine
 from ._programs import whole_call
@@ -129,7 +129,7 @@ def _beside_rounds(engine: Engine, plan: Plan, static: tuple, problem: Callable)
         return (found, *jax.tree.leaves(slopes))
 
     def evidence(rows, q, site, state, key, rule, rules):
-        return group_evidence(problem(rows, rules), jnp.int32(0), q, site, state, key, rule)
+        return GaussianMatched(problem(rows, rules), rule).share(jnp.int32(0), q, site, state, key)
 
     return Program(verify), Program(evidence, ("rules",)), Program(slope, ("rules",))
 
@@ -391,8 +391,8 @@ def product_programs(engine: ProductEngine, plan: Any, static: tuple) -> Product
             )
         q, tilted = rest + site, dataclasses.replace(tilted_of(own, engine.solver, key), first=place)
         # Draws are common to all groups that are visited together.
-        shared = tilted.shared(q) if guarded and tilted.methods[0] == "importance" else tilted.alone(zero, q)
-        return tilted.visit(zero, q, site, state, shared)
+        seen = tilted.together(q) if guarded and tilted.methods[0] == "importance" else tilted.alone(zero, q)
+        return seen.visit(zero, rest, site, state, tilted.step_key(zero), guarded)
 
     return ProductPrograms(
         *(Program(f, ("rules",)) for f in (message, average, slope)),
@@ -418,8 +418,7 @@ def _beside_product_rounds(solver: Any, problem: Callable) -> tuple[Program, ...
 
     def evidence(rows, q, key, place, site, state, rules):
         tilted = dataclasses.replace(tilted_of(problem(rows, rules), solver, key), first=place)
-        memory = state if solver.anchored else (), getattr(state, "chains", None)
-        return group_product_evidence(tilted, jnp.int32(0), q, site, memory, None)
+        return tilted.share(jnp.int32(0), q, site, state, key)[:2]
 
     return (
         Program(curvature, ("rules", "widest")),

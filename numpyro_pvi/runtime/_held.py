@@ -15,9 +15,8 @@ from ..families import GaussianMoments, conditional_divergence, conditional_mome
 from ..sites import LocalSites, OwnConditionals, damp, marginal_sites, take
 from ._factors import Draws
 from ._local_latents import at_conditionals, conditionals_after, conditionals_at, own_move, visit_with_locals
-from ._moments import group_evidence
+from ._moments import GaussianMatched
 from ._programs import first_conditionals
-from ._tilted import whole_factor
 
 
 class Wanted(NamedTuple):
@@ -89,8 +88,8 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
             draws = own_draws(rows[3], offset, seed, (family.dim, width, pairs.shape[0]), total)
             noise = Draws(pairs, jnp.zeros((1, family.dim), pairs.dtype), None, None, draws)
             return visit_with_locals(own, zero, rest + site, site, state, noise, rule, held)
-        factor = whole_factor(at_conditionals(own, held), zero, rule)
-        found = own.solver.solve(factor, rest, site, state, key, start=None, guarded=guarded)
+        matched = GaussianMatched(at_conditionals(own, held), rule)
+        found = matched.visit(zero, rest, site, state, key, guarded)
         if guarded:
             return found, conditionals_at(own, rest + site, held)
         return found, conditionals_after(own, zero, rest + found.site, held)
@@ -114,7 +113,7 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
 
     def evidence(rows, held, q, site, state, key, rule, rules):
         own = at_conditionals(problem_of(rows, rules), held)
-        return group_evidence(own, jnp.int32(0), q, site, state, key, rule)
+        return GaussianMatched(own, rule).share(jnp.int32(0), q, site, state, key)
 
     return HeldPrograms(
         Program(look, ("clip", "rules", "total")),

@@ -20,8 +20,6 @@ from ..expectations import (
     MaskedIntegratedProgram,
     Proposal,
     from_points,
-    grid_cloud,
-    normal_cloud,
     owners,
 )
 from ..factors import GroupMasks, ModelCall, Packing, PartitionPlan, row_log_likelihood
@@ -30,6 +28,7 @@ from ..schedules import RoundCarry
 from ..sites import LocalSites, OwnConditionals, damp, keep_groups, select, take
 from ..solvers import LocalResult, local_free_energy
 from ._factors import Factors
+from ._tilted import cloud_of
 
 _MAX_TRIES = 20
 # Roundings of its largest parts by which a local free energy may fall.
@@ -351,12 +350,8 @@ def look_together(problem: Factors, method: Any, q: Any, key: Any) -> Callable[[
     ``problem``: the factors, with their conditionals in the chunks; ``method``: "grid" or the settings of weighted draws.
     Returns a group's index to its way to take moments (of q, site, power, key and memory).
     """
-    family, dtype = problem.family, q.precision_mean.dtype
-    if method == "grid":
-        cloud = grid_cloud(family.dim, dtype)
-    else:
-        cloud = normal_cloud(key, family.dim, method.num_draws, dtype)
-    proposal = Proposal(q, family.moments(q))
+    family, proposal = problem.family, Proposal(q, problem.family.moments(q))
+    cloud = cloud_of(family, method, key, q.precision_mean.dtype)
     points = family.draw(proposal.moments, cloud.eps)
     table: Float[Array, "S M"] = problem.program.log_densities_at(problem.data.chunks, points)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ from ._factors import Factors
 from ._local_latents import at_conditionals, conditionals_after, look_together, shares_points
 from ._refinement import cheaper_rule, escalated, first_rule, relative_error
 from ._tilted import (
+    MomentFactor,
     factor_of,
     method_of,
     of_rows,
     own_coordinates,
     prior_factor,
-    settings_of,
     side_by_side,
     whole_factor,
     with_arrays,
@@ -62,6 +62,131 @@ def noise_floor(states: Any, report: RoundReport) -> Float[Array, ""]:
 # ---------------------------------------------------------------------------------------------------------- visits
 
 
+class MatchedFactors:
+    """The factors of a round as solvers that match moments see them, whatever the family of q and however moments are taken.
+
+    One of them is named by a group's position; None is the prior factor. Who derives from it has the factors' ``problem`` and the
+    ``solver`` whose visits they are.
+    """
+
+    problem: Any
+    solver: Any
+
+    def factor(self, index: Int[Array, ""] | None) -> MomentFactor:
+        """One factor."""
+        raise NotImplementedError
+
+    def over_groups(self, visit: Callable[..., Any], operands: tuple) -> Any:
+        """``visit(these factors, *operands)`` of many groups, whose positions are the first of the operands."""
+        raise NotImplementedError
+
+    def visit(
+        self, index: Int[Array, ""] | None, rest: Any, site: Any, state: Any, key: Any, guarded: bool = False
+    ) -> LocalResult:
+        """One factor's moments matched; ``rest``: q without its site."""
+        solver = solver_of_prior(self.solver) if index is None else self.solver
+        return solver.solve(self.factor(index), rest, site, state, key, start=None, guarded=guarded)
+
+    def visit_all(self, q: Any, sites: Any, states: Any, keys: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
+        """Every group's moments matched from the same q.
+
+        Where all share one tied site they ask one after another, so that there are never as many sites as groups, and the site
+        moves to the mean of what they ask for. ``sites``: all groups' stacked, or the product of all as a stack of one; ``only``:
+        which groups; None for all. Returns results with a leading group axis, and the product after them where it is tied.
+        """
+
+        def visit(own: MatchedFactors, index: Any, site: Any, state: Any, key: Any) -> LocalResult:
+            return own.visit(index, cavity(q, site), site, state, key, guarded=True)
+
+        operands = jnp.arange(self.problem.num_groups), sites, states, keys
+        if not self.solver.tied:
+            return self.over_groups(visit, operands if only is None else take(operands, only))
+        site = tied_site(sites, self.problem.num_groups)
+
+        def one(total: Any, own: tuple) -> tuple[Any, LocalResult]:
+            index, *known = own
+            result = visit(self, index, site, *known)
+            return total + (result.site - site), result._replace(site=None, step=None)
+
+        # Of the mean of what groups ask for M copies make the sum.
+        zero = jax.tree.map(jnp.zeros_like, site)
+        change, results = jax.lax.scan(one, zero, (operands[0], states, keys))
+        return results._replace(site=sites + change)
+
+    def share(self, index: Int[Array, ""] | None, q: Any, site: Any, state: Any, key: Any) -> Shares:
+        """One factor's share of the evidence; ``state``: its solver's, whose chains go on from where they stood."""
+        at, power = (solver_of_prior(self.solver) if index is None else self.solver).vantage(state, q)
+        found = self.factor(index).tilted(at, site, power, key, getattr(state, "chains", None))
+        return Shares(found.value, found.variance, found.missed)
+
+    def shares(self, q: Any, sites: Any, states: Any, keys: Any) -> Shares:
+        """Every group's, with a leading group axis; a tied site is every group's t_m."""
+
+        def look(own: MatchedFactors, index: Any, state: Any, key: Any) -> Shares:
+            site = tied_site(sites, self.problem.num_groups) if self.solver.tied else take(sites, index)
+            return own.share(index, q, site, state, key)
+
+        return self.over_groups(look, (jnp.arange(self.problem.num_groups), states, keys))
+
+
+class Shares(NamedTuple):
+    """Factors' ``(1/alpha) log E[(p / t)^alpha]`` in nats, Monte Carlo variances, and whether quadrature asks for finer rules."""
+
+    value: Float[Array, "*M"]
+    variance: Float[Array, "*M"]
+    missed: Bool[Array, "*M"]
+
+
+def summed_evidence(family: Any, q: Any, base: Any, groups: Shares, prior: Shares | None) -> tuple[Array, Array, Array]:
+    """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats, and whether a finer rule is needed.
+
+    ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, which is DESIGN's formula with the cavity's
+    normaliser taken into the expectation, so that a cavity need not be proper. Of a solver with anchors theta' the expectations
+    are under these instead of q, which gives the solver's objective less ``A(eta_0)``. ``base``: A(eta_0), of what is held exactly
+    of the prior; ``groups``: shares of all groups; ``prior``: the prior factor's, or None.
+    """
+    value, variance, missed = jnp.sum(groups.value), jnp.sum(groups.variance), jnp.any(groups.missed)
+    if prior is not None:
+        value, variance, missed = value + prior.value, variance + prior.variance, missed | prior.missed
+    return family.log_partition(q) - base + value, jnp.sqrt(variance), missed
+
+
+# ------------------------------------------------------------------------------------------------------ Gaussian guides
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianMatched(MatchedFactors):
+    """The same of Gaussian guides.
+
+    ``rule``: quadrature rule to start from, and the error aimed at; ``together``: a group's position to how moments are taken
+    from points at which all factors have been evaluated already; or None.
+    """
+
+    problem: Factors
+    rule: Rule
+    together: Callable | None = None
+
+    @property
+    def solver(self) -> Any:
+        """The problem's own."""
+        return self.problem.solver
+
+    def factor(self, index: Int[Array, ""] | None) -> MomentFactor:
+        """See :func:`numpyro_pvi.runtime._tilted.whole_factor` and :func:`numpyro_pvi.runtime._tilted.prior_factor`."""
+        if index is None:
+            return prior_factor(self.problem, self.rule)
+        return whole_factor(self.problem, index, self.rule, None if self.together is None else self.together(index))
+
+    def over_groups(self, visit: Callable[..., Any], operands: tuple) -> Any:
+        """Each where its rows are; side by side where nothing but moments of q is looked at, or chains fill the lanes."""
+        problem = self.problem
+
+        def one(own: Factors, *rest: Any) -> Any:
+            return visit(dataclasses.replace(self, problem=own), *rest)
+
+        return problem.map_groups(one, operands, not problem.quadratic, side_by_side(problem))
+
+
 def visit_all_moments(
     problem: Factors, carry: RoundCarry, key: Any, only: Int[Array, "k"] | None = None
 ) -> LocalResult:
@@ -84,38 +209,7 @@ def visit_all_moments(
     together = None
     if shares_points(problem, method_of(problem, False)):
         together = look_together(problem, method_of(problem, False), q, jax.random.fold_in(key, 1))
-
-    def solve_group(problem, index, site, state, key):
-        factor = whole_factor(problem, index, rule, None if together is None else together(index))
-        return problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=True)
-
-    if problem.tied:
-        numbers = jnp.arange(problem.num_groups)
-        return visit_tied(carry.sites.groups, partial(solve_group, problem), numbers, carry.solver, keys)
-    operands = (jnp.arange(problem.num_groups), carry.sites.groups, carry.solver, keys)
-    if only is not None:
-        operands = jax.tree.map(lambda x: x[only], operands)
-    return problem.map_groups(solve_group, operands, not problem.quadratic, side_by_side(problem))
-
-
-def visit_tied(whole: Any, visit: Callable[..., LocalResult], groups: Int[Array, "M"], *operands: Any) -> LocalResult:
-    """Every group asks for its own tied site from the same q; the site moves to the mean of what they ask for.
-
-    One group after another, so that there are never as many sites as groups. ``whole``: the product of all groups' sites, as a
-    stack of one; ``visit``: a group's visit, of its position, the site and its operands. Returns results with a leading group
-    axis, and the product after them.
-    """
-    site = tied_site(whole, groups.shape[0])
-
-    def one(total, operands):
-        index, *own = operands
-        result = visit(index, site, *own)
-        return total + (result.site - site), result._replace(site=None, step=None)
-
-    # Of the mean of what groups ask for M copies make the sum.
-    zero = jax.tree.map(jnp.zeros_like, site)
-    change, results = jax.lax.scan(one, zero, (groups, *operands))
-    return results._replace(site=whole + change)
+    return GaussianMatched(problem, rule, together).visit_all(q, carry.sites.groups, carry.solver, keys, only)
 
 
 def visit_group_moments(
@@ -123,24 +217,21 @@ def visit_group_moments(
 ) -> tuple[LocalResult, Any]:
     """One group's moments matched from the current q: see :class:`numpyro_pvi.schedules.Problem`."""
     if method_of(problem, False) != "rows":
-        factor = whole_factor(at_conditionals(problem, local), index, rule)
-        result = problem.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
+        matched = GaussianMatched(at_conditionals(problem, local), rule)
+        result = matched.visit(index, cavity(q, site), site, state, key)
         return result._replace(step=None), conditionals_after(problem, index, cavity(q, site) + result.site, local)
     moments, mine = problem.family.moments(q), problem.runtime.mine(local, problem.held)
 
     def at(level):
         def add(c, carry):
             total, rows = carry
-            program, chunk = with_arrays(problem.program, take(problem.data.chunks, c))
-            new = tilted_rows(
-                program, chunk, take(mine, c), moments, settings_of(problem).power, level, problem.num_rules
-            )
+            new = _rows_of(problem, take(problem.data.chunks, c), take(mine, c), moments, level)
             rows = jax.tree.map(lambda x, y: x.at[c].set(y), rows, new.local)
             new = dataclasses.replace(new, local=None)
             spread = jnp.maximum(total.spread, new.spread)
             return dataclasses.replace(jax.tree.map(jnp.add, total, new), spread=spread), rows
 
-        start = jax.eval_shape(lambda: _one_chunk(problem, local, moments, level))
+        start = jax.eval_shape(lambda: _rows_of(problem, *take((problem.data.chunks, local), 0), moments, level))
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dataclasses.replace(start, local=None))
         total, rows = jax.lax.fori_loop(*problem.span(index), add, (zero, mine * 0.0))
         return dataclasses.replace(problem.runtime.total_expected(total), local=problem.runtime.gathered(rows))
@@ -154,17 +245,17 @@ def visit_group_moments(
 
 def visit_prior_moments(problem: Factors, q: Any, site: Any, state: Any, key: Any, rule: Rule) -> LocalResult:
     """The prior factor's moments matched from the current q."""
-    factor, rest = prior_factor(problem, rule), cavity(q, site)
+    rest = cavity(q, site)
     if method_of(problem, True) == "rows":
         # A product over coordinates has no part beyond them; what the user's starting values put there goes.
         site = own_coordinates(problem, site)
-    solver = solver_of_prior(problem.solver)
-    return solver.solve(factor, rest, site, state, key, start=None, guarded=False)._replace(step=None)
+    return GaussianMatched(problem, rule).visit(None, rest, site, state, key)._replace(step=None)
 
 
-def _one_chunk(problem: Factors, local: RowSites, moments, level) -> Expected:
-    program, chunk = with_arrays(problem.program, take(problem.data.chunks, 0))
-    return tilted_rows(program, chunk, take(local, 0), moments, settings_of(problem).power, level, problem.num_rules)
+def _rows_of(problem: Factors, chunk: Any, rows: RowSites, moments: Any, level: Any) -> Expected:
+    """What moment matching asks of one chunk's rows."""
+    program, arrays = with_arrays(problem.program, chunk)
+    return tilted_rows(program, arrays, rows, moments, problem.solver.power, level, problem.num_rules)
 
 
 def all_rows(problem: Factors, q: Any, local: RowSites, rule: Rule) -> Expected:
@@ -172,9 +263,7 @@ def all_rows(problem: Factors, q: Any, local: RowSites, rule: Rule) -> Expected:
     moments = problem.family.moments(q)
 
     def expect(operand, level):
-        chunk, rows = operand
-        program, arrays = with_arrays(problem.program, chunk)
-        return tilted_rows(program, arrays, rows, moments, settings_of(problem).power, level, problem.num_rules)
+        return _rows_of(problem, *operand, moments, level)
 
     data = problem.data
     working = problem.program.working_bytes(data.chunks)
@@ -219,69 +308,35 @@ def first_row_sites(problem: Factors, at_prior: Any, loc: Float[Array, "D"], mod
     return SiteStack(problem.family.symmetrise(groups), None, rows), first_rule(problem.dtype)
 
 
-def group_evidence(
-    problem: Factors, index: Int[Array, ""], q: Any, site: Any, state: Any, key: Any, rule: Rule
-) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
-    """One group's part of :func:`evidence`: ``(1/alpha) log E[(p(y_m | theta) / t_m)^alpha]``.
-
-    ``rule``: quadrature rule to start from, and the error aimed at. Returns nats, their Monte Carlo variance, and whether a
-    finer rule is needed than was compiled in.
-    """
-    at, power = problem.solver.vantage(state, q)
-    one = whole_factor(problem, index, rule).tilted(at, site, power, key, getattr(state, "chains", None))
-    return one.value, one.variance, one.missed
-
-
 def evidence(
     problem: Factors,
     sites: SiteStack,
     rule: Rule,
     key: Any,
     solver: tuple[Any, Any],
-    ask: Callable[..., tuple[Float[Array, "M"], Float[Array, "M"], Bool[Array, "M"]]] | None = None,
+    ask: Callable[..., Shares] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
-    """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
+    """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats: see :func:`summed_evidence`.
 
-    ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, which is DESIGN's formula with the cavity's
-    normaliser taken into the expectation, so that a cavity need not be proper. A tied site is every group's t_m. Of a solver
-    with anchors theta' the expectations are under these instead of q, which gives the solver's objective less ``A(eta_0)``.
     ``solver``: solver states of the groups and of the prior factor, whose chains go on from where they stood; ``ask``: who
-    answers for the groups, ``(q, sites, solver states, keys, rule)`` to what :func:`group_evidence` gives of each; None where
-    their rows are here. Returns ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is needed
-    than was compiled in.
+    answers for the groups, ``(q, sites, solver states, keys, rule)`` to what :meth:`MatchedFactors.shares` gives; None
+    where their rows are here. Returns ``(value, standard error, missed)``; ``missed`` says that a finer quadrature rule is
+    needed than was compiled in.
     """
-    q = posterior(problem.prior_natural, sites)
+    q, prior = posterior(problem.prior_natural, sites), None
     problem = at_conditionals(problem, sites.local)
-
-    def vantage(state):
-        return problem.solver.vantage(state, q)
-
     group_key, prior_key = jax.random.split(key)
     dtype = rule.tolerance.dtype
     tight = rule._replace(tolerance=jnp.asarray(TOLERANCE[dtype.name], dtype))
-    missed = jnp.array(False)
+    matched = GaussianMatched(problem, tight)
     if method_of(problem, False) == "rows":
         found = all_rows(problem, q, sites.local, tight)
-        value, variance = jnp.sum(found.value), jnp.zeros((), dtype)
-        missed = relative_error(found) > tight.tolerance
+        groups = Shares(found.value, jnp.zeros_like(found.value), relative_error(found) > tight.tolerance)
     else:
-        count = problem.num_groups
-        keys = jax.random.split(group_key, count)
-
-        def look(problem, index, state, key):
-            site = tied_site(sites.groups, count) if problem.tied else take(sites.groups, index)
-            return group_evidence(problem, index, q, site, state, key, tight)
-
-        if ask is not None:
-            found = ask(q, sites.groups, solver[0], keys, tight)
-        else:
-            operands = (jnp.arange(count), solver[0], keys)
-            found = problem.map_groups(look, operands, not problem.quadratic, side_by_side(problem))
-        value, variance, missed = jnp.sum(found[0]), jnp.sum(found[1]), jnp.any(found[2])
+        keys = jax.random.split(group_key, problem.num_groups)
+        given = q, sites.groups, solver[0], keys
+        groups = matched.shares(*given) if ask is None else ask(*given, tight)
     if problem.has_prior_factor:
-        at, power = vantage(solver[1])
-        memory = getattr(solver[1], "chains", None)
-        own = prior_factor(problem, tight).tilted(at, sites.prior, power, prior_key, memory)
-        value, variance, missed = value + own.value, variance + own.variance, missed | own.missed
+        prior = matched.share(None, q, sites.prior, solver[1], prior_key)
     base = jnp.where(jnp.any(problem.data.exact), problem.data.prior_partition, 0.0)
-    return problem.family.log_partition(q) - base + value, jnp.sqrt(variance), missed
+    return summed_evidence(problem.family, q, base, groups, prior)

@@ -34,11 +34,10 @@ from ._base import Runtime
 from ._engine import FitsParams, RoundsDone, carry_of, furthest_apart, moved_by, present_alone, run_rounds
 from ._factors import GroupFactor
 from ._local import unlooked
-from ._moments import solver_of_prior, visit_tied
+from ._moments import solver_of_prior
 from ._product_matching import (
     first_match_states,
     first_rows,
-    lanes,
     marginal_elbo,
     product_evidence,
     rows_of_group,
@@ -376,15 +375,8 @@ class ProductFactors(ProblemDefaults):
         tilted = self._tilted(jax.random.fold_in(key, 0), carry.sites.local)
         if self.solver.factors == "row":
             return rows_together(tilted, q, sites, carry.sites.local)
-        shared, numbers = tilted.shared(q), jnp.arange(self.num_groups)
-        if not self.tied:
-            operands = numbers, sites, carry.solver
-            if only is not None:
-                operands = take(operands, only)
-            return jax.lax.map(lambda xs: tilted.visit(xs[0], q, *xs[1:], shared), operands, batch_size=lanes(tilted))
-        return visit_tied(
-            sites, lambda index, site, state: tilted.visit(index, q, site, state, shared), numbers, carry.solver
-        )
+        keys = jax.vmap(tilted.step_key)(jnp.arange(self.num_groups))
+        return tilted.together(q).visit_all(q, sites, carry.solver, keys, only)
 
     def visit_group(
         self,
@@ -403,7 +395,7 @@ class ProductFactors(ProblemDefaults):
             tilted = self._tilted(jax.random.fold_in(key, 0), local)
             if self.solver.factors == "row":
                 return rows_of_group(tilted, index, q, site, local)
-            return tilted.visit(index, q, site, state, tilted.alone(index, q)), None
+            return tilted.alone(index, q).visit(index, cavity(q, site), site, state, tilted.step_key(index)), None
         factor = self.factor(index, site, noise)
         return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
 
@@ -411,7 +403,8 @@ class ProductFactors(ProblemDefaults):
         """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
         if self.matches_moments:
             key, members = jax.random.fold_in(key, 1), self._members(None)
-            return ProductTilted(self.problem, self.solver, key, members=members).visit_prior(q, site, state)
+            tilted = ProductTilted(self.problem, self.solver, key, members=members)
+            return tilted.visit(None, cavity(q, site), site, state, tilted.step_key(None))
 
         def expected(moments: FamilyMoments) -> Expected | None:
             return self._prior_expected(moments.natural, noise, site)

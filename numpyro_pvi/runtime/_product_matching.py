@@ -11,25 +11,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..expectations import (
-    Chains,
-    ImportanceMoments,
-    MCMCMoments,
     Tilted,
     Unconstrained,
     grid_of,
-    no_chains,
-    with_settings,
+    num_draws,
 )
 from ..factors import GroupMasks, Packing
 from ..families import ProductNatural
-from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, posterior, take, tied_site
+from ..sites import MAX_HALVINGS, RowVisits, SiteStack, back_off, cavity, posterior, select, take
 from ..solvers import TROUBLES, LocalResult, MatchState, first_match_state, trouble_sentence
+from ._moments import Shares, summed_evidence
 from ._product_own import TOGETHER
 from ._product_plan import touched
 from ._product_problem import ProductProblem
 from ._product_rounds import rows_of, shared_of
 from ._product_tilted import ProductTilted
-from ._tilted import lanes_pay
+from ._tilted import with_chains
 
 # --------------------------------------------------------------------------------------------------- every row a factor
 # Every row a factor of its own, where q is a product of families and moments are matched.
@@ -103,11 +100,7 @@ class RowFactors(ProductProblem):
 
 def _kept(slots: Any, counted: Bool[Array, "S"]) -> Any:
     """Zero where no row is."""
-
-    def keep(x: Array) -> Array:
-        return jnp.where(counted.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
-
-    return jax.tree.map(keep, slots)
+    return select(counted, slots, jax.tree.map(jnp.zeros_like, slots))
 
 
 def _sums(slots: Any, counted: Bool[Array, "S"], owner: Int[Array, "S"], num: int) -> Any:
@@ -153,49 +146,22 @@ class _RowTilted(ProductTilted):
 
     problem: RowFactors
 
-    def group(
-        self,
-        index: Int[Array, ""],
-        q: ProductNatural,
-        site: ProductNatural,
-        shared: Any,
-        chains: Chains | None = None,
-        power: Any = None,
-    ) -> Tilted:
+    def group(self, index: Int[Array, ""], *given: Any) -> Tilted:
         """One row's tilted moments: see :meth:`ProductTilted.group`."""
-        found, there = super().group(index, q, site, shared, chains, power), self.problem.counted[index]
-        change = jax.tree.map(lambda x: jnp.where(there, x, 0.0), found.change)
-        quiet = {name: jnp.where(there, getattr(found, name), 0.0) for name in ("value", "variance", "noise")}
-        temper = jnp.where(there, found.temper, 1.0)
-        return found._replace(
-            change=change, temper=temper, finite=found.finite | ~there, valid=found.valid | ~there, **quiet
-        )
+        found = super().group(index, *given)
+        change, zero = jax.tree.map(jnp.zeros_like, found.change), jnp.zeros_like(found.value)
+        quiet = {"change": change, "value": zero, "variance": zero, "noise": zero, "temper": zero + 1.0}
+        sound = {"finite": jnp.array(True), "valid": jnp.array(True)}
+        return select(self.problem.counted[index], found, found._replace(**quiet, **sound))
 
 
 def factors_of(problem: ProductProblem, solver: Any) -> ProductProblem:
-    """The problem whose "groups" are the factors of a solver: itself, or :func:`by_rows`.
-
-    Args:
-        problem: the problem of the groups.
-        solver: whose ``factors`` count.
-
-    Returns:
-        The problem.
-    """
+    """The problem whose "groups" are the factors of a solver: itself, or :func:`by_rows`."""
     return by_rows(problem) if solver.factors == "row" else problem
 
 
 def tilted_of(problem: ProductProblem, solver: Any, key: Any) -> ProductTilted:
-    """Takes the tilted moments of the factors of one round.
-
-    Args:
-        problem: the problem of the groups.
-        solver: whose ``factors``, ``power`` and ``moments`` count.
-        key: of the round's draws.
-
-    Returns:
-        What takes them; its ``problem`` is that of :func:`factors_of`.
-    """
+    """Takes the tilted moments of the factors of one round, whose ``problem`` is that of :func:`factors_of`."""
     own = factors_of(problem, solver)
     return (_RowTilted if isinstance(own, RowFactors) else ProductTilted)(own, solver, key)
 
@@ -241,7 +207,7 @@ def rows_together(tilted: Any, q: ProductNatural, groups: ProductNatural, kept: 
     problem: RowFactors = tilted.problem
     before, count = kept.sites + problem.lacking(groups, kept.sites), problem.num_groups
     own = dataclasses.replace(kept, sites=before)
-    found = _visited(tilted, jnp.arange(count), q, own, tilted.shared(q), _batch(tilted, count))
+    found = _visited(tilted.together(q), jnp.arange(count), q, own, _batch(tilted, count))
     seen = _seen(tilted, found, before, problem.counted, problem.owner, problem.full.num_groups)
     local = RowVisits(_kept(found.site, problem.counted), found.state.step, found.state.last, found.step)
     return _result(tilted, seen, groups + seen.added["change"], 0)._replace(local=local)
@@ -264,7 +230,7 @@ def rows_of_group(
     """
     problem: RowFactors = tilted.problem
     span, batch = (problem.offsets[group], problem.offsets[group + 1]), _batch(tilted, problem.block)
-    everyone, shared = jnp.zeros((problem.block,), jnp.int32), tilted.alone(group, q)
+    everyone, tilted = jnp.zeros((problem.block,), jnp.int32), tilted.alone(group, q)
 
     def places(block: Int[Array, ""]) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
         at = block * problem.block + jnp.arange(problem.block)
@@ -288,7 +254,7 @@ def rows_of_group(
         kept, total = carry
         at, there = places(block)
         old = before(kept.sites, at, there)
-        found = _visited(tilted, at, q, dataclasses.replace(take(kept, at), sites=old), shared, batch)
+        found = _visited(tilted, at, q, dataclasses.replace(take(kept, at), sites=old), batch)
         new = found.state.step, found.state.last, found.step
         steps, last, taken = jax.tree.map(lambda x, y: x.at[at].set(y), (kept.steps, kept.last, kept.taken), new)
         return RowVisits(kept.sites, steps, last, taken), _both(total, _seen(tilted, found, old, there, everyone, 1))
@@ -312,16 +278,14 @@ def rows_of_group(
     return result._replace(site=site + change * step, step=result.step * step), kept
 
 
-def _visited(
-    tilted: Any, at: Int[Array, "S"], q: ProductNatural, own: RowVisits, shared: Any, batch: int | None
-) -> LocalResult:
+def _visited(tilted: Any, at: Int[Array, "S"], q: ProductNatural, own: RowVisits, batch: int | None) -> LocalResult:
     """Visits of the rows in some slots, whose sites and memories are given."""
     first = first_match_state(None, float(tilted.solver.damping), own.steps.dtype)
 
     def one(operands: tuple) -> LocalResult:
         index, row = operands
         state = first._replace(step=row.steps, last=row.last)
-        return tilted.visit(index, q, row.sites, state, shared)
+        return tilted.visit(index, cavity(q, row.sites), row.sites, state, None)
 
     return jax.lax.map(one, (at, own), batch_size=batch)
 
@@ -333,7 +297,7 @@ def _batch(tilted: Any, most: int) -> int | None:
         return None
     points = 1
     if method in ("importance", "laplace"):
-        points = getattr(with_settings(tilted.solver.moments), "num_draws", ImportanceMoments().num_draws)
+        points = num_draws(tilted.solver.moments)
     elif method == "quadrature":
         grid = grid_of(touched(problem.family, problem.plan.likelihood))
         points = 1 if grid is None else math.prod(grid.counts)
@@ -421,11 +385,10 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> tupl
     plan = problem.plan
 
     def first(who: Any, factor: Any, method: str, count: int) -> MatchState:
-        chains, settings = None, with_settings(solver.moments)
-        if method == "mcmc":
-            assert isinstance(settings, MCMCMoments)  # the plan says so
-            chains = no_chains(settings, Unconstrained(touched(plan.matched, factor)).dim, dtype, True)
-        return who.init_among(plan.matched, dtype, count)._replace(chains=chains)
+        state = who.init_among(plan.matched, dtype, count)
+        if method != "mcmc":
+            return state
+        return with_chains(who, state, Unconstrained(touched(plan.matched, factor)).dim, dtype, True)
 
     if solver.factors == "row":
         groups: Any = first_rows(problem, solver, dtype)[0]
@@ -436,52 +399,13 @@ def first_match_states(problem: ProductProblem, solver: Any, dtype: Any) -> tupl
     return groups, None if prior is None else first(solver.for_prior, prior, plan.tilted[1], 1)
 
 
-def lanes(tilted: ProductTilted) -> int | None:
-    """Groups whose chains run side by side: all of them where that pays."""
-    problem = tilted.problem
-    pays = problem.runtime.vectorised and problem.one_chunk_each and lanes_pay(problem.plan.partition.chunk_rows)
-    return problem.num_groups if tilted.methods[0] == "mcmc" and pays else None
-
-
-def group_product_evidence(
-    tilted: ProductTilted, index: Int[Array, ""], q: ProductNatural, site: Any, memory: tuple[Any, Any], shared: Any
-) -> tuple[Array, Array]:
-    """One group's part of the evidence in nats, and its variance.
-
-    Args:
-        tilted: takes its tilted moments.
-        index: its position.
-        q: natural parameters.
-        site: the group's.
-        memory: its solver's, where tilted distributions are taken at a q of its own, and its chains; each may be nothing.
-        shared: as of :meth:`ProductTilted.shared`.
-
-    Returns:
-        Both.
-    """
-    state, chains = memory
-    at, power = tilted.solver.vantage(state, q)
-    found = tilted.group(index, at, site, tilted.fresh(index, at, shared), chains, power)
-    return found.value, found.variance
-
-
 def product_evidence(
     problem: ProductProblem, sites: SiteStack, states: tuple[Any, Any], solver: Any, key: Any
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
-    """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats.
+    """Power EP's estimate of log p(y) and its Monte Carlo standard error, in nats: see :func:`summed_evidence`.
 
-    ``A(eta_q) - A(eta_0) + sum_m (1/alpha) log E_q[(p(y_m | theta) / t_m)^alpha]``, where A of the prior counts the components
-    whose prior is held exactly; see :func:`numpyro_pvi.runtime._moments.evidence`, also for tied sites and anchors.
-
-    Args:
-        problem: the factors.
-        sites: all sites.
-        states: what the groups remember, and the prior factor.
-        solver: whose ``factors``, ``power`` and ``moments`` count.
-        key: of draws.
-
-    Returns:
-        ``(value, standard error, False)``: no finer rule is ever needed.
+    ``states``: what the groups remember, and the prior factor; ``solver``: whose ``factors``, ``power`` and ``moments`` count. No
+    finer rule is ever needed.
     """
     q, tilted, family = posterior(problem.prior, sites), tilted_of(problem, solver, key), problem.plan.matched
     factors, own, (groups, prior) = tilted.problem, sites.groups, states
@@ -492,25 +416,18 @@ def product_evidence(
         own = sites.local.sites + factors.lacking(own, sites.local.sites)
 
     def here() -> tuple[Array, Array]:
-        shared = tilted.shared(q)
+        # A group remembers nothing of its rows.
+        known = groups if factors is problem else None
+        keys = jnp.broadcast_to(tilted.key, (factors.num_groups,))
+        return tilted.together(q).shares(q, own, known, keys)[:2]
 
-        def look(operands: tuple) -> tuple[Array, Array]:
-            index, state, chains = operands
-            site = tied_site(own, factors.num_groups) if problem.plan.tied else take(own, index)
-            return group_product_evidence(tilted, index, q, site, (state, chains), shared)
-
-        anchored = groups if solver.anchored else ()
-        return jax.lax.map(look, (jnp.arange(factors.num_groups), anchored, getattr(groups, "chains", None)))
-
-    values, variances = factors.of_rows("evidence", here, q, key, (own, groups))
-    value, variance = jnp.sum(values), jnp.sum(variances)
+    found = Shares(*factors.of_rows("evidence", here, q, key, (own, groups)), jnp.array(False))
+    said = None
     if sites.prior is not None:
-        at, power = solver.for_prior.vantage(prior, q)
-        own = tilted.prior(at, shared_of(problem.plan, sites.prior), getattr(prior, "chains", None), power)
-        value, variance = value + own.value, variance + own.variance
+        said = tilted.share(None, q, shared_of(problem.plan, sites.prior), prior, tilted.key)
     exact = [f.log_partition(problem.prior.parts[n]) for n, f in family.components if n in problem.plan.exact]
     base = sum((jnp.asarray(x) for x in exact), start=jnp.zeros(()))
-    return family.log_partition(q) - base + value, jnp.sqrt(variance), jnp.array(False)
+    return summed_evidence(family, q, base, found, said)
 
 
 def marginal_elbo(

@@ -11,23 +11,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import hessian_of, value_and_grad
 from ..expectations import (
     OVER_GRIDS,
     Chains,
     FactorStructure,
-    ImportanceMoments,
     LaplaceMoments,
-    MCMCMoments,
     ProductGrid,
     ThetaPoints,
     Tilted,
     Unconstrained,
+    chain_settings,
     discrete_of,
     draw,
     grid_of,
     linear_tilted,
     normal_cloud,
+    num_draws,
     paired,
     probe_values,
     tilted_by_chains,
@@ -38,13 +37,14 @@ from ..expectations import (
 )
 from ..factors import chunk_log_likelihood
 from ..families import MultivariateNormalFamily, ProductFamily, ProductNatural
-from ..sites import SiteStack, cavity, posterior, take
-from ..solvers import LocalResult, MatchRules, MatchState, match_rules
+from ..sites import SiteStack, posterior, select, take
+from ..solvers import MatchRules, match_rules
 from ._base import sum_span
+from ._moments import MatchedFactors
 from ._product_own import TOGETHER, OwnLatents
 from ._product_plan import touched
 from ._product_problem import ProductProblem
-from ._tilted import MomentFactor, laplace_proposal
+from ._tilted import MomentFactor, by_either, derivatives, lanes_pay, laplace_proposal
 
 # ------------------------------------------------------------------------------------------------- draws about the mode
 # Moments of a tilted distribution of a product of families from weighted draws about its mode.
@@ -67,20 +67,9 @@ def tilted_by_laplace(
 ) -> Tilted:
     """What matching the moments of ``q (p / t)^power`` asks for, from a Laplace approximation in unconstrained coordinates.
 
-    Draws are of the Student's t (5 degrees of freedom) with the mode and the curvature there.
-
-    Args:
-        space: coordinates of the components that the factor sees.
-        look: coordinates to the factor's log density, nats, its gradient and its Hessian in them.
-        factor: its log density at values by component with a leading axis of points.
-        q: natural parameters of q, of these components.
-        site: the factor's site.
-        power: alpha.
-        key: a random key.
-        settings: draws, and steps of the search.
-
-    Returns:
-        What moment matching asks for: see :func:`numpyro_pvi.expectations.tilted_by_draws`.
+    Draws are of the Student's t (5 degrees of freedom) with the mode and the curvature there. ``look``: coordinates to the factor's
+    log density, nats, its gradient and its Hessian in them; ``factor``: its log density at values by component with a leading axis
+    of points; the other arguments, and what is returned, are those of :func:`numpyro_pvi.expectations.tilted_by_chains`.
     """
     family, cavity = space.family, q - site * power
     white_key, cloud_key = jax.random.split(key)
@@ -123,7 +112,7 @@ def tilted_by_laplace(
     seen = jnp.stack([jnp.isfinite(base), ~jnp.isnan(logs), *finite]).all(axis=0)
     near = seen & ((_relative(base, seen) > -_NOTHING) | (_relative(logs, seen) > -_NOTHING))
     first = jnp.argmax(near)
-    statistics = jax.tree.map(lambda x: jnp.where(_like(near, x), x, x[first]), statistics)
+    statistics = select(near, statistics, take(statistics, first))
     base, ratio = jnp.where(near, base, -jnp.inf), jnp.where(near, ratio, ratio[first])
     weights = jax.nn.softmax(jnp.where(near, logs, -jnp.inf))
     ready = weighable(family, q, values, statistics, weights)
@@ -133,10 +122,6 @@ def tilted_by_laplace(
 def _relative(logs: Float[Array, "S"], seen: Array) -> Float[Array, "S"]:
     """Below the largest of those seen."""
     return logs - jnp.max(jnp.where(seen, logs, -jnp.inf))
-
-
-def _like(mask: Array, x: Array) -> Array:
-    return mask.reshape(mask.shape + (1,) * (x.ndim - 1))
 
 
 def _bent_down(precision: Float[Array, "D D"]) -> Float[Array, "D D"]:
@@ -212,14 +197,11 @@ def _may_be_affine(factor: FactorStructure) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductTilted:
+class ProductTilted(MatchedFactors):
     """Takes the tilted moments of the factors of one round.
 
-    Args:
-        problem: the factors.
-        solver: whose ``power`` and ``moments`` count.
-        key: of the round's draws, common to all groups.
-        first: what draws of one group's own know of its position: that of the problem's first group among all.
+    ``solver``: whose ``power`` and ``moments`` count; ``key``: of the round's draws, common to all groups; ``first``: what draws of
+    one group's own know of its position: that of the problem's first group among all.
     """
 
     problem: ProductProblem
@@ -228,6 +210,8 @@ class ProductTilted:
     first: Any = 0
     # Natural parameters of rows' own latents in q, where there are some.
     members: Any = None
+    # What visits at the q that they begin with have in common: see :meth:`shared`.
+    common: Any = None
 
     @property
     def family(self) -> ProductFamily:
@@ -262,14 +246,7 @@ class ProductTilted:
         return problem.runtime.total(sum_span(of_chunk, chunks, *problem.span(index)))
 
     def group_values(self, index: Any) -> Callable[[dict], Float[Array, "S"]]:
-        """One group's log-likelihood, in nats, at values of all components with a leading axis of points.
-
-        Args:
-            index: the group's position.
-
-        Returns:
-            A function of the values.
-        """
+        """One group's log-likelihood, in nats, a function of values of all components with a leading axis of points."""
         rows = max(self.problem.plan.partition.chunk_rows, 1) * (1 if self.own is None else self.own.tries)
 
         def of(values: dict) -> Array:
@@ -284,23 +261,19 @@ class ProductTilted:
             # Chunk by chunk, because a loop of unknown length has no reverse mode.
             def at(chunk: Any, u: Array) -> tuple:
                 value = self._chunk_value(chunk)
-                return _derivatives(lambda point: value(values(point)), u, order)
+                return derivatives(lambda point: value(values(point)), u, order)
 
             return lambda u: self._over_chunks(index, lambda chunk: at(chunk, u))
 
         return of
 
     def _prior_slopes(self, values: Callable, order: int) -> Callable:
-        return lambda u: _derivatives(lambda at: self.problem._prior_density(values(at)), u, order)
+        return lambda u: derivatives(lambda at: self.problem._prior_density(values(at)), u, order)
 
     def shared(self, q: ProductNatural) -> Any:
-        """What the groups' visits at one q have in common: exact factors, or draws.
+        """What the groups' visits at one q have in common.
 
-        Args:
-            q: natural parameters.
-
-        Returns:
-            Constants and natural parameters of all groups' factors, weighable draws, or None.
+        Constants and natural parameters of all groups' factors where these are exact, weighable draws, or None.
         """
         if self.methods[0] == "exact" and self.own is None:
             values, messages = self.problem.values_and_messages(q, self.key)
@@ -308,9 +281,16 @@ class ProductTilted:
             return constants, messages.groups
         return self._draws(q, self.problem.plan.likelihood) if self.methods[0] == "importance" else None
 
-    def alone(self, index: Int[Array, ""], q: ProductNatural) -> Any:
-        """What :meth:`shared` gives for one visit at a q that no other group sees: draws of its own, or nothing."""
-        return self.fresh(index, q, None) if self.methods[0] == "importance" else None
+    def alone(self, index: Int[Array, ""], q: ProductNatural) -> ProductTilted:
+        """The same for one visit at a q that no other group sees: with draws of its own, whose errors add up as if independent."""
+        if self.methods[0] != "importance":
+            return self
+        key = jax.random.fold_in(self.key, self.first + index)
+        return dataclasses.replace(self, common=dataclasses.replace(self, key=key).shared(q))
+
+    def together(self, q: ProductNatural) -> ProductTilted:
+        """The same for visits of all groups at one q."""
+        return dataclasses.replace(self, common=self.shared(q))
 
     def _alone(self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural) -> tuple[Array, ProductNatural]:
         """Constant and natural parameters of one group's factor that is affine in the statistics."""
@@ -331,7 +311,7 @@ class ProductTilted:
 
     @property
     def _num_draws(self) -> int:
-        return getattr(with_settings(self.solver.moments), "num_draws", ImportanceMoments().num_draws)
+        return num_draws(self.solver.moments)
 
     def group(
         self,
@@ -339,23 +319,10 @@ class ProductTilted:
         q: ProductNatural,
         site: ProductNatural,
         shared: Any,
-        chains: Chains | None = None,
-        power: Any = None,
+        chains: Chains | None,
+        power: Any,
     ) -> Tilted:
-        """One group's tilted moments.
-
-        Args:
-            index: its position.
-            q: natural parameters of q.
-            site: the group's site.
-            shared: as of :meth:`shared` at this q.
-            chains: where its chains stand, if it has any.
-            power: of the factor; None for the solver's.
-
-        Returns:
-            What moment matching asks for.
-        """
-        power = self.solver.power if power is None else power
+        """One group's tilted moments; ``shared``: as of :meth:`shared` at this q; ``chains``: where its chains stand, or None."""
         if self.methods[0] == "exact":
             constant, own = self._alone(index, q, site) if shared is None else take(shared, index)
             return linear_tilted(self.family, own, constant, q, site, power)
@@ -368,9 +335,8 @@ class ProductTilted:
         )
         return self._pointed(looks, q, site, shared, chains, power)
 
-    def prior(self, q: ProductNatural, site: ProductNatural, chains: Chains | None = None, power: Any = None) -> Tilted:
+    def prior(self, q: ProductNatural, site: ProductNatural, chains: Chains | None, power: Any) -> Tilted:
         """The prior factor's tilted moments: see :meth:`group`."""
-        power = self.solver.power if power is None else power
         factor = self.problem.plan.prior_factor
         assert factor is not None  # asked for where there is one
         if self.methods[1] == "exact":
@@ -384,49 +350,29 @@ class ProductTilted:
         looks = _Looks(factor, self.methods[1], self._prior_values, self._prior_slopes, key)
         return self._pointed(looks, q, site, draws, chains, power)
 
-    def visit(
-        self, index: Int[Array, ""], q: ProductNatural, site: ProductNatural, state: MatchState, shared: Any
-    ) -> LocalResult:
-        """One group's visit: see :meth:`numpyro_pvi.solvers.LocalSolver.solve`.
+    def factor(self, index: Int[Array, ""] | None) -> MomentFactor:
+        """One group's factor, or the prior factor. Without a key its draws are those that visits have in common."""
 
-        Args:
-            index: its position.
-            q: natural parameters of q.
-            site: the group's site.
-            state: what it remembers.
-            shared: as of :meth:`shared` at this q.
+        def tilted(q: Any, site: Any, power: Any, key: Any, chains: Chains | None = None) -> Tilted:
+            own = self if key is None else dataclasses.replace(self, key=key)
+            if index is None:
+                return own.prior(q, site, chains, power)
+            own = own if key is None else own.alone(index, q)
+            return own.group(index, q, site, own.common, chains, power)
 
-        Returns:
-            The site and the new memory.
-        """
+        return MomentFactor(self.family, self._rules(int(index is None)), tilted)
 
-        def tilted(at: Any, own: Any, power: Any, key: Any, chains: Chains | None = None) -> Tilted:
-            if key is None:
-                return self.group(index, at, own, shared, chains, power)
-            fresh = dataclasses.replace(self, key=key)
-            # Draws are of one q; what factors have in common otherwise is the same at every q.
-            common = fresh.alone(index, at) if self.methods[0] == "importance" else shared
-            return fresh.group(index, at, own, common, chains, power)
+    def over_groups(self, visit: Callable[..., Any], operands: tuple) -> Any:
+        """One after another; those whose chains run side by side, where that pays, all together."""
+        problem = self.problem
+        pays = problem.runtime.vectorised and problem.one_chunk_each and lanes_pay(problem.plan.partition.chunk_rows)
+        lanes = problem.num_groups if self.methods[0] == "mcmc" and pays else None
+        return jax.lax.map(lambda own: visit(self, *own), operands, batch_size=lanes)
 
-        return self._solved(0, tilted, self.first + index, q, site, state)
-
-    def visit_prior(self, q: ProductNatural, site: ProductNatural, state: MatchState) -> LocalResult:
-        """The prior factor's: see :meth:`visit`."""
-
-        def tilted(at: Any, own: Any, power: Any, key: Any, chains: Chains | None = None) -> Tilted:
-            fresh = self if key is None else dataclasses.replace(self, key=key)
-            return fresh.prior(at, own, chains, power)
-
-        return self._solved(1, tilted, _PRIOR, q, site, state)
-
-    def _solved(
-        self, which: int, tilted: Callable[..., Tilted], own: Any, q: Any, site: Any, state: Any
-    ) -> LocalResult:
-        """The visit of a group (0) or of the prior factor (1); ``own`` is folded into its key."""
-        factor = MomentFactor(self.family, self._rules(which), tilted)
-        key = jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), own)
-        solver = self.solver.for_prior if which else self.solver
-        return solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False)
+    def step_key(self, index: Int[Array, ""] | None) -> Any:
+        """Of the draws of a visit's own steps."""
+        own = _PRIOR if index is None else self.first + index
+        return jax.random.fold_in(jax.random.fold_in(self.key, _STEPS), own)
 
     def _rules(self, which: int) -> MatchRules:
         """What a visit of a group (0) or of the prior factor (1) reads beside its moments."""
@@ -437,21 +383,6 @@ class ProductTilted:
         size = seen.to_minimal(seen.zeros()).shape[-1] if seen.components else 0
         plain = self.solver.moments == "auto" and self.solver.factors == "group" and way == "importance"
         return match_rules(self.solver, size, plain and not which and not discrete_of(seen), shared=True)
-
-    def fresh(self, index: Int[Array, ""], q: ProductNatural, shared: Any) -> Any:
-        """What :meth:`shared` gives, with draws of a factor's own where all have the same: errors then add up as if independent.
-
-        Args:
-            index: the group's position.
-            q: natural parameters.
-            shared: as of :meth:`shared`.
-
-        Returns:
-            The same, or draws of this group's.
-        """
-        if self.methods[0] != "importance":
-            return shared
-        return dataclasses.replace(self, key=jax.random.fold_in(self.key, self.first + index)).shared(q)
 
     def _whole(self, q: ProductNatural) -> ProductNatural:
         """q with what it says of rows' own latents."""
@@ -536,13 +467,12 @@ class ProductTilted:
             return looks.slopes(lambda u: fixed | space.values(u)[0], order)
 
         def by_chains() -> Tilted:
-            wanted = with_settings(self.solver.moments)
-            settings = wanted if isinstance(wanted, MCMCMoments) else MCMCMoments()
+            settings = chain_settings(self.solver.moments)
+            assert settings is not None  # the plan says so
             return tilted_by_chains(space, slopes(1), *arguments, looks.key, settings, chains)
 
         def weighed() -> Tilted:
-            found = tilted_by_draws(seen, draws, everywhere(draws.values), *arguments)
-            return found if chains is None else found._replace(memory=chains)
+            return tilted_by_draws(seen, draws, everywhere(draws.values), *arguments)
 
         if looks.method == "quadrature":
             grid = self._grid(seen, looks.factor)
@@ -555,7 +485,7 @@ class ProductTilted:
         elif looks.method == "mcmc":
             found = by_chains()
         else:
-            found = weighed() if chains is None else jax.lax.cond(chains.used, by_chains, weighed)
+            found = by_either(chains, by_chains, weighed)
         if not others.components:
             return found
         own, known = _some(q, others), _some(site, others)
@@ -573,12 +503,6 @@ class _Looks:
     values: Callable
     slopes: Callable
     key: Any
-
-
-def _derivatives(f: Callable, u: Float[Array, "D"], order: int) -> tuple:
-    """Value and gradient, and the Hessian for order 2."""
-    found = value_and_grad(f)(u)
-    return found if order == 1 else (*found, hessian_of(f)(u))
 
 
 def _some(natural: ProductNatural, family: ProductFamily) -> ProductNatural:

@@ -20,6 +20,7 @@ from ._answers import NUMBERS
 from ._factors import Draws
 from ._held import Wanted
 from ._local import LocalProblem, fall_explained
+from ._moments import Shares
 from ._network import TICKET, Leaf, Network, ask_all, call_out, seed_of, stacked
 from ._product_engine import ProductFactors
 from ._product_problem import ProductProblem
@@ -346,10 +347,8 @@ class RemoteProblem(LocalProblem):
         """Visits that clients are at while others are absorbed."""
         return Errands(self)
 
-    def evidence_of_groups(
-        self, q: Any, sites: Any, states: Any, keys: Any, rule: Rule, local: Any = None
-    ) -> tuple[Array, Array, Array]:
-        """Ask all clients for their parts of the evidence: see :func:`numpyro_pvi.runtime._moments.group_evidence`."""
+    def evidence_of_groups(self, q: Any, sites: Any, states: Any, keys: Any, rule: Rule, local: Any = None) -> Shares:
+        """Ask all clients for their shares of the evidence."""
         how = {"ask": "evidence", "rules": self.num_rules, "key": str(jax.random.key_impl(keys))}
         own = tuple(jax.tree.leaves((sites, states, jax.random.key_data(keys))))
         number = jax.ShapeDtypeStruct((), self.dtype)
@@ -357,8 +356,7 @@ class RemoteProblem(LocalProblem):
         if self.units is not None:
             how |= {"held": False}
             own = (*own, local.tickets)
-        found = self._look(how, one, tuple(jax.tree.leaves((q, rule))), own)
-        return found[0], found[1], found[2]
+        return Shares(*self._look(how, one, tuple(jax.tree.leaves((q, rule))), own)[:3])
 
     def _ask(self, operands: tuple, rule: Rule, noise: Draws | None, guarded: bool, held: Any = None) -> LocalResult:
         how, own, shared, shapes = self.question(operands, rule, noise, guarded)

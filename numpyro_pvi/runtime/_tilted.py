@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,11 @@ from ..expectations import (
     Expected,
     LaplaceMoments,
     MCMCMoments,
+    PointCloud,
     Proposal,
     SharedAffineProgram,
     Tilted,
+    chain_settings,
     exact_tilted,
     from_chains,
     from_points,
@@ -128,15 +130,7 @@ _LARGEST_FILL = 1.5
 
 def by_chains(solver: LocalSolver) -> bool:
     """Whether a solver's moments are taken by chains from the start."""
-    return isinstance(chain_settings(solver), MCMCMoments) and solver.moments != "auto"
-
-
-def chain_settings(solver: LocalSolver) -> MCMCMoments | None:
-    """The chains' settings: those asked for, the default ones where weights may give way to chains, or None."""
-    moments = solver.moments
-    if isinstance(moments, MCMCMoments):
-        return moments
-    return MCMCMoments() if isinstance(moments, str) and moments in ("auto", "mcmc") else None
+    return isinstance(with_settings(solver.moments), MCMCMoments)
 
 
 def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
@@ -150,16 +144,16 @@ def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
     return jnp.any(state.collapses >= COLLAPSES)
 
 
-def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any) -> Any:
+def with_chains(solver: LocalSolver, state: Any, dim: int, dtype: Any, used: bool = False) -> Any:
     """Solver states with room for chains that have not started.
 
-    ``solver``: the groups' solver; ``state``: solver states, one or stacked; ``dim``: D; ``dtype``: floating dtype. Returns the
-    states; as they are where they have chains or can have none.
+    ``solver``: the groups' solver; ``state``: solver states, one or stacked; ``dim``: D; ``dtype``: floating dtype; ``used``:
+    whether moments are taken by them. Returns the states; as they are where they have chains or can have none.
     """
-    settings = chain_settings(solver)
+    settings = chain_settings(solver.moments)
     if settings is None or not hasattr(state, "chains") or state.chains is not None:
         return state
-    fresh = no_chains(settings, dim, dtype, False)
+    fresh = no_chains(settings, dim, dtype, used)
     batch = state.collapses.shape
     return state._replace(chains=jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), fresh))
 
@@ -203,9 +197,8 @@ def group_total(problem: Factors, index: Int[Array, ""]) -> Callable[[Callable],
 
         def add_up(look: Callable) -> Any:
             found = jax.vmap(lambda chunk: look(program, chunk))(picked)
-            return problem.runtime.total(
-                jax.tree.map(lambda x: jnp.sum(jnp.where(_like(mine, x), x, 0.0), axis=0), found)
-            )
+            kept = select(mine, found, jax.tree.map(jnp.zeros_like, found))
+            return problem.runtime.total(jax.tree.map(lambda x: jnp.sum(x, axis=0), kept))
 
         return add_up
 
@@ -221,16 +214,8 @@ def chained_moments(
     chains stand in for; None where there are chains only; ``index``: the group whose rows chains may read in mini-batches; None
     for a factor without rows. Returns a function of q, site, power, key and memory.
     """
-    settings = chain_settings(problem.solver)
+    settings, look, look_rows = chain_settings(problem.solver.moments), _derivatives_of(total, 1), None
     assert settings is not None
-
-    def look(point):
-        def of(program, chunk):
-            return value_and_grad(log_density_at, argnums=2)(program, chunk, point)
-
-        return total(of)
-
-    look_rows = None
     if settings.batch_size is not None and index is not None and problem.rows is not None:
         look_rows = partial(_batch_gradients, problem.rows, index, settings.batch_size // 2)
 
@@ -240,12 +225,27 @@ def chained_moments(
 
         if by_weights is None:
             return run()
-        weighed = by_weights
-        if memory is None:
-            return weighed(q, site, power, key)
-        return jax.lax.cond(memory.used, run, lambda: weighed(q, site, power, key)._replace(memory=memory))
+        return by_either(memory, run, partial(by_weights, q, site, power, key))
 
     return moments_of
+
+
+def by_either(memory: Chains | None, run: Callable[[], Tilted], weighed: Callable[[], Tilted]) -> Tilted:
+    """Moments by weights, and by chains where a factor's memory says that these have given way."""
+    if memory is None:
+        return weighed()
+    return jax.lax.cond(memory.used, run, lambda: weighed()._replace(memory=memory))
+
+
+def derivatives(density: Callable, point: Float[Array, "D"], order: int) -> tuple:
+    """Value and gradient, and the Hessian for order 2."""
+    found = value_and_grad(density)(point)
+    return found if order == 1 else (*found, hessian_of(density)(point))
+
+
+def _derivatives_of(total: Callable, order: int) -> Callable[[Float[Array, "D"]], tuple]:
+    """Of a factor's log density at a point."""
+    return lambda point: total(lambda *own: derivatives(partial(log_density_at, *own), point, order))
 
 
 def _batch_gradients(
@@ -260,10 +260,6 @@ def _batch_gradients(
         return (at[0] - at[1]) * (count / half)
 
     return jax.vmap(one)(taken)
-
-
-def _like(mine: Bool[Array, "K"], leaf: Array) -> Array:
-    return mine.reshape(mine.shape + (1,) * (leaf.ndim - 1))
 
 
 # --------------------------------------------------------------------------------------------------------------- tilted
@@ -326,26 +322,6 @@ def method_of(problem: Any, prior: bool) -> Any:
     return with_settings("importance")
 
 
-@runtime_checkable
-class Matching(Protocol):
-    """What moments are taken by, of any solver that matches them."""
-
-    @property
-    def power(self) -> float:
-        """Alpha."""
-        ...
-
-    @property
-    def factors(self) -> str:
-        """Granularity: "group" or "row"."""
-        ...
-
-
-def settings_of(problem: Factors) -> Matching:
-    """The solver's settings, of whatever class it is."""
-    return cast(Any, problem.solver)
-
-
 def keeps_rows(problem: Factors) -> bool:
     """Whether sites of single rows are kept beside the groups' sites."""
     return problem.solver.matches_moments and method_of(problem, False) == "rows"
@@ -388,7 +364,7 @@ def _single_rows(problem: Factors) -> bool:
     # Rows know q alone: where the tilted distribution is anchored elsewhere, it is taken over theta.
     if problem.solver.anchored:
         return False
-    if settings_of(problem).factors == "row":
+    if problem.solver.factors == "row":
         return True
     # One element a group: its tilted distribution differs from the cavity in one predictor only.
     if not isinstance(problem.program, AffineProgram) or len(problem.program.terms) != 1:
@@ -424,6 +400,18 @@ def of_rows(found: Expected, rule: Rule) -> Tilted:
     return Tilted(report.change, found.value, 0 * one, one * jnp.nan, 0 * one, temper, held, missed, some, some)
 
 
+def _by_rows(
+    problem: Factors, program: AffineProgram, chunk: Any, rows: RowSites, q: Any, power: Any, rule: Rule
+) -> Tilted:
+    """What a visit to all rows of a chunk says of a factor that has no others; ``q``: moments."""
+    found = escalated(
+        lambda level: tilted_rows(program, chunk, rows, q, power, level, problem.num_rules),
+        cheaper_rule(rule),
+        problem.num_rules,
+    )
+    return of_rows(found, rule)
+
+
 def group_factor(problem: Factors, index: Int[Array, ""], looked: Callable | None = None) -> MomentFactor:
     """One group's factor, its moments over theta as a whole; ``looked`` takes them where it has been evaluated already."""
     method, data = method_of(problem, False), problem.data
@@ -452,14 +440,9 @@ def prior_factor(problem: Factors, rule: Rule) -> MomentFactor:
         return factor_of(problem, _pointed_moments(problem, method, lambda look: look(program, chunk)))
 
     def moments_of(q, site, power, key, memory=None):
-        rows = coordinate_sites(program, chunk, site)
-        moments = problem.family.moments(q)
-        found = escalated(
-            lambda level: tilted_rows(program, chunk, rows, moments, power, level, problem.num_rules),
-            cheaper_rule(rule),
-            problem.num_rules,
+        return _by_rows(
+            problem, program, chunk, coordinate_sites(program, chunk, site), problem.family.moments(q), power, rule
         )
-        return of_rows(found, rule)
 
     return factor_of(problem, moments_of)
 
@@ -491,27 +474,22 @@ def _pointed_moments(problem: Factors, method: Any, total: Callable) -> Callable
     family = problem.family
 
     def moments_of(q, site, power, key, memory=None):
-        dtype = q.precision_mean.dtype
-        if method == "grid":
-            proposal, cloud = Proposal(q, family.moments(q)), grid_cloud(family.dim, dtype)
-        else:
-            cloud = normal_cloud(key, family.dim, method.num_draws, dtype)
-            proposal = Proposal(q, family.moments(q))
-            if isinstance(method, LaplaceMoments):
-
-                def look(point):
-                    def of(program, chunk):
-                        value, slope = value_and_grad(log_density_at, argnums=2)(program, chunk, point)
-                        return value, slope, hessian_of(log_density_at, argnums=2)(program, chunk, point)
-
-                    return total(of)
-
-                proposal = laplace_proposal(family, look, q, site, power, method.num_steps)
+        cloud, proposal = cloud_of(family, method, key, q.precision_mean.dtype), Proposal(q, family.moments(q))
+        if isinstance(method, LaplaceMoments):
+            look = _derivatives_of(total, 2)
+            proposal = laplace_proposal(family, look, q, site, power, method.num_steps)
         points = family.draw(proposal.moments, cloud.eps)
         factor = total(lambda program, chunk: log_densities_at(program, chunk, points))
         return from_points(family, cloud, factor, q, site, proposal, power)
 
     return moments_of
+
+
+def cloud_of(family: GaussianFamily, method: Any, key: Any, dtype: Any) -> PointCloud:
+    """Points that moments are taken from: a grid's, or as many draws as the settings say."""
+    if method == "grid":
+        return grid_cloud(family.dim, dtype)
+    return normal_cloud(key, family.dim, method.num_draws, dtype)
 
 
 # ----------------------------------------------------------------------------------------------- groups of a single row
@@ -535,12 +513,7 @@ def whole_factor(problem: Factors, index: Int[Array, ""], rule: Rule, looked: Ca
     def moments_of(q, site, power, key, memory):
         rest = cavity(q, site, power)
         moments, unit = family.moments(rest), row_sites_zero(program, chunk, q.precision_mean.dtype)
-        found = escalated(
-            lambda level: tilted_rows(program, chunk, unit, moments, power, level, problem.num_rules),
-            cheaper_rule(rule),
-            problem.num_rules,
-        )
-        tilted = problem.runtime.total(of_rows(found, rule), here)
+        tilted = problem.runtime.total(_by_rows(problem, program, chunk, unit, moments, power, rule), here)
         shift = (family.log_partition(rest) - family.log_partition(q)) / power
         usable = tilted.valid & moments.valid
         return tilted._replace(change=tilted.change - site, value=tilted.value + shift, valid=usable)

@@ -17,12 +17,13 @@ from ..expectations import (
     SAMPLED,
     Chains,
     Expected,
-    ImportanceMoments,
     MCMCMoments,
     Moments,
     Tilted,
+    chain_settings,
     least_ess,
     no_chains,
+    num_draws,
     with_settings,
 )
 from ..families import GaussianFamily, Vector
@@ -65,12 +66,12 @@ def chain_troubles(moments: Moments, chains: Chains, ess: Array, least: float) -
     ``chains``: after the visit; ``least``: the smallest one that is not worth a word. Returns pairs of a flag and the kind of
     trouble it stands for.
     """
-    settings = with_settings(moments)
-    draws = (settings if isinstance(settings, MCMCMoments) else MCMCMoments()).num_draws
+    settings = chain_settings(moments)
+    assert settings is not None  # there are chains
     return [
         (chains.used & (chains.divergent > _DIVERGENT), DIVERGENT),
         (chains.used & ~(chains.rhat <= _RHAT), NOT_MIXED),
-        (chains.used & (ess < max(_EFFICIENCY * draws, least)), SLOW),
+        (chains.used & (ess < max(_EFFICIENCY * settings.num_draws, least)), SLOW),
     ]
 
 
@@ -234,8 +235,8 @@ def match_rules(solver: Any, size: int, may_chain: bool = False, shared: bool = 
     ``solver``: whose ``damping`` and ``moments`` count; ``size``: numbers that are matched; ``may_chain``: as of
     :class:`MatchRules`; ``shared``: likewise. Returns the rules.
     """
-    count = getattr(with_settings(solver.moments), "num_draws", ImportanceMoments().num_draws)
-    return MatchRules(float(solver.damping), solver.moments, least_ess(count, size), size, may_chain, shared)
+    least = least_ess(num_draws(solver.moments), size)
+    return MatchRules(float(solver.damping), solver.moments, least, size, may_chain, shared)
 
 
 def match_visit(family: Any, q: Any, site: Any, found: Tilted, state: MatchState, rules: MatchRules) -> LocalResult:
