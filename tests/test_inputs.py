@@ -51,6 +51,65 @@ def test_a_mask_is_not_thrown_away():
         of(groups=np.ma.array(np.arange(N) % 3)).init(KEY, X, Y)
 
 
+def in_batches(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+    with numpyro.plate("data", N, subsample_size=4) as rows:
+        numpyro.sample("obs", dist.Normal((X[rows] if len(X) == N else X) @ w, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoExponentialFamily], ids=["gaussian", "family"])
+@pytest.mark.parametrize("length", [N - 3, N + 2])
+def test_observations_of_another_length_than_the_rows_are_named(guide, length):
+    y = np.resize(Y, length)
+    words = rf"sample site 'obs' is observed with shape \({length},\), and its distribution has shape \({N},\).*"
+    with pytest.raises(DataError, match=words + rf"plate 'data' has {N} rows\. Give one observation for every row"):
+        of(guide=guide).init(KEY, X, y)
+    with pytest.raises(DataError, match=words):
+        PVI(model, guide(model)).init(KEY, X, y)
+
+
+def test_a_mini_batch_of_another_length_than_its_observations_is_named():
+    pvi = PVI(in_batches, AutoDiagonalNormal(in_batches))
+    with pytest.raises(
+        DataError, match=rf"shape \(3,\).*shape \({N},\).*plate 'data' has {N} rows, of which it draws 4\."
+    ):
+        pvi.init(KEY, X, Y[:3])
+    with pytest.raises(DataError, match=r"shape \(3,\).*shape \(4,\).*plate 'data' has 4 rows\."):
+        pvi.init(KEY, X[:4], Y[:3])
+    pvi.init(KEY, X[:4], Y[:4])
+
+
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoExponentialFamily], ids=["gaussian", "family"])
+def test_a_column_of_observations_is_refused_by_whatever_is_split(guide):
+    """Kept whole, which is what a default that cannot split rows falls back to, it ended in an error of shapes."""
+    with pytest.raises(
+        PartitionError, match="every row would be compared with every other. Pass observations of shape"
+    ):
+        PVI(model, guide(model), num_groups=3).init(KEY, X, Y[:, None])
+
+
+@pytest.mark.filterwarnings("ignore:Missing a plate statement")
+def test_observations_may_have_axes_of_their_own_beside_a_plate():
+    """Rows observed three times over, in no plate for that, are what they are in one."""
+
+    def one(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+        with numpyro.plate("data", X.shape[0]) as i:
+            numpyro.sample("obs", dist.Normal(X[i] @ w, 0.5), obs=y[:, i])
+
+    def two(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+        with numpyro.plate("times", y.shape[0], dim=-2), numpyro.plate("data", X.shape[0], dim=-1) as i:
+            numpyro.sample("obs", dist.Normal(X[i] @ w, 0.5), obs=y[:, i])
+
+    y = np.stack([Y, Y + 0.5, Y - 1.0])
+    found = [
+        PVI(Partition(m, "data", 3), AutoDiagonalNormal(m)).run(KEY, 20, X, y, progress_bar=False) for m in (one, two)
+    ]
+    np.testing.assert_allclose(found[0].params["auto_loc"], found[1].params["auto_loc"], rtol=1e-5)
+    np.testing.assert_allclose(found[0].losses[-1], found[1].losses[-1], rtol=1e-6)
+
+
 @pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoExponentialFamily], ids=["gaussian", "family"])
 def test_a_healthy_fit_goes_through_under_debug_nans(guide):
     """What nobody has looked at yet is NaN in reports, and is no fault of the model's."""

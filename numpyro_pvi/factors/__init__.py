@@ -83,6 +83,7 @@ from ._planner import (
     check_data,
     check_observed_shapes,
     explained,
+    lengths_named,
     make_plan,
     model_layout,
     move_to_prior_factor,
