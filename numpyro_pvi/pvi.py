@@ -308,8 +308,8 @@ class PVI(SVI):
             CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
             StateError: for an ``init_state`` of another kind of guide, of other groups or arguments, or one that the solver or the
                 schedule cannot go on from.
-            SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state. Where
-                these are a run's first, and nobody said where q starts, it is begun again where the guide starts, and says so.
+            SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state. Where the
+                group has made no step, and nobody said where q starts, the run is begun again where the guide starts, and says so.
             NonFiniteLossError: when the rounds end with a loss that is no number; its ``.state`` is the last state.
         """
         check_run(num_steps, tol, loss_every)
@@ -321,7 +321,7 @@ class PVI(SVI):
                 check_state(init_state)
                 init_state = self._engine.counted(init_state, loss_every)
             kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
-            engine, why = self._engine.reporting(loss_every), ""
+            engine = self._engine.reporting(loss_every)
 
             def driven(before: Progress, shown: Any) -> Run:
                 state, *rows = taken_over(self, before.state, args, kwargs)
@@ -333,16 +333,16 @@ class PVI(SVI):
             except SkippedGroupError as stuck:
                 if init_state is not None:
                     raise
-                again = begun_elsewhere(self, stuck, (rng_key, given), init_params, before.done > 0)
-                run, reason = driven(again, progress_bar), str(stuck).partition(": ")[0]
-                why = f"; begun again where the guide starts, since {reason}"
+                before = begun_elsewhere(self, stuck, (rng_key, given), init_params, before)
+                run = driven(before, progress_bar)
         # On the host: a result is not worth a program.
         shown = np.arange(1, len(run.losses) + 1) % loss_every == 0
         losses = np.asarray(run.losses)
         losses = on_device(np.where(shown, losses, np.asarray(np.nan, losses.dtype)))
         trace = trace_of(run.state, run.losses, run.reports)
         params, info = self.get_params(run.state), self.info(run.state)
-        return PVIRunResult(params, run.state, losses, info, run.converged, run.message + why, trace)
+        message = "; ".join(words for words in (run.message, before.again) if words)
+        return PVIRunResult(params, run.state, losses, info, run.converged, message, trace)
 
     # ------------------------------------------------------------------ what SVI does not have
 
