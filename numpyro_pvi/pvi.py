@@ -54,7 +54,7 @@ from ._user_inputs import (
 )
 from ._verified import Memory, Verifier, after_update, check_family, taken_over
 from .errors import SkippedGroupError, StateError
-from .factors import abstract_trace, as_arrays, positional_names, split_arguments
+from .factors import abstract_trace, as_arrays, join_arguments, masks_named, positional_names, split_arguments
 from .guides import check_guide, keeps_supports
 from .handlers import FullPlates, Partition
 from .runtime import RoundsDone, Runtime, Vmap
@@ -183,7 +183,8 @@ class PVI(SVI):
             ImproperError: when q is not normalisable (an improper prior that no data completes).
         """
         begun = begin_fit(self, rng_key, args, kwargs, init_params)
-        state = self._fit.first_state(self, begun, init_params)
+        with masks_named(lambda: begun.opening.untouched):
+            state = self._fit.first_state(self, begun, init_params)
         self._memory.labels = state.plan.partition.table.labels
         self._memory.keep(state, begun.dynamic)
         self._memory.accept(state)
@@ -770,14 +771,13 @@ class PVI(SVI):
             return self._advance(state, dynamic, static, count, tol, length, engine)
 
         self.runtime.hold("call", before.state)
-        return drive(
-            rounds,
-            self.info,
-            before,
-            *how,
-            verify=Verifier(self, dynamic, static),
-            workers=lambda: self.runtime.workers,
-        )
+        verify, elsewhere = Verifier(self, dynamic, static), self.runtime.elsewhere is not None
+
+        def trace() -> dict:
+            return {} if elsewhere else abstract_trace(self.model, jax.random.key(0), *join_arguments(dynamic, static))
+
+        with masks_named(trace):
+            return drive(rounds, self.info, before, *how, verify=verify, workers=lambda: self.runtime.workers)
 
     def _partition_of(self, state: PVIState, args: tuple, kwargs: dict) -> Partition:
         """The partition that a state was planned with."""

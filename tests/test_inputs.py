@@ -16,10 +16,12 @@ from numpyro_pvi import (
     Partition,
     PartitionError,
     PVIError,
+    SkippedGroupError,
     StateError,
 )
 from numpyro_pvi.schedules import Asynchronous, Decentralized
 from numpyro_pvi.schedules._network import delay_sampler
+from numpyro_pvi.solvers import NaturalGradient, PowerEP
 
 KEY = jax.random.key(0)
 N = 12
@@ -166,6 +168,38 @@ def test_where_nothing_is_finite_the_sample_site_is_named():
         of(wrong_support).init(KEY, X, -np.abs(Y))
     with pytest.raises(GuideError, match=r"AutoDiagonalNormal found no point.*'obs' \(Normal\) in 12 of 12 entries"):
         of(no_number).init(KEY, X, Y)
+
+
+def robust(y, seen, level):
+    """The level of every row's observation is masked as ``level`` says, and the observation as ``seen`` does."""
+    m = numpyro.sample("m", dist.Normal(0.0, 3.0))
+    with numpyro.plate("data", y.shape[0]):
+        with numpyro.handlers.mask(mask=level):
+            z = numpyro.sample("z", dist.Gamma(2.0, 2.0))
+        with numpyro.handlers.mask(mask=seen):
+            numpyro.sample("obs", dist.Normal(m, z**-0.5), obs=y)
+
+
+SEEN, ALL = np.arange(N) != 7, np.full(N, True)
+
+
+def test_rows_own_latents_that_a_mask_leaves_without_their_prior_are_named():
+    """Masked together with the observation, a latent is held by nothing."""
+    pvi = of(robust, guide=AutoExponentialFamily, solver=PowerEP())
+    words = r"handlers.mask leaves out, latent\(s\) 'z' are without their prior.*sites alone\."
+    with pytest.raises(SkippedGroupError, match=words):
+        pvi.run(KEY, 12, Y, SEEN, SEEN, progress_bar=False)
+
+
+@pytest.mark.parametrize("solver", [NaturalGradient(), PowerEP()], ids=["variational", "integrated"])
+def test_a_latent_inside_a_mask_has_the_family_of_its_prior(solver):
+    """Of positive support, it had the family that any positive latent has, whose start was no number there."""
+    runs = [
+        of(robust, guide=AutoExponentialFamily, solver=solver).run(KEY, 12, Y, SEEN, x, progress_bar=False)
+        for x in (ALL, True)
+    ]
+    np.testing.assert_allclose(*(run.losses[-1] for run in runs), rtol=1e-6)
+    assert sorted(runs[0].params) == sorted(runs[1].params)
 
 
 def jittered(X, y):

@@ -85,6 +85,7 @@ from ._planner import (
     explained,
     lengths_named,
     make_plan,
+    masks_named,
     model_layout,
     move_to_prior_factor,
     plan_factors,

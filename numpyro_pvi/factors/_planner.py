@@ -19,7 +19,15 @@ from numpyro.infer import init_to_uniform
 from numpyro.primitives import Messenger
 
 from .._compiling import Same
-from ..errors import DataError, GuideError, PartitionError, PVIError
+from ..errors import (
+    DataError,
+    GuideError,
+    ImproperError,
+    NonFiniteLossError,
+    PartitionError,
+    PVIError,
+    SkippedGroupError,
+)
 from ..handlers import FullPlates, Partition, RowAxes, refuse_latents
 from ._arguments import as_arrays, check_finite_arguments, is_dynamic, join_arguments, split_arguments
 from ._chunks import GroupMasks, Packing
@@ -486,6 +494,30 @@ def _size_of(trace: dict, frame: Any) -> str:
     drawn = trace[frame.name].get("drawn", frame.size) if frame.name in trace else frame.size
     some = f", of which it draws {drawn}" if drawn != frame.size else ""
     return f"plate {frame.name!r} has {frame.size} rows{some}"
+
+
+@contextlib.contextmanager
+def masks_named(trace: Callable[[], dict]) -> Iterator[None]:
+    """Around a fit: where nothing holds some latent, say which of those in a plate a mask leaves without their prior.
+
+    ``trace``: gives an abstract trace of the model. Raises what is raised inside, with that said.
+    """
+    try:
+        yield
+    except (ImproperError, SkippedGroupError, NonFiniteLossError) as error:
+        masked = [repr(n) for n, s in trace().items() if is_latent(s) and s["cond_indep_stack"] and _is_masked(s["fn"])]
+        if masked:
+            error.args = (
+                f"{error} In rows that numpyro.handlers.mask leaves out, latent(s) {', '.join(masked)} are without their prior, "
+                "and nothing holds them where the observation is left out as well: mask the observed sample sites alone.",
+            )
+        raise
+
+
+def _is_masked(fn: Any) -> bool:
+    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
+        fn = fn.base_dist
+    return isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
 
 
 class KeyWatch(Messenger):
