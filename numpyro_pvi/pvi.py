@@ -53,7 +53,7 @@ from ._user_inputs import (
     unseen,
 )
 from ._verified import Memory, Verifier, after_update, check_family, taken_over
-from .errors import SkippedGroupError, StateError
+from .errors import PVIError, SkippedGroupError, StateError
 from .factors import abstract_trace, as_arrays, join_arguments, masks_named, positional_names, split_arguments
 from .guides import check_guide, keeps_supports
 from .handlers import FullPlates, Partition
@@ -706,6 +706,11 @@ class PVI(SVI):
             :meth:`numpyro_pvi.clients.Client.to_arviz` in its process.
         """
         refuse_look(self.solver, "to_arviz")
+        if not isinstance(state_or_result, PVIState | PVIRunResult):
+            raise PVIError(
+                "to_arviz takes a random key, then a state or a result of run, and got "
+                f"{type(state_or_result).__name__} there: write to_arviz(rng_key, result, *args)."
+            )
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         elsewhere = self.runtime.elsewhere is not None
         if not elsewhere:

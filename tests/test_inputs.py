@@ -43,6 +43,13 @@ def of(model=model, groups=3, guide=AutoDiagonalNormal, **options):
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
+def test_arviz_data_of_something_else_than_a_state_are_refused():
+    pvi = of()
+    state = pvi.init(KEY, X, Y)
+    with pytest.raises(PVIError, match=r"takes a random key, then a state or a result of run, and got ndarray there"):
+        pvi.to_arviz(state, X, Y, rng_key=KEY)
+
+
 def test_a_mask_is_not_thrown_away():
     masked = np.ma.array(Y, mask=np.arange(N) == 3)
     with pytest.raises(
