@@ -29,16 +29,18 @@ from .schedules import RoundReport
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run has come: the state, and losses and reports of all its rounds."""
+    """How far a run has come: the state, losses and reports of all its rounds, and why it was begun again where it was."""
 
     state: PVIState
     losses: tuple[np.ndarray, ...] = ()
     reports: tuple[RoundReport, ...] = ()
     done: int = 0
+    again: str = ""
 
     def after(self, state: PVIState, losses: np.ndarray, reports: RoundReport) -> Progress:
         """The progress after some more rounds."""
-        return Progress(state, (*self.losses, losses), (*self.reports, reports), self.done + len(losses))
+        rounds = (*self.losses, losses), (*self.reports, reports), self.done + len(losses)
+        return Progress(state, *rounds, self.again)
 
     @property
     def all_losses(self) -> np.ndarray:
@@ -93,12 +95,15 @@ class Checkpoint:
                 )
         self.pvi._memory.supports.update(loaded.supports)
         losses, reports = run["losses"], run["reports"]
-        return Progress(loaded.state, *(((losses,), (reports,), len(losses)) if len(losses) else ()))
+        rounds = ((losses,), (reports,), len(losses)) if len(losses) else ()
+        return Progress(loaded.state, *rounds, again=run.get("again", ""))
 
     def write(self, progress: Progress) -> None:
         """Write the file anew."""
         losses, reports = progress.all_losses, progress.all_reports
         run = {**self.digits, "losses": losses, "reports": reports}
+        if progress.again:
+            run["again"] = progress.again
         save_state(self.path, self.pvi, progress.state, run, self.salt)
         self.pvi.runtime.hold("checkpoint", progress.state)
 
@@ -140,7 +145,7 @@ def begin(
     return checkpoint, Progress(state)
 
 
-def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_params: Any, taken_up: bool) -> Progress:
+def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_params: Any, before: Progress) -> Progress:
     """A run that could not leave its start, begun again where the guide starts.
 
     Points a few prior sds out may be where a gradient is no number though the density is one (the root of what has underflown),
@@ -151,23 +156,42 @@ def begun_elsewhere(pvi: Any, stuck: SkippedGroupError, given: tuple, init_param
         stuck: raised by the run.
         given: its key and the model's converted arguments.
         init_params: where q was asked to start, or None.
-        taken_up: whether the run was taken up from a file, for which a guide is set up without the run's key.
+        before: where the run set out: the start, or what it was taken up from, for which a guide is set up without the run's key.
 
     Returns:
         The start.
 
     Raises:
-        SkippedGroupError: as it was, where the group was heard before, or where q starts was asked for.
+        SkippedGroupError: as it was, where the group was heard before, where q starts was asked for, and where the run was
+            begun again already.
     """
-    state, (key, (args, kwargs)) = stuck.state, given
-    if int(state.step) > int(np.max(np.asarray(state.report.skip_run))):
+    key, (args, kwargs) = given
+    if before.again:
         raise stuck
-    if taken_up:
+    if before.done:
         pvi.guide.prototype_trace = None
-    other = pvi._fit.other_start(pvi, pvi.init(key, *args, init_params=init_params, **kwargs), init_params)
-    if other is None:
+    fresh = pvi.init(key, *args, init_params=init_params, **kwargs)
+    other = pvi._fit.other_start(pvi, fresh, init_params)
+    if other is None or _heard(stuck.state, fresh):
         raise stuck
-    return Progress(other)
+    reason = str(stuck).partition(": ")[0]
+    return Progress(other, again=f"begun again where the guide starts, since {reason}")
+
+
+def _heard(state: PVIState, fresh: PVIState) -> bool:
+    """Whether the factor that was skipped most has made a step since the start: by rounds, or by its site, which it left then."""
+    skipped = np.asarray(state.report.skip_run)
+    if int(state.step) <= int(skipped.max()):
+        return False
+    prior, worst = int(state.plan.partition.has_prior_factor), int(skipped.argmax())
+    if state.plan.tied and worst >= prior:
+        return True
+
+    def site(state: PVIState) -> Any:
+        return state.sites.prior if worst < prior else jax.tree.map(lambda x: x[worst - prior], state.sites.groups)
+
+    pairs = zip(jax.tree.leaves(site(state)), jax.tree.leaves(site(fresh)), strict=True)
+    return not all(np.array_equal(now, then) for now, then in pairs)
 
 
 def _check_fits(checkpoint: Checkpoint, progress: Progress, args: tuple, kwargs: dict, fresh: bool) -> None:

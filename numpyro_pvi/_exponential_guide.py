@@ -86,8 +86,10 @@ def make_latent(name: str, fn: Any, given: Any) -> Latent:
     """Find a latent's family and where its params start.
 
     ``given``: the family asked for, or None for that of the prior. Returns the latent, its params with the prior's batch axes
-    leading. Raises GuideError where there is no family, or one with other shapes or another support.
+    leading; a mask leaves a latent out of the density, and its family as it is. Raises GuideError where there is no family, or
+    one with other shapes or another support.
     """
+    fn = _without_mask(fn)
     family = _family_of(name, fn, given)
     conjugate = _is_member(family, fn, given is not None)
     origin = fn if conjugate else _matched(name, family, fn)
@@ -110,6 +112,18 @@ def make_latent(name: str, fn: Any, given: Any) -> Latent:
     start = look(read, origin)
     kind, rank, constraint = about
     return Latent(family, kind, rank, {p: start[p] for p in constraint}, constraint)
+
+
+def _without_mask(fn: Any) -> Any:
+    if isinstance(fn, dist.MaskedDistribution):
+        return _without_mask(fn.base_dist)
+    if not isinstance(fn, dist.ExpandedDistribution | dist.Independent):
+        return fn
+    inner = _without_mask(fn.base_dist)
+    if inner is fn.base_dist:
+        return fn
+    whole = isinstance(fn, dist.Independent)
+    return inner.to_event(fn.reinterpreted_batch_ndims) if whole else inner.expand(fn.batch_shape)
 
 
 def _family_of(name: str, fn: dist.Distribution, given: Any) -> Family:

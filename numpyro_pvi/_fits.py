@@ -63,6 +63,7 @@ from .factors import (
     arrive,
     base_distribution,
     join_arguments,
+    lengths_named,
     model_layout,
     move_to_prior_factor,
     plan_factors,
@@ -222,8 +223,9 @@ def begin_fit(
     opening = open_call(pvi, rng_key, args, kwargs, pvi._fit.families(pvi.guide))
     if plan_key is not None:
         opening = dataclasses.replace(opening, plan_key=plan_key)
-    opening.set_up(pvi.guide)
-    return pvi._fit.plan(pvi, opening, init_params)
+    with lengths_named(opening.untouched):
+        opening.set_up(pvi.guide)
+        return pvi._fit.plan(pvi, opening, init_params)
 
 
 # ------------------------------------------------------------------------------------------------------------- Gaussian

@@ -15,6 +15,7 @@ import numpy as np
 
 from ._compiling import is_traced, owned_jit
 from ._state import Plan, PVIState
+from ._state_marginals import own_at_params
 from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, is_observed, proved_only, with_expectation
 from .guides import guide_param_names, latents_given, param_transforms, params_to_natural
@@ -110,9 +111,8 @@ def given_to_guide(pvi: Any, planned: Planned, init_params: dict | None) -> set[
     """Latents that start where the guide's user said, ``init_to_value``.
 
     ``pvi``: the PVI, its guide set up; ``init_params``: the user's, or None; params of the guide among them have precedence.
-    Returns names; none where ``init_sites`` says where sites start, where rows have latents of their own (which ``init_params``
-    cannot be given for), for streams, and where the model is of no use under its prior, so that q starts where the guide does
-    altogether.
+    Returns names; none where ``init_sites`` says where sites start, where rows have latents of their own, for streams, and where
+    the model is of no use under its prior, so that q starts where the guide does altogether.
     """
     names = planned.plan.layout.names
     given = latents_given(pvi.guide) & set(names)
@@ -141,8 +141,8 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
     """Move q to the guide params that the user gave, in equal shares of every factor's site.
 
     ``guide``: the guide whose names the params bear; ``init_params``: (partial) params of the guide, and of the model's
-    ``numpyro.param`` sites. Returns the state with the prior plus all sites at the params given. Raises PVIError for unknown
-    names.
+    ``numpyro.param`` sites. Returns the state with the prior plus all sites at the params given, and groups' own latents at
+    theirs. Raises PVIError for unknown names.
     """
     layout, family = state.plan.partition.layout, state.plan.family
     own = () if state.plan.partition.local is None else state.plan.partition.local.names
@@ -154,11 +154,17 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
         )
     if not set(init_params) & of_guide:
         return state
-    if (local := state.plan.partition.local) is not None:
+    local = state.plan.partition.local
+    if local is not None and isinstance(state.sites.local, Held):
         raise PVIError(
-            f"init_params of the guide cannot be given for a model with local latents ({', '.join(local.names)}): each group "
+            f"init_params of the guide cannot be given where local latents ({', '.join(local.names)}) are with the clients: each "
             "finds its own. Give values of numpyro.param sites only, or continue from a state with init_state=."
         )
+    if local is not None:
+        wanted, *own_at = own_at_params(guide, state, init_params)
+        dtype = jnp.result_type(float)
+        loc, sd = (local.flatten({n: jnp.asarray(x, dtype) for n, x in each.items()}) for each in own_at)
+        return at_natural(state, wanted, first_conditionals(state.plan, state.packing, loc, sd))
     if state.sites.local is not None:
         raise PVIError(
             "init_params of the guide cannot be given where single rows have sites (PowerEP(factors='row'), or one row a group): a "

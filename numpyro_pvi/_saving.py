@@ -245,7 +245,11 @@ def load_state(path: Any, pvi: Any) -> Loaded:
 
 def _run_of(run: Any) -> Any:
     """What a run keeps beside a state, or None; raises where it is neither."""
-    if run is not None and (set(run) != {"start", "data", "losses", "reports"} or np.ndim(run["losses"]) != 1):
+    if run is None:
+        return run
+    if set(run) - {"again"} != {"start", "data", "losses", "reports"} or np.ndim(run["losses"]) != 1:
+        raise ValueError("run")
+    if not isinstance(run.get("again", ""), str):
         raise ValueError("run")
     return run
 

@@ -44,7 +44,15 @@ from .families import (
     dense_natural,
     row_gaussian,
 )
-from .guides import event_rank, flat_to_params, guide_order, guide_param_names, in_own_support, natural_to_params
+from .guides import (
+    event_rank,
+    flat_to_params,
+    guide_order,
+    guide_param_names,
+    in_own_support,
+    natural_to_params,
+    params_to_flat,
+)
 from .handlers import PRIOR
 from .runtime import Engine
 from .sites import Held, SiteStack, cavity, posterior
@@ -350,6 +358,32 @@ def _joint(
     blocks = jnp.zeros((count, width, count, width), loc.dtype).at[unit, :, unit, :].set(own)
     covariance = (root @ root.T).at[dim:, dim:].add(blocks.reshape(count * width, count * width))
     return loc[order], covariance[order][:, order]
+
+
+def own_at_params(guide: Any, state: PVIState, params: dict) -> tuple[Any, dict[str, Array], dict[str, Array]]:
+    """Where q starts at (partial) params over shared and local latents together.
+
+    Correlations of local latents are left to their first visit. ``params``: constrained values under the guide's own names; what is
+    missing is the state's. Returns natural parameters of the shared latents, and location and sds of the local ones by name, in
+    the model's unconstrained shapes.
+    """
+    part, family = state.plan.partition, state.plan.family
+    assert part.local is not None
+    full = joint_params(guide, state, _posterior(state.prior, state.sites))
+    full.update({k: jnp.asarray(v) for k, v in params.items() if k in full})
+    names, shapes, _ = _flat_order(part.layout, part.local)
+    loc, spread = params_to_flat(guide, names, shapes, full)
+    dim, sd = part.layout.dim, jnp.sqrt(jnp.diagonal(spread)) if family.full else spread
+    shared = (
+        family.from_loc_covariance(loc[:dim], spread[:dim, :dim])
+        if family.full
+        else family.from_loc_sd(loc[:dim], spread[:dim])
+    )
+    ends, found = np.cumsum([np.prod(shape, dtype=int) for shape in shapes]), []
+    for flat in (loc, sd):
+        pieces = zip(names, shapes, jnp.split(flat, ends[:-1]), strict=True)
+        found.append({n: x.reshape(shape) for n, shape, x in pieces if n in part.local.names})
+    return shared, *found
 
 
 def _flat_order(layout: Any, local: LocalLayout) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], np.ndarray]:

@@ -595,6 +595,7 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
     if not elsewhere:
         check_data(looked_at, args, kwargs, names)
     refuse_unsupported(trace)
+    check_observed_shapes(trace)
     if watch.asked:
         refuse_randomness(looked_at, plan_key, args, kwargs)
     partitions = pvi._partitions(trace)

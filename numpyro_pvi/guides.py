@@ -461,16 +461,35 @@ def params_to_natural(
     """
     full = natural_to_params(guide, family, names, shapes, default)
     full.update({k: jnp.asarray(v) for k, v in params.items() if k in full})
+    loc, spread = params_to_flat(guide, names, shapes, full)
+    return family.from_loc_covariance(loc, spread) if family.full else family.from_loc_sd(loc, spread)
+
+
+def params_to_flat(
+    guide: Any, names: tuple[str, ...], shapes: tuple, params: dict
+) -> tuple[Float[Array, "D"], Float[Array, "..."]]:
+    """Read the guide's params as a Gaussian over all of its latents: the inverse of :func:`flat_to_params`.
+
+    Args:
+        guide: the guide whose names the params bear.
+        names: its latents, in the order of the flat vector.
+        shapes: their unconstrained shapes.
+        params: constrained values under the guide's own names, of all latents.
+
+    Returns:
+        The location, and the covariance (``AutoMultivariateNormal``) or standard deviations.
+    """
     prefix = guide.prefix
     if isinstance(guide, autoguide.AutoNormal):
-        loc = jnp.concatenate([full[f"{n}_{prefix}_loc"].reshape(-1) for n in names])
-        return family.from_loc_sd(loc, jnp.concatenate([full[f"{n}_{prefix}_scale"].reshape(-1) for n in names]))
+        each = ([params[f"{n}_{prefix}_{kind}"].reshape(-1) for n in names] for kind in ("loc", "scale"))
+        loc, spread = map(jnp.concatenate, each)
+        return loc, spread
     inverse = np.argsort(guide_order(guide, names, shapes))
-    loc = full[f"{prefix}_loc"][inverse]
-    if not family.full:
-        return family.from_loc_sd(loc, full[f"{prefix}_scale"][inverse])
-    tril = full[f"{prefix}_scale_tril"][inverse]
-    return family.from_loc_covariance(loc, tril @ tril.T)
+    loc = params[f"{prefix}_loc"][inverse]
+    if not isinstance(guide, autoguide.AutoMultivariateNormal):
+        return loc, params[f"{prefix}_scale"][inverse]
+    tril = params[f"{prefix}_scale_tril"][inverse]
+    return loc, tril @ tril.T
 
 
 def guide_param_names(guide: Any, names: tuple[str, ...]) -> set[str]:

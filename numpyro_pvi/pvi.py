@@ -53,8 +53,8 @@ from ._user_inputs import (
     unseen,
 )
 from ._verified import Memory, Verifier, after_update, check_family, taken_over
-from .errors import SkippedGroupError, StateError
-from .factors import abstract_trace, as_arrays, positional_names, split_arguments
+from .errors import PVIError, SkippedGroupError, StateError
+from .factors import abstract_trace, as_arrays, join_arguments, masks_named, positional_names, split_arguments
 from .guides import check_guide, keeps_supports
 from .handlers import FullPlates, Partition
 from .runtime import RoundsDone, Runtime, Vmap
@@ -183,7 +183,8 @@ class PVI(SVI):
             ImproperError: when q is not normalisable (an improper prior that no data completes).
         """
         begun = begin_fit(self, rng_key, args, kwargs, init_params)
-        state = self._fit.first_state(self, begun, init_params)
+        with masks_named(lambda: begun.opening.untouched):
+            state = self._fit.first_state(self, begun, init_params)
         self._memory.labels = state.plan.partition.table.labels
         self._memory.keep(state, begun.dynamic)
         self._memory.accept(state)
@@ -241,7 +242,9 @@ class PVI(SVI):
         """Negative global ELBO at a state, in nats; ``update``'s loss equals this at the state it returns.
 
         Groups whose rows are not at hand count by their sites, which stand in for their factors up to a constant: losses
-        of states with the same absent groups compare, others do not.
+        of states with the same absent groups compare, others do not. Where expectations are by draws (``info`` says which are) it
+        is an estimate by one set of them, off by some tenths of a nat: ``log_evidence(state, *args, with_error=True)`` has the mean
+        over 16 sets, and its standard error.
         """
         refuse_look(self.solver, "evaluate")
         return self._loss_under(self._engine, *taken_over(self, state, args, kwargs))
@@ -308,8 +311,8 @@ class PVI(SVI):
             CheckpointError: for a checkpoint that cannot be written or read, or is another run's; before the first round.
             StateError: for an ``init_state`` of another kind of guide, of other groups or arguments, or one that the solver or the
                 schedule cannot go on from.
-            SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state. Where
-                these are a run's first, and nobody said where q starts, it is begun again where the guide starts, and says so.
+            SkippedGroupError: when a group was skipped in 10 rounds running; its ``.state`` is the last good state. Where the
+                group has made no step, and nobody said where q starts, the run is begun again where the guide starts, and says so.
             NonFiniteLossError: when the rounds end with a loss that is no number; its ``.state`` is the last state.
         """
         check_run(num_steps, tol, loss_every)
@@ -321,7 +324,7 @@ class PVI(SVI):
                 check_state(init_state)
                 init_state = self._engine.counted(init_state, loss_every)
             kept, before = begin(self, checkpoint, checkpoint_every, rng_key, given, init_params, init_state)
-            engine, why = self._engine.reporting(loss_every), ""
+            engine = self._engine.reporting(loss_every)
 
             def driven(before: Progress, shown: Any) -> Run:
                 state, *rows = taken_over(self, before.state, args, kwargs)
@@ -333,16 +336,16 @@ class PVI(SVI):
             except SkippedGroupError as stuck:
                 if init_state is not None:
                     raise
-                again = begun_elsewhere(self, stuck, (rng_key, given), init_params, before.done > 0)
-                run, reason = driven(again, progress_bar), str(stuck).partition(": ")[0]
-                why = f"; begun again where the guide starts, since {reason}"
+                before = begun_elsewhere(self, stuck, (rng_key, given), init_params, before)
+                run = driven(before, progress_bar)
         # On the host: a result is not worth a program.
         shown = np.arange(1, len(run.losses) + 1) % loss_every == 0
         losses = np.asarray(run.losses)
         losses = on_device(np.where(shown, losses, np.asarray(np.nan, losses.dtype)))
         trace = trace_of(run.state, run.losses, run.reports)
         params, info = self.get_params(run.state), self.info(run.state)
-        return PVIRunResult(params, run.state, losses, info, run.converged, run.message + why, trace)
+        message = "; ".join(words for words in (run.message, before.again) if words)
+        return PVIRunResult(params, run.state, losses, info, run.converged, message, trace)
 
     # ------------------------------------------------------------------ what SVI does not have
 
@@ -703,6 +706,11 @@ class PVI(SVI):
             :meth:`numpyro_pvi.clients.Client.to_arviz` in its process.
         """
         refuse_look(self.solver, "to_arviz")
+        if not isinstance(state_or_result, PVIState | PVIRunResult):
+            raise PVIError(
+                "to_arviz takes a random key, then a state or a result of run, and got "
+                f"{type(state_or_result).__name__} there: write to_arviz(rng_key, result, *args)."
+            )
         state = state_or_result if isinstance(state_or_result, PVIState) else state_or_result.state
         elsewhere = self.runtime.elsewhere is not None
         if not elsewhere:
@@ -770,14 +778,13 @@ class PVI(SVI):
             return self._advance(state, dynamic, static, count, tol, length, engine)
 
         self.runtime.hold("call", before.state)
-        return drive(
-            rounds,
-            self.info,
-            before,
-            *how,
-            verify=Verifier(self, dynamic, static),
-            workers=lambda: self.runtime.workers,
-        )
+        verify, elsewhere = Verifier(self, dynamic, static), self.runtime.elsewhere is not None
+
+        def trace() -> dict:
+            return {} if elsewhere else abstract_trace(self.model, jax.random.key(0), *join_arguments(dynamic, static))
+
+        with masks_named(trace):
+            return drive(rounds, self.info, before, *how, verify=verify, workers=lambda: self.runtime.workers)
 
     def _partition_of(self, state: PVIState, args: tuple, kwargs: dict) -> Partition:
         """The partition that a state was planned with."""

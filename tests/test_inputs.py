@@ -16,10 +16,12 @@ from numpyro_pvi import (
     Partition,
     PartitionError,
     PVIError,
+    SkippedGroupError,
     StateError,
 )
 from numpyro_pvi.schedules import Asynchronous, Decentralized
 from numpyro_pvi.schedules._network import delay_sampler
+from numpyro_pvi.solvers import NaturalGradient, PowerEP
 
 KEY = jax.random.key(0)
 N = 12
@@ -41,6 +43,13 @@ def of(model=model, groups=3, guide=AutoDiagonalNormal, **options):
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
+def test_arviz_data_of_something_else_than_a_state_are_refused():
+    pvi = of()
+    state = pvi.init(KEY, X, Y)
+    with pytest.raises(PVIError, match=r"takes a random key, then a state or a result of run, and got ndarray there"):
+        pvi.to_arviz(state, X, Y, rng_key=KEY)
+
+
 def test_a_mask_is_not_thrown_away():
     masked = np.ma.array(Y, mask=np.arange(N) == 3)
     with pytest.raises(
@@ -49,6 +58,65 @@ def test_a_mask_is_not_thrown_away():
         of().init(KEY, X, masked)
     with pytest.raises(PartitionError, match="`groups` is a masked array"):
         of(groups=np.ma.array(np.arange(N) % 3)).init(KEY, X, Y)
+
+
+def in_batches(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+    with numpyro.plate("data", N, subsample_size=4) as rows:
+        numpyro.sample("obs", dist.Normal((X[rows] if len(X) == N else X) @ w, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoExponentialFamily], ids=["gaussian", "family"])
+@pytest.mark.parametrize("length", [N - 3, N + 2])
+def test_observations_of_another_length_than_the_rows_are_named(guide, length):
+    y = np.resize(Y, length)
+    words = rf"sample site 'obs' is observed with shape \({length},\), and its distribution has shape \({N},\).*"
+    with pytest.raises(DataError, match=words + rf"plate 'data' has {N} rows\. Give one observation for every row"):
+        of(guide=guide).init(KEY, X, y)
+    with pytest.raises(DataError, match=words):
+        PVI(model, guide(model)).init(KEY, X, y)
+
+
+def test_a_mini_batch_of_another_length_than_its_observations_is_named():
+    pvi = PVI(in_batches, AutoDiagonalNormal(in_batches))
+    with pytest.raises(
+        DataError, match=rf"shape \(3,\).*shape \({N},\).*plate 'data' has {N} rows, of which it draws 4\."
+    ):
+        pvi.init(KEY, X, Y[:3])
+    with pytest.raises(DataError, match=r"shape \(3,\).*shape \(4,\).*plate 'data' has 4 rows\."):
+        pvi.init(KEY, X[:4], Y[:3])
+    pvi.init(KEY, X[:4], Y[:4])
+
+
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoExponentialFamily], ids=["gaussian", "family"])
+def test_a_column_of_observations_is_refused_by_whatever_is_split(guide):
+    """Kept whole, which is what a default that cannot split rows falls back to, it ended in an error of shapes."""
+    with pytest.raises(
+        PartitionError, match="every row would be compared with every other. Pass observations of shape"
+    ):
+        PVI(model, guide(model), num_groups=3).init(KEY, X, Y[:, None])
+
+
+@pytest.mark.filterwarnings("ignore:Missing a plate statement")
+def test_observations_may_have_axes_of_their_own_beside_a_plate():
+    """Rows observed three times over, in no plate for that, are what they are in one."""
+
+    def one(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+        with numpyro.plate("data", X.shape[0]) as i:
+            numpyro.sample("obs", dist.Normal(X[i] @ w, 0.5), obs=y[:, i])
+
+    def two(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+        with numpyro.plate("times", y.shape[0], dim=-2), numpyro.plate("data", X.shape[0], dim=-1) as i:
+            numpyro.sample("obs", dist.Normal(X[i] @ w, 0.5), obs=y[:, i])
+
+    y = np.stack([Y, Y + 0.5, Y - 1.0])
+    found = [
+        PVI(Partition(m, "data", 3), AutoDiagonalNormal(m)).run(KEY, 20, X, y, progress_bar=False) for m in (one, two)
+    ]
+    np.testing.assert_allclose(found[0].params["auto_loc"], found[1].params["auto_loc"], rtol=1e-5)
+    np.testing.assert_allclose(found[0].losses[-1], found[1].losses[-1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoExponentialFamily], ids=["gaussian", "family"])
@@ -107,6 +175,38 @@ def test_where_nothing_is_finite_the_sample_site_is_named():
         of(wrong_support).init(KEY, X, -np.abs(Y))
     with pytest.raises(GuideError, match=r"AutoDiagonalNormal found no point.*'obs' \(Normal\) in 12 of 12 entries"):
         of(no_number).init(KEY, X, Y)
+
+
+def robust(y, seen, level):
+    """The level of every row's observation is masked as ``level`` says, and the observation as ``seen`` does."""
+    m = numpyro.sample("m", dist.Normal(0.0, 3.0))
+    with numpyro.plate("data", y.shape[0]):
+        with numpyro.handlers.mask(mask=level):
+            z = numpyro.sample("z", dist.Gamma(2.0, 2.0))
+        with numpyro.handlers.mask(mask=seen):
+            numpyro.sample("obs", dist.Normal(m, z**-0.5), obs=y)
+
+
+SEEN, ALL = np.arange(N) != 7, np.full(N, True)
+
+
+def test_rows_own_latents_that_a_mask_leaves_without_their_prior_are_named():
+    """Masked together with the observation, a latent is held by nothing."""
+    pvi = of(robust, guide=AutoExponentialFamily, solver=PowerEP())
+    words = r"handlers.mask leaves out, latent\(s\) 'z' are without their prior.*sites alone\."
+    with pytest.raises(SkippedGroupError, match=words):
+        pvi.run(KEY, 12, Y, SEEN, SEEN, progress_bar=False)
+
+
+@pytest.mark.parametrize("solver", [NaturalGradient(), PowerEP()], ids=["variational", "integrated"])
+def test_a_latent_inside_a_mask_has_the_family_of_its_prior(solver):
+    """Of positive support, it had the family that any positive latent has, whose start was no number there."""
+    runs = [
+        of(robust, guide=AutoExponentialFamily, solver=solver).run(KEY, 12, Y, SEEN, x, progress_bar=False)
+        for x in (ALL, True)
+    ]
+    np.testing.assert_allclose(*(run.losses[-1] for run in runs), rtol=1e-6)
+    assert sorted(runs[0].params) == sorted(runs[1].params)
 
 
 def jittered(X, y):

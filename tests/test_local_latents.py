@@ -329,10 +329,28 @@ def test_solvers_that_do_not_fit_are_refused(solver):
         pvi.init(KEY, X, Y)
 
 
-def test_guide_params_to_start_from_are_refused():
+@pytest.mark.parametrize("make_guide", [AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal])
+def test_guide_params_say_where_q_starts(make_guide):
+    """Those of a fit are where it ended, but for correlations with the rows' own latents, and a few rounds lead there again."""
+    pvi = PVI(Partition(row_effects, "data", LABELS), make_guide(row_effects))
+    fit = pvi.run(KEY, 40, X, Y, progress_bar=False)
+    state = pvi.init(KEY, X, Y, init_params=fit.params)
+    start = pvi.get_params(state)
+    for name, value in fit.params.items():
+        rows = np.s_[:2] if "tril" in name else np.s_[:]
+        np.testing.assert_allclose(start[name][rows], value[rows], rtol=1e-4, atol=1e-5)
+    again = pvi.run(KEY, 40, X, Y, init_params=fit.params, progress_bar=False)
+    np.testing.assert_allclose(again.losses[-1], fit.losses[-1], rtol=1e-5)
+
+
+def test_guide_params_of_some_latents_leave_the_others_where_they_start():
     pvi = PVI(Partition(row_effects, "data", LABELS), AutoNormal(row_effects))
-    with pytest.raises(PVIError, match="local latents"):
-        pvi.init(KEY, X, Y, init_params={"w_auto_loc": jnp.zeros(2)})
+    wanted = {"w_auto_loc": jnp.array([0.5, -1.0])}
+    found = pvi.get_params(pvi.init(KEY, X, Y, init_params=wanted))
+    np.testing.assert_allclose(found["w_auto_loc"], wanted["w_auto_loc"], rtol=1e-6)
+    none = pvi.get_params(PVI(pvi.partition, AutoNormal(row_effects), init_sites="prior").init(KEY, X, Y))
+    for name in none.keys() - wanted.keys():
+        np.testing.assert_allclose(found[name], none[name], rtol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ algebra

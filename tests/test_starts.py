@@ -15,7 +15,7 @@ from numpyro_pvi import PVI, Partition, SkippedGroupError
 from numpyro_pvi.factors import _planner
 from numpyro_pvi.factors._mechanism import is_hostile
 from numpyro_pvi.runtime import _starts
-from numpyro_pvi.schedules import _acceptance
+from numpyro_pvi.schedules import StochasticSubset, _acceptance
 
 
 def counts(x, y):
@@ -269,6 +269,7 @@ def test_a_run_that_cannot_leave_its_start_begins_again_where_the_guide_does(tmp
     )
     again = pvi.run(jax.random.key(0), 40, *data, progress_bar=False, checkpoint=tmp_path / "fit.pvi")
     np.testing.assert_array_equal(again.losses, run.losses)
+    assert again.message.partition("; begun")[2] == run.message.partition("; begun")[2] != ""
 
     def stop(done, *_):
         if done == 6:
@@ -305,3 +306,12 @@ def test_no_step_is_taken_to_where_slopes_are_no_numbers(fault, monkeypatch):
         jax.clear_caches()
     else:
         assert np.all(np.isfinite(pvi.run(jax.random.key(0), 30, y, progress_bar=False).losses))
+
+
+def test_a_group_that_is_not_heard_every_round_begins_again_too():
+    """Rounds in which others were heard are none of its own."""
+    x = np.linspace(-2.0, 2.0, 20)
+    data = x, np.sin(2 * x) + 0.2 * np.random.default_rng(1).normal(size=20)
+    pvi = PVI(rooted, AutoMultivariateNormal(rooted), num_groups=4, schedule=StochasticSubset(3))
+    run = pvi.run(jax.random.key(0), 30, *data, progress_bar=False)
+    assert "begun again where the guide starts, since group" in run.message

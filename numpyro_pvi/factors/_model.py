@@ -177,12 +177,12 @@ def with_wide_observations(trace: dict) -> dict:
     """A trace in which an observed site's distribution is as wide as what is observed.
 
     ``numpyro.sample("obs", dist.Normal(m, 1.0), obs=y)`` in no plate has one distribution for all numbers of y: its log density
-    has y's shape, which is where terms are looked for. Returns the trace, the same where nothing is wider.
+    has y's shape, which is where terms are looked for. So have the plates' own rows where y has axes to the left of them, in no
+    plate. Returns the trace, the same where nothing is wider; a site that is has the shape that it was given under "declared".
     """
     wide = {}
     for name, site in trace.items():
-        # A plate widens distributions itself, and what it does not widen is refused.
-        if not is_observed(site) or site["cond_indep_stack"]:
+        if not is_observed(site):
             continue
         fn, value = site["fn"], jnp.shape(site["value"])
         try:
@@ -191,7 +191,7 @@ def with_wide_observations(trace: dict) -> dict:
             # What does not go together is refused where it meets.
             continue
         if shape != tuple(fn.batch_shape):
-            wide[name] = {**site, "fn": fn.expand(shape)}
+            wide[name] = {**site, "fn": fn.expand(shape), "declared": tuple(fn.shape())}
     return type(trace)((n, wide.get(n, s)) for n, s in trace.items()) if wide else trace
 
 

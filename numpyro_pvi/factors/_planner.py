@@ -19,7 +19,15 @@ from numpyro.infer import init_to_uniform
 from numpyro.primitives import Messenger
 
 from .._compiling import Same
-from ..errors import DataError, GuideError, PartitionError, PVIError
+from ..errors import (
+    DataError,
+    GuideError,
+    ImproperError,
+    NonFiniteLossError,
+    PartitionError,
+    PVIError,
+    SkippedGroupError,
+)
 from ..handlers import FullPlates, Partition, RowAxes, refuse_latents
 from ._arguments import as_arrays, check_finite_arguments, is_dynamic, join_arguments, split_arguments
 from ._chunks import GroupMasks, Packing
@@ -414,30 +422,102 @@ def _term(probe: Probe, name: str, own: Any = None) -> TermSpec | None:
 _NO_START = ("valid initial parameters", "invalid")
 
 
-def check_observed_shapes(trace: dict, rows: RowAxes) -> None:
+def check_observed_shapes(trace: dict, rows: RowAxes | None = None) -> None:
     """Refuse observations that broadcast every row against every other: a column of shape (N, 1) in a plate of N.
 
-    ``trace``: an abstract trace of the model; ``rows``: which axis of which sample site runs over the partitioned rows. Raises
-    PartitionError naming the sample site, its shape and its distribution's.
+    ``trace``: an abstract trace of the model; ``rows``: which axis of which sample site runs over the partitioned rows; None
+    looks at every plate. Raises PartitionError naming the sample site, its shape and its distribution's.
     """
     for name, site in trace.items():
-        axis = rows.of(site) if is_observed(site) else None
-        if axis is None:
+        if not is_observed(site):
             continue
-        fn, value = site["fn"], tuple(jnp.shape(site["value"]))
-        own = tuple(fn.shape())
-        place = axis.dim - fn.event_dim
-        if len(value) < -place or len(own) < -place or value[place] == own[place]:
+        frames = [(frame.dim, frame.name) for frame in site["cond_indep_stack"]]
+        if rows is not None:
+            frames = [] if (axis := rows.of(site)) is None else [(axis.dim, axis.key)]
+        for dim, key in frames:
+            _refuse_column(name, site, dim, key)
+
+
+def _refuse_column(name: str, site: dict, dim: int, key: Any) -> None:
+    fn, value = site["fn"], tuple(jnp.shape(site["value"]))
+    own, place = _declared(site), dim - fn.event_dim
+    if len(value) < -place or len(own) < -place or value[place] == own[place]:
+        return
+    # One number for all rows is no column of them; sizes that do not go together at all are refused where they meet.
+    if value[place] != 1 or all(size == 1 for size in value[:place]):
+        return
+    column = ", such as y[:, 0]" if value[-1] == 1 else ""
+    raise PartitionError(
+        f"sample site {name!r} is observed with shape {value}, but its distribution, in plate {key!r}, has "
+        f"shape {own}: every row would be compared with every other. Pass observations of shape {own}{column}; columns of "
+        "one row belong to the event: numpyro.sample(name, fn.to_event(1), obs=y)."
+    )
+
+
+def _declared(site: dict) -> tuple[int, ...]:
+    """Shape of a sample site's distribution as the model has it, with its plates but not as wide as what is observed."""
+    return site.get("declared", tuple(site["fn"].shape()))
+
+
+@contextlib.contextmanager
+def lengths_named(trace: dict) -> Iterator[None]:
+    """Around first looks at a model: say which observations do not go together with their distribution, where JAX says shapes only.
+
+    ``trace``: an abstract trace of the model. Raises DataError naming the sample site and its plates.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, PVIError):
+            _refuse_other_lengths(trace, error)
+        raise
+
+
+def _refuse_other_lengths(trace: dict, error: Exception) -> None:
+    for name, site in trace.items():
+        if not is_observed(site):
             continue
-        # One number for all rows is no column of them; sizes that do not go together at all are refused where they meet.
-        if value[place] != 1 or all(size == 1 for size in value[:place]):
-            continue
-        column = ", such as y[:, 0]" if value[-1] == 1 else ""
-        raise PartitionError(
-            f"sample site {name!r} is observed with shape {value}, but its distribution, in plate {axis.key!r}, has "
-            f"shape {own}: every row would be compared with every other. Pass observations of shape {own}{column}; columns of "
-            "one row belong to the event: numpyro.sample(name, fn.to_event(1), obs=y)."
-        )
+        value, own = tuple(jnp.shape(site["value"])), _declared(site)
+        try:
+            jax.lax.broadcast_shapes(value, own)
+        except ValueError:
+            plates = [_size_of(trace, frame) for frame in site["cond_indep_stack"]]
+            raise DataError(
+                f"sample site {name!r} is observed with shape {value}, and its distribution has shape {own}, which do not go "
+                f"together{': ' * bool(plates)}{' and '.join(plates)}. Give one observation for every row of the model's other "
+                "arguments, in their order; for rows without one any number in its support, and leave them out with "
+                "numpyro.handlers.mask."
+            ) from error
+
+
+def _size_of(trace: dict, frame: Any) -> str:
+    drawn = trace[frame.name].get("drawn", frame.size) if frame.name in trace else frame.size
+    some = f", of which it draws {drawn}" if drawn != frame.size else ""
+    return f"plate {frame.name!r} has {frame.size} rows{some}"
+
+
+@contextlib.contextmanager
+def masks_named(trace: Callable[[], dict]) -> Iterator[None]:
+    """Around a fit: where nothing holds some latent, say which of those in a plate a mask leaves without their prior.
+
+    ``trace``: gives an abstract trace of the model. Raises what is raised inside, with that said.
+    """
+    try:
+        yield
+    except (ImproperError, SkippedGroupError, NonFiniteLossError) as error:
+        masked = [repr(n) for n, s in trace().items() if is_latent(s) and s["cond_indep_stack"] and _is_masked(s["fn"])]
+        if masked:
+            error.args = (
+                f"{error} In rows that numpyro.handlers.mask leaves out, latent(s) {', '.join(masked)} are without their prior, "
+                "and nothing holds them where the observation is left out as well: mask the observed sample sites alone.",
+            )
+        raise
+
+
+def _is_masked(fn: Any) -> bool:
+    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
+        fn = fn.base_dist
+    return isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
 
 
 class KeyWatch(Messenger):
