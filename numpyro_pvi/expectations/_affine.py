@@ -475,6 +475,7 @@ class RowNumbersProgram:
     data: tuple[TermData, ...]
     num_rules: int
     dim: int
+    noisy: bool = dataclasses.field(default=False, init=False)
 
     def rows(
         self, loc: Float[Array, "P"], variance: Float[Array, "P"], counted: Bool[Array, "P"], level: Any, clip: Any

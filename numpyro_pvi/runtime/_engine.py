@@ -147,7 +147,7 @@ RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
 
 
 def settle(
-    problem: LocalProblem | RowProblem,
+    problem: LocalProblem,
     sites: SiteStack,
     evaluation: Evaluation,
     noise: Draws | None,
@@ -359,7 +359,7 @@ class Engine(FitsParams):
         prior: Any,
         num_rules: int,
         others: Any = None,
-    ) -> LocalProblem | RowProblem:
+    ) -> LocalProblem:
         """Prepare every factor's arrays from the model's arguments.
 
         ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
@@ -453,7 +453,7 @@ class Engine(FitsParams):
         vector, precision, coupled = exact_diagonal_prior(call, part.exact, origin)
         return plan.family.natural(vector, precision), exact, coupled
 
-    def noise(self, problem: LocalProblem | RowProblem, rng_key: Any) -> Any:
+    def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
         """The draws that belong to a state's key: the loss of a state and its next round share them.
 
         A stochastic solver draws for itself, and one evaluation a round is all that its rounds may cost: their losses
@@ -463,7 +463,7 @@ class Engine(FitsParams):
             return problem.noise(jax.random.key(_LOSS_DRAWS), self.num_particles)
         return problem.noise(jax.random.fold_in(rng_key, 0x9E37), self.num_particles)
 
-    def carry(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
+    def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """Evaluate a state's q and put the state into the form that rounds take."""
         noise = self.noise(problem, state.rng_key)
         if self.solver.stochastic or noise is None or not problem.can_switch:
@@ -475,13 +475,13 @@ class Engine(FitsParams):
             evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
         return carry_of(state, evaluation)
 
-    def _empty(self, problem: LocalProblem | RowProblem, state: PVIState) -> Evaluation:
+    def _empty(self, problem: LocalProblem, state: PVIState) -> Evaluation:
         """An evaluation of the right shapes, and the state's rule."""
         noise = self.noise(problem, state.rng_key)
         shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
 
-    def _unread(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
+    def _unread(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """The form that rounds take, without a pass over the rows."""
         return carry_of(state, problem.unread(state.sites, state.rule))
 
@@ -545,7 +545,7 @@ class Engine(FitsParams):
         return self._empty(problem, state) if self._opens(problem, self._fits_params(state, others)) else None
 
     def _begin(
-        self, problem: LocalProblem | RowProblem, state: PVIState, fits_params: bool, fine: bool, seen: tuple | None
+        self, problem: LocalProblem, state: PVIState, fits_params: bool, fine: bool, seen: tuple | None
     ) -> tuple[RoundCarry, Bool[Array, ""], Bool[Array, ""] | None]:
         """Carry that the loop of rounds begins with, whether it misses a finer rule, and whether its evaluation is still to do."""
         if self._opens(problem, fits_params):
@@ -555,13 +555,13 @@ class Engine(FitsParams):
         carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
         return carry, carry.evaluation.missed & (not fine), None
 
-    def _opens(self, problem: LocalProblem | RowProblem, fits_params: bool) -> bool:
+    def _opens(self, problem: LocalProblem, fits_params: bool) -> bool:
         """Whether the state's own q is evaluated in a place of the rounds' own, before the first."""
         if self.schedule.streams or self.solver.stochastic or self.solver.private:
             return False
         return self._ends_evaluating(problem, fits_params) or self.schedule.opens(problem)
 
-    def _ends_evaluating(self, problem: LocalProblem | RowProblem, fits_params: bool) -> bool:
+    def _ends_evaluating(self, problem: LocalProblem, fits_params: bool) -> bool:
         """Whether a round ends with an evaluation of its own: on fresh draws for the next one, or under new params."""
         return (problem.redraws and not (self.solver.stochastic or problem.blind)) or fits_params
 
@@ -569,16 +569,14 @@ class Engine(FitsParams):
         """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""
         return bool(state.plan.partition.params) and others is None
 
-    def _state_problem(
-        self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool
-    ) -> LocalProblem | RowProblem:
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
         params = self.constrain(state.plan, args, kwargs, state.optim_state)
         prior, num_rules = (state.prior, state.exact), len(RULES) - (not fine)
         return self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
 
     def _round(
         self,
-        problem: LocalProblem | RowProblem,
+        problem: LocalProblem,
         state: PVIState,
         carry: RoundCarry,
         args: tuple,
@@ -623,7 +621,7 @@ class Engine(FitsParams):
 
     def _moved(
         self,
-        problem: LocalProblem | RowProblem,
+        problem: LocalProblem,
         state: PVIState,
         carry: RoundCarry,
         args: tuple,
@@ -771,7 +769,7 @@ class Engine(FitsParams):
             return rows_proper(state.prior, state.sites, jnp.zeros(count)), jnp.array(True), jnp.array(True)
         return _cavities_proper(plan.family, state.prior, state.sites, count if plan.tied else None)
 
-    def unvisited(self, problem: LocalProblem | RowProblem) -> dict[str, Any]:
+    def unvisited(self, problem: LocalProblem) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
         ``problem``: the factors. Returns fields of a :class:`PVIState`.

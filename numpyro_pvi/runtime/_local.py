@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._numerics import all_finite, clip_to_psd
 from ..expectations import (
     FIXED_RULES,
     Expected,
@@ -20,9 +21,9 @@ from ..expectations import (
     PointsProgram,
     shifted_normals,
 )
-from ..families import GaussianFamily, GaussianMoments, conditional_moments
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule, move_in_nats
-from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, tie
+from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, select, take, tie
 from ..solvers import LocalResult
 from ._factors import Draws, Factors, GroupFactor
 from ._local_latents import chunks_with, conditionals_proposal, own_move, visit_with_locals
@@ -357,12 +358,13 @@ class LocalProblem(Factors, ProblemDefaults):
             rest = cavity(evaluation.q, site)
             return self.solver.solve(factor, rest, site, state, key, start=start, guarded=True)
 
-        start = dataclasses.replace(evaluation.groups, local=None)
-        operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, start)
+        start = dataclasses.replace(evaluation.groups, target=self.split(evaluation.groups.target), local=None)
+        operands = (jnp.arange(self.num_groups), self.split(carry.sites.groups), carry.solver, keys, start)
         if only is not None:
             operands = jax.tree.map(lambda x: x[only], operands)
         reads = self.rows is not None or self.solver.rereads
-        return self.map_groups(solve, operands, reads_rows=reads, side_by_side=self._side_by_side)
+        results = self.map_groups(solve, operands, reads_rows=reads, side_by_side=self._side_by_side)
+        return results._replace(site=self.merge(results.site))
 
     def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
         """What all groups propose together, gone on with by the rows set apart: see :func:`refine`."""
@@ -437,7 +439,21 @@ class LocalProblem(Factors, ProblemDefaults):
         joint = LocalSites(found.target, found.local)
         return dataclasses.replace(found, target=marginal_sites(joint, data.chunk_group), local=joint)
 
-    def expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Expected:
+    def sum_group(self, expect: Callable[[Any], Expected], index: Int[Array, ""]) -> Expected:
+        """The same of one group's chunks."""
+        if self.quadratic:
+            return expect(take(self.data.chunks, index))
+        return self.runtime.sum_group(expect, self.data.chunks, self.data.offsets, index)
+
+    def finite_sites(self, natural: GaussianNatural) -> GaussianNatural:
+        """Sites as they may start: unit ones for groups of which some number is not finite, and quadratic factors' proper."""
+        if self.quadratic and self.family.full:
+            natural = GaussianNatural(natural.precision_mean, clip_to_psd(natural.precision))
+        sites = self.split(self.family.symmetrise(natural))
+        zero = jax.tree.map(jnp.zeros_like, sites)
+        return self.merge(select(jax.vmap(all_finite)(sites), sites, zero))
+
+    def expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Any:
         """One chunk's expectations, or (masked local latents) those of all groups."""
         if isinstance(program, MaskedLocalProgram | MaskedIntegratedProgram):
             return program.expected_all(chunk, moments, probe, noise)
@@ -457,9 +473,7 @@ class LocalProblem(Factors, ProblemDefaults):
                 expect = partial(
                     self.expect, self.program, moments=moments, probe=None, level=lv, noise=draws, clip=False
                 )
-                if self.quadratic:
-                    return expect(jax.tree.map(lambda x: x[index], self.data.chunks))
-                return self.runtime.sum_group(expect, self.data.chunks, self.data.offsets, index)
+                return self.sum_group(expect, index)
 
             return escalated(at, rule, self.num_rules)
 
