@@ -47,7 +47,7 @@ from ._local import LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._programs import FactorReader, RowStream, beside_rows, first_conditionals, whole_call
 from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
-from ._row_problem import RowProblem, first_numbers, row_problem, rows_proper
+from ._row_problem import first_numbers, row_problem, rows_proper
 from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
 from ._tilted import chains_wanted, keeps_rows, most_chunks, refuse_rows, with_chains
 from ._verification import Check, begin_again, claims_of, memories, verify_claims
@@ -370,14 +370,10 @@ class Engine(FitsParams):
         """
         part = plan.partition
         call = whole_call(self.model, part, args, kwargs, params)
+        few, runtime = beside_rows(part, packing, call), self.runtime_of(packing)
+        natural, exact = prior if prior is not None else self.held_prior(plan, few, packing)[:2]
         if plan.rows is not None:
-            if prior is None:
-                prior = read_row_prior(call, part, packing, plan.rows == "latents"), None
-            runtime = self.runtime_of(packing)
-            return row_problem(plan, call, prior[0], self.solver, packing, num_rules, runtime)
-        few = beside_rows(part, packing, call)
-        natural, exact = prior if prior is not None else self.exact_prior(plan, few)[:2]
-        runtime = self.runtime_of(packing)
+            return row_problem(plan, call, natural, self.solver, packing, num_rules, runtime)
         reader = FactorReader(plan, call, packing, self.solver, runtime, self.num_particles, num_rules)
         program, chunks, group, offsets = reader.likelihood()
         prior_program, prior_data = reader.prior_factor()
@@ -452,6 +448,15 @@ class Engine(FitsParams):
             return plan.family.natural(*exact_prior(call, part.exact, origin)), exact, jnp.array(False)
         vector, precision, coupled = exact_diagonal_prior(call, part.exact, origin)
         return plan.family.natural(vector, precision), exact, coupled
+
+    def held_prior(
+        self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks
+    ) -> tuple[Any, Bool[Array, "D"], Any]:
+        """:meth:`exact_prior` as states hold it: where sites are two numbers per row, seen from the rows."""
+        if plan.rows is None:
+            return self.exact_prior(plan, call)
+        seen = read_row_prior(call, plan.partition, packing, plan.rows == "latents")
+        return seen, jnp.ones((plan.family.dim,), bool), jnp.array(False)
 
     def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
         """The draws that belong to a state's key: the loss of a state and its next round share them.
@@ -701,44 +706,33 @@ class Engine(FitsParams):
         is outside the family, and whether q is normalisable.
         """
         params = self.constrain(plan, args, kwargs, optim_state)
-        family = plan.family
-        if plan.rows is not None:
-            return self._start_rows(plan, packing, args, kwargs, params, mode)
         call = whole_call(self.model, plan.partition, args, kwargs, params)
-        natural, exact, outside = self.exact_prior(plan, call)
-        problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), len(FIXED_RULES))
-        # The exactly held prior knows its location better than draws do.
-        unit = family.from_loc_sd(jnp.where(exact, 0.0, loc), jnp.where(exact, 1.0, sd))
-        base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
-        moments = family.moments(natural + base)
-        point = jnp.where(moments.valid, moments.loc, loc)
+        held, exact, outside = self.held_prior(plan, call, packing)
+        by_numbers = plan.rows is not None and mode == "auto"
+        num_rules = len(RULES if by_numbers else FIXED_RULES)
+        problem = self.problem(plan, packing, args, kwargs, params, (held, exact), num_rules)
+        family, natural, base = problem.family, problem.prior_natural, None
+        if problem.has_prior_factor:
+            # The exactly held prior knows its location better than draws do.
+            unit = family.from_loc_sd(jnp.where(exact, 0.0, loc), jnp.where(exact, 1.0, sd))
+            base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
+        moments = family.moments(natural if base is None else natural + base)
+        point = moments.loc if problem.flat else jnp.where(moments.valid, moments.loc, loc)
         if keeps_rows(problem):
             refuse_rows(self.schedule)
             sites, rule = first_row_sites(problem, moments, point, mode)
+        elif by_numbers:
+            sites, rule = first_numbers(problem, moments)
         elif local is None:
-            sites, rule = first_sites(problem, moments, point, mode, base if problem.has_prior_factor else None)
+            sites, rule = first_sites(problem, moments, point, mode, base)
         else:
             rows = first_conditionals(plan, packing, *local)
             sites, rule = first_local_sites(problem, moments, point, mode, rows)
         groups = tie(sites.groups) if problem.tied else sites.groups
-        sites = dataclasses.replace(sites, groups=groups, prior=base if problem.has_prior_factor else None)
+        sites = dataclasses.replace(sites, groups=groups, prior=base)
         proper = family.in_domain(posterior(natural, sites))
-        fields = {"sites": sites, "prior": natural, "exact": exact, "rule": rule, "step": jnp.int32(0)}
+        fields = {"sites": sites, "prior": held, "exact": exact, "rule": rule, "step": jnp.int32(0)}
         return fields | self.unvisited(problem), outside, proper
-
-    def _start_rows(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, params: dict, mode: str):
-        """The same where sites are two numbers per row."""
-        num_rules = len(RULES if mode == "auto" else FIXED_RULES)
-        problem = cast(RowProblem, self.problem(plan, packing, args, kwargs, params, None, num_rules))
-        moments = problem.family.moments(problem.prior_natural)
-        if mode == "auto":
-            sites, rule = first_numbers(problem, moments)
-        else:
-            sites, rule = first_sites(problem, moments, jnp.zeros_like(moments.loc), mode)
-        proper = problem.family.in_domain(posterior(problem.prior_natural, sites))
-        prior = problem.family.prior
-        fields = {"sites": sites, "prior": prior, "exact": problem.data.exact, "rule": rule, "step": jnp.int32(0)}
-        return fields | self.unvisited(problem), jnp.array(False), proper
 
     def arrive(
         self, state: PVIState, args: tuple, kwargs: dict, known: Bool[Array, "M"], mode: str

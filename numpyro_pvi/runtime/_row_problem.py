@@ -131,19 +131,20 @@ def row_problem(
 _BETWEEN = (96.0, 24.0)
 
 
-def first_numbers(problem: RowProblem, at_prior: RowMoments) -> tuple[SiteStack, Rule]:
+def first_numbers(problem: LocalProblem, at_prior: Any) -> tuple[SiteStack, Rule]:
     """One natural-gradient step of all groups from that Gaussian around the prior's location after which the ELBO is highest.
 
     The Gaussians are the prior, the prior at a single point, and between them the prior narrowed until no predictor's sd is
     above one of a few limits. ``problem``: the factors, with all quadrature rules compiled in; ``at_prior``: the prior as
     moments. Returns sites, unit ones where no step leaves an ELBO, and the quadrature rule to begin with.
     """
+    family: Any = problem.family
     finest, dtype = len(RULES) - 1, problem.dtype
-    sd = jnp.sqrt(jnp.max(jnp.where(problem.family.prior.group >= 0, jnp.sum(at_prior.scale**2, axis=-1), 0.0)))
+    sd = jnp.sqrt(jnp.max(jnp.where(family.prior.group >= 0, jnp.sum(at_prior.scale**2, axis=-1), 0.0)))
     between = [jnp.minimum(1.0, limit / jnp.maximum(sd, 1e-30)) for limit in _BETWEEN]
     shares = jnp.stack([jnp.ones((), dtype), *between, jnp.zeros((), dtype)]).astype(dtype)
 
-    def look_at(moments: RowMoments, clip: Any) -> Expected:
+    def look_at(moments: Any, clip: Any) -> Expected:
         how = {"moments": moments, "probe": None, "level": finest, "noise": None, "clip": clip}
         return problem.sum_groups(partial(problem.expect, problem.program, **how))
 
@@ -153,7 +154,7 @@ def first_numbers(problem: RowProblem, at_prior: RowMoments) -> tuple[SiteStack,
         return groups, *after(groups)
 
     def after(groups) -> tuple[Float[Array, ""], Bool[Array, ""], Float[Array, ""]]:
-        moments = problem.family.moments(jax.tree.map(lambda x: x[0], groups))
+        moments = family.moments(take(groups, 0))
         found = look_at(moments, False)
         elbo = jnp.sum(found.value) + problem.rest(moments)
         return elbo, moments.valid & jnp.isfinite(elbo), jnp.max(found.spread)
