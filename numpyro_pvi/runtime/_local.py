@@ -237,10 +237,7 @@ class LocalProblem(Factors, ProblemDefaults):
         apart = None if self.wide is None else expect_wide(self, moments, rule)
 
         def both(level):
-            expect = partial(
-                self.expect, self.program, moments=moments, probe=probe, level=level, noise=draws, clip=clip
-            )
-            groups = self.sum_groups(expect, local, apart)
+            groups = self.sum_groups(self.looking(moments, level, draws, clip, probe), local, apart)
             prior = self.prior_expected(moments, probe, level, prior_draws, clip)
             error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
@@ -453,11 +450,15 @@ class LocalProblem(Factors, ProblemDefaults):
         zero = jax.tree.map(jnp.zeros_like, sites)
         return self.merge(select(jax.vmap(all_finite)(sites), sites, zero))
 
-    def expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Any:
+    def looking(self, moments: Any, level: Any, noise: Any, clip: Any = False, probe: Any = None) -> partial:
+        """:meth:`expect` of a chunk at a q, under a rule: what :meth:`sum_groups` and :meth:`sum_group` take."""
+        return partial(self.expect, moments=moments, probe=probe, level=level, noise=noise, clip=clip)
+
+    def expect(self, chunk, *, moments, probe, level, noise, clip) -> Any:
         """One chunk's expectations, or (masked local latents) those of all groups."""
-        if isinstance(program, MaskedLocalProgram | MaskedIntegratedProgram):
-            return program.expected_all(chunk, moments, probe, noise)
-        return program.expected(chunk, moments, probe, level, noise, clip)
+        if isinstance(self.program, MaskedLocalProgram | MaskedIntegratedProgram):
+            return self.program.expected_all(chunk, moments, probe, noise)
+        return self.program.expected(chunk, moments, probe, level, noise, clip)
 
     def prior_expected(self, moments, probe, level, noise, clip) -> Expected | None:
         """Expectations of the prior factor, or None without one."""
@@ -469,13 +470,7 @@ class LocalProblem(Factors, ProblemDefaults):
         draws = self.draws_of(self.program, noise, rule)
 
         def expected(moments):
-            def at(lv):
-                expect = partial(
-                    self.expect, self.program, moments=moments, probe=None, level=lv, noise=draws, clip=False
-                )
-                return self.sum_group(expect, index)
-
-            return escalated(at, rule, self.num_rules)
+            return escalated(lambda lv: self.sum_group(self.looking(moments, lv, draws), index), rule, self.num_rules)
 
         quadratic = self.quadratic and self.family.full
         return GroupFactor(self.family, quadratic, self.program.noisy, expected, self.rows, index)

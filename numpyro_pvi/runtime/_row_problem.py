@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -59,17 +58,17 @@ class RowProblem(LocalProblem):
         force = zero.at[jnp.where(owner < 0, self.num_groups, owner)].add(by_row)[: self.num_groups]
         return family.covariance_product(moments, force) / family.sds(moments)
 
-    def expect(self, program, chunk, *, moments, probe, level, noise, clip) -> RowNumbers:
+    def expect(self, chunk, *, moments, probe, level, noise, clip) -> RowNumbers:
         """What quadrature says of rows; ``chunk``: which rows count.
 
         Where rows are on several devices, each looks at its own, and tells their numbers.
         """
         law = moments.loc, jnp.sum(moments.scale**2, axis=-1), chunk
         if self.places is None:
-            return program.rows(*law, level, clip)
+            return self.program.rows(*law, level, clip)
         count, at = chunk.shape[0], self.places
         loc, variance, mine = (x[at] for x in law)
-        own = program.rows(loc, variance, mine & (at < count), level, clip)
+        own = self.program.rows(loc, variance, mine & (at < count), level, clip)
         return self.runtime.total(jax.tree.map(lambda x: jnp.zeros((count,), x.dtype).at[at].set(x, mode="drop"), own))
 
     def sum_groups(self, expect: Callable, local: Any = None, apart: Any = None) -> Expected:
@@ -145,8 +144,7 @@ def first_numbers(problem: LocalProblem, at_prior: Any) -> tuple[SiteStack, Rule
     shares = jnp.stack([jnp.ones((), dtype), *between, jnp.zeros((), dtype)]).astype(dtype)
 
     def look_at(moments: Any, clip: Any) -> Expected:
-        how = {"moments": moments, "probe": None, "level": finest, "noise": None, "clip": clip}
-        return problem.sum_groups(partial(problem.expect, problem.program, **how))
+        return problem.sum_groups(problem.looking(moments, finest, None, clip))
 
     def look(share: Float[Array, ""]) -> tuple:
         around = at_prior._replace(scale=share * at_prior.scale)

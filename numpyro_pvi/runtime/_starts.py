@@ -72,11 +72,7 @@ def first_sites(
         moments, clip = xs
 
         def by(level):
-            return problem.sum_groups(
-                partial(
-                    problem.expect, problem.program, moments=moments, probe=None, level=level, noise=draws, clip=clip
-                )
-            )
+            return problem.sum_groups(problem.looking(moments, level, draws, clip))
 
         def judged(level):
             found = by(level)
@@ -221,8 +217,7 @@ def first_local_sites(
     count, width = problem.units
     point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
     noise = LocalNoise(jnp.zeros((1, problem.family.dim), dtype), jnp.zeros((count, 1, width), dtype))
-    expect = partial(problem.expect, problem.program, moments=point, probe=None, level=0, noise=noise, clip=False)
-    found = problem.sum_groups(expect, local)
+    found = problem.sum_groups(problem.looking(point, 0, noise), local)
     precision = found.target.precision
     precision = clip_to_psd(precision) if problem.family.full else jnp.maximum(precision, 0.0)
     site = problem.family.natural(found.target.precision_mean, precision)
