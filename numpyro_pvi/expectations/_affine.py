@@ -520,18 +520,6 @@ class RowNumbersProgram:
         product = jnp.zeros((count, self.dim), rows.value.dtype)
         return Expected(total(rows.value), target, product, total(rows.error), total(rows.weight), spread)
 
-    def one_group(self, rows: RowNumbers, mine: Bool[Array, "P"]) -> Expected:
-        """The sums of one group, with the sites that its rows want, zero for others."""
-
-        def total(x):
-            return jnp.sum(jnp.where(mine, x, 0.0))
-
-        vector, precision = (jnp.where(mine, x, 0.0) for x in (rows.target.precision_mean, rows.target.precision))
-        spread = jnp.max(jnp.where(mine, rows.spread, 0.0))
-        product = jnp.zeros((self.dim,), rows.value.dtype)
-        target = GaussianNatural(vector, precision)
-        return Expected(total(rows.value), target, product, total(rows.error), total(rows.weight), spread)
-
 
 # ---------------------------------------------------------------------------------------------- given all other latents
 # Expectations of terms that see normal latents through one or two affine predictors, given all other latents.

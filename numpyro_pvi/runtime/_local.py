@@ -314,7 +314,7 @@ class LocalProblem(Factors, ProblemDefaults):
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites for all groups, and the given site (or None) for the prior factor."""
-        return SiteStack(self.family.zeros((self.num_groups,), self.dtype), prior_site)
+        return SiteStack(self.merge(self.family.zeros((self.num_groups,), self.dtype)), prior_site)
 
     def tidy(self, sites: SiteStack) -> SiteStack:
         """Symmetrise; see :class:`numpyro_pvi.schedules.Problem`."""

@@ -37,10 +37,6 @@ class RowProblem(LocalProblem):
 
     flat = True
 
-    def empty_sites(self, prior_site: Any) -> SiteStack:
-        """Unit sites."""
-        return SiteStack(self.family.zeros((1,), self.dtype), prior_site)
-
     def split(self, groups: GaussianNatural) -> GaussianNatural:
         """Each group's numbers, zero in the rows of others."""
         return jax.tree.map(lambda x: jnp.where(self._mine, x, 0.0), groups)
@@ -78,7 +74,7 @@ class RowProblem(LocalProblem):
     def sum_group(self, expect: Callable, index: Any) -> Expected:
         """One pass over all rows, of which one group's count."""
         mine = self._owner == index
-        return self.program.one_group(expect(mine), mine)
+        return take(self.program.sums(expect(mine), jnp.where(mine, 0, -1), 1), 0)
 
     def rest(self, moments: RowMoments) -> Float[Array, ""]:
         """Minus KL from the prior to q, in nats."""
