@@ -67,7 +67,6 @@ from .factors import (
     model_layout,
     move_to_prior_factor,
     plan_factors,
-    read_row_prior,
     split_arguments,
 )
 from .guides import family_of, guide_layout
@@ -428,6 +427,4 @@ def _read(engine: Engine, plan: Plan, packing: Any, dynamic: list, static: tuple
     """The exactly held prior, compiled."""
     args, kwargs = join_arguments(dynamic, static)
     call = whole_call(engine.model, plan.partition, args, kwargs, engine.constrain(plan, args, kwargs, optim_state))
-    if plan.rows is not None:
-        return read_row_prior(call, plan.partition, packing, plan.rows == "latents")
-    return engine.exact_prior(plan, call)[0]
+    return engine.held_prior(plan, call, packing)[0]

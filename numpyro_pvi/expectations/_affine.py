@@ -475,6 +475,7 @@ class RowNumbersProgram:
     data: tuple[TermData, ...]
     num_rules: int
     dim: int
+    noisy: bool = dataclasses.field(default=False, init=False)
 
     def rows(
         self, loc: Float[Array, "P"], variance: Float[Array, "P"], counted: Bool[Array, "P"], level: Any, clip: Any
@@ -517,18 +518,6 @@ class RowNumbersProgram:
         target = GaussianNatural(rows.target.precision_mean[None], rows.target.precision[None])
         # The relative error of a pass is judged against the number of latents, which the product's length tells.
         product = jnp.zeros((count, self.dim), rows.value.dtype)
-        return Expected(total(rows.value), target, product, total(rows.error), total(rows.weight), spread)
-
-    def one_group(self, rows: RowNumbers, mine: Bool[Array, "P"]) -> Expected:
-        """The sums of one group, with the sites that its rows want, zero for others."""
-
-        def total(x):
-            return jnp.sum(jnp.where(mine, x, 0.0))
-
-        vector, precision = (jnp.where(mine, x, 0.0) for x in (rows.target.precision_mean, rows.target.precision))
-        spread = jnp.max(jnp.where(mine, rows.spread, 0.0))
-        product = jnp.zeros((self.dim,), rows.value.dtype)
-        target = GaussianNatural(vector, precision)
         return Expected(total(rows.value), target, product, total(rows.error), total(rows.weight), spread)
 
 

@@ -264,20 +264,25 @@ class RowFamily:
         C is the covariance of z and ``g = h - l E z``; half the inner product of a small change with itself is its divergence.
         """
         covariance = moments.scale @ moments.scale.T
-        force = change.precision_mean - change.precision * moments.loc
+        force = self.pull(change, moments.loc)
         return force @ covariance @ force.T + 0.5 * change.precision @ covariance**2 @ change.precision.T
 
-    def latent_sd(self, moments: RowMoments) -> Float[Array, "D"]:
+    def sds(self, moments: RowMoments) -> Float[Array, "D"]:
         """Marginal standard deviations of the latents, in O(P^2 D)."""
         return jnp.sqrt(self.prior.rest + jnp.sum((self.prior.link @ moments.white_root) ** 2, axis=-1))
 
-    def latent_shift(self, white: Float[Array, "*S r"]) -> Float[Array, "*S D"]:
-        """What a shift of u does to the latents' means."""
-        return white @ self.prior.link.T
+    def moves(self, new: RowMoments, old: RowMoments) -> Float[Array, "two_D"]:
+        """How far apart two Gaussians are: differences of the latents' means in the new one's sds, then of log sds."""
+        sd, before = self.sds(new), self.sds(old)
+        return jnp.concatenate([(new.white - old.white) @ self.prior.link.T / sd, jnp.log(sd) - jnp.log(before)])
 
-    def white_shift(self, moments: RowMoments, force: Float[Array, "*S r"]) -> Float[Array, "*S r"]:
-        """``B^-1 force``."""
-        return (force @ moments.white_root) @ moments.white_root.T
+    def pull(self, change: GaussianNatural, loc: Float[Array, "P"]) -> Float[Array, "*S P"]:
+        """``dh - dl E z``: what a change of natural parameters is to the gradient of log q in z at its location."""
+        return change.precision_mean - change.precision * loc
+
+    def covariance_product(self, moments: RowMoments, force: Float[Array, "*S r"]) -> Float[Array, "*S D"]:
+        """``W B^-1 force``: the change of the latents' means by a change of the gradient in u, or by each of a stack of them."""
+        return ((force @ moments.white_root) @ moments.white_root.T) @ self.prior.link.T
 
 
 # ---------------------------------------------------------------------------------------------------- as a distribution

@@ -47,7 +47,7 @@ from ._local import LocalProblem
 from ._moments import evidence, first_row_sites, moments_missed, noise_floor, solver_of_prior
 from ._programs import FactorReader, RowStream, beside_rows, first_conditionals, whole_call
 from ._refinement import LOOSE_MOVE, LOOSE_TOLERANCE, wide_rows
-from ._row_problem import RowProblem, first_numbers, row_problem, rows_proper
+from ._row_problem import first_numbers, row_problem, rows_proper
 from ._starts import Comparison, first_local_sites, first_sites, start_arrivals
 from ._tilted import chains_wanted, keeps_rows, most_chunks, refuse_rows, with_chains
 from ._verification import Check, begin_again, claims_of, memories, verify_claims
@@ -147,7 +147,7 @@ RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
 
 
 def settle(
-    problem: LocalProblem | RowProblem,
+    problem: LocalProblem,
     sites: SiteStack,
     evaluation: Evaluation,
     noise: Draws | None,
@@ -359,7 +359,7 @@ class Engine(FitsParams):
         prior: Any,
         num_rules: int,
         others: Any = None,
-    ) -> LocalProblem | RowProblem:
+    ) -> LocalProblem:
         """Prepare every factor's arrays from the model's arguments.
 
         ``plan``: the static plan; ``packing``: rows of each chunk; ``args``: positional arguments (arrays); ``kwargs``: keyword
@@ -370,14 +370,10 @@ class Engine(FitsParams):
         """
         part = plan.partition
         call = whole_call(self.model, part, args, kwargs, params)
+        few, runtime = beside_rows(part, packing, call), self.runtime_of(packing)
+        natural, exact = prior if prior is not None else self.held_prior(plan, few, packing)[:2]
         if plan.rows is not None:
-            if prior is None:
-                prior = read_row_prior(call, part, packing, plan.rows == "latents"), None
-            runtime = self.runtime_of(packing)
-            return row_problem(plan, call, prior[0], self.solver, packing, num_rules, runtime)
-        few = beside_rows(part, packing, call)
-        natural, exact = prior if prior is not None else self.exact_prior(plan, few)[:2]
-        runtime = self.runtime_of(packing)
+            return row_problem(plan, call, natural, self.solver, packing, num_rules, runtime)
         reader = FactorReader(plan, call, packing, self.solver, runtime, self.num_particles, num_rules)
         program, chunks, group, offsets = reader.likelihood()
         prior_program, prior_data = reader.prior_factor()
@@ -453,7 +449,16 @@ class Engine(FitsParams):
         vector, precision, coupled = exact_diagonal_prior(call, part.exact, origin)
         return plan.family.natural(vector, precision), exact, coupled
 
-    def noise(self, problem: LocalProblem | RowProblem, rng_key: Any) -> Any:
+    def held_prior(
+        self, plan: Plan, call: ModelCall, packing: Packing | GroupMasks
+    ) -> tuple[Any, Bool[Array, "D"], Any]:
+        """:meth:`exact_prior` as states hold it: where sites are two numbers per row, seen from the rows."""
+        if plan.rows is None:
+            return self.exact_prior(plan, call)
+        seen = read_row_prior(call, plan.partition, packing, plan.rows == "latents")
+        return seen, jnp.ones((plan.family.dim,), bool), jnp.array(False)
+
+    def noise(self, problem: LocalProblem, rng_key: Any) -> Any:
         """The draws that belong to a state's key: the loss of a state and its next round share them.
 
         A stochastic solver draws for itself, and one evaluation a round is all that its rounds may cost: their losses
@@ -463,7 +468,7 @@ class Engine(FitsParams):
             return problem.noise(jax.random.key(_LOSS_DRAWS), self.num_particles)
         return problem.noise(jax.random.fold_in(rng_key, 0x9E37), self.num_particles)
 
-    def carry(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
+    def carry(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """Evaluate a state's q and put the state into the form that rounds take."""
         noise = self.noise(problem, state.rng_key)
         if self.solver.stochastic or noise is None or not problem.can_switch:
@@ -475,13 +480,13 @@ class Engine(FitsParams):
             evaluation = settle(problem, state.sites, empty, noise, still, stale=True, again=True)
         return carry_of(state, evaluation)
 
-    def _empty(self, problem: LocalProblem | RowProblem, state: PVIState) -> Evaluation:
+    def _empty(self, problem: LocalProblem, state: PVIState) -> Evaluation:
         """An evaluation of the right shapes, and the state's rule."""
         noise = self.noise(problem, state.rng_key)
         shapes = jax.eval_shape(lambda: problem.evaluate(state.sites, state.rule, noise, again=True))
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(rule=state.rule)
 
-    def _unread(self, problem: LocalProblem | RowProblem, state: PVIState) -> RoundCarry:
+    def _unread(self, problem: LocalProblem, state: PVIState) -> RoundCarry:
         """The form that rounds take, without a pass over the rows."""
         return carry_of(state, problem.unread(state.sites, state.rule))
 
@@ -545,7 +550,7 @@ class Engine(FitsParams):
         return self._empty(problem, state) if self._opens(problem, self._fits_params(state, others)) else None
 
     def _begin(
-        self, problem: LocalProblem | RowProblem, state: PVIState, fits_params: bool, fine: bool, seen: tuple | None
+        self, problem: LocalProblem, state: PVIState, fits_params: bool, fine: bool, seen: tuple | None
     ) -> tuple[RoundCarry, Bool[Array, ""], Bool[Array, ""] | None]:
         """Carry that the loop of rounds begins with, whether it misses a finer rule, and whether its evaluation is still to do."""
         if self._opens(problem, fits_params):
@@ -555,13 +560,13 @@ class Engine(FitsParams):
         carry = self._unread(problem, state) if self.schedule.streams else self.carry(problem, state)
         return carry, carry.evaluation.missed & (not fine), None
 
-    def _opens(self, problem: LocalProblem | RowProblem, fits_params: bool) -> bool:
+    def _opens(self, problem: LocalProblem, fits_params: bool) -> bool:
         """Whether the state's own q is evaluated in a place of the rounds' own, before the first."""
         if self.schedule.streams or self.solver.stochastic or self.solver.private:
             return False
         return self._ends_evaluating(problem, fits_params) or self.schedule.opens(problem)
 
-    def _ends_evaluating(self, problem: LocalProblem | RowProblem, fits_params: bool) -> bool:
+    def _ends_evaluating(self, problem: LocalProblem, fits_params: bool) -> bool:
         """Whether a round ends with an evaluation of its own: on fresh draws for the next one, or under new params."""
         return (problem.redraws and not (self.solver.stochastic or problem.blind)) or fits_params
 
@@ -569,16 +574,14 @@ class Engine(FitsParams):
         """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""
         return bool(state.plan.partition.params) and others is None
 
-    def _state_problem(
-        self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool
-    ) -> LocalProblem | RowProblem:
+    def _state_problem(self, state: PVIState, others: Any, args: tuple, kwargs: dict, fine: bool) -> LocalProblem:
         params = self.constrain(state.plan, args, kwargs, state.optim_state)
         prior, num_rules = (state.prior, state.exact), len(RULES) - (not fine)
         return self.problem(state.plan, state.packing, args, kwargs, params, prior, num_rules, others)
 
     def _round(
         self,
-        problem: LocalProblem | RowProblem,
+        problem: LocalProblem,
         state: PVIState,
         carry: RoundCarry,
         args: tuple,
@@ -623,7 +626,7 @@ class Engine(FitsParams):
 
     def _moved(
         self,
-        problem: LocalProblem | RowProblem,
+        problem: LocalProblem,
         state: PVIState,
         carry: RoundCarry,
         args: tuple,
@@ -703,44 +706,33 @@ class Engine(FitsParams):
         is outside the family, and whether q is normalisable.
         """
         params = self.constrain(plan, args, kwargs, optim_state)
-        family = plan.family
-        if plan.rows is not None:
-            return self._start_rows(plan, packing, args, kwargs, params, mode)
         call = whole_call(self.model, plan.partition, args, kwargs, params)
-        natural, exact, outside = self.exact_prior(plan, call)
-        problem = self.problem(plan, packing, args, kwargs, params, (natural, exact), len(FIXED_RULES))
-        # The exactly held prior knows its location better than draws do.
-        unit = family.from_loc_sd(jnp.where(exact, 0.0, loc), jnp.where(exact, 1.0, sd))
-        base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
-        moments = family.moments(natural + base)
-        point = jnp.where(moments.valid, moments.loc, loc)
+        held, exact, outside = self.held_prior(plan, call, packing)
+        by_numbers = plan.rows is not None and mode == "auto"
+        num_rules = len(RULES if by_numbers else FIXED_RULES)
+        problem = self.problem(plan, packing, args, kwargs, params, (held, exact), num_rules)
+        family, natural, base = problem.family, problem.prior_natural, None
+        if problem.has_prior_factor:
+            # The exactly held prior knows its location better than draws do.
+            unit = family.from_loc_sd(jnp.where(exact, 0.0, loc), jnp.where(exact, 1.0, sd))
+            base = jax.tree.map(lambda x: jnp.where(_outside(exact, x), x, 0.0), unit)
+        moments = family.moments(natural if base is None else natural + base)
+        point = moments.loc if problem.flat else jnp.where(moments.valid, moments.loc, loc)
         if keeps_rows(problem):
             refuse_rows(self.schedule)
             sites, rule = first_row_sites(problem, moments, point, mode)
+        elif by_numbers:
+            sites, rule = first_numbers(problem, moments)
         elif local is None:
-            sites, rule = first_sites(problem, moments, point, mode, base if problem.has_prior_factor else None)
+            sites, rule = first_sites(problem, moments, point, mode, base)
         else:
             rows = first_conditionals(plan, packing, *local)
             sites, rule = first_local_sites(problem, moments, point, mode, rows)
         groups = tie(sites.groups) if problem.tied else sites.groups
-        sites = dataclasses.replace(sites, groups=groups, prior=base if problem.has_prior_factor else None)
+        sites = dataclasses.replace(sites, groups=groups, prior=base)
         proper = family.in_domain(posterior(natural, sites))
-        fields = {"sites": sites, "prior": natural, "exact": exact, "rule": rule, "step": jnp.int32(0)}
+        fields = {"sites": sites, "prior": held, "exact": exact, "rule": rule, "step": jnp.int32(0)}
         return fields | self.unvisited(problem), outside, proper
-
-    def _start_rows(self, plan: Plan, packing: Packing | GroupMasks, args, kwargs, params: dict, mode: str):
-        """The same where sites are two numbers per row."""
-        num_rules = len(RULES if mode == "auto" else FIXED_RULES)
-        problem = cast(RowProblem, self.problem(plan, packing, args, kwargs, params, None, num_rules))
-        moments = problem.family.moments(problem.prior_natural)
-        if mode == "auto":
-            sites, rule = first_numbers(problem, moments)
-        else:
-            sites, rule = first_sites(problem, moments, jnp.zeros_like(moments.loc), mode)
-        proper = problem.family.in_domain(posterior(problem.prior_natural, sites))
-        prior = problem.family.prior
-        fields = {"sites": sites, "prior": prior, "exact": problem.data.exact, "rule": rule, "step": jnp.int32(0)}
-        return fields | self.unvisited(problem), jnp.array(False), proper
 
     def arrive(
         self, state: PVIState, args: tuple, kwargs: dict, known: Bool[Array, "M"], mode: str
@@ -771,7 +763,7 @@ class Engine(FitsParams):
             return rows_proper(state.prior, state.sites, jnp.zeros(count)), jnp.array(True), jnp.array(True)
         return _cavities_proper(plan.family, state.prior, state.sites, count if plan.tied else None)
 
-    def unvisited(self, problem: LocalProblem | RowProblem) -> dict[str, Any]:
+    def unvisited(self, problem: LocalProblem) -> dict[str, Any]:
         """Solver and schedule states, and the report, of groups that no round has visited yet.
 
         ``problem``: the factors. Returns fields of a :class:`PVIState`.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._numerics import all_finite, clip_to_psd
 from ..expectations import (
     FIXED_RULES,
     Expected,
@@ -20,9 +21,9 @@ from ..expectations import (
     PointsProgram,
     shifted_normals,
 )
-from ..families import GaussianFamily, GaussianMoments, conditional_moments
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
 from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule, move_in_nats
-from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, tie
+from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, select, take, tie
 from ..solvers import LocalResult
 from ._factors import Draws, Factors, GroupFactor
 from ._local_latents import chunks_with, conditionals_proposal, own_move, visit_with_locals
@@ -236,10 +237,7 @@ class LocalProblem(Factors, ProblemDefaults):
         apart = None if self.wide is None else expect_wide(self, moments, rule)
 
         def both(level):
-            expect = partial(
-                self.expect, self.program, moments=moments, probe=probe, level=level, noise=draws, clip=clip
-            )
-            groups = self.sum_groups(expect, local, apart)
+            groups = self.sum_groups(self.looking(moments, level, draws, clip, probe), local, apart)
             prior = self.prior_expected(moments, probe, level, prior_draws, clip)
             error, spread = relative_error(groups), jnp.max(groups.spread)
             if prior is not None:
@@ -316,7 +314,7 @@ class LocalProblem(Factors, ProblemDefaults):
 
     def empty_sites(self, prior_site: Any) -> SiteStack:
         """Unit sites for all groups, and the given site (or None) for the prior factor."""
-        return SiteStack(self.family.zeros((self.num_groups,), self.dtype), prior_site)
+        return SiteStack(self.merge(self.family.zeros((self.num_groups,), self.dtype)), prior_site)
 
     def tidy(self, sites: SiteStack) -> SiteStack:
         """Symmetrise; see :class:`numpyro_pvi.schedules.Problem`."""
@@ -357,12 +355,13 @@ class LocalProblem(Factors, ProblemDefaults):
             rest = cavity(evaluation.q, site)
             return self.solver.solve(factor, rest, site, state, key, start=start, guarded=True)
 
-        start = dataclasses.replace(evaluation.groups, local=None)
-        operands = (jnp.arange(self.num_groups), carry.sites.groups, carry.solver, keys, start)
+        start = dataclasses.replace(evaluation.groups, target=self.split(evaluation.groups.target), local=None)
+        operands = (jnp.arange(self.num_groups), self.split(carry.sites.groups), carry.solver, keys, start)
         if only is not None:
             operands = jax.tree.map(lambda x: x[only], operands)
         reads = self.rows is not None or self.solver.rereads
-        return self.map_groups(solve, operands, reads_rows=reads, side_by_side=self._side_by_side)
+        results = self.map_groups(solve, operands, reads_rows=reads, side_by_side=self._side_by_side)
+        return results._replace(site=self.merge(results.site))
 
     def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
         """What all groups propose together, gone on with by the rows set apart: see :func:`refine`."""
@@ -437,11 +436,29 @@ class LocalProblem(Factors, ProblemDefaults):
         joint = LocalSites(found.target, found.local)
         return dataclasses.replace(found, target=marginal_sites(joint, data.chunk_group), local=joint)
 
-    def expect(self, program, chunk, *, moments, probe, level, noise, clip) -> Expected:
+    def sum_group(self, expect: Callable[[Any], Expected], index: Int[Array, ""]) -> Expected:
+        """The same of one group's chunks."""
+        if self.quadratic:
+            return expect(take(self.data.chunks, index))
+        return self.runtime.sum_group(expect, self.data.chunks, self.data.offsets, index)
+
+    def finite_sites(self, natural: GaussianNatural) -> GaussianNatural:
+        """Sites as they may start: unit ones for groups of which some number is not finite, and quadratic factors' proper."""
+        if self.quadratic and self.family.full:
+            natural = GaussianNatural(natural.precision_mean, clip_to_psd(natural.precision))
+        sites = self.split(self.family.symmetrise(natural))
+        zero = jax.tree.map(jnp.zeros_like, sites)
+        return self.merge(select(jax.vmap(all_finite)(sites), sites, zero))
+
+    def looking(self, moments: Any, level: Any, noise: Any, clip: Any = False, probe: Any = None) -> partial:
+        """:meth:`expect` of a chunk at a q, under a rule: what :meth:`sum_groups` and :meth:`sum_group` take."""
+        return partial(self.expect, moments=moments, probe=probe, level=level, noise=noise, clip=clip)
+
+    def expect(self, chunk, *, moments, probe, level, noise, clip) -> Any:
         """One chunk's expectations, or (masked local latents) those of all groups."""
-        if isinstance(program, MaskedLocalProgram | MaskedIntegratedProgram):
-            return program.expected_all(chunk, moments, probe, noise)
-        return program.expected(chunk, moments, probe, level, noise, clip)
+        if isinstance(self.program, MaskedLocalProgram | MaskedIntegratedProgram):
+            return self.program.expected_all(chunk, moments, probe, noise)
+        return self.program.expected(chunk, moments, probe, level, noise, clip)
 
     def prior_expected(self, moments, probe, level, noise, clip) -> Expected | None:
         """Expectations of the prior factor, or None without one."""
@@ -453,15 +470,7 @@ class LocalProblem(Factors, ProblemDefaults):
         draws = self.draws_of(self.program, noise, rule)
 
         def expected(moments):
-            def at(lv):
-                expect = partial(
-                    self.expect, self.program, moments=moments, probe=None, level=lv, noise=draws, clip=False
-                )
-                if self.quadratic:
-                    return expect(jax.tree.map(lambda x: x[index], self.data.chunks))
-                return self.runtime.sum_group(expect, self.data.chunks, self.data.offsets, index)
-
-            return escalated(at, rule, self.num_rules)
+            return escalated(lambda lv: self.sum_group(self.looking(moments, lv, draws), index), rule, self.num_rules)
 
         quadratic = self.quadratic and self.family.full
         return GroupFactor(self.family, quadratic, self.program.noisy, expected, self.rows, index)

@@ -35,7 +35,6 @@ from ._product_plan import ProductPlan
 from ._product_problem import ProductProblem
 from ._programs import first_conditionals, whole_call
 from ._refinement import escalate, first_rule, relative_error
-from ._row_problem import RowProblem
 from ._tilted import refuse_arrivals
 
 # The first step from the prior may be cruder still: at worst a step is halved.
@@ -47,7 +46,7 @@ POINT_SCALE = 0.01
 
 
 def first_sites(
-    problem: LocalProblem | RowProblem,
+    problem: LocalProblem,
     at_prior: GaussianMoments | RowMoments,
     loc: Float[Array, "D"],
     mode: str,
@@ -73,11 +72,7 @@ def first_sites(
         moments, clip = xs
 
         def by(level):
-            return problem.sum_groups(
-                partial(
-                    problem.expect, problem.program, moments=moments, probe=None, level=level, noise=draws, clip=clip
-                )
-            )
+            return problem.sum_groups(problem.looking(moments, level, draws, clip))
 
         def judged(level):
             found = by(level)
@@ -106,7 +101,7 @@ def first_sites(
 
     point = at_prior._replace(loc=loc, scale=(POINT_SCALE if points else 0.0) * at_prior.scale)
     both = jax.tree.map(lambda *xs: jnp.stack(xs), at_prior, point)
-    finite = jax.vmap(getattr(problem, "finite_sites", None) or partial(_finite_sites, problem))
+    finite = jax.vmap(problem.finite_sites)
     if points and mode == "auto":
         # Of the two steps the curvature's alone: its Hessians are exact, and the other's look would be at a few points.
         step = _best_step(problem, both, look_at, lambda found: finite(found.target), after, from_prior=False)
@@ -222,8 +217,7 @@ def first_local_sites(
     count, width = problem.units
     point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
     noise = LocalNoise(jnp.zeros((1, problem.family.dim), dtype), jnp.zeros((count, 1, width), dtype))
-    expect = partial(problem.expect, problem.program, moments=point, probe=None, level=0, noise=noise, clip=False)
-    found = problem.sum_groups(expect, local)
+    found = problem.sum_groups(problem.looking(point, 0, noise), local)
     precision = found.target.precision
     precision = clip_to_psd(precision) if problem.family.full else jnp.maximum(precision, 0.0)
     site = problem.family.natural(found.target.precision_mean, precision)
@@ -234,16 +228,6 @@ def first_local_sites(
     finite &= jax.ops.segment_min(rows_finite, group, problem.num_groups) > 0
     kept = keep_groups(finite, wanted, local, group)
     return problem.tidy(SiteStack(start.groups, None, kept)), first_rule(dtype)
-
-
-def _finite_sites(problem: LocalProblem, natural: GaussianNatural) -> GaussianNatural:
-    precision = natural.precision
-    if problem.quadratic and problem.family.full:
-        precision = clip_to_psd(precision)
-    finite = jnp.isfinite(natural.precision_mean).all(-1)
-    finite &= jnp.isfinite(precision).all((-2, -1) if problem.family.full else -1)
-    zero = problem.family.zeros((problem.num_groups,), problem.dtype)
-    return select(finite, problem.family.natural(natural.precision_mean, precision), zero)
 
 
 # ----------------------------------------------------------------------------------------------------- groups that come

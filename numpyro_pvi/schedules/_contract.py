@@ -236,8 +236,8 @@ class ProblemDefaults(Protocol):
     tied: Any = False
     # Whether evaluations tell products with the curvature of a mean-field q's factors, by which parallel steps are capped.
     capped: Any = False
-    # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that,
-    # and the problem itself has ``sweep``, ``moves`` and ``natural_gradient_proposal`` for schedules that carry numbers of rows.
+    # Whether the sites of all groups lie in one vector over rows, in a stack of one; ``visit_all`` then answers with that, and
+    # ``split``, ``merge`` and ``shift`` say what a group's part of it is.
     flat: Any = False
     # Whether visits move components one after another, each from the q that the last left, and say nothing by an evaluation:
     # the problem itself then has ``sweep`` and ``part``, as of :class:`Turns` and :class:`Part`, and evaluations hold values only.
@@ -269,6 +269,18 @@ class ProblemDefaults(Protocol):
         """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""
         even = self.family.symmetrise
         return SiteStack(even(sites.groups), None if sites.prior is None else even(sites.prior), sites.local)
+
+    def split(self, groups: Any) -> Any:
+        """Sites of all groups, or what they want to be, one by one on a leading axis of M."""
+        return groups
+
+    def merge(self, sites: Any) -> Any:
+        """The inverse of :meth:`split`: sites one by one, as a state holds those of all groups."""
+        return sites
+
+    def shift(self: Any, change: Any, moments: Any) -> Float[Array, "#M D"]:
+        """First-order change of q's location by the change of each group's site, as a state holds them, in sds."""
+        return self.family.shift(change, moments)
 
     def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
         """Sites at a share of the way, tidied: ``old + step (aim - old)``, with what groups hold beside them."""

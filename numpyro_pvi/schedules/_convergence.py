@@ -9,7 +9,8 @@ every step was refused.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +42,12 @@ def natural_gradient_proposal(problem: Problem, carry: RoundCarry) -> SiteStack:
         good = jax.vmap(all_finite)(expected) if jnp.ndim(expected.value) else all_finite(expected)
         return select(good, expected.target, site)
 
-    if problem.flat:
-        return cast(Any, problem).natural_gradient_proposal(carry)
     sites, evaluation = carry.sites, carry.evaluation
     prior = None if evaluation.prior is None or sites.prior is None else usable(evaluation.prior, sites.prior)
     local = problem.local_proposal(carry, jnp.ones((problem.num_groups,), bool))
-    return SiteStack(usable(evaluation.groups, sites.groups), sites.prior if prior is None else prior, local)
+    found = dataclasses.replace(evaluation.groups, target=problem.split(evaluation.groups.target))
+    groups = problem.merge(usable(found, problem.split(sites.groups)))
+    return SiteStack(groups, sites.prior if prior is None else prior, local)
 
 
 # ---------------------------------------------------------------------------------------------------------- convergence
@@ -113,17 +114,14 @@ def asked_by_proposal(problem: Problem, carry: RoundCarry, proposal: Any, refuse
     sds of very many latents.
     """
     moments, change = carry.evaluation.moments, proposal - carry.sites
+    # By factor the shift will do: it is what `move` tells as well.
+    factors = _shifts(problem, change, moments, _largest)
+    if problem.flat:
+        return Asked(factors, _largest(factors))
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), change.groups)
     if change.prior is not None:
         total = total + change.prior
-    together = _largest(problem.family.effect(total, moments, refused))
-
-    # By factor the shift will do: it is what `move` tells as well.
-    def shift(natural: Any) -> Array:
-        return _largest(problem.family.shift(natural, moments))
-
-    groups = jnp.broadcast_to(shift(change.groups), (problem.num_groups,))
-    return Asked(groups if change.prior is None else jnp.concatenate([shift(change.prior)[None], groups]), together)
+    return Asked(factors, _largest(problem.family.effect(total, moments, refused)))
 
 
 def asked_by_memory(moves: Float[Array, "M N"], prior: Float[Array, "N"] | None, has_prior: bool) -> Asked:
@@ -173,12 +171,11 @@ def asked_of(
     if not told or getattr(found, "target", None) is None:
         return asked_by_move(move, moved, share, taken, carry.report)
     proposal = natural_gradient_proposal(problem, carry)
+    found_asked = asked_by_proposal(problem, carry, proposal, ~jnp.asarray(taken))
     if problem.flat:
-        own = cast(Any, problem).moves(proposal, carry.sites, carry.evaluation, carry.evaluation)[0]
         by_move = asked_by_move(move, moved, share, taken, carry.report)
-        found_asked = Asked(own, jnp.maximum(_largest(own), jnp.where(taken, by_move.together, 0.0)))
-    else:
-        found_asked = asked_by_proposal(problem, carry, proposal, ~jnp.asarray(taken))
+        together = jnp.maximum(found_asked.together, jnp.where(taken, by_move.together, 0.0))
+        found_asked = found_asked._replace(together=together)
     values = found.value if carry.evaluation.prior is None else _with(carry.evaluation.prior.value, found.value)
     wild = ~jnp.isfinite(values)
     together = jnp.where(carry.evaluation.moments.valid & ~jnp.any(wild), found_asked.together, jnp.inf)
@@ -489,11 +486,8 @@ def round_report(
         The report, with running totals continued from the carry's.
     """
     last, moments = carry.report, done.evaluation.moments
-    if problem.flat:
-        move, moved = cast(Any, problem).moves(done.sites, carry.sites, done.evaluation, carry.evaluation)
-    else:
-        move = factor_moves(problem, done.sites, carry.sites, done.evaluation)
-        moved = total_move(problem, done.evaluation, carry.evaluation)
+    move = factor_moves(problem, done.sites, carry.sites, done.evaluation)
+    moved = total_move(problem, done.evaluation, carry.evaluation)
     skip_run = jnp.where(skipped, last.skip_run + 1, 0)
     if heard is not None:
         move, skip_run = jnp.where(heard, move, last.move), jnp.where(heard, skip_run, last.skip_run)
@@ -544,11 +538,7 @@ def _longest(step: Float[Array, "F"], taken: Any) -> Float[Array, ""]:
 def _trail(problem: Problem, done: Accepted, carry: RoundCarry) -> Float[Array, "16"]:
     """A sketch of how the round moved the means and log sds of q."""
     new, old = done.evaluation.moments, carry.evaluation.moments
-    if problem.flat:
-        moves = cast(Any, problem).shifts(done.evaluation, carry.evaluation)
-    else:
-        moves = problem.family.moves(new, old)
-    return sketch(jnp.where(old.valid, moves, 0.0))
+    return sketch(jnp.where(old.valid, problem.family.moves(new, old), 0.0))
 
 
 def _is_rounding(problem: Problem, done: Accepted, carry: RoundCarry) -> Bool[Array, ""]:
@@ -575,15 +565,14 @@ def factor_moves(problem: Problem, new: SiteStack, old: SiteStack, evaluation: E
     ``new``: sites after the round; ``old``: sites before it; ``evaluation``: evaluation of the q after the round. Returns one
     number per factor, the prior factor (if any) first.
     """
-    family, moments = problem.family, evaluation.moments
-    change = new - old
+    return _shifts(problem, new - old, evaluation.moments, lambda shift: jnp.max(jnp.abs(shift), axis=-1))
 
-    def move(natural):
-        return jnp.max(jnp.abs(family.shift(natural, moments)), axis=-1)
 
+def _shifts(problem: Problem, change: SiteStack, moments: Any, largest: Callable[[Array], Array]) -> Float[Array, "F"]:
+    """The largest first-order change of the location by each factor's change, in sds; the prior factor's, if any, first."""
     # A tied site is moved by all groups together.
-    moves = jnp.broadcast_to(move(change.groups), (problem.num_groups,))
-    return moves if change.prior is None else jnp.concatenate([move(change.prior)[None], moves])
+    groups = jnp.broadcast_to(largest(problem.shift(change.groups, moments)), (problem.num_groups,))
+    return groups if change.prior is None else _with(largest(problem.family.shift(change.prior, moments)), groups)
 
 
 def with_prior(prior: Any, groups: Array) -> Array:

@@ -140,9 +140,6 @@ class Sequential(ScheduleDefaults):
             steps = tied_steps(problem, share)
             groups, results = sweep_tied(problem, carry, q, order, visit_key, noise, self.damping * steps.visit)
             local, share = problem.local_proposal(carry, results.moved), steps.joint
-        elif problem.flat:
-            local = None
-            groups, results = cast(Any, problem).sweep(carry, q, order, visit_key, self.damping)
         else:
             groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
         proposal = SiteStack(groups, prior_site, local)
@@ -177,13 +174,13 @@ class Sequential(ScheduleDefaults):
         take = lambda tree: jax.tree.map(lambda x: x[order], tree)  # noqa: E731
         keys = jax.random.split(key, problem.num_groups)
         # Sites are scanned inputs and outputs: carrying the stack and scattering into it would copy it at every visit.
-        swept = (order, take(carry.sites.groups), take(carry.solver), keys)
+        swept = (order, take(problem.split(carry.sites.groups)), take(carry.solver), keys)
         (_, local), (sites, results) = jax.lax.scan(visit, (q, carry.sites.local), swept)
         back = jnp.argsort(order)
         sites, results = jax.tree.map(lambda x: x[back], (sites, results))
         if local is not None and self.damping != 1.0:
             local = damp(carry.sites.local, local, self.damping)
-        return sites, local, results
+        return problem.merge(sites), local, results
 
     def _shares(self, problem: Problem, results: Any) -> bool:
         """Whether visits tell how much of what they ask for they took."""

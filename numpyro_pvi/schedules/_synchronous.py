@@ -102,7 +102,7 @@ def may_hold(problem: Problem) -> bool:
     Known when tracing: other problems' programs have nothing of it.
     """
     one_bound = not problem.stochastic and not problem.matches_moments and problem.units is None
-    return problem.noisy and one_bound and problem.family.full and not problem.flat
+    return problem.noisy and one_bound and problem.family.full
 
 
 def hold_width(

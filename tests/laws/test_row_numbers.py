@@ -18,7 +18,7 @@ from numpyro_pvi.expectations import RowNumbersProgram
 from numpyro_pvi.families import RowPrior
 from numpyro_pvi.runtime import _row_problem
 from numpyro_pvi.schedules import Asynchronous, Sequential, Synchronous
-from numpyro_pvi.solvers import NaturalGradient
+from numpyro_pvi.solvers import NaturalGradient, _natural_gradient
 
 RNG = np.random.default_rng(3)
 KEY = jax.random.key(0)
@@ -454,7 +454,7 @@ def dropped_group(monkeypatch):
 
 
 def missing_damping(monkeypatch):
-    monkeypatch.setattr(_row_problem, "damp", lambda old, new, step: new)
+    monkeypatch.setattr(_natural_gradient, "damp", lambda old, new, step: new)
 
 
 @pytest.mark.slow
