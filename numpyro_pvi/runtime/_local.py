@@ -21,7 +21,7 @@ from ..expectations import (
     PointsProgram,
     shifted_normals,
 )
-from ..families import GaussianFamily, GaussianMoments, GaussianNatural, conditional_moments
+from ..families import GaussianFamily, GaussianMoments, GaussianNatural, RowFamily, RowMoments, conditional_moments
 from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule, move_in_nats
 from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, select, take, tie
 from ..solvers import LocalResult
@@ -102,7 +102,7 @@ def affordable_pairs(units: int, width: int, dim: int) -> int:
 
 
 def fall_explained(
-    family: GaussianFamily,
+    family: GaussianFamily | RowFamily,
     noisy: list[Any],
     new: tuple[SiteStack, Evaluation],
     old: tuple[SiteStack, Evaluation],
@@ -223,7 +223,16 @@ class LocalProblem(Factors, ProblemDefaults):
         return found._replace(groups=dataclasses.replace(found.groups, target=tie(found.groups.target)))
 
     def evaluate_at(
-        self, q, moments: GaussianMoments, rule, noise, probe=None, clip=False, trial=False, local=None, hopeless=None
+        self,
+        q,
+        moments: GaussianMoments | RowMoments,
+        rule,
+        noise,
+        probe=None,
+        clip=False,
+        trial=False,
+        local=None,
+        hopeless=None,
     ) -> Evaluation:
         """One pass over all groups at a Gaussian given by its moments.
 
@@ -475,7 +484,7 @@ class LocalProblem(Factors, ProblemDefaults):
         quadratic = self.quadratic and self.family.full
         return GroupFactor(self.family, quadratic, self.program.noisy, expected, self.rows, index)
 
-    def rest(self, moments: GaussianMoments) -> Float[Array, ""]:
+    def rest(self, moments: GaussianMoments | RowMoments) -> Float[Array, ""]:
         """``E_q[log p(theta)]`` over the exact coordinates plus the entropy of q, in nats.
 
         With absent groups also ``E_q[log t]`` of their sites, which stand in for their factors (without a constant).

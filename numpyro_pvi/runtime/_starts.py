@@ -119,7 +119,7 @@ class _Steps(NamedTuple):
     # What q is looked at next, the prior and its location or a step from there.
     moments: Any
     sites: Any
-    # Of the prior, where quadrature resolves every factor there; minus infinity where not.
+    # Of the prior, less the size of the factors where quadrature does not resolve them; minus infinity where it is not finite.
     lowest: Float[Array, ""]
     resolved: Bool[Array, ""]
     share: Float[Array, ""]
@@ -150,14 +150,18 @@ def _best_step(
         share = jnp.where(first, 1.0, 0.5 * steps.share).astype(problem.dtype)
         moments = after(jax.tree.map(lambda x: share * x, sites))
         at_prior = jax.tree.map(lambda x: x[0], found)
-        resolved = all_finite(at_prior) & (relative_error(at_prior) <= START_TOLERANCE if from_prior else True)
-        resolved = jnp.where(first, resolved, steps.resolved)
+        sure = relative_error(at_prior) <= START_TOLERANCE if from_prior else True
+        resolved = jnp.where(first, all_finite(at_prior) & sure, steps.resolved)
+        # What quadrature does not resolve of the prior is known to the order of its size: a step may not end far below that either.
+        least = elbos[0] - jnp.where(sure, 0.0, jnp.sum(jnp.abs(at_prior.value)))
         usable = steps.moments.valid & jnp.isfinite(elbos) & jnp.stack([resolved & from_prior, jnp.array(True)])
         return _Steps(
             turn=steps.turn + 1,
             moments=moments,
             sites=sites,
-            lowest=jnp.where(first, jnp.where(resolved & jnp.isfinite(elbos[0]), elbos[0], -jnp.inf), steps.lowest),
+            lowest=jnp.where(
+                first, jnp.where(all_finite(at_prior) & jnp.isfinite(least), least, -jnp.inf), steps.lowest
+            ),
             resolved=resolved,
             share=share,
             elbos=jnp.where(first, -jnp.inf, jnp.where(usable, elbos, -jnp.inf)),

@@ -130,7 +130,7 @@ _LARGEST_FILL = 1.5
 
 def by_chains(solver: LocalSolver) -> bool:
     """Whether a solver's moments are taken by chains from the start."""
-    return isinstance(with_settings(solver.moments), MCMCMoments)
+    return solver.matches_moments and isinstance(with_settings(solver.moments), MCMCMoments)
 
 
 def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
