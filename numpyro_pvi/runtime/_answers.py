@@ -71,8 +71,7 @@ def programs_of(engine: Engine, plan: Plan, static: tuple) -> Programs:
         clip = raised if clip is None else clip
 
         def at(level):
-            given = {"moments": moments, "probe": probe, "level": level, "noise": draws, "clip": clip}
-            found = own.sum_groups(partial(own.expect, own.program, **given))
+            found = own.sum_groups(own.looking(moments, level, draws, clip, probe))
             return found, relative_error(found)
 
         if tolerance is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -73,8 +72,8 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
         own = problem_of(rows, rules)
         if seed is not None:
             draws = LocalNoise(draws, own_draws(rows[3], offset, seed, (family.dim, width, draws.shape[0]), total))
-        expect = partial(own.expect, own.program, moments=moments, probe=probe, level=level, noise=draws)
-        found = own.sum_groups(partial(expect, clip=raised if clip is None else clip), held)
+        clip = raised if clip is None else clip
+        found = own.sum_groups(own.looking(moments, level, draws, clip, probe), held)
         aim, finite = held, jnp.array(True)
         if found.local is not None:
             aim = held + (found.local - held) * own.solver.step_size
