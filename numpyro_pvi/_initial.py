@@ -145,8 +145,7 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
     theirs. Raises PVIError for unknown names.
     """
     layout, family = state.plan.partition.layout, state.plan.family
-    own = () if state.plan.partition.local is None else state.plan.partition.local.names
-    of_guide = guide_param_names(guide, (*layout.names, *own))
+    of_guide = guide_param_names(guide, _of_guide(state.plan))
     known = of_guide | set(state.plan.partition.params)
     if unknown := set(init_params) - known:
         raise PVIError(
@@ -277,8 +276,7 @@ def start_mode(guide: Any, init_sites: str, plan: Plan, init_params: dict | None
 
     Raises PVIError for curvature where it could not be read.
     """
-    gaussian_params = guide_param_names(guide, plan.partition.layout.names)
-    if init_params is not None and gaussian_params & set(init_params):
+    if init_params is not None and guide_param_names(guide, _of_guide(plan)) & set(init_params):
         return "prior"
     if init_sites == "curvature" and plan.partition.likelihood == "reparameterised":
         raise PVIError(
@@ -306,7 +304,13 @@ def is_free(pvi: Any, state: PVIState, init_params: dict | None) -> bool:
     """
     free = pvi.init_sites == "auto" and not streams(pvi.schedule) and state.plan.rows is None
     free &= not isinstance(state.sites.local, Held)
-    return free and not set(init_params or {}) & guide_param_names(pvi.guide, state.plan.partition.layout.names)
+    return free and not set(init_params or {}) & guide_param_names(pvi.guide, _of_guide(state.plan))
+
+
+def _of_guide(plan: Plan) -> tuple[str, ...]:
+    """Latents of the guide: shared ones, and the groups' own."""
+    local = plan.partition.local
+    return (*plan.partition.layout.names, *(() if local is None else local.names))
 
 
 def better_start(

@@ -143,6 +143,20 @@ def test_labels_without_an_order_are_refused(labels):
         of(groups=labels).init(KEY, X, Y)
 
 
+def test_a_column_that_another_plate_repeats_is_a_models_own():
+    """Every y_t under each of two scales of a plate of its own: NumPyro broadcasts it, and the other axis is the distribution's."""
+
+    def repeated(y):
+        s = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", y.shape[0], dim=-2), numpyro.plate("scales", 2, dim=-1):
+            numpyro.sample("obs", dist.Normal(s, jnp.array([0.5, 1.0])), obs=y[:, None])
+
+    pvi = of(repeated)
+    state = pvi.run(KEY, 3, Y, progress_bar=False).state
+    precision = 1.0 + N * (4.0 + 1.0)
+    np.testing.assert_allclose(pvi.posterior(state)["w"].loc, 5.0 * Y.sum() / precision, rtol=1e-4)
+
+
 def test_a_column_of_observations_is_refused():
     with pytest.raises(
         PartitionError, match=r"'obs' is observed with shape \(12, 1\).*plate 'data'.*\(12,\).*y\[:, 0\].*to_event"

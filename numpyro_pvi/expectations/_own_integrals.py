@@ -148,16 +148,23 @@ class OwnGrids:
         first = jax.vmap(self.grid.first_window)(self.q)
         dtype, shape = first.centre.dtype, jax.eval_shape(lambda: self._seen(first, factor)[1]).shape
         nothing = (jnp.zeros(shape, dtype),)
-        return laid_over(self.grid, first, lambda at: (self._seen(at, factor)[1],), nothing, _BORDER)[0]
+
+        def look(at: Window) -> tuple[Array]:
+            logs = self._seen(at, factor)[1]
+            return (jnp.where(jnp.isnan(logs), -jnp.inf, logs),)
+
+        found = laid_over(self.grid, first, look, nothing, _BORDER, self.counted)[0]
+        # Of a row that does not count the points stay near, where its factor has a number and a derivative.
+        near = first._replace(low=-jnp.ones_like(first.low), high=jnp.ones_like(first.high))
+        return jax.tree.map(lambda a, b: jnp.where(self.counted[:, None], a, b), found, near)
 
     def _seen(self, windows: Window, factor: Callable) -> tuple[Any, Float[Array, "R K"]]:
         """Points, and the logarithms of the mass at them."""
         at = jax.vmap(self.grid.points)(self.q, windows)
         logs = at.mass + factor(at.values)
-        # Of rows that do not count nothing is asked: a mound on the grid has its passes end at once.
+        # Of rows that do not count nothing is asked.
         places = [np.linspace(-10.0, 10.0, count) for count in self.grid.counts]
         mound = -0.5 * sum(x.ravel() ** 2 for x in np.meshgrid(*places, indexing="ij"))
-        logs = jnp.where(jnp.isnan(logs), -jnp.inf, logs)
         return at, jnp.where(self.counted[:, None], logs, jnp.asarray(mound, logs.dtype))
 
     def integrals(self, windows: Window, factor: Callable) -> tuple[Float[Array, "R"], dict[str, Any]]:
@@ -171,6 +178,8 @@ class OwnGrids:
             Both. Where mass is beyond the grid, or its points are too far apart, the integral is NaN.
         """
         at, logs = self._seen(windows, factor)
+        # Points at which the factor is no number, far from all mass, count for nothing; elsewhere the integral is not known.
+        logs = jnp.where(jnp.isnan(logs) & jax.vmap(self.grid.seen)(logs)[:, None], -jnp.inf, logs)
         value = jax.nn.logsumexp(logs, axis=1)
         inside = jax.vmap(lambda own: self.grid.inside(own, _BORDER))(logs)
         known = jnp.isfinite(value) & inside & (self._apart(logs) < _APART)

@@ -688,20 +688,27 @@ def grid_of(family: ProductFamily, points: Mapping[int, int] = _POINTS) -> Produ
 
 
 def laid_over(
-    grid: ProductGrid, first: Window, look: Callable[[Window], Any], nothing: Any, border: float = _BORDER
+    grid: ProductGrid,
+    first: Window,
+    look: Callable[[Window], Any],
+    nothing: Any,
+    border: float = _BORDER,
+    counted: Any = True,
 ) -> tuple[Window, Any]:
     """The window of the last of a few passes over a density, each laid over what the last one found to matter.
 
     ``first``: that of the first pass; with a leading axis for as many densities side by side; ``look``: what is seen in a window,
     in front the logarithms of the mass at its points; ``nothing``: of the same shapes; ``border``: nats below the peak that the
-    border of the last pass must lie. Returns the window, and what is seen in it.
+    border of the last pass must lie; ``counted``: for which of the densities side by side the passes go on. Returns the window,
+    and what is seen in it.
     """
     many = first.centre.ndim > 1
     closer, inside = (jax.vmap(f) if many else f for f in (grid.zoomed, partial(grid.inside, border=border)))
 
     def unsettled(carry: tuple) -> Array:
         window, used, (logs, *_), count = carry
-        stays = jnp.all(window.length > _ALIKE * used.length) & jnp.all(inside(logs))
+        stays = jnp.all(window.length > _ALIKE * used.length, axis=-1) & inside(logs)
+        stays = jnp.all(stays | ~jnp.asarray(counted))
         return (count < 2) | ((count < _PASSES) & ~stays)
 
     def one_pass(carry: tuple) -> tuple:

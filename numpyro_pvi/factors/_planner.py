@@ -446,6 +446,10 @@ def _refuse_column(name: str, site: dict, dim: int, key: Any) -> None:
     # One number for all rows is no column of them; sizes that do not go together at all are refused where they meet.
     if value[place] != 1 or all(size == 1 for size in value[:place]):
         return
+    # Nor is one of another plate's axis, which the distribution has as well.
+    ahead = ((1,) * max(0, len(value) - len(own)) + own)[-len(value) :][:place]
+    if not any(there != 1 and here == 1 for there, here in zip(value[:place], ahead, strict=True)):
+        return
     column = ", such as y[:, 0]" if value[-1] == 1 else ""
     raise PartitionError(
         f"sample site {name!r} is observed with shape {value}, but its distribution, in plate {key!r}, has "

@@ -418,7 +418,7 @@ def product_evidence(
     def here() -> tuple[Array, Array]:
         # A group remembers nothing of its rows.
         known = groups if factors is problem else None
-        keys = jnp.broadcast_to(tilted.key, (factors.num_groups,))
+        keys = jnp.broadcast_to(tilted.key, (factors.num_groups, *jnp.shape(tilted.key)))
         return tilted.together(q).shares(q, own, known, keys)[:2]
 
     found = Shares(*factors.of_rows("evidence", here, q, key, (own, groups)), jnp.array(False))

@@ -141,6 +141,9 @@ _MOMENTS, _CHAINS, _PRIOR = 0x51, 0x52, 0x53
 _STEPS = 0x54
 # What is folded in for draws of rows' own latents.
 _OWN = 0x55
+# Share of the draws, or of q's mass at points, of which no row's integral need be known; and nats below the heaviest point from
+# which on one is not looked at for the params.
+_LEFT_OUT, _SLIGHT = 0.01, 24.0
 
 
 def jointly_affine(problem: ProductProblem, sites: SiteStack, key: Any) -> tuple[Array, Array]:
@@ -420,17 +423,23 @@ class ProductTilted(MatchedFactors):
     def averages(self, q: ProductNatural) -> Float[Array, "M"]:
         """Every group's ``E_q[log p(y_m | theta)]`` in nats, rows' own latents integrated out; differentiable in the params.
 
-        Over :meth:`theta_points`; those of next to no weight count for nothing, whatever the factor is there.
+        Over :meth:`theta_points`; those of next to no weight count for nothing, whatever the factor is there, and so do a few of
+        which it is not known.
         """
         theta, problem = self.theta_points(q), self.problem.differentiable()
         own = dataclasses.replace(self._fixed, problem=problem)
-        here, rows = theta.logs > jnp.max(theta.logs) - _NOTHING, problem.plan.partition.chunk_rows * own.tries
+        rows, weights = problem.plan.partition.chunk_rows * own.tries, jnp.exp(theta.logs)
+        here, best = theta.logs > jnp.max(theta.logs) - _SLIGHT, jnp.argmax(theta.logs)
+        # Where nothing is asked the factor is looked at elsewhere: what it has no number for has no derivative either.
+        values = select(here, theta.values, take(theta.values, best))
 
         def one(held: tuple) -> Array:
             # What a derivative needs of all points at once is more than there is room for.
             value = jax.checkpoint(own.log_marginal(held[0]))
-            found = _over_points(value, theta.values, max(rows, 1))
-            return jnp.sum(jnp.where(here, jnp.exp(theta.logs) * jnp.where(here, found, 0.0), 0.0))
+            found = _over_points(value, values, max(rows, 1))
+            lost = here & jnp.isnan(found)
+            known = here & ~(lost & (jnp.sum(jnp.where(lost, weights, 0.0)) <= _LEFT_OUT))
+            return jnp.sum(jnp.where(known, weights * jnp.where(known, found, 0.0), 0.0))
 
         return problem._by_group(problem._map_chunks(one))
 
@@ -472,7 +481,12 @@ class ProductTilted(MatchedFactors):
             return tilted_by_chains(space, slopes(1), *arguments, looks.key, settings, chains)
 
         def weighed() -> Tilted:
-            return tilted_by_draws(seen, draws, everywhere(draws.values), *arguments)
+            values = everywhere(draws.values)
+            if self.members is not None:
+                # Of a draw or two rounding may leave no row's integral; of more, nothing is known of the factor.
+                lost = jnp.isnan(values)
+                values = jnp.where(lost & (jnp.mean(lost) <= _LEFT_OUT), -jnp.inf, values)
+            return tilted_by_draws(seen, draws, values, *arguments)
 
         if looks.method == "quadrature":
             grid = self._grid(seen, looks.factor)

@@ -382,7 +382,8 @@ def test_rows_that_see_nothing_shared_are_their_own_posterior():
             numpyro.sample("count", dist.Poisson(numpyro.sample("rate", dist.Gamma(2.0, 1.0))), obs=counts)
 
     pvi = made(model, PowerEP())
-    state = pvi.run(KEY, 2, jnp.asarray(COUNTS), progress_bar=False).state
+    # A key of the older kind.
+    state = pvi.run(jax.random.PRNGKey(0), 2, jnp.asarray(COUNTS), progress_bar=False).state
     seen = pvi.posterior(state)
     found = [seen["b"].concentration, seen["b"].rate, *seen["rate"].concentration, *seen["rate"].rate]
     np.testing.assert_allclose(found, [5.5, 1.7, *(2.0 + COUNTS), *[2.0] * 12], rtol=TIGHT)
