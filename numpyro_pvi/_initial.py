@@ -163,7 +163,8 @@ def spread_params(guide: Any, state: PVIState, init_params: dict) -> PVIState:
         wanted, *own_at = own_at_params(guide, state, init_params)
         dtype = jnp.result_type(float)
         loc, sd = (local.flatten({n: jnp.asarray(x, dtype) for n, x in each.items()}) for each in own_at)
-        return at_natural(state, wanted, first_conditionals(state.plan, state.packing, loc, sd))
+        # What sites say of latents that are integrated out goes with where those were.
+        return at_natural(_unit_sites(state), wanted, first_conditionals(state.plan, state.packing, loc, sd))
     if state.sites.local is not None:
         raise PVIError(
             "init_params of the guide cannot be given where single rows have sites (PowerEP(factors='row'), or one row a group): a "
