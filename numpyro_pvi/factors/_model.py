@@ -190,7 +190,9 @@ def with_wide_observations(trace: dict) -> dict:
         except ValueError:
             # What does not go together is refused where it meets.
             continue
-        if shape != tuple(fn.batch_shape):
+        own = tuple(fn.batch_shape)
+        # A plate's own axes have the rows that it has: what is as long as all of them beside one row is refused where it meets.
+        if shape != own and (not site["cond_indep_stack"] or shape[len(shape) - len(own) :] == own):
             wide[name] = {**site, "fn": fn.expand(shape), "declared": tuple(fn.shape())}
     return type(trace)((n, wide.get(n, s)) for n, s in trace.items()) if wide else trace
 
