@@ -171,7 +171,7 @@ class GaussianMatched(MatchedFactors):
         """The problem's own."""
         return self.problem.solver
 
-    def factor(self, index: Int[Array, ""] | None) -> MomentFactor:
+    def factor(self, index: Int[Array, ""] | None) -> Any:
         """See :func:`numpyro_pvi.runtime._tilted.whole_factor` and :func:`numpyro_pvi.runtime._tilted.prior_factor`."""
         if index is None:
             return prior_factor(self.problem, self.rule)
