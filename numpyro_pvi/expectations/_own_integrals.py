@@ -28,7 +28,7 @@ _POINTS, _APART = {0: 1, 1: 32, 2: 32}, 0.01
 # Nats below a row's peak that the border of its grid must lie: a step of few points is some nats long out there.
 _BORDER = 12.0
 # Points of a grid over the shared latents, at each of which every row has a grid of its own.
-OVER_GRIDS = {0: 1, 1: 96, 2: 40}
+OVER_GRIDS = {0: 1, 1: 96, 2: 56}
 
 
 class OwnDraws(NamedTuple):

@@ -482,7 +482,7 @@ class ProductTilted(MatchedFactors):
 
         def weighed() -> Tilted:
             values = everywhere(draws.values)
-            if self.members is not None:
+            if self.members is not None and looks.factor is self.problem.plan.likelihood:
                 # Of a draw or two rounding may leave no row's integral; of more, nothing is known of the factor.
                 lost = jnp.isnan(values)
                 values = jnp.where(lost & (jnp.mean(lost) <= _LEFT_OUT), -jnp.inf, values)
