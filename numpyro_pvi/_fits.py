@@ -46,7 +46,6 @@ from ._state_marginals import (
 from ._user_inputs import (
     Opening,
     arrive_groups,
-    draws_form,
     open_call,
     refuse_prior_of_rows,
     start_arrays,
@@ -245,7 +244,7 @@ class GaussianFit:
 
     def plan(self, pvi: Any, opening: Opening, init_params: dict | None) -> Begun:
         """Find what every factor is in unconstrained space."""
-        args, kwargs, plan_key, engine = opening.args, opening.kwargs, opening.plan_key, pvi._engine
+        args, kwargs, plan_key = opening.args, opening.kwargs, opening.plan_key
         own = model_layout(opening.trace)
         layout = Layout(*guide_layout(pvi.guide, dict(zip(own.names, own.shapes, strict=True))))
         family, elsewhere = family_of(pvi.guide, layout.dim), pvi.runtime.elsewhere
@@ -266,10 +265,6 @@ class GaussianFit:
         params = initial_params(planned.params, init_params, pvi.optim is not None)
         optim_state = init_optim(pvi.optim, pvi.guide, params)
         dynamic, static = split_arguments(args, kwargs)
-        if planned.plan.unstructured == "monte_carlo" and elsewhere is None:
-            form = draws_form(engine, plan, planned, dynamic, static, optim_state, plan_key)
-            planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, unstructured=form))
-            plan = dataclasses.replace(plan, partition=planned.plan)
         return Begun(opening, planned, plan, optim_state, dynamic, static, planned.prior_loc)
 
     def first_state(self, pvi: Any, begun: Begun, init_params: dict | None) -> PVIState:

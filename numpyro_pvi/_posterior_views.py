@@ -216,11 +216,11 @@ def words_of(kind: str, state: PVIState, which: int, solver: LocalSolver) -> str
     if kind in ("quadratic", "reparameterised"):
         return {"quadratic": "closed form", "reparameterised": "reparameterised draws"}[kind]
     if kind == "local":
-        return "monte_carlo (hessian)"
+        return "monte_carlo"
     mode = state.plan.partition.unstructured
     if mode == "auto":
-        mode = "stein" if np.asarray(state.rule.points.sampled)[which] else "sigma_points"
-    return mode if mode == "sigma_points" else f"monte_carlo ({mode})"
+        mode = "monte_carlo" if np.asarray(state.rule.points.sampled)[which] else "sigma_points"
+    return mode
 
 
 def _moment_words(kind: str, state: PVIState, which: int, solver: Any) -> str | None:

@@ -42,7 +42,7 @@ from .factors import (
 )
 from .guides import setup_guide
 from .handlers import BatchPlates, Partition, RowAxes, kept_batch
-from .runtime import Engine, Runtime, RuntimeDefaults, gradient_jumps
+from .runtime import Engine, Runtime, RuntimeDefaults
 from .schedules import Schedule, ScheduleDefaults
 from .sites import Held, LocalSites, OwnConditionals
 from .solvers import LocalSolver, SolverDefaults
@@ -238,17 +238,6 @@ def arrive_groups(engine: Engine, state: PVIState, dynamic: list, static: tuple,
 
 
 @functools.partial(owned_jit, static_argnames=("engine", "plan", "static"))
-def compare_forms(engine: Engine, plan: Plan, packing, dynamic: list, static: tuple, optim_state, loc, sd, key):
-    """gradient_jumps on split arguments, compiled."""
-    args, kwargs = join_arguments(dynamic, static)
-    params = engine.constrain(plan, args, kwargs, optim_state)
-    dtype = float_dtype()
-    return gradient_jumps(
-        engine, plan, packing, args, kwargs, params, jnp.asarray(loc, dtype), jnp.asarray(sd, dtype), key
-    )
-
-
-@functools.partial(owned_jit, static_argnames=("engine", "plan", "static"))
 def _prior_gap(engine: Any, plan: Plan, packing, dynamic: list, static: tuple, optim_state, at):
     """How far the prior is another on one chunk of rows than on all, and the size of its numbers."""
     args, kwargs = join_arguments(dynamic, static)
@@ -374,15 +363,6 @@ def check_state(state: Any) -> None:
     """Refuse what is no state, such as the result it came in."""
     if not isinstance(state, PVIState):
         raise StateError(f"expected a PVIState (from pvi.init or result.state), got {type(state).__name__}.")
-
-
-def draws_form(
-    engine: Engine, plan: Plan, planned: Any, dynamic: list, static: tuple, optim_state: Any, key: Any
-) -> str:
-    """How factors by draws take their curvature: "hessian" where second derivatives see all of it, "stein" where gradients jump."""
-    moments = planned.prior_loc, planned.prior_sd
-    jumps = compare_forms(engine, plan, planned.packing, dynamic, static, optim_state, *moments, key, level="cheap")
-    return "stein" if bool(jumps) else "hessian"
 
 
 def check_run(num_steps: Any, tol: Any, loss_every: Any = 1, least: int = 1) -> None:

@@ -20,7 +20,7 @@ from ._initial import as_the_solver_takes, check_structure, param_values, taken
 from ._numerics import nearly_same
 from ._state import PVIState
 from ._state_marginals import dense_form
-from ._user_inputs import draws_form, watched
+from ._user_inputs import watched
 from .errors import PVIError, StateError
 from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
 from .schedules import BY_FACTOR
@@ -507,10 +507,6 @@ def demoted(pvi: Any, state: PVIState, found: list[Contradiction], dynamic: list
     planned = as_the_solver_takes(pvi.solver, planned, state.plan.family.full)
     part = dataclasses.replace(planned.plan, remarks=(*planned.plan.remarks, *notes))
     plan = dataclasses.replace(state.plan, partition=part)
-    if part.unstructured == "monte_carlo":
-        key = jax.random.fold_in(state.rng_key, 0xD0)
-        form = draws_form(pvi._engine, plan, planned, dynamic, static, state.optim_state, key)
-        plan = dataclasses.replace(plan, partition=dataclasses.replace(part, unstructured=form))
     try:
         check_structure(pvi.solver, plan)
     except PVIError as error:

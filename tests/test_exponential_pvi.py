@@ -316,7 +316,7 @@ def test_choices_that_do_not_go_together_name_what_does():
         ),
         ({"solver": LocalELBO(precision_step=0.5)}, "moves all natural parameters of a site. Leave it out"),
         ({"init_sites": "curvature"}, "init_params"),
-        ({"solver": NaturalGradient(expectation="stein")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),
+        ({"solver": NaturalGradient(expectation="sigma_points")}, "'auto', 'exact', 'quadrature', 'monte_carlo'"),
         ({"solver": NaturalGradient(backtracking=True)}, "global ELBO"),
         ({"solver": NaturalGradient(sites="rows")}, "sites are terms"),
         ({"solver": StochasticNaturalGradient(curvature="stein")}, "in the latents' own families. Leave it out"),

@@ -90,7 +90,7 @@ def unit(x, y):
 def first_rounds(groups, num_draws, rounds):
     """States after each of the first rounds, from a q that is narrow at a poor place."""
     labels = np.arange(len(ROWS)) % groups
-    solver = NaturalGradient(expectation="stein", num_draws=num_draws)
+    solver = NaturalGradient(expectation="monte_carlo", num_draws=num_draws)
     pvi = PVI(Partition(unit, "data", labels), AutoMultivariateNormal(unit), solver=solver)
     start = {"auto_loc": jnp.array([-0.5, 0.4, 0.6]), "auto_scale_tril": 0.05 * jnp.eye(3)}
     data = jnp.asarray(ROWS), jnp.asarray(ANSWERS)

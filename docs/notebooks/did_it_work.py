@@ -82,7 +82,7 @@ print(full.info(fit.state))
 # | cavity | whether $q$ without the group is a distribution | it says *improper*: nothing but this group holds some latent |
 # | ess | effective number of weighted draws, where `PowerEP` and `SNEP` match moments by them; else "-" | it is a few per cent of the draws |
 # | structure | what every factor was found to be: *quadratic* (its site is exact at once), *affine* (rows see the latents through one or two affine predictors), *draws* (neither), *local* (rows have latents of their own), *enumerated* (discrete latents summed out); *proved* for all values, or *found* and verified where $q$ is | *draws* where you expected *affine*: the predictor is not affine |
-# | expectation | *closed form*; *quadrature* with its rule, of the last round (`gh8`, `gh20`: Gauss-Hermite with so many nodes; `mapped`: nodes moved to where the density bends); *sigma_points*; *monte_carlo* (by second derivatives, `hessian`, or by gradients alone, `stein`); *site only*: the group's rows are not at hand | draws, and more of them are affordable |
+# | expectation | *closed form*; *quadrature* with its rule, of the last round (`gh8`, `gh20`: Gauss-Hermite with so many nodes; `mapped`: nodes moved to where the density bends); *sigma_points*; *monte_carlo*; *site only*: the group's rows are not at hand | draws, and more of them are affordable |
 # | PRIOR | the site of priors that $q$'s family does not have (a scale's, a hierarchy's); groups' cavities share it | |
 #
 # A run that is stopped too early says so:
@@ -118,7 +118,7 @@ _ = right.legend()
 noisy = PVI(
     Partition(model, "days", station),
     AutoMultivariateNormal(model),
-    solver=NaturalGradient(expectation="stein", num_draws=8),
+    solver=NaturalGradient(expectation="monte_carlo", num_draws=8),
 )
 by_draws = noisy.run(jax.random.key(0), 60, weather, visits, progress_bar=False)
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")

@@ -370,7 +370,7 @@ def _joined(parts: list[PartitionPlan]) -> PartitionPlan:
     if kind not in ("quadratic", "affine"):
         terms, proved = (), proved - {"likelihood"}
     forms = {part.unstructured for part in parts}
-    form = parts[0].unstructured if len(forms) == 1 else "stein"
+    form = parts[0].unstructured if len(forms) == 1 else "monte_carlo"
     return dataclasses.replace(parts[0], likelihood=kind, terms=terms, proved=proved, unstructured=form, remarks=())
 
 

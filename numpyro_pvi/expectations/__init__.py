@@ -23,7 +23,7 @@ from ._affinity import (
     with_draws,
 )
 from ._chains import Chains, from_chains, no_chains
-from ._expected import Expected, QuadraticProgram, add_expected, sum_by_group
+from ._expected import Expected, QuadraticProgram, add_expected, read_quadratic, sum_by_group
 from ._local_latents import (
     IntegratedProgram,
     LocalChunk,
@@ -37,7 +37,6 @@ from ._local_reparameterisation import at_rows_draws
 from ._mean_space import FactorStructure, LatentRole, MeanSpace, all_values
 from ._own_integrals import OVER_GRIDS, OwnDraws, OwnGrids, own_draws, own_grid, own_integral
 from ._points import (
-    DrawsProgram,
     PointSet,
     PointsProgram,
     ReparameterisedProgram,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._numerics import hessian_of, value_and_grad
 from ..families import GaussianFamily, GaussianMoments, MultivariateNormalFamily
 
 
@@ -70,16 +72,22 @@ def sum_by_group(chunks: Expected, chunk_group: Int[Array, "C"], num_groups: int
 # computation).
 
 
+def read_quadratic(density: Callable[[Float[Array, "D"]], Float[Array, ""]], origin: Float[Array, "D"]) -> Expected:
+    """Read (c, h, P) of a quadratic log density, nats, off its derivatives at the origin."""
+    value, gradient = value_and_grad(density)(origin)
+    hessian = hessian_of(density)(origin)
+    nothing = jnp.zeros_like(value)
+    target = MultivariateNormalFamily(origin.shape[0]).natural(gradient, -0.5 * (hessian + hessian.T))
+    return Expected(value, target, jnp.zeros_like(origin), nothing, nothing, nothing)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuadraticProgram:
     """``f(theta) = c + h^T theta - 1/2 theta^T P theta``, one (c, h, P) per group.
 
-    Args:
-        reader: the program that evaluates the factor at a point (its curvature and gradient there are (P, h)).
-        family: the Gaussian family of q.
+    ``family``: the Gaussian family of q.
     """
 
-    reader: Any
     family: GaussianFamily
     noisy: bool = dataclasses.field(default=False, init=False)
 

@@ -1,4 +1,4 @@
-"""Expectations from sigma points and from antithetic draws, whether they agree, and log densities at any points.
+"""Expectations from sigma points and from random points, whether they agree, and log densities at any points.
 
 A set of P antithetic pairs ``loc +- S eps_k`` with weights ``w_k``, ``sum_k w_k eps_k eps_k^T = I``, and its centre give
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import clip_to_psd, grad, hessian_of, invert_lower, value_and_grad
+from .._numerics import clip_to_psd, grad, invert_lower, value_and_grad
 from ..factors import term_log_prob
 from ..families import GaussianFamily, GaussianMoments, NormalFamily
 from ._affine import AffineProgram, SharedAffineProgram
@@ -49,7 +49,7 @@ class PointsProgram:
     """``E_q`` of a factor without structure, by values and gradients.
 
     ``log_density``: ``(data, point) -> nats``, the factor on one chunk's rows; ``mode``: "sigma_points" (the same points at
-    every q), "stein" (fresh random rotations and radii every round), or "auto" (sigma points while a few random draws agree
+    every q), "monte_carlo" (fresh random rotations and radii every round), or "auto" (sigma points while a few random draws agree
     with them); ``num_pairs``: antithetic pairs of a random set, rounded up to whole rotations.
     """
 
@@ -89,7 +89,7 @@ class PointsProgram:
         sigma = sigma_points(self.family.dim, dtype)
         if random is None or self.mode == "sigma_points":
             return sigma
-        if self.mode == "stein":
+        if self.mode == "monte_carlo":
             return random._replace(slopes=not trial)
         spare = random.eps.shape[0] - sigma.eps.shape[0]
         padded = [jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) for x in (sigma.eps, sigma.weight)]
@@ -328,71 +328,6 @@ def disagreement(
     return jnp.where(known, drawn & wrong, finite)
 
 
-# --------------------------------------------------------------------------------------------------------- random draws
-# Expectations by antithetic draws with automatic derivatives: the fallback where no structure is found.
-
-
-@dataclasses.dataclass(frozen=True)
-class DrawsProgram:
-    """``E_q`` by pairs ``loc +- S eps``, with the Hessian of every draw.
-
-    A pair is exact for linear and cubic terms; the quadratic part of the value is replaced by its closed form, so that
-    a quadratic factor comes out exactly from a single pair.
-
-    Args:
-        log_density: ``(data, point) -> nats``, the factor on one chunk's rows.
-        family: the Gaussian family of q.
-    """
-
-    log_density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
-    family: GaussianFamily
-    noisy: bool = dataclasses.field(default=True, init=False)
-
-    def prepare(self, data: Any, mask: Bool[Array, "R"] | None) -> tuple:
-        """Keep one chunk's arguments and mask."""
-        return data, mask
-
-    def working_bytes(self, chunks: Any) -> int:
-        """What a pass over one chunk holds beside its arrays, in bytes: not known of a model in general."""
-        return 0
-
-    def expected(
-        self, chunk: tuple, moments: GaussianMoments, probe: Any, level: Any, noise: Any, clip: Any
-    ) -> Expected:
-        """Expectations of one chunk.
-
-        ``chunk``: ``(data, mask)``; ``moments``: q; ``probe``: Float[D] vector for the curvature product, or None; ``level``:
-        unused; there is no rule to choose; ``noise``: Float[S D] standard normal draws; each is used with both signs. One row
-        of zeros evaluates at ``loc``; ``clip``: whether (a bool, traced or not) to raise the curvature to positive
-        semi-definite. Returns the chunk's expectations.
-        """
-        eps = jnp.concatenate([noise, -noise])
-        points = self.family.draw(moments, eps)
-
-        def one(point):
-            value, gradient = value_and_grad(self.log_density, argnums=1)(chunk, point)
-            hessian = hessian_of(self.log_density, argnums=1)(chunk, point)
-            return value, gradient, hessian
-
-        value, gradient, hessian = jax.tree.map(lambda x: jnp.mean(x, axis=0), jax.vmap(one)(points))
-        value = value + self._quadratic_correction(hessian, moments, points - moments.loc)
-        curvature = -0.5 * (hessian + hessian.T)
-        if clip is not False:
-            curvature = jnp.where(clip, clip_to_psd(curvature), curvature)
-        product = jnp.zeros_like(moments.loc) if probe is None else curvature @ probe
-        precision = curvature if self.family.full else jnp.diagonal(curvature)
-        vector = gradient + (precision @ moments.loc if self.family.full else precision * moments.loc)
-        return Expected(value, self.family.natural(vector, precision), product, *(jnp.zeros_like(value),) * 3)
-
-    def _quadratic_correction(self, hessian, moments: GaussianMoments, deviation: Float[Array, "S D"]):
-        sampled = jnp.mean(jnp.einsum("si,ij,sj->s", deviation, hessian, deviation))
-        if self.family.full:
-            exact = jnp.sum(moments.scale * (hessian @ moments.scale))
-        else:
-            exact = jnp.sum(jnp.diagonal(hessian) * moments.scale**2)
-        return 0.5 * (exact - sampled)
-
-
 # ------------------------------------------------------------------------------------------------------ reparameterised
 # Expectations by antithetic reparameterised draws for a mean-field q in many dimensions: nothing is D x D.
 
@@ -517,7 +452,6 @@ def _(program: QuadraticProgram, chunk: Any, point: Float[Array, "D"]) -> Float[
     return chunk.value + point @ target.precision_mean - 0.5 * point @ (target.precision @ point)
 
 
-@log_density_at.register(DrawsProgram)
 @log_density_at.register(IntegratedProgram)
 @log_density_at.register(PointsProgram)
 @log_density_at.register(ReparameterisedProgram)

@@ -61,8 +61,8 @@ class PartitionPlan:
     local: LocalLayout | None = None
     # Discrete latents that are summed out of every row, or None.
     enumeration: Enumeration | None = None
-    # How factors without structure are evaluated: "auto" (sigma points while draws agree with them), "sigma_points",
-    # "stein", "hessian", or "monte_carlo" while it is open which of the last two.
+    # How factors without structure are evaluated: "auto" (sigma points while draws agree with them), "sigma_points" or
+    # "monte_carlo" (random points).
     unstructured: str = "auto"
     # Of "likelihood", "prior" (its exact part and its factor) and "additivity" (a sum over groups): what holds for all values
     # of latents and parameters; everything that is said of the others was found at points.
@@ -145,9 +145,7 @@ class PartitionPlan:
 _UNSTRUCTURED = {
     "auto": "sigma points while draws agree with them",
     "sigma_points": "sigma points",
-    "stein": "random points, gradients only",
-    "hessian": "antithetic draws with Hessians",
-    "monte_carlo": "draws",
+    "monte_carlo": "random points, gradients only",
 }
 
 

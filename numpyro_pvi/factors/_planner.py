@@ -242,7 +242,7 @@ def plan_factors(
 def with_expectation(planned: Planned, expectation: str, full: bool = True) -> Planned:
     """Treat every factor as a solver insists, where its structure allows that.
 
-    ``planned``: what was found; ``expectation``: "monte_carlo", "stein", "hessian" or "sigma_points" (all factors as if they
+    ``planned``: what was found; ``expectation``: "monte_carlo" or "sigma_points" (all factors as if they
     had no structure), "quadrature" (for all whose predictors are known), "reparameterised" (draws without Hessians for all
     factors of a mean-field q), or anything else to leave the plan as it is; ``full``: whether q has full covariance. Returns
     the plan to follow.
@@ -250,7 +250,7 @@ def with_expectation(planned: Planned, expectation: str, full: bool = True) -> P
     plan = planned.plan
     if plan.local is not None:
         return planned
-    if expectation in ("monte_carlo", "stein", "hessian", "sigma_points"):
+    if expectation in ("monte_carlo", "sigma_points"):
         prior_kind = "draws" if plan.has_prior_factor else "none"
         plan = dataclasses.replace(plan, likelihood="draws", prior_kind=prior_kind, unstructured=expectation)
     elif expectation == "quadrature" and plan.terms:
@@ -282,8 +282,8 @@ def proved_only(plan: PartitionPlan) -> PartitionPlan:
             "or fit without DifferentialPrivacy."
         )
     likelihood = "draws" if plan.evidence("likelihood") == "found" else plan.likelihood
-    sure = plan.unstructured in ("stein", "hessian", "sigma_points")
-    return dataclasses.replace(plan, likelihood=likelihood, unstructured=plan.unstructured if sure else "stein")
+    unstructured = "monte_carlo" if plan.unstructured == "auto" else plan.unstructured
+    return dataclasses.replace(plan, likelihood=likelihood, unstructured=unstructured)
 
 
 def move_to_prior_factor(planned: Planned) -> Planned:

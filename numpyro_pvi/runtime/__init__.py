@@ -2,7 +2,7 @@
 
 from ._answers import Answers, ProductAnswers
 from ._base import LaxMap, Runtime, RuntimeDefaults, Vmap
-from ._engine import Engine, RoundsDone, gradient_jumps
+from ._engine import Engine, RoundsDone
 from ._factors import FactorData
 from ._held import Units
 from ._local import LocalProblem
@@ -75,7 +75,6 @@ __all__ = [
     "first_conditionals",
     "first_match_states",
     "first_weights",
-    "gradient_jumps",
     "jointly_affine",
     "latent_values",
     "noise_floor",

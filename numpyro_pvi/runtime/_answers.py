@@ -273,13 +273,9 @@ class Answers:
         moments = jax.tree.unflatten(jax.tree.structure(self.moments), shared[:size])
         level, *rest = shared[size:]
         probe = rest.pop(0) if how["probe"] else None
-        count = {"": 0, "pairs": 1, "units": 2, "points": len(PointSet._fields)}[how["draws"]]
+        count = {"": 0, "units": 2, "points": len(PointSet._fields)}[how["draws"]]
         told, rest = rest[:count], rest[count:]
-        draws: Any = None
-        if told:
-            draws = {"points": lambda: PointSet(*told), "units": lambda: tuple(told)}.get(
-                how["draws"], lambda: told[0]
-            )()
+        draws: Any = (PointSet(*told) if how["draws"] == "points" else tuple(told)) if told else None
         raised = rest.pop(0) if how["clip"] is None else None
         tolerance = jnp.asarray(rest.pop(0)) if how.get("refines", False) else None
         return moments, level, probe, draws, raised, tolerance

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import hessian_of, value_and_grad
-from ..expectations import Expected, LocalLatentProgram, LocalNoise, PointSet, PointsProgram, at_rows_draws
+from ..expectations import (
+    Expected,
+    LocalLatentProgram,
+    LocalNoise,
+    PointSet,
+    PointsProgram,
+    ReparameterisedProgram,
+    at_rows_draws,
+)
 from ..factors import GroupMasks, Packing
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ..schedules import Rule
@@ -308,7 +316,7 @@ class Factors:
         if isinstance(program, LocalLatentProgram) and noise is not None:
             return LocalNoise(noise.pairs, noise.local)
         if not isinstance(program, PointsProgram):
-            return None if noise is None else noise.pairs
+            return noise.pairs if noise is not None and isinstance(program, ReparameterisedProgram) else None
         prior = program is self.prior_program
         random = None if noise is None else noise.prior_points if prior else noise.points
         sampled = False if rule is None else rule.points.sampled[int(prior)]

@@ -17,7 +17,6 @@ from .._state import Plan
 from ..errors import PVIError
 from ..expectations import (
     AffineProgram,
-    DrawsProgram,
     LocalLatentProgram,
     MaskedLocalProgram,
     PointsProgram,
@@ -25,6 +24,7 @@ from ..expectations import (
     ReparameterisedProgram,
     RowProgram,
     SharedAffineProgram,
+    read_quadratic,
     sum_by_group,
 )
 from ..factors import (
@@ -80,22 +80,17 @@ class FactorReader:
         if part.likelihood in ("draws", "reparameterised", "local"):
             program, chunks = self._draws()
             return program, chunks, groups, offsets
-        dense = MultivariateNormalFamily(family.dim)
-        if part.terms:
-            reader: Any = AffineProgram(part.terms, dense, 1)
-        else:
-            density = partial(_chunk_log_likelihood, part, packing, lambda c: reading.call(call, c))
-            reader = DrawsProgram(density, dense)
-        dtype = jnp.result_type(float)
-        origin = GaussianMoments(
-            jnp.zeros((family.dim,), dtype), jnp.zeros((family.dim,) * 2, dtype), jnp.zeros((), dtype), jnp.array(True)
-        )
-        noise = jnp.zeros((1, family.dim), dtype)
+        density = partial(_chunk_log_likelihood, part, packing, lambda c: reading.call(call, c))
+        reader = AffineProgram(part.terms, MultivariateNormalFamily(family.dim), 1)
+        zero = jnp.zeros((family.dim,), jnp.result_type(float))
+        origin = GaussianMoments(zero, jnp.diag(zero), jnp.zeros_like(zero[0]), jnp.array(True))
 
         def read(chunk):
-            arrays = reader.prepare(reading.call(call, chunk), masks(chunk)) if part.terms else (chunk, None)
+            if not part.terms:
+                return read_quadratic(partial(density, (chunk, None)), zero)
+            arrays = reader.prepare(reading.call(call, chunk), masks(chunk))
             # A static rule: params are differentiated through this, and loops of traced length have no reverse mode.
-            return reader.expected(arrays, origin, None, 0, noise, False)
+            return reader.expected(arrays, origin, None, 0, None, False)
 
         count = offsets.shape[0]
         if part.params or isinstance(packing, GroupMasks):
@@ -105,7 +100,7 @@ class FactorReader:
             found = self.runtime.total(sum_by_group(jax.lax.map(read, packing.chunks), owner, count - 1))
         else:
             found = self.runtime.sum_chunks(read, packing.chunks, groups, offsets, 0)
-        return QuadraticProgram(reader, family), found, jnp.arange(count - 1), jnp.arange(count)
+        return QuadraticProgram(family), found, jnp.arange(count - 1), jnp.arange(count)
 
     def chunk_of_rows(self, program: AffineProgram, rows: Int[Array, "K"], mask: Bool[Array, "K"]) -> tuple:
         """What quadrature reads of any rows: see :meth:`AffineProgram.prepare`."""
@@ -154,11 +149,8 @@ class FactorReader:
         plan = self.plan
         if kind == "reparameterised":
             return ReparameterisedProgram(density, plan.family)
-        mode = plan.partition.unstructured
-        if mode == "hessian":
-            return DrawsProgram(density, plan.family)
         pairs = max(self.solver.num_draws, -(-self.num_particles // 2), least)
-        return PointsProgram(density, plan.family, mode, pairs)
+        return PointsProgram(density, plan.family, plan.partition.unstructured, pairs)
 
     def _prepare(self, prepare: Callable, packing: Packing, dim: int):
         count, rows = packing.rows.shape

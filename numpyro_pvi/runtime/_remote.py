@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..expectations import RULES, Expected, LocalNoise, PointSet
+from ..expectations import RULES, Expected, LocalNoise
 from ..families import ProductFamily, ProductNatural
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import SiteStack, cavity, damp
@@ -458,12 +458,12 @@ def _as_told(told: Bool[Array, "M"], value: Float[Array, "M"]) -> Float[Array, "
 
 
 def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
-    """How clients are told of a look's draws: none, pairs, or points with what is wanted at them; and the arrays."""
+    """How clients are told of a look's draws: none, those of units, or points with what is wanted at them; and the arrays."""
     if isinstance(draws, LocalNoise):
         kind, seed = seed_of(draws.local)
         return {"draws": "units", "seed": kind}, (draws.shared, seed)
-    if not isinstance(draws, PointSet):
-        return {"draws": "" if draws is None else "pairs"}, () if draws is None else (draws,)
+    if draws is None:
+        return {"draws": ""}, ()
     # Known before a program runs, but where a fit goes from points to draws.
     slopes = draws.slopes if isinstance(draws.slopes, bool) else None
     arrays = draws.eps, draws.weight, jnp.asarray(draws.count, jnp.int32), jnp.asarray(draws.slopes)

@@ -15,7 +15,6 @@ from ..errors import PVIError
 from ..expectations import (
     RULES,
     AffineProgram,
-    DrawsProgram,
     IntegratedProgram,
     LocalLatentProgram,
     PointsProgram,
@@ -105,11 +104,9 @@ def bare_program(plan: Plan, num_rules: int, engine: Any) -> Any:
     """
     part, family = plan.partition, plan.family
     if part.likelihood == "quadratic":
-        return QuadraticProgram(None, family)
+        return QuadraticProgram(family)
     if part.likelihood == "affine":
         return AffineProgram(part.terms, family, num_rules)
-    if part.likelihood == "draws" and part.unstructured == "hessian":
-        return DrawsProgram(_no_rows, family)
     if part.likelihood == "draws":
         pairs = max(engine.solver.num_draws, -(-engine.num_particles // 2))
         return PointsProgram(_no_rows, family, part.unstructured, pairs)

@@ -67,10 +67,9 @@ class NaturalGradient(SolverDefaults):
         step_size: largest step in (0, 1], in natural space; 1 is the full step, as for ``damping`` in earlier PVI code.
         expectation: "auto" (closed form or quadrature where the structure allows, else sigma points while a few random
             draws agree with them, else random points with gradients; for a mean-field q in many dimensions reparameterised
-            draws), or one to insist on: "exact", "quadrature", "sigma_points", "stein" (random points, gradients only),
-            "hessian" (antithetic draws with second derivatives, wrong where the gradient jumps), "monte_carlo" (whichever
-            of the last two a comparison on common draws allows), "reparameterised" (draws without Hessians, for a
-            mean-field q).
+            draws), or one to insist on: "exact", "quadrature", "sigma_points", "monte_carlo" (everything by draws: random
+            points with gradients, right where these jump; of each latent under ``AutoExponentialFamily``), "reparameterised"
+            (pairs without anything D x D, for a mean-field q).
         backtracking: halve a step that lowers the local free energy or leaves q improper, and double it back when it is
             accepted. "auto" does so wherever the schedule does not test the joint step itself and the factor is not
             quadratic.
@@ -111,9 +110,12 @@ class NaturalGradient(SolverDefaults):
             raise PVIError(
                 f"NaturalGradient(step_size={self.step_size!r}): expected a number in (0, 1]; 1 is the full step."
             )
-        words = ("auto", "exact", "quadrature", "sigma_points", "monte_carlo", "stein", "hessian", "reparameterised")
+        words = ("auto", "exact", "quadrature", "sigma_points", "monte_carlo", "reparameterised")
         if self.expectation not in words:
-            raise PVIError(f"NaturalGradient(expectation={self.expectation!r}): expected one of {', '.join(words)}.")
+            gone = " Draws are 'monte_carlo' now." if self.expectation in ("stein", "hessian") else ""
+            raise PVIError(
+                f"NaturalGradient(expectation={self.expectation!r}): expected one of {', '.join(words)}.{gone}"
+            )
         if self.backtracking not in (True, False, "auto"):
             raise PVIError(f"NaturalGradient(backtracking={self.backtracking!r}): expected True, False or 'auto'.")
         if self.sites not in ("auto", "rows", "dense"):
