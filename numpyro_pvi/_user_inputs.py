@@ -14,6 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from numpyro import handlers
 from numpyro.infer import RenyiELBO
 
 from ._compiling import Program, Programs, is_traced, level_of, owned_jit
@@ -35,6 +36,7 @@ from .factors import (
     model_work,
     positional_names,
     refuse_randomness,
+    refuse_unheld,
     refuse_unsupported,
     signature_of,
     summed_out,
@@ -594,6 +596,7 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
     looked_at = pvi.model if kept_batch(trace) is None else BatchPlates(pvi.model)
     if not elsewhere:
         check_data(looked_at, args, kwargs, names)
+        refuse_unheld(trace, lambda: handlers.trace(handlers.seed(looked_at, plan_key)).get_trace(*args, **kwargs))
     refuse_unsupported(trace)
     check_observed_shapes(trace)
     if watch.asked:

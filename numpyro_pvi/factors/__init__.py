@@ -91,6 +91,7 @@ from ._planner import (
     plan_factors,
     proved_only,
     refuse_randomness,
+    refuse_unheld,
     refuse_unsupported,
     trace_arguments,
     with_expectation,

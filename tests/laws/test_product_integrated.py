@@ -194,6 +194,24 @@ def test_a_search_that_ends_where_it_began_is_noticed(monkeypatch):
         is_the_lognormals_fit(pvi)
 
 
+@pytest.mark.slow
+@pytest.mark.once
+def test_integrals_that_are_not_known_are_told_by_group_and_latent():
+    """A count of 0 leaves the left tail of a Cauchy's as it is, which no grid of a row's reaches the end of."""
+
+    def tails(counts):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(counts)):
+            numpyro.sample("count", dist.Poisson(jnp.exp(numpyro.sample("z", dist.StudentT(1.0, w, 0.7)))), obs=counts)
+
+    pvi = made(tails, PowerEP(), labels=["a"] * 3 + ["b"])
+    counts = jnp.array([3, 4, 2, 0])
+    told = pvi.info(pvi.update(pvi.init(KEY, counts), counts)[0]).notes
+    assert any(
+        note.startswith("group 'b': the integral over the own latents (z) of some row is not known") for note in told
+    ), told
+
+
 @pytest.mark.parametrize(
     ("power", "schedule"),
     [(0.5, Synchronous(damping=1.0)), pytest.param(1.0, Sequential(), marks=pytest.mark.slow)],
