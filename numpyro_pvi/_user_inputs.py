@@ -31,6 +31,7 @@ from .factors import (
     check_observed_shapes,
     enumerated,
     explained,
+    frames_named,
     is_latent,
     join_arguments,
     model_work,
@@ -584,7 +585,8 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
     args, kwargs = pvi._arguments(*given)
     pvi._followed.renew_guide(pvi.guide)
     key, guide_key, plan_key = _three_keys(rng_key)
-    trace, by_value = trace_arguments(watch := KeyWatch(pvi.model), plan_key, args, kwargs)
+    with frames_named(*given, names):
+        trace, by_value = trace_arguments(watch := KeyWatch(pvi.model), plan_key, args, kwargs)
     elsewhere = pvi.runtime.elsewhere is not None
     if by_value and elsewhere:
         raise PVIError(

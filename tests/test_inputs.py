@@ -237,6 +237,22 @@ def simulated(X, y):
         numpyro.sample("obs", dist.Normal(X @ w + b, 0.5), obs=y)
 
 
+def test_a_tables_columns_by_name_are_told_to_be_passed_as_a_dict():
+    """Models see a table as one array; the columns' names ended in a TypeError of JAX's."""
+    frame = pytest.importorskip("pandas").DataFrame({"x": X[:, 0], "y": Y})
+
+    def model(df):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(df["y"])):
+            numpyro.sample("obs", dist.Normal(w * df["x"], 1.0), obs=df["y"])
+
+    words = r"argument 0 \('df'\).* as a dict, {c: df\[c\].to_numpy\(\) for c in df.columns}"
+    for table in (frame, frame.assign(g="u")):
+        with pytest.raises(DataError, match=words):
+            of(model).init(KEY, table)
+    assert of(model).init(KEY, {c: frame[c].to_numpy() for c in frame.columns}).step == 0
+
+
 def test_a_density_that_changes_with_keys_is_refused():
     """It was frozen at one key without a word; keys that leave the density alone pass."""
     with pytest.raises(

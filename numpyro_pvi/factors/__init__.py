@@ -7,6 +7,7 @@ from ._arguments import (
     as_arrays,
     check_finite_arguments,
     check_same_signature,
+    frames_named,
     join_arguments,
     positional_names,
     signature_of,
