@@ -180,6 +180,7 @@ def rounds_of_some():
     return pvi, states
 
 
+@pytest.mark.once
 def test_some_groups_free_energy_is_the_elbo_where_they_are_all():
     """PVI eq. 2 of every group: what it rises by between two states is what the ELBO does, rows' own latents' part included."""
     pvi, states = rounds_of_some()
