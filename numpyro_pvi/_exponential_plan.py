@@ -379,10 +379,8 @@ def check_partial(solver: Any, schedule: Any, plan: ProductPlan) -> None:
     """
     if solver.matches_moments:
         check_tilted(plan, solver)
-    elif plan.inside and not schedule.fuses(solver) and (schedule.partial or solver.private):
-        why = "a step of some groups is tested by what they say of shared latents alone: write solver=NaturalGradient() or"
-        if solver.private:
-            why = "their posteriors, one a row, are part of the state and are not noised: fit without it, or"
+    elif plan.inside and not schedule.fuses(solver) and solver.private:
+        why = "their posteriors, one a row, are part of the state and are not noised: fit without it, or"
         raise PVIError(
             f"{type(schedule).__name__} with {type(solver).__name__} under AutoExponentialFamily is for models whose rows have no "
             f"latents of their own, and {plan.inside[0].name!r} is inside the partitioned plate; {why} integrate it out in the "

@@ -448,7 +448,7 @@ def moment_notes(state: PVIState) -> tuple[str, ...]:
     """One sentence for every factor whose tilted moments were not what was asked for in its last visit."""
     solvers = jax.device_get((state.solver_state, state.prior_solver_state))
     count = len(state.plan.partition.table.labels)
-    found = [trouble_of(solvers[0], i) for i in range(count)]
+    found = [trouble_of(solvers[0], i, state.plan.own_latents) for i in range(count)]
     if state.plan.partition.has_prior_factor:
         found = [trouble_of(solvers[1]), *found]
     pairs = zip(labels_of(state.plan), found, strict=True)

@@ -213,7 +213,8 @@ def load_state(path: Any, pvi: Any) -> Loaded:
         if type(salt) is not str:
             raise TypeError("salt")
         _check_settings(name, header["settings"], settings_of(pvi, salt))
-        decoder = Decoder(_types(pvi), arrays, CheckpointError)
+        versions = header["versions"]["numpyro_pvi"], _version("numpyro_pvi")
+        decoder = Decoder(_types(pvi), arrays, CheckpointError, "{} (this is {})".format(*versions))
         state = _state(header, decoder, pvi)
         known = {n: decoder.value(x) for n, x in header["supports"].items() if x is not None}
         loaded = Loaded(state, known, _run_of(decoder.value(header["run"])), salt)
@@ -329,7 +330,7 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
         ]
         raise CheckpointError(
             f"the file was written by another version of numpyro_pvi: its state {', '.join(more)}. Install "
-            f"{header['versions']['numpyro_pvi']}, or start anew."
+            f"{decoder.written_by}, or start anew."
         )
     plan = decoder.value(fields["plan"])
     if type(plan) is not pvi._fit.plan_type or not isinstance(plan.signature, ArgumentSignature):

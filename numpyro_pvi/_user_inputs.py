@@ -14,6 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from numpyro import handlers
 from numpyro.infer import RenyiELBO
 
 from ._compiling import Program, Programs, is_traced, level_of, owned_jit
@@ -30,11 +31,13 @@ from .factors import (
     check_observed_shapes,
     enumerated,
     explained,
+    frames_named,
     is_latent,
     join_arguments,
     model_work,
     positional_names,
     refuse_randomness,
+    refuse_unheld,
     refuse_unsupported,
     signature_of,
     summed_out,
@@ -562,7 +565,8 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
     args, kwargs = pvi._arguments(*given)
     pvi._followed.renew_guide(pvi.guide)
     key, guide_key, plan_key = _three_keys(rng_key)
-    trace, by_value = trace_arguments(watch := KeyWatch(pvi.model), plan_key, args, kwargs)
+    with frames_named(*given, names):
+        trace, by_value = trace_arguments(watch := KeyWatch(pvi.model), plan_key, args, kwargs)
     elsewhere = pvi.runtime.elsewhere is not None
     if by_value and elsewhere:
         raise PVIError(
@@ -574,6 +578,7 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
     looked_at = pvi.model if kept_batch(trace) is None else BatchPlates(pvi.model)
     if not elsewhere:
         check_data(looked_at, args, kwargs, names)
+        refuse_unheld(trace, lambda: handlers.trace(handlers.seed(looked_at, plan_key)).get_trace(*args, **kwargs))
     refuse_unsupported(trace)
     check_observed_shapes(trace)
     if watch.asked:

@@ -40,6 +40,7 @@ __all__ = [
     "take",
     "tie",
     "tied_site",
+    "with_more",
     "with_shares",
 ]
 
@@ -370,6 +371,14 @@ def marginal_sites(local: LocalSites, chunk_group: Int[Array, "C"]) -> GaussianN
 
     shared = local.shared
     return GaussianNatural(shared.precision_mean - total(vector), shared.precision - total(matrix))
+
+
+def with_more(sites: SiteStack, extra: Any) -> SiteStack:
+    """Sites of which every group's says ``extra`` (natural parameters, leading axis M) more of the shared latents."""
+    local = sites.local
+    if isinstance(local, LocalSites):
+        local = LocalSites(local.shared + extra, local.rows)
+    return SiteStack(sites.groups + extra, sites.prior, local)
 
 
 def keep_groups(good: Bool[Array, "M"], new: Any, old: Any, chunk_group: Int[Array, "C"]) -> Any:

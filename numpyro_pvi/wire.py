@@ -414,10 +414,17 @@ class Decoder:
         types: dataclasses and NamedTuples that may occur.
         arrays: the frame's arrays.
         error: what is raised for a type that is not what it was.
+        written_by: the version of this package that the nodes are from, where it is known.
     """
 
-    def __init__(self, types: dict[str, type], arrays: list[np.ndarray], error: type[PVIError] = WireError) -> None:
-        self.types, self.arrays, self.error = types, arrays, error
+    def __init__(
+        self,
+        types: dict[str, type],
+        arrays: list[np.ndarray],
+        error: type[PVIError] = WireError,
+        written_by: str = "that version",
+    ) -> None:
+        self.types, self.arrays, self.error, self.written_by = types, arrays, error, written_by
 
     def value(self, node: Any, device: bool = False) -> Any:
         """The value of a node.
@@ -494,8 +501,8 @@ class Decoder:
                 f"has {x!r} more" for x in fields if x not in names
             ]
             raise self.error(
-                f"the file was written by another version of numpyro_pvi: its {name} {', '.join(parts)}. Install that version, "
-                "or start anew."
+                f"the file was written by another version of numpyro_pvi: its {name} {', '.join(parts)}. Install "
+                f"{self.written_by}, or start anew."
             )
         values, hints = {x: self.value(fields[x], device) for x in names}, _hints(kind)
         if wrong := [x for x in names if not _fits(values[x], hints.get(x, Any))]:

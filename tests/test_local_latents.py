@@ -23,7 +23,7 @@ from numpyro_pvi.families import (
 )
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.runtime import _local as local_problem
-from numpyro_pvi.schedules import Sequential, Streaming, Synchronous
+from numpyro_pvi.schedules import Committee, Sequential, Streaming, Synchronous
 from numpyro_pvi.sites import posterior
 from numpyro_pvi.solvers import Conjugate, NaturalGradient
 
@@ -100,6 +100,10 @@ PAIRS = [
     for mode in ("args", "index", "mask")
     for name, schedule in (("parallel", Synchronous()), ("cyclic", Sequential()))
 ]
+PAIRS += [
+    pytest.param("args", Committee(), id="args-committee", marks=pytest.mark.slow),
+    pytest.param("mask", Committee("split"), id="mask-split committee", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("mode", "schedule"), PAIRS)
@@ -129,6 +133,24 @@ def test_one_round_is_exact_where_everything_is_gaussian(mode, schedule, toleran
     if mode == "args" and tolerance < 1e-6:
         # q is exact, so the importance weights are equal up to rounding.
         assert pvi.khat(state, X, Y, rng_key=KEY, num_samples=200) == 0.0
+
+
+@pytest.mark.slow
+def test_a_committee_of_one_fits_a_factor_of_the_prior_beside_rows_latents():
+    """A count beside the plate is a factor of the prior's, which a lone member fits with its rows: no other q than Sequential's."""
+
+    def model(X, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        numpyro.sample("extra", dist.Poisson(jnp.exp(w[0])), obs=4)
+        with numpyro.plate("data", N):
+            u = numpyro.sample("u", dist.Normal(0.3 * w[0], SPREAD))
+            numpyro.sample("obs", dist.Normal(X @ w + u, NOISE), obs=y)
+
+    found = []
+    for schedule, rounds in ((Committee(tol=1e-6), 1), (Sequential(), 30)):
+        pvi = PVI(Partition(model, "data", ["a"] * N), AutoMultivariateNormal(model), schedule=schedule)
+        found.append(pvi.run(KEY, rounds, X, Y, progress_bar=False).params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *found)
 
 
 def test_the_local_entropy_is_part_of_the_elbo(tolerance, monkeypatch):

@@ -380,7 +380,10 @@ def rewritten(file, change):
         (lambda h: h.update(x64=not h["x64"]), "bits"),
         (lambda h: h["state"].pop("rule"), "another version .* lacks 'rule'"),
         (lambda h: h["state"].update(novel=None), "has 'novel' more"),
-        (lambda h: h["state"]["report"]["fields"].pop("move"), "RoundReport lacks 'move'"),
+        (
+            lambda h: (h["state"]["report"]["fields"].pop("param_gain"), h["versions"].update(numpyro_pvi="0.0.1")),
+            r"another version .* RoundReport lacks 'param_gain'. Install 0.0.1 \(this is ",
+        ),
         (lambda h: h["state"]["report"].update(type="Popen"), "a Popen, which this PVI"),
         (lambda h: h["state"]["solver_state"].append([".x", 1]), "solver_state .* has '.x' more"),
         (lambda h: h["state"].update(step={"array": 10**6}), "does not describe a state"),

@@ -786,7 +786,8 @@ def _asked_for(grid: ProductGrid, q: ProductNatural, found: _Look, power: Any) -
     change = (target - q) * (1.0 / used)
     value = jax.nn.logsumexp(_or_nothing(base + power * found.ratio)) / power
     finite = jnp.any(jnp.isfinite(found.ratio))
-    return unsampled(change, value, finite, found.proper & all_finite(change), found.share)
+    asked = unsampled(change, value, finite, found.proper & all_finite(change), found.share)
+    return asked._replace(unknown=~asked.valid & jnp.any(jnp.isnan(found.ratio)))
 
 
 def _or_nothing(logs: Array) -> Array:

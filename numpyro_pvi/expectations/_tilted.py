@@ -48,6 +48,8 @@ class Tilted(NamedTuple):
     valid: Bool[Array, "*M"]
     # What to hand to the factor's next visit: where its chains stand; None where nothing is kept.
     memory: Any = None
+    # Whether integrals over rows' own latents are not known at points that count; None where there are none.
+    unknown: Any = None
 
 
 def least_ess(count: int, size: int) -> float:

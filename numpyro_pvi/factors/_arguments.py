@@ -6,10 +6,11 @@ stay concrete: they are kept as NumPy arrays, which are part of a program like n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
@@ -281,13 +282,43 @@ def _to_numpy(leaf: Any, name: str) -> np.ndarray:
     except ValueError as error:
         raise DataError(f"{name} is a list whose rows have different lengths: pass a rectangular array.") from error
     if array.dtype.kind in "OUSMmV":
+        columns = f" {_by_name(name)}" if is_frame(leaf) else ""
         raise DataError(
             f"{name} holds {_kind(array.dtype)} (dtype {array.dtype}), which cannot enter a density: encode it as "
-            "numbers "
-            "before, for example categories as ints from 0."
+            f"numbers before, for example categories as ints from 0.{columns}"
         )
     # JAX takes numbers in the machine's own order of bytes only.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def is_frame(leaf: Any) -> bool:
+    """Whether something is a table whose columns have names."""
+    return hasattr(leaf, "columns") and hasattr(leaf, "to_numpy")
+
+
+def _by_name(name: str) -> str:
+    called = _called(name)
+    return (
+        f"Models see a table as one array, without its columns' names: pass what the model takes by name as a dict, "
+        f"{{c: {called}[c].to_numpy() for c in {called}.columns}}, whose length is that of a column, len({called}['x'])."
+    )
+
+
+@contextlib.contextmanager
+def frames_named(args: tuple, kwargs: dict, names: Sequence[str]) -> Iterator[None]:
+    """Around a first look at a model: say what to pass where it takes a table's columns by name.
+
+    ``args``: positional arguments as they were given; ``kwargs``: keyword arguments; ``names``: of the positional ones. Raises
+    DataError naming the table.
+    """
+    try:
+        yield
+    except TypeError as error:
+        paths = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_frame)
+        found = [_name(path, names) for path, leaf in paths if is_frame(leaf)]
+        if not found or "string indexing" not in str(error):
+            raise
+        raise DataError(f"{found[0]} is a table, and the model asks it for a column. {_by_name(found[0])}") from error
 
 
 def _called(name: str) -> str:

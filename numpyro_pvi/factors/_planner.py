@@ -524,6 +524,43 @@ def _is_masked(fn: Any) -> bool:
     return isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
 
 
+def refuse_unheld(trace: dict, concrete: Callable[[], dict]) -> None:
+    """Refuse a latent of a row whose prior and observations are all masked, so that nothing holds it and q would never settle.
+
+    ``trace``: abstract trace of the model; ``concrete``: gives one with values, which is asked for where a latent in a plate is
+    masked. Raises ImproperError naming the latent and its first such row.
+    """
+    names = [n for n, s in trace.items() if is_latent(s) and s["cond_indep_stack"] and _is_masked(s["fn"])]
+    found = concrete() if names else {}
+    for name in names:
+        for frame in found[name]["cond_indep_stack"]:
+            observed = [s for s in found.values() if s["type"] == "sample" and s["is_observed"]]
+            # An observation elsewhere may see the latent by an index.
+            if any(frame not in s["cond_indep_stack"] for s in observed):
+                continue
+            held = _masks(found[name]["fn"], frame)
+            for s in observed:
+                held = held | _masks(s["fn"], frame)
+            if not np.all(held):
+                raise ImproperError(
+                    f"latent {name!r} is without its prior in row {int(np.argmin(held))} of plate {frame.name!r}, which "
+                    "numpyro.handlers.mask leaves out together with all that is observed of the row, so that nothing holds it: "
+                    "mask the observed sample sites alone."
+                )
+
+
+def _masks(fn: Any, frame: Any) -> np.ndarray:
+    """By index of a plate, whether anything of a distribution is left in by masks."""
+    left = np.ones((frame.size,), bool)
+    while isinstance(fn, dist.MaskedDistribution):
+        mask, axis = np.broadcast_to(np.asarray(fn._mask), fn.batch_shape), len(fn.batch_shape) + frame.dim
+        # None, of a site that is looked at beside the log density, says nothing.
+        if fn._mask is not None and axis >= 0 and mask.shape[axis] == frame.size:
+            left &= np.moveaxis(mask, axis, 0).reshape(frame.size, -1).any(1)
+        fn = fn.base_dist
+    return left
+
+
 class KeyWatch(Messenger):
     """Watches a model ask for random keys with ``numpyro.prng_key()``, and answers with its own where it has one."""
 

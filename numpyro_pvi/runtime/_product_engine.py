@@ -44,7 +44,7 @@ from ._product_matching import (
     rows_together,
     tilted_of,
 )
-from ._product_plan import SAMPLED_WAYS, exact_prior_of, owners, prior_members
+from ._product_plan import SAMPLED_WAYS, along, exact_prior_of, owners, prior_members
 from ._product_problem import ProductProblem
 from ._product_rounds import (
     Beside,
@@ -597,6 +597,21 @@ class OwnFactors(_OfShared):
         if not self.matches_moments:
             return local
         return self._beside(self._tilted(None, local).settled(carry.evaluation.q, moved))
+
+    def own_between(self, old: Any, new: Any, share: Float[Array, "M"]) -> Any:
+        """See :meth:`numpyro_pvi.schedules.Problem.own_between`; rows of no group are as they were."""
+        plan, parts = self.problem.plan, {}
+        for name, part in old.parts.items():
+            axis = plan.row_axes[name]
+            shares = share[self.problem.owners(jax.tree.leaves(part)[0].shape[axis])]
+            parts[name] = jax.tree.map(
+                lambda a, b, s=shares, axis=axis: a + along(s, axis, a.ndim) * (b - a), part, new.parts[name]
+            )
+        return OwnMembers(parts)
+
+    def own_rest(self, q: Any, local: Any) -> Float[Array, ""]:
+        """Minus KL to their exact prior, or the entropy, of rows' own latents."""
+        return jnp.sum(self.problem.divergences(self.whole(q, local), self.problem.plan.row_axes))
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Every group's local solve from the same q; each moves its own rows' latents."""

@@ -53,8 +53,9 @@ class RowMatches(NamedTuple):
         del family, moments
         return self.ess[..., None][..., :0]
 
-    def sentence(self) -> str | None:
+    def sentence(self, own: tuple[str, ...] = ()) -> str | None:
         """What went wrong in one group's last visit, and the remedy, without the group's name; None where nothing did."""
+        del own
         found = trouble_sentence(int(self.trouble), float(self.ess), float(self.temper))
         return None if found is None else f"of {int(self.troubled)} of its rows, each a factor: {found}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -583,10 +583,12 @@ class ProductProblem:
         known = {n: control.prior.parts[n] for n in prior.structure.drawn}
         return prior.left_over(variables, rest, self._prior_density, key, None, known)[1]
 
-    def divergences(self, q: ProductNatural) -> Float[Array, "C"]:
-        """Of every component, minus KL to its exact prior; the entropy where it has none. In nats."""
+    def divergences(self, q: ProductNatural, names: Collection[str] | None = None) -> Float[Array, "C"]:
+        """Of every component, or of some, minus KL to its exact prior; the entropy where it has none. In nats."""
         found = []
         for name, family in self.family.components:
+            if names is not None and name not in names:
+                continue
             own = q.parts[name]
             held = name in self.plan.exact
             found.append(-family.kl(own, self.prior.parts[name]) if held else family.entropy(own))

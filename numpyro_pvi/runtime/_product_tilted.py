@@ -471,6 +471,11 @@ class ProductTilted(MatchedFactors):
             return looks.values({n: jnp.broadcast_to(x, (count, *x.shape)) for n, x in fixed.items()} | own)
 
         arguments, space = (_some(q, seen), _some(site, seen), power), Unconstrained(seen, _some(q, seen))
+        integrates = self.members is not None and looks.factor is self.problem.plan.likelihood
+
+        def told(found: Tilted, unknown: Any) -> Tilted:
+            """Where rows' own latents are integrated out, a value that is no number is an integral that is not known."""
+            return found._replace(unknown=unknown if integrates else None)
 
         def slopes(order: int) -> Callable:
             return looks.slopes(lambda u: fixed | space.values(u)[0], order)
@@ -478,24 +483,27 @@ class ProductTilted(MatchedFactors):
         def by_chains() -> Tilted:
             settings = chain_settings(self.solver.moments)
             assert settings is not None  # the plan says so
-            return tilted_by_chains(space, slopes(1), *arguments, looks.key, settings, chains)
+            found = tilted_by_chains(space, slopes(1), *arguments, looks.key, settings, chains)
+            return told(found, ~found.finite)
 
         def weighed() -> Tilted:
             values = everywhere(draws.values)
-            if self.members is not None and looks.factor is self.problem.plan.likelihood:
+            if integrates:
                 # Of a draw or two rounding may leave no row's integral; of more, nothing is known of the factor.
                 lost = jnp.isnan(values)
                 values = jnp.where(lost & (jnp.mean(lost) <= _LEFT_OUT), -jnp.inf, values)
-            return tilted_by_draws(seen, draws, values, *arguments)
+            return told(tilted_by_draws(seen, draws, values, *arguments), jnp.any(jnp.isnan(values)))
 
         if looks.method == "quadrature":
             grid = self._grid(seen, looks.factor)
             assert grid is not None  # the plan says so
             found = tilted_on_grid(grid, everywhere, *arguments)
+            found = told(found, found.unknown)
         elif looks.method == "laplace":
             wanted = with_settings(self.solver.moments)
             assert isinstance(wanted, LaplaceMoments)  # the plan says so
             found = tilted_by_laplace(space, slopes(2), everywhere, *arguments, looks.key, wanted)
+            found = told(found, ~found.finite)
         elif looks.method == "mcmc":
             found = by_chains()
         else:

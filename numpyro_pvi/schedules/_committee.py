@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from ..errors import PVIError
 from ..families import Moments
-from ..sites import SiteStack, damp, select
+from ..sites import SiteStack, damp, posterior, select, with_more
 from ._acceptance import refuse_power, shorten
 from ._contract import Accepted, Problem, RoundCarry, ScheduleDefaults, check_visits
 from ._convergence import Approach, Asked, approach, at_rest, round_report, with_prior
@@ -33,6 +33,8 @@ class _Member(NamedTuple):
     backoffs: Int[Array, ""]
     moved: Bool[Array, ""]
     visits: Int[Array, ""]
+    # What all groups hold beside their sites, with this member's rows as its fit has them.
+    local: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Committee(ScheduleDefaults):
 
     A member visits its own group until its posterior moves by at most ``tol`` sds, ``max_visits`` times at most (always as
     often under a stochastic solver, whose moves do not die out). The first round does it all; later ones change nothing.
-    Models with local latents are refused.
+    Rows' own latents are those of their member's posterior; where moments are matched and they are integrated out, they are
+    matched to the product.
 
     Members never see each other, so in general q is not a fixed point of anything. For linear-Gaussian models it is the exact
     posterior, both ways. The loss is the negative ELBO of the product q, a bound of log p(y) as under any schedule, and
@@ -59,7 +62,7 @@ class Committee(ScheduleDefaults):
 
     Raises:
         PVIError: on construction, for values outside these ranges; at ``init``, for "split" with a prior outside the
-            family, or for local latents.
+            family.
 
     References:
         Tresp, A Bayesian Committee Machine, Neural Computation 12 (2000). Ashman et al., Partitioned Variational Inference,
@@ -85,11 +88,6 @@ class Committee(ScheduleDefaults):
     def init(self, problem: Problem, dtype: Any) -> Bool[Array, ""]:
         """Not complete yet."""
         refuse_power(self, problem)
-        if problem.units is not None:
-            raise PVIError(
-                "Committee does not fit a model with latents inside the partitioned plate: a member alone, without a test of its "
-                "free energy, seldom determines what they share. Write Synchronous() or Sequential()."
-            )
         if self.prior == "split" and problem.has_prior_factor:
             raise PVIError(
                 "Committee(prior='split') raises the prior to the power 1/M, which needs a prior inside the Gaussian family, but "
@@ -112,19 +110,19 @@ class Committee(ScheduleDefaults):
         if self.prior == "split":
             base = base * (1.0 / problem.num_groups)
 
-        def member(xs):
+        def member(local, xs):
             index, key = xs
             start = None if alone is None else alone.prior
-            return self._member(problem, carry, (index, base, start, rule, noise), key)
+            found = self._member(problem, carry, (index, base, start, rule, noise), key, local)
+            return found.local, found._replace(local=None)
 
-        members = jax.lax.map(member, (jnp.arange(problem.num_groups), jax.random.split(key, problem.num_groups)))
-        groups = members.site
+        each = jnp.arange(problem.num_groups), jax.random.split(key, problem.num_groups)
+        local, members = jax.lax.scan(member, sites.local, each)
+        product = SiteStack(members.site, None if alone is None else alone.prior, local)
         if alone is not None:
             # What each member made of the prior, beyond what stands for it.
-            extra = jax.tree.map(lambda each, one: each - one, members.prior, alone.prior)
-            groups = groups + extra
-        prior = None if alone is None else alone.prior
-        done = _take(problem, carry, SiteStack(groups, prior), rule, noise)
+            product = with_more(product, jax.tree.map(lambda each, one: each - one, members.prior, alone.prior))
+        done = _take(problem, carry, _settled(problem, carry, product, members.moved), rule, noise)
         skipped = with_prior(None if alone is None else ~alone.moved, ~members.moved)
         left = with_prior(None if alone is None else alone.approach.left, members.approach.left)
         report = round_report(
@@ -140,16 +138,17 @@ class Committee(ScheduleDefaults):
         prior_state = None if alone is None else alone.prior_state
         return RoundCarry(done.sites, done.evaluation, members.state, prior_state, jnp.array(True), report)
 
-    def _member(self, problem: Problem, carry: RoundCarry, what: tuple, key: Any) -> _Member:
-        """One member's fit; without an index, that of the prior factor alone."""
+    def _member(self, problem: Problem, carry: RoundCarry, what: tuple, key: Any, local: Any = None) -> _Member:
+        """One member's fit; without an index, that of the prior factor alone. ``local``: what all hold beside their sites."""
         index, base, prior, rule, noise = what
         family = problem.family
         site, state = family.zeros((), carry.evaluation.elbo.dtype), ()
         if index is not None:
             state = jax.tree.map(lambda x: x[index], carry.solver)
             own = jax.tree.map(lambda x: x[index], carry.sites.groups)
-            # A start that was made for all groups together need not do for one alone.
-            site = select(family.in_domain(_sum(base, own, prior)), own, site)
+            # A start that was made for all groups together need not do for one alone; one beside own latents is of these, too.
+            usable = family.in_domain(_sum(base, own, prior))
+            site = own if local is not None else select(usable, own, site)
 
         def unfinished(m: _Member) -> Bool[Array, ""]:
             settled = (m.visits > 0) & ((m.approach.left <= self.tol) | ~m.moved)
@@ -157,10 +156,10 @@ class Committee(ScheduleDefaults):
 
         def visit(m: _Member) -> _Member:
             group_key, prior_key = jax.random.split(jax.random.fold_in(key, m.visits))
-            site, state, moved, backoffs = m.site, m.state, jnp.array(False), m.backoffs
+            site, state, local, moved, backoffs = m.site, m.state, m.local, jnp.array(False), m.backoffs
             if index is not None:
                 q = _sum(base, site, m.prior)
-                result, _ = problem.visit_group(index, q, site, state, group_key, rule, noise, None)
+                result, local = problem.visit_group(index, q, site, state, group_key, rule, noise, local, alone=True)
                 site, state, moved = result.site, result.state, result.moved
                 backoffs = backoffs + result.backoffs
             prior, prior_state = m.prior, m.prior_state
@@ -171,12 +170,12 @@ class Committee(ScheduleDefaults):
                 backoffs = backoffs + found.backoffs
             moments = family.moments(_sum(base, site, prior))
             nearer = approach(m.approach, family.moves(moments, m.moments))
-            return _Member(site, state, prior, prior_state, moments, nearer, backoffs, moved, m.visits + 1)
+            return _Member(site, state, prior, prior_state, moments, nearer, backoffs, moved, m.visits + 1, local)
 
         moments = family.moments(_sum(base, site, prior))
         far = Approach(jnp.zeros((family.num_moves,), moments.loc.dtype), jnp.full((), jnp.inf, moments.loc.dtype))
         first = _Member(
-            site, state, prior, carry.prior_solver, moments, far, jnp.int32(0), jnp.array(True), jnp.int32(0)
+            site, state, prior, carry.prior_solver, moments, far, jnp.int32(0), jnp.array(True), jnp.int32(0), local
         )
         last = jax.lax.while_loop(unfinished, visit, first)
         # A member that came to rest moved all the same.
@@ -185,6 +184,16 @@ class Committee(ScheduleDefaults):
 
 def _sum(base: Any, site: Any, prior: Any) -> Any:
     return base + site if prior is None else base + site + prior
+
+
+def _settled(problem: Problem, carry: RoundCarry, product: SiteStack, moved: Bool[Array, "M"]) -> SiteStack:
+    """The product of the members with own latents that are integrated out of them matched to its q; others are the members'."""
+    if product.local is None or not problem.matches_moments:
+        return product
+    q = posterior(problem.prior_natural, product)
+    at = carry._replace(sites=product, evaluation=carry.evaluation._replace(q=q))
+    local = problem.local_proposal(at, moved & problem.family.in_domain(q))
+    return dataclasses.replace(product, local=local)
 
 
 def _take(problem: Problem, carry: RoundCarry, proposal: SiteStack, rule: Any, noise: Any) -> Accepted:

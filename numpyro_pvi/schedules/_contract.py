@@ -293,6 +293,14 @@ class ProblemDefaults(Protocol):
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """What groups that moved want beside their sites (local latents), in joint natural space; None without any."""
 
+    def own_between(self, old: Any, new: Any, share: Float[Array, "M"]) -> Any:
+        """What groups hold beside their sites, each at its own share of the way to what visits have answered with."""
+        return new
+
+    def own_rest(self, q: Any, local: Any) -> Float[Array, ""]:
+        """What the ELBO owes to what groups hold beside their sites, in nats, where no factor's value has it."""
+        return jnp.zeros(())
+
     def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
         """What all groups propose from one q, with steps that a few rows may have taken on their own since."""
         return results

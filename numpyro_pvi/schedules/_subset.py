@@ -177,11 +177,10 @@ class StochasticSubset(ScheduleDefaults):
         if self.damping == "auto" and not problem.stochastic:
             share = state.share
         share = jnp.where(taking_part & results.moved, share, 0.0)
-        local = (
-            self._local_proposal(problem, carry, taking_part & results.moved)
-            if results.local is None
-            else results.local
-        )
+        if results.local is None:
+            local = self._local_proposal(problem, carry, taking_part & results.moved)
+        else:
+            local = problem.own_between(sites.local, results.local, share)
         groups = jax.vmap(damp)(sites.groups, results.site, share)
         proposal = SiteStack(groups, None if prior is None else prior.site, local)
 
@@ -323,5 +322,7 @@ def _free_energy(problem: Problem, evaluation: Evaluation, sites: SiteStack, kno
         parts.append(jnp.where(finite, evaluation.prior.value, 0.0)[None])
         parts.append(-problem.family.expect_quadratic(sites.prior, moments)[None])
     parts.append(jnp.stack(problem.family.log_partition_parts(evaluation.q, moments)))
+    # Rows of groups that are not in S stay, and their part with them.
+    parts.append(problem.own_rest(evaluation.q, sites.local)[None])
     every = jnp.concatenate(parts)
     return jnp.sum(every), jnp.sum(jnp.abs(every))

@@ -112,7 +112,7 @@ def own_step(
 # Visits of solvers that match moments, of Gaussians and of products of families: what a group remembers, and what went wrong.
 
 # Why a group's moments were not what was asked for.
-FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD = range(7)
+FINE, NOT_FINITE, NO_TILTED, NO_STEP, COLLAPSED, IMPROPER, HELD, UNKNOWN = range(8)
 _SMALLER = "a smaller power (PowerEP(power=0.5), AlphaDivergence(0.5)) or a smaller damping"
 _LARGER = "a larger beta (SNEP(beta=2.0)) or a smaller step_size"
 _SENTENCES = {
@@ -128,6 +128,10 @@ _SENTENCES = {
     "it: where this lasts the limit is not that of the power asked for; use {smaller}",
     HELD: "the moments of {held} row(s) were not finite, and these kept their sites: look for observations that are all "
     "but impossible, or use {smaller}",
+    UNKNOWN: "the integral over the own latents ({own}) of some row is not known at points with more than a hundredth of q's mass: "
+    "its mass is beyond the row's grid or draws, or too narrow for them (a prior with heavy tails, far modes, an observation all "
+    "but impossible), or infinite. Write the integral in the model (a StudentT, a NegativeBinomial, ...), give these latents a "
+    "prior with lighter tails, enable x64 where what is left is rounding, or use solver=NaturalGradient(), which takes no integral",
 }
 
 
@@ -136,32 +140,38 @@ TROUBLES = len(_SENTENCES) + 1
 
 
 def trouble_sentence(
-    trouble: int, ess: float, temper: float, chains: Chains | None = None, held: int = 0, anchored: bool = False
+    trouble: int,
+    ess: float,
+    temper: float,
+    chains: Chains | None = None,
+    held: int = 0,
+    anchored: bool = False,
+    own: tuple[str, ...] = (),
 ) -> str | None:
     """What went wrong in a visit, and the remedy, without the group's name.
 
     ``trouble``: code of :class:`MatchState`; ``ess``: effective sample size; ``temper``: share of the power that was used;
     ``chains``: the factor's, if it has any; ``held``: rows that kept their sites; ``anchored``: whether tilted distributions
-    are taken at a q of the solver's own. Returns a sentence; None where nothing did.
+    are taken at a q of the solver's own; ``own``: names of rows' own latents. Returns a sentence; None where nothing did.
     """
     found = (_SENTENCES | CHAIN_SENTENCES).get(trouble)
     if found is None:
         return None
-    said: dict = {"ess": ess, "temper": temper, "held": held}
+    said: dict = {"ess": ess, "temper": temper, "held": held, "own": ", ".join(own)}
     said |= {"smaller": _LARGER, "there": "its anchor"} if anchored else {"smaller": _SMALLER, "there": "q"}
     said |= {} if chains is None else {"rhat": float(chains.rhat), "divergent": float(chains.divergent)}
     return found.format(**said)
 
 
-def trouble_of(state: Any, index: int | None = None) -> str | None:
+def trouble_of(state: Any, index: int | None = None, own: tuple[str, ...] = ()) -> str | None:
     """What went wrong with a group's tilted moments in its last visit, and the remedy; None where nothing did.
 
-    ``state``: the solver state of one group, or of all with ``index``; of any solver; ``index``: which group. Returns a
-    sentence without the group's name.
+    ``state``: the solver state of one group, or of all with ``index``; of any solver; ``index``: which group; ``own``: names of
+    rows' own latents. Returns a sentence without the group's name.
     """
     if not hasattr(state, "trouble"):
         return None
-    return (state if index is None else jax.tree.map(lambda x: x[index], state)).sentence()
+    return (state if index is None else jax.tree.map(lambda x: x[index], state)).sentence(own)
 
 
 class MatchRules(NamedTuple):
@@ -211,10 +221,10 @@ class MatchState(NamedTuple):
             return self.step[..., None][..., :0]
         return family.effect(self.last, moments) if isinstance(self.last, Vector) else self.last
 
-    def sentence(self) -> str | None:
+    def sentence(self, own: tuple[str, ...] = ()) -> str | None:
         """What went wrong in the last visit, and the remedy, without the group's name; None where nothing did."""
         numbers = int(self.trouble), float(self.ess), float(self.temper)
-        return trouble_sentence(*numbers, self.chains, int(self.held), self.anchor is not None)
+        return trouble_sentence(*numbers, self.chains, int(self.held), self.anchor is not None, own)
 
 
 def first_match_state(last: Any, damping: float, dtype: Any, chains: Chains | None = None) -> MatchState:
@@ -251,6 +261,8 @@ def match_visit(family: Any, q: Any, site: Any, found: Tilted, state: MatchState
     change = select(usable, change, jax.tree.map(jnp.zeros_like, site))
     noise = jnp.where(usable, found.noise, state.noise)
     step, last = own_step(family, q, change, noise, state, rules.damping)
+    # Weights that collapsed tell of what they were believed at, and nothing of what lies as many times further.
+    step = step * jnp.where(jnp.isnan(found.ess), 1.0, found.temper)
     taken, tries = back_off(lambda step: family.in_domain(q + change * step), step)
     good = usable & family.in_domain(q + change * taken)
     new = after_match(found, state, rules, found.valid, usable & ~good)._replace(
@@ -277,6 +289,7 @@ def after_match(
     collapsed = weighed & (found.ess < rules.least)
     collapses, chains, said = _after(found, state, collapsed, rules)
     reasons = [
+        *([] if found.unknown is None else [(found.unknown, UNKNOWN)]),
         (~found.finite, NOT_FINITE),
         (~valid, NO_TILTED),
         (stuck, NO_STEP),

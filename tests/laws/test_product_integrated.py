@@ -19,7 +19,15 @@ from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError, Skipped
 from numpyro_pvi.expectations import _own_integrals
 from numpyro_pvi.families import BernoulliFamily
 from numpyro_pvi.runtime import _product_engine, _product_own
-from numpyro_pvi.schedules import Asynchronous, Decentralized, Sequential, StochasticSubset, Streaming, Synchronous
+from numpyro_pvi.schedules import (
+    Asynchronous,
+    Committee,
+    Decentralized,
+    Sequential,
+    StochasticSubset,
+    Streaming,
+    Synchronous,
+)
 from numpyro_pvi.solvers import (
     SNEP,
     AlphaDivergence,
@@ -49,15 +57,20 @@ def rates(counts):
         numpyro.sample("count", dist.Poisson(numpyro.sample("rate", dist.Gamma(2.0, b))), obs=counts)
 
 
-def negative_binomial(counts, power=1.0):
-    """Natural parameters of b and log evidence by EP on the marginals: log p(y | b) of three groups."""
+def marginals(counts):
+    """log p(y | b) of three groups, in nats."""
 
     def factor(label):
         y = counts[label == LABELS][:, None]
         const = special.gammaln(2 + y) - special.gammaln(y + 1)
         return lambda b: (const + 2 * np.log(b) - (2 + y) * np.log1p(b)).sum(0)
 
-    return family_ep.power_ep(["Gamma"], [0.5, 0.7], [factor(g) for g in "abc"], power)
+    return [factor(g) for g in "abc"]
+
+
+def negative_binomial(counts, power=1.0):
+    """Natural parameters of b and log evidence by EP on the marginals."""
+    return family_ep.power_ep(["Gamma"], [0.5, 0.7], marginals(counts), power)
 
 
 def made(model, solver, schedule=None, labels=LABELS, mode="auto", **families):
@@ -87,6 +100,21 @@ def is_the_marginals_fit(pvi, result, power):
     np.testing.assert_allclose(own.mean, (2 + COUNTS) * shrunk, rtol=TIGHT)
     mean_log = special.digamma(np.asarray(own.concentration, float)) - np.log(np.asarray(own.rate, float))
     np.testing.assert_allclose(mean_log, special.digamma(2 + COUNTS) - logs, rtol=5 * TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_a_committee_multiplies_what_each_group_makes_of_its_marginal():
+    """And matches rows' latents to the product, which no member has seen."""
+    pvi = made(rates, PowerEP(), Committee(tol=1e-9))
+    seen = pvi.posterior(pvi.run(KEY, 1, jnp.asarray(COUNTS), progress_bar=False).state)
+    prior, factors = np.array([0.5, 0.7]), marginals(COUNTS)
+    alone = [family_ep.power_ep(["Gamma"], prior, [f], 1.0)[0] - prior for f in factors]
+    log, rate = prior + sum(alone)
+    np.testing.assert_allclose([seen["b"].concentration, seen["b"].rate], [log + 1, rate], rtol=1e-6)
+    q = stats.gamma(log + 1, scale=1 / rate)
+    shrunk = integrate.quad(lambda b: q.pdf(b) / (1 + b), 0, 5, epsabs=1e-13)[0]
+    np.testing.assert_allclose(seen["rate"].mean, (2 + COUNTS) * shrunk, rtol=1e-6)
 
 
 def lognormal(counts):
@@ -164,6 +192,24 @@ def test_a_search_that_ends_where_it_began_is_noticed(monkeypatch):
     pvi = made(lambda counts: lognormal(counts), PowerEP())
     with pytest.raises((AssertionError, SkippedGroupError)):
         is_the_lognormals_fit(pvi)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_integrals_that_are_not_known_are_told_by_group_and_latent():
+    """A count of 0 leaves the left tail of a Cauchy's as it is, which no grid of a row's reaches the end of."""
+
+    def tails(counts):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(counts)):
+            numpyro.sample("count", dist.Poisson(jnp.exp(numpyro.sample("z", dist.StudentT(1.0, w, 0.7)))), obs=counts)
+
+    pvi = made(tails, PowerEP(), labels=["a"] * 3 + ["b"])
+    counts = jnp.array([3, 4, 2, 0])
+    told = pvi.info(pvi.update(pvi.init(KEY, counts), counts)[0]).notes
+    assert any(
+        note.startswith("group 'b': the integral over the own latents (z) of some row is not known") for note in told
+    ), told
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from numpyro_pvi.expectations import RULES, Proposal, Tilted, from_points, grid_
 from numpyro_pvi.families import GaussianNatural, MultivariateNormalFamily, NormalFamily
 from numpyro_pvi.runtime import noise_floor
 from numpyro_pvi.runtime._tilted import method_of
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import SNEP, ImportanceMoments, LaplaceMoments, LocalResult, PowerEP, match_rules
 
 FAMILY = MultivariateNormalFamily(2)
@@ -461,3 +461,54 @@ def test_the_site_of_a_group_is_the_sum_of_its_rows(data, x64, guide):
             total[group] += X[c, e] * own if guide is AutoMultivariateNormal else own
     np.testing.assert_allclose(state.sites.groups.precision_mean, total, rtol=1e-6 if x64 else 1e-3, atol=1e-5)
     assert np.all(np.isfinite(precision))
+
+
+# ------------------------------------------------------------------------------------------------------ collapsed weights
+
+
+def simplex(x, y):
+    p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
+    s = numpyro.sample("s", dist.HalfNormal(1.0))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(x @ p, s), obs=y)
+
+
+def test_a_visit_by_collapsed_weights_ends_at_the_member_that_they_match():
+    """At a quarter of the power: not four times as far, where none of the draws was."""
+    family = MultivariateNormalFamily(1)
+    q, target = (family.from_loc_sd(jnp.array([m]), jnp.array([s])) for m, s in ((0.0, 1.0), (0.5, 0.8)))
+    zero, one = jnp.zeros(()), jnp.ones(())
+    found = Tilted(
+        (target - q) * 4.0,
+        zero,
+        zero,
+        one,
+        zero,
+        one / 4,
+        jnp.int32(0),
+        jnp.array(False),
+        jnp.array(True),
+        jnp.array(True),
+    )
+    state = matching.first_match_state(jnp.zeros(2), 1.0, zero.dtype)
+    result = matching.match_visit(family, q, q * 0.0, found, state, matching.MatchRules(1.0, "auto", 50.0, 2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), q + result.site, target)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+@pytest.mark.parametrize("schedule", [Sequential(), StochasticSubset(2)], ids=["cyclic", "some"])
+def test_rounds_over_a_simplex_stay_near_the_data(schedule):
+    """One visit by one weight of 1,024, taken whole, threw q millions of nats away, from where a random few never came back."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(48, 3))
+    y = x @ [0.6, 0.3, 0.1] + 0.5 * rng.normal(size=48)
+    pvi = PVI(
+        Partition(simplex, "data", np.arange(48) % 6),
+        AutoMultivariateNormal(simplex),
+        solver=PowerEP(0.5),
+        schedule=schedule,
+    )
+    losses = pvi.run(jax.random.key(0), 20, jnp.asarray(x), jnp.asarray(y), progress_bar=False).losses
+    assert np.max(losses) < 150
+    assert losses[-1] < 45
