@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._compiling import owned_jit
 from .._state import PVIState
 from ..expectations import TOLERANCE, Expected
-from ..factors import ValueCall, prior_log_density, take_rows
+from ..factors import Packing, ValueCall, prior_log_density, take_rows
 from ..families import Family, FamilyMoments, ProductFamily, ProductNatural, member_family
 from ..schedules import (
     Evaluation,
@@ -52,6 +52,7 @@ from ._product_rounds import (
     SomeRows,
     Walked,
     batch_rows,
+    family_of_rows,
     few_of,
     others,
     part_of,
@@ -78,6 +79,8 @@ from ._verification import Check, product_claims, q_of, verify_product
 class ProductRows:
     """The rows of all groups, a batch of one group's at a time, beside a cavity.
 
+    Natural parameters of rows' own latents are those of one group's rows, by their places among these.
+
     Args:
         problem: of all groups, with as many draws as a step takes.
     """
@@ -103,27 +106,30 @@ class ProductRows:
         value and message, times ``N_m / B``; of rows' own latents, those of the rows that are looked at.
         """
         view = self._view(group, cavity, rows)
-        stack = _stacked(self.problem.plan, site, row_ids(view.chosen))
-        values, messages = view.group_values(self._seen(view, cavity + site), key, stack)
+        values, messages = view.group_values(self._seen(view, cavity + site), key, self._stacked(view, site))
         return expected_of(values[0], self._site(view, messages, site))
 
     def value(self, group: Any, cavity: ProductNatural, q: ProductNatural, site: Any, key: Any) -> Float[Array, ""]:
         """``E_q[log f]`` of all of a group's rows, in nats; ``site`` stands beside it on the draws."""
         view = self._view(group, cavity, None)
-        stack = _stacked(self.problem.plan, site, row_ids(view.chosen))
-        return view.group_averages(self._seen(view, q), key, stack)[0]
-
-    def _seen(self, view: SomeRows, q: ProductNatural) -> ProductNatural:
-        """q as some rows see it."""
-        return ProductNatural(q.parts | rows_of(self.problem.plan, q.parts, row_ids(view.chosen)))
+        return view.group_averages(self._seen(view, q), key, self._stacked(view, site))[0]
 
     def step(self, group: Any, cavity: ProductNatural, site: Any, share: Any, key: Any, rows: Any) -> BatchStep:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.step`; the other arguments are those of :meth:`message`."""
-        there = jnp.ones((1,), bool)
         view = self._view(group, cavity, rows)
-        stack = _stacked(self.problem.plan, site, row_ids(view.chosen))
-        stack, halvings, good = step_in_turns(view, stack, there, share, key)
+        stack, halvings, good = step_in_turns(view, self._stacked(view, site), jnp.ones((1,), bool), share, key)
         return BatchStep(self._site(view, stack, site), halvings, good[0])
+
+    def _own(self, view: SomeRows, natural: ProductNatural) -> dict[str, Any]:
+        """What is said of the latents of the rows that are looked at."""
+        return rows_of(self.problem.plan, natural.parts, row_ids(view.chosen.within))
+
+    def _seen(self, view: SomeRows, q: ProductNatural) -> ProductNatural:
+        """q as some rows see it."""
+        return ProductNatural(q.parts | self._own(view, q))
+
+    def _stacked(self, view: SomeRows, site: ProductNatural) -> SiteStack:
+        return stacked(self.problem.plan, site, self._own(view, site))
 
     def _site(self, view: SomeRows, stack: SiteStack, site: Any) -> ProductNatural:
         """The site of a stack of one, which says of other rows' own latents what it said before."""
@@ -131,23 +137,20 @@ class ProductRows:
         if stack.local is None:
             return shared
         before = MemberSites(rows_of(plan, site.parts, None))
-        return ProductNatural(shared.parts | with_local(self.problem, view.chosen, before, stack.local).parts)
+        return ProductNatural(shared.parts | with_local(self.problem, view.chosen.within, before, stack.local).parts)
 
     def _view(self, group: Any, cavity: ProductNatural, rows: Any) -> SomeRows:
         groups, there = jnp.asarray(group, jnp.int32)[None], jnp.ones((1,), bool)
-        problem = self.problem
-        if own := rows_of(problem.plan, cavity.parts, None):
-            problem = dataclasses.replace(problem, prior=ProductNatural(problem.prior.parts | own))
         if rows is None:
-            chosen = whole_groups(problem, groups, there)
+            chosen = whole_groups(self.problem, groups, there)
         else:
-            chosen = batch_rows(problem, groups, there, rows[None])
-        return view_of(problem, chosen, cavity)
+            chosen = batch_rows(self.problem, groups, there, rows[None])
+        view = view_of(self.problem, chosen, cavity)
+        return dataclasses.replace(view, prior=ProductNatural(view.prior.parts | self._own(view, cavity)))
 
 
-def _stacked(plan: Any, site: Any, ids: Any = None) -> SiteStack:
-    """A site as a stack of one, what it says of rows' own latents beside it: of some rows, or of all where ``ids`` is None."""
-    own = rows_of(plan, site.parts, ids)
+def stacked(plan: Any, site: ProductNatural, own: dict[str, Any]) -> SiteStack:
+    """A site as a stack of one, with what it says of rows' own latents beside it."""
     groups = jax.tree.map(lambda x: x[None], shared_of(plan, site))
     return SiteStack(groups, None, MemberSites(own) if own else None)
 
@@ -418,7 +421,7 @@ class ProductFactors(ProblemDefaults):
 
     def factor(self, index: Any, site: Any, noise: Any) -> Any:
         """One group's factor as a solver's visit sees it; ``noise`` is the key of the draws."""
-        stack = _stacked(self.problem.plan, site)
+        stack = stacked(self.problem.plan, site, rows_of(self.problem.plan, site.parts, None))
 
         def expected(moments: FamilyMoments) -> Expected:
             message, _, value = self.problem.group_value_and_message(moments.natural, stack, index, noise)
@@ -564,10 +567,11 @@ class OwnFactors(_OfShared):
         plan = self.problem.plan
         return plan.partition.table.num_rows, len(plan.inside)
 
-    def _without(self) -> dict[str, Any]:
-        """Natural parameters of rows' own latents in q without their groups' sites."""
-        found = rows_of(self.problem.plan, self.problem.prior.parts, None)
-        return {n: x + self.said[n] if n in self.said else x for n, x in found.items()}
+    def _without(self, ids: Any = None) -> dict[str, Any]:
+        """Natural parameters of rows' own latents in q without their groups' sites; of some rows, or of all."""
+        plan = self.problem.plan
+        found, said = (rows_of(plan, parts, ids) for parts in (self.problem.prior.parts, self.said))
+        return {n: x + said[n] if n in said else x for n, x in found.items()}
 
     def whole(self, q: ProductNatural, local: Any) -> ProductNatural:
         """See :meth:`ProductFactors.whole`."""
@@ -649,18 +653,21 @@ class OwnFactors(_OfShared):
             # Of a tied site q takes a share of what one group asks for.
             after = q if self.tied else cavity(q, site) + found.site
             return found, self._beside(self._tilted(None, local).settled_group(after, index))
-        both, plan = ProductNatural(site.parts | local.parts), self.problem.plan
-        rest = ProductNatural(cavity(q, site).parts | self._without())
-        rows = ProductRows(self.problem)
+        # A visit costs as much as its group's rows.
+        plan, rows = self.problem.plan, ProductRows(self.problem)
+        chosen = whole_groups(self.problem, jnp.asarray(index, jnp.int32)[None], jnp.ones((1,), bool))
+        ids = row_ids(chosen)
+        both = ProductNatural(site.parts | rows_of(plan, local.parts, ids))
+        rest = ProductNatural(cavity(q, site).parts | self._without(ids))
 
         def expected(moments: FamilyMoments) -> Expected:
             here = moments.natural
             target = rows.step(index, rest, here - rest, 1.0, noise, None).site
             return expected_of(rows.value(index, rest, here, both, noise), target)
 
-        factor = GroupFactor(self.problem.family, False, self.noisy, expected, self._rows(), index)
+        factor = GroupFactor(visit_family(self.problem), False, self.noisy, expected, self._rows(), index)
         found = self.solver.solve(factor, rest, both, state, key, start=None, guarded=False)
-        own = OwnMembers(rows_of(plan, found.site.parts, None))
+        own = with_local(self.problem, chosen, local, OwnMembers(rows_of(plan, found.site.parts, None)))
         return found._replace(site=shared_of(plan, found.site)), own
 
     def _prior_expected(self, q: ProductNatural, noise: Any, site: Any) -> Expected | None:
@@ -668,6 +675,15 @@ class OwnFactors(_OfShared):
         site = None if site is None else ProductNatural(site.parts | self.said)
         found = super()._prior_expected(self.whole(q, self.own), noise, site)
         return None if found is None else expected_of(found.value, shared_of(self.problem.plan, found.target))
+
+
+def visit_family(problem: ProductProblem) -> ProductFamily:
+    """The family of q as a visit of one group sees it: with the latents of as many rows as the largest group has room for."""
+    plan, packing = problem.plan, problem.packing
+    if not plan.inside or not isinstance(packing, Packing):
+        return plan.family
+    length = packing.rows.shape[1]
+    return family_of_rows(plan, -(-max(plan.partition.table.sizes) // length) * length)
 
 
 # ------------------------------------------------------------------------------------------------------- product engine
@@ -840,7 +856,7 @@ class ProductEngine(FitsParams):
             if self.solver.factors == "row":
                 sites = dataclasses.replace(sites, local=first_rows(problem, self.solver, dtype)[1])
         elif not (self.in_turns or self.solver.matches_moments):
-            one = self.solver.init_among(plan.family, dtype, count)
+            one = self.solver.init_among(visit_family(problem), dtype, count)
             solver = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), one)
             has_prior = state.sites.prior is not None
             prior_solver = solver_of_prior(self.solver).init(plan.family, dtype) if has_prior else None

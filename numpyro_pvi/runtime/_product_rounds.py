@@ -212,18 +212,18 @@ def _changes(problem: ProductProblem, target: SiteStack, sites: SiteStack, good:
 def _one_after_another(problem, sites, share, num_steps, noise, order) -> Swept:
     q = posterior(problem.prior, sites)
 
-    def visit(q, site, message):
-        """One factor's turns; ``site`` is what it moves, the message is asked for at q and the site."""
+    def visit(here, q, site, message):
+        """One factor's turns, in a problem of its rows; ``site`` is what it moves, the message is asked for at q and the site."""
 
         def turn(i, carry):
             q, site, backoffs, good = carry
             new, fine = finite_or(message(q, site), site)
             change = jax.tree.map(lambda a, b: a - b, new, site)
-            change = [problem.only(own, i % problem.plan.num_turns) for own in change]
+            change = [here.only(own, i % here.plan.num_turns) for own in change]
             total = _moved(jax.tree.map(jnp.zeros_like, q), change, 1.0)
-            shares = member_shares(problem, q, total)
+            shares = member_shares(here, q, total)
             change = [_times(own, shares) for own in change]
-            step, halvings = back_off(lambda s: problem.family.in_domain(_moved(q, change, s)), share)
+            step, halvings = back_off(lambda s: here.family.in_domain(_moved(q, change, s)), share)
             step = jnp.where(halvings < MAX_HALVINGS, step, 0.0)
             site = [own + x * step for own, x in zip(site, change, strict=True)]
             return _moved(q, change, step), site, backoffs + halvings, good & fine
@@ -233,21 +233,35 @@ def _one_after_another(problem, sites, share, num_steps, noise, order) -> Swept:
 
     prior, backoffs, good = None, [], []
     if sites.prior is not None:
-        q, (prior,), halvings, fine = visit(q, [sites.prior], lambda q, site: [problem.prior_message(q, noise, *site)])
+        q, (prior,), halvings, fine = visit(
+            problem, q, [sites.prior], lambda q, site: [problem.prior_message(q, noise, *site)]
+        )
         backoffs, good = [halvings[None]], [fine[None]]
 
     def scanned(carry, step):
         q, *local = carry
         index, site = step
+        here, seen, own, place = problem, q, local, index
+        if local:
+            # A visit costs as much as its group's rows.
+            chosen = whole_groups(problem, index[None], jnp.ones((1,), bool))
+            here, place = view_of(problem, chosen, q), jnp.int32(0)
+            seen = ProductNatural(q.parts | rows_of(problem.plan, q.parts, row_ids(chosen)))
+            own = [local_of(problem, chosen, local[0])]
 
         def message(q, site):
-            own, *local = site
-            stack = SiteStack(jax.tree.map(lambda x: x[None], own), None, *local)
-            shared, rows = problem.group_message(q, stack, index, noise)
+            shared, *own = site
+            stack = SiteStack(jax.tree.map(lambda x: x[None], shared), None, *own)
+            shared, rows = here.group_message(q, stack, place, noise)
             return [shared] if rows is None else [shared, rows]
 
-        q, (site, *local), halvings, fine = visit(q, [site, *local], message)
-        return (q, *local), (site, halvings, fine)
+        seen, (site, *own), halvings, fine = visit(here, seen, [site, *own], message)
+        if local:
+            local = [with_local(problem, chosen, local[0], own[0])]
+            whole = MemberSites(rows_of(problem.plan, q.parts, None))
+            members = with_local(problem, chosen, whole, MemberSites(rows_of(problem.plan, seen.parts, None)))
+            seen = ProductNatural(seen.parts | members.parts)
+        return (seen, *local), (site, halvings, fine)
 
     first = (q,) if sites.local is None else (q, sites.local)
     (_, *local), (groups, halvings, fine) = jax.lax.scan(scanned, first, (order, take(sites.groups, order)))
@@ -308,6 +322,15 @@ class Chosen(NamedTuple):
     weights: Float[Array, "K"] | None
     # Where the rows stand on this device, and which of them are here; None where all of them are, at their plate indices.
     here: tuple[Int[Array, "C R"], Bool[Array, "C R"]] | None = None
+    # Where each row stands among its group's.
+    places: Int[Array, "C R"] | None = None
+
+    @property
+    def within(self) -> Chosen:
+        """The same rows of one group by their places among its own, in place of plate indices."""
+        if self.places is None:
+            return self
+        return self._replace(packing=dataclasses.replace(self.packing, rows=self.places))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,12 +435,14 @@ def whole_groups(problem: ProductProblem, groups: Int[Array, "K"], there: Bool[A
     numbers = jnp.arange(most, dtype=jnp.int32)
     slot = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), count - 1).astype(jnp.int32)
     spare = numbers >= ends[-1]
-    found = problem.look_up(groups[slot], jnp.where(spare, 0, numbers - (ends[slot] - counts[slot])))
+    own = numbers - (ends[slot] - counts[slot])
+    found = problem.look_up(groups[slot], jnp.where(spare, 0, own))
     take_part = (~spare & there[slot])[:, None]
+    places = own[:, None] * length + jnp.arange(length, dtype=jnp.int32)
     # Spare chunks belong to the last group and hold no row.
     offsets = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1], jnp.full((1,), most, ends.dtype)])
     packed = Packing(found.rows, found.mask & take_part, slot, offsets)
-    return Chosen(groups, there, packed, None, _here(problem, found.stands, found.here & take_part))
+    return Chosen(groups, there, packed, None, _here(problem, found.stands, found.here & take_part), places)
 
 
 def _here(problem: ProductProblem, stands: Array, here: Array) -> tuple[Array, Array] | None:
@@ -436,21 +461,21 @@ def batch_rows(
     length = packing.rows.shape[1]
     found = problem.look_up(groups[:, None], positions // length, positions % length)
     # In the order of the plate: a model that reads a whole plate by its indices has to find them in order.
-    rows, stands, here = jnp.sort(found.rows, axis=1), found.stands, found.here
-    if problem.placed is not None:
-        order = jnp.argsort(found.rows, axis=1)
-        stands, here = (jnp.take_along_axis(x, order, axis=1) for x in (stands, here))
+    order = jnp.argsort(found.rows, axis=1)
+    rows, stands, here, places = (
+        jnp.take_along_axis(x, order, axis=1) for x in (found.rows, found.stands, found.here, positions)
+    )
     each = min(size, length)
     chunks = -(-size // each)
     slots = jnp.arange(chunks * each)
     mask = jnp.broadcast_to(slots < size, (count, chunks * each)) & there[:, None]
-    rows, stands, here = (x[:, jnp.where(slots < size, slots, 0)] for x in (rows, stands, here))
+    rows, stands, here, places = (x[:, jnp.where(slots < size, slots, 0)] for x in (rows, stands, here, places))
     numbers = jnp.arange(count + 1, dtype=jnp.int32)
     shape = (count * chunks, each)
     packed = Packing(rows.reshape(shape), mask.reshape(shape), jnp.repeat(numbers[:-1], chunks), numbers * chunks)
     sizes = jnp.asarray(problem.plan.partition.table.sizes, jnp.result_type(float))
     own = _here(problem, stands.reshape(shape), (here & mask).reshape(shape))
-    return Chosen(groups, there, packed, sizes[groups] / size, own)
+    return Chosen(groups, there, packed, sizes[groups] / size, own, places.reshape(shape))
 
 
 def others(problem: ProductProblem, sites: SiteStack, chosen: Chosen) -> ProductNatural:
@@ -487,7 +512,7 @@ def view_of(problem: ProductProblem, chosen: Chosen, base: ProductNatural) -> So
         call = _Gathered(call.model, call.args, call.kwargs, stands.reshape(-1), params=call.params)
         places = jnp.arange(ids.shape[0], dtype=jnp.int32).reshape(packing.rows.shape)
         packing = Packing(places, mask, packing.chunk_group, packing.offsets)
-        plan = _resized(plan, ids.shape[0])
+        plan = dataclasses.replace(plan, family=family_of_rows(plan, ids.shape[0]))
     prior = ProductNatural(base.parts | rows_of(problem.plan, problem.prior.parts, ids))
     return SomeRows(plan, call, packing, prior, problem.num_draws, problem.runtime.side_by_side, problem, chosen)
 
@@ -547,8 +572,8 @@ def with_groups(sites: SiteStack, chosen: Chosen, new: ProductNatural) -> Produc
     return jax.tree.map(put, sites.groups, new)
 
 
-def _resized(plan: ProductPlan, count: int) -> ProductPlan:
-    """A plan whose latents inside the plate have a given number of rows."""
+def family_of_rows(plan: ProductPlan, count: int) -> ProductFamily:
+    """The family of q where latents inside the plate have a given number of rows."""
     families = dict(plan.family.components)
     for latent in plan.inside:
         members = list(members_of(families[latent.name]))
@@ -556,7 +581,7 @@ def _resized(plan: ProductPlan, count: int) -> ProductPlan:
         # The last axes are those of one event, which its family has already.
         batch = members[: len(members) - len(members_of(latent.family))]
         families[latent.name] = repeated(latent.family, tuple(batch))
-    return dataclasses.replace(plan, family=ProductFamily(families))
+    return ProductFamily(families)
 
 
 # ---------------------------------------------------------------------------------------------------------- some groups
