@@ -108,10 +108,10 @@ def check_families(guide: Any, plan: ProductPlan) -> None:
         latent = guide._latents.get(name)
         if latent is None:
             continue
-        own = repeated(latent.family, guide.prototype_trace[name]["fn"].batch_shape)
-        # Rows come and go, and what they have of their own with them.
-        same = base_family(own) == base_family(family) if name in plan.own_latents else own == family
-        if not same:
+        batch = guide.prototype_trace[name]["fn"].batch_shape
+        # Rows come and go, and what they have of their own with them: as many as the plan has.
+        own = repeated(latent.family, plan.latent_shapes[name][: len(batch)] if name in plan.own_latents else batch)
+        if own != family:
             raise StateError(
                 f"the state has family {type(base_family(family)).__name__} for latent {name!r}, but the guide "
                 f"{type(base_family(own)).__name__}: it belongs to another model. Make the PVI from the model that the "

@@ -195,13 +195,18 @@ class FamilyFit:
         self, pvi: Any, state: PVIState, what: str, joint: bool, agent: Hashable | None = None
     ) -> dict[Any, Any]:
         """Members of the latents' families; of a prior outside its family, the distribution of the PRIOR site."""
-        natural = natural_of(pvi.schedule, state, what, agent)
-        if not bool(state.plan.family.in_domain(natural)):
+        plan, natural = _plan_of(state), natural_of(pvi.schedule, state, what, agent)
+        family = plan.family
+        if what == "prior":
+            # What rows have of their own, given other latents, has no prior by itself.
+            shown = [(n, f) for n, f in family.components if n in plan.exact or n not in plan.own_latents]
+            family, natural = ProductFamily(shown), ProductNatural({n: natural.parts[n] for n, _ in shown})
+        if not bool(family.in_domain(natural)):
             raise ImproperError(
                 f"the {what} is not normalisable; run rounds until the data complete it, or use a proper prior."
             )
-        plan, trace = _plan_of(state), prototype(pvi, state)
-        members, found = dict(_members(plan.family, natural)), {}
+        trace, found = prototype(pvi, state), {}
+        members = dict(_members(family, natural))
         for block in plan.blocks:
             found |= block_marginals(block.latents, block.shapes, members.pop(block.name), trace)
         found |= {name: with_events(own, trace[name]["fn"].support.event_dim) for name, own in members.items()}

@@ -302,7 +302,7 @@ class GaussianFit:
         if init_params is not None:
             state = spread_params(pvi.guide, state, init_params)
             proper = state.plan.family.in_domain(posterior(state.prior, state.sites))
-        return better_start(pvi, state, planned.hostile, proper, init_params, *arguments)
+        return better_start(pvi, state, planned, proper, init_params, *arguments)
 
     def other_start(self, pvi: Any, state: PVIState, init_params: dict | None) -> PVIState | None:
         """As under SVI: at the location of the guide's initialisation strategy, with its initial scale."""

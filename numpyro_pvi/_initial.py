@@ -17,7 +17,7 @@ from ._compiling import is_traced, owned_jit
 from ._state import Plan, PVIState
 from ._state_marginals import own_at_params
 from .errors import ImproperError, PartitionError, PVIError, StateError
-from .factors import HOSTILE, PartitionPlan, Planned, abstract_trace, is_observed, proved_only, with_expectation
+from .factors import PartitionPlan, Planned, abstract_trace, is_observed, proved_only, with_expectation
 from .guides import guide_param_names, latents_given, param_transforms, params_to_natural
 from .handlers import Partition, PlateInfo, WholePartition, find_plates, kept_batch
 from .runtime import first_conditionals
@@ -315,23 +315,23 @@ def _of_guide(plan: Plan) -> tuple[str, ...]:
 
 
 def better_start(
-    pvi: Any, state: PVIState, hostile: bool, proper: Any, init_params: dict | None, dynamic: list, static: tuple
+    pvi: Any, state: PVIState, planned: Planned, proper: Any, init_params: dict | None, dynamic: list, static: tuple
 ) -> PVIState:
-    """The state, or q where the guide starts if the state's loss is not finite or a thousand times that one's.
+    """The state, or q where the guide starts if the state's loss is not finite or far worse than that one's.
 
-    ``hostile``: whether the model is of no use to start from under the prior; ``proper``: whether the state's q is
+    ``planned``: knows whether the model is of no use to start from under the prior; ``proper``: whether the state's q is
     normalisable. Returns the state to begin with. The guide's start is for ``init_sites="auto"`` where nothing else was asked
     for: streams start from the prior, and sites that are held by rows have no share of a q over latents. Raises ImproperError
     when q is not normalisable.
     """
-    if hostile and is_free(pvi, state, init_params):
+    if planned.hostile and is_free(pvi, state, init_params):
         other = at_guide_start(pvi.guide, state)
         for each in (state, other):
             pvi._followed.programs.note(each)
-        # Two looks, and whether a thousand lies between them: compiled as what is run once.
+        # Two looks, and how far apart they are: compiled as what is run once.
         loss = functools.partial(pvi._loss_under, pvi._engine, often=False)
         here, there = (float(loss(s, dynamic, static)) for s in (state, other))
-        if not math.isfinite(here) or here > HOSTILE * abs(there):
+        if not math.isfinite(here) or here > planned.far_worse * abs(there):
             return other
     if not bool(proper):
         refuse_improper(state)

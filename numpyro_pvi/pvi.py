@@ -91,9 +91,9 @@ class PVI(SVI):
         init_sites: "prior" (sites at 1), "curvature" (each site the positive semi-definite curvature of its factor at
             the prior's location), or "auto": the prior where a fixed quadrature rule can resolve the factors there,
             else curvature where the structure gives it cheaply. Where the model is not finite within ten sds of the prior, or its
-            log-likelihood there a thousand times worse than at best, "auto" looks at the loss of that start and at the guide's
-            own (its initialisation strategy's location, its initial scale, in equal shares of all sites), and takes the
-            guide's if the other is not finite or a thousand times as large.
+            log-likelihood there a thousand times worse than at best (a hundred, where no structure is found), "auto" looks at the
+            loss of that start and at the guide's own (its initialisation strategy's location, its initial scale, in equal shares
+            of all sites), and takes the guide's if the other is not finite or so many times as large.
         runtime: :class:`numpyro_pvi.runtime.Vmap` by default.
         static_kwargs: keyword arguments of the model, as in SVI; checked against its signature.
 
@@ -459,7 +459,8 @@ class PVI(SVI):
 
         Where expectations are by draws, the ELBO is the mean over 16 fresh sets of them, a lower bound up to its standard error;
         the losses of rounds are on fewer draws, and under a stochastic solver (``LocalELBO``, ``StochasticNaturalGradient``) on
-        the same ones in every round, so that they compare with each other but are not themselves bounds.
+        the same ones in every round, so that they compare with each other but are not themselves bounds. Where rounds go by sigma
+        points (``info`` says so), which may be some hundredths of a nat off, the ELBO is by draws as well.
 
         Of ``PowerEP``, ``AlphaDivergence`` and (with its one site for every eta_m) ``StochasticEP`` it is
         ``A(eta_q) - A(eta_0) + sum_m (1/alpha) [log Z_m + A(eta_q - alpha eta_m) - A(eta_q)]`` with ``Z_m`` the mean of

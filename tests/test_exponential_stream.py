@@ -280,6 +280,26 @@ def test_rows_with_members_come_and_go(tmp_path):
     )
 
 
+def schools(y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+    with numpyro.plate("data", len(y)):
+        effect = numpyro.sample("effect", dist.Normal(mu, 2.0))
+        numpyro.sample("obs", dist.Normal(effect, 3.0), obs=y)
+
+
+@pytest.mark.once
+def test_rows_with_normal_members_come_and_go_and_have_no_prior_by_themselves():
+    """A vector of scalar normals is one family, of as many dimensions as there are rows."""
+    y = jnp.asarray([1.0, 2.0, -1.0, 4.0])
+    pvi = PVI(Partition(schools, "data", list("aabb")), AutoExponentialFamily(schools))
+    state = pvi.run(KEY, 3, y, progress_bar=False).state
+    assert list(pvi.prior(state)) == ["mu"] and float(pvi.prior(state)["mu"].variance) == pytest.approx(25.0)
+    state = pvi.revisit(state, "b", y[2:], num_steps=1)
+    assert pvi.posterior(state)["effect"].mean.shape == (2,)
+    state = pvi.add_group(state, "c", y[:1], num_steps=0)
+    assert pvi.posterior(state)["effect"].mean.shape == (1,)
+
+
 COMING = {
     "sequential": (Sequential(), 40),
     "subset": (StochasticSubset(1), 200),

@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 
 from numpyro_pvi import PRIOR, PVI, Partition
 from numpyro_pvi.errors import PVIError
-from numpyro_pvi.schedules import Sequential, Synchronous
+from numpyro_pvi.schedules import Sequential, Synchronous, _acceptance
 from numpyro_pvi.solvers import NaturalGradient
 from tests.laws import oracles
 from tests.laws.models import groups, make_logistic, rows
@@ -52,6 +52,21 @@ def test_sigma_points_serve_where_draws_agree():
 def test_draws_take_over_where_sigma_points_fail():
     _, result = fit(bumps, Y, rounds=1, start="prior")
     assert result.info.expectation == ("monte_carlo",) * 3
+
+
+def test_sigma_points_whose_values_no_step_raises_are_given_up(monkeypatch):
+    """Polls by state stood still at them, a quarter of a nat above the bound and a tenth of a sd from where draws end."""
+
+    def fresh(x, y):
+        sine(x, y)
+
+    monkeypatch.setattr(_acceptance, "elbo_has_not_fallen", lambda *_: jnp.array(False))
+    pvi = PVI(Partition(fresh, "data", groups(3)), AutoMultivariateNormal(fresh))
+    # So narrow that draws agree with sigma points.
+    near = {"auto_loc": jnp.zeros(2), "auto_scale_tril": 0.02 * jnp.eye(2)}
+    result = pvi.run(KEY, 3, jnp.asarray(X), jnp.asarray(Y), init_params=near, progress_bar=False)
+    assert result.info.total_move == 0.0
+    assert result.info.expectation == ("monte_carlo (stein)",) * 3
 
 
 @pytest.mark.parametrize(

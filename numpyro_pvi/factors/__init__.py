@@ -41,7 +41,7 @@ from ._log_densities import (
     take_rows,
     with_values_held,
 )
-from ._mechanism import HOSTILE, row_arguments
+from ._mechanism import row_arguments
 from ._model import (
     Enumeration,
     FlatLatents,

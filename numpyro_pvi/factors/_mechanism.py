@@ -27,6 +27,8 @@ from ._probe import Probe, ray_steps, run_probe
 
 # How many times worse than at its best a log-likelihood may be at a probe point.
 HOSTILE = 1e3
+# The same of factors without structure, which are seen at points farther out than these.
+HOSTILE_TO_DRAWS = 1e2
 
 
 class CoupledLatentError(PartitionError):
@@ -108,13 +110,13 @@ def densities_nearby(probe: Probe) -> Float[np.ndarray, "K"]:
     return total
 
 
-def is_hostile(nearby: Float[np.ndarray, "K"]) -> bool:
+def is_hostile(nearby: Float[np.ndarray, "K"], worse: float = HOSTILE) -> bool:
     """Whether densities under the prior are of no use to start a fit from.
 
-    Returns True when one is not finite, or rows are a thousand times less likely at some point than at the best one.
+    Returns True when one is not finite, or rows are so many times less likely at some point than at the best one.
     """
     total = np.abs(nearby)
-    return not np.all(np.isfinite(total)) or bool(np.max(total) > HOSTILE * np.min(total))
+    return not np.all(np.isfinite(total)) or bool(np.max(total) > worse * np.min(total))
 
 
 # ------------------------------------------------------------------------------------------------------------ mechanism

@@ -32,7 +32,7 @@ from ..handlers import FullPlates, Partition, RowAxes, refuse_latents
 from ._arguments import as_arrays, check_finite_arguments, is_dynamic, join_arguments, split_arguments
 from ._chunks import GroupMasks, Packing
 from ._enumerate import check_enumerated, enumerated
-from ._mechanism import choose_reading, densities_nearby, is_hostile
+from ._mechanism import HOSTILE, HOSTILE_TO_DRAWS, choose_reading, densities_nearby, is_hostile
 from ._model import DrawImproper, Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed, site_log_prob
 from ._plan import PartitionPlan
 from ._probe import Probe, draw_trace
@@ -161,8 +161,13 @@ class Planned:
 
     @property
     def hostile(self) -> bool:
-        """Whether densities under the prior are of no use to start from: not finite, or a thousand times worse than at best."""
-        return is_hostile(self.nearby)
+        """Whether densities under the prior are of no use to start from: not finite, or far worse than at best."""
+        return is_hostile(self.nearby, self.far_worse)
+
+    @property
+    def far_worse(self) -> float:
+        """How many times worse than another a place to start from may be: less where no structure says where to go from there."""
+        return HOSTILE_TO_DRAWS if self.plan.likelihood == "draws" else HOSTILE
 
 
 def make_plan(partition: Partition, args: tuple, kwargs: dict) -> PartitionPlan:

@@ -144,6 +144,8 @@ COMPARED_MOVE = 0.5
 # Drop of q's mean log sd, or number of rounds, after which sigma points that failed are tried again; how many times as long a
 # failed retry waits for the next.
 RETRY_DROP, RETRY_ROUNDS, _LONGER = 0.2, 8, 4
+# Refused rounds running, with more posterior sds left than any rounding explains, after which sigma points are given up.
+BARRED_ROUNDS, BARRED_LEFT = 2, 0.02
 
 
 def settle(
@@ -154,6 +156,7 @@ def settle(
     moved: Float[Array, ""],
     stale: bool | Bool[Array, ""],
     again: bool | Bool[Array, ""] = False,
+    barred: bool | Bool[Array, ""] = False,
 ) -> Evaluation:
     """Decide whether sigma points still serve, and evaluate q under the decision.
 
@@ -163,7 +166,8 @@ def settle(
     draws have to confirm them. ``evaluation``: an evaluation at these sites, or one of the right shapes when ``stale``;
     ``noise``: draws for this evaluation and the next round; ``moved``: how far q has moved since the last call, in posterior
     sds; ``stale``: whether the evaluation must be made afresh; known before the program runs where there is nothing to decide;
-    ``again``: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points. Returns the
+    ``again``: whether to repeat the last evaluation to the letter: its quadrature rule, and its choice of points; ``barred``:
+    whether rounds stand still, which contradicts sigma points: their messages do not lead up their own values. Returns the
     evaluation; its rule carries the decision.
     """
     able = jnp.asarray([getattr(p, "mode", "") == "auto" for p in (problem.program, problem.prior_program)])
@@ -180,9 +184,13 @@ def settle(
     # Before the first evaluation there is no spread to go by.
     retry = old.sampled & ((spread < old.anchor - RETRY_DROP) | due) & ~jnp.asarray(stale)
     ask = able & ~(old.sampled & ~retry) & (due | retry)
-    points = Points(old.sampled & ~retry, old.anchor, jnp.where(due, 0.0, travelled))
-    by_draws = problem.sampled(evaluation.rule)
-    return _settled(problem, sites, evaluation, noise, points, ask, by_draws | stale, again)
+    barred = able & ~old.sampled & barred & ~jnp.asarray(again)
+    wait = jnp.where(jnp.any(barred), (1 - _LONGER) * COMPARED_MOVE, jnp.where(due, 0.0, travelled))
+    points = Points(
+        (old.sampled & ~retry) | barred, jnp.where(barred, spread, old.anchor), wait.astype(old.moved.dtype)
+    )
+    by_draws = problem.sampled(evaluation.rule) | jnp.any(barred)
+    return _settled(problem, sites, evaluation, noise, points, ask & ~barred, by_draws | stale, again)
 
 
 def _settled(problem, sites, evaluation: Evaluation, noise, points: Points, ask, stale, again) -> Evaluation:
@@ -617,7 +625,9 @@ class Engine(FitsParams):
             noise, report, travelled = self.noise(problem, state.rng_key), carry.report, carry.report.total_move
             again, stale = (False, changed) if opening is None else (opening, True if changed else opening)
             travelled = jnp.where(again, 0.0, travelled)
-            evaluation = settle(problem, state.sites, carry.evaluation, noise, travelled, stale=stale, again=again)
+            barred = (report.refused >= BARRED_ROUNDS) & (report.left > BARRED_LEFT)
+            how = {"stale": stale, "again": again, "barred": barred}
+            evaluation = settle(problem, state.sites, carry.evaluation, noise, travelled, **how)
             report = report._replace(finite=jnp.where(again, report.finite, sound(evaluation.elbo)))
             carry = carry._replace(evaluation=evaluation, report=report)
             state = dataclasses.replace(state, report=report)
