@@ -1,4 +1,4 @@
-"""Moments of the tilted distribution from Markov chains: HMC, NUTS, Langevin, and what chains say of themselves."""
+"""Moments of tilted distributions from Markov chains: NUTS, Hamiltonian ones in step, Langevin; what chains say of themselves."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def run_langevin(
     return LangevinDraws(eps, halves, lost, walk.eps)
 
 
-# --------------------------------------------------------------------------------------------------------- NUTS and HMC
+# ---------------------------------------------------------------------------------------------------------------- NUTS
 
 # Where chains start, as shares of draws of q: the first at which the density is finite.
 _SHARES = (1.0, 0.3, 0.1, 0.0)
@@ -384,9 +384,7 @@ def _one_chain(settings: MCMCMoments, energy: Callable, key: Any, place, step_si
         value = jnp.where(jnp.isfinite(value), value, jnp.inf)
         return value + jnp.dot(jnp.where(jnp.isfinite(slope), slope, 0.0), point - at)
 
-    nuts = settings.kernel == "nuts"
-    start, kernel = hmc(potential, algo="NUTS" if nuts else "HMC")
-    length: dict[str, Any] = {"max_tree_depth": settings.max_tree_depth} if nuts else {"trajectory_length": _QUARTER}
+    start, kernel = hmc(potential, algo="NUTS")
     state = start(
         place,
         num_warmup=settings.num_warmup,
@@ -394,7 +392,7 @@ def _one_chain(settings: MCMCMoments, energy: Callable, key: Any, place, step_si
         adapt_mass_matrix=False,
         target_accept_prob=settings.target_accept,
         rng_key=key,
-        **length,
+        max_tree_depth=settings.max_tree_depth,
     )
     # The kernel adapts its step size before its num_warmup-th transition only.
     state = state._replace(i=jnp.where(fresh, 0, settings.num_warmup).astype(state.i.dtype))

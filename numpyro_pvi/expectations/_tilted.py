@@ -328,9 +328,9 @@ class MCMCMoments:
         num_warmup: transitions of a first visit that adapt the step size and are thrown away.
         num_samples: transitions kept in every visit, per chain.
         num_chains: chains per factor.
-        kernel: NumPyro's "nuts" or "hmc" (a quarter period of q), or "lockstep": Hamiltonian chains of that length, all of a
-            group in the same number of leapfrog steps, a handful, and so several times faster side by side, where every
-            lane of NUTS waits for the deepest tree. NUTS is surer where a tilted distribution is far from q's shape.
+        kernel: NumPyro's "nuts", or "lockstep": Hamiltonian chains of a quarter period of q, all of a group in the same number of
+            leapfrog steps, a handful, and so several times faster side by side, where every lane of NUTS waits for the deepest
+            tree. NUTS is surer where a tilted distribution is far from q's shape.
             "langevin" is for large groups: underdamped Langevin dynamics without an accept step, on mini-batches.
         batch_size: "langevin" only: rows of a group that one step reads, an even number, taken with replacement; None for all
             of them. Gradients are differences from the whole gradient at q's location, so that their noise vanishes with
@@ -358,8 +358,8 @@ class MCMCMoments:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise PVIError(f"MCMCMoments({name}={value!r}): expected an int of {low} or more.")
-        if self.kernel not in ("nuts", "hmc", "lockstep", "langevin"):
-            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'nuts', 'hmc', 'lockstep' or 'langevin'.")
+        if self.kernel not in ("nuts", "lockstep", "langevin"):
+            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'nuts', 'lockstep' or 'langevin'.")
         self._check_batch()
         if not isinstance(self.target_accept, float) or not 0.0 < self.target_accept < 1.0:
             raise PVIError(f"MCMCMoments(target_accept={self.target_accept!r}): expected a number between 0 and 1.")

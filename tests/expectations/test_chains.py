@@ -202,7 +202,7 @@ def test_every_kind_of_trouble_is_told_of(many, field, value, code):
     [
         ({"num_samples": 4}, "num_samples=4.*16 or more"),
         ({"num_chains": 1}, "2 or more"),
-        ({"kernel": "gibbs"}, "'nuts', 'hmc', 'lockstep' or 'langevin'"),
+        ({"kernel": "gibbs"}, "'nuts', 'lockstep' or 'langevin'"),
         ({"target_accept": 1.0}, "between 0 and 1"),
         ({"num_warmup": True}, "num_warmup"),
     ],
@@ -248,9 +248,9 @@ def test_diagnostics_of_correlated_draws():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["hmc", "lockstep", "langevin"])
+@pytest.mark.parametrize("kernel", ["lockstep", "langevin"])
 @pytest.mark.parametrize("family", [MultivariateNormalFamily(2), NormalFamily(2)], ids=["full", "mean-field"])
-def test_hmc_and_the_mean_field_family_have_the_same_law(family, kernel, x64):
+def test_other_kernels_and_the_mean_field_family_have_the_same_law(family, kernel, x64):
     settings = MCMCMoments(num_warmup=50, num_samples=64, kernel=kernel)
     q, site = Q(), T()
     if not family.full:
@@ -275,7 +275,7 @@ def test_faults_are_seen(monkeypatch, x64, fault):
     else:
         right = chains_room.matched_change
         monkeypatch.setattr(chains_room, "matched_change", lambda *args: right(*args) * POWER)
-    found = visit(MCMCMoments(num_warmup=10, num_samples=32, kernel="hmc"))(0, T(), GAUSSIAN)
+    found = visit(MCMCMoments(num_warmup=10, num_samples=32, kernel="lockstep"))(0, T(), GAUSSIAN)
     gap = np.abs(np.asarray(found.change.precision) - (FACTOR[1] - SITE[1])).max()
     assert not gap < 1e-2
 

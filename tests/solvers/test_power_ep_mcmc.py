@@ -25,7 +25,7 @@ from numpyro_pvi.solvers._matching import COLLAPSES, DIVERGENT, NOT_MIXED, SLOW
 from tests.laws import ep_oracles
 
 LABELS = np.repeat(["a", "b", "c"], 6)
-HMC = MCMCMoments(num_warmup=50, num_samples=64, kernel="hmc")
+IN_STEP = MCMCMoments(num_warmup=50, num_samples=64, kernel="lockstep")
 
 
 def regression(X, y):
@@ -64,7 +64,7 @@ def gap(result, wanted):
 
 @pytest.fixture(scope="module")
 def fitted(data):
-    pvi = pvi_of(PowerEP(moments=HMC))
+    pvi = pvi_of(PowerEP(moments=IN_STEP))
     return pvi, pvi.run(jax.random.key(0), 16, *data, progress_bar=False)
 
 
@@ -78,7 +78,7 @@ def test_chains_are_reported(fitted):
     info = fitted[1].info
     assert info.expectation == ("mcmc",) * 3
     assert np.all((info.rhat > 0.9) & (info.rhat < 1.1)) and np.all(info.divergent == 0)
-    assert np.all((info.ess > 30) & (info.ess <= HMC.num_draws))
+    assert np.all((info.ess > 30) & (info.ess <= IN_STEP.num_draws))
     # Draws ask for more than late rounds, which are averaged, take.
     assert "R-hat" in str(info) and all(note.startswith("small steps") for note in info.notes)
     assert np.all(np.asarray(fitted[1].state.solver_state.chains.visits) == 16)
@@ -86,7 +86,7 @@ def test_chains_are_reported(fitted):
 
 def test_snep_keeps_its_chains(data, fitted):
     """Chains go on from visit to visit; with one inner step from each anchor it is power EP, damped."""
-    pvi = pvi_of(SNEP(moments=HMC, step_size=0.5))
+    pvi = pvi_of(SNEP(moments=IN_STEP, step_size=0.5))
     result = pvi.run(jax.random.key(0), 16, *data, progress_bar=False)
     info, states = result.info, result.state.solver_state
     assert info.expectation == ("mcmc",) * 3 and np.all((info.rhat > 0.9) & (info.rhat < 1.1))
@@ -158,7 +158,7 @@ def test_groups_side_by_side_or_one_by_one_are_the_same(data, x64):
     """Groups of several chunks and of unequal size: side by side they are filled up, one by one a loop adds their chunks."""
     labels, found = np.repeat(["a", "b", "c"], [4, 6, 8]), []
     for runtime in (Vmap(), LaxMap()):
-        pvi = pvi_of(PowerEP(moments=HMC), labels, runtime=runtime)
+        pvi = pvi_of(PowerEP(moments=IN_STEP), labels, runtime=runtime)
         found.append(pvi.run(jax.random.key(0), 2, *data, progress_bar=False))
     assert found[0].state.packing.rows.shape == (5, 4)
     np.testing.assert_allclose(found[0].params["auto_loc"], found[1].params["auto_loc"], rtol=1e-6 if x64 else 1e-2)
