@@ -194,8 +194,8 @@ def check_no_local(owner: str, structure: str, where: str) -> None:
         raise PVIError(
             f"{owner} does not fit the {where}, which has local latents (inside the partitioned plate): under Gaussian "
             "guides steps by batches of rows move shared latents alone, and rows' own would stay where they start. Use "
-            "solver=NaturalGradient(), or AutoExponentialFamily, under which they move with their rows, or declare them outside, in "
-            "a plate of their own, and index them by row."
+            "solver=NaturalGradient(), or AutoExponentialFamily, under which they move with their rows, or declare them outside, "
+            "in a plate of their own, and index them by row."
         )
 
 
