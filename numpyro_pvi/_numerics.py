@@ -110,6 +110,24 @@ def invert_lower(factor: Float[Array, "*batch D D"]) -> Float[Array, "*batch D D
     return jax.lax.fori_loop(0, size, row, jnp.zeros_like(factor))
 
 
+def solve_lower(factor: Float[Array, "*batch D D"], right: Float[Array, "..."]) -> Float[Array, "..."]:
+    """``L^-1 right``, of a vector or of columns; ``factor``: lower-triangular matrices.
+
+    Small ones by the inverse on a CPU: two batches that the library solves there at once wait for each other's threads for ever,
+    where there are no more than two.
+    """
+    if factor.shape[-1] > _SMALL or jax.default_backend() != "cpu":
+        return solve_triangular(factor, right, lower=True)
+    return invert_lower(factor) @ right
+
+
+def solve_root(factor: Float[Array, "*batch D D"], right: Float[Array, "..."]) -> Float[Array, "..."]:
+    """``L^-T right``, likewise."""
+    if factor.shape[-1] > _SMALL or jax.default_backend() != "cpu":
+        return solve_triangular(factor, right, trans=1, lower=True)
+    return jnp.swapaxes(invert_lower(factor), -1, -2) @ right
+
+
 def clip_to_psd(matrix: Float[Array, "*batch D D"], floor: float = 0.0) -> Float[Array, "*batch D D"]:
     """Nearest positive semi-definite matrix in the Jacobi-scaled metric.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from numpyro.infer.hmc import hmc
 
-from .._numerics import all_finite, inverse_root, scaled_cholesky, symmetrise
+from .._numerics import all_finite, inverse_root, scaled_cholesky, solve_lower, symmetrise
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ._tilted import MCMCMoments, Proposal, Tilted, matched_change, normal_cloud, proper_share, shifted_normals
 
@@ -662,7 +662,7 @@ def _bridge(energy: Callable, key: Any, draws: ChainDraws, mean, root) -> tuple[
     at_g = -values + 0.5 * jnp.sum(cloud**2, axis=-1) + scale
     gap = (draws.eps - mean).reshape(-1, dim)
     if root.ndim == 2:
-        back = jax.scipy.linalg.solve_triangular(root, gap.T, lower=True).T
+        back = solve_lower(root, gap.T).T
     else:
         back = gap / root
     at_pi = (draws.log_density.reshape(-1) + 0.5 * jnp.sum(back**2, axis=-1) + scale).reshape(count, length, 1)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from .._numerics import scaled_cholesky, solve_lower, solve_root
 from ..families import ProductFamily, ProductMean, ProductNatural
 from ._product_moments import ProductGrid, Window, grid_of, laid_over, paired, weighable
 
@@ -37,9 +38,11 @@ class OwnDraws(NamedTuple):
     q: ProductNatural
     # By component, with a leading axis of draws.
     statistics: dict[str, Any]
-    # The same in coordinates of mean 0 and covariance 1 over the draws, and the root of their covariance.
+    # The same in coordinates of mean 0 and covariance 1 over the draws, and what makes a slope there one in minimal ones.
     white: Float[Array, "K P"]
-    root: Float[Array, "P P"]
+    back: Float[Array, "P P"]
+    # Least squares on these of all draws, and of two halves of them: values at the draws to a slope.
+    reach: Float[Array, "3 P K"]
     # ``<eta_q, T> + log h`` at the draws, nats: the log density of q less its normaliser.
     log_q: Float[Array, "K"]
 
@@ -57,7 +60,22 @@ def own_draws(family: ProductFamily, q: ProductNatural, statistics: dict, log_h:
         The draws.
     """
     ready = weighable(family, q, {}, statistics)
-    return OwnDraws(q, statistics, ready.white, ready.root, paired(family, q, statistics) + log_h)
+    count, half = ready.white.shape[0], ready.white.shape[0] // 2
+    # At once for all values of the shared latents, of which nothing here knows.
+    taken = np.ones((3, count), bool)
+    taken[1, half:], taken[2, :half] = False, False
+    reach = _least_squares(ready.white, jnp.asarray(taken))
+    back = solve_root(ready.root, jnp.eye(ready.root.shape[0], dtype=ready.root.dtype))
+    return OwnDraws(q, statistics, ready.white, back, reach, paired(family, q, statistics) + log_h)
+
+
+def _least_squares(white: Float[Array, "K P"], taken: Bool[Array, "3 K"]) -> Float[Array, "3 P K"]:
+    """What takes values at some of the draws to their slope; NaN where these do not determine one."""
+    share = taken / jnp.sum(taken, axis=1, keepdims=True)
+    about = jnp.where(taken[..., None], white - jnp.einsum("hk,kp->hp", share, white)[:, None], 0.0)
+    root, good = scaled_cholesky(jnp.einsum("hkp,hkq->hpq", about, about))
+    found = solve_root(root, solve_lower(root, jnp.swapaxes(about, -1, -2)))
+    return jnp.where(good[:, None, None], found, jnp.nan)
 
 
 def own_integral(
@@ -73,11 +91,10 @@ def own_integral(
     Returns:
         Both, exact for any draws. Where rounding leaves too little, for shared latents or a member far out, the integral is NaN.
     """
-    white, ratio, half = draws.white, factor - draws.log_q, factor.shape[0] // 2
-    member, change = _member(family, draws, _slope(white, ratio))
+    ratio = factor - draws.log_q
+    (member, change), *halves = [_member(family, draws, _slope(draws.white, reach, ratio)) for reach in draws.reach]
     value = _integral(family, draws, ratio, member, change)
     # What rounding leaves of a member far from the draws shows in what either half of them makes of it.
-    halves = [_member(family, draws, _slope(white[at], ratio[at])) for at in (slice(half), slice(half, None))]
     one, other = (_integral(family, draws, ratio, *found) for found in halves)
     rest = ratio - paired(family, change, draws.statistics)
     bent, lost = jnp.max(jnp.abs(rest - jnp.mean(rest))), jnp.max(jnp.abs(ratio)) * jnp.finfo(ratio.dtype).eps
@@ -92,17 +109,16 @@ def _known(known: Bool[Array, "*R"], value: Float[Array, "*R"], logs: Float[Arra
     return jnp.where(known, value, jnp.where(jnp.all(logs == -jnp.inf, axis=-1), -jnp.inf, jnp.nan))
 
 
-def _slope(white: Float[Array, "J P"], ratio: Float[Array, "J"]) -> Float[Array, "P"]:
+def _slope(white: Float[Array, "K P"], reach: Float[Array, "P K"], ratio: Float[Array, "K"]) -> Float[Array, "P"]:
     """Least squares of the ratio on the whitened statistics, with one step against the rounding of the first."""
-    white, ratio = white - jnp.mean(white, axis=0), ratio - jnp.mean(ratio)
-    gram = white.T @ white
-    slope = jnp.linalg.solve(gram, white.T @ ratio)
-    return slope + jnp.linalg.solve(gram, white.T @ (ratio - white @ slope))
+    ratio = ratio - jnp.mean(ratio)
+    slope = reach @ ratio
+    return slope + reach @ (ratio - white @ slope)
 
 
 def _member(family: ProductFamily, draws: OwnDraws, slope: Float[Array, "P"]) -> tuple[ProductNatural, ProductNatural]:
     """The member whose log density over q's has this slope in whitened statistics, and its change from q."""
-    change = family.from_minimal(jax.scipy.linalg.solve_triangular(draws.root, slope, trans=1, lower=True))
+    change = family.from_minimal(draws.back @ slope)
     return draws.q + change, change
 
 

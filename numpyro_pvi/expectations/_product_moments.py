@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 from numpyro.distributions.transforms import biject_to
 
-from .._numerics import all_finite, scaled_cholesky
+from .._numerics import all_finite, scaled_cholesky, solve_lower, solve_root
 from ..families import (
     Family,
     ProductFamily,
@@ -87,14 +87,14 @@ def weighable(
     else:
         rows = jnp.where(weights[:, None] > 0, rows - weights @ rows, 0.0)
         root, _ = scaled_cholesky(rows.T @ (weights[:, None] * rows))
-    white = jax.scipy.linalg.solve_triangular(root, rows.T, lower=True).T
+    white = solve_lower(root, rows.T).T
     return WeightedDraws(values, statistics, white, root)
 
 
 def _metric(family: ProductFamily, q: ProductNatural, root: Float[Array, "P P"]) -> Float[Array, "P P"]:
     """L with ``|L^T d|`` the Fisher norm at q, its sds, of a change that is d in whitened coordinates."""
-    half = jax.scipy.linalg.solve_triangular(root, fisher_matrix(family, q), lower=True)
-    return scaled_cholesky(jax.scipy.linalg.solve_triangular(root, half.T, lower=True))[0]
+    half = solve_lower(root, fisher_matrix(family, q))
+    return scaled_cholesky(solve_lower(root, half.T))[0]
 
 
 class Matching(NamedTuple):
@@ -171,11 +171,11 @@ def matched(
     """
     used = power * share
     slope, fits = _matched_slope(draws.white, base, used * ratio)
-    change = family.from_minimal(jax.scipy.linalg.solve_triangular(draws.root, slope, trans=1, lower=True))
+    change = family.from_minimal(solve_root(draws.root, slope))
     own = jax.nn.softmax(base + draws.white @ slope)
     about = draws.white - own @ draws.white
     root, _ = scaled_cholesky(about.T @ (own[:, None] * about))
-    reach = jax.scipy.linalg.cho_solve((root, True), about.T).T
+    reach = solve_root(root, solve_lower(root, about.T)).T
     influence = (jax.nn.softmax(base + used * ratio) - own)[:, None] * (reach @ _metric(family, q, draws.root))
     # The normaliser, with exp <change, T> for control where it has a mean.
     logs, line = base + power * ratio, base + paired(family, change, draws.statistics)
@@ -204,7 +204,7 @@ def _matched_slope(
     def solved(own: Array, mean: Array, wanted: Array) -> Array:
         about = white - mean
         root, _ = scaled_cholesky(about.T @ (own[:, None] * about) + eps * jnp.eye(size, dtype=white.dtype))
-        return jax.scipy.linalg.cho_solve((root, True), wanted)
+        return solve_root(root, solve_lower(root, wanted))
 
     def unfinished(carry: tuple) -> Array:
         _, size, step = carry
@@ -252,7 +252,7 @@ class Whitening(NamedTuple):
 
     def back(self, u: Float[Array, "D"]) -> Float[Array, "D"]:
         """The eps of coordinates u."""
-        return jax.scipy.linalg.solve_triangular(self.scale, u - self.loc, lower=True)
+        return solve_lower(self.scale, u - self.loc)
 
 
 class _Part(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite, inverse_root, scaled_cholesky, symmetrise
+from .._numerics import all_finite, inverse_root, scaled_cholesky, solve_lower, symmetrise
 from ..errors import PVIError
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 
@@ -441,7 +441,7 @@ def normal_cloud(key: Any, dim: int, count: int, dtype: Any) -> PointCloud:
         eps = jnp.concatenate([half, -half])[:count]
     eps = eps - jnp.mean(eps, axis=0)
     factor, _ = scaled_cholesky(eps.T @ eps / count)
-    eps = jax.scipy.linalg.solve_triangular(factor, eps.T, lower=True).T
+    eps = solve_lower(factor, eps.T).T
     return PointCloud(eps, jnp.zeros((count,), dtype), jnp.zeros((count,), bool))
 
 

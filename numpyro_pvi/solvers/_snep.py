@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import all_finite, inverse_root, scaled_cholesky, symmetrise
+from .._numerics import all_finite, inverse_root, scaled_cholesky, solve_lower, symmetrise
 from ..errors import PVIError
 from ..expectations import Expected, Moments
 from ..families import GaussianFamily, GaussianNatural, ProductFamily, ProductNatural, member_metrics
@@ -112,8 +112,8 @@ def metric_widening(family: ProductFamily, q: Any, gap: Any) -> Float[Array, ""]
     for name, own in family.components:
         root, _ = scaled_cholesky(member_metrics(own, q.parts[name]))
         other = member_metrics(own, q.parts[name] + gap.parts[name])
-        half = jax.scipy.linalg.solve_triangular(root, other, lower=True)
-        whole = jax.scipy.linalg.solve_triangular(root, jnp.swapaxes(half, -1, -2), lower=True)
+        half = solve_lower(root, other)
+        whole = solve_lower(root, jnp.swapaxes(half, -1, -2))
         ratios.append(jnp.max(jnp.linalg.eigvalsh(symmetrise(whole))))
     return jnp.max(jnp.stack(ratios))
 

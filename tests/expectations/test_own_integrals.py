@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from scipy import stats
 
-from numpyro_pvi.expectations import OwnGrids, grid_of, own_grid, tilted_on_grid
+from numpyro_pvi.expectations import OwnGrids, grid_of, own_draws, own_grid, own_integral, tilted_on_grid
 from numpyro_pvi.families import GammaFamily, ProductFamily, ProductNatural, ScalarNormalFamily
 
 X64 = jnp.result_type(float).name == "float64"
@@ -87,3 +87,23 @@ def test_a_grid_that_does_not_know_a_factor_where_mass_is_says_so(lost):
 
     found = tilted_on_grid(grid_of(FAMILY), factor, q, q * 0.0, 1.0)
     assert bool(found.valid) != lost
+
+
+def test_closed_forms_of_many_rows_call_no_library_that_waits_for_threads():
+    """Two batches of LAPACK's triangular solves at once wait for each other's threads for ever where there are two."""
+    family = ProductFamily([("rate", GammaFamily())])
+    rows, count = 3, 16
+    member = GammaFamily().from_distribution(dist.Gamma(2.0, 1.0))
+    drawn = GammaFamily().sample_with_statistics(member, jax.random.key(0), (count,))
+    natural = ProductNatural({"rate": member})
+    many = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), (natural, {"rate": drawn[1]}))
+
+    def values(shares):
+        made = jax.vmap(lambda *own: own_draws(family, *own, jnp.zeros(count)))(*many)
+        return jax.vmap(lambda share: jax.vmap(lambda own: own_integral(family, own, -share * drawn[0])[0])(made))(
+            shares
+        )
+
+    lowered = jax.jit(values).lower(jnp.arange(1.0, 5.0))
+    assert "trsm" not in lowered.as_text()
+    np.testing.assert_allclose(values(jnp.ones(1)), 0.0, atol=1e-10 if X64 else 1e-4)
