@@ -66,7 +66,7 @@ def test_sigma_points_whose_values_no_step_raises_are_given_up(monkeypatch):
     near = {"auto_loc": jnp.zeros(2), "auto_scale_tril": 0.02 * jnp.eye(2)}
     result = pvi.run(KEY, 3, jnp.asarray(X), jnp.asarray(Y), init_params=near, progress_bar=False)
     assert result.info.total_move == 0.0
-    assert result.info.expectation == ("monte_carlo (stein)",) * 3
+    assert result.info.expectation == ("monte_carlo",) * 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""All sites from the same q, absorbed together; extrapolated over rounds, and kept from widening at first."""
+"""All sites from the same q, absorbed together; extrapolated over rounds, and kept from widening much at first."""
 
 from __future__ import annotations
 
@@ -90,8 +90,12 @@ def _length(gram: Float[Array, "W W"]) -> Float[Array, ""]:
 
 
 # ---------------------------------------------------------------------------------------------------- control of widths
-# First rounds without structure, far from any optimum: q may narrow but not widen where its sites ask for no Gaussian.
+# First rounds without structure, far from any optimum: q may narrow but widen by little where its sites ask for no Gaussian.
 
+# What a held round leaves of q's precision in every direction, at least: sds grow by no more than 1.2 times. At 1, a q that had
+# become narrow (a poor start, a first round on a steep slope) kept its width, and crawled by about one sd a round for all that it
+# was held. Well below, some networks lost hidden units again.
+_LEAST_KEPT = 0.7
 # After so many held rounds q is as near an optimum as holding brings it.
 _MOST_HELD = 30
 
@@ -112,11 +116,11 @@ def hold_width(
 
     With ``L`` the old precision, ``S S^T = L^-1``, and ``P`` the precision that prior and proposals sum to,
 
-        P + S^-T (W' - W) S^-1,    W = S^T P S,    W' = W with eigenvalues raised to 1 at least,
+        P + S^-T (W' - W) S^-1,    W = S^T P S,    W' = W with eigenvalues raised to 0.7 at least,
 
     takes the place of ``P``; the gradient at the old location stays, and the groups that moved share what is added in equal
-    parts, so that sites still sum to q and q does not depend on the partition. It is a Levenberg-Marquardt step with q's own
-    precision for its damping. Far from an optimum, curvatures of models such as networks are indefinite; a fraction of the step
+    parts, so that sites still sum to q and q does not depend on the partition. It is a Levenberg-Marquardt step with a share of q's
+    own precision for its damping. Far from an optimum, curvatures of models such as networks are indefinite; a fraction of the step
     towards them goes to the next saddle and widens q in those directions, until latents (a hidden unit) are lost to their
     prior, which no later step mends. A later round's proposals replace the sites as ever, so nothing of what was added is left
     at a fixed point. ``proposal``: where the local solves want the sites; ``old``: evaluation before the round; ``held``:
@@ -133,7 +137,7 @@ def hold_width(
 
     def added():
         whitened = congruent(old.moments.scale.T, total.precision)
-        precision = congruent(invert_lower(old.moments.scale.T), missing_eigenvalues(whitened, 1.0))
+        precision = congruent(invert_lower(old.moments.scale.T), missing_eigenvalues(whitened, _LEAST_KEPT))
         extra = problem.family.natural(precision @ old.moments.loc, precision)
         share = moved / jnp.sum(moved)
         return jax.tree.map(lambda site, x: site + jnp.multiply.outer(share.astype(x.dtype), x), proposal.groups, extra)
@@ -155,7 +159,7 @@ class SynchronousState(NamedTuple):
     eigenvalue: Float[Array, ""]
     averaging: Averaging
     last_move: Float[Array, ""]
-    # Rounds in which q was kept from widening.
+    # Rounds in which q was kept from widening much.
     held: Int[Array, ""]
     # The last rounds, where they are extrapolated; else None.
     mixing: Mixing | None = None
@@ -172,8 +176,8 @@ class Synchronous(ScheduleDefaults):
     parallel mean-field updates blow up at moderate correlations with every q and cavity valid. Where expectations are
     by draws, the naturals of late rounds are averaged: steps shrink as c / (c + k) with the number k of rounds in which the
     location turned back, and a fall of the ELBO that the draws' own contradictions explain is no reason to halve. Where
-    they may be by draws (there is no structure), a full-covariance q may narrow but not widen in the first 30 rounds whose
-    sites together ask for no normalisable q.
+    they may be by draws (there is no structure), sds of a full-covariance q grow by no more than 1.2 times in each of the
+    first 30 rounds whose sites together ask for no normalisable q.
 
     Under "auto", where sites are two numbers per row (``NaturalGradient(sites=)``), from 128 rows on, the joint step aims at
     the mixture of the last six rounds' targets whose residuals are least in the Fisher metric of q (Anderson mixing), once
@@ -268,7 +272,7 @@ class Synchronous(ScheduleDefaults):
             first = self._first_step(problem, carry.schedule)
             if may_hold(problem):
                 proposal, held = hold_width(problem, proposal, old, results.moved, carry.schedule.held)
-                # Such a step narrows q and is short already: what earlier rounds had to halve says nothing of it.
+                # Such a step widens q by little and is short already: what earlier rounds had to halve says nothing of it.
                 first = jnp.where(held > carry.schedule.held, self._largest(problem), first).astype(first.dtype)
                 carry = carry._replace(schedule=carry.schedule._replace(held=held))
             mixing, aim, fallback, restart = carry.schedule.mixing, proposal, None, None
