@@ -416,7 +416,9 @@ def _away_from_prior(
         return dataclasses.replace(state, sites=spread(plan, state.sites, q - old))
     by_predictors = plan.likelihood.by_predictors and not plan.inside
     arrays, static = split_arguments(args, kwargs)
-    if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed:
+    # Where rows' own latents have a prior given others alone, there is no q yet at which to look for a curvature.
+    there = not plan.inside or bool(_proper(state=state, level="cheap"))
+    if curved and (plan.likelihood.by_nodes or by_predictors) and not plan.summed and there:
         run = partial(_curved_sites, engine, static, state, arrays, level=level_of_looks(state, arrays))
         sites = watched(engine.runtime, plan, run)
         return dataclasses.replace(state, sites=sites)
