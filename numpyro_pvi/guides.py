@@ -50,6 +50,8 @@ _REMADE = (
 
 # What NumPyro's validation says of a parameter out of its range.
 _INVALID = "got invalid"
+# Draws that are tried after a first one with a parameter out of its range, by guides that look for no start of their own.
+_OTHER_DRAWS = 20
 
 
 class _NotInOneProgram(Exception):
@@ -91,6 +93,16 @@ def _from_another_draw(guide: Any, key: Any, args: tuple, kwargs: dict, error: V
     that is found is validated in its turn. Raises ValueError: the first one, where no start is any better.
     """
     before = dict(guide.__dict__)
+    if hasattr(guide, "finish_setup"):
+        # Such a guide takes the first draw as it is.
+        for own in jax.random.split(key, _OTHER_DRAWS):
+            try:
+                handlers.seed(guide._setup_prototype, own)(*args, **kwargs)
+                return
+            except ValueError:
+                guide.__dict__.clear()
+                guide.__dict__.update(before)
+        raise error from None
     try:
         with numpyro.validation_enabled(False):
             handlers.seed(guide._setup_prototype, key)(*args, **kwargs)

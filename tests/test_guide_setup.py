@@ -213,3 +213,19 @@ def test_q_starts_at_the_values_that_the_guide_was_given(kind):
     assert end[0] < -2 and end[1] > 2
     there = pvi.init(jax.random.key(0), BIMODAL, init_params={"mu_auto_loc": jnp.full(2, 0.5)})
     np.testing.assert_allclose(pvi.posterior(there)["mu"].mean, [0.5, 0.5], rtol=1e-5)
+
+
+def test_a_draw_out_of_a_parameters_range_is_followed_by_another():
+    """Of a vague gamma prior half the draws underflow to 0, where the scale that it makes has no number."""
+    vague = 1e-3 if jax.config.jax_enable_x64 else 8e-3
+
+    def model(y):
+        tau = numpyro.sample("tau", dist.Gamma(vague, vague))
+        with numpyro.plate("rows", len(y)):
+            b = numpyro.sample("b", dist.Normal(0.0, tau**-0.5))
+            numpyro.sample("obs", dist.Normal(b, 1.0), obs=y)
+
+    for seed in range(4):
+        guide = AutoExponentialFamily(model)
+        setup_guide(guide, jax.random.key(seed), (jnp.zeros(3),), {})
+        assert guide.prototype_trace["tau"]["value"] > 0
