@@ -17,6 +17,7 @@ from numpyro.distributions.transforms import PermuteTransform
 
 from ._compiling import Program, owned_jit
 from ._group_lifecycle import position, site_of
+from ._numerics import scaled_cholesky, symmetrise
 from ._posterior_views import NaturalView, agent_natural
 from ._state import Plan, PVIState
 from .errors import ImproperError, PartitionError, PVIError
@@ -334,10 +335,46 @@ def joint_params(guide: Any, state: PVIState, natural: Any) -> dict[str, Array]:
     ``state``: a state of a model with local latents. Returns params under the guide's own names; a guide of full covariance
     gets a dense matrix over all of them.
     """
-    part = state.plan.partition
+    part, family = state.plan.partition, state.plan.family
     names, shapes, order = _flat_order(part.layout, part.local)
-    loc, spread = _joint(state.plan.family, natural, state.sites.local.rows, _places(part.local, state.packing), order)
-    return flat_to_params(guide, names, shapes, loc, spread)
+    at = natural, state.sites.local.rows, _places(part.local, state.packing)
+    if family.full:
+        guides = order[guide_order(guide, names, shapes)]
+        turn = _turn_of_units(guides, part.layout.dim, part.local)
+        if turn is not None:
+            loc, root = _joint_root(family, *at, guides, turn)
+            return {f"{guide.prefix}_loc": loc, f"{guide.prefix}_scale_tril": root}
+    return flat_to_params(guide, names, shapes, *_joint(family, *at, order))
+
+
+def _turn_of_units(order: np.ndarray, dim: int, local: LocalLayout) -> np.ndarray | None:
+    """In which order every unit's latents come; None where it differs, or some of them come before a shared one.
+
+    ``order``: of all latents, as places in (theta, z of unit 0, z of unit 1, ...).
+    """
+    if not dim or order[:dim].max() >= dim:
+        return None
+    place = np.argsort(order)[dim:].reshape(local.size, local.width)
+    turns = np.argsort(place, axis=1)
+    return turns[0] if np.all(turns == turns[:1]) else None
+
+
+@partial(Program, static=("family",))
+def _joint_root(
+    family: GaussianFamily, natural: Any, rows: ConditionalNatural, places: tuple, order: Any, turn: Any
+) -> tuple[Array, Array]:
+    """Location and lower root of the covariance where shared latents come first: those of single units are all that is solved."""
+    rows = _take(rows, places)
+    shared, q = family.moments(natural), conditional_moments(rows)
+    dim, (count, width) = family.dim, rows.linear.shape
+    loc = jnp.concatenate([shared.loc, q.mean(shared.loc).reshape(-1)])
+    first = order[:dim]
+    top, _ = scaled_cholesky(symmetrise(shared.scale[first] @ shared.scale[first].T))
+    inherited = (q.slope[:, :, first] @ top).reshape(-1, dim)[order[dim:] - dim]
+    root, place = q.root[:, turn], jnp.argsort(order)[dim:].reshape(count, width)[:, turn]
+    own, _ = scaled_cholesky(symmetrise(root @ jnp.swapaxes(root, -1, -2)))
+    whole = jnp.zeros((dim + count * width,) * 2, loc.dtype).at[:, :dim].set(jnp.concatenate([top, inherited]))
+    return loc[order], whole.at[place[:, :, None], place[:, None, :]].set(own)
 
 
 @partial(Program, static=("family",))

@@ -476,3 +476,36 @@ def test_what_is_left_without_rows_predicts_new_ones():
     assert draws["u"].shape == (4000, 5)
     assert abs(float(draws["u"].mean()) - mean) < 4 * np.sqrt(1 / precision + 1 / 5) / np.sqrt(4000)
     np.testing.assert_allclose(float(draws["u"].var()), 1 / precision + 1, rtol=0.1)
+
+
+@pytest.mark.parametrize("first", ["shared", "own"])
+def test_params_of_full_covariance_are_the_root_of_the_whole_posterior(first):
+    """Where shared latents come first only single units are solved; both ways against the Hessian of the log density."""
+    X, y = jnp.asarray([0.5, -1.0, 2.0, 0.1]), jnp.asarray([1.0, -0.4, 0.3, 2.0])
+
+    def shared():
+        return numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+
+    def model(X, y):
+        w = shared() if first == "shared" else None
+        with numpyro.plate("rows", 4):
+            u = numpyro.sample("u", dist.Normal(0.0 if w is None else 0.5 * w[0], SPREAD))
+            v = numpyro.sample("v", dist.Normal(jnp.stack([u, -u], -1), 0.6).to_event(1))
+        w = shared() if w is None else w
+        with numpyro.plate("rows", 4):
+            numpyro.sample("obs", dist.Normal(w[0] + w[1] * X + u + v @ jnp.array([1.0, 0.5]), NOISE), obs=y)
+
+    guide = AutoMultivariateNormal(model)
+    result = PVI(model, guide, num_groups=2).run(KEY, 3, X, y, progress_bar=False)
+    shapes = {"w": (2,), "u": (4,), "v": (4, 2)} if first == "shared" else {"u": (4,), "v": (4, 2), "w": (2,)}
+    ends = np.cumsum([np.prod(s) for s in shapes.values()])
+
+    def density(flat):
+        parts = jnp.split(flat, ends[:-1])
+        values = {n: x.reshape(s) for (n, s), x in zip(shapes.items(), parts, strict=True)}
+        return numpyro.infer.util.log_density(model, (X, y), {}, values)[0]
+
+    covariance = np.linalg.inv(-jax.hessian(density)(jnp.zeros(ends[-1])))
+    tight = 1e-8 if jax.config.jax_enable_x64 else 1e-3
+    root = result.params["auto_scale_tril"]
+    np.testing.assert_allclose(root, np.linalg.cholesky(covariance), rtol=tight, atol=tight)
