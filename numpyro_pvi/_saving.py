@@ -146,6 +146,8 @@ def _listed(latents: Latents) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- saving
 
+# Words of earlier versions for what is taken by draws.
+_DRAWS = ("stein", "hessian")
 # Everything that a plan and a state's own fields are made of. A type that is not here cannot be written, nor read.
 _TYPES = (
     *(Plan, PartitionPlan, RowAxes, GroupTable, Layout, LocalLayout, Reading, TermSpec, Predictor, DerivedLeaf),
@@ -335,6 +337,8 @@ def _state(header: dict, decoder: Decoder, pvi: Any) -> PVIState:
     plan = decoder.value(fields["plan"])
     if type(plan) is not pvi._fit.plan_type or not isinstance(plan.signature, ArgumentSignature):
         raise TypeError("plan")
+    if plan.partition.unstructured in _DRAWS:
+        plan = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, unstructured="monte_carlo"))
     if plan.signature.structure.num_leaves != len(plan.signature.leaves):  # type: ignore[attr-defined]
         raise ValueError("signature")
     values = {name: decoder.value(fields[name], True) for name in names if name not in (*_own(pvi), "plan")}

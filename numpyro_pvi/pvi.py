@@ -459,8 +459,9 @@ class PVI(SVI):
 
         Where expectations are by draws, the ELBO is the mean over 16 fresh sets of them, a lower bound up to its standard error;
         the losses of rounds are on fewer draws, and under a stochastic solver (``LocalELBO``, ``StochasticNaturalGradient``) on
-        the same ones in every round, so that they compare with each other but are not themselves bounds. Where rounds go by sigma
-        points (``info`` says so), which may be some hundredths of a nat off, the ELBO is by draws as well.
+        the same ones in every round, so that they compare with each other but are not themselves bounds. Where "auto" goes by
+        sigma points (``info`` says so), which may be some hundredths of a nat off, the ELBO is by draws as well; not where they
+        were asked for.
 
         Of ``PowerEP``, ``AlphaDivergence`` and (with its one site for every eta_m) ``StochasticEP`` it is
         ``A(eta_q) - A(eta_0) + sum_m (1/alpha) [log Z_m + A(eta_q - alpha eta_m) - A(eta_q)]`` with ``Z_m`` the mean of

@@ -211,6 +211,18 @@ def test_rows_own_latents_that_a_mask_leaves_without_their_prior_are_named():
         of(robust, guide=AutoExponentialFamily).init(KEY, Y, SEEN, SEEN)
 
 
+def test_latents_that_cannot_run_away_need_nothing_to_hold_them():
+    """A share that ends on both sides is as proper without its prior."""
+
+    def shares(y, seen):
+        m = numpyro.sample("m", dist.Normal(0.0, 3.0))
+        with numpyro.plate("data", y.shape[0]), numpyro.handlers.mask(mask=seen):
+            z = numpyro.sample("z", dist.Beta(2.0, 2.0))
+            numpyro.sample("obs", dist.Normal(m + z, 1.0), obs=y)
+
+    of(shares, guide=AutoExponentialFamily).init(KEY, Y, SEEN)
+
+
 @pytest.mark.parametrize("solver", [NaturalGradient(), PowerEP()], ids=["variational", "integrated"])
 def test_a_latent_inside_a_mask_has_the_family_of_its_prior(solver):
     """Of positive support, it had the family that any positive latent has, whose start was no number there."""

@@ -21,6 +21,8 @@ from .._numerics import scaled_cholesky, solve_lower, solve_root
 from ..families import ProductFamily, ProductMean, ProductNatural
 from ._product_moments import ProductGrid, Window, grid_of, laid_over, paired, weighable
 
+# Smallest pivot of draws that determine a slope, as a share of the largest: white over all of them, halves nearly are.
+_LEAST_PIVOT = 1e-3
 # Nats of rounding from which on a row's integral says nothing.
 _LOST = 0.1
 # Points of a row's grid along every coordinate, where there is one, or two; and nats that two halves of them, each with twice the
@@ -75,6 +77,8 @@ def _least_squares(white: Float[Array, "K P"], taken: Bool[Array, "3 K"]) -> Flo
     about = jnp.where(taken[..., None], white - jnp.einsum("hk,kp->hp", share, white)[:, None], 0.0)
     root, good = scaled_cholesky(jnp.einsum("hkp,hkq->hpq", about, about))
     found = solve_root(root, solve_lower(root, jnp.swapaxes(about, -1, -2)))
+    pivots = jnp.diagonal(root, axis1=-2, axis2=-1)
+    good = good & (jnp.min(pivots, axis=-1) > _LEAST_PIVOT * jnp.max(pivots, axis=-1))
     return jnp.where(good[:, None, None], found, jnp.nan)
 
 

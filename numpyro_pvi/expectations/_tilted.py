@@ -359,7 +359,8 @@ class MCMCMoments:
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise PVIError(f"MCMCMoments({name}={value!r}): expected an int of {low} or more.")
         if self.kernel not in ("nuts", "lockstep", "langevin"):
-            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'nuts', 'lockstep' or 'langevin'.")
+            instead = ": 'lockstep' takes HMC's place" if self.kernel == "hmc" else ""
+            raise PVIError(f"MCMCMoments(kernel={self.kernel!r}): expected 'nuts', 'lockstep' or 'langevin'{instead}.")
         self._check_batch()
         if not isinstance(self.target_accept, float) or not 0.0 < self.target_accept < 1.0:
             raise PVIError(f"MCMCMoments(target_accept={self.target_accept!r}): expected a number between 0 and 1.")

@@ -14,6 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
+from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.infer import init_to_uniform
 from numpyro.primitives import Messenger
@@ -538,6 +539,9 @@ def refuse_unheld(trace: dict, concrete: Callable[[], dict]) -> None:
     names = [n for n, s in trace.items() if is_latent(s) and s["cond_indep_stack"] and _is_masked(s["fn"])]
     found = concrete() if names else {}
     for name in names:
+        # What has finitely many values, or ends on both sides, needs nothing to hold it.
+        if not _may_run_away(found[name]["fn"].support):
+            continue
         for frame in found[name]["cond_indep_stack"]:
             observed = [s for s in found.values() if s["type"] == "sample" and s["is_observed"]]
             # An observation elsewhere may see the latent by an index.
@@ -552,6 +556,15 @@ def refuse_unheld(trace: dict, concrete: Callable[[], dict]) -> None:
                     "numpyro.handlers.mask leaves out together with all that is observed of the row, so that nothing holds it: "
                     "mask the observed sample sites alone."
                 )
+
+
+def _may_run_away(support: Any) -> bool:
+    """Whether values without a density of their own may go anywhere: real numbers, to one side or both."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    ends = constraints.real, constraints.real_vector, constraints.positive, constraints.nonnegative
+    kinds = tuple(type(x) for x in ends) + (constraints.greater_than, constraints.less_than)
+    return isinstance(support, kinds) and not support.is_discrete
 
 
 def _masks(fn: Any, frame: Any) -> np.ndarray:

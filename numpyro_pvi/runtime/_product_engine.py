@@ -653,7 +653,7 @@ class OwnFactors(_OfShared):
             # Of a tied site q takes a share of what one group asks for.
             after = q if self.tied else cavity(q, site) + found.site
             return found, self._beside(self._tilted(None, local).settled_group(after, index))
-        # A visit costs as much as its group's rows.
+        # A visit costs as much as the rows of the largest group.
         plan, rows = self.problem.plan, ProductRows(self.problem)
         chosen = whole_groups(self.problem, jnp.asarray(index, jnp.int32)[None], jnp.ones((1,), bool))
         ids = row_ids(chosen)

@@ -539,7 +539,7 @@ def _of_points(family: ProductFamily, wanted: Any, moments: Any, where: str, own
     if wanted.kernel == "langevin":
         raise PVIError(
             f"{owner}(moments={moments!r}): chains on mini-batches are for Gaussian guides; under AutoExponentialFamily use "
-            "kernel='nuts', 'hmc' or 'lockstep'."
+            "kernel='nuts' or 'lockstep'."
         )
     return "mcmc"
 

@@ -401,7 +401,7 @@ class ProductProblem:
         components; the sites of all latents inside the plate, of which the group's rows' are their messages; and ``E_q[log f]``
         in nats.
         """
-        space, chunks, counts = self._likelihood(), self.chunks, self.chunk_counts()
+        space, chunks, (counts, span) = self._likelihood(), self.chunks, self.chunks_of(group)
         variables, rest = space.variables(q)
         shared = self.plan.shared
         zero = {
@@ -421,10 +421,14 @@ class ProductProblem:
         if self.one_chunk_each:
             gradient, local, value = add(group, first)
         else:
-            gradient, local, value = jax.lax.fori_loop(*self.span(group), add, first)
+            gradient, local, value = jax.lax.fori_loop(*span, add, first)
         (gradient, value), local = self.runtime.total((gradient, value)), self._of_all(local)
         said = take(self._said(sites).groups, 0)
         return space.message(q, variables, gradient, shared) + said, local, value
+
+    def chunks_of(self, group: Int[Array, ""]) -> tuple[Any, tuple[Any, Any]]:
+        """Chunks of every group, as :meth:`chunk_counts` has them, and a group's first one held here, and past its last."""
+        return self.chunk_counts(), self.span(group)
 
     def span(self, group: Int[Array, ""]) -> tuple[Any, Any]:
         """A group's first chunk among those held here, and past its last."""

@@ -19,7 +19,7 @@ from ..families import ProductFamily, ProductNatural, base_family, members_of, r
 from ..schedules import BY_FACTOR, UNHEARD_MOVE, Part, RoundCarry, RoundReport
 from ..sites import MAX_HALVINGS, MemberSites, SiteStack, back_off, posterior, select, take
 from ..solvers import late_from, late_weight, plan_batches
-from ._product_plan import ProductPlan
+from ._product_plan import ProductPlan, along
 from ._product_problem import ProductProblem, finite_or
 
 # --------------------------------------------------------------------------------------------------------------- sweeps
@@ -243,7 +243,7 @@ def _one_after_another(problem, sites, share, num_steps, noise, order) -> Swept:
         index, site = step
         here, seen, own, place = problem, q, local, index
         if local:
-            # A visit costs as much as its group's rows.
+            # A visit costs as much as its group's rows; room is made for the largest.
             chosen = whole_groups(problem, index[None], jnp.ones((1,), bool))
             here, place = view_of(problem, chosen, q), jnp.int32(0)
             seen = ProductNatural(q.parts | rows_of(problem.plan, q.parts, row_ids(chosen)))
@@ -392,12 +392,38 @@ class SomeRows(Beside):
             packing = self.chosen.packing
             assert isinstance(packing, Packing)  # rows have places
             rows = jnp.sum(packing.mask.reshape(-1)[chunk[0]])
-            found = jax.tree.map(lambda x: x * (jnp.sum(chunk[1]) / jnp.maximum(rows, 1)), found)
+            # Of a chunk without rows, which counts as one of its group's, all devices know an equal share.
+            each = 1.0 / self.runtime.total(jnp.ones((), counts.dtype))
+            share = jnp.where(rows > 0, jnp.sum(chunk[1]) / jnp.maximum(rows, 1), each)
+            found = jax.tree.map(lambda x: x * share, found)
         if weights is None:
             return found
         # A batch's share of what its group's site says, so that the whole is what the batch's total is compared with.
         inside, share = self.plan.row_axes, 1.0 / weights[group]
         return {n: x if n in inside else jax.tree.map(lambda a: a * share, x) for n, x in found.items()}
+
+    def chunks_of(self, group: Int[Array, ""]) -> tuple[Any, tuple[Any, Any]]:
+        """The same without chunks that hold no row: room is made for the largest groups."""
+        packing = self.chosen.packing
+        if isinstance(packing, GroupMasks):
+            return super().chunks_of(group)
+        filled = jnp.any(packing.mask, axis=1).astype(packing.offsets.dtype)
+        counts = jax.ops.segment_sum(filled, packing.chunk_group, self.num_groups)
+        return counts, (packing.offsets[group], packing.offsets[group] + counts[group])
+
+    def _of_all(self, local: MemberSites | None) -> MemberSites | None:
+        """Sites of the rows' own latents, each as the device has them that holds the row; without one as they were."""
+        if local is None or self.chosen.here is None:
+            return local
+        here, axes = self.chosen.here[1].reshape(-1), self.plan.row_axes
+        held = self.runtime.total(here)
+
+        def known(x: Array, axis: int) -> Array:
+            first = jnp.moveaxis(x, axis, 0)
+            found = jnp.where(along(held, 0, x.ndim), self.runtime.total(first, here), first)
+            return jnp.moveaxis(found, 0, axis)
+
+        return MemberSites({n: jax.tree.map(lambda x, n=n: known(x, axes[n]), own) for n, own in local.parts.items()})
 
     def _rows_key(self, key: Any, chunk: Any) -> Any:
         if isinstance(self.packing, GroupMasks):

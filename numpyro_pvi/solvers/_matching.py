@@ -261,9 +261,10 @@ def match_visit(family: Any, q: Any, site: Any, found: Tilted, state: MatchState
     change = select(usable, change, jax.tree.map(jnp.zeros_like, site))
     noise = jnp.where(usable, found.noise, state.noise)
     step, last = own_step(family, q, change, noise, state, rules.damping)
-    # Weights that collapsed tell of what they were believed at, and nothing of what lies as many times further.
-    step = step * jnp.where(jnp.isnan(found.ess), 1.0, found.temper)
-    taken, tries = back_off(lambda step: family.in_domain(q + change * step), step)
+    # Weights that collapsed tell of what they were believed at, and nothing of what lies as many times further. Of that visit
+    # alone: the next one's step knows nothing of it.
+    reach = step * jnp.where(jnp.isnan(found.ess), 1.0, found.temper)
+    taken, tries = back_off(lambda step: family.in_domain(q + change * step), reach)
     good = usable & family.in_domain(q + change * taken)
     new = after_match(found, state, rules, found.valid, usable & ~good)._replace(
         step=jnp.where(good, step, state.step),

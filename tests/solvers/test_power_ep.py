@@ -493,6 +493,8 @@ def test_a_visit_by_collapsed_weights_ends_at_the_member_that_they_match():
     state = matching.first_match_state(jnp.zeros(2), 1.0, zero.dtype)
     result = matching.match_visit(family, q, q * 0.0, found, state, matching.MatchRules(1.0, "auto", 50.0, 2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), q + result.site, target)
+    # What a visit's weights were worth is of that visit: the next one begins with the whole step.
+    assert result.state.step == 1.0
 
 
 @pytest.mark.slow
