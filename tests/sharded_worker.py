@@ -22,7 +22,7 @@ from numpyro_pvi._group_lifecycle import reduced
 from numpyro_pvi._user_inputs import placed, run_rounds
 from numpyro_pvi.factors import split_arguments
 from numpyro_pvi.runtime import Sharded, Vmap
-from numpyro_pvi.runtime._product_problem import ProductProblem
+from numpyro_pvi.runtime._product_rounds import SomeRows
 from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import SNEP, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 
@@ -313,7 +313,7 @@ def on_two():
     found = {"gap": max(gap(ON_TWO, Sharded()), gap(EVEN, Sharded())), "lanes": lanes()}
     with mock.patch("jax.lax.dynamic_slice_in_dim", lambda x, start, size: x[:size]):
         found["planted step"] = lanes()
-    with mock.patch.object(ProductProblem, "_of_all", lambda problem, local: local):
+    with mock.patch.object(SomeRows, "_of_all", lambda problem, local: local):
         found["planted rows"] = gap(ON_TWO, Sharded(batch_bytes=1 << 20))
     return found
 
