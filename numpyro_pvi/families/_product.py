@@ -378,7 +378,7 @@ class ProductFamily(MetricDefaults):
     def shift(self, change: Any, moments: FamilyMoments) -> Float[Array, "*batch P"]:
         """First-order change of the mean statistics, in sds, of the components that a change of natural parameters has."""
         if not change.parts:
-            return jnp.zeros((1,))
+            return jnp.zeros((1, 1))
         if len(change.parts) == len(self.components):
             return super().shift(change, moments)
         own, at = self.of(change.parts), moments.natural.parts
