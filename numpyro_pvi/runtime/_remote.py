@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..expectations import RULES, Expected, LocalNoise
+from ..expectations import RULES, Expected, LocalNoise, PointSet
 from ..families import ProductFamily, ProductNatural
 from ..schedules import Evaluation, RoundCarry, Rule
 from ..sites import SiteStack, cavity, damp
@@ -462,7 +462,8 @@ def _told(draws: Any) -> tuple[dict[str, Any], tuple]:
     if isinstance(draws, LocalNoise):
         kind, seed = seed_of(draws.local)
         return {"draws": "units", "seed": kind}, (draws.shared, seed)
-    if draws is None:
+    if not isinstance(draws, PointSet):
+        # Other draws are of no use to what clients are asked.
         return {"draws": ""}, ()
     # Known before a program runs, but where a fit goes from points to draws.
     slopes = draws.slopes if isinstance(draws.slopes, bool) else None
