@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer import SVI, Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from scipy.optimize import minimize
 
@@ -348,8 +348,9 @@ def test_no_step_is_taken_to_where_slopes_are_no_numbers(fault, monkeypatch):
         monkeypatch.setattr(_acceptance, "_finite", lambda groups: jnp.isfinite(groups.value))
         jax.clear_caches()
     y = np.random.default_rng(0).normal(size=30) + 0.7
-    # From where the user says: such a run is not begun elsewhere.
-    pvi = PVI(underflown, AutoMultivariateNormal(underflown), init_sites="prior")
+    # From where the user says, so that a run that is stuck is not begun elsewhere.
+    start = init_to_value(values={"length": jnp.array(1.5), "level": jnp.array(0.5)})
+    pvi = PVI(underflown, AutoMultivariateNormal(underflown, init_loc_fn=start, init_scale=0.2))
     if fault:
         with pytest.raises(SkippedGroupError):
             pvi.run(jax.random.key(0), 30, y, progress_bar=False)
