@@ -16,7 +16,6 @@ import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
-from numpyro.infer import init_to_uniform
 from numpyro.primitives import Messenger
 
 from .._compiling import Same
@@ -656,7 +655,7 @@ def _not_finite(guide: Any, key: Any, args: tuple, kwargs: dict) -> tuple[list[s
     with warnings.catch_warnings(), numpyro.validation_enabled(False):
         warnings.simplefilter("ignore")
         # Seeded inside: strategies draw with the keys that sample sites have been given.
-        seeded, strategy = handlers.seed(guide.model, key), getattr(guide, "init_loc_fn", init_to_uniform)
+        seeded, strategy = handlers.seed(guide.model, key), guide.init_loc_fn
         trace = handlers.trace(handlers.substitute(seeded, substitute_fn=strategy)).get_trace(*args, **kwargs)
         found, off = [], []
         for name, site in trace.items():
