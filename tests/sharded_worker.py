@@ -127,6 +127,8 @@ CASES = {
     "double loop": (logistic, _DIAGONAL, SNEP(), Synchronous()),
     "own latents": (own_effects, _FULL, NaturalGradient(), Synchronous()),
     "own latents, one by one": (own_effects, _DIAGONAL, NaturalGradient(), Sequential()),
+    "own latents, batches": (own_effects, _DIAGONAL, _BATCHES, Sequential()),
+    "own latents, optimiser": (own_effects, _FULL, LocalELBO(Adam(0.05), num_steps=4), Synchronous()),
     "own latents, moments": (own_effects, _FULL, PowerEP(), Synchronous()),
     "families": (drawn, _FAMILIES, NaturalGradient(), Synchronous()),
     "families, predictors": (logistic, _FAMILIES, NaturalGradient(), Sequential()),

@@ -19,7 +19,7 @@ from numpyro_pvi.clients._kept import Kept
 from numpyro_pvi.errors import ClientError, PVIError, StateError
 from numpyro_pvi.runtime import Answers
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming, Synchronous
-from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
+from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
 from numpyro_pvi.wire import decode
 from tests.client_model import both
 from tests.laws.test_restored import Mortal
@@ -35,6 +35,7 @@ COUNTS = RNG.poisson(np.exp(0.4 + 0.5 * RNG.normal(size=N)))
 OUTCOMES = (RNG.random(N) < 0.5).astype(int)
 FULL, DIAGONAL, FIELD = AutoMultivariateNormal, AutoDiagonalNormal, AutoNormal
 GRADIENT, EP, ELBO = NaturalGradient(), PowerEP(), LocalELBO(Adam(0.01), num_steps=3, optimiser_state="keep")
+STEPS = StochasticNaturalGradient(step_size=0.3, num_steps=3, batch_size=2)
 PARALLEL, CYCLIC, FEW = Synchronous(), Sequential(), StochasticSubset(k=2)
 
 
@@ -63,6 +64,9 @@ CELLS = {
     "own-gradient-few": (effects, GRADIENT, FEW, FULL, None),
     "own-gradient-parallel-field": (effects, GRADIENT, PARALLEL, FIELD, None),
     "own-gradient-cyclic-diagonal": (effects, GRADIENT, CYCLIC, DIAGONAL, None),
+    "own-elbo-parallel": (effects, ELBO, PARALLEL, FULL, None),
+    "own-steps-few-field": (effects, STEPS, FEW, FIELD, None),
+    "own-steps-cyclic": (effects, STEPS, CYCLIC, FULL, None),
     "own-ep-parallel": (effects, EP, PARALLEL, FULL, None),
     "own-ep-cyclic": (effects, EP, CYCLIC, FULL, None),
     "own-ep-few": (effects, EP, FEW, FULL, None),

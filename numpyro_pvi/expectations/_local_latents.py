@@ -108,6 +108,36 @@ class LocalLatentProgram:
         target = self.family.natural(vector, curvature.shared)
         return Expected(value, target, product, zero, zero, zero, rows)
 
+    def match(self, chunk: LocalChunk, q: Any, moments: GaussianMoments, noise: LocalNoise) -> ConditionalNatural:
+        """The targets of the rows' conditionals at q(theta); a row of which something is no number keeps its own.
+
+        ``chunk``: rows and their conditionals; ``q``: unused; ``moments``: q(theta); ``noise``: the round's draws.
+        """
+        found: Any = self.expected(chunk, moments, None, 0, noise, False).local
+        count = chunk.mask.shape[0]
+        finite = [jnp.all(jnp.isfinite(x).reshape(count, -1), axis=-1) for x in jax.tree.leaves(found)]
+        good = functools.reduce(jnp.logical_and, finite)
+        return jax.tree.map(lambda new, old: _pick(good, new, old), found, chunk.rows)
+
+    def given(self, chunk: LocalChunk, moments: GaussianMoments, noise: LocalNoise) -> Expected:
+        """Expectations of the factor over theta alone that is left where rows' latents are what their conditionals say.
+
+        ``E[log p(y, z | theta)] + H(q(z | theta))`` over ``q(z | theta)``, whose mean is affine in theta with slopes M, bends in
+        theta by ``A + C^T M + M^T C + M^T B M``, with the blocks of ``-E[hess f]``. ``chunk``, ``moments``, ``noise``: as of
+        :meth:`expected`. Returns the chunk's expectations, without any for the rows' own latents.
+        """
+        found = self.expected(chunk, moments, None, 0, noise, False)
+        if not self.family.full:
+            return dataclasses.replace(found, local=None)
+        joint, own, q = found.target, found.local, conditional_moments(chunk.rows)
+        mean, slope, loc = q.mean(moments.loc), q.slope, moments.loc
+        force = joint.precision_mean - _times(joint.precision, loc) - jnp.einsum("rkd,rk->d", own.cross, mean)
+        force_own = own.linear - _times(own.precision, mean) - own.cross @ loc
+        half = jnp.einsum("rkd,rke->de", slope, own.cross + 0.5 * own.precision @ slope)
+        precision = joint.precision + half + half.T
+        vector = force + jnp.einsum("rkd,rk->d", slope, force_own) + precision @ loc
+        return dataclasses.replace(found, target=self.family.natural(vector, precision), local=None)
+
     def _derivatives(self, data, theta: Float[Array, "S D"], z: Float[Array, "S R K"]):
         """Means over draws of value, gradients and curvature blocks (their diagonals under a mean-field q)."""
         dim, width, full = theta.shape[-1], z.shape[-1], self.family.full

@@ -317,13 +317,13 @@ class Answers:
         pairs = None
         if not self.solver.matches_moments:
             pairs = jax.ShapeDtypeStruct((max(1, self.solver.num_draws), self.family.dim), self.dtype)
-        if self.first_held is not None and not self.solver.matches_moments:
+        if self.first_held is not None and not self.solver.keeps_conditionals:
             # One step, halved until q is normalisable: shares of it are taken of nothing else.
             return False
         given = rows, self.site, self.site, self.first_memory, key, rule, pairs, None, None
         if self.first_held is not None:
-            given = rows, self.first_held, 0, None, *given[1:6], None
-            visit: Any = partial(self._programs.held.visit, guarded=True, rules=len(RULES), total=0)  # type: ignore[union-attr]
+            given = rows, self.first_held, 0, None if pairs is None else key, *given[1:6], pairs
+            visit: Any = partial(self._programs.held.visit, guarded=True, rules=len(RULES), total=1)  # type: ignore[union-attr]
             return jax.eval_shape(visit, *given)[0].step is not None
         visit = partial(self._programs.visit, guarded=True, rules=len(RULES))
         return jax.eval_shape(visit, *given).step is not None

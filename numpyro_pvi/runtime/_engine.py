@@ -470,9 +470,10 @@ class Engine(FitsParams):
         """The draws that belong to a state's key: the loss of a state and its next round share them.
 
         A stochastic solver draws for itself, and one evaluation a round is all that its rounds may cost: their losses
-        are on the same draws throughout, so that they can be compared.
+        are on the same draws throughout, so that they can be compared. Where groups have latents of their own these move by what an
+        evaluation finds, and would end where its draws are best: draws are fresh then.
         """
-        if self.solver.stochastic:
+        if self.solver.stochastic and problem.units is None:
             return problem.noise(jax.random.key(_LOSS_DRAWS), self.num_particles)
         return problem.noise(jax.random.fold_in(rng_key, 0x9E37), self.num_particles)
 
@@ -576,7 +577,8 @@ class Engine(FitsParams):
 
     def _ends_evaluating(self, problem: LocalProblem, fits_params: bool) -> bool:
         """Whether a round ends with an evaluation of its own: on fresh draws for the next one, or under new params."""
-        return (problem.redraws and not (self.solver.stochastic or problem.blind)) or fits_params
+        settled = self.solver.stochastic and problem.units is None
+        return (problem.redraws and not (settled or problem.blind)) or fits_params
 
     def _fits_params(self, state: PVIState, others: Any) -> bool:
         """Whether rounds move the model's params: only while all groups' rows are at hand, as sites say nothing of them."""

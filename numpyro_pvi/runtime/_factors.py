@@ -22,7 +22,7 @@ from ..expectations import (
     at_rows_draws,
 )
 from ..factors import GroupMasks, Packing
-from ..families import GaussianFamily, GaussianMoments, GaussianNatural
+from ..families import ConditionalNatural, GaussianFamily, GaussianMoments, GaussianNatural
 from ..schedules import Rule
 from ..sites import take
 from ..solvers import BatchStep, Derivatives, LocalSolver
@@ -73,12 +73,22 @@ class Draws(NamedTuple):
 _HERE = Vmap()
 
 
+class OwnRows(NamedTuple):
+    """What q says of the rows' own latents given the shared ones, as the rows are packed, and each row's place in its group."""
+
+    conditionals: ConditionalNatural
+    # By which its draws are told, whatever else is in a chunk.
+    places: Int[Array, "C R"]
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupRows:
     """The rows of all groups, gathered when they are asked for and never copied as a whole.
 
     ``density``: ``(chunk, point) -> nats``, the log-likelihood of the rows that a chunk names; ``sizes``: rows of each group;
-    with ``padded``, those there is room for; ``padded``: whether the packing's masks say how many of them there are.
+    with ``padded``, those there is room for; ``padded``: whether the packing's masks say how many of them there are; ``own``:
+    where rows have latents of their own, what q says of them: a chunk is then the rows that it names, their conditionals, and
+    draws of a standard normal, Float[R P K], over which ``density`` averages.
     """
 
     density: Callable[[Any, Float[Array, "D"]], Float[Array, ""]]
@@ -86,6 +96,7 @@ class GroupRows:
     sizes: tuple[int, ...]
     padded: bool = False
     runtime: Runtime = _HERE
+    own: OwnRows | None = None
 
     # Rows give derivatives at points.
     pointwise = True
@@ -109,14 +120,19 @@ class GroupRows:
         return jax.tree.leaves(self.packing.chunks)[0].shape[0]
 
     def derivatives(
-        self, group: Int[Array, ""], points: Float[Array, "S D"], rows: Int[Array, "B"] | None, hessian: bool
+        self,
+        group: Int[Array, ""],
+        points: Float[Array, "S D"],
+        rows: Int[Array, "B"] | None,
+        hessian: bool,
+        key: Any = None,
     ) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`.
 
-        ``rows``: positions within the group, or None for all. Returns value, gradient and Hessian of the sum over those rows at
-        every point.
+        ``rows``: positions within the group, or None for all; ``key``: of the draws of rows' own latents. Returns value, gradient
+        and Hessian of the sum over those rows at every point; the value is less the entropy of the rows' own latents.
         """
-        return self._of(group, rows, lambda chunk: self._at(chunk, points, hessian))
+        return self._of(group, rows, lambda chunk: self._at(self._drawn(chunk, key), points, hessian))
 
     def at_rows_draws(
         self, group: Int[Array, ""], moments: GaussianMoments, count: int, rows: Int[Array, "B"] | None, key: Any
@@ -129,8 +145,11 @@ class GroupRows:
 
         def one(chunk: Any, key: Any) -> Derivatives:
             # Rows that come in several chunks are told apart by the first of each.
-            own = jax.random.fold_in(key, chunk[0][0])
-            return Derivatives(*at_rows_draws(self.density, chunk, chunk[0].shape[0], moments.loc, moments.scale, own))
+            stands = chunk[0] if self.own is None else chunk[0][0]
+            own = jax.random.fold_in(key, stands[0])
+            # Whoever is seen twice has no draw of a row's own.
+            seen = self._drawn(chunk, key, paired=False)
+            return Derivatives(*at_rows_draws(self.density, seen, stands.shape[0], moments.loc, moments.scale, own))
 
         keys = jax.random.split(key, count)
         if count == 1:
@@ -145,8 +164,12 @@ class GroupRows:
             return self._all(group, at)
         length, runtime = packing.rows.shape[1], self.runtime
         first, _ = runtime.span(packing.offsets, group, self.held)
-        taken = packing.stands[first + rows // length, rows % length]
-        found = at((taken, jnp.ones(taken.shape, bool)))
+        slots = first + rows // length, rows % length
+        taken = packing.stands[slots]
+        named: Any = taken, jnp.ones(taken.shape, bool)
+        if self.own is not None:
+            named = named, jax.tree.map(lambda x: x[slots], self.own)
+        found = at(named)
         return runtime.total(found, runtime.holds(packing.offsets, group, self.held))
 
     def values(self, points: Float[Array, "S D"]) -> Float[Array, "M"]:
@@ -163,12 +186,27 @@ class GroupRows:
         return self.runtime.total(values)
 
     def _all(self, group, at: Callable[[Any], Derivatives]) -> Derivatives:
-        chunks, offsets, runtime = self.packing.chunks, self.packing.offsets, self.runtime
+        offsets, runtime = self.packing.offsets, self.runtime
+        chunks = self.packing.chunks if self.own is None else (self.packing.chunks, self.own)
         span = runtime.span(offsets, group, self.held)
         if offsets.shape[0] - 1 == self.packing.chunk_group.shape[0]:
             found = at(take(chunks, span[0]))
             return runtime.total(found, runtime.holds(offsets, group, self.held))
         return runtime.total(sum_span(at, chunks, *span))
+
+    def _drawn(self, chunk: Any, key: Any, paired: bool = True) -> Any:
+        """A chunk with draws for the rows' own latents, the same at all points: of both signs, where ``paired``."""
+        if self.own is None:
+            return chunk
+        named, own = chunk
+        rows, linear = own.conditionals, own.conditionals.linear
+
+        def draw(place: Int[Array, ""]) -> Float[Array, "K"]:
+            return jax.random.normal(jax.random.fold_in(key, place), linear.shape[-1:], linear.dtype)
+
+        draws = jax.vmap(draw)(own.places)[:, None]
+        # A linear gradient is then that at the mean.
+        return named, rows, jnp.concatenate([draws, -draws], axis=1) if paired else draws
 
     def _at(self, chunk, points, hessian: bool) -> Derivatives:
         def one(point):
@@ -226,6 +264,11 @@ class Factors:
     def matches_moments(self) -> bool:
         """Whether local solves match moments, so that rounds are accepted when q is valid."""
         return self.solver.matches_moments
+
+    @property
+    def keeps_conditionals(self) -> bool:
+        """Whether what groups keep of their own latents stands beside their sites."""
+        return self.solver.keeps_conditionals
 
     @property
     def blind(self) -> bool:
@@ -359,7 +402,7 @@ class GroupFactor:
 
     def derivatives(self, points, rows=None, hessian=False, key=None) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.derivatives`."""
-        return self.group_rows.derivatives(self.index, points, rows, hessian)
+        return self.group_rows.derivatives(self.index, points, rows, hessian, key)
 
     def at_rows_draws(self, moments, count, key, rows=None) -> Derivatives:
         """See :meth:`numpyro_pvi.solvers.LocalFactor.at_rows_draws`."""

@@ -38,7 +38,7 @@ class Units(NamedTuple):
 def starting(plan: Any, packing: Any, solver: Any, units: Units, dtype: Any) -> LocalSites | OwnConditionals:
     """What a client holds beside its site before the first round."""
     rows = first_conditionals(plan, packing, jnp.asarray(units.loc, dtype), jnp.asarray(units.sd, dtype))
-    return OwnConditionals(rows) if solver.matches_moments else LocalSites(plan.family.zeros((1,), dtype), rows)
+    return OwnConditionals(rows) if solver.keeps_conditionals else LocalSites(plan.family.zeros((1,), dtype), rows)
 
 
 def own_draws(units: Units, offset: Any, seed: Any, shape: tuple[int, int, int], total: int) -> Float[Array, "n S K"]:
@@ -76,7 +76,10 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
         found = own.sum_groups(own.looking(moments, level, draws, clip, probe), held)
         aim, finite = held, jnp.array(True)
         if found.local is not None:
-            aim = held + (found.local - held) * own.solver.step_size
+            if own.keeps_conditionals:
+                aim = OwnConditionals(found.local.rows)
+            else:
+                aim = held + (found.local - held) * own.solver.step_size
             finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(found.local.rows)]))
         valid = jnp.all(conditional_moments(held.rows).valid)
         return prepared(found, probe is not None), finite, valid, aim
@@ -86,6 +89,10 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
         if not own.matches_moments:
             draws = own_draws(rows[3], offset, seed, (family.dim, width, pairs.shape[0]), total)
             noise = Draws(pairs, jnp.zeros((1, family.dim), pairs.dtype), None, None, draws)
+            if own.keeps_conditionals:
+                found, new = own.visit_group(zero, rest + site, site, state, key, rule, noise, held)
+                # What groups want together of their own latents is what the round's look has found.
+                return found, held if guarded else new
             return visit_with_locals(own, zero, rest + site, site, state, noise, rule, held)
         matched = GaussianMatched(at_conditionals(own, held), rule)
         found = matched.visit(zero, rest, site, state, key, guarded)

@@ -23,10 +23,29 @@ from ..expectations import (
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, RowFamily, RowMoments, conditional_moments
 from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule, move_in_nats
-from ..sites import LocalSites, RowSites, SiteStack, cavity, keep_groups, marginal_sites, posterior, select, take, tie
+from ..sites import (
+    LocalSites,
+    OwnConditionals,
+    RowSites,
+    SiteStack,
+    cavity,
+    keep_groups,
+    marginal_sites,
+    posterior,
+    select,
+    take,
+    tie,
+)
 from ..solvers import LocalResult
 from ._factors import Draws, Factors, GroupFactor
-from ._local_latents import chunks_with, conditionals_proposal, own_move, visit_with_locals
+from ._local_latents import (
+    beside_conditionals,
+    chunks_with,
+    conditionals_after,
+    conditionals_proposal,
+    own_move,
+    visit_with_locals,
+)
 from ._moments import solver_of_prior, visit_all_moments, visit_group_moments, visit_prior_moments
 from ._refinement import (
     cheaper_rule,
@@ -182,7 +201,7 @@ class LocalProblem(Factors, ProblemDefaults):
             return None
         keys = jax.random.split(key, 5)
         count = max(self.solver.num_draws, -(-num_particles // 2))
-        if self.stochastic:
+        if self.stochastic and self.units is None:
             # A pass of values costs little beside one of curvatures, which few latents allow at every visit.
             count = num_particles if self.family.dim > _FEW_LATENTS else max(num_particles, self.solver.num_draws)
         elif self.units is not None:
@@ -211,7 +230,7 @@ class LocalProblem(Factors, ProblemDefaults):
             return unlooked(self.unread(sites, rule))
         q = posterior(self.prior_natural, sites)
         rule = rule_at_start(rule, again)
-        if self.stochastic:
+        if self.stochastic and self.units is None:
             return values_at(self, q, rule, noise)
         local = None if isinstance(sites.local, RowSites) else sites.local
         found = self.evaluate_at(
@@ -336,7 +355,7 @@ class LocalProblem(Factors, ProblemDefaults):
     def local_proposal(self, carry: RoundCarry, moved: Bool[Array, "M"]) -> Any:
         """Natural-gradient targets over shared and local latents, of groups that moved and were finite.
 
-        Where own latents are integrated out, their conditionals at q.
+        Where own latents are integrated out, their conditionals at q; beside steps by batches of rows, these latents' own targets.
         """
         if self.matches_moments:
             return conditionals_proposal(self, carry, moved)
@@ -348,6 +367,8 @@ class LocalProblem(Factors, ProblemDefaults):
         )
         broken = jax.ops.segment_sum((~jnp.all(finite, axis=0)).astype(jnp.int32), group, self.num_groups)
         good = moved & (broken == 0) & jnp.isfinite(carry.evaluation.groups.value)
+        if self.keeps_conditionals:
+            return keep_groups(good, OwnConditionals(wanted.rows), carry.sites.local, group)
         new = carry.sites.local + (wanted - carry.sites.local) * self.solver.step_size
         return keep_groups(good, new, carry.sites.local, group)
 
@@ -366,10 +387,11 @@ class LocalProblem(Factors, ProblemDefaults):
 
         start = dataclasses.replace(evaluation.groups, target=self.split(evaluation.groups.target), local=None)
         operands = (jnp.arange(self.num_groups), self.split(carry.sites.groups), carry.solver, keys, start)
+        own = beside_conditionals(self, carry.sites.local)
         if only is not None:
             operands = jax.tree.map(lambda x: x[only], operands)
         reads = self.rows is not None or self.solver.rereads
-        results = self.map_groups(solve, operands, reads_rows=reads, side_by_side=self._side_by_side)
+        results = own.map_groups(solve, operands, reads_rows=reads, side_by_side=self._side_by_side)
         return results._replace(site=self.merge(results.site))
 
     def refined(self, evaluation: Evaluation, results: LocalResult) -> LocalResult:
@@ -391,10 +413,15 @@ class LocalProblem(Factors, ProblemDefaults):
         """One group's local solve from the current q."""
         if self.matches_moments:
             return visit_group_moments(self, index, q, site, state, key, rule, local)
-        if local is not None:
+        if local is not None and not self.keeps_conditionals:
             return visit_with_locals(self, index, q, site, state, noise, rule, local, alone)
-        factor = self._factor(index, cheaper_rule(rule), self._visit_noise(key, noise))
-        return self.solver.solve(factor, cavity(q, site), site, state, key, start=None, guarded=False), None
+        own, rest = beside_conditionals(self, local), cavity(q, site)
+        factor = own._factor(index, cheaper_rule(rule), self._visit_noise(key, noise))
+        result = self.solver.solve(factor, rest, site, state, key, start=None, guarded=False)
+        if local is None:
+            return result, None
+        draws = self.draws_of(self.program, noise, rule)
+        return result, conditionals_after(self, index, rest + result.site, local, draws)
 
     def visit_prior(self, q: Any, site: Any, state: Any, key: Any, rule: Rule, noise: Any, start: Any) -> LocalResult:
         """The prior factor's local solve; it has no rows, so under a stochastic solver it takes natural-gradient steps."""
@@ -417,7 +444,7 @@ class LocalProblem(Factors, ProblemDefaults):
 
     def _visit_noise(self, key: Any, noise: Any) -> Any:
         """Draws for expectations within a visit: the round's, or a stochastic solver's own."""
-        if noise is None or not self.stochastic:
+        if noise is None or not self.stochastic or self.units is not None:
             return noise
         shape = (self.solver.num_draws, self.family.dim)
         return noise._replace(pairs=jax.random.normal(jax.random.fold_in(key, 1), shape, self.dtype))
@@ -479,6 +506,8 @@ class LocalProblem(Factors, ProblemDefaults):
         draws = self.draws_of(self.program, noise, rule)
 
         def expected(moments):
+            if self.units is not None:
+                return self.sum_group(lambda chunk: self.program.given(chunk, moments, draws), index)
             return escalated(lambda lv: self.sum_group(self.looking(moments, lv, draws), index), rule, self.num_rules)
 
         quadratic = self.quadratic and self.family.full

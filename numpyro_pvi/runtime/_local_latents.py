@@ -27,7 +27,7 @@ from ..families import GaussianFamily, GaussianNatural, schur_complement
 from ..schedules import RoundCarry
 from ..sites import LocalSites, OwnConditionals, damp, keep_groups, select, take
 from ..solvers import LocalResult, local_free_energy
-from ._factors import Factors
+from ._factors import Factors, OwnRows
 from ._tilted import cloud_of
 
 _MAX_TRIES = 20
@@ -293,6 +293,19 @@ def chunks_with(problem: Factors, local: Any) -> Any:
     return LocalChunk(*chunks, problem.runtime.mine(local.rows, problem.held))
 
 
+def beside_conditionals(problem: Any, local: Any) -> Any:
+    """The factors with what q says of their groups' own latents beside the rows, where steps are by batches of these."""
+    if problem.rows is None or not isinstance(local, OwnConditionals):
+        return problem
+    packing, slots = problem.rows.packing, jnp.arange(local.rows.linear.shape[1])
+    count = jnp.arange(packing.chunk_group.shape[0])
+    # Masks have all units in every group's only chunk.
+    before = 0 * count if isinstance(packing, GroupMasks) else count - packing.offsets[packing.chunk_group]
+    own = OwnRows(local.rows, before[:, None] * slots.shape[0] + slots)
+    rows = dataclasses.replace(problem.rows, own=problem.runtime.mine(own, problem.held))
+    return dataclasses.replace(at_conditionals(problem, local), rows=rows)
+
+
 def conditionals_at(problem: Factors, q: Any, local: OwnConditionals) -> OwnConditionals:
     """Every unit's conditional matched to q(theta) and the exact one."""
     moments, chunks = problem.family.moments(q), chunks_with(problem, local)
@@ -310,10 +323,11 @@ def conditionals_proposal(problem: Factors, carry: RoundCarry, moved: Bool[Array
     return keep_groups(moved, conditionals_at(problem, carry.evaluation.q, local), local, problem.data.chunk_group)
 
 
-def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: Any) -> Any:
+def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: Any, *draws: Any) -> Any:
     """The same for one group: what its visit leaves.
 
-    ``q``: natural parameters of q(theta) after the visit. Returns ``local`` with this group's part replaced; as it is where
+    ``q``: natural parameters of q(theta) after the visit; ``draws``: what the program takes of a round's, where these latents
+    are not integrated out. Returns ``local`` with this group's part replaced; as it is where
     there are no own latents.
     """
     if not isinstance(local, OwnConditionals):
@@ -321,7 +335,7 @@ def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: A
     moments, chunks = problem.family.moments(q), chunks_with(problem, local)
 
     def settle(c, rows):
-        found = problem.program.match(take(chunks, c), q, moments)
+        found = problem.program.match(take(chunks, c), q, moments, *draws)
         return jax.tree.map(lambda x, new: x.at[c].set(new), rows, found)
 
     mine = problem.runtime.mine(local.rows, problem.held)

@@ -38,7 +38,7 @@ from ..factors import (
     prior_factor_log_density,
     row_log_likelihood,
 )
-from ..families import ConditionalNatural, GaussianMoments, MultivariateNormalFamily
+from ..families import ConditionalNatural, GaussianMoments, MultivariateNormalFamily, conditional_moments
 from ..sites import take
 from ..solvers import LocalSolver
 from ._base import Runtime
@@ -175,14 +175,24 @@ class FactorReader:
         return self._unstructured(log_density, part.prior_kind, _PRIOR_PAIRS), (None, None)
 
     def group_rows(self) -> GroupRows | None:
-        """The groups' rows at points, for a stochastic solver, or chains on mini-batches; else None."""
+        """The groups' rows at points, for a stochastic solver, or chains on mini-batches; else None.
+
+        Where rows have latents of their own, at draws of these given a point.
+        """
         if not self.solver.stochastic and self.solver.moments_batch is None:
             return None
         part, call = self.plan.partition, self.call
         density = partial(_chunk_log_likelihood, part, self.packing, lambda c: part.reading.call(call, c))
         padded = self.plan.padded_rows > 0
         rows = self.packing, part.table.sizes, padded, self.runtime
-        return GroupRows(lambda chunk, point: density((chunk, None), point), *rows)
+
+        def beside_own(chunk: Any, point: Array) -> Array:
+            named, own, draws = chunk
+            q, count = conditional_moments(own), draws.shape[1]
+            found = (density((named, None), point, local=q.draw(point, draws[:, i])) for i in range(count))
+            return sum(found, start=jnp.zeros((), point.dtype)) / count
+
+        return GroupRows(beside_own if part.local else lambda chunk, point: density((chunk, None), point), *rows)
 
 
 def whole_call(model: Callable, part: PartitionPlan, args: tuple, kwargs: dict, params: dict) -> ModelCall:

@@ -251,7 +251,7 @@ class RemoteProblem(LocalProblem):
         bare, given = (dataclasses.replace(x, local=None) for x in (old, aim))
         sites = self.tidy(damp(bare, given, step))
         zeros = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
-        one = () if self.matches_moments else tuple(jax.tree.leaves(zeros))
+        one = () if self.keeps_conditionals else tuple(jax.tree.leaves(zeros))
         own = old.local.tickets, aim.local.tickets
         *site, tickets = self._ask_held({"ask": "between", "held": True}, one, (jnp.asarray(step, self.dtype),), own)
         if site:
@@ -309,6 +309,8 @@ class RemoteProblem(LocalProblem):
         if self.units is None:
             return self._ask(asked, carry.evaluation.rule, noise, guarded=True)
         found = self._ask(asked, carry.evaluation.rule, noise, guarded=True, held=local.tickets[groups])
+        if self.stochastic:
+            return found._replace(local=None)
         kept = jnp.where(found.moved[:, None], found.local, local.tickets[groups])
         return found._replace(local=dataclasses.replace(local, tickets=local.tickets.at[groups].set(kept)))
 

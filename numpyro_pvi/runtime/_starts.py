@@ -216,8 +216,14 @@ def first_local_sites(
         )
     local = LocalSites(problem.family.zeros((problem.num_groups,), dtype), rows)
     start = SiteStack(problem.family.zeros((problem.num_groups,), dtype), None, local)
+
+    def beside(sites: SiteStack) -> SiteStack:
+        return (
+            dataclasses.replace(sites, local=OwnConditionals(sites.local.rows)) if problem.keeps_conditionals else sites
+        )
+
     if mode != "curvature" or problem.units is None:
-        return start, first_rule(dtype)
+        return beside(start), first_rule(dtype)
     count, width = problem.units
     point = at_prior._replace(loc=loc, scale=jnp.zeros_like(at_prior.scale))
     noise = LocalNoise(jnp.zeros((1, problem.family.dim), dtype), jnp.zeros((count, 1, width), dtype))
@@ -231,7 +237,7 @@ def first_local_sites(
     rows_finite = jax.vmap(all_finite)(wanted.rows).astype(jnp.int32)
     finite &= jax.ops.segment_min(rows_finite, group, problem.num_groups) > 0
     kept = keep_groups(finite, wanted, local, group)
-    return problem.tidy(SiteStack(start.groups, None, kept)), first_rule(dtype)
+    return beside(problem.tidy(SiteStack(start.groups, None, kept))), first_rule(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------- groups that come
@@ -276,13 +282,17 @@ def start_arrivals(
         loc, sd = _local_prior(engine, plan, args, kwargs, params, moments.loc, key)
         rows = first_conditionals(plan, packing, loc, sd)
         # Without coupling to the shared latents, integrating the local ones out leaves a known site as it is.
-        local = OwnConditionals(rows) if problem.matches_moments else LocalSites(groups, rows)
+        local = OwnConditionals(rows) if problem.keeps_conditionals else LocalSites(groups, rows)
         if problem.matches_moments:
             refuse_curvature(problem.solver, mode)
         elif mode == "curvature":
-            fresh = first_local_sites(problem, moments, moments.loc, mode, rows)[0].local
+            fresh = first_local_sites(problem, moments, moments.loc, mode, rows)[0]
             chunk_known = known[packing.chunk_group]
-            local = LocalSites(select(known, groups, fresh.shared), select(chunk_known, rows, fresh.rows))
+            kept = select(chunk_known, rows, fresh.local.rows)
+            if problem.keeps_conditionals:
+                groups, local = select(known, groups, fresh.groups), OwnConditionals(kept)
+            else:
+                local = LocalSites(select(known, groups, fresh.local.shared), kept)
     sites = problem.tidy(SiteStack(groups, state.sites.prior, local))
     sites = dataclasses.replace(sites, others=state.sites.others)
     fields = engine.unvisited(dataclasses.replace(problem, known=known))

@@ -237,7 +237,9 @@ def accept_once(
     evaluation = problem.evaluate(sites, old.rule, noise)
     gain, rounding = elbo_gain(evaluation, old)
     known = jnp.isfinite(old.groups.value)
-    good = (gain >= -rounding - 0.5 * problem.family.dim) | ~old.moments.valid
+    units, width = (0, 0) if problem.units is None else problem.units
+    coordinates = problem.family.dim + units * width
+    good = (gain >= -rounding - 0.5 * coordinates) | ~old.moments.valid
     good &= evaluation.moments.valid & jnp.all(jnp.isfinite(evaluation.groups.value) | ~known)
     good = good if test is None else test(evaluation, sites)
 

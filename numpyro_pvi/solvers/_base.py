@@ -81,7 +81,8 @@ class LocalFactor(Protocol):
             rows: which rows, counted from 0 within the group; None for all. What comes back is their plain sum: times
                 ``num_rows / B`` it estimates the group's without bias where every row is equally likely.
             hessian: whether second derivatives are wanted, D^2 numbers a point.
-            key: of a step, no other's; for factors whose answers are noised, and nothing to others.
+            key: of a step, no other's; for factors whose answers are noised or by draws of the rows' own latents, and nothing to
+                others.
 
         Returns:
             Value, gradient and Hessian at every point.
@@ -334,6 +335,11 @@ class LocalSolver(_SolverVerbs, Protocol):
         ...
 
     @property
+    def keeps_conditionals(self) -> bool:
+        """Whether a group's own latents are no part of its site: Gaussians of them given the shared ones stand beside it."""
+        ...
+
+    @property
     def moments(self) -> Any:
         """How tilted moments are taken; None where none are matched."""
         ...
@@ -453,6 +459,7 @@ class SolverDefaults(_SolverVerbs):
     sites: Any = "dense"
     blocks: Any = "auto"
     matches_moments: bool = False
+    keeps_conditionals: bool = False
     moments: Any = None
     moments_batch: Any = None
     power: Any = 1.0

@@ -84,6 +84,11 @@ class LocalELBO(BatchSolver):
     Lambda_m)``. An optimiser of log-sds would crawl there: some thirty Adam steps a visit leave q's sd, and with it the
     site, where they were at the start. The fixed point is that of the natural gradient, whatever q started from.
 
+    Latents of the rows' own (inside the partitioned plate) stand beside the site as Gaussians ``q(z | theta)``, of a mean affine in
+    theta (under a mean-field guide independent of it). A visit sees its rows at pairs of draws of these, ``log p(y, z | theta)``
+    with z moving as theta does, so that the site is that of the factor with z integrated out. The conditionals take their
+    natural-gradient targets by a pass with second derivatives: after a visit, or together at the end of a round.
+
     Under ``AutoExponentialFamily`` the optimiser moves all natural parameters of the site, ``eta_m <- eta_m + R^-T x``, with
     ``R R^T`` the Fisher metric of q at the start of the visit, member by member (the root of its diagonal for members with more
     than 64 coordinates). With ``target`` the gradient of ``E_q[log p(y_m | theta)]`` in mean parameters, of ``batch_size`` rows
@@ -192,7 +197,7 @@ class LocalELBO(BatchSolver):
             )
 
     def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise for local latents, and for rows' own draws and a power of a q whose latents are correlated."""
+        """Raise for rows' own draws and a power of a q whose latents are correlated."""
         super().check(structure, full, where)
         if self.power != 1.0 and full:
             raise PVIError(
@@ -371,7 +376,7 @@ class LocalELBO(BatchSolver):
         def step(k, walk: _Walk) -> _Walk:
             # A line search compares values: it keeps its draws for the whole visit.
             drawn = 0 if optimiser.searches else k
-            own = jax.random.fold_in(noise_key, k)
+            own = jax.random.fold_in(noise_key, drawn)
             noise = walk.noise if by_row else next_draws(noise_key, drawn, walk.noise)
             offset, rows = family.draw(moments, noise) - moments.loc, None if batches.rows is None else batches.rows(k)
             seen = []

@@ -353,6 +353,7 @@ class MatchesMoments(SolverDefaults):
 
     # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
     matches_moments = True
+    keeps_conditionals = True
     # Whether latents of the groups' own are integrated out of their factors.
     integrates = False
     moments: Moments

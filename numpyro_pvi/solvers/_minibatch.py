@@ -185,20 +185,6 @@ def check_steps(owner: str, batch_size: Any, num_steps: Any, epochs: Any, num_pa
         )
 
 
-def check_no_local(owner: str, structure: str, where: str) -> None:
-    """Refuse factors with local latents, which steps over batches of rows would not move.
-
-    Raises PVIError naming the solver that fits.
-    """
-    if structure == "local":
-        raise PVIError(
-            f"{owner} does not fit the {where}, which has local latents (inside the partitioned plate): under Gaussian "
-            "guides steps by batches of rows move shared latents alone, and rows' own would stay where they start. Use "
-            "solver=NaturalGradient(), or AutoExponentialFamily, under which they move with their rows, or declare them outside, "
-            "in a plate of their own, and index them by row."
-        )
-
-
 def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, int], mechanism: str) -> None:
     """Refuse batches that some group cannot fill, or that no rows can be taken for.
 
@@ -222,11 +208,12 @@ def check_batch_size(owner: str, batch_size: int | None, sizes: dict[Hashable, i
 class BatchSolver(SolverDefaults):
     """What solvers that take batches of rows check before a fit."""
 
+    # Steps by batches of rows are of the shared latents, at draws of the rows' own given these.
+    keeps_conditionals = True
     batch_size: int | None
 
     def check(self, structure: str, full: bool, where: str) -> None:
-        """Raise for local latents; factors of every other structure will do."""
-        check_no_local(type(self).__name__, structure, where)
+        """Factors of every structure will do."""
 
     def check_groups(self, sizes: dict[Hashable, int], mechanism: str) -> None:
         """Raise when a group has fewer rows than a batch.

@@ -350,7 +350,7 @@ class StochasticNaturalGradient(BatchSolver):
         h_m <- h_m + step_size * (g + Lambda_m loc - h_m) + (change of Lambda_m) loc,    g an estimate of E[grad f_m]
 
     which is ``eta_m <- (1 - step_size) eta_m + step_size * grad_mu E_q[f_m]`` wherever q stays normalisable; a precision of
-    the local q falls by at most nine tenths in a step.
+    the local q falls by at most nine tenths in a step. Latents of the rows' own move as under :class:`LocalELBO`.
 
     Under ``AutoExponentialFamily`` a batch's message, a gradient in mean parameters, is ``N_m / B`` times that of its rows, and
     every step takes the latents in turn, each from the q that the last one left, ``eta_m <- eta_m + step_size * (message -
@@ -437,12 +437,12 @@ class StochasticNaturalGradient(BatchSolver):
 
         def step(k, walk: _Walk) -> _Walk:
             noise, rows = walk.noise, None if batches.rows is None else batches.rows(k)
+            own = jax.random.fold_in(noise_key, k)
             if factor.pointwise:
                 noise = next_draws(noise_key, k, noise)
-                now, halved = self._step(factor, cavity, walk.site, rows, batches.weight, noise)
+                now, halved = self._step(factor, cavity, walk.site, rows, batches.weight, noise, own)
                 moved = jnp.array(True)
             else:
-                own = jax.random.fold_in(noise_key, k)
                 now, halved, moved = factor.step(cavity, walk.site, self.step_size, own, rows)
             average = walk.average + (now - walk.average) * late_weight(k, first)
             return _Walk(now, average, noise, walk.backoffs + halved, walk.moved | moved)
@@ -457,11 +457,13 @@ class StochasticNaturalGradient(BatchSolver):
         share = jnp.where(good, jnp.asarray(share, dtype), 0.0)
         return LocalResult(select(good, new, site), state, walk.backoffs, good, share)
 
-    def _step(self, factor: LocalFactor, cavity: Any, site: Any, rows: Any, weight: Any, noise: Any) -> tuple[Any, Any]:
+    def _step(
+        self, factor: LocalFactor, cavity: Any, site: Any, rows: Any, weight: Any, noise: Any, key: Any
+    ) -> tuple[Any, Any]:
         family, q = factor.family, cavity + site
         moments = family.moments(q)
         hessian = self.curvature == "hessian" or (self.curvature == "auto" and family.dim <= _SMALL)
-        found = factor.derivatives(family.draw(moments, noise), rows, hessian)
+        found = factor.derivatives(family.draw(moments, noise), rows, hessian, key)
         gradient = weight * found.gradient
         if found.hessian is not None:
             dense = -weight * jnp.mean(found.hessian, axis=0)

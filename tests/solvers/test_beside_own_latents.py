@@ -1,0 +1,201 @@
+"""Steps by batches of rows that have latents of their own: at draws of these given the shared ones, which then move themselves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
+
+from numpyro_pvi import PVI, Partition
+from numpyro_pvi.expectations import LocalLatentProgram, LocalNoise
+from numpyro_pvi.expectations._local_latents import LocalChunk
+from numpyro_pvi.families import ConditionalNatural, MultivariateNormalFamily, NormalFamily, conditional_moments
+from numpyro_pvi.runtime import _programs
+from numpyro_pvi.schedules import (
+    Asynchronous,
+    Committee,
+    Decentralized,
+    Sequential,
+    StochasticSubset,
+    Streaming,
+    Synchronous,
+)
+from numpyro_pvi.solvers import LocalELBO, NaturalGradient, StochasticNaturalGradient
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(5)
+N, NOISE, SPREAD = 12, 0.7, 1.3
+X = RNG.normal(size=(N, 2))
+LABELS = np.array(list("aaaaabbbbccd"))
+Y = X @ [1.0, -0.5] + SPREAD * RNG.normal(size=N) + NOISE * RNG.normal(size=N)
+COUNTS = RNG.poisson(np.exp(0.5 + 0.8 * RNG.normal(size=N)))
+RING = np.eye(4)[[1, 2, 3, 0]] + np.eye(4)[[3, 0, 1, 2]]
+
+
+def row_effects(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        u = numpyro.sample("u", dist.Normal(0.3 * w[0], SPREAD))
+        numpyro.sample("obs", dist.Normal(X @ w + u, NOISE), obs=y)
+
+
+def counts(y):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    scale = numpyro.sample("scale", dist.LogNormal(-0.5, 0.4))
+    with numpyro.plate("data", y.shape[0]):
+        u = numpyro.sample("u", dist.Normal(mu, scale))
+        numpyro.sample("obs", dist.Poisson(jnp.exp(u)), obs=y)
+
+
+def posterior():
+    """Mean and covariance of (w, u), and the log evidence of `row_effects`, from dense linear algebra."""
+    effects = np.hstack([-0.3 * np.ones((N, 1)), np.zeros((N, 1)), np.eye(N)])
+    prior = np.zeros((N + 2, N + 2))
+    prior[:2, :2] = np.eye(2)
+    design = np.hstack([X, np.eye(N)])
+    covariance = np.linalg.inv(prior + effects.T @ effects / SPREAD**2 + design.T @ design / NOISE**2)
+    slope = X + np.array([0.3, 0.0])
+    marginal = slope @ slope.T + (SPREAD**2 + NOISE**2) * np.eye(N)
+    evidence = -0.5 * (Y @ np.linalg.solve(marginal, Y) + np.linalg.slogdet(2 * np.pi * marginal)[1])
+    return covariance @ design.T @ Y / NOISE**2, covariance, evidence
+
+
+def fitted(solver, schedule, rounds, mode="auto", guide=AutoMultivariateNormal, runtime=None, init_sites="auto"):
+    pvi = PVI(
+        Partition(row_effects, "data", LABELS, mode=mode),
+        guide(row_effects),
+        solver=solver,
+        schedule=schedule,
+        runtime=runtime,
+        init_sites=init_sites,
+    )
+    state = pvi.init(KEY, X, Y)
+    for _ in range(rounds):
+        state, _ = pvi.update(state, X, Y)
+    return pvi, state
+
+
+def errors(pvi, state):
+    """Errors of mean (in posterior sds), covariance (in correlations) and ELBO (nats) of a fit of `row_effects`."""
+    mean, covariance, evidence = posterior()
+    params, sd = pvi.get_params(state), np.sqrt(np.diag(covariance))
+    root = np.asarray(params["auto_scale_tril"])
+    off = np.max(np.abs(np.asarray(params["auto_loc"]) - mean) / sd)
+    bent = np.max(np.abs(root @ root.T - covariance) / np.outer(sd, sd))
+    return np.array([off, bent, abs(float(pvi.evaluate(state, X, Y)) + evidence)])
+
+
+FULL = StochasticNaturalGradient(step_size=1.0, num_steps=1)
+SEARCHED = LocalELBO(optax.lbfgs(), num_steps=12, num_particles=2)
+TOGETHER = Synchronous(damping=1.0)
+
+
+@pytest.mark.parametrize(
+    ("solver", "schedule", "mode"),
+    [
+        (FULL, TOGETHER, "args"),
+        (FULL, Sequential(), "mask"),
+        (SEARCHED, TOGETHER, "args"),
+        pytest.param(FULL, TOGETHER, "mask", marks=pytest.mark.slow),
+        pytest.param(FULL, Asynchronous(), "args", marks=pytest.mark.slow),
+        pytest.param(FULL, StochasticSubset(4, damping=1.0), "args", marks=pytest.mark.slow),
+        pytest.param(FULL, Streaming(visits=2), "args", marks=pytest.mark.slow),
+        pytest.param(FULL, Committee(), "args", marks=pytest.mark.slow),
+    ],
+    ids=["together", "in turn by masks", "line search", "masked", "late", "drawn", "once", "committee"],
+)
+def test_two_visits_are_exact_where_everything_is_gaussian(solver, schedule, mode, tolerance):
+    """The first finds the rows' conditionals, the second the sites given these: the joint posterior, by dense algebra."""
+    rounds = {Streaming: 1, Committee: 1, Asynchronous: 30}.get(type(schedule), 2 + (solver is SEARCHED))
+    pvi, state = fitted(solver, schedule, rounds, mode)
+    # A line search ends where its own gradient is small.
+    close = 1e-3 if solver is SEARCHED else 1000 * tolerance
+    assert np.all(errors(pvi, state) < close), errors(pvi, state)
+
+
+def test_rows_whose_latents_do_not_move_with_the_shared_ones_are_seen(monkeypatch):
+    """The planted fault: draws of the rows' own at a mean that stands still have the curvature of the joint factor's block."""
+
+    def still(natural):
+        found = conditional_moments(natural)
+        return found._replace(slope=0.0 * found.slope)
+
+    monkeypatch.setattr(_programs, "conditional_moments", still)
+    assert errors(*fitted(FULL, TOGETHER, 2))[1] > 0.05
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_the_factor_given_conditionals_is_that_of_their_affine_means(full, tolerance):
+    """Of a quadratic, at conditionals that are not its own: gradient and curvature of E over z of f(theta, M theta + b + e)."""
+    rng = np.random.default_rng(3)
+    dim, rows = 2, 3
+    root = rng.normal(size=(dim + rows, dim + rows))
+    bend, push = root @ root.T, rng.normal(size=dim + rows)
+    # Rows do not see each other's latents.
+    bend[dim:, dim:] = np.diag(np.diag(bend)[dim:])
+    family = MultivariateNormalFamily(dim) if full else NormalFamily(dim)
+    slope, offset = (rng.normal(size=(rows, dim)) if full else np.zeros((rows, dim))), rng.normal(size=rows)
+    own = np.exp(rng.normal(size=rows))
+    linear, cross = (own * offset)[:, None], -own[:, None, None] * slope[:, None]
+    precision = own[:, None, None] if full else own[:, None]
+    kept = ConditionalNatural(*map(jnp.asarray, (linear, precision, cross if full else np.zeros((rows, 1, 0)))))
+
+    def density(_, theta, z):
+        x = jnp.concatenate([theta, z[:, 0]])
+        return -0.5 * x @ bend @ x + push @ x
+
+    q = family.from_loc_sd(jnp.asarray(rng.normal(size=dim)), jnp.full((dim,), 0.6))
+    moments = family.moments(q)
+    noise = LocalNoise(jnp.asarray(rng.normal(size=(4, dim))), jnp.asarray(rng.normal(size=(rows, 4, 1))))
+    chunk = LocalChunk(None, jnp.arange(rows), jnp.ones((rows,), bool), kept)
+    found = LocalLatentProgram(density, family).given(chunk, moments, noise)
+    lift, base = np.vstack([np.eye(dim), slope]), np.concatenate([np.zeros(dim), offset])
+    wanted = lift.T @ bend @ lift
+    wanted = wanted if full else np.diag(np.diag(wanted))
+    loc = np.asarray(moments.loc)
+    force = lift.T @ (push - bend @ (lift @ loc + base))
+    np.testing.assert_allclose(found.target.precision, wanted if full else np.diag(wanted), atol=1e3 * tolerance)
+    np.testing.assert_allclose(found.target.precision_mean, force + wanted @ loc, atol=1e3 * tolerance)
+
+
+def test_batches_end_near_where_all_rows_do():
+    """One row a step, and what thirty steps of Adam leave: a tenth of an sd, of everything Gaussian (one key)."""
+    solver = LocalELBO(optax.adam(0.03), num_steps=30, batch_size=1, num_particles=2)
+    assert np.all(errors(*fitted(solver, Synchronous(), 15)) < [0.15, 0.05, 0.02])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("solver", "schedule", "guide"),
+    [
+        (
+            LocalELBO(optax.adam(0.02), num_steps=30, batch_size=2, num_particles=2),
+            Synchronous(),
+            AutoMultivariateNormal,
+        ),
+        pytest.param(
+            StochasticNaturalGradient(num_steps=20, batch_size=2),
+            Decentralized(RING),
+            AutoDiagonalNormal,
+        ),
+        pytest.param(
+            LocalELBO(optax.adam(0.02), num_steps=30, curvature="steps"),
+            Sequential(),
+            AutoNormal,
+        ),
+    ],
+    ids=["batches", "no server", "no second derivatives"],
+)
+def test_batches_end_where_natural_gradients_do(solver, schedule, guide):
+    """Counts with effects of their own: the ELBO of NaturalGradient's fit, within what steps by batches leave (one key)."""
+    labels = np.repeat(list("abcd"), 3)
+
+    def evidence(solver, schedule):
+        pvi = PVI(Partition(counts, "data", labels), guide(counts), solver=solver, schedule=schedule)
+        result = pvi.run(KEY, 60, COUNTS, progress_bar=False)
+        return float(pvi.log_evidence(result.state, COUNTS))
+
+    assert abs(evidence(solver, schedule) - evidence(NaturalGradient(), Synchronous())) < 0.03
