@@ -342,6 +342,7 @@ FEATURES: dict[tuple[str, str], Verdict] = {
             "own latents of groups that come and go": "tests/test_local_latents.py",
             "own latents under every schedule": "tests/test_local_latents.py::test_one_round_is_exact_where_everything_is_gaussian",
             "own latents integrated out of moments": "tests/solvers/test_integrated_latents.py",
+            "own latents beside batches of rows": "tests/solvers/test_beside_own_latents.py",
             "khat": "tests/test_khat.py",
             "prequential": "tests/test_groups.py",
             "clients": "tests/test_clients.py::test_trajectories_are_those_of_one_process",
@@ -374,6 +375,9 @@ FEATURES: dict[tuple[str, str], Verdict] = {
     },
     ("own latents under every schedule", _FAMILIES): Verdict(
         WORKS, "tests/laws/test_product_own.py::test_visits_end_where_ascent_by_hand_does"
+    ),
+    ("own latents beside batches of rows", _FAMILIES): Verdict(
+        WORKS, "tests/laws/test_product_some.py::test_rows_whose_latents_have_events_of_their_own_are_drawn"
     ),
     ("own latents integrated out of moments", _FAMILIES): Verdict(
         WORKS, "tests/laws/test_product_integrated.py::test_counts_with_rates_of_their_own_are_negative_binomial"
