@@ -175,6 +175,9 @@ class AlphaDivergence(MatchesMoments):
     normalisable; it starts afresh at every visit. ``PowerEP`` reaches the same limits with one set of moments per visit, where
     this takes ``num_steps``; an optimiser cannot overshoot within a visit.
 
+    Latents of the groups' own are integrated out as by :class:`PowerEP`, afresh at every step: integrals are laid about each unit's
+    mode at every theta, wherever q has gone meanwhile; what the visit's start says of own latents is where the search for it begins.
+
     Under :class:`numpyro_pvi.AutoExponentialFamily` it moves the natural parameters of q, in coordinates whitened by the Fisher
     metric of the visit's first q; a step that would leave the families' domain is halved until it does not. Moments are of all
     latents that a factor sees together, as of :class:`PowerEP`.
