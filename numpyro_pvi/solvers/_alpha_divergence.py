@@ -176,7 +176,8 @@ class AlphaDivergence(MatchesMoments):
     this takes ``num_steps``; an optimiser cannot overshoot within a visit.
 
     Latents of the groups' own are integrated out as by :class:`PowerEP`, afresh at every step: integrals are laid about each unit's
-    mode at every theta, wherever q has gone meanwhile; what the visit's start says of own latents is where the search for it begins.
+    mode at every theta, wherever q has gone meanwhile; what was known of own latents at the start of the visit is where that is
+    searched from.
 
     Under :class:`numpyro_pvi.AutoExponentialFamily` it moves the natural parameters of q, in coordinates whitened by the Fisher
     metric of the visit's first q; a step that would leave the families' domain is halved until it does not. Moments are of all
