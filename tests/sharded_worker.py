@@ -26,7 +26,6 @@ from numpyro_pvi.runtime._product_rounds import SomeRows
 from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous
 from numpyro_pvi.solvers import (
     SNEP,
-    AlphaDivergence,
     LocalELBO,
     NaturalGradient,
     PowerEP,
@@ -136,8 +135,6 @@ CASES = {
     "own latents": (own_effects, _FULL, NaturalGradient(), Synchronous()),
     "own latents, one by one": (own_effects, _DIAGONAL, NaturalGradient(), Sequential()),
     "own latents, moments": (own_effects, _FULL, PowerEP(), Synchronous()),
-    "own latents, moments, one by one": (own_effects, _FULL, AlphaDivergence(0.5, num_steps=2), Sequential()),
-    "own latents, one site": (own_effects, _DIAGONAL, StochasticEP(), Synchronous()),
     "own latents, one site, one by one": (own_effects, _FULL, StochasticEP(), Sequential()),
     "families": (drawn, _FAMILIES, NaturalGradient(), Synchronous()),
     "families, predictors": (logistic, _FAMILIES, NaturalGradient(), Sequential()),

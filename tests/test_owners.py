@@ -19,7 +19,7 @@ from numpyro_pvi.clients._kept import Kept
 from numpyro_pvi.errors import ClientError, PVIError, StateError
 from numpyro_pvi.runtime import Answers
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Streaming, Synchronous
-from numpyro_pvi.solvers import AlphaDivergence, LocalELBO, NaturalGradient, PowerEP
+from numpyro_pvi.solvers import LocalELBO, NaturalGradient, PowerEP
 from numpyro_pvi.wire import decode
 from tests.client_model import both
 from tests.laws.test_restored import Mortal
@@ -35,7 +35,6 @@ COUNTS = RNG.poisson(np.exp(0.4 + 0.5 * RNG.normal(size=N)))
 OUTCOMES = (RNG.random(N) < 0.5).astype(int)
 FULL, DIAGONAL, FIELD = AutoMultivariateNormal, AutoDiagonalNormal, AutoNormal
 GRADIENT, EP, ELBO = NaturalGradient(), PowerEP(), LocalELBO(Adam(0.01), num_steps=3, optimiser_state="keep")
-ALPHA = AlphaDivergence(0.5, num_steps=3)
 PARALLEL, CYCLIC, FEW = Synchronous(), Sequential(), StochasticSubset(k=2)
 
 
@@ -68,7 +67,6 @@ CELLS = {
     "own-ep-cyclic": (effects, EP, CYCLIC, FULL, None),
     "own-ep-few": (effects, EP, FEW, FULL, None),
     "own-ep-few-field": (effects, EP, FEW, FIELD, None),
-    "own-alpha-cyclic": (effects, ALPHA, CYCLIC, FULL, None),
     "params-gradient-parallel": (shifted, GRADIENT, PARALLEL, FULL, lambda: Adam(0.05)),
     "params-gradient-cyclic": (shifted, GRADIENT, CYCLIC, FULL, lambda: Adam(0.05)),
     "params-gradient-few": (shifted, GRADIENT, FEW, FIELD, lambda: Adam(0.05)),
