@@ -376,7 +376,7 @@ def _structures(pvi: Any, plan: Plan, dtype: Any) -> dict[str, Any]:
     """What the solver itself starts from, in shapes."""
 
     def start() -> Any:
-        one = pvi.solver.init(plan.family, dtype)
+        one = pvi.solver.init_among(plan.family, dtype, len(plan.partition.table.labels))
         return with_chains(pvi.solver, one, plan.family.dim, dtype) if plan.chained else one
 
     solver = jax.eval_shape(start)

@@ -24,7 +24,14 @@ from numpyro_pvi.factors import split_arguments
 from numpyro_pvi.runtime import Sharded, Vmap
 from numpyro_pvi.runtime._product_rounds import SomeRows
 from numpyro_pvi.schedules import Sequential, StochasticSubset, Synchronous
-from numpyro_pvi.solvers import SNEP, LocalELBO, NaturalGradient, PowerEP, StochasticNaturalGradient
+from numpyro_pvi.solvers import (
+    SNEP,
+    LocalELBO,
+    NaturalGradient,
+    PowerEP,
+    StochasticEP,
+    StochasticNaturalGradient,
+)
 
 ROWS = 23
 _random = np.random.default_rng(0)
@@ -130,6 +137,7 @@ CASES = {
     "own latents, batches": (own_effects, _DIAGONAL, _BATCHES, Sequential()),
     "own latents, optimiser": (own_effects, _FULL, LocalELBO(Adam(0.05), num_steps=4), Synchronous()),
     "own latents, moments": (own_effects, _FULL, PowerEP(), Synchronous()),
+    "own latents, one site, one by one": (own_effects, _FULL, StochasticEP(), Sequential()),
     "families": (drawn, _FAMILIES, NaturalGradient(), Synchronous()),
     "families, predictors": (logistic, _FAMILIES, NaturalGradient(), Sequential()),
     "families, own latents": (rates, _FAMILIES, NaturalGradient(), Synchronous()),

@@ -173,14 +173,6 @@ def own_move(
 # Factors of solvers that match moments where groups have latents of their own: these are integrated out at every theta.
 
 
-def integrates(problem: Factors) -> bool:
-    """Whether groups' own latents are integrated out of their factors."""
-    return isinstance(problem.program, IntegratedProgram)
-
-
-# ------------------------------------------------------------------------------------------------------------- programs
-
-
 def integrated_program(
     part: PartitionPlan,
     packing: Packing | GroupMasks,

@@ -219,7 +219,9 @@ def visit_group_moments(
     if method_of(problem, False) != "rows":
         matched = GaussianMatched(at_conditionals(problem, local), rule)
         result = matched.visit(index, cavity(q, site), site, state, key)
-        return result._replace(step=None), conditionals_after(problem, index, cavity(q, site) + result.site, local)
+        if not problem.tied:
+            local = conditionals_after(problem, index, cavity(q, site) + result.site, local)
+        return result._replace(step=None), local
     moments, mine = problem.family.moments(q), problem.runtime.mine(local, problem.held)
 
     def at(level):

@@ -648,10 +648,9 @@ class OwnFactors(_OfShared):
         """One group's local solve, and what all hold beside their sites after it: of its own rows' latents what is new."""
         if self.matches_moments:
             found, _ = super().visit_group(index, q, site, state, key, rule, noise, local)
-            if local is None:
-                return found, None
-            # Of a tied site q takes a share of what one group asks for.
-            after = q if self.tied else cavity(q, site) + found.site
+            if local is None or self.tied:
+                return found, local
+            after = cavity(q, site) + found.site
             return found, self._beside(self._tilted(None, local).settled_group(after, index))
         # A visit costs as much as the rows of the largest group.
         plan, rows = self.problem.plan, ProductRows(self.problem)

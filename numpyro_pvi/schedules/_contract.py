@@ -356,7 +356,9 @@ class Problem(ProblemDefaults, Protocol):
     ) -> tuple[LocalResult, Any]:
         """One group's local solve from the current q, and what groups hold beside their sites after it.
 
-        ``alone``: no joint step follows that the schedule would test, so that the visit tests its own with local latents too.
+        Under a tied site the latter is as it was: how far q goes with one visit is for the schedule to say, which takes it
+        (:meth:`local_proposal`) where a sweep has ended. ``alone``: no joint step follows that the schedule would test, so that
+        the visit tests its own with local latents too.
         """
         ...
 

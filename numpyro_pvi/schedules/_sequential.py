@@ -40,28 +40,29 @@ def tied_steps(problem: Problem, share: Float[Array, ""]) -> TiedSteps:
 
 def sweep_tied(
     problem: Problem, carry: RoundCarry, q: Any, order: Int[Array, "M"], key: Any, noise: Any, step: Any
-) -> tuple[Any, LocalResult]:
+) -> tuple[Any, Any, LocalResult]:
     """Visit all groups, each from the q that the last one left: ``eta_t <- eta_t + step / M (wanted - eta_t)``.
 
-    ``q``: natural parameters of q (the prior factor may have moved it). Returns the product of all M sites, with a leading axis
-    of 1; and what the visits report, in the order of the groups.
+    ``q``: natural parameters of q (the prior factor may have moved it). Returns the q that the sweep ends at; the product of all
+    M sites, with a leading axis of 1; and what the visits report, in the order of the groups. What groups hold beside the site is
+    read as it stood before the sweep.
     """
-    count = problem.num_groups
+    count, local = problem.num_groups, carry.sites.local
 
     def visit(before, operands):
         q, whole = before
         index, state, key = operands
         site = tied_site(whole, count)
-        result, _ = problem.visit_group(index, q, site, state, key, carry.evaluation.rule, noise, None)
+        result, _ = problem.visit_group(index, q, site, state, key, carry.evaluation.rule, noise, local)
         # Of M equal sites each moves by an M-th of this, and their product by all of it.
         change = (result.site - site) * step
         return (q + change, whole + change), result._replace(site=None)
 
     states = jax.tree.map(lambda x: x[order], carry.solver)
     operands = (order, states, jax.random.split(key, count))
-    (_, whole), results = jax.lax.scan(visit, (q, carry.sites.groups), operands)
+    (q, whole), results = jax.lax.scan(visit, (q, carry.sites.groups), operands)
     back = jnp.argsort(order)
-    return whole, jax.tree.map(lambda x: x[back], results)
+    return q, whole, jax.tree.map(lambda x: x[back], results)
 
 
 # ----------------------------------------------------------------------------------------------------------- sequential
@@ -138,8 +139,10 @@ class Sequential(ScheduleDefaults):
         share = averaging_step(carry.schedule, old.elbo.dtype)
         if problem.tied:
             steps = tied_steps(problem, share)
-            groups, results = sweep_tied(problem, carry, q, order, visit_key, noise, self.damping * steps.visit)
-            local, share = problem.local_proposal(carry, results.moved), steps.joint
+            q, groups, results = sweep_tied(problem, carry, q, order, visit_key, noise, self.damping * steps.visit)
+            # No visit knows how far q goes with it: what groups hold beside the site is taken where the sweep has ended.
+            local = problem.local_proposal(carry._replace(evaluation=old._replace(q=q)), results.moved)
+            share = steps.joint
         else:
             groups, local, results = self._sweep(problem, carry, q, order, visit_key, noise)
         proposal = SiteStack(groups, prior_site, local)

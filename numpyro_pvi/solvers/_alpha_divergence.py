@@ -175,6 +175,10 @@ class AlphaDivergence(MatchesMoments):
     normalisable; it starts afresh at every visit. ``PowerEP`` reaches the same limits with one set of moments per visit, where
     this takes ``num_steps``; an optimiser cannot overshoot within a visit.
 
+    Latents of the groups' own are integrated out as by :class:`PowerEP`, afresh at every step: integrals are laid about each unit's
+    mode at every theta, wherever q has gone meanwhile; what was known of own latents at the start of the visit is where that is
+    searched from.
+
     Under :class:`numpyro_pvi.AutoExponentialFamily` it moves the natural parameters of q, in coordinates whitened by the Fisher
     metric of the visit's first q; a step that would leave the families' domain is halved until it does not. Moments are of all
     latents that a factor sees together, as of :class:`PowerEP`.

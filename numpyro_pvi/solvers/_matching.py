@@ -354,8 +354,6 @@ class MatchesMoments(SolverDefaults):
     # Rounds are accepted when q is valid; see numpyro_pvi.schedules.
     matches_moments = True
     keeps_conditionals = True
-    # Whether latents of the groups' own are integrated out of their factors.
-    integrates = False
     moments: Moments
     damping: float
 
@@ -366,11 +364,6 @@ class MatchesMoments(SolverDefaults):
         Raises PVIError naming the factor and the choices that work.
         """
         owner = type(self).__name__
-        if structure == "local" and not self.integrates:
-            raise PVIError(
-                f"{owner} does not integrate out local latents, and the {where} has some: use PowerEP() or NaturalGradient(), or "
-                "keep the latents shared by leaving them outside the partitioned plate."
-            )
         if structure == "local" and self.moments_batch is not None:
             raise PVIError(
                 f"{owner}(moments=MCMCMoments(batch_size={self.moments_batch})): the {where} has local latents, which are "

@@ -68,7 +68,6 @@ class PowerEP(MatchesMoments):
     factors: str = "group"
     damping: float = 1.0
 
-    integrates = True
     # Moments are taken once a visit, of the q that the visit starts from.
     looks_once = True
 
@@ -138,6 +137,9 @@ class StochasticEP(MatchesMoments):
     said cannot be told from what the others did: ``pvi.site(state, label)`` is t for every label, and ``add_group``, ``revisit``
     and ``forget_group`` are refused. A prior outside the family has a PRIOR site of its own, refined as PowerEP does.
 
+    Latents of the groups' own are integrated out as by :class:`PowerEP`: t stands for the average of the groups' marginal factors,
+    and each unit keeps a Gaussian of its own, matched to the q that a round of ``Synchronous()`` begins, or a sweep ends at.
+
     Under :class:`numpyro_pvi.AutoExponentialFamily` one round of ``Synchronous()`` is exact where factors are affine in the
     statistics of all latents jointly, and moments are those of :class:`PowerEP`.
 
@@ -168,6 +170,8 @@ class StochasticEP(MatchesMoments):
     tied = True
     # A group's site is any member of the family, not a sum over its rows.
     whole_sites = True
+    # Moments are taken once a visit, of the q that the visit starts from.
+    looks_once = True
 
     def __post_init__(self):
         limit = "1 is stochastic EP; for the limit 0 use StochasticNaturalGradient() or NaturalGradient()"

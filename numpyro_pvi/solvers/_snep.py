@@ -205,7 +205,6 @@ class SNEP(MatchesMoments):
     damping: float = 1.0
     metric: str = "posterior"
 
-    integrates = True
     # Tilted distributions are anchored at theta', not at q.
     anchored = True
 
