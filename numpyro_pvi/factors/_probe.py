@@ -465,8 +465,11 @@ def ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float
 
 
 def _with_sides(points: Float[Array, "P D"], loc, sd, direction) -> Float[Array, "P+2 D"]:
-    """Points, and one to either side of the prior's location."""
-    aside = _ASIDE * sd * direction / jnp.max(jnp.abs(direction), initial=1e-6)
+    """Points, and one to either side of the prior's location: every latent at its full distance, to sides that a direction says.
+
+    In the proportions of the direction a precision may hardly move, and what it does to the rows is not seen.
+    """
+    aside = _ASIDE * sd * jnp.where(direction < 0, -1.0, 1.0)
     return jnp.concatenate([points, jnp.stack([loc - aside, loc + aside])])
 
 
