@@ -331,9 +331,10 @@ class LocalSites(Vector):
 
 @natural_parameters
 class OwnConditionals(Vector):
-    """What groups keep of their own latents where these are integrated out of the factor: Gaussians given the shared ones.
+    """What groups keep of their own latents beside sites that are over the shared ones alone: Gaussians given the shared ones.
 
-    Sites are over the shared latents alone, and nothing of this enters q.
+    So it is where own latents are integrated out of the factor, and where steps by batches see rows at draws of these Gaussians.
+    No part of q over the shared latents is kept here.
     """
 
     # Per chunk and row (leading axes C, R), as the rows are packed.

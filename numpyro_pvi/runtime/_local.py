@@ -29,6 +29,7 @@ from ..sites import (
     RowSites,
     SiteStack,
     cavity,
+    damp,
     keep_groups,
     marginal_sites,
     posterior,
@@ -371,6 +372,20 @@ class LocalProblem(Factors, ProblemDefaults):
             return keep_groups(good, OwnConditionals(wanted.rows), carry.sites.local, group)
         new = carry.sites.local + (wanted - carry.sites.local) * self.solver.step_size
         return keep_groups(good, new, carry.sites.local, group)
+
+    def between(self, old: SiteStack, aim: SiteStack, step: Any) -> SiteStack:
+        """Sites at a share of the way; see :meth:`own_share` for conditionals beside them."""
+        sites = super().between(old, aim, step)
+        if not (self.stochastic and isinstance(old.local, OwnConditionals)):
+            return sites
+        return dataclasses.replace(sites, local=damp(old.local, aim.local, self.own_share(step)))
+
+    def own_share(self, step: Any) -> Any:
+        """The share that conditionals beside a stochastic solver's sites take of their way, where sites take ``step``.
+
+        Sites that were each moved as if alone take an M-th together (``power / M``); a group's own latents are moved by no other.
+        """
+        return jnp.minimum(1.0, step * (self.num_groups / max(1.0, float(self.solver.power))))
 
     def visit_all(self, carry: RoundCarry, key: Any, noise: Any, only: Int[Array, "k"] | None = None) -> LocalResult:
         """Every group's local solve from the same q, or those of some groups, in parallel."""

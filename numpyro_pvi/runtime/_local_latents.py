@@ -25,7 +25,7 @@ from ..expectations import (
 from ..factors import GroupMasks, ModelCall, Packing, PartitionPlan, row_log_likelihood
 from ..families import GaussianFamily, GaussianNatural, schur_complement
 from ..schedules import RoundCarry
-from ..sites import LocalSites, OwnConditionals, damp, keep_groups, select, take
+from ..sites import MAX_HALVINGS, LocalSites, OwnConditionals, back_off, damp, keep_groups, select, take
 from ..solvers import LocalResult, local_free_energy
 from ._factors import Factors, OwnRows
 from ._tilted import cloud_of
@@ -318,9 +318,9 @@ def conditionals_proposal(problem: Factors, carry: RoundCarry, moved: Bool[Array
 def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: Any, *draws: Any) -> Any:
     """The same for one group: what its visit leaves.
 
-    ``q``: natural parameters of q(theta) after the visit; ``draws``: what the program takes of a round's, where these latents
-    are not integrated out. Returns ``local`` with this group's part replaced; as it is where
-    there are no own latents.
+    ``q``: natural parameters of q(theta) after the visit; ``draws``: what the program takes of a round's, where these latents are
+    not integrated out: their step is then halved until the local ELBO at q has not fallen on these draws. Returns ``local`` with
+    this group's part replaced; as it is where there are no own latents.
     """
     if not isinstance(local, OwnConditionals):
         return local
@@ -330,8 +330,36 @@ def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: A
         found = problem.program.match(take(chunks, c), q, moments, *draws)
         return jax.tree.map(lambda x, new: x.at[c].set(new), rows, found)
 
-    mine = problem.runtime.mine(local.rows, problem.held)
-    return OwnConditionals(problem.runtime.gathered(jax.lax.fori_loop(*problem.span(index), settle, mine)))
+    span, mine = problem.span(index), problem.runtime.mine(local.rows, problem.held)
+    wanted = jax.lax.fori_loop(*span, settle, mine)
+    if draws:
+        wanted = _not_fallen(problem, span, moments, mine, wanted, *draws)
+    return OwnConditionals(problem.runtime.gathered(wanted))
+
+
+def _not_fallen(problem: Factors, span: tuple, moments: Any, old: Any, wanted: Any, draws: Any) -> Any:
+    """As much of the way from the old conditionals to those that one group wants as does not lower its local ELBO.
+
+    Where a density grows exponentially a full natural-gradient step goes to where it overflows.
+    """
+    data, zero = problem.data, jnp.zeros((), moments.loc.dtype)
+
+    def value(step: Any) -> Float[Array, ""]:
+        def add(c, total):
+            rows = damp(take(old, c), take(wanted, c), step)
+            chunk = LocalChunk(*take(data.chunks, c), rows)
+            return total + problem.program.expected(chunk, moments, None, 0, draws, False).value
+
+        return problem.runtime.total(jax.lax.fori_loop(*span, add, zero))
+
+    def holds(step: Any) -> Bool[Array, ""]:
+        found = value(step)
+        return jnp.isfinite(found) & ((found >= least) | ~jnp.isfinite(least))
+
+    before = value(zero)
+    least = before - _ROUNDING * jnp.finfo(before.dtype).eps * jnp.abs(before)
+    step, tries = back_off(holds, jnp.ones_like(zero))
+    return damp(old, wanted, jnp.where(tries < MAX_HALVINGS, step, 0.0))
 
 
 # ------------------------------------------------------------------------------------------------------- shared points

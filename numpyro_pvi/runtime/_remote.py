@@ -253,7 +253,8 @@ class RemoteProblem(LocalProblem):
         zeros = jax.eval_shape(lambda: self.family.zeros((), self.dtype))
         one = () if self.keeps_conditionals else tuple(jax.tree.leaves(zeros))
         own = old.local.tickets, aim.local.tickets
-        *site, tickets = self._ask_held({"ask": "between", "held": True}, one, (jnp.asarray(step, self.dtype),), own)
+        share = self.own_share(step) if self.stochastic else step
+        *site, tickets = self._ask_held({"ask": "between", "held": True}, one, (jnp.asarray(share, self.dtype),), own)
         if site:
             sites = dataclasses.replace(sites, groups=jax.tree.unflatten(jax.tree.structure(zeros), site))
         return dataclasses.replace(sites, local=dataclasses.replace(old.local, tickets=tickets))

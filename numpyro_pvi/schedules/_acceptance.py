@@ -237,9 +237,11 @@ def accept_once(
     evaluation = problem.evaluate(sites, old.rule, noise)
     gain, rounding = elbo_gain(evaluation, old)
     known = jnp.isfinite(old.groups.value)
-    units, width = (0, 0) if problem.units is None else problem.units
-    coordinates = problem.family.dim + units * width
-    good = (gain >= -rounding - 0.5 * coordinates) | ~old.moments.valid
+    slack = 0.5 * problem.family.dim
+    if problem.units is not None:
+        # Groups' own latents move by the draws that they are tested on.
+        slack = slack + problem.allowance(sites, evaluation, old_sites, old, step)
+    good = (gain >= -rounding - slack) | ~old.moments.valid
     good &= evaluation.moments.valid & jnp.all(jnp.isfinite(evaluation.groups.value) | ~known)
     good = good if test is None else test(evaluation, sites)
 

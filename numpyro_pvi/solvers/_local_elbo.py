@@ -86,8 +86,9 @@ class LocalELBO(BatchSolver):
 
     Latents of the rows' own (inside the partitioned plate) stand beside the site as Gaussians ``q(z | theta)``, of a mean affine in
     theta (under a mean-field guide independent of it). A visit sees its rows at pairs of draws of these, ``log p(y, z | theta)``
-    with z moving as theta does, so that the site is that of the factor with z integrated out. The conditionals take their
-    natural-gradient targets by a pass with second derivatives: after a visit, or together at the end of a round.
+    with z moving as theta does: the site is that of the bound which these Gaussians leave of the factor with z integrated out. They
+    take natural-gradient steps by a pass with second derivatives, whatever ``curvature`` says: after a visit, halved until the
+    bound has not fallen, or together in a round.
 
     Under ``AutoExponentialFamily`` the optimiser moves all natural parameters of the site, ``eta_m <- eta_m + R^-T x``, with
     ``R R^T`` the Fisher metric of q at the start of the visit, member by member (the root of its diagonal for members with more

@@ -294,6 +294,9 @@ class Conjugate(SolverDefaults):
         """
         if structure != "quadratic" or not full:
             reason = "q is mean-field" if structure == "quadratic" else f"the {where} is not quadratic in the latents"
+            if structure == "local":
+                # NaturalGradient's full step is then the same one, but nobody has shown that it is.
+                reason = f"whether the {where} is quadratic in the shared latents and its rows' own together is not looked for"
             raise PVIError(
                 f"Conjugate() needs log-likelihoods that are quadratic in the latents and a guide with full covariance, but "
                 f"{reason}. Use solver=NaturalGradient(), which treats conjugate parts exactly and the rest by quadrature."

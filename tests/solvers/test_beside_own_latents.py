@@ -161,6 +161,19 @@ def test_the_factor_given_conditionals_is_that_of_their_affine_means(full, toler
     np.testing.assert_allclose(found.target.precision_mean, force + wanted @ loc, atol=1e3 * tolerance)
 
 
+@pytest.mark.parametrize("schedule", [Sequential(), pytest.param(Streaming(visits=5), marks=pytest.mark.slow)])
+def test_effects_behind_an_exponential_do_not_overshoot(schedule):
+    """From the prior a full step of theirs goes to where rates overflow; every sweep was undone, and a stream ended there."""
+    many, labels = np.array([6, 79, 20, 35, 12, 51, 8, 28, 44, 17, 63, 9]), np.repeat(list("abcd"), 3)
+    steps = StochasticNaturalGradient(num_steps=5)
+    pvi = PVI(Partition(counts, "data", labels), AutoMultivariateNormal(counts), solver=steps, schedule=schedule)
+    state = pvi.init(KEY, many)
+    first = float(pvi.evaluate(state, many))
+    for _ in range(8):
+        state, _ = pvi.update(state, many)
+    assert float(pvi.evaluate(state, many)) < 0.2 * first
+
+
 def test_batches_end_near_where_all_rows_do():
     """One row a step, and what thirty steps of Adam leave: a tenth of an sd, of everything Gaussian (one key)."""
     solver = LocalELBO(optax.adam(0.03), num_steps=30, batch_size=1, num_particles=2)
