@@ -47,6 +47,16 @@ def own_draws(units: Units, offset: Any, seed: Any, shape: tuple[int, int, int],
     return shifted_normals(seed, dim, width, count, total, units.loc.dtype)[1][units.index + offset]
 
 
+def _wanted(solver: Any, held: Any, found: Any) -> tuple[Any, Bool[Array, ""]]:
+    """What a look finds that own latents want, and whether all of it is finite; what is held, where it finds nothing."""
+    if found is None:
+        return held, jnp.array(True)
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(found.rows)]))
+    if solver.keeps_conditionals:
+        return OwnConditionals(found.rows), finite
+    return held + (found - held) * solver.step_size, finite
+
+
 class HeldPrograms(NamedTuple):
     """What a client does with what it holds, compiled, of ``(arrays, packing, prior, units)`` and of that first.
 
@@ -74,13 +84,7 @@ def held_programs(problem_of: Any, plan: Any, prepared: Any) -> HeldPrograms:
             draws = LocalNoise(draws, own_draws(rows[3], offset, seed, (family.dim, width, draws.shape[0]), total))
         clip = raised if clip is None else clip
         found = own.sum_groups(own.looking(moments, level, draws, clip, probe), held)
-        aim, finite = held, jnp.array(True)
-        if found.local is not None:
-            if own.keeps_conditionals:
-                aim = OwnConditionals(found.local.rows)
-            else:
-                aim = held + (found.local - held) * own.solver.step_size
-            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(found.local.rows)]))
+        aim, finite = _wanted(own.solver, held, found.local)
         valid = jnp.all(conditional_moments(held.rows).valid)
         return prepared(found, probe is not None), finite, valid, aim
 
