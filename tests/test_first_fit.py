@@ -68,6 +68,12 @@ def counts(y):
         numpyro.sample("y", dist.Poisson(rate), obs=y)
 
 
+def waits(y):
+    rate = numpyro.sample("rate", dist.Gamma(3.0, 1.0))
+    with numpyro.plate("n", y.shape[0]):
+        numpyro.sample("y", dist.Exponential(rate), obs=y)
+
+
 def precision(y):
     """Of no use to start from under its prior: the guide's start is looked at."""
     tau = numpyro.sample("tau", dist.Gamma(1e-3, 1e-3))
@@ -97,6 +103,8 @@ def options():
     """What this XLA knows of the levels' options is found out once a process, by a program that is then compiled again."""
     for level in ("cheap", "middle"):
         Program(lambda x: x + 1)(jnp.zeros(()), level=level)
+    # Nor do small programs that fits of families share count for one of them, whichever tests came before.
+    PVI(Partition(waits, "n", np.arange(11) % 3), AutoExponentialFamily(waits)).init(KEY, rng.exponential(size=11))
 
 
 @pytest.fixture(scope="module")
