@@ -1,6 +1,5 @@
 """Steps by batches of rows that have latents of their own: at draws of these given the shared ones, which then move themselves."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -24,22 +23,11 @@ from numpyro_pvi.schedules import (
     Synchronous,
 )
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, StochasticNaturalGradient
+from tests.solvers.test_integrated_latents import KEY, LABELS, X, Y, closed_form, row_effects
 
-KEY = jax.random.key(0)
-RNG = np.random.default_rng(5)
-N, NOISE, SPREAD = 12, 0.7, 1.3
-X = RNG.normal(size=(N, 2))
-LABELS = np.array(list("aaaaabbbbccd"))
-Y = X @ [1.0, -0.5] + SPREAD * RNG.normal(size=N) + NOISE * RNG.normal(size=N)
-COUNTS = RNG.poisson(np.exp(0.5 + 0.8 * RNG.normal(size=N)))
+RNG = np.random.default_rng(6)
+COUNTS = RNG.poisson(np.exp(0.5 + 0.8 * RNG.normal(size=12)))
 RING = np.eye(4)[[1, 2, 3, 0]] + np.eye(4)[[3, 0, 1, 2]]
-
-
-def row_effects(X, y):
-    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    with numpyro.plate("data", X.shape[0]):
-        u = numpyro.sample("u", dist.Normal(0.3 * w[0], SPREAD))
-        numpyro.sample("obs", dist.Normal(X @ w + u, NOISE), obs=y)
 
 
 def counts(y):
@@ -48,19 +36,6 @@ def counts(y):
     with numpyro.plate("data", y.shape[0]):
         u = numpyro.sample("u", dist.Normal(mu, scale))
         numpyro.sample("obs", dist.Poisson(jnp.exp(u)), obs=y)
-
-
-def posterior():
-    """Mean and covariance of (w, u), and the log evidence of `row_effects`, from dense linear algebra."""
-    effects = np.hstack([-0.3 * np.ones((N, 1)), np.zeros((N, 1)), np.eye(N)])
-    prior = np.zeros((N + 2, N + 2))
-    prior[:2, :2] = np.eye(2)
-    design = np.hstack([X, np.eye(N)])
-    covariance = np.linalg.inv(prior + effects.T @ effects / SPREAD**2 + design.T @ design / NOISE**2)
-    slope = X + np.array([0.3, 0.0])
-    marginal = slope @ slope.T + (SPREAD**2 + NOISE**2) * np.eye(N)
-    evidence = -0.5 * (Y @ np.linalg.solve(marginal, Y) + np.linalg.slogdet(2 * np.pi * marginal)[1])
-    return covariance @ design.T @ Y / NOISE**2, covariance, evidence
 
 
 def fitted(solver, schedule, rounds, mode="auto", guide=AutoMultivariateNormal, runtime=None, init_sites="auto"):
@@ -80,7 +55,7 @@ def fitted(solver, schedule, rounds, mode="auto", guide=AutoMultivariateNormal, 
 
 def errors(pvi, state):
     """Errors of mean (in posterior sds), covariance (in correlations) and ELBO (nats) of a fit of `row_effects`."""
-    mean, covariance, evidence = posterior()
+    mean, covariance, evidence = closed_form()
     params, sd = pvi.get_params(state), np.sqrt(np.diag(covariance))
     root = np.asarray(params["auto_scale_tril"])
     off = np.max(np.abs(np.asarray(params["auto_loc"]) - mean) / sd)
