@@ -170,7 +170,7 @@ def test_batches_end_near_where_all_rows_do():
             AutoDiagonalNormal,
         ),
         pytest.param(
-            LocalELBO(optax.adam(0.02), num_steps=30, curvature="steps"),
+            LocalELBO(optax.adam(0.02), num_steps=30, num_particles=8, curvature="steps"),
             Sequential(),
             AutoNormal,
         ),
