@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compiling import content, is_traced, on_device, owned_jit
+from ._compiling import content, is_traced, owned_jit
 from ._driver import Progress
 from ._group_lifecycle import reduced
 from ._initial import as_the_solver_takes, check_structure, param_values, taken
@@ -131,7 +131,7 @@ class LastLook:
         kept, holds = self._kept, programs.has_made(state) and not programs.restless
         same = kept is not None and kept.state() is state and kept.programs() is programs and kept.how == how
         if kept is not None and same and holds and _same_rows(kept.rows, dynamic):
-            return kept.evaluation, on_device(True)
+            return kept.evaluation, np.True_
         # All at once, and small ones once: an array after another takes a millisecond.
         leaves, structure = jax.tree.flatten(unseen)
         shapes = structure, tuple((x.shape, x.dtype) for x in leaves)

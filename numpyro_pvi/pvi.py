@@ -226,10 +226,10 @@ class PVI(SVI):
         length = 1 if alone else BLOCK
         done = self._advance(state, dynamic, static, once, never, length)
         if is_traced(done.done):
-            return done.state, done.losses[0]
+            return done.state, done.loss
         if int(done.done) == 0:
             done = self._advance(done.state, dynamic, static, once, never, length)
-        return after_update(self, done.state, on_device(np.asarray(done.losses)[0]), dynamic, static)
+        return after_update(self, done.state, done.loss, dynamic, static)
 
     def stable_update(
         self, state: PVIState, /, *args: Any, forward_mode_differentiation: bool = False, **kwargs: Any

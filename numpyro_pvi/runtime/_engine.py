@@ -262,6 +262,8 @@ class RoundsDone(NamedTuple):
     done: Int[Array, ""]
     # Whether the next round needs the finest quadrature rule compiled in.
     missed: Bool[Array, ""]
+    # The first of the losses, for who asks for one round.
+    loss: Float[Array, ""]
     # What the next rounds from this state on begin with, where rounds were told of their own state: see ``Engine.unseen``.
     evaluation: Any = None
 
@@ -312,7 +314,7 @@ def run_rounds(
     reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), state.report)
     first = jnp.int32(0), state, carry, losses, reports, jnp.asarray(missed), opening
     done, state, carry, losses, reports, missed, _ = jax.lax.while_loop(unfinished, again, first)
-    return RoundsDone(state, losses, reports, done, missed), carry
+    return RoundsDone(state, losses, reports, done, missed, losses[0]), carry
 
 
 @dataclasses.dataclass(frozen=True)

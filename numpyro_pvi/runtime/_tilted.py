@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._compiling import on_device
 from .._numerics import all_finite, hessian_of, value_and_grad
 from ..errors import PVIError
 from ..expectations import (
@@ -133,14 +132,14 @@ def by_chains(solver: LocalSolver) -> bool:
     return solver.matches_moments and isinstance(with_settings(solver.moments), MCMCMoments)
 
 
-def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""]:
+def chains_wanted(solver: LocalSolver, state: Any) -> Bool[Array, ""] | bool:
     """Whether some group's weights have collapsed so often that chains should be compiled in.
 
     ``solver``: the groups' solver; ``state``: the groups' solver states. Returns False where there are chains already, or none
     were allowed.
     """
     if solver.moments != "auto" or not hasattr(state, "collapses") or state.chains is not None:
-        return on_device(False)
+        return False
     return jnp.any(state.collapses >= COLLAPSES)
 
 
