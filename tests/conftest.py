@@ -9,12 +9,14 @@ Environment switches, all on unless set to 0:
   and documentation always are.
 """
 
+import functools
 import gc
 import itertools
 import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -43,6 +45,13 @@ def pytest_addoption(parser):
         help="of n sets of a test's parameters only about n ** .4, evenly over them, and one where all are in whole.txt",
     )
     parser.addoption("--brief", action="store_true", help="as --sample, and nothing that whole.txt lists")
+    parser.addoption(
+        "--late-from",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="time since 1970 from which what whole.txt lists is skipped, so that a slow machine ends in time",
+    )
 
 
 def pytest_configure(config):
@@ -72,6 +81,11 @@ def _leave_out_fusion_emitters():
         os.environ["XLA_FLAGS"] = before
 
 
+def pytest_runtest_setup(item):
+    if time.time() > item.config.getoption("--late-from") and _named([item], set().union(*listed_as_whole())):
+        pytest.skip("the run is late, and a smaller test holds the same law; `make test-all` has this one")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks the laws, and leaves out what is marked slow, or in float32 once, unless --slow, -m or a node id asks for it."""
@@ -96,6 +110,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left]
 
 
+@functools.cache
 def listed_as_whole():
     """The node ids of ``whole.txt``: those of which a sample has one where no other is left, and those that it has all of."""
     heavy, sampled = (HERE / "whole.txt").read_text().split("[sampled]\n")

@@ -23,7 +23,9 @@ from ._engine import Engine
 from ._factors import Draws
 from ._held import HeldPrograms, Units, held_programs, own_draws, starting
 from ._moments import GaussianMatched
-from ._product_engine import ProductEngine, ProductFactors, expected_of
+from ._product_batches import expected_of
+from ._product_engine import ProductEngine
+from ._product_factors import ProductFactors
 from ._product_matching import first_match_states, tilted_of
 from ._product_problem import ProductProblem
 from ._product_tilted import rows_affine

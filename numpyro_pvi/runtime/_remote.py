@@ -22,7 +22,7 @@ from ._held import Wanted
 from ._local import LocalProblem, fall_explained
 from ._moments import Shares
 from ._network import TICKET, Leaf, Network, ask_all, call_out, seed_of, stacked
-from ._product_engine import ProductFactors
+from ._product_factors import ProductFactors
 from ._product_problem import ProductProblem
 from ._product_rounds import Beside, Chosen, others
 from ._refinement import cheaper_rule

@@ -26,7 +26,8 @@ from ..sites import Held
 from ._engine import Engine
 from ._factors import FactorData
 from ._network import ask_all, spent
-from ._product_engine import ProductEngine, ProductFactors
+from ._product_engine import ProductEngine
+from ._product_factors import ProductFactors
 from ._product_problem import ProductProblem
 from ._programs import FactorReader, whole_call
 from ._remote import AskedFactors, AskedProduct, InTurn, RemoteProblem, RowValues

@@ -37,7 +37,7 @@ from numpyro_pvi.clients import (
 from numpyro_pvi.clients._sums import EVERYONE, SumExchange, _step, lattice
 from numpyro_pvi.errors import ClientError
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily, inner, whitening
-from numpyro_pvi.runtime import _factors, _product_engine
+from numpyro_pvi.runtime import _factors, _product_factors
 from numpyro_pvi.schedules import (
     Asynchronous,
     Committee,
@@ -542,7 +542,7 @@ def test_where_visits_are_deaf_nothing_depends_on_the_rows(schedule, guide):
 @counts
 def test_a_round_that_looks_is_noticed(monkeypatch):
     monkeypatch.setattr(_factors.Factors, "blind", False)
-    monkeypatch.setattr(_product_engine.ProductFactors, "blind", False)
+    monkeypatch.setattr(_product_factors.ProductFactors, "blind", False)
     for guide in (AutoMultivariateNormal, AutoExponentialFamily):
         pvi = deaf("Synchronous", guide)
         one, other = run(pvi), run(pvi, y=OTHERS)

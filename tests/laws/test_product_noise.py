@@ -9,7 +9,7 @@ import pytest
 from scipy import special
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
-from numpyro_pvi.runtime._product_engine import ProductFactors
+from numpyro_pvi.runtime._product_factors import ProductFactors
 from numpyro_pvi.runtime._product_problem import ProductProblem
 from numpyro_pvi.schedules import Sequential, Synchronous, _acceptance
 from numpyro_pvi.solvers import NaturalGradient

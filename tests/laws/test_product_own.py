@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
-from numpyro_pvi.runtime import _product_engine
+from numpyro_pvi.runtime import _product_factors
 from numpyro_pvi.schedules import (
     Asynchronous,
     Committee,
@@ -144,12 +144,12 @@ def test_prior_and_sites_make_q(name):
 @pytest.mark.once
 @pytest.mark.parametrize("name", [pytest.param("asynchronous", marks=pytest.mark.slow), "sequential steps"])
 def test_rows_latents_that_stay_where_they_were_are_noticed(name, monkeypatch):
-    own = _product_engine.OwnFactors.visit_group
+    own = _product_factors.OwnFactors.visit_group
 
     def visit(self, *args, **kwargs):
         return own(self, *args, **kwargs)[0], args[7]
 
-    monkeypatch.setattr(_product_engine.OwnFactors, "visit_group", visit)
+    monkeypatch.setattr(_product_factors.OwnFactors, "visit_group", visit)
     with pytest.raises(AssertionError):
         ends_where_ascent_does(name, run(name, lambda counts: rates(counts)))
 
@@ -157,8 +157,10 @@ def test_rows_latents_that_stay_where_they_were_are_noticed(name, monkeypatch):
 @pytest.mark.slow
 def test_a_prior_of_rows_latents_that_is_left_out_is_noticed(monkeypatch):
     """Their cavity: the exactly held prior's part of q, which is twice that of the site's where it is mistaken for one."""
-    own = _product_engine.OwnFactors._without
-    monkeypatch.setattr(_product_engine.OwnFactors, "_without", lambda self: jax.tree.map(lambda x: x + 0.5, own(self)))
+    own = _product_factors.OwnFactors._without
+    monkeypatch.setattr(
+        _product_factors.OwnFactors, "_without", lambda self: jax.tree.map(lambda x: x + 0.5, own(self))
+    )
     with pytest.raises(AssertionError):
         ends_where_ascent_does("asynchronous", run("asynchronous", lambda counts: rates(counts)))
 

@@ -13,7 +13,7 @@ from scipy import optimize, special
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, PVIError
 from numpyro_pvi.families import LogNormalFamily
-from numpyro_pvi.runtime import _product_engine
+from numpyro_pvi.runtime import _product_batches, _product_factors
 from numpyro_pvi.schedules import (
     Asynchronous,
     Committee,
@@ -130,9 +130,9 @@ def test_prior_and_sites_make_q(name):
 @pytest.mark.once
 @each
 def test_rows_of_another_group_are_noticed(name, monkeypatch):
-    own = _product_engine.ProductFactors.factor
+    own = _product_factors.ProductFactors.factor
     monkeypatch.setattr(
-        _product_engine.ProductFactors, "factor", lambda self, index, site, noise: own(self, 0 * index, site, noise)
+        _product_factors.ProductFactors, "factor", lambda self, index, site, noise: own(self, 0 * index, site, noise)
     )
     with pytest.raises(AssertionError):
         ends_where_ascent_does(name, run(name, lambda x, y: line(x, y))[1].params)
@@ -341,13 +341,13 @@ def test_steps_out_of_the_domain_are_shortened():
     assert int(np.max(result.state.report.backoffs)) > 0
 
 
-def _unweighted(*args, right=_product_engine.batch_rows):
+def _unweighted(*args, right=_product_batches.batch_rows):
     return right(*args)._replace(weights=jnp.ones(1))
 
 
 @pytest.mark.once
 def test_batches_without_their_weights_are_noticed(monkeypatch):
-    monkeypatch.setattr(_product_engine, "batch_rows", _unweighted)
+    monkeypatch.setattr(_product_batches, "batch_rows", _unweighted)
     with pytest.raises(AssertionError):
         leads_to_the_posterior("sequential", lambda counts: poisson(counts))
 
@@ -355,12 +355,12 @@ def test_batches_without_their_weights_are_noticed(monkeypatch):
 @pytest.mark.once
 def test_the_wrong_sign_of_a_cavity_is_noticed(monkeypatch):
     """The cavity's sign: q times the site where q over the site belongs, which is q beside the site three times."""
-    own = _product_engine.ProductRows.step
+    own = _product_batches.ProductRows.step
 
     def step(self, group, cavity, site, share, key, rows):
         return own(self, group, cavity + site * 2.0, site, share, key, rows)
 
-    monkeypatch.setattr(_product_engine.ProductRows, "step", step)
+    monkeypatch.setattr(_product_batches.ProductRows, "step", step)
     with pytest.raises(AssertionError):
         ends_where_ascent_does("sequential", run_steps("sequential", lambda x, y: line(x, y)))
 
