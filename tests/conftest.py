@@ -27,6 +27,10 @@ QUICK = os.environ.get("NUMPYRO_PVI_TEST_QUICK", "1") != "0"
 HERE = pathlib.Path(__file__).parent
 _MOST_MAPS = 35_000
 _TESTS = itertools.count()
+# Seconds from which a late run has only the first of every test's sets of parameters.
+_VERY_LATE = 1200
+# What a late run skips: tests that whole.txt lists, and all sets of parameters but a test's first.
+_LISTED, _LATER_SETS = pytest.StashKey[set](), pytest.StashKey[set]()
 
 if os.environ.get("NUMPYRO_PVI_TEST_TYPES", "1") != "0":
     from jaxtyping import install_import_hook
@@ -45,12 +49,13 @@ def pytest_addoption(parser):
         help="of n sets of a test's parameters only about n ** .4, evenly over them, and one where all are in whole.txt",
     )
     parser.addoption("--brief", action="store_true", help="as --sample, and nothing that whole.txt lists")
+    parser.addoption("--first", action="store_true", help="as --brief, of a test's sets of parameters the first alone")
     parser.addoption(
         "--late-from",
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="time since 1970 from which what whole.txt lists is skipped, so that a slow machine ends in time",
+        help="time since 1970 from which tests are skipped that --brief leaves out, and 20 minutes later those that --first does",
     )
 
 
@@ -82,8 +87,13 @@ def _leave_out_fusion_emitters():
 
 
 def pytest_runtest_setup(item):
-    if time.time() > item.config.getoption("--late-from") and _named([item], set().union(*listed_as_whole())):
-        pytest.skip("the run is late, and a smaller test holds the same law; `make test-all` has this one")
+    late = time.time() - item.config.getoption("--late-from")
+    if (late > 0 and item in item.config.stash[_LISTED]) or (
+        late > _VERY_LATE and item in item.config.stash[_LATER_SETS]
+    ):
+        pytest.skip(
+            "the run is late, and a smaller test or set of parameters holds the same law: `make test-all` has this one"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,19 +102,24 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if HERE / "laws" in item.path.parents:
             item.add_marker(pytest.mark.laws)
+    heavy, sampled = map(set, listed_as_whole())
+    config.stash[_LISTED] = _named(items, heavy | sampled)
+    config.stash[_LATER_SETS] = _beyond_the_first([item for item in items if item not in config.stash[_LISTED]])
     named = any("::" in argument for argument in config.args)
     if config.getoption("--slow") or "slow" in config.getoption("-m") or named:
         return
     marks = ("slow", *(() if X64 else ("once",)))
     left = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
-    if config.getoption("--brief") or config.getoption("--sample"):
+    brief = config.getoption("--brief") or config.getoption("--first")
+    if brief or config.getoption("--sample"):
         left |= _beyond_a_sample([item for item in items if item not in left])
-    heavy, sampled = map(set, listed_as_whole())
     _refuse_unknown(heavy | sampled, items)
-    if config.getoption("--brief"):
-        left |= _named(items, heavy | sampled)
+    if brief:
+        left |= config.stash[_LISTED]
     elif config.getoption("--sample"):
         left |= _heavy_beyond_one([item for item in items if item not in left], _named(items, heavy))
+    if config.getoption("--first"):
+        left |= _beyond_the_first([item for item in items if item not in left])
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
@@ -144,6 +159,17 @@ def _beyond_a_sample(items):
         count = len(sets) if len(sets) <= 2 else round(len(sets) ** 0.4)
         kept = {round(i * (len(sets) - 1) / max(count - 1, 1)) for i in range(count)}
         left |= {item for i, item in enumerate(sets) if i not in kept}
+    return left
+
+
+def _beyond_the_first(items):
+    """All sets of parameters of a test but its first."""
+    seen, left = set(), set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test in seen:
+            left.add(item)
+        seen.add(test)
     return left
 
 
