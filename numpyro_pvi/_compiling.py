@@ -105,8 +105,8 @@ def _made_by(equation: Any) -> int:
 class Program:
     """``jax.jit`` of a function, at a level of compiling that each call may choose.
 
-    Under an outer ``jit``, ``vmap`` or ``grad`` it is the plain one, since an outer program decides how it is compiled. Where JAX
-    is asked to leave most optimisations out (``JAX_DISABLE_MOST_OPTIMIZATIONS``), "middle" is "cheap".
+    Under an outer ``jit`` or ``grad`` it is the plain one, since an outer program decides how it is compiled; under ``vmap`` alone
+    there is none. Where JAX is asked to leave most optimisations out (``JAX_DISABLE_MOST_OPTIMIZATIONS``), "middle" is "cheap".
     """
 
     def __init__(self, fn: Callable, static: tuple[str, ...] = ()):
@@ -120,7 +120,7 @@ class Program:
         """
         if level is None:
             level = "cheap" if _size((args, kwargs)) <= _LARGEST_READING else "full"
-        if _under_trace(args, kwargs) or jax.default_backend() != "cpu":
+        if _within_program() or jax.default_backend() != "cpu":
             level = "full"
         elif level == "middle" and jax.config.values.get("jax_disable_most_optimizations"):
             level = "cheap"
@@ -128,13 +128,18 @@ class Program:
             try:
                 with precisely():
                     return self._way(level)(*args, **kwargs)
+            except ValueError as error:
+                # Derivatives are a program that is being written as well, which JAX says where this one would go into it.
+                if level == "full" or "compiler_options" not in str(error):
+                    raise
+                level = "full"
             except jax.errors.JaxRuntimeError as error:
                 # The others of the level are kept: with them programs still compile several times faster.
                 gone = [name for name in _options(level) if f"No such compile option: '{name}'" in str(error)]
                 if not gone:
                     raise
-            _unknown.update(gone)
-            del self._ways[level]
+                _unknown.update(gone)
+                del self._ways[level]
 
     def _way(self, level: str) -> Any:
         if level not in self._ways:
@@ -453,9 +458,9 @@ def content(array: Any) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _under_trace(args: tuple, kwargs: dict) -> bool:
-    # With concrete arguments only a new array says whether an outer program is being written.
-    return is_traced((args, kwargs)) or isinstance(jax.device_put(np.float32(0)), jax.core.Tracer)
+def _within_program() -> bool:
+    # Of arguments that are traced nothing says by what; a new array is traced by programs alone, and not by ``vmap``.
+    return isinstance(jax.device_put(np.float32(0)), jax.core.Tracer)
 
 
 def _size(tree: Any) -> int:

@@ -236,6 +236,17 @@ def test_programs_work_wherever_they_are_called():
     np.testing.assert_array_equal(look(lambda x: 2 * x, x), 2 * x)
 
 
+def test_what_is_mapped_over_states_is_compiled_as_what_is_not():
+    """Under ``vmap`` alone no outer program decides the level; within one that is being written none can be asked for."""
+    double, x = Program(lambda x: 2 * x), jnp.arange(3.0)
+    jax.vmap(lambda x: double(x, level="cheap"))(x)
+    assert list(double._ways) == ["cheap"]
+    np.testing.assert_array_equal(jax.jit(jax.vmap(double))(x), 2 * x)
+    np.testing.assert_array_equal(jax.vmap(jax.grad(double))(x), [2, 2, 2])
+    np.testing.assert_array_equal(jax.grad(lambda x: jax.vmap(double)(x).sum())(x), [2, 2, 2])
+    assert "full" in double._ways
+
+
 def test_an_option_that_is_gone_takes_no_other_with_it(monkeypatch):
     """Newer XLAs drop options: the rest of a level is what makes programs compile several times faster."""
     known = compiling._OPTIONS["cheap"]

@@ -34,7 +34,7 @@ from ._local_latents import (
     owners,
 )
 from ._local_reparameterisation import at_rows_draws
-from ._mean_space import FactorStructure, LatentRole, MeanSpace, all_values
+from ._mean_space import FactorStructure, LatentRole, Laws, MeanSpace, all_values
 from ._own_integrals import OVER_GRIDS, OwnDraws, OwnGrids, own_draws, own_grid, own_integral
 from ._points import (
     PointSet,

@@ -34,6 +34,7 @@ from ..factors import (
     claimed_term,
     prepare_term,
     term_log_prob,
+    unread_held,
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ._expected import Expected
@@ -534,19 +535,25 @@ class RowNumbersProgram:
 # is drawn, a precision at a sign's point) has the derivative ``E df/dx``, by the same rule.
 
 
+# Elements that count for so much say which rule is tried first.
+_WIDE = 1e-2
+
+
 @dataclasses.dataclass(frozen=True)
 class PredictorLaw:
     """The law of the normal latents that a factor sees through predictors.
 
     ``terms``: what was found of every term that sees them; ``layout``: of the latents in one vector, end to end; ``laws``:
     coordinates of the components that they make, in the vector's order: locations and variances of independent normals, or
-    locations and roots of the covariances of normal vectors; ``num_rules``: how many of the quadrature rules are compiled in.
+    locations and roots of the covariances of normal vectors; ``num_rules``: how many of the quadrature rules are compiled in;
+    ``share``: what the values of the other latents count in the average over these, where the mean of all is 1.
     """
 
     terms: tuple[TermSpec, ...]
     layout: Layout
     laws: tuple[Any, ...]
     num_rules: int
+    share: Any = 1.0
 
     @property
     def loc(self) -> Float[Array, "D"]:
@@ -597,7 +604,8 @@ def worst_error(
     for spec in law.terms:
         data = prepare_term(seen, spec)
         row_fn = partial(_density, spec, data)
-        found.append(_settled(row_fn, *_law_of(law, data), _elements(data, spec, masks), law.num_rules)[1])
+        counts = jnp.where(_elements(data, spec, masks), law.share, 0.0)
+        found.append(_settled(row_fn, *_law_of(law, data), counts, law.num_rules)[1])
     return jnp.stack(found).max()
 
 
@@ -613,15 +621,15 @@ def claimed_terms(law: PredictorLaw, values: Mapping[str, Array], point: Float[A
 
 def _expected(law: PredictorLaw, spec: TermSpec, data: TermData, masks: Mapping[str | None, Any]) -> Array:
     """One term's expectation, elementwise in its batch shape."""
-    shape, counted = data.fn.batch_shape, _elements(data, spec, masks)
-    # The density reads nothing else of the term.
-    leaves, structure = jax.tree.flatten(dataclasses.replace(data, design=(), offset=()))
+    shape, counts = data.fn.batch_shape, jnp.where(_elements(data, spec, masks), law.share, 0.0)
+    # The density reads nothing else of the term. Each leaf that moves costs an expectation of its own.
+    leaves, structure = jax.tree.flatten(dataclasses.replace(unread_held(spec, data), design=(), offset=()))
 
     def density(leaves: tuple, *predictors: Array) -> Array:
         return _density(spec, structure.unflatten(leaves), *predictors)
 
     expected = _expectation_of(density, shape, law.num_rules)
-    return expected(*_law_of(law, data), counted, tuple(leaves)).reshape(shape)
+    return expected(*_law_of(law, data), counts, tuple(leaves)).reshape(shape)
 
 
 def _density(spec: TermSpec, data: TermData, *predictors: Array) -> Array:
@@ -692,22 +700,28 @@ def _still(step: Any) -> bool:
 
 
 def _settled(
-    row_fn: Callable, mean: tuple, covariance: dict, counted: Array, num_rules: int
+    row_fn: Callable, mean: tuple, covariance: dict, counts: Array, num_rules: int
 ) -> tuple[tuple[Array, tuple, dict], Array]:
     """``(E f, E f_i, E f_ij)`` of every element by the cheapest rule whose error does no harm, and that error.
 
-    Elements that do not count have zeros.
+    ``counts``: what each element counts in what is made of them. Elements that do not count have zeros, and an error is what it
+    is times what it counts: the outermost of a rule's nodes in another latent, which see the widest predictors, have next to no
+    weight, and would ask for the finest rule at all nodes.
     """
+    counts = jnp.broadcast_to(counts, mean[0].shape).astype(mean[0].dtype)
+    counted, eps = counts > 0, jnp.finfo(counts.dtype).eps
 
     def at(level: Any) -> tuple[Any, Array]:
         value, slope, bend, error = over_predictors(row_fn, mean, covariance, level, num_rules)
         size = jnp.where(counted, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in bend.items()), 0.0)
-        wrong = jnp.where(counted, _error_beyond_rounding(error, size, mean), 0.0)
+        # Of what counts no more than rounding an error may be unknown.
+        wrong = jnp.where(counts > eps, counts * _error_beyond_rounding(error, size, mean), 0.0)
         found = jax.tree.map(lambda x: jnp.where(counted, x, 0.0), (value, slope, bend))
         # Curvature much smaller than q's precision needs no relative accuracy.
-        return found, largest(jnp.sum(wrong) / jnp.maximum(jnp.sum(size), 1.0))
+        return found, largest(jnp.sum(wrong) / jnp.maximum(jnp.sum(counts * size), 1.0))
 
-    widths = [jnp.max(jnp.where(counted, v, 0.0), initial=0.0) for (i, j), v in covariance.items() if i == j]
+    wide = counts > _WIDE
+    widths = [jnp.max(jnp.where(wide, v, 0.0), initial=0.0) for (i, j), v in covariance.items() if i == j]
     widest = largest(jnp.sqrt(jnp.maximum(jnp.stack(widths).max(), 0.0)))
     found, _, error = refined(at, rule_index(widest), TOLERANCE[widest.dtype.name], num_rules)
     return found, error

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import diagonal, grad, inverse_root, scaled_cholesky, symmetrise, value_and_grad
+from .._numerics import diagonal, grad, hessian_of, inverse_root, scaled_cholesky, symmetrise, value_and_grad
 from ..families import (
     ConditionalMoments,
     ConditionalNatural,
@@ -65,10 +65,14 @@ class LocalLatentProgram:
     Args:
         log_density: ``(data, theta, z) -> nats``, observed and local terms of one chunk, z Float[R K].
         family: the Gaussian family of q(theta).
+        at_mean: whether the shared block of the curvature is that at q's means in place of the draws' average: for solvers whose
+            steps do not read it, since its D tangents of every draw are most of what a pass costs where D is large. The value
+            stays exact for quadratics, and has no bias by its own draws.
     """
 
     log_density: Callable[[Any, Float[Array, "D"], Float[Array, "R K"]], Float[Array, ""]]
     family: GaussianFamily
+    at_mean: bool = False
     noisy: bool = dataclasses.field(default=True, init=False)
 
     def working_bytes(self, chunks: LocalChunk) -> int:
@@ -90,8 +94,8 @@ class LocalLatentProgram:
         shared, local = noise.shared, jnp.swapaxes(noise.local[chunk.units], 0, 1)
         theta = self.family.draw(moments, jnp.concatenate([shared, -shared]))
         z = jax.vmap(q.draw)(theta, jnp.concatenate([local, -local]))
-        value, (slope, slope_local), curvature = self._derivatives(chunk.data, theta, z)
         mean = q.mean(moments.loc)
+        value, (slope, slope_local), curvature = self._derivatives(chunk.data, theta, z, (moments.loc, mean))
         value = value - self._quadratic_correction(curvature, moments, q, theta - moments.loc, z - mean)
         value = value + jnp.sum(jnp.where(chunk.mask, q.entropy, 0.0))
         own = self._own_precision(chunk, curvature.local)
@@ -108,16 +112,20 @@ class LocalLatentProgram:
         target = self.family.natural(vector, curvature.shared)
         return Expected(value, target, product, zero, zero, zero, rows)
 
-    def match(self, chunk: LocalChunk, q: Any, moments: GaussianMoments, noise: LocalNoise) -> ConditionalNatural:
+    def match(
+        self, chunk: LocalChunk, moments: GaussianMoments, noise: LocalNoise
+    ) -> tuple[ConditionalNatural, Float[Array, ""]]:
         """The targets of the rows' conditionals at q(theta); a row of which something is no number keeps its own.
 
-        ``chunk``: rows and their conditionals; ``q``: unused; ``moments``: q(theta); ``noise``: the round's draws.
+        ``chunk``: rows and their conditionals; ``moments``: q(theta); ``noise``: the round's draws. Returns the targets, and the
+        local ELBO at the conditionals as they are, in nats.
         """
-        found: Any = self.expected(chunk, moments, None, 0, noise, False).local
+        found = self.expected(chunk, moments, None, 0, noise, False)
+        wanted: Any = found.local
         count = chunk.mask.shape[0]
-        finite = [jnp.all(jnp.isfinite(x).reshape(count, -1), axis=-1) for x in jax.tree.leaves(found)]
+        finite = [jnp.all(jnp.isfinite(x).reshape(count, -1), axis=-1) for x in jax.tree.leaves(wanted)]
         good = functools.reduce(jnp.logical_and, finite)
-        return jax.tree.map(lambda new, old: _pick(good, new, old), found, chunk.rows)
+        return jax.tree.map(lambda new, old: _pick(good, new, old), wanted, chunk.rows), found.value
 
     def given(self, chunk: LocalChunk, moments: GaussianMoments, noise: LocalNoise) -> Expected:
         """Expectations of the factor over theta alone that is left where rows' latents are what their conditionals say.
@@ -138,15 +146,20 @@ class LocalLatentProgram:
         vector = force + jnp.einsum("rkd,rk->d", slope, force_own) + precision @ loc
         return dataclasses.replace(found, target=self.family.natural(vector, precision), local=None)
 
-    def _derivatives(self, data, theta: Float[Array, "S D"], z: Float[Array, "S R K"]):
-        """Means over draws of value, gradients and curvature blocks (their diagonals under a mean-field q)."""
+    def _derivatives(self, data, theta: Float[Array, "S D"], z: Float[Array, "S R K"], middle: tuple):
+        """Means over draws of value, gradients and curvature blocks (their diagonals under a mean-field q).
+
+        ``middle``: q's means of theta and z.
+        """
         dim, width, full = theta.shape[-1], z.shape[-1], self.family.full
 
         def one(theta, z):
             density = value_and_grad(lambda a, b: self.log_density(data, a, b), argnums=(0, 1))
             (value, gradient), tangent = jax.linearize(density, theta, z)
             zero, none = jnp.zeros_like(z), jnp.zeros_like(theta)
-            shared, cross = jax.vmap(lambda e: tangent(e, zero)[1])(jnp.eye(dim, dtype=theta.dtype))
+            shared = cross = jnp.zeros((dim, 0), theta.dtype)
+            if full or not self.at_mean:
+                shared, cross = jax.vmap(lambda e: tangent(e, zero)[1])(jnp.eye(dim, dtype=theta.dtype))
             # Rows do not see each other's local latents: one tangent moves the k-th coordinate of all of them.
             local = jax.vmap(lambda e: tangent(none, zero + e)[1][1])(jnp.eye(width, dtype=z.dtype))
             cross, local = jnp.moveaxis(cross, 0, -1), jnp.moveaxis(local, 0, -1)
@@ -156,6 +169,10 @@ class LocalLatentProgram:
             return value, gradient, _Curvature(-shared, -cross, -local)
 
         value, gradient, curvature = jax.tree.map(lambda x: jnp.mean(x, axis=0), jax.vmap(one)(theta, z))
+        if self.at_mean:
+            loc, mean = middle
+            shared = -hessian_of(lambda a: self.log_density(data, a, mean))(loc)
+            curvature = curvature._replace(shared=shared if full else jnp.diagonal(shared))
         if full:
             curvature = curvature._replace(
                 shared=0.5 * (curvature.shared + curvature.shared.T),
@@ -214,12 +231,12 @@ class MaskedLocalProgram(LocalLatentProgram):
         group, units = self.group_of_unit, jnp.arange(self.group_of_unit.shape[0])
         num_groups = chunks.mask.shape[0]
         own = jax.tree.map(lambda x: x[group, units], chunks.rows)
-        q, mean = conditional_moments(own), None
+        q = conditional_moments(own)
         theta = self.family.draw(moments, jnp.concatenate([noise.shared, -noise.shared]))
         local = jnp.swapaxes(noise.local, 0, 1)
         z = jax.vmap(q.draw)(theta, jnp.concatenate([local, -local]))
         mean = q.mean(moments.loc)
-        value, slope, shared, slope_local, cross, wanted = self._all_derivatives(theta, z)
+        value, slope, shared, slope_local, cross, wanted = self._all_derivatives(theta, z, (moments.loc, mean))
         away, out = theta - moments.loc, z - mean
 
         def total(x):
@@ -241,13 +258,15 @@ class MaskedLocalProgram(LocalLatentProgram):
         product = jnp.zeros_like(slope) if probe is None else curve(probe)
         return Expected(value, self.family.natural(vector, shared), product, zero, zero, zero, rows)
 
-    def _all_derivatives(self, theta: Float[Array, "S D"], z: Float[Array, "S U K"]):
+    def _all_derivatives(self, theta: Float[Array, "S D"], z: Float[Array, "S U K"], middle: tuple):
         full, width = self.family.full, z.shape[-1]
 
+        def bend(theta, z):
+            return jax.jacfwd(jax.jacfwd(lambda a: self.densities(a, z)))(theta)
+
         def one(theta, z):
-            forward = jax.jacfwd(lambda a: self.densities(a, z))
-            value, slope = self.densities(theta, z), forward(theta)
-            shared = jax.jacfwd(forward)(theta)
+            value, slope = self.densities(theta, z), jax.jacfwd(lambda a: self.densities(a, z))(theta)
+            shared = jnp.zeros((0, 0, 0), theta.dtype) if self.at_mean else bend(theta, z)
             pull = grad(lambda a, b: jnp.sum(self.densities(a, b)), argnums=1)
             slope_local, tangent = jax.linearize(pull, theta, z)
             zero, none = jnp.zeros_like(z), jnp.zeros_like(theta)
@@ -265,6 +284,8 @@ class MaskedLocalProgram(LocalLatentProgram):
         value, slope, shared, slope_local, cross, local = jax.tree.map(
             lambda x: jnp.mean(x, axis=0), jax.vmap(one)(theta, z)
         )
+        if self.at_mean:
+            shared = -bend(*middle) if full else -diagonal(bend(*middle))
         if full:
             local = 0.5 * (local + jnp.swapaxes(local, -1, -2))
         return value, slope, shared, slope_local, cross, local

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +176,15 @@ _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
 _TOGETHER = 64
 
 
+class Laws(NamedTuple):
+    """What a density is given of the components that it sees through predictors."""
+
+    # Coordinates by component.
+    coordinates: dict[str, Any]
+    # What the values of the others count in the average over these, where the mean of all is 1.
+    share: Any = 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class MeanSpace:
     """Takes expectations of one kind of factor: its structure beside the family of q.
@@ -230,7 +239,7 @@ class MeanSpace:
         ``variables``: as :meth:`variables` gives them, or where they are moved to; ``rest``: what :meth:`variables` gives
         beside them; ``density``: f, of a dict of values by component; where components are summed over, of a dict of weights
         besides, which it hands to :meth:`FactorStructure.weigh` with each of its terms; where components are seen through
-        predictors, of ``laws=`` besides, their coordinates by name, and then it is f's expectation over them; ``key``: for
+        predictors, of ``laws=`` besides (:class:`Laws`), and then it is f's expectation over them; ``key``: for
         draws; not used where there are none; ``rows_key``: for draws of what belongs to rows, where it differs from one call to
         another. Returns the expectation.
         """
@@ -281,11 +290,11 @@ class MeanSpace:
                 if by_nodes:
                     role, family = by_nodes[0]
                     values[role.name] = _rule(family).points(coordinates[role.name], nodes[node])
-                return shares[node] * weighted(values, cell) if by_nodes else weighted(values, cell)
+                    return shares[node] * weighted(values, cell, shares[node])
+                return weighted(values, cell, 1.0)
 
-            laws = {"laws": {n: coordinates[n] for n in seen}} if seen else {}
-
-            def weighted(values: dict, cell: Any) -> Array:
+            def weighted(values: dict, cell: Any, share: Any) -> Array:
+                laws = {"laws": Laws({n: coordinates[n] for n in seen}, share)} if seen else {}
                 values |= {n: coordinates[n].loc for n in seen}
                 if not probs:
                     return density(values, **laws)

@@ -232,6 +232,18 @@ def term_log_prob(spec: TermSpec, data: TermData, predictors: tuple[Float[Array,
     return jnp.broadcast_to(log_prob * data.scale, shape).reshape(-1)
 
 
+def unread_held(spec: TermSpec, data: TermData) -> TermData:
+    """The same term, in which nothing is differentiated that :func:`term_log_prob` does not read of the distribution.
+
+    That is what predictors stand for, and what constructors compute. ``spec``: the term's structure; ``data``: its arrays.
+    """
+    unread = {leaf.path for leaf in spec.leaves} | _computed_paths(data.fn)
+    leaves, structure = jax.tree.flatten(data.fn)
+    paths = [path for path, _ in leaf_paths(data.fn)]
+    held = [jax.lax.stop_gradient(x) if path in unread else x for path, x in zip(paths, leaves, strict=True)]
+    return dataclasses.replace(data, fn=structure.unflatten(held))
+
+
 def data_size(data: TermData) -> tuple[int]:
     """``(E,)``, the number of elements of a term on one chunk."""
     size = 1

@@ -325,39 +325,43 @@ def conditionals_after(problem: Factors, index: Int[Array, ""], q: Any, local: A
     if not isinstance(local, OwnConditionals):
         return local
     moments, chunks = problem.family.moments(q), chunks_with(problem, local)
+    span, mine = problem.span(index), problem.runtime.mine(local.rows, problem.held)
+    if draws:
+        return OwnConditionals(problem.runtime.gathered(_not_fallen(problem, span, moments, chunks, mine, *draws)))
 
     def settle(c, rows):
-        found = problem.program.match(take(chunks, c), q, moments, *draws)
+        found = problem.program.match(take(chunks, c), q, moments)
         return jax.tree.map(lambda x, new: x.at[c].set(new), rows, found)
 
-    span, mine = problem.span(index), problem.runtime.mine(local.rows, problem.held)
-    wanted = jax.lax.fori_loop(*span, settle, mine)
-    if draws:
-        wanted = _not_fallen(problem, span, moments, mine, wanted, *draws)
-    return OwnConditionals(problem.runtime.gathered(wanted))
+    return OwnConditionals(problem.runtime.gathered(jax.lax.fori_loop(*span, settle, mine)))
 
 
-def _not_fallen(problem: Factors, span: tuple, moments: Any, old: Any, wanted: Any, draws: Any) -> Any:
+def _not_fallen(problem: Factors, span: tuple, moments: Any, chunks: LocalChunk, old: Any, draws: Any) -> Any:
     """As much of the way from the old conditionals to those that one group wants as does not lower its local ELBO.
 
     Where a density grows exponentially a full natural-gradient step goes to where it overflows.
     """
-    data, zero = problem.data, jnp.zeros((), moments.loc.dtype)
+    zero = jnp.zeros((), moments.loc.dtype)
 
-    def value(step: Any) -> Float[Array, ""]:
-        def add(c, total):
-            rows = damp(take(old, c), take(wanted, c), step)
-            chunk = LocalChunk(*take(data.chunks, c), rows)
-            return total + problem.program.expected(chunk, moments, None, 0, draws, False).value
+    def settle(c, carry):
+        rows, total = carry
+        found, value = problem.program.match(take(chunks, c), moments, draws)
+        return jax.tree.map(lambda x, new: x.at[c].set(new), rows, found), total + value
 
-        return problem.runtime.total(jax.lax.fori_loop(*span, add, zero))
+    # The pass that says where to go says how good it is here, too.
+    wanted, value = jax.lax.fori_loop(*span, settle, (old, zero))
+    before = problem.runtime.total(value)
+    least = before - _ROUNDING * jnp.finfo(before.dtype).eps * jnp.abs(before)
 
     def holds(step: Any) -> Bool[Array, ""]:
-        found = value(step)
+        def add(c, total):
+            rows = damp(take(old, c), take(wanted, c), step)
+            chunk = LocalChunk(*take(problem.data.chunks, c), rows)
+            return total + problem.program.expected(chunk, moments, None, 0, draws, False).value
+
+        found = problem.runtime.total(jax.lax.fori_loop(*span, add, zero))
         return jnp.isfinite(found) & ((found >= least) | ~jnp.isfinite(least))
 
-    before = value(zero)
-    least = before - _ROUNDING * jnp.finfo(before.dtype).eps * jnp.abs(before)
     step, tries = back_off(holds, jnp.ones_like(zero))
     return damp(old, wanted, jnp.where(tries < MAX_HALVINGS, step, 0.0))
 

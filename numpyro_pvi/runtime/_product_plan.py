@@ -21,6 +21,7 @@ from ..expectations import (
     FactorStructure,
     ImportanceMoments,
     LaplaceMoments,
+    Laws,
     MCMCMoments,
     PredictorLaw,
     Unconstrained,
@@ -330,11 +331,12 @@ class ProductPlan(Plan):
                 shapes |= dict(own)
         return Layout(tuple(shapes), tuple(shapes.values()))
 
-    def predictor_law(self, factor: FactorStructure, laws: Mapping[str, Any]) -> PredictorLaw:
-        """The law of what a factor sees through predictors, of its components' coordinates by name."""
+    def predictor_law(self, factor: FactorStructure, laws: Laws) -> PredictorLaw:
+        """The law of what a factor sees through predictors, of its components' coordinates."""
         names = factor.by_predictors
         rules = len(RULES) - (not self.fine)
-        return PredictorLaw(factor.terms, self.vector_layout(names), tuple(laws[n] for n in names), rules)
+        own = tuple(laws.coordinates[n] for n in names)
+        return PredictorLaw(factor.terms, self.vector_layout(names), own, rules, laws.share)
 
     def latent_values(self, values: Mapping[str, Array]) -> dict[str, Any]:
         """Latent -> value, of component -> value."""

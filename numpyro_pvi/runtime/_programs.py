@@ -123,12 +123,14 @@ class FactorReader:
             def joint(chunk, theta, z):
                 return density((chunk, None), theta, local=z)
 
+            # Steps by batches of rows look at curvatures of their own.
+            how = plan.family, self.solver.stochastic
             # Forward derivatives of all groups at once take D^2 passes, reverse ones some 3 D for every group.
             if isinstance(packing, GroupMasks) and plan.family.dim < 3 * part.table.num_groups:
                 densities = partial(_group_densities, part, packing, call)
                 group = packing.group_of_row[part.local.key]
-                return MaskedLocalProgram(joint, plan.family, densities=densities, group_of_unit=group), slots
-            return LocalLatentProgram(joint, plan.family), slots
+                return MaskedLocalProgram(joint, *how, densities=densities, group_of_unit=group), slots
+            return LocalLatentProgram(joint, *how), slots
 
         # A stochastic solver takes a few rows at a time: gathering all of them would only copy the data.
         if not isinstance(packing, Packing) or part.mechanism != "args" or self.solver.stochastic:

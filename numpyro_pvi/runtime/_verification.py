@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from .._numerics import value_and_grad
 from .._state import Plan, PVIState
-from ..expectations import FIXED_RULES, FactorStructure, LatentRole, MeanSpace, claimed_terms
+from ..expectations import FIXED_RULES, FactorStructure, LatentRole, Laws, MeanSpace, claimed_terms
 from ..factors import (
     Claim,
     GroupMasks,
@@ -441,7 +441,7 @@ def _by_claimed_terms(problem: ProductProblem, factor: str, structure: FactorStr
         for b in range(_BACKGROUNDS)
         for i in range(_FITTED)
     ]
-    law = plan.predictor_law(structure, dict.fromkeys(names))
+    law = plan.predictor_law(structure, Laws(dict.fromkeys(names)))
 
     def instead(values: dict) -> Instead:
         point = jnp.concatenate([values[n].reshape(-1) for n, _ in problem.family.components if n in names])

@@ -22,7 +22,7 @@ from numpyro_pvi import _exponential_plan as product_plan
 from numpyro_pvi._group_lifecycle import rows_of
 from numpyro_pvi._verified import contradictions
 from numpyro_pvi.expectations import PredictorLaw, _affine
-from numpyro_pvi.factors import DerivedLeaf, Predictor, TermSpec
+from numpyro_pvi.factors import DerivedLeaf, Predictor, TermData, TermSpec
 from numpyro_pvi.families._pairs import LocRoot, LocVariance
 from numpyro_pvi.runtime import LaxMap
 from numpyro_pvi.schedules import Asynchronous, Sequential, StochasticSubset, Synchronous
@@ -342,6 +342,76 @@ def test_an_expectation_and_all_of_its_derivatives():
     moved = np.zeros_like(mean)
     moved[1, 0] = step
     np.testing.assert_allclose(slopes[0][1, 0], (wanted(mean + moved) - wanted(mean - moved)) / (2 * step), rtol=loose)
+
+
+def test_what_predictors_stand_for_takes_no_expectation_of_its_own(monkeypatch):
+    """Logits at the origin move with a slope that multiplies the latents, but the density reads predictors in their place."""
+    settled, taken = _affine._settled, []
+    monkeypatch.setattr(_affine, "_settled", lambda *given: taken.append(given) or settled(*given))
+    logits = DerivedLeaf("logits", "identity", (1.0,))
+    spec = TermSpec("obs", False, (Predictor("logits", "identity", False),), (logits,), "data", -1)
+    law = PredictorLaw((spec,), None, (LocVariance(jnp.asarray([0.4, -0.2]), jnp.ones(D)),), 4)
+
+    def total(slope):
+        design, none = slope * jnp.asarray(X), jnp.zeros(N)
+        data = TermData(
+            dist.Bernoulli(logits=slope * none), jnp.asarray(BINARY), (design,), (none,), (jnp.zeros(()),), 1.0
+        )
+        return jnp.sum(_affine._expected(law, spec, data, {"data": jnp.ones(N, bool)}))
+
+    slope, step = 1.3, 1e-2 if SINGLE else 1e-4
+    found = jax.grad(total)(slope)
+    # One pass gives the value and its derivatives in the predictors' law.
+    assert len(taken) == 1
+    wanted = (total(slope + step) - total(slope - step)) / (2 * step)
+    np.testing.assert_allclose(found, wanted, rtol=1e-2 if SINGLE else 1e-6)
+
+
+def test_what_counts_next_to_nothing_asks_for_no_finer_rule():
+    """Of two values of another latent the outer one, where the predictor is as wide as no fixed rule resolves, counts 1e-15."""
+
+    def settled(shares, sd):
+        def one(share, sd):
+            (value, *_), error = _affine._settled(
+                jax.nn.log_sigmoid, (jnp.zeros(1),), {(0, 0): (sd**2)[None]}, jnp.full((1,), share), 4
+            )
+            return share * value[0], error
+
+        values, errors = jax.vmap(one)(jnp.asarray(shares), jnp.asarray(sd))
+        return float(jnp.sum(values)), float(errors[0])
+
+    alone, _ = settled([1.0], [0.3])
+    value, error = settled([1.0, 1e-15], [0.3, 60.0])
+    target = _affine.TOLERANCE[jnp.result_type(float).name]
+    assert error <= target < settled([1.0, 1.0], [0.3, 60.0])[1]
+    np.testing.assert_allclose(value, alone, rtol=1e-6 if SINGLE else 1e-12)
+
+
+def multiplied(x, y):
+    """A slope of its own family, times what rows see of the others."""
+    slope, w = numpyro.sample("slope", dist.LogNormal(0.0, 0.2)), slopes()
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("obs", dist.Bernoulli(logits=slope * (x @ w)), obs=y)
+
+
+def test_outermost_nodes_do_not_have_the_finest_rule_compiled_in():
+    """Those of a log-normal slope reach to ten sds, where there is no mass. The bound is that of draws of q."""
+    pvi = PVI(Partition(multiplied, "data", np.arange(N) % 3), AutoExponentialFamily(multiplied))
+    state = pvi.init(KEY, X, BINARY)
+    for _ in range(4):
+        state, loss = pvi.update(state, X, BINARY)
+    assert not state.plan.fine
+    params, count = pvi.get_params(state), 40_000
+    drawn = pvi.guide.sample_posterior(jax.random.key(1), params, sample_shape=(count,))
+    slope, w = np.asarray(drawn["slope"]), np.asarray(drawn["w"])
+    u = slope[:, None] * (w @ X.T)
+    terms = np.sum(BINARY * u - np.logaddexp(0.0, u), axis=1)
+    terms += stats.norm.logpdf(w).sum(axis=1) + stats.lognorm.logpdf(slope, 0.2)
+    entropy = -np.asarray(
+        jax.vmap(lambda own: numpyro.infer.util.log_density(pvi.guide, (X, BINARY), {}, {**params, **own})[0])(drawn)
+    )
+    noise = np.std(terms + entropy) / np.sqrt(count)
+    assert abs(loss + np.mean(terms + entropy)) < 5 * noise
 
 
 def test_what_rows_see_of_several_blocks_is_the_sum_of_what_they_see_of_each():

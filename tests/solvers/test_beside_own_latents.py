@@ -1,5 +1,8 @@
 """Steps by batches of rows that have latents of their own: at draws of these given the shared ones, which then move themselves."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -9,6 +12,7 @@ import pytest
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi._compiling import work_of
 from numpyro_pvi.expectations import LocalLatentProgram, LocalNoise
 from numpyro_pvi.expectations._local_latents import LocalChunk
 from numpyro_pvi.families import ConditionalNatural, MultivariateNormalFamily, NormalFamily, conditional_moments
@@ -134,6 +138,74 @@ def test_the_factor_given_conditionals_is_that_of_their_affine_means(full, toler
     force = lift.T @ (push - bend @ (lift @ loc + base))
     np.testing.assert_allclose(found.target.precision, wanted if full else np.diag(wanted), atol=1e3 * tolerance)
     np.testing.assert_allclose(found.target.precision_mean, force + wanted @ loc, atol=1e3 * tolerance)
+
+
+def coupled(dim, rows, full):
+    """A quadratic of shared latents and one of every row's own, which do not see each other, and a pass over it.
+
+    Returns its curvature, slope, a program made ``at_mean`` or not, the pass's arguments, and mean and covariance of q over all.
+    """
+    rng = np.random.default_rng(5)
+    root = rng.normal(size=(dim + rows, dim + rows))
+    bend, push = root @ root.T / dim, rng.normal(size=dim + rows)
+    own, spread = np.arange(dim, dim + rows), np.full(dim, 0.6)
+    bend[np.ix_(own, own)] = np.diag(np.diag(bend)[dim:])
+    slope, precision = (rng.normal(size=(rows, dim)) if full else np.zeros((rows, dim))), np.exp(rng.normal(size=rows))
+    if not full:
+        # Of products of two latents a mean-field q knows no more than its draws do.
+        bend = np.diag(np.diag(bend))
+    offset, loc = rng.normal(size=rows), rng.normal(size=dim)
+    kept = ConditionalNatural(
+        jnp.asarray(precision * offset)[:, None],
+        jnp.asarray(precision[:, None, None] if full else precision[:, None]),
+        jnp.asarray(-precision[:, None, None] * slope[:, None] if full else np.zeros((rows, 1, 0))),
+    )
+
+    def density(_, theta, z):
+        x = jnp.concatenate([theta, z[:, 0]])
+        return -0.5 * x @ bend @ x + push @ x
+
+    family = MultivariateNormalFamily(dim) if full else NormalFamily(dim)
+    moments = family.moments(family.from_loc_sd(jnp.asarray(loc), jnp.asarray(spread)))
+    noise = LocalNoise(jnp.asarray(rng.normal(size=(4, dim))), jnp.asarray(rng.normal(size=(rows, 4, 1))))
+    chunk = LocalChunk(None, jnp.arange(rows), jnp.ones((rows,), bool), kept)
+    lift = np.vstack([np.eye(dim), slope])
+    mean, covariance = lift @ loc + np.concatenate([np.zeros(dim), offset]), lift @ np.diag(spread**2) @ lift.T
+    covariance[own, own] += 1.0 / precision
+
+    def made(at_mean):
+        return LocalLatentProgram(density, family, at_mean)
+
+    return bend, push, made, (chunk, moments, None, 0, noise, False), (mean, covariance, precision)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_curvature_at_the_mean_leaves_a_quadratic_as_exact_as_that_of_all_draws(full, tolerance):
+    bend, push, made, given, (mean, covariance, precision) = coupled(3, 4, full)
+    found, before = made(True).expected(*given), made(False).expected(*given)
+    entropy = 0.5 * np.sum(1 + np.log(2 * np.pi / precision))
+    wanted = -0.5 * (np.trace(bend @ covariance) + mean @ bend @ mean) + push @ mean + entropy
+    np.testing.assert_allclose(found.value, wanted, rtol=1e3 * tolerance)
+    for new, old in zip(jax.tree.leaves(found.local), jax.tree.leaves(before.local), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e3 * tolerance, atol=1e3 * tolerance)
+
+
+def test_steps_by_batches_take_shared_curvature_once_and_not_at_every_draw():
+    """Numbers that a pass makes, 8 draws of 40 shared latents: those of one draw's tangents in place of eight draws'."""
+    _, _, made, given, _ = coupled(40, 24, False)
+    design = np.random.default_rng(0).normal(size=(24, 40))
+
+    def rates(_, theta, z):
+        return -jnp.sum(jnp.exp(0.1 * design @ theta + z[:, 0]))
+
+    def work(at_mean):
+        program = dataclasses.replace(made(at_mean), log_density=rates)
+        return work_of(jax.make_jaxpr(lambda noise: program.expected(*given[:4], noise, False))(given[4]).jaxpr)
+
+    assert work(True) < 0.4 * work(False)
+    for solver, once in [(FULL, True), (NaturalGradient(), False)]:
+        pvi, state = fitted(solver, TOGETHER, 0)
+        assert pvi._engine._state_problem(state, None, (X, Y), {}, True).program.at_mean is once
 
 
 @pytest.mark.parametrize("schedule", [Sequential(), pytest.param(Streaming(visits=5), marks=pytest.mark.slow)])
