@@ -67,7 +67,7 @@ class LocalLatentProgram:
         family: the Gaussian family of q(theta).
         at_mean: whether the shared block of the curvature is that at q's means in place of the draws' average: for solvers whose
             steps do not read it, since its D tangents of every draw are most of what a pass costs where D is large. The value
-            stays exact for quadratics, and has no bias by its own draws.
+            stays exact for quadratics.
     """
 
     log_density: Callable[[Any, Float[Array, "D"], Float[Array, "R K"]], Float[Array, ""]]
