@@ -674,6 +674,11 @@ class Followed:
         self._unread |= written
         now.snapshot, now.restless = self._look(), not written
 
+    @property
+    def known(self) -> bool:
+        """Whether this call takes the model for what its snapshot says, with no trace of it."""
+        return not (self._to_trace or self.programs.restless)
+
     def renew_guide(self, guide: Any) -> None:
         """Have a guide set up anew that was set up when the model closed over something else."""
         whole, of_model = vars(guide).get(_MARK, (None, None))
@@ -755,7 +760,7 @@ def with_prior_of_now(pvi: Any, state: PVIState, dynamic: list, static: tuple) -
     where a prior that was held exactly is of another family now.
     """
     followed = pvi._followed.programs
-    if is_traced((state, dynamic)) or followed.has_made(state):
+    if followed.has_made(state) or is_traced((state, dynamic)):
         return state
     now = pvi._fit.read_prior(pvi, state, dynamic, static)
     if not nearly_same(state.prior, now):

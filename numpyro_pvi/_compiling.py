@@ -458,7 +458,13 @@ def content(array: Any) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
+# What JAX says of where it is, where nothing is traced.
+_OUTSIDE = jax.extend.core.get_opaque_trace_state(convention="flax")
+
+
 def _within_program() -> bool:
+    if jax.extend.core.get_opaque_trace_state(convention="flax") == _OUTSIDE:
+        return False
     # Of arguments that are traced nothing says by what; a new array is traced by programs alone, and not by ``vmap``.
     return isinstance(jax.device_put(np.float32(0)), jax.core.Tracer)
 

@@ -292,7 +292,7 @@ def drive(
                 now = dataclasses.replace(now, state=state)
                 continue
             block = np.asarray(losses)[:ran]
-            now = now.after(state, block, jax.tree.map(lambda x, ran=ran: np.asarray(x)[:ran], reports))
+            now = now.after(state, block, jax.tree.map(lambda x, ran=ran: np.asarray(x)[:ran], reports).tree)
             bar.update(ran)
             bar.set_description(refresh=False)
             bar.set_postfix_str(_shown(-block[-1], now.reports[-1], workers), refresh=False)

@@ -20,7 +20,6 @@ from .factors import (
     pad_rows,
     signature_of,
     split_arguments,
-    without_labels,
 )
 from .handlers import PRIOR, known_labels, plain
 from .runtime import by_chains, chains_wanted, site_with_rows, with_chains
@@ -43,11 +42,11 @@ def reduced(state: PVIState, engine: Any) -> PVIState:
     reads_sizes = engine.solver.stochastic or engine.schedule.streams or by_chains(engine.solver)
     # A visit of one group takes its rows' members, room for those of the largest group; q's shapes depend on the rows anyway.
     reads_sizes = reads_sizes or isinstance(state.sites.local, MemberSites)
-    part = without_labels(plan.partition, plan.padded_rows, reads_sizes or engine.reads_sizes, by_label)
-    plan = dataclasses.replace(plan, partition=part, signature=None, absent=())
-    others = state.sites.others
-    total = None if others is None else _total(others)
-    return dataclasses.replace(state, plan=plan, sites=dataclasses.replace(state.sites, others=total))
+    plan = plan.reduced(bool(reads_sizes or engine.reads_sizes), bool(by_label))
+    sites = state.sites
+    if sites.others is not None:
+        sites = dataclasses.replace(sites, others=_total(sites.others))
+    return dataclasses.replace(state, plan=plan, sites=sites)
 
 
 def restored(done: PVIState, before: PVIState) -> PVIState:
@@ -55,7 +54,9 @@ def restored(done: PVIState, before: PVIState) -> PVIState:
 
     ``before``: the state that was reduced.
     """
-    sites = dataclasses.replace(done.sites, others=before.sites.others)
+    sites = done.sites
+    if before.sites.others is not None:
+        sites = dataclasses.replace(sites, others=before.sites.others)
     return dataclasses.replace(done, plan=before.plan, sites=sites, packing=before.packing)
 
 

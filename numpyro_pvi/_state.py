@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from numpyro.infer.svi import SVIRunResult
 
-from .factors import FlatLatents, GroupMasks, Packing, PartitionPlan, model_layout
+from .factors import FlatLatents, GroupMasks, Packing, PartitionPlan, model_layout, without_labels
 from .schedules import RoundReport, Rule
 from .sites import SiteStack
 
@@ -44,6 +45,32 @@ class Plan:
     chained: bool = False
     # "rows" or "latents" where sites are two numbers per row, the latter with one predictor per latent; else None.
     rows: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields: what was worked out of them is not of another process, where words have other hashes."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Programs are looked up by it, in every round of its own.
+        return hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare))
+
+    @functools.cached_property
+    def _reduced(self) -> dict[tuple[bool, bool], Plan]:
+        return {}
+
+    def reduced(self, sizes: bool, labels: bool) -> Plan:
+        """The plan as compiled programs see it, always the same object: no signature, no absent groups.
+
+        ``sizes``: whether they read the groups' sizes; ``labels``: whether they read their labels.
+        """
+        if (sizes, labels) not in self._reduced:
+            part = without_labels(self.partition, self.padded_rows, sizes, labels)
+            self._reduced[sizes, labels] = dataclasses.replace(self, partition=part, signature=None, absent=())
+        return self._reduced[sizes, labels]
 
     @property
     def groups(self) -> tuple:

@@ -20,6 +20,7 @@ from numpyro.infer import RenyiELBO
 from ._compiling import Program, Programs, is_traced, level_of, owned_jit
 from ._group_lifecycle import reduced, rows_of
 from ._initial import first_that_fits, warn_of_choice
+from ._numerics import Flat
 from ._saving import harmless
 from ._state import Plan, PVIState
 from .errors import GuideError, PVIError, StateError, lacking
@@ -60,17 +61,20 @@ def run_rounds(engine: Any, state: PVIState, dynamic: list, static: tuple, count
     """Engine.rounds on split arguments, compiled; the state comes back without its packing."""
 
     def program(state, args, kwargs, count, tol, seen):
+        seen = None if seen is None else (seen[0].tree, seen[1])
         done = engine.rounds(state, args, kwargs, count, tol, length, fine, seen)
-        return done._replace(state=dataclasses.replace(done.state, packing=None))
+        evaluation = None if done.evaluation is None else Flat.of(done.evaluation)
+        return done._replace(state=dataclasses.replace(done.state, packing=None), evaluation=evaluation)
 
     return _over_rows(engine, program, state, dynamic, static, count, tol, seen)
 
 
 def unseen(engine: Any, state: PVIState, dynamic: list, static: tuple, fine: bool) -> Any:
-    """Shapes of what Engine.rounds can be told of a state's q, None where of nothing; traced, not compiled."""
+    """Shapes, laid flat, of what Engine.rounds can be told of a state's q, None where of nothing; traced, not compiled."""
 
     def program(state, args, kwargs):
-        return engine.unseen(state, args, kwargs, fine)
+        found = engine.unseen(state, args, kwargs, fine)
+        return None if found is None else Flat.of(found)
 
     return jax.eval_shape(lambda state, rows: _over_rows(engine, program, state, rows, static), state, dynamic)
 
@@ -167,8 +171,9 @@ def placed(engine: Any, state: PVIState, dynamic: list, static: tuple) -> tuple[
             "the state was made by a PVI with another runtime, and what its groups hold of their own rows is laid out for that: "
             "make it anew with `init`, or go on with the runtime that it was made with."
         )
-    rest = runtime.publish(dataclasses.replace(state, packing=None))
-    return dataclasses.replace(rest, packing=packing), rows
+    bare = dataclasses.replace(state, packing=None)
+    rest = runtime.publish(bare)
+    return state if rest is bare and packing is state.packing else dataclasses.replace(rest, packing=packing), rows
 
 
 # Evaluations of the model that the start of a fit makes, about.
@@ -194,7 +199,7 @@ def level_for(programs: Programs, engine: Any, plan: Plan, dynamic: list, static
         square = dim**2 if plan.family.full else dim
         return once * (1 if structured else 2 * dim + 1) + part.table.num_groups * square
 
-    shapes = tuple((tuple(x.shape), str(x.dtype)) for x in dynamic)
+    shapes = tuple((x.shape, x.dtype) for x in dynamic)
     key = part.likelihood, part.table.num_groups, plan.family, static, shapes
     work = programs.once(key, count)
     return level_of(work, often=True) if often else level_of(_START_LOOKS * work)
@@ -425,7 +430,8 @@ def _elbo(engine: Any, state: PVIState, loss: Callable, traced: bool) -> tuple[A
 
 def float_dtype():
     """The floating dtype that is switched on."""
-    return jnp.result_type(float)
+    # `jnp.result_type` says the same at thirty times the cost, at every update.
+    return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 def check_loss(loss: Any) -> None:

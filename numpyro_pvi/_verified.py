@@ -10,6 +10,7 @@ import zlib
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,7 +21,7 @@ from ._initial import as_the_solver_takes, check_structure, param_values, taken
 from ._numerics import nearly_same
 from ._state import PVIState
 from ._state_marginals import dense_form
-from ._user_inputs import watched
+from ._user_inputs import float_dtype, watched
 from .errors import PVIError, StateError
 from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
 from .schedules import BY_FACTOR
@@ -32,6 +33,10 @@ _FIRST_ROUNDS = 32
 _REMEMBERED, _SAMPLED = 8, 1 << 14
 # Bytes of an array up to which it is compared with the one before where it is another object.
 _COMPARED = 1 << 22
+# Leaves of arguments beyond which none are remembered: a list of numbers has one for each.
+_MOST_LEAVES = 64
+# What is told by its words.
+_PLAIN = (bool, int, float, complex, str, bytes)
 
 
 class Contradiction(NamedTuple):
@@ -78,8 +83,14 @@ class Fingerprint:
         """Whether these arrays are the same data."""
         if len(arrays) != len(self._objects):
             return False
+        if all(ref() is x for ref, x in zip(self._objects, arrays, strict=True)):
+            return True
         pairs = zip(self._objects, self._digests, arrays, strict=True)
-        return all(ref() is x or digest == _digest(x) for ref, digest, x in pairs)
+        if not all(ref() is x or digest == _digest(x) for ref, digest, x in pairs):
+            return False
+        # The next call will bring these again, which nothing can change.
+        self._objects = [weakref.ref(x) for x in arrays]
+        return True
 
 
 def _digest(x: Any) -> tuple:
@@ -165,15 +176,86 @@ def _same_rows(kept: list[Any], now: list[Any]) -> bool:
     """Whether these are the same rows to the bit: one number changes an evaluation, and :class:`Fingerprint` may not see it."""
 
     def same(old: Any, new: Any) -> bool:
-        if isinstance(old, weakref.ref):
-            return old() is new
-        if old is new:
-            return True
-        if (old.shape, old.dtype) != (new.shape, new.dtype) or jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
-            return False
-        return np.array_equal(np.frombuffer(content(old), np.uint8), np.frombuffer(content(new), np.uint8))
+        return old() is new if isinstance(old, weakref.ref) else old is new or _same_numbers(old, new)
 
     return len(kept) == len(now) and all(same(old, new) for old, new in zip(kept, now, strict=True))
+
+
+def _same_numbers(old: Any, new: Any) -> bool:
+    """Whether two arrays hold the same to the bit; keys of draws do not count as numbers."""
+    if (old.shape, old.dtype) != (new.shape, new.dtype) or jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+        return False
+    return content(old) == content(new)
+
+
+class _Call(NamedTuple):
+    """What :class:`LastCall` keeps."""
+
+    programs: weakref.ref
+    plan: Any
+    dtype: Any
+    structure: Any
+    # Arrays of JAX, copies of NumPy's, and words for all else.
+    leaves: list[Any]
+    # The same as programs take them: arrays, and static leaves.
+    rows: tuple[list, tuple]
+
+
+class LastCall:
+    """The arguments of the last call, checked and as programs take them, for a call with the same ones.
+
+    A loop over ``update`` passes the same rows every time, and of what it costs a small model, to check and to convert them was the
+    larger part. They are the same where they are the same arrays of JAX, or NumPy's with the same numbers to the bit, or plain
+    values that are equal. Of anything else, and of more than 4 MB, nothing is kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Call | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: arrays are of this process."""
+        return {"_kept": None}
+
+    def again(self, programs: Any, plan: Any, args: tuple, kwargs: dict) -> tuple[list, tuple] | None:
+        """What programs take of these arguments; None where those of the last call, or its state's plan or model, were others."""
+        kept = self._kept
+        if kept is None or kept.plan is not plan or kept.programs() is not programs or kept.dtype != float_dtype():
+            return None
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        if structure != kept.structure or not all(map(_same_leaf, kept.leaves, leaves)):
+            return None
+        return kept.rows
+
+    def keep(self, programs: Any, plan: Any, args: tuple, kwargs: dict, rows: tuple[list, tuple]) -> None:
+        """Remember a call's arguments, as they were given and as programs take them."""
+        self._kept = None
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        if len(leaves) > _MOST_LEAVES or not all(map(_can_be_kept, leaves)) or is_traced(rows):
+            return
+        if sum(x.nbytes for x in (*leaves, *rows[0]) if hasattr(x, "nbytes")) <= 2 * _COMPARED:
+            own = [x if isinstance(x, jax.Array) else x.copy() if type(x) is np.ndarray else _words(x) for x in leaves]
+            self._kept = _Call(weakref.ref(programs), plan, float_dtype(), structure, own, rows)
+
+
+def _can_be_kept(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return not isinstance(leaf, jax.core.Tracer)
+    if type(leaf) is np.ndarray:
+        return leaf.dtype.kind in "biufc"
+    return type(leaf) in _PLAIN
+
+
+def _words(value: Any) -> tuple[type, str]:
+    # A NaN does not equal itself, and 1 equals True.
+    return type(value), repr(value)
+
+
+def _same_leaf(kept: Any, leaf: Any) -> bool:
+    if isinstance(kept, jax.Array):
+        return kept is leaf
+    if isinstance(kept, np.ndarray):
+        return type(leaf) is np.ndarray and _same_numbers(kept, leaf)
+    return type(leaf) in _PLAIN and kept == _words(leaf)
 
 
 class _Known(NamedTuple):
@@ -193,15 +275,15 @@ class Memory:
     a file says of the guide.
 
     ``followed``: what the model closes over; data were verified with the model as it was; ``look``: what the last rounds ended
-    with; ``labels``: of the groups of the last state that was made, loaded or added to; ``supports``: of the latents as a
-    loaded file has them, until the guide is set up.
+    with; ``call``: the arguments of the last call; ``labels``: of the groups of the last state that was made, loaded or added to;
+    ``supports``: of the latents as a loaded file has them, until the guide is set up.
     """
 
     def __init__(self, followed: Any) -> None:
         self._followed = followed
         self._known: list[_Known] = []
         self._own: set[Any] = set()
-        self.look = LastLook()
+        self.look, self.call = LastLook(), LastCall()
         self.labels: tuple = ()
         self.supports: dict[str, Any] = {}
 

@@ -222,13 +222,13 @@ class PVI(SVI):
         state, dynamic, static = taken_over(self, state, args, kwargs)
         once, never = np.int32(1), np.asarray(-1.0, float_dtype())
         # The program of `run`, while the rounds that it has room for are not many numbers.
-        alone = is_traced((state, dynamic)) or len(state.plan.groups) * BLOCK > _ROOM
-        length = 1 if alone else BLOCK
-        done = self._advance(state, dynamic, static, once, never, length)
+        traced = is_traced((state, dynamic))
+        length = 1 if traced or len(state.plan.groups) * BLOCK > _ROOM else BLOCK
+        done = self._advance(state, dynamic, static, once, never, length, traced)
         if is_traced(done.done):
             return done.state, done.loss
-        if int(done.done) == 0:
-            done = self._advance(done.state, dynamic, static, once, never, length)
+        if done.state.plan.fine and not state.plan.fine:
+            done = self._advance(done.state, dynamic, static, once, never, length, traced)
         return after_update(self, done.state, done.loss, dynamic, static)
 
     def stable_update(
@@ -730,19 +730,19 @@ class PVI(SVI):
     # ------------------------------------------------------------------ joints between the rooms
 
     def _advance(
-        self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, engine: Any = None
+        self, state: PVIState, dynamic: list, static: tuple, count, tol, length: int, traced: bool, engine: Any = None
     ) -> RoundsDone:
         """Run rounds; a state whose rows ask for the finest quadrature rule comes back marked for it, with no round done."""
         # A traced call cannot look at values between rounds, so it carries every rule from the start.
-        fine, before = state.plan.fine or is_traced((state, dynamic)), state
+        fine, before = state.plan.fine or traced, state
         state = with_prior_of_now(self, state, dynamic, static)
         small = reduced(state, self._engine)
         level = self._level(state.plan, dynamic, static)
         programs, how = self._followed.programs, (engine or self._engine, small.plan, static, fine)
         small, rows = placed(self._engine, small, dynamic, static)
         told = None
-        if not is_traced((state, dynamic)):
-            shapes = tuple((tuple(x.shape), str(x.dtype)) for x in dynamic)
+        if not traced:
+            shapes = tuple((x.shape, x.dtype) for x in dynamic)
             found = programs.once((*how, shapes), lambda: unseen(how[0], small, rows, static, fine))
             told = self.runtime.publish(self._memory.look.at(programs, before, dynamic, how, found))
         call = how[0], small, rows, static, count, tol, told
@@ -753,12 +753,13 @@ class PVI(SVI):
             self._memory.look.forget()
             raise
         done = done._replace(state=begin_chains(self.solver, restored(done.state, state)))
-        if not fine and bool(done.missed):
+        missed = not fine and bool(done.missed)
+        if missed:
             marked = dataclasses.replace(done.state, plan=dataclasses.replace(done.state.plan, fine=True))
             done = done._replace(state=marked)
         programs.note(done.state)
         if told is not None:
-            self._memory.look.keep(programs, done.state, dynamic, how, None if bool(done.missed) else done.evaluation)
+            self._memory.look.keep(programs, done.state, dynamic, how, None if missed else done.evaluation)
         return done
 
     def _loss_under(
@@ -779,7 +780,7 @@ class PVI(SVI):
 
     def _drive(self, before: Progress, dynamic: list, static: tuple, *how: Any, engine: Any = None) -> Run:
         def rounds(state, count, tol, length):
-            return self._advance(state, dynamic, static, count, tol, length, engine)
+            return self._advance(state, dynamic, static, count, tol, length, is_traced((state, dynamic)), engine)
 
         self.runtime.hold("call", before.state)
         verify, elsewhere = Verifier(self, dynamic, static), self.runtime.elsewhere is not None
@@ -797,8 +798,18 @@ class PVI(SVI):
         return next(p for p in self._partitions(trace) if p.row_axes(trace) == rows)
 
     def _rows(self, state: PVIState, args: tuple, kwargs: dict) -> tuple[list, tuple]:
-        args, kwargs = self._checked_arguments(state, args, kwargs)
-        return rows_of(state.plan, args, kwargs)
+        programs, last = self._followed.programs, self._memory.call
+        # A trace of the model, or a guide that is not set up, asks for the arguments themselves.
+        simple = self._followed.known and self.runtime.elsewhere is None and isinstance(state, PVIState)
+        if simple and (found := last.again(programs, state.plan, args, kwargs)) is not None:
+            self._followed.renew_guide(self.guide)
+            if self.guide.prototype_trace is not None:
+                return found
+        found = rows_of(state.plan, *self._checked_arguments(state, args, kwargs))
+        # Whether by this call or before it, the model was traced with them where it has to be.
+        if simple and self._followed.programs is programs:
+            last.keep(programs, state.plan, args, kwargs, found)
+        return found
 
     def _named(self, state: PVIState) -> PVIState:
         self._memory.labels = state.groups

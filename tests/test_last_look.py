@@ -1,4 +1,4 @@
-"""The evaluation that rounds end with is what the next rounds begin with: of the same state, model and data, and of no others."""
+"""What calls leave to the next one, the evaluation and the arguments: of the same state, model and data, and of no others."""
 
 import copy
 import dataclasses
@@ -12,6 +12,9 @@ import pytest
 from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
+from numpyro_pvi._numerics import Flat
+from numpyro_pvi.errors import StateError
+from numpyro_pvi.factors import _arguments
 
 KEY = jax.random.key(0)
 rng = np.random.default_rng(0)
@@ -59,7 +62,7 @@ def updated(pvi, state, rounds, data, between=lambda: None):
 
 
 def forget(pvi):
-    pvi._memory.look._kept = None
+    pvi._memory.look._kept = pvi._memory.call._kept = None
 
 
 def spoil(pvi):
@@ -141,3 +144,53 @@ def test_a_look_is_of_the_model_as_it_was():
     forget(pvi)
     np.testing.assert_array_equal(loss, pvi.update(state, X, Y)[1])
     assert np.isfinite(float(loss))
+
+
+def test_the_same_arguments_are_converted_once(regression, monkeypatch):
+    pvi, converted = regression, []
+    own = _arguments._convert
+    monkeypatch.setattr(_arguments, "_convert", lambda leaf, name: converted.append(name) or own(leaf, name))
+    state, _ = pvi.update(pvi.init(KEY, X, Y), X, Y)
+    converted.clear()
+    state, loss = pvi.update(state, X, Y.copy())
+    assert not converted
+    # Neither is anything else: what else is left for the next call is of these very arrays.
+    rows = pvi._memory.call._kept.rows[0]
+    assert all(a is b for a, b in zip(pvi._memory.look._kept.rows, rows, strict=True))
+    pvi.update(state, X, 1 - Y)
+    assert converted
+    # A planted fault shows: what is kept is what the next round reads.
+    pvi.update(state, X, Y)
+    kept = pvi._memory.call._kept
+    pvi._memory.call._kept = kept._replace(rows=([x + 1 for x in kept.rows[0]], kept.rows[1]))
+    assert float(pvi.update(state, X, Y)[1]) != float(updated(made(logistic), state, 1, (X, Y))[1][0])
+
+
+def test_arguments_that_differ_only_in_kind_are_others():
+    def model(X, y, power):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("n", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+    pvi = made(model)
+    state, _ = pvi.update(pvi.init(KEY, X, Y, 1), X, Y, 1)
+    for other in (True, 1.0, 2, "1", None, np.int64(2), np.float64(1.0)):
+        with pytest.raises(StateError, match="power"):
+            pvi.update(state, X, Y, other)
+        pvi.update(state, X, Y, 1)
+
+
+def test_what_is_laid_flat_comes_back():
+    tree = {
+        "a": np.arange(6.0).reshape(2, 3),
+        "b": (np.array(True), None, np.zeros((0, 2))),
+        "c": [np.int32(4), np.float32(0.5)],
+    }
+    flat = Flat.of(tree)
+    assert [x.ndim for x in flat.vectors] == [1] * len(flat.vectors)
+    many = jax.tree.map(lambda x: np.stack([np.asarray(x)] * 5), flat).tree
+    for x, one, stacked in zip(jax.tree.leaves(tree), jax.tree.leaves(flat.tree), jax.tree.leaves(many), strict=True):
+        assert one.dtype == jnp.asarray(x).dtype and type(stacked) is np.ndarray
+        np.testing.assert_array_equal(one, x)
+        np.testing.assert_array_equal(stacked, np.broadcast_to(x, (5, *np.shape(x))))
+    assert jax.tree.structure(flat.tree) == jax.tree.structure(tree)

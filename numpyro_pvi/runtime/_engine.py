@@ -14,7 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
 from .._compiling import Program
-from .._numerics import either_mode
+from .._numerics import Flat, either_mode
 from .._state import SKIP_LIMIT, Plan, PVIState
 from ..expectations import FIXED_RULES, RULES, TOLERANCE, PointsProgram, disagreement
 from ..factors import (
@@ -32,7 +32,6 @@ from ..schedules import (
     Evaluation,
     Points,
     RoundCarry,
-    RoundReport,
     Schedule,
     empty_report,
     finished,
@@ -256,9 +255,9 @@ class RoundsDone(NamedTuple):
     """The outcome of :meth:`Engine.rounds`."""
 
     state: PVIState
-    # Negative ELBOs of the rounds that ran, NaN after them, and their reports with a leading axis of that length.
+    # Negative ELBOs of the rounds that ran, NaN after them, and their reports, laid flat, with a leading axis of that length.
     losses: Float[Array, "length"]
-    reports: RoundReport
+    reports: Flat
     done: Int[Array, ""]
     # Whether the next round needs the finest quadrature rule compiled in.
     missed: Bool[Array, ""]
@@ -303,7 +302,7 @@ def run_rounds(
         if over is not None:
             missed, loss = over, jnp.where(over, jnp.nan, loss)
         losses = losses.at[i].set(loss)
-        reports = jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, state.report)
+        reports = jax.tree.map(lambda all_, new: all_.at[i].set(new), reports, Flat.of(state.report))
         if over is not None:
             state, carry = jax.tree.map(lambda old, new: jnp.where(missed, old, new), tuple(before), (state, carry))
         if opening is None:
@@ -311,7 +310,7 @@ def run_rounds(
         return i + (~missed & ~opening), state, carry, losses, reports, missed, jnp.array(False)
 
     losses = jnp.full((length,), jnp.nan, state.report.move.dtype)
-    reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), state.report)
+    reports = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), Flat.of(state.report))
     first = jnp.int32(0), state, carry, losses, reports, jnp.asarray(missed), opening
     done, state, carry, losses, reports, missed, _ = jax.lax.while_loop(unfinished, again, first)
     return RoundsDone(state, losses, reports, done, missed, losses[0]), carry

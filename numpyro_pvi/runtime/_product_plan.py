@@ -119,6 +119,8 @@ class ProductPlan(Plan):
     tilted: tuple[str, ...] = ()
 
     measured = "shapes"
+    # Of fields that are there, as well: a data class would make a hash of its own, anew at every call.
+    __hash__ = Plan.__hash__
 
     @property
     def factors(self) -> tuple:
