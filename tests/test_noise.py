@@ -1,5 +1,7 @@
 """Expectations by draws: how long a move is in nats, what their ELBO may lose, and how late rounds are averaged."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,16 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.expectations import Expected
-from numpyro_pvi.families import ConditionalNatural, GaussianNatural, MultivariateNormalFamily, NormalFamily
+from numpyro_pvi.families import (
+    ConditionalNatural,
+    GaussianMoments,
+    GaussianNatural,
+    MultivariateNormalFamily,
+    NormalFamily,
+)
 from numpyro_pvi.runtime import _local
-from numpyro_pvi.schedules import Evaluation, move_in_nats
-from numpyro_pvi.schedules._acceptance import Averaging, averaging_step
+from numpyro_pvi.schedules import Evaluation, _acceptance, move_in_nats
+from numpyro_pvi.schedules._acceptance import average_late, averaging_step, no_averaging
 from numpyro_pvi.sites import SiteStack
 from numpyro_pvi.solvers import NaturalGradient
 
@@ -116,13 +124,79 @@ def _dense(natural, rows, full):
 def test_steps_shrink_with_turns_and_forget_the_start():
     start, weight = 1.0, []
     for late in range(200):
-        step = float(averaging_step(Averaging(jnp.int32(late), jnp.zeros(1)), jnp.float32))
+        step = float(averaging_step(no_averaging(1, jnp.float32)._replace(late=jnp.int32(late)), jnp.float32))
         start, weight = start * (1 - step), [w * (1 - step) for w in weight] + [step]
     weights = np.array(weight)
     assert start == 0.0 and weights.sum() == pytest.approx(1.0, rel=1e-4)
     # Variance of the weighted mean of independent targets: c^2 / (2 c - 1) / k with c = 10.
     assert np.sum(weights**2) == pytest.approx(100 / 19 / 209, rel=0.06)
     assert weights[:50].sum() < 0.01
+
+
+class Noisy(NamedTuple):
+    """All that averaging asks of a problem."""
+
+    family: NormalFamily
+    in_turns: bool = False
+
+    def sampled(self, rule):
+        return jnp.array(True)
+
+
+class Place(NamedTuple):
+    q: GaussianNatural
+    moments: GaussianMoments
+    rule: Any = None
+
+
+def walks(slow, start, dim, rounds, count=24):
+    """Averaged steps whose full ones go to 0, but for the first coordinate's, of which they go a share; noise of .15 sds each.
+
+    Returns, by walk, the last places, the steps afterwards, and how far q is said to have drifted in every round.
+    """
+    problem, one = Noisy(NormalFamily(dim)), jnp.ones(dim)
+    share = one.at[0].set(slow)
+
+    def at(x):
+        return Place(GaussianNatural(x, one), GaussianMoments(x, one, jnp.zeros(()), jnp.array(True)))
+
+    def again(carry, key):
+        x, memory = carry
+        asked = 0.15 * jax.random.normal(key, (dim,)) - share * x
+        new = x + averaging_step(memory, x.dtype) * asked
+        memory = average_late(problem, memory, at(new), at(x))
+        return (new, memory), memory.drift
+
+    def walk(key):
+        first = jnp.zeros(dim).at[0].set(start), no_averaging(dim, one.dtype)
+        (x, memory), drifts = jax.lax.scan(again, first, jax.random.split(key, rounds))
+        return x, averaging_step(memory, x.dtype), drifts
+
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(walk))(jax.random.split(KEY, count)))
+
+
+def test_steps_that_drift_through_noise_do_not_shrink(monkeypatch):
+    x, step, drifts = walks(0.05, 3.0, 14, 100)
+    far = np.sqrt(np.mean(x[:, 0] ** 2))
+    # What is said to have gone one way is no more than what there was to go, and much of it.
+    most = drifts[:, :30].max(axis=1)
+    assert np.all((most > 0.3) & (most < 3.0))
+    monkeypatch.setattr(_acceptance, "_DRIFTS", np.inf)
+    monkeypatch.setattr(_acceptance, "_CLEARLY", np.inf)
+    # The planted fault: steps that shrink with every move back arrive no nearer than this, .69 sds.
+    blind, short, silent = walks(0.05, 3.0, 14, 100)
+    assert far < 0.7 * np.sqrt(np.mean(blind[:, 0] ** 2)) and np.mean(short) < np.mean(step)
+    assert not silent.any()
+
+
+@pytest.mark.parametrize("dim", [1, 14, 100])
+def test_noise_alone_is_no_drift(dim):
+    x, step, drifts = walks(1.0, 0.0, dim, 300)
+    # Of 24 walks x 300 rounds.
+    assert np.mean(drifts > 0) < 0.03
+    # Variance of the weighted mean of independent targets, see above, at the steps that Kesten's rule leads to.
+    assert np.mean(x**2) == pytest.approx(0.15**2 * np.mean(step) * 100 / 190, rel=0.5)
+    assert np.mean(step) < 0.08
 
 
 def largest_steps(pairs):

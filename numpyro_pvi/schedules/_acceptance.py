@@ -277,6 +277,25 @@ class Placed(Protocol):
         ...
 
 
+@runtime_checkable
+class ByDraws(Protocol):
+    """All that averaging asks of a problem."""
+
+    @property
+    def family(self) -> Any:
+        """Of q."""
+        ...
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether components move in turns."""
+        ...
+
+    def sampled(self, rule: Rule) -> Any:
+        """Whether a rule's expectations are by draws."""
+        ...
+
+
 def move_in_nats(
     family: GaussianFamily, new: Any, old: Any, new_moments: GaussianMoments, old_moments: GaussianMoments, rows: Any
 ) -> Float[Array, ""]:
@@ -301,18 +320,68 @@ def move_in_nats(
     return total
 
 
+# Rounds that moves are averaged over at least, and how many more for every round that counts as late.
+_WINDOW, _WINDOW_SHARE = 10.0, 0.5
+# Rounds that a mean move has to rest on, and its square in units of what noise alone makes of it, above which it is a drift and
+# above which steps lengthen.
+_LEAST_SEEN, _DRIFTS, _CLEARLY = 6.0, 1.0, 2.0
+
+
 class Averaging(NamedTuple):
-    """Memory of how far noise, not progress, decides the moves: late naturals are averaged."""
+    """Memory of how far noise, not progress, decides the moves: late naturals are averaged.
+
+    Moves by coordinate, in posterior sds, are averaged over a window that grows with ``late``: their mean, their mean square, and
+    sums of the weights and of their squares.
+    """
 
     # Rounds in which the move turned back, less those in which it went on.
     late: Int[Array, ""]
     # The last change of the location.
     shift: Float[Array, "D"]
+    mean: Float[Array, "D"]
+    square: Float[Array, "D"]
+    weights: Float[Array, "2"]
+
+    def remembering(self, move: Float[Array, "D"]) -> Averaging:
+        """The memory after a move, in posterior sds."""
+        share = (1.0 / self._window(move.dtype)).astype(move.dtype)
+        mean, square = self.mean + share * (move - self.mean), self.square + share * (move**2 - self.square)
+        weights = jnp.stack([(1 - share) * self.weights[0] + share, (1 - share) ** 2 * self.weights[1] + share**2])
+        return self._replace(mean=mean, square=square, weights=weights.astype(self.weights.dtype))
+
+    def at(self, place: Callable[..., Array], *before: Averaging) -> Averaging:
+        """The same of other coordinates, by a map of vectors; ``before``: memories whose vectors are its first arguments."""
+        own = {n: place(*(getattr(x, n) for x in before), getattr(self, n)) for n in ("shift", "mean", "square")}
+        return self._replace(**own)
+
+    def _window(self, dtype: Any) -> Float[Array, ""]:
+        return _WINDOW + _WINDOW_SHARE * self.late.astype(dtype)
+
+    @property
+    def _excess(self) -> Float[Array, "D"]:
+        """Squared mean moves, in units of what independent moves of this size would make of them."""
+        one, two = self.weights
+        seen = (two > 0) & (one**2 >= _LEAST_SEEN * two)
+        chance = self.square * two / jnp.where(one > 0, one, 1.0)
+        return jnp.where(seen & (chance > 0), self.mean**2 / jnp.where(chance > 0, chance, 1.0), 0.0)
+
+    @property
+    def excess(self) -> Float[Array, ""]:
+        """The largest of these; far below 1 where noise moves q to and fro, as what one round adds the next ones take back."""
+        return jnp.max(self._excess, initial=0.0)
+
+    @property
+    def drift(self) -> Float[Array, ""]:
+        """How far q has drifted within the window, posterior sds of the coordinate that did most; 0 where noise explains all."""
+        one = self.weights[0]
+        own = jnp.where(self._excess > _DRIFTS, jnp.abs(self.mean) / jnp.where(one > 0, one, 1.0), 0.0)
+        return jnp.max(own, initial=0.0) * self._window(self.mean.dtype)
 
 
 def no_averaging(dim: int, dtype: Any) -> Averaging:
     """The memory of a fresh schedule."""
-    return Averaging(jnp.int32(0), jnp.zeros((dim,), dtype))
+    none = jnp.zeros((dim,), dtype)
+    return Averaging(jnp.int32(0), none, none, none, jnp.zeros((2,), dtype))
 
 
 def averaging_step(state: Averaging, dtype: Any) -> Float[Array, ""]:
@@ -320,11 +389,13 @@ def averaging_step(state: Averaging, dtype: Any) -> Float[Array, ""]:
     return late_share(state.late, dtype)
 
 
-def average_late(problem: Problem, state: Averaging, new: Placed, old: Placed) -> Averaging:
+def average_late(problem: ByDraws, state: Averaging, new: Placed, old: Placed) -> Averaging:
     """Shorten steps while successive moves turn back, as noise makes them do, and lengthen them when they clearly go on.
 
-    ``new``: evaluation after the round; ``old``: evaluation before it. Returns the memory after the round; nothing is counted
-    where expectations are not by draws.
+    Half of all noisy moves turn back, also where q drifts slowly through them, along a valley say: by steps that shrink it would
+    never arrive. So none counts while any coordinate's moves of many rounds add up to more than their noise does. ``new``:
+    evaluation after the round; ``old``: evaluation before it. Returns the memory after the round; nothing is counted where
+    expectations are not by draws.
 
     References:
         Delyon and Juditsky, Accelerated stochastic approximation, SIAM J. Optim. 3 (1993), after Kesten (1958).
@@ -340,9 +411,11 @@ def average_late(problem: Problem, state: Averaging, new: Placed, old: Placed) -
     # The statistics of one member move together, so that chance makes large cosines where components move in turns as well.
     dim = 1 if problem.in_turns else problem.family.dim
     on = inner * dim**0.5 > size * (1 + jnp.finfo(size.dtype).eps ** 0.5)
-    late = jnp.maximum(state.late + back.astype(jnp.int32) - (on & (size > 0)).astype(jnp.int32), 0)
+    sds = problem.family.sds(new.moments)
+    after = state.remembering(jnp.where(sds > 0, shift / jnp.where(sds > 0, sds, 1.0), 0.0).astype(shift.dtype))
+    back, on = back & (after.excess <= _DRIFTS), (on & (size > 0)) | (after.excess > _CLEARLY)
+    late = jnp.maximum(state.late + back.astype(jnp.int32) - on.astype(jnp.int32), 0)
     moved = jnp.any(shift != 0)
-    counted = Averaging(late, jnp.where(moved, shift, state.shift))
-    return jax.tree.map(
-        lambda a, b: jnp.where(problem.sampled(old.rule), a, b), counted, Averaging(jnp.zeros_like(late), shift)
-    )
+    counted = after._replace(late=late, shift=jnp.where(moved, shift, state.shift))
+    fresh = no_averaging(shift.shape[0], shift.dtype)._replace(shift=shift)
+    return jax.tree.map(lambda a, b: jnp.where(problem.sampled(old.rule), a, b), counted, fresh)

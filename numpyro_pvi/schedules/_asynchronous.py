@@ -535,6 +535,7 @@ class Asynchronous(ScheduleDefaults):
             states=walk.solver,
             prior_state=None if prior is None else prior.state,
             late=1.0 if problem.stochastic else averaging_step(carry.schedule.averaging, old.elbo.dtype),
+            drift=carry.schedule.averaging.drift,
             own=self._own(problem, tally, heard),
         )
         if self.at_their_pace:

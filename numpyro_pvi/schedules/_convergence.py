@@ -214,6 +214,7 @@ def pace(
     noisy: bool,
     late: Any = 1.0,
     still: Any = False,
+    drift: Any = 0.0,
 ) -> Pace:
     """How much is left to move: what is asked for, or the sum of the moves to come where they shrink slowly.
 
@@ -227,7 +228,8 @@ def pace(
     ``trail``: sketch of the round's move; ``moved``: its largest coordinate, in posterior sds; ``asked``: what was asked for,
     likewise; ``step``: share of what was asked for that was taken; 0 where steps were refused; ``noisy``: whether moves have
     noise in them; ``late``: weight of a round in the average of late ones; ``still``: whether the move is rounding
-    (:func:`rounding`), whose size and direction say nothing of a rate. Returns the fields of the round's report.
+    (:func:`rounding`), whose size and direction say nothing of a rate; ``drift``: how far q has gone one way through the noise of
+    late rounds, which is left at least. Returns the fields of the round's report.
     """
     step = jnp.asarray(step, moved.dtype)
     paced = jnp.maximum(step, _FADING * last.paced)
@@ -252,7 +254,8 @@ def pace(
     estimate = jnp.maximum(jnp.maximum(asked, moved), ahead)
     estimate = jnp.where(jnp.isnan(estimate), jnp.inf, estimate).astype(moved.dtype)
     recent = jnp.maximum(last.estimate, last.before)
-    left = jnp.maximum(estimate, jnp.minimum(recent, 10.0 * estimate)).astype(moved.dtype)
+    left = jnp.maximum(estimate, jnp.minimum(recent, 10.0 * estimate))
+    left = jnp.maximum(left, drift).astype(moved.dtype)
     trail = jnp.where(steady, trail, 0.0).astype(moved.dtype)
     return Pace(estimate, last.estimate, left, rate, trail, paced.astype(moved.dtype))
 
@@ -457,6 +460,7 @@ def round_report(
     largest: Any = 1.0,
     full: Any = 1.0,
     late: Any = 1.0,
+    drift: Any = 0.0,
     own: Any = None,
     asked: Asked | None = None,
 ) -> RoundReport:
@@ -479,6 +483,7 @@ def round_report(
         largest: the joint step of a round in which nothing is held back.
         full: the joint step that takes all that is asked for.
         late: weight of the round in an average of late rounds.
+        drift: how far q has drifted through the noise of late rounds, posterior sds.
         own: share of what it asks for that a solver takes by its own settings; a number, or one per group; None is all.
         asked: what the factors asked for, where the schedule knows.
 
@@ -499,7 +504,7 @@ def round_report(
         asked = asked_of(problem, carry, states, prior_state, move, moved, share, taken)
     noisy = problem.noisy | problem.stochastic | problem.blind
     trail, still = _trail(problem, done, carry), _is_rounding(problem, done, carry)
-    ahead = pace(last, trail, moved, asked.together, _longest(step, taken), noisy, late, still)
+    ahead = pace(last, trail, moved, asked.together, _longest(step, taken), noisy, late, still, drift)
     finite = sound(done.evaluation.elbo) | problem.blind
     refused, why = refusals(last, taken, done.why)
     return RoundReport(

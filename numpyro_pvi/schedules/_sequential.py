@@ -209,6 +209,7 @@ class Sequential(ScheduleDefaults):
             states=results.state,
             prior_state=None if prior is None else prior.state,
             late=1.0 if problem.stochastic else averaging_step(carry.schedule, done.step.dtype),
+            drift=carry.schedule.drift,
             own=own * (results.step if self._shares(problem, results) else 1.0),
         )
         return RoundCarry(

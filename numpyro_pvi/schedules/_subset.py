@@ -231,14 +231,11 @@ class StochasticSubset(ScheduleDefaults):
         state, alone = carry.schedule, Synchronous(self.damping)
         part: Part = cast(Any, problem).part(carry, *self.who(problem, key), noise)
 
-        def with_shift(state: SynchronousState, shift: Any) -> SynchronousState:
-            return state._replace(averaging=state.averaging._replace(shift=shift))
-
-        before = state.averaging.shift
-        near = with_shift(state, part.near(before))
+        before = state.averaging
+        near = state._replace(averaging=before.at(part.near))
         done = alone.round(part.problem, part.carry._replace(schedule=near), key, noise)
-        after = with_shift(done.schedule, part.far(before, done.schedule.averaging.shift))
-        return part.whole(done)._replace(schedule=after)
+        after = done.schedule.averaging.at(part.far, before)
+        return part.whole(done)._replace(schedule=done.schedule._replace(averaging=after))
 
     def _local_proposal(self, problem: Problem, carry: RoundCarry, moves: Bool[Array, "M"]) -> Any:
         local = problem.local_proposal(carry, moves)
@@ -287,6 +284,7 @@ class StochasticSubset(ScheduleDefaults):
             largest=self._largest(problem),
             full=self._full(problem),
             late=1.0 if problem.stochastic else averaging_step(carry.schedule.averaging, done.step.dtype),
+            drift=carry.schedule.averaging.drift,
             own=None if results.step is None or not problem.stochastic else jnp.where(taking_part, results.step, 1.0),
         )
         solver = select(taking_part, results.state, carry.solver)

@@ -337,6 +337,7 @@ class Synchronous(ScheduleDefaults):
             largest=self._largest(problem),
             full=self._full(problem),
             late=1.0 if problem.stochastic else self._late(problem, state),
+            drift=state.averaging.drift,
             own=results.step if problem.stochastic else share,
         )
         moved = report.total_move
