@@ -1,4 +1,4 @@
-"""Rounds extrapolated from the last ones, where sites are two numbers per row."""
+"""Rounds extrapolated from the last ones, where sites are two numbers per row, or q is mean-field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer.autoguide import AutoMultivariateNormal
+import scipy.optimize
+from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_pvi import PVI, Partition
 from numpyro_pvi.families import GaussianNatural
@@ -142,3 +143,94 @@ def test_inner_products_are_those_of_divergences():
     log_dets = np.linalg.slogdet(left)[1] - np.linalg.slogdet(right)[1]
     divergence = 0.5 * (trace + log_dets + (n - m) @ right @ (n - m))
     assert 0.5 * float(found[0, 0]) == pytest.approx(divergence, rel=1e-2)
+
+
+# -------------------------------------------------------------------------------------------------------- a mean-field q
+# Parallel rounds on a mean-field q contract by the correlations of the posterior, which it does not have.
+
+
+def _correlated() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    X = np.sqrt(0.9) * rng.normal(size=(NUM_ROWS, 1)) + np.sqrt(0.1) * rng.normal(size=(NUM_ROWS, 3))
+    return 2.0 * X, (rng.uniform(size=NUM_ROWS) < 0.6).astype(float)
+
+
+def _logistic(X, y):
+    w = numpyro.sample("w", dist.StudentT(5.0, 0.0, 2.0).expand([3]).to_event(1))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def _optimum() -> tuple[np.ndarray, np.ndarray]:
+    """Means and sds of the best mean-field q: every expectation is of one normal, by quadrature in NumPy."""
+    (X, y), (nodes, weights) = _correlated(), np.polynomial.hermite_e.hermegauss(60)
+    weights = weights / weights.sum()
+
+    def loss(p):
+        mean, sd = p[:3], np.exp(p[3:])
+        f = X @ mean + np.sqrt(X**2 @ sd**2) * nodes[:, None]
+        fit = weights @ np.sum(np.logaddexp(0.0, f) - y * f, axis=1)
+        prior = weights @ np.sum(3.0 * np.log1p((mean + sd * nodes[:, None]) ** 2 / 20.0), axis=1)
+        return fit + prior - np.sum(p[3:])
+
+    best = scipy.optimize.minimize(loss, np.zeros(6), method="BFGS", options={"gtol": 1e-9})
+    return best.x[:3], np.exp(best.x[3:])
+
+
+def _mean_field(num_groups: int) -> PVI:
+    return PVI(Partition(_logistic, "rows", np.arange(NUM_ROWS) % num_groups), AutoNormal(_logistic))
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_a_mean_field_q_converges_in_few_rounds_to_the_best(num_groups, monkeypatch):
+    data, (mean, sd) = _correlated(), _optimum()
+    fit = _mean_field(num_groups).run(jax.random.key(0), 600, *data, tol=1e-3, progress_bar=False)
+    assert fit.converged and fit.state.schedule_state.mixing is not None
+    # What is said to be left is.
+    np.testing.assert_array_less(np.abs(fit.params["w_auto_loc"] - mean) / sd, 1e-3)
+    np.testing.assert_allclose(fit.params["w_auto_scale"], sd, rtol=1e-3)
+    assert np.all(np.diff(np.asarray(fit.losses)) < 1e-8)
+    if num_groups > 1:
+        monkeypatch.setattr(_synchronous, "_mixes_sites", lambda problem: False)
+        plain = _mean_field(num_groups).run(jax.random.key(0), 600, *data, tol=1e-3, progress_bar=False)
+        assert 3 * len(fit.losses) < len(plain.losses)
+
+
+def _linear(X, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+
+def test_what_is_left_counts_the_slowest_mode(monkeypatch):
+    """Linear regression has the means of the full posterior. The planted fault: a mixture's last move is all that is left."""
+    rng = np.random.default_rng(0)
+    X = np.sqrt(0.9) * rng.normal(size=(NUM_ROWS, 1)) + np.sqrt(0.1) * rng.normal(size=(NUM_ROWS, 16))
+    y = X @ rng.normal(size=16) + rng.normal(size=NUM_ROWS)
+    precision = X.T @ X + np.eye(16)
+    mean = np.linalg.solve(precision, X.T @ y)
+
+    def off():
+        pvi = PVI(Partition(_linear, "rows", np.arange(NUM_ROWS) % 4), AutoNormal(_linear), init_sites="prior")
+        fit = pvi.run(jax.random.key(0), 600, X, y, tol=1e-2, progress_bar=False)
+        assert fit.converged and len(fit.losses) < 100
+        return np.max(np.abs(fit.params["w_auto_loc"] - mean) * np.sqrt(np.diag(precision)))
+
+    assert off() < 1e-2
+    monkeypatch.setattr(_synchronous, "_still_to_go", lambda problem, old, gram, *rest: 0.0 * gram[0, 0])
+    jax.clear_caches()
+    assert off() > 1e-2
+
+
+def test_sites_of_groups_that_come_and_go_are_mixed_anew():
+    X, y = _correlated()
+    here = np.arange(NUM_ROWS) < 12
+    pvi = PVI(Partition(_logistic, "rows", np.arange(12) % 3), AutoNormal(_logistic))
+    state = pvi.run(jax.random.key(0), 12, X[here], y[here], progress_bar=False).state
+    state = pvi.add_group(state, "new", X[~here], y[~here])
+    for _ in range(2):
+        fit = pvi.run(jax.random.key(0), 12, X[~here], y[~here], init_state=state, tol=1e-4, progress_bar=False)
+        assert np.all(np.diff(np.asarray(fit.losses)) < 1e-8)
+        with pytest.warns(UserWarning, match="approximate"):
+            state = pvi.forget_group(fit.state, pvi.groups[0])
+        state = pvi.revisit(state, ["new"] * 12, X[~here], y[~here])

@@ -625,6 +625,15 @@ class NormalFamily(GaussianDefaults):
         """Marginal variances."""
         return moments.scale**2
 
+    def inner_products(self, moments: GaussianMoments, change: GaussianNatural) -> Float[Array, "W W"]:
+        """Of changes of the naturals, Float[W D] each, in q's Fisher metric: ``sum_d v g_i g_j + 1/2 v^2 p_i p_j``.
+
+        v are variances and ``g = h - p m``; half the inner product of a small change with itself is its divergence.
+        """
+        variances = self.variances(moments)
+        force = change.precision_mean - change.precision * moments.loc
+        return (force * variances) @ force.T + 0.5 * (change.precision * variances**2) @ change.precision.T
+
     def covariance_product(self, moments: GaussianMoments, vector) -> Float[Array, "*batch D"]:
         """``V * vector``."""
         return moments.scale**2 * vector

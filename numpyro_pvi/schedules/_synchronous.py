@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._numerics import all_finite, congruent, invert_lower, missing_eigenvalues, mixing_shares, power_iteration_step
 from ..errors import PVIError
-from ..families import GaussianNatural
 from ..sites import MAX_HALVINGS, SiteStack, posterior, select
 from ._acceptance import (
     Averaging,
@@ -27,60 +26,122 @@ from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, Turns
 from ._convergence import round_report, with_prior
 
 # ------------------------------------------------------------------------------------------------------ Anderson mixing
-# Extrapolation over rounds where sites are two numbers per row: Anderson mixing of their last targets.
+# Extrapolation over rounds, where sites are two numbers per row or q is mean-field: Anderson mixing of their last targets.
 
 # Rounds remembered; rows from which on a round costs so much that fewer rounds matter; and the residual, in posterior sds and
 # their like for the precision, beyond which steps say too little of one another.
 WINDOW, LEAST_ROWS, NEAR = 6, 128, 5.0
+# Numbers in the sites of a mean-field q up to which so many rounds of them are remembered.
+_MOST_MIXED = 1 << 17
 
 
 class Mixing(NamedTuple):
     """The last rounds' sites and what they asked for, oldest first; a leading axis of :data:`WINDOW`."""
 
-    points: GaussianNatural
-    targets: GaussianNatural
+    points: Any
+    targets: Any
     filled: Int[Array, ""]
     # Whether the last mixture was refused: the next round then takes its plain step.
     refused: Bool[Array, ""]
+    # How far a mean-field q was from where these rounds lead, at most, posterior sds.
+    left: Float[Array, ""]
 
 
 def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
     """An empty memory, or None where rounds are not extrapolated.
 
-    ``whole``: whether the schedule takes full steps of its own accord. Returns the memory: only for sites by rows, from
-    :data:`LEAST_ROWS` rows on, under a solver of one full step a visit.
+    ``whole``: whether the schedule takes full steps of its own accord. Returns the memory: for sites by rows, from
+    :data:`LEAST_ROWS` rows on, and for those of a mean-field q without draws, under a solver of one full step a visit.
     """
     solver = problem.solver
-    if not (problem.flat and whole) or not solver.immediate or solver.step_size != 1.0:
+    if not whole or not solver.immediate or solver.step_size != 1.0:
         return None
-    rows = problem.prior_natural.precision.shape[0]
-    if rows < LEAST_ROWS:
+    if problem.flat:
+        lead: tuple[int, ...] = ()
+        if problem.prior_natural.precision.shape[0] < LEAST_ROWS:
+            return None
+    elif _mixes_sites(problem):
+        lead = (problem.num_groups + bool(problem.has_prior_factor),)
+    else:
         return None
-    zeros = jnp.zeros((WINDOW, rows), dtype)
-    empty = GaussianNatural(zeros, zeros)
-    return Mixing(empty, empty, jnp.int32(0), jnp.array(False))
+    memory = jax.tree.map(lambda x: jnp.zeros((WINDOW, *lead, *x.shape), dtype), problem.prior_natural)
+    return Mixing(memory, memory, jnp.int32(0), jnp.array(False), jnp.zeros((), dtype))
 
 
-def mixture(problem: Any, mixing: Mixing, carry: Any, proposal: SiteStack) -> tuple[Mixing, SiteStack, Bool[Array, ""]]:
+def _mixes_sites(problem: Any) -> bool:
+    """Whether rounds on a mean-field q are extrapolated: they contract by the correlations that it does not have."""
+    plain = problem.capped and not (problem.stochastic or problem.blind or problem.matches_moments)
+    return plain and problem.units is None and 2 * problem.num_groups * problem.family.dim <= _MOST_MIXED
+
+
+def _all_sites(sites: SiteStack) -> Any:
+    """Sites of the groups and of the prior factor, if there is one, by a leading axis."""
+    if sites.prior is None:
+        return sites.groups
+    return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), sites.prior, sites.groups)
+
+
+def mixture(
+    problem: Any, mixing: Mixing, carry: Any, proposal: SiteStack, step: Any
+) -> tuple[Mixing, SiteStack, Bool[Array, ""]]:
     """Remember a round's sites and targets, and extrapolate from those remembered.
 
-    ``problem``: the factors, with sites by rows; ``proposal``: what every row asks for there. Returns the memory, the mixture
-    of targets whose residuals are least in q's Fisher metric (Anderson 1965), and whether to try it.
+    ``problem``: the factors; ``proposal``: what every row, or group, asks for there; ``step``: the plain step, which parallel
+    updates of a mean-field q are capped at. Returns the memory, the mixture of targets (of steps so long towards them) whose
+    residuals are least in q's Fisher metric (Anderson 1965), and whether to try it.
     """
 
     def push(stack, new):
-        return jnp.roll(stack, -1, axis=0).at[-1].set(new[0])
+        return jnp.roll(stack, -1, axis=0).at[-1].set(new)
 
-    points = jax.tree.map(push, mixing.points, carry.sites.groups)
-    targets = jax.tree.map(push, mixing.targets, proposal.groups)
-    filled = jnp.minimum(mixing.filled + 1, WINDOW)
+    rows = jax.tree.map(lambda x: x[0], (carry.sites.groups, proposal.groups)) if problem.flat else None
+    here, there = rows or (_all_sites(carry.sites), _all_sites(proposal))
+    points, targets = jax.tree.map(push, mixing.points, here), jax.tree.map(push, mixing.targets, there)
+    # What draws ask for does not tell how rounds contract.
+    sampled = problem.noisy and problem.sampled(carry.evaluation.rule)
+    filled = jnp.where(sampled, 0, jnp.minimum(mixing.filled + 1, WINDOW))
     residuals = targets - points
-    change = jax.tree.map(lambda r: jnp.append(r[-1] - r[:-1], r[-1:], axis=0), residuals)
+    # What all sites ask of q together.
+    asked = residuals if problem.flat else jax.tree.map(lambda r: jnp.sum(r, axis=1), residuals)
+    change = jax.tree.map(lambda r: jnp.append(r[-1] - r[:-1], r[-1:], axis=0), asked)
     gram = problem.family.inner_products(carry.evaluation.moments, change)
     shares = mixing_shares(gram, filled)
-    mixed = jax.tree.map(lambda t: jnp.tensordot(shares, t, 1)[None], targets)
-    attempt = (filled > 1) & ~mixing.refused & (_length(gram) <= NEAR) & carry.evaluation.moments.valid
-    return Mixing(points, targets, filled, mixing.refused), SiteStack(mixed, proposal.prior), attempt
+    # With few rounds to go by, plain ones are as good where they contract fast; where they do not, no harm is done by the first.
+    attempt = (filled > 1 if problem.flat else filled == WINDOW) & ~mixing.refused & carry.evaluation.moments.valid
+    attempt = attempt & (_length(gram) <= NEAR)
+    memory = Mixing(points, targets, filled, mixing.refused, mixing.left)
+    if problem.flat:
+        groups = jax.tree.map(lambda t: jnp.tensordot(shares, t, 1)[None], targets)
+        return memory, SiteStack(groups, proposal.prior), attempt
+    steps = jax.tree.map(lambda p: jnp.sum(p[-1] - p[:-1], axis=1), points)
+    left = jnp.where(sampled, 0.0, _still_to_go(problem, carry.evaluation, gram, steps, filled))
+    memory = memory._replace(left=left.astype(mixing.left.dtype))
+    mixed = jax.tree.map(lambda p, r: jnp.tensordot(shares, p + step * r, 1), points, residuals)
+    if proposal.prior is None:
+        return memory, SiteStack(mixed, None), attempt
+    prior, groups = (jax.tree.map(lambda x, i=i: x[i], mixed) for i in (0, slice(1, None)))
+    return memory, SiteStack(groups, prior), attempt
+
+
+def _still_to_go(problem: Any, old: Evaluation, gram: Any, steps: Any, filled: Int[Array, ""]) -> Float[Array, ""]:
+    """How far q is from where rounds lead, posterior sds: the residual, times the most that q went for a change of residuals.
+
+    Mixtures converge much faster than the slowest mode that they go through, and their moves do not show what is left of it.
+    ``gram``: inner products of differences of residuals, and of the newest, last; ``steps``: how far q went meanwhile. Differences
+    within rounding say nothing.
+    """
+    whole = _squares(problem, old, jax.tree.map(lambda x: x[None], old.q))[0]
+    within = 64 * jnp.finfo(gram.dtype).eps * jnp.sqrt(jnp.maximum(whole, 1.0))
+    changes = jnp.sqrt(jnp.maximum(jnp.diagonal(gram)[:-1], 0.0))
+    there = (jnp.arange(WINDOW - 1) >= WINDOW - filled) & (changes > within)
+    ratios = jnp.sqrt(jnp.maximum(_squares(problem, old, steps), 0.0)) / jnp.where(there, changes, 1.0)
+    length = _length(gram)
+    return jnp.where(length > within, length * jnp.max(jnp.where(there, ratios, 0.0), initial=1.0), 0.0)
+
+
+def _squares(problem: Any, old: Evaluation, change: Any) -> Float[Array, "W"]:
+    """Squared lengths of changes of the naturals in q's Fisher metric."""
+    return jnp.diagonal(problem.family.inner_products(old.moments, change))
 
 
 def _length(gram: Float[Array, "W W"]) -> Float[Array, ""]:
@@ -179,9 +240,10 @@ class Synchronous(ScheduleDefaults):
     they may be by draws (there is no structure), sds of a full-covariance q grow by no more than 1.2 times in each of the
     first 30 rounds whose sites together ask for no normalisable q.
 
-    Under "auto", where sites are two numbers per row (``NaturalGradient(sites=)``), from 128 rows on, the joint step aims at
-    the mixture of the last six rounds' targets whose residuals are least in the Fisher metric of q (Anderson mixing), once
-    these are below five posterior sds; where the ELBO has fallen there, at the round's own target. A number takes plain steps.
+    Under "auto", where sites are two numbers per row (``NaturalGradient(sites=)``), from 128 rows on, or q is mean-field and
+    expectations are not by draws, from the sixth round on, the joint step aims at the mixture of the last six rounds' targets
+    whose residuals are least in the Fisher metric of q (Anderson mixing), once these are below five posterior sds; where the
+    ELBO has fallen there, at the round's own target. A number takes plain steps.
 
     Under a stochastic solver each site has been moved as if alone, so that M of them together go M times too far: "auto"
     is then 1/M (a mean of M normalisable q's is normalisable), or ``power / M`` under :class:`numpyro_pvi.solvers.LocalELBO` with
@@ -277,14 +339,17 @@ class Synchronous(ScheduleDefaults):
                 carry = carry._replace(schedule=carry.schedule._replace(held=held))
             mixing, aim, fallback, restart = carry.schedule.mixing, proposal, None, None
             if mixing is not None:
-                mixing, mixed, attempt = mixture(problem, mixing, carry, proposal)
-                aim, fallback = select(attempt, mixed, proposal), proposal
+                own = 1.0 if problem.flat else first
+                mixing, mixed, attempt = mixture(problem, mixing, carry, proposal, own)
+                plain = proposal if problem.flat else carry.sites + (proposal - carry.sites) * own
+                aim, fallback = select(attempt, mixed, proposal), plain
                 # A mixture is taken whole or not at all; without one there is nothing to fall back on.
                 first = jnp.where(attempt, self._largest(problem), first).astype(first.dtype)
                 restart = jnp.where(attempt, first, 0.0)
             searched = {"restart": restart, "opening": carry.opening}
             done = accept_jointly(problem, carry.sites, aim, old, first, noise, probe, fallback, **searched)
             if mixing is not None:
+                done = done._replace(step=jnp.where(attempt, own * done.step, done.step))
                 refused = attempt & ((done.halvings > 0) | ~done.accepted)
                 carry = carry._replace(schedule=carry.schedule._replace(mixing=mixing._replace(refused=refused)))
         return self._finish(problem, carry, results, prior, done, scale)
@@ -337,7 +402,10 @@ class Synchronous(ScheduleDefaults):
             largest=self._largest(problem),
             full=self._full(problem),
             late=1.0 if problem.stochastic else self._late(problem, state),
-            drift=state.averaging.drift,
+            # Of rounds by draws, or of those that are extrapolated.
+            drift=state.averaging.drift
+            if state.mixing is None
+            else jnp.maximum(state.averaging.drift, state.mixing.left),
             own=results.step if problem.stochastic else share,
         )
         moved = report.total_move
