@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,6 +14,7 @@ from ._driver import Progress
 from ._group_lifecycle import all_absent, position, refuse_absent, refuse_tied, rows_of
 from ._state import Plan, PVIState
 from ._user_inputs import check_run, check_state
+from ._warnings import warn
 from .errors import NonFiniteLossError, PartitionError, SkippedGroupError, StateError
 from .factors import Arrival, check_data, count_rows, positional_names, signature_of
 from .handlers import GroupTable, known_labels, labels_table, one_group_table, plain
@@ -134,10 +134,9 @@ class Newcomers:
         """Make the groups of these rows the present ones; known ones keep their sites, others start at 1."""
         plan = state.plan
         if plan.partition.table.labels and bool(jnp.isinf(state.report.total_move)):
-            warnings.warn(
+            warn(
                 f"group(s) {known_labels(plan.partition.table.labels)} have not been updated since their rows came, so their sites "
                 "are still where they started: run a round (update or run) before their rows are put away.",
-                stacklevel=6,
             )
         pvi, mechanism = self.pvi, plan.partition.mechanism
         arrival = pvi._fit.arrival(pvi.solver, plan, table, rows)

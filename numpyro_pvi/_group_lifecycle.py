@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import warnings
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax.core
 import numpy as np
 
 from ._state import Plan, PVIState
+from ._warnings import warn
 from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import (
     check_same_signature,
@@ -257,10 +257,9 @@ def forgotten(state: PVIState, label: Hashable, solver: Any) -> PVIState:
         )
     reason = approximate_because(plan, solver)
     if reason and left.plan.groups:
-        warnings.warn(
+        warn(
             f"forget_group({label!r}) took its site out, but {reason}, so what is left is approximate until they are "
             "fitted again, and may be far from a fit without it: revisit(state, labels, *args) with the other groups' rows.",
-            stacklevel=3,
         )
     return left
 

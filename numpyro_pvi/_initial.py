@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from ._compiling import is_traced, owned_jit
 from ._state import Plan, PVIState
 from ._state_marginals import own_at_params
+from ._warnings import warn
 from .errors import ImproperError, PartitionError, PVIError, StateError
 from .factors import PartitionPlan, Planned, abstract_trace, is_observed, proved_only, with_expectation
 from .guides import guide_param_names, latents_given, param_transforms, params_to_natural
@@ -446,10 +446,9 @@ def warn_of_choice(partition: Partition, num_groups: int | None) -> None:
     if whole and num_groups == 1:
         return
     what = "the model is kept whole, as one group" if whole else "rows are split otherwise than by a single plate"
-    warnings.warn(
+    warn(
         f"num_groups={num_groups}: {what}, because {partition.why} To choose yourself, pass Partition(model, plate, groups), "
         "Partition(model, groups={'A': labels_a, 'B': labels_b}) or Partition(model, groups=..., sites={'obs': -1}).",
-        stacklevel=5,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 import weakref
 import zlib
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from ._numerics import nearly_same
 from ._state import PVIState
 from ._state_marginals import dense_form
 from ._user_inputs import float_dtype, watched
+from ._warnings import warn
 from .errors import PVIError, StateError
 from .factors import Planned, join_arguments, move_to_prior_factor, plan_factors
 from .schedules import BY_FACTOR
@@ -421,7 +421,7 @@ def after_update(pvi: Any, state: PVIState, loss: Any, dynamic: list, static: tu
     if found is state:
         return state, loss
     news = found.plan.partition.remarks[len(state.plan.partition.remarks) :]
-    warnings.warn(" ".join(news), stacklevel=3)
+    warn(" ".join(news))
     return found, pvi._loss_under(pvi._engine, found, dynamic, static)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float
 
 from ._compiling import owned_jit
 from ._state import PVIState
+from ._warnings import warn
 from .errors import ImproperError, PVIError
 from .factors import (
     Layout,
@@ -222,10 +222,9 @@ def judged(log_weights: Float[np.ndarray | Array, "S"], num_samples: int) -> flo
     values = np.asarray(log_weights)
     bad = int(np.sum(np.isnan(values) | (values == np.inf)))
     if bad:
-        warnings.warn(
+        warn(
             f"khat is NaN: the model's log density is NaN or +inf at {bad} of {num_samples} draws from q; look for "
             "a latent that overflows there (an exp link, a scale near zero).",
-            stacklevel=7,
         )
     return pareto_khat(values, rounding=float(np.sqrt(np.finfo(values.dtype).eps)))
 

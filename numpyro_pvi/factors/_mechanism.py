@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from .._warnings import warn
 from ..errors import PartitionError
 from ..handlers import GroupTable, Partition, RowAxes
 from ._arguments import is_dynamic
@@ -190,7 +190,7 @@ def choose_reading(
         f"evaluate one group fits the model. {reasons}"
     )
     if not partition.by_default or attempt.work() > _CHEAP_WORK:
-        warnings.warn(f"{attempt.where}: {cost}", stacklevel=2)
+        warn(f"{attempt.where}: {cost}")
     return dataclasses.replace(read, reason=cost) if partition.by_default else read
 
 
