@@ -354,7 +354,7 @@ def test_a_run_that_cannot_leave_its_start_begins_again_where_the_guide_does(tmp
             raise KeyboardInterrupt
 
     kept = {"checkpoint": tmp_path / "cut.pvi", "checkpoint_every": 1, "progress_bar": False}
-    cut = PVI(rooted, AutoMultivariateNormal(rooted)).run(jax.random.key(0), 40, *data, callback=stop, **kept)
+    cut = pvi.run(jax.random.key(0), 40, *data, callback=stop, **kept)
     assert len(cut.losses) == 6
     taken_up = PVI(rooted, AutoMultivariateNormal(rooted)).run(jax.random.key(0), 40, *data, **kept)
     np.testing.assert_array_equal(taken_up.losses, run.losses)
