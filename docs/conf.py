@@ -48,6 +48,13 @@ nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 # inherit the environment.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+# Where an operation came from is written into every program, for nobody to read.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# Python's collector looks through all that was traced again and again, for a twelfth of a kernel's time.
+os.environ["IPYTHONDIR"] = str(HERE / "_build" / "ipython")
+STARTUP = HERE / "_build" / "ipython" / "profile_default" / "startup"
+STARTUP.mkdir(parents=True, exist_ok=True)
+(STARTUP / "collector.py").write_text("import gc\n\ngc.set_threshold(100_000, 20, 100)\ndel gc\n")
 # A kernel draws into the notebook only where no other backend is asked for.
 os.environ.pop("MPLBACKEND", None)
 

@@ -22,6 +22,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests import quick
+
 X64 = os.environ.get("NUMPYRO_PVI_TEST_X64", "1") != "0"
 QUICK = os.environ.get("NUMPYRO_PVI_TEST_QUICK", "1") != "0"
 HERE = pathlib.Path(__file__).parent
@@ -69,14 +71,14 @@ def pytest_configure(config):
 
 
 def _leave_out_fusion_emitters():
-    """Sets the flag for this process alone: XLA reads it once, when its first device is made, and children do not see it."""
+    """Sets the flag for this process alone: XLA reads it once, when its first device is made, and only children that ask see it."""
     before = os.environ.get("XLA_FLAGS")
-    flags = {**os.environ, "XLA_FLAGS": f"{before or ''} --xla_cpu_use_fusion_emitters=false".strip()}
-    if "NUMPYRO_PVI_TEST_EMITTERS" not in os.environ:
+    flags = {**os.environ, "XLA_FLAGS": f"{before or ''} {quick.NO_EMITTERS}".strip()}
+    if quick.ASKED not in os.environ:
         # An XLA that no longer knows a flag ends the process: another one asks it, once for all workers.
         asked = subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=flags, capture_output=True)
-        os.environ["NUMPYRO_PVI_TEST_EMITTERS"] = str(asked.returncode)
-    if os.environ["NUMPYRO_PVI_TEST_EMITTERS"] != "0":
+        os.environ[quick.ASKED] = str(asked.returncode)
+    if os.environ[quick.ASKED] != "0":
         return
     os.environ["XLA_FLAGS"] = flags["XLA_FLAGS"]
     jax.devices()

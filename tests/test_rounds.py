@@ -1,5 +1,6 @@
 """The trace of a run: its numbers against the states of single rounds, as an ArviZ group, and as pictures."""
 
+import functools
 import sys
 
 import jax
@@ -34,25 +35,35 @@ def data():
 
 @pytest.fixture(scope="module")
 def fits(data):
-    """Per schedule: the PVI object, one run, and the states and losses of the same rounds taken one by one."""
+    """Per schedule: the PVI object, its first state, and one run from there."""
     found = {}
     for schedule in (Synchronous(), Sequential()):
         partition = Partition(model, "rows", ["a", "b", "c"] * 6)
         pvi = PVI(partition, AutoMultivariateNormal(model), schedule=schedule)
         state = pvi.init(KEY, *data)
-        result = pvi.run(KEY, ROUNDS, *data, init_state=state, progress_bar=False)
+        found[type(schedule).__name__] = pvi, pvi.run(KEY, ROUNDS, *data, init_state=state, progress_bar=False), state
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_by_one(fits, data):
+    """By schedule: the states and losses of the same rounds taken one by one."""
+
+    @functools.cache
+    def of(name):
+        pvi, _, state = fits[name]
         states = []
         for _ in range(ROUNDS):
             state, loss = pvi.update(state, *data)
             states.append((state, loss))
-        found[type(schedule).__name__] = pvi, result, states
-    return found
+        return states
+
+    return of
 
 
 @pytest.mark.parametrize("name", ["Synchronous", "Sequential"])
-def test_trace_is_what_each_round_reported(fits, name):
-    _, result, states = fits[name]
-    trace = result.trace
+def test_trace_is_what_each_round_reported(fits, one_by_one, name):
+    trace, states = fits[name][1].trace, one_by_one(name)
     assert trace.labels == (PRIOR, "a", "b", "c") and list(trace.rounds) == [1, 2, 3, 4]
     for k, (state, loss) in enumerate(states):
         np.testing.assert_allclose(trace.elbo[k], -loss, rtol=1e-5)
@@ -61,8 +72,9 @@ def test_trace_is_what_each_round_reported(fits, name):
             np.testing.assert_allclose(getattr(trace, field)[k], wanted, rtol=1e-4, atol=1e-7, err_msg=field)
 
 
-def test_the_total_move_is_the_largest_change_of_a_mean_in_sds_or_of_a_log_sd(fits):
-    for pvi, _, states in fits.values():
+def test_the_total_move_is_the_largest_change_of_a_mean_in_sds_or_of_a_log_sd(fits, one_by_one):
+    for name, (pvi, *_) in fits.items():
+        states = one_by_one(name)
         read = [pvi.get_params(state) for state, _ in states]
         sds = [np.sqrt(np.sum(np.asarray(params["auto_scale_tril"]) ** 2, axis=1)) for params in read]
         for k in range(1, len(read)):
@@ -92,8 +104,7 @@ def test_a_run_continues_its_totals(fits, data):
 
 
 def test_blocks_of_rounds_join(fits, data):
-    pvi, result, _ = fits["Synchronous"]
-    start = pvi.init(KEY, *data)
+    pvi, result, start = fits["Synchronous"]
     # A callback looks between rounds, so that every block is of one round.
     split = pvi.run(KEY, ROUNDS, *data, init_state=start, progress_bar=False, callback=lambda *_: None).trace
     np.testing.assert_allclose(split.elbo, result.trace.elbo, rtol=1e-6)

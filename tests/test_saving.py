@@ -29,6 +29,7 @@ from numpyro_pvi import PVI, CheckpointError, Partition, PVIError, StateError
 from numpyro_pvi._checkpoint import VERSION, read_checkpoint, write_checkpoint
 from numpyro_pvi.schedules import Sequential, Synchronous
 from numpyro_pvi.solvers import Conjugate, LocalELBO
+from tests import quick
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEY = jax.random.key(0)
@@ -582,9 +583,8 @@ print("done", len(run.losses))
 def test_killed_at_any_moment_it_goes_on(tmp_path, x64):
     """Three processes are killed while they write a file a round; the file is whole each time, and the run is the same."""
     path = tmp_path / "run"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NUMPYRO_PVI_TEST_TYPES": "0"}
     # The same bits come from programs compiled alike.
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(jax.config.values["jax_disable_most_optimizations"]))
+    environment = quick.environment() | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NUMPYRO_PVI_TEST_TYPES": "0"}
     reached, rng = [0], np.random.default_rng(0)
     for _ in range(3):
         command = [sys.executable, "-c", CHILD.format(x64=x64), str(path)]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import socket
@@ -17,6 +16,7 @@ from numpyro_pvi.errors import PVIError
 from numpyro_pvi.factors import even_packing, pack_rows
 from numpyro_pvi.handlers import numbered_table
 from numpyro_pvi.runtime import Sharded
+from tests import quick
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Rounding of sums in another order, in float64.
@@ -24,12 +24,8 @@ ROUNDING = 1e-10
 
 
 def start(devices, *words):
-    """A process with so many devices."""
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"])),
-    }
+    """A process with so many devices, which compiles as quickly as this one."""
+    environment = quick.environment(f"--xla_force_host_platform_device_count={devices}") | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.sharded_worker", *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
@@ -46,14 +42,25 @@ def answers(*processes, limit=400):
     return [json.loads(out.splitlines()[-1]) for out, _ in found]
 
 
-def test_trajectories_on_two_devices_are_those_of_one():
-    """Families with latents of the rows' own, and groups that a device visits side by side.
+@pytest.fixture(scope="module")
+def two():
+    """Two devices in one process."""
+    (found,) = answers(start(2, "two"))
+    return found
+
+
+def test_trajectories_on_two_devices_are_those_of_one(two):
+    """Families with latents of the rows' own, groups that a device visits side by side, and numbers of the rows.
 
     Planted: sites that one device keeps to itself, and visits that end with the first groups that fit beside one another.
     """
-    (found,) = answers(start(2, "two"))
-    assert found["gap"] <= ROUNDING and found["lanes"] == 0.0
-    assert found["planted rows"] > 0.01 and found["planted step"] > 1.0
+    assert two["gap"] <= ROUNDING and two["lanes"] == 0.0
+    assert two["planted rows"] > 0.01 and two["planted step"] > 1.0
+
+
+def test_numbers_that_are_told_of_other_rows_are_seen(two):
+    """The planted fault: every device takes its rows for those that stand first."""
+    assert two["planted places"] > 0.01
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +78,6 @@ def test_trajectories_on_eight_devices_are_those_of_one(few):
 def test_a_sum_that_leaves_a_device_out_is_seen(few):
     """The planted fault: each device adds up its own chunks and no others'."""
     assert few["planted sum"] > 0.01
-
-
-def test_numbers_that_are_told_of_other_rows_are_seen(few):
-    """The planted fault: every device takes its rows for those that stand first."""
-    assert few["planted places"] > 0.01
 
 
 def test_gradients_that_are_summed_unasked_are_seen(few):

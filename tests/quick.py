@@ -1,0 +1,22 @@
+"""How the suite compiles, in this process and in those that tests start: ``NUMPYRO_PVI_TEST_QUICK`` of conftest.py."""
+
+import os
+
+import jax
+
+# XLA reads it once, when a process makes its first device.
+NO_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+# Whether this XLA knows that flag ("0": it does): one process asks, for all workers.
+ASKED = "NUMPYRO_PVI_TEST_EMITTERS"
+
+
+def environment(flags=""):
+    """That of a process which is to compile as this one does; flags: XLA's, beside those."""
+    quick = bool(jax.config.values["jax_disable_most_optimizations"])
+    known = quick and os.environ.get(ASKED) == "0"
+    before = os.environ.get("XLA_FLAGS", "")
+    return os.environ | {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": str(jax.config.values["jax_traceback_in_locations_limit"]),
+        "XLA_FLAGS": " ".join(part for part in (before, flags, NO_EMITTERS * known) if part),
+    }
