@@ -805,7 +805,8 @@ class PVI(SVI):
             self._followed.renew_guide(self.guide)
             if self.guide.prototype_trace is not None:
                 return found
-        found = rows_of(state.plan, *self._checked_arguments(state, args, kwargs))
+        args_now, kwargs_now = self._checked_arguments(state, args, kwargs)
+        found = rows_of(state.plan, args_now, kwargs_now)
         # Whether by this call or before it, the model was traced with them where it has to be.
         if simple and self._followed.programs is programs:
             last.keep(programs, state.plan, args, kwargs, found)
