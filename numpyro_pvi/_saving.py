@@ -218,6 +218,7 @@ def load_state(path: Any, pvi: Any) -> Loaded:
         versions = header["versions"]["numpyro_pvi"], _version("numpyro_pvi")
         decoder = Decoder(_types(pvi), arrays, CheckpointError, "{} (this is {})".format(*versions))
         state = _state(header, decoder, pvi)
+        latents = state.plan.latent_shapes
         known = {n: decoder.value(x) for n, x in header["supports"].items() if x is not None}
         loaded = Loaded(state, known, _run_of(decoder.value(header["run"])), salt)
         wanted = {name: SiteDigest(*site) for name, site in header["model"].items()}
@@ -228,7 +229,7 @@ def load_state(path: Any, pvi: Any) -> Loaded:
         raise CheckpointError(
             f"the checkpoint {name!r} is corrupted: its header does not describe a state. Use an earlier copy, or start anew."
         ) from error
-    _check_latents(name, pvi, state.plan)
+    _check_latents(name, pvi, state.plan, latents)
     differs = other_rows(pvi.partition, state)
     if differs:
         raise CheckpointError(
@@ -462,8 +463,8 @@ def _shown(part: dict, fields: list[str]) -> str:
     return f"{part['type']}({inside})" if fields else part["type"]
 
 
-def _check_latents(name: str, pvi: Any, plan: Plan) -> None:
-    wanted, set_up = plan.latent_shapes, pvi.guide.prototype_trace is not None
+def _check_latents(name: str, pvi: Any, plan: Plan, wanted: dict[str, tuple[int, ...]]) -> None:
+    set_up = pvi.guide.prototype_trace is not None
     found = pvi._fit.guide_latents(pvi.guide) if set_up else model_latents(name, pvi.model, plan)
     # Latents of rows' own come and go with their rows; what they are at the file's arguments is compared with the model.
     own = dict.fromkeys(plan.own_latents, ())
