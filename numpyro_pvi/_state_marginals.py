@@ -273,7 +273,7 @@ def dense_form(state: PVIState) -> PVIState:
     groups, prior = _dense_sites(state.prior, state.sites.groups, jnp.zeros(len(state.plan.partition.table.labels)))
     plan, memory = dataclasses.replace(state.plan, rows=None), state.schedule_state
     if "mixing" in getattr(memory, "_fields", ()):
-        # Rounds are extrapolated by rows only.
+        # Of a full covariance, rounds with dense sites are not extrapolated.
         memory = memory._replace(mixing=None)
     return dataclasses.replace(state, plan=plan, prior=prior, sites=SiteStack(groups, None), schedule_state=memory)
 

@@ -206,7 +206,7 @@ class LastCall:
 
     A loop over ``update`` passes the same rows every time, and of what it costs a small model, to check and to convert them was the
     larger part. They are the same where they are the same arrays of JAX, or NumPy's with the same numbers to the bit, or plain
-    values that are equal. Of anything else, and of more than 4 MB, nothing is kept.
+    values that are equal. Of anything else, and of more than some 4 MB, nothing is kept.
     """
 
     def __init__(self) -> None:

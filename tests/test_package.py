@@ -20,6 +20,7 @@ ROOMS = (
     "errors",
     "wire",
     "_compiling",
+    "_warnings",
     "_numerics",
     "families",
     "sites",

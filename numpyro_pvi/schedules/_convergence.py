@@ -483,7 +483,8 @@ def round_report(
         largest: the joint step of a round in which nothing is held back.
         full: the joint step that takes all that is asked for.
         late: weight of the round in an average of late rounds.
-        drift: how far q has drifted through the noise of late rounds, posterior sds.
+        drift: what is left at least by what rounds remember: how far q has drifted through the noise of late ones, say;
+            posterior sds.
         own: share of what it asks for that a solver takes by its own settings; a number, or one per group; None is all.
         asked: what the factors asked for, where the schedule knows.
 

@@ -43,7 +43,7 @@ class Mixing(NamedTuple):
     filled: Int[Array, ""]
     # Whether the last mixture was refused: the next round then takes its plain step.
     refused: Bool[Array, ""]
-    # How far a mean-field q was from where these rounds lead, at most, posterior sds.
+    # How far a mean-field q was from where these rounds lead, as far as they tell, posterior sds.
     left: Float[Array, ""]
 
 
@@ -51,7 +51,7 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
     """An empty memory, or None where rounds are not extrapolated.
 
     ``whole``: whether the schedule takes full steps of its own accord. Returns the memory: for sites by rows, from
-    :data:`LEAST_ROWS` rows on, and for those of a mean-field q without draws, under a solver of one full step a visit.
+    :data:`LEAST_ROWS` rows on, and for those of a mean-field q, under a solver of one full step a visit.
     """
     solver = problem.solver
     if not whole or not solver.immediate or solver.step_size != 1.0:
@@ -106,7 +106,7 @@ def mixture(
     change = jax.tree.map(lambda r: jnp.append(r[-1] - r[:-1], r[-1:], axis=0), asked)
     gram = problem.family.inner_products(carry.evaluation.moments, change)
     shares = mixing_shares(gram, filled)
-    # With few rounds to go by, plain ones are as good where they contract fast; where they do not, no harm is done by the first.
+    # A mean-field q waits until the memory is full, and takes the plain steps that it always took until then.
     attempt = (filled > 1 if problem.flat else filled == WINDOW) & ~mixing.refused & carry.evaluation.moments.valid
     attempt = attempt & (_length(gram) <= NEAR)
     memory = Mixing(points, targets, filled, mixing.refused, mixing.left)
@@ -124,11 +124,12 @@ def mixture(
 
 
 def _still_to_go(problem: Any, old: Evaluation, gram: Any, steps: Any, filled: Int[Array, ""]) -> Float[Array, ""]:
-    """How far q is from where rounds lead, posterior sds: the residual, times the most that q went for a change of residuals.
+    """An estimate of how far q is from where rounds lead: the residual, times the most that q went for a change of residuals.
 
     Mixtures converge much faster than the slowest mode that they go through, and their moves do not show what is left of it.
     ``gram``: inner products of differences of residuals, and of the newest, last; ``steps``: how far q went meanwhile. Differences
-    within rounding say nothing.
+    within rounding say nothing, nor do modes that no step of the window went along. Returns posterior sds, and their like for the
+    precision.
     """
     whole = _squares(problem, old, jax.tree.map(lambda x: x[None], old.q))[0]
     within = 64 * jnp.finfo(gram.dtype).eps * jnp.sqrt(jnp.maximum(whole, 1.0))
@@ -224,6 +225,12 @@ class SynchronousState(NamedTuple):
     held: Int[Array, ""]
     # The last rounds, where they are extrapolated; else None.
     mixing: Mixing | None = None
+
+    @property
+    def drift(self) -> Float[Array, ""]:
+        """What is left at least, posterior sds: of rounds by draws, or of those that are extrapolated."""
+        own = self.averaging.drift
+        return own if self.mixing is None else jnp.maximum(own, self.mixing.left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,10 +409,7 @@ class Synchronous(ScheduleDefaults):
             largest=self._largest(problem),
             full=self._full(problem),
             late=1.0 if problem.stochastic else self._late(problem, state),
-            # Of rounds by draws, or of those that are extrapolated.
-            drift=state.averaging.drift
-            if state.mixing is None
-            else jnp.maximum(state.averaging.drift, state.mixing.left),
+            drift=state.drift,
             own=results.step if problem.stochastic else share,
         )
         moved = report.total_move
