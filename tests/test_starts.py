@@ -14,7 +14,7 @@ from numpyro.infer import SVI, Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from scipy.optimize import minimize
 
-from numpyro_pvi import PVI, Partition, SkippedGroupError
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition, SkippedGroupError
 from numpyro_pvi.factors import _planner
 from numpyro_pvi.factors._mechanism import is_hostile
 from numpyro_pvi.runtime import _starts
@@ -395,3 +395,22 @@ def test_a_group_that_is_not_heard_every_round_begins_again_too():
     pvi = PVI(rooted, AutoMultivariateNormal(rooted), num_groups=4, schedule=StochasticSubset(3))
     run = pvi.run(jax.random.key(0), 30, *data, progress_bar=False)
     assert "begun again where the guide starts, since group" in run.message
+
+
+def test_a_group_whose_curvature_is_no_number_leaves_q_a_start():
+    """Normals truncated 40 sds away have no density that floating point holds; the others' curvature is one a row."""
+    offset = np.repeat([40.0, -40.0], [5, 3])
+    y = np.abs(offset + np.linspace(-1.0, 1.0, 8))
+
+    def model(offset, y):
+        a = numpyro.sample("a", dist.Normal(0.0, 2.0))
+        with numpyro.plate("data", offset.shape[0]):
+            numpyro.sample("y", dist.TruncatedNormal(a + offset, 1.0, low=0.0), obs=y)
+
+    labels = np.repeat(["near", "far"], [5, 3])
+    pvi = PVI(Partition(model, "data", labels), AutoExponentialFamily(model))
+    state = pvi.init(jax.random.key(0), offset, y)
+    near, far = (pvi.site(state, g).natural.parts["a"] for g in ("near", "far"))
+    assert all(float(x) == 0.0 for x in jax.tree.leaves(far))
+    assert float(near.precision) == pytest.approx(5.0, rel=1e-3)
+    assert float(pvi.posterior(state)["a"].variance) == pytest.approx(1 / (5.0 + 0.25), rel=1e-3)

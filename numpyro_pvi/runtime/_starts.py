@@ -516,7 +516,8 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
     """Sites at the curvature of factors that are taken by quadrature, as far towards it as the ELBO is highest.
 
     ``problem``: the factors; ``sites``: where they are; ``key``: for draws, of which there are none. Returns the sites, those
-    of other latents as they were; all as they were where no step raises the ELBO.
+    of other latents as they were; all as they were where no step raises the ELBO. A group whose curvature is no number, far from
+    its rows (a normal truncated there), makes no step.
     """
     found = problem.curvatures(posterior(problem.prior, sites), WIDEST, key)
     names = (*problem.plan.likelihood.by_nodes, *problem.plan.likelihood.by_predictors)
@@ -525,7 +526,13 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
         """Nothing of the other latents."""
         return type(own)({n: x if n in names else jax.tree.map(jnp.zeros_like, x) for n, x in own.parts.items()})
 
-    change = SiteStack(kept(found.groups), None, None if found.local is None else kept(found.local))
+    groups, local = kept(found.groups), None if found.local is None else kept(found.local)
+    known = jax.vmap(all_finite)(groups)
+    # Rows' own members are in no order of groups: all of them, or none.
+    whole = jnp.array(True) if local is None else all_finite(local) & jnp.all(known)
+    groups = select(known & whole, groups, jax.tree.map(jnp.zeros_like, groups))
+    local = None if local is None else select(whole, local, jax.tree.map(jnp.zeros_like, local))
+    change = SiteStack(groups, None, local)
     dtype = jax.tree.leaves(sites.groups)[0].dtype
     shares = jnp.concatenate([0.5 ** jnp.arange(_HALVINGS + 1), jnp.zeros(1)]).astype(dtype)
 
