@@ -144,8 +144,7 @@ class ProductPlan(Plan):
 
     def without_members(self, natural: Any) -> tuple[ProductPlan, Any]:
         """The plan, and natural parameters, of the components outside the partitioned plate."""
-        families = dict(self.family.components)
-        own = dataclasses.replace(self, family=ProductFamily([(n, families[n]) for n in self.shared]))
+        own = dataclasses.replace(self, family=self.family.of(self.shared))
         if natural is None:
             return own, None
         return own, ProductNatural({n: natural.parts[n] for n in self.shared})
@@ -247,8 +246,7 @@ class ProductPlan(Plan):
 
     def shared_draws(self, q: ProductNatural, rng_key: Any, count: int) -> dict[str, Any]:
         """See :meth:`numpyro_pvi._state.Plan.shared_draws`: values by component."""
-        families = dict(self.family.components)
-        own = ProductFamily([(n, families[n]) for n in self.shared])
+        own = self.family.of(self.shared)
         return own.sample(ProductNatural({n: q.parts[n] for n in self.shared}), rng_key, (count,))
 
     def masked(self, name: str, own: Any, rows: Bool[Array, "R"]) -> Any:
