@@ -288,7 +288,8 @@ class AutoExponentialFamily(AutoGuide):
             beyond the family's are independent repetitions.
         joint: groups of real-valued latents, each with one Gaussian of full covariance.
         prefix: prefix of the params.
-        init_loc_fn: where latents stand while the model is inspected.
+        init_loc_fn: where latents stand while the model is inspected, and where q begins, narrow, in a fit that cannot leave the
+            prior.
         create_plates: as for every NumPyro guide.
 
     Raises:

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
+from numpyro.distributions import biject_to, constraints
 
 from . import families
 from ._closures import other_family
 from ._compiling import Program, look, on_device
 from ._exponential_guide import AutoExponentialFamily
+from ._numerics import all_finite
 from ._state import Plan
 from .errors import GuideError, PVIError, StateError
 from .expectations import (
@@ -64,7 +66,7 @@ from .runtime import (
     prior_members,
     product_claims,
 )
-from .sites import MemberSites, RowVisits
+from .sites import MemberSites, RowVisits, select
 from .solvers import MatchState
 
 # ---------------------------------------------------------------------------------------------- what files need to know
@@ -171,6 +173,55 @@ def components_of(guide: AutoExponentialFamily, latents: dict[str, tuple[int, ..
     first = {block.latents[0]: block.name for block in blocks}
     order = tuple(first.get(n, n) for n in latents if n in families or n in first)
     return Components(ProductFamily(families), ProductNatural(start), tuple(blocks), order)
+
+
+# Sd of another start, which is that of NumPyro's Gaussian guides; and draws that its members are matched to, for every coordinate
+# of a latent and at least: each is taken with its mirror image, and their sds are set right.
+_NARROW, _PAIRS_EACH, _LEAST_PAIRS = 0.1, 2, 32
+
+
+def narrow_members(
+    guide: AutoExponentialFamily, plan: Components | ProductPlan, q: ProductNatural, key: Any
+) -> ProductNatural:
+    """A narrow q around where the guide's ``init_loc_fn`` puts the latents, for a fit that cannot leave its prior.
+
+    Every member has the mean statistics of draws from a normal of sd .1 around there in the latent's unconstrained space, taken
+    back to its support: of all members it has the least KL(normal || member). ``guide``: set up; ``plan``: its components;
+    ``q``: what discrete latents keep, and those for which there is no such member; ``key``: for the draws. Returns natural
+    parameters.
+    """
+    blocks = {block.name: block.latents for block in plan.blocks}
+    trace, keys = guide.prototype_trace, jax.random.split(key, len(q.parts))
+    values = {n: trace[n]["value"] for name in q.parts for n in blocks.get(name, (name,))}
+
+    def drawn(value: Any, support: Any, key: Any) -> Any:
+        to_support = biject_to(support)
+        middle = to_support.inv(value)
+        pairs = max(_LEAST_PAIRS, _PAIRS_EACH * jnp.size(middle))
+        away = jax.random.normal(key, (pairs, *middle.shape), middle.dtype)
+        away = _NARROW * away / jnp.sqrt(jnp.mean(away**2, axis=0))
+        return to_support(middle + jnp.concatenate([away, -away]))
+
+    def member(name: str, family: Any, values: dict, key: Any) -> Any:
+        fn: Any = trace[blocks.get(name, (name,))[0]]["fn"]
+        if fn.support.is_discrete:
+            return q.parts[name]
+        if name in blocks:
+            theta = jnp.concatenate([jnp.ravel(values[n]) for n in blocks[name]])
+            theta = drawn(theta, constraints.real_vector, key)
+        else:
+            theta = drawn(values[name], fn.support, key)
+        if theta.shape[1:] != family.event_shape:
+            # A batch of the latents that q has.
+            return q.parts[name]
+        mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), family.sufficient_statistics(theta))
+        found = jax.tree.map(lambda x, old: x.astype(old.dtype), family.mean_to_natural(mean), q.parts[name])
+        return select(all_finite(found) & jnp.all(family.in_domain(found)), found, q.parts[name])
+
+    def members(values: dict, keys: Any) -> dict:
+        return {n: member(n, f, values, k) for (n, f), k in zip(plan.family.components, keys, strict=True)}
+
+    return ProductNatural(look(members, values, keys))
 
 
 def _blocked(guide: AutoExponentialFamily) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from ._exponential_plan import (
     expectation_of,
     guide_shapes,
     inside_of,
+    narrow_members,
     plan_beside,
     plan_product,
     product_prior_now,
@@ -32,7 +33,7 @@ from ._exponential_plan import (
     turns_of,
 )
 from ._fits import Begun
-from ._initial import away_from, init_optim, initial_params
+from ._initial import away_from, init_optim, initial_params, streams
 from ._posterior_views import FactorWords
 from ._saving import prototype
 from ._state import Plan, PVIState
@@ -172,8 +173,15 @@ class FamilyFit:
         return self.at_natural(state, natural)
 
     def other_start(self, pvi: Any, state: PVIState, init_params: dict | None) -> PVIState | None:
-        """None: a start is tested by its messages where it is made."""
-        del pvi, state, init_params
+        """Around the guide's ``init_loc_fn``, as narrow as Gaussian guides begin; None where moments are matched, too."""
+        if init_params is not None or pvi.init_sites != "auto" or streams(pvi.schedule) or pvi.solver.matches_moments:
+            return None
+        # Clients hold the rows that the guide is set up with, or their latents.
+        if pvi.runtime.elsewhere is not None:
+            return None
+        key = jax.random.fold_in(state.rng_key, 0x57A)
+        wanted = narrow_members(pvi.guide, _plan_of(state), posterior(state.prior, state.sites), key)
+        return self.at_natural(state, wanted)
 
     def at_natural(self, state: PVIState, wanted: Any) -> PVIState:
         """In equal shares of all sites; the members of a row in its group's."""

@@ -392,6 +392,9 @@ def default_partitions(model: Callable, trace: Mapping[str, Any], num_groups: in
     name = max(plates, key=lambda name: (_observations(trace, plates[name]), plates[name].size))
     rest = [n for n, s in trace.items() if is_observed(s) and n not in plates[name].observed]
     why = f"plates {names} hold observed sites; {name!r} has most observations"
+    held = {site for info in plates.values() for site in info.observed}
+    if len(held) == 1:
+        why = f"observed site {min(held)!r} lies in plates {names}; {name!r} has most rows"
     if rest:
         why += f", and the likelihood of {', '.join(map(repr, rest))} joins the prior factor"
     found.append(Partition(model, name, min(wanted, plates[name].size)).because(why))

@@ -10,13 +10,16 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+import scipy.special
 from numpyro.infer import SVI, Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from scipy.optimize import minimize
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition, SkippedGroupError
+from numpyro_pvi._exponential_plan import components_of, narrow_members
 from numpyro_pvi.factors import _planner
 from numpyro_pvi.factors._mechanism import is_hostile
+from numpyro_pvi.families import BernoulliFamily
 from numpyro_pvi.runtime import _starts
 from numpyro_pvi.schedules import StochasticSubset, _acceptance
 
@@ -414,3 +417,79 @@ def test_a_group_whose_curvature_is_no_number_leaves_q_a_start():
     assert all(float(x) == 0.0 for x in jax.tree.leaves(far))
     assert float(near.precision) == pytest.approx(5.0, rel=1e-3)
     assert float(pvi.posterior(state)["a"].variance) == pytest.approx(1 / (5.0 + 0.25), rel=1e-3)
+
+
+def weibull(y):
+    """Hazards of rows far from their scale overflow under such a prior, where shapes are wide as well."""
+    a = numpyro.sample("a", dist.Normal(0.0, 50.0))
+    k = numpyro.sample("k", dist.LogNormal(0.0, 1.0))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Weibull(jnp.exp(a), k), obs=y)
+
+
+def _best_weibull(y: np.ndarray) -> float:
+    """The least negative ELBO of a normal ``a`` and a log-normal ``k``: closed form in ``a``, Gauss-Hermite in ``log k``."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+
+    def divergence(m, sd, scale):
+        return 0.5 * ((sd / scale) ** 2 + (m / scale) ** 2 - 1) - np.log(sd / scale)
+
+    def loss(p):
+        m, sd, c, width = p[0], np.exp(p[1]), p[2], np.exp(p[3])
+        k = np.exp(c + width * nodes)
+        hazard = np.exp((np.log(y)[:, None] - m) * k + 0.5 * (k * sd) ** 2)
+        terms = c + width * nodes - m * k + (k - 1) * np.log(y)[:, None] - hazard
+        return divergence(m, sd, 50.0) + divergence(c, width, 1.0) - (terms @ weights).sum() / weights.sum()
+
+    return minimize(loss, [0.5, -2.0, 0.4, -2.0], method="Nelder-Mead", options={"maxiter": 4000, "fatol": 1e-9}).fun
+
+
+@pytest.mark.once
+def test_a_run_of_families_that_cannot_leave_its_prior_is_begun_again():
+    """Not where the prior was asked for."""
+    y = np.exp(0.7) * np.random.default_rng(3).weibull(1.5, size=20)
+    run = PVI(weibull, AutoExponentialFamily(weibull), num_groups=2).run(jax.random.key(0), 40, y, progress_bar=False)
+    assert "begun again where the guide starts, since group 0 was skipped" in run.message
+    assert float(run.losses[-1]) == pytest.approx(_best_weibull(y), abs=1e-4)
+    asked = PVI(weibull, AutoExponentialFamily(weibull), num_groups=2, init_sites="prior")
+    assert asked._fit.other_start(asked, run.state, None) is None
+
+
+@pytest.mark.once
+def test_another_start_of_families_is_as_narrow_as_gaussian_guides_begin():
+    """Members around the strategy's values; mirrored draws leave no error in means of what is normal."""
+    values = {"a": jnp.array([3.0, -1.0]), "k": jnp.array(2.5), "rate": jnp.array(0.3), "p": jnp.array([0.2, 0.7, 0.1])}
+    values |= {"u": jnp.array(0.25), "v": jnp.array([1.0, 2.0]), "one": jnp.array(-4.0), "on": jnp.array(1)}
+
+    def model():
+        numpyro.sample("a", dist.Normal(0.0, 9.0).expand([2]).to_event(1))
+        numpyro.sample("k", dist.LogNormal(0.0, 4.0))
+        numpyro.sample("rate", dist.Gamma(0.5, 0.5))
+        numpyro.sample("p", dist.Dirichlet(0.2 * jnp.ones(3)))
+        numpyro.sample("u", dist.Beta(0.5, 0.5))
+        numpyro.sample("v", dist.MultivariateNormal(jnp.zeros(2), 9.0 * jnp.eye(2)))
+        numpyro.sample("one", dist.Normal(0.0, 9.0))
+        numpyro.sample("on", dist.Bernoulli(0.3))
+
+    how = {"families": {"on": BernoulliFamily()}, "joint": [["one", "v"]]}
+    guide = AutoExponentialFamily(model, init_loc_fn=init_to_value(values=values), **how)
+    with numpyro.handlers.seed(rng_seed=0):
+        guide()
+    known = components_of(guide, {n: jnp.shape(x) for n, x in values.items()})
+    found = narrow_members(guide, known, known.start, jax.random.key(1))
+    members = known.family.to_distribution(found)
+    np.testing.assert_allclose(members["a"].mean, values["a"], rtol=1e-5)
+    np.testing.assert_allclose(members["a"].variance, 0.01, rtol=1e-4)
+    assert float(members["k"].loc) == pytest.approx(np.log(2.5), rel=1e-5)
+    np.testing.assert_allclose(members["one+v"].mean, [-4.0, 1.0, 2.0], rtol=1e-5)
+    np.testing.assert_allclose(np.diag(members["one+v"].covariance_matrix), 0.01, rtol=1e-4)
+    # Of a Gamma: E[log x] is the middle's, and about 1 / concentration the variance of log x.
+    c, r = float(members["rate"].concentration), float(members["rate"].rate)
+    assert scipy.special.digamma(c) - np.log(r) == pytest.approx(np.log(0.3), rel=1e-4)
+    assert 1 / c == pytest.approx(0.01, rel=0.1)
+    np.testing.assert_allclose(members["p"].mean, values["p"], atol=0.02)
+    assert float(members["u"].mean) == pytest.approx(0.25, abs=0.02) and float(members["u"].variance) < 0.002
+    assert all(
+        np.array_equal(x, z)
+        for x, z in zip(*map(jax.tree.leaves, (found.parts["on"], known.start.parts["on"])), strict=True)
+    )

@@ -14,6 +14,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, 
 from scipy.stats import multivariate_normal
 
 from numpyro_pvi import PRIOR, PVI, AutoExponentialFamily, DataError, Partition, PartitionError, StateError
+from numpyro_pvi._initial import default_partitions
 from numpyro_pvi.factors import ValueCall, abstract_trace, enumerated
 from numpyro_pvi.handlers import RowAxes
 from numpyro_pvi.schedules import Streaming
@@ -192,6 +193,18 @@ def test_of_nested_plates_the_one_with_most_observations_is_split(x64):
     assert -result.losses[-1] == pytest.approx(evidence(Y, np.ones((N, N))), abs=1e-6 if x64 else 1e-3)
     assert any("'b' has most observations, and the likelihood of 'second' joins" in note for note in result.info.notes)
     assert pvi.site(result.state, PRIOR).precision[0] == pytest.approx(4.0, rel=1e-4)
+
+
+def test_one_site_in_nested_plates_is_told_as_one():
+    def model():
+        with numpyro.plate("schools", 2, dim=-2), numpyro.plate("pupils", 3, dim=-1):
+            numpyro.sample("y", dist.Normal(0.0, 1.0), obs=jnp.zeros((2, 3)))
+
+    trace = abstract_trace(model, KEY, (), {})
+    assert (
+        default_partitions(model, trace, None)[0].why
+        == "observed site 'y' lies in plates 'schools' and 'pupils'; 'pupils' has most rows"
+    )
 
 
 def test_an_explicit_partition_stays_strict():

@@ -516,8 +516,8 @@ def curvature_start(problem: ProductProblem, sites: SiteStack, key: Any) -> Site
     """Sites at the curvature of factors that are taken by quadrature, as far towards it as the ELBO is highest.
 
     ``problem``: the factors; ``sites``: where they are; ``key``: for draws, of which there are none. Returns the sites, those
-    of other latents as they were; all as they were where no step raises the ELBO. A group whose curvature is no number, far from
-    its rows (a normal truncated there), makes no step.
+    of other latents as they were; all as they were where no step raises the ELBO, and the whole step where it is finite nowhere.
+    A group whose curvature is no number, far from its rows (a normal truncated there), makes no step.
     """
     found = problem.curvatures(posterior(problem.prior, sites), WIDEST, key)
     names = (*problem.plan.likelihood.by_nodes, *problem.plan.likelihood.by_predictors)
