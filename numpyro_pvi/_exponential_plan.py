@@ -186,9 +186,9 @@ def narrow_members(
     """A narrow q around where the guide's ``init_loc_fn`` puts the latents, for a fit that cannot leave its prior.
 
     Every member has the mean statistics of draws from a normal of sd .1 around there in the latent's unconstrained space, taken
-    back to its support: of all members it has the least KL(normal || member). ``guide``: set up; ``plan``: its components;
-    ``q``: what discrete latents keep, and those for which there is no such member; ``key``: for the draws. Returns natural
-    parameters.
+    back to its support: up to the draws, of all members it has the least KL(normal || member). ``guide``: set up; ``plan``: its
+    components; ``q``: what discrete latents keep, and those for which there is no such member, or no map to their support;
+    ``key``: for the draws. Returns natural parameters.
     """
     blocks = {block.name: block.latents for block in plan.blocks}
     trace, keys = guide.prototype_trace, jax.random.split(key, len(q.parts))
@@ -206,11 +206,14 @@ def narrow_members(
         fn: Any = trace[blocks.get(name, (name,))[0]]["fn"]
         if fn.support.is_discrete:
             return q.parts[name]
+        value, support = values.get(name), fn.support
         if name in blocks:
-            theta = jnp.concatenate([jnp.ravel(values[n]) for n in blocks[name]])
-            theta = drawn(theta, constraints.real_vector, key)
-        else:
-            theta = drawn(values[name], fn.support, key)
+            value, support = jnp.concatenate([jnp.ravel(values[n]) for n in blocks[name]]), constraints.real_vector
+        try:
+            theta = drawn(value, support, key)
+        except NotImplementedError:
+            # Of a support that NumPyro maps nothing to.
+            return q.parts[name]
         if theta.shape[1:] != family.event_shape:
             # A batch of the latents that q has.
             return q.parts[name]
