@@ -244,9 +244,7 @@ class PVI(SVI):
         Groups whose rows are not at hand count by their sites, which stand in for their factors up to a constant: losses
         of states with the same absent groups compare, others do not. Where expectations are by draws (``info`` says which are) it
         is an estimate by one set of them, off by some tenths of a nat: ``log_evidence(state, *args, with_error=True)`` has the mean
-        over 16 sets, and its standard error. Of factors with latents of the rows' own under Gaussian guides both are a little too
-        good where these are far from quadratic (.06 nats of 221, 80 counts with a Gamma each): what makes quadratics exact is taken
-        from the same draws.
+        over 16 sets, and its standard error.
         """
         refuse_look(self.solver, "evaluate")
         return self._loss_under(self._engine, *taken_over(self, state, args, kwargs))

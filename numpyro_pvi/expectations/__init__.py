@@ -31,6 +31,7 @@ from ._local_latents import (
     LocalNoise,
     MaskedIntegratedProgram,
     MaskedLocalProgram,
+    own_normals,
     owners,
 )
 from ._local_reparameterisation import at_rows_draws

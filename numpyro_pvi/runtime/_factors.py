@@ -61,8 +61,8 @@ class Draws(NamedTuple):
     # Random point sets of the likelihood and of the prior factor, where they have no structure.
     points: PointSet | None
     prior_points: PointSet | None
-    # For every unit's local latents, Float[U S K], so that a unit's draws do not depend on the partition; or None.
-    local: Float[Array, "U S K"] | None = None
+    # For every unit's local latents, so that a unit's draws do not depend on the partition, or None: see LocalNoise.
+    local: Float[Array, "U T K"] | None = None
 
 
 # ------------------------------------------------------------------------------------------------------- rows at points

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._compiling import Program
-from ..expectations import LocalNoise, shifted_normals
+from ..expectations import LocalNoise, own_normals
 from ..families import GaussianMoments, conditional_divergence, conditional_moments
 from ..sites import LocalSites, OwnConditionals, damp, marginal_sites, take
 from ._factors import Draws
@@ -41,10 +41,10 @@ def starting(plan: Any, packing: Any, solver: Any, units: Units, dtype: Any) -> 
     return OwnConditionals(rows) if solver.keeps_conditionals else LocalSites(plan.family.zeros((1,), dtype), rows)
 
 
-def own_draws(units: Units, offset: Any, seed: Any, shape: tuple[int, int, int], total: int) -> Float[Array, "n S K"]:
+def own_draws(units: Units, offset: Any, seed: Any, shape: tuple[int, int, int], total: int) -> Float[Array, "n T K"]:
     """Draws of a client's units among those of all."""
     dim, width, count = shape
-    return shifted_normals(seed, dim, width, count, total, units.loc.dtype)[1][units.index + offset]
+    return own_normals(seed, dim, width, count, total, units.loc.dtype).local[units.index + offset]
 
 
 def _wanted(solver: Any, held: Any, found: Any) -> tuple[Any, Bool[Array, ""]]:

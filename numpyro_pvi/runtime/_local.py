@@ -19,7 +19,7 @@ from ..expectations import (
     MaskedIntegratedProgram,
     MaskedLocalProgram,
     PointsProgram,
-    shifted_normals,
+    own_normals,
 )
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural, RowFamily, RowMoments, conditional_moments
 from ..schedules import Evaluation, ProblemDefaults, RoundCarry, Rule, move_in_nats
@@ -208,7 +208,7 @@ class LocalProblem(Factors, ProblemDefaults):
         elif self.units is not None:
             count = max(count, affordable_pairs(*self.units, self.family.dim))
         units, width = (0, 0) if self.units is None else self.units
-        pairs, local = shifted_normals(keys[0], self.family.dim, width, count, units, self.dtype)
+        pairs, local = own_normals(keys[0], self.family.dim, width, count, units, self.dtype)
         compared = jax.random.normal(keys[1], (COMPARED_PAIRS, self.family.dim), self.dtype)
         points = [
             p.draw(k, self.dtype) if isinstance(p, PointsProgram) else None

@@ -167,7 +167,7 @@ def coupled(dim, rows, full):
 
     family = MultivariateNormalFamily(dim) if full else NormalFamily(dim)
     moments = family.moments(family.from_loc_sd(jnp.asarray(loc), jnp.asarray(spread)))
-    noise = LocalNoise(jnp.asarray(rng.normal(size=(4, dim))), jnp.asarray(rng.normal(size=(rows, 4, 1))))
+    noise = LocalNoise(jnp.asarray(rng.normal(size=(4, dim))), jnp.asarray(rng.normal(size=(rows, 5, 1))))
     chunk = LocalChunk(None, jnp.arange(rows), jnp.ones((rows,), bool), kept)
     lift = np.vstack([np.eye(dim), slope])
     mean, covariance = lift @ loc + np.concatenate([np.zeros(dim), offset]), lift @ np.diag(spread**2) @ lift.T
