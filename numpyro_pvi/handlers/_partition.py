@@ -25,21 +25,33 @@ from ._groups import (
     parse_splits,
     split_table,
 )
+from ._missing import with_missing_only
 
 # ----------------------------------------------------------------------------------------------------------------- rows
 # Handlers that decide which indices a plate runs over: all of them, or the rows of one chunk.
 
 
 class FullPlates(Messenger):
-    """Run every plate over all of its indices, in order: a fit visits all rows, so a plate's own mini-batch is not drawn."""
+    """Run every plate over all of its indices, in order: a fit visits all rows, so a plate's own mini-batch is not drawn.
+
+    Of latents that stand for missing data, entries that are not missing have a density: see :func:`with_missing_only`.
+    """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(fn)
         # Whether a plate had drawn fewer indices than it has.
         self.widened = False
+        self._observed: set[str] = set()
+
+    def __enter__(self) -> Any:
+        """Begin a run of the model."""
+        self._observed = set()
+        return super().__enter__()
 
     def process_message(self, msg: dict[str, Any]) -> None:
         """Give a subsampled plate all of its indices; one that has values already passes."""
+        if msg["type"] == "sample":
+            with_missing_only(msg, self._observed)
         if msg["type"] == "plate" and msg["value"] is None:
             size, drawn = msg["args"]
             msg["drawn"] = size if drawn is None else drawn

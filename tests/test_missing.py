@@ -1,0 +1,125 @@
+"""Data of which some are missing (``obs_mask``): entries that are there have nothing to say but what is observed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.distributions.transforms import biject_to
+from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from numpyro.infer.util import log_density
+
+from numpyro_pvi import PVI, AutoExponentialFamily
+from numpyro_pvi.handlers import FullPlates, _partition
+
+N = 12
+X = np.linspace(-1.5, 1.5, N)
+Y = 0.4 + 0.7 * X + 0.5 * np.sin(7.0 * np.arange(N))
+HERE = np.arange(N) % 4 != 1
+ALL = np.ones(N, bool)
+
+
+def regression(x, y, here=None):
+    a = numpyro.sample("a", dist.Normal(0.0, 2.0))
+    b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Normal(a + b * x, 0.8), obs=y, obs_mask=here)
+
+
+def counted(x, y, here=None):
+    a = numpyro.sample("a", dist.Normal(0.0, 2.0))
+    b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Bernoulli(logits=a + b * x), obs=y, obs_mask=here, infer={"enumerate": "parallel"})
+
+
+def fitted(model, guide, *args, rounds=40):
+    pvi = PVI(model, guide(model), num_groups=2)
+    result = pvi.run(jax.random.key(0), rounds, *args, progress_bar=False, tol=1e-6)
+    return pvi, result
+
+
+def evidence(x, y):
+    design = np.column_stack([np.ones(len(x)), x])
+    covariance = design @ np.diag([4.0, 1.0]) @ design.T + 0.64 * np.eye(len(x))
+    return -0.5 * (y @ np.linalg.solve(covariance, y) + np.linalg.slogdet(2 * np.pi * covariance)[1])
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoExponentialFamily])
+def test_where_nothing_is_missing_the_fit_is_that_of_the_data(guide, tolerance):
+    pvi, masked = fitted(regression, guide, X, Y, ALL)
+    plain_pvi, plain = fitted(regression, guide, X, Y)
+    np.testing.assert_allclose(masked.losses[-1], plain.losses[-1], atol=1e5 * tolerance)
+    for name in "ab":
+        found, wanted = (p.guide.quantiles(r.params, [0.1, 0.9])[name] for p, r in ((pvi, masked), (plain_pvi, plain)))
+        np.testing.assert_allclose(found, wanted, atol=1e5 * tolerance)
+
+
+def test_the_evidence_is_that_of_what_is_observed(tolerance):
+    """And what is missing is predicted: the closed form of a linear model, which a full covariance matches."""
+    given = np.where(HERE, Y, 1e3)
+    pvi, result = fitted(regression, AutoMultivariateNormal, X, given, HERE)
+    np.testing.assert_allclose(result.losses[-1], -evidence(X[HERE], Y[HERE]), atol=1e5 * tolerance)
+    design = np.column_stack([np.ones(N), X])
+    precision = np.diag([0.25, 1.0]) + design[HERE].T @ design[HERE] / 0.64
+    mean = np.linalg.solve(precision, design[HERE].T @ Y[HERE] / 0.64)
+    median, quantile = pvi.guide.median(result.params), pvi.guide.quantiles(result.params, [0.5, 0.8413447460685429])
+    np.testing.assert_allclose(median["y_unobserved"][~HERE], (design @ mean)[~HERE], atol=1e5 * tolerance)
+    sd = np.sqrt(0.64 + np.einsum("nd,de,ne->n", design, np.linalg.inv(precision), design))
+    found = quantile["y_unobserved"][1] - quantile["y_unobserved"][0]
+    np.testing.assert_allclose(found, np.where(HERE, 1.0, sd), atol=1e5 * tolerance)
+
+
+def test_a_flat_density_of_what_is_not_missing_is_seen(monkeypatch):
+    """The planted fault: q spreads for ever, and the loss falls with it, below what any fit could have."""
+    monkeypatch.setattr(_partition, "with_missing_only", lambda *_: None)
+    _, result = fitted(regression, AutoMultivariateNormal, X, Y, HERE, rounds=10)
+    assert result.losses[-1] < -evidence(X[HERE], Y[HERE]) - 5.0
+
+
+def test_values_that_are_summed_out_are_not_counted():
+    """Else 12 log 2 nats apart; expectations are by draws where values are summed out, and by quadrature where not."""
+    y = (Y > 0.4).astype(float)
+    _, masked = fitted(counted, AutoMultivariateNormal, X, y, ALL)
+    _, plain = fitted(counted, AutoMultivariateNormal, X, y)
+    np.testing.assert_allclose(masked.losses[-1], plain.losses[-1], atol=0.01)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        dist.Gamma(jnp.full(3, 2.0), 1.5),
+        dist.Beta(jnp.full(3, 2.0), 1.5),
+        dist.Dirichlet(jnp.full((3, 2), 1.3)),
+        dist.MultivariateNormal(jnp.zeros((3, 2)), 2.0 * jnp.eye(2)),
+    ],
+    ids=["gamma", "beta", "dirichlet", "vector"],
+)
+def test_the_density_is_a_normal_in_unconstrained_space(fn, tolerance):
+    """Beside NumPyro's own of the transformed normal; where an entry is missing the density is the model's."""
+    here = np.array([True, False, True])
+    transform = biject_to(fn.support)
+    normal = dist.Normal().expand(transform.inverse_shape((3, *fn.event_shape))).to_event(transform.domain.event_dim)
+    wanted = dist.TransformedDistribution(normal, transform)
+
+    def model():
+        with numpyro.plate("rows", 3):
+            numpyro.sample("z", fn, obs=value, obs_mask=here)
+
+    value = fn.sample(jax.random.key(0))
+    trace = handlers.trace(handlers.seed(FullPlates(model), 0)).get_trace()
+    free = fn.sample(jax.random.key(1))
+    found = trace["z_unobserved"]["fn"].log_prob(free)
+    np.testing.assert_allclose(found[~here], fn.log_prob(free)[~here], rtol=1e2 * tolerance)
+    np.testing.assert_allclose(found[here], wanted.log_prob(free)[here], rtol=1e3 * tolerance)
+
+
+def test_a_latent_of_the_users_own_of_that_name_is_as_they_wrote_it():
+    def model():
+        with numpyro.plate("rows", 3), handlers.mask(mask=np.array([True, False, True])):
+            numpyro.sample("z_unobserved", dist.Normal(0.0, 3.0))
+
+    values = {"z_unobserved": jnp.array([0.3, 1.0, -2.0])}
+    assert log_density(FullPlates(model), (), {}, values)[0] == log_density(model, (), {}, values)[0]
