@@ -11,7 +11,7 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from numpyro.infer.util import log_density
 
-from numpyro_pvi import PVI, AutoExponentialFamily
+from numpyro_pvi import PVI, AutoExponentialFamily, PartitionError
 from numpyro_pvi.handlers import FullPlates, _partition
 
 N = 12
@@ -35,8 +35,8 @@ def counted(x, y, here=None):
         numpyro.sample("y", dist.Bernoulli(logits=a + b * x), obs=y, obs_mask=here, infer={"enumerate": "parallel"})
 
 
-def fitted(model, guide, *args, rounds=40):
-    pvi = PVI(model, guide(model), num_groups=2)
+def fitted(model, guide, *args, rounds=40, num_groups=2):
+    pvi = PVI(model, guide(model), num_groups=num_groups)
     result = pvi.run(jax.random.key(0), rounds, *args, progress_bar=False, tol=1e-6)
     return pvi, result
 
@@ -123,3 +123,38 @@ def test_a_latent_of_the_users_own_of_that_name_is_as_they_wrote_it():
 
     values = {"z_unobserved": jnp.array([0.3, 1.0, -2.0])}
     assert log_density(FullPlates(model), (), {}, values)[0] == log_density(model, (), {}, values)[0]
+
+
+def test_a_fit_is_saved_and_loaded(tmp_path, tolerance):
+    """Of a whole model, whose prior, that of what is not missing included, is held exactly and read anew."""
+
+    def whole(x, y, here):
+        a = numpyro.sample("a", dist.Normal(0.0, 2.0))
+        numpyro.sample("y", dist.Normal(a * x, 0.8), obs=y, obs_mask=here)
+
+    pvi, result = fitted(whole, AutoMultivariateNormal, X, Y, HERE, rounds=3, num_groups=1)
+    pvi.save(tmp_path / "fit", result.state)
+    fresh = PVI(whole, AutoMultivariateNormal(whole), num_groups=1)
+    state = fresh.load(tmp_path / "fit", X, Y, HERE)
+    np.testing.assert_allclose(fresh.evaluate(state, X, Y, HERE), result.losses[-1], atol=1e3 * tolerance)
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (
+            dist.Poisson(2.0),
+            r"'y_unobserved' is discrete \(Poisson\).*handlers.mask\(mask=there\): numpyro.sample\('y'",
+        ),
+        (dist.DiscreteUniform(1, 6), r"'y_unobserved' is a DiscreteUniform whose values do not start at 0"),
+    ],
+    ids=["poisson", "dice"],
+)
+def test_values_that_cannot_be_summed_out_say_what_to_write(fn, words):
+    def model(y, here):
+        numpyro.sample("a", dist.Normal())
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", fn, obs=y, obs_mask=here)
+
+    with pytest.raises(PartitionError, match=words):
+        PVI(model, AutoNormal(model)).init(jax.random.key(0), np.ones(N, int), HERE)

@@ -15,7 +15,7 @@ from numpyro.primitives import Messenger
 
 from .._compiling import look
 from ..errors import PartitionError, PVIError
-from ..handlers import RowAxes
+from ..handlers import RowAxes, missing_of
 from ._arguments import is_dynamic
 from ._model import (
     EnumeratedRows,
@@ -244,10 +244,16 @@ def _refuse_support(name: str, fn: Any) -> None:
     base = base_distribution(fn)
     kind = type(base).__name__
     if not fn.has_enumerate_support:
+        what = f"latent {name!r} is discrete ({kind}) and has infinitely many values, or too many to enumerate."
+        if isinstance(fn, dist.MaskedDistribution) and (data := missing_of(name)):
+            raise PartitionError(
+                f"{what} obs_mask makes it of what is missing. Where nothing else in the model reads {data!r}, it needs no latent: "
+                f"write `with numpyro.handlers.mask(mask=there): numpyro.sample({data!r}, ..., obs=...)` in its place, and "
+                "`Predictive` without observations draws what is missing."
+            )
         raise PartitionError(
-            f"latent {name!r} is discrete ({kind}) and has infinitely many values, or too many to enumerate. Marginalise it in "
-            "the model (a Poisson with a Gamma rate is GammaPoisson), or bound it: numpyro.distributions.Categorical over "
-            "the values that matter."
+            f"{what} Marginalise it in the model (a Poisson with a Gamma rate is GammaPoisson), or bound it: "
+            "numpyro.distributions.Categorical over the values that matter."
         )
     low = getattr(base, "low", 0) if isinstance(base, dist.DiscreteUniform) else 0
     # NumPyro's enumeration counts values from 0 whatever the support.

@@ -77,6 +77,11 @@ def _completed(fn: Any) -> Any:
     return Completed(inner, fn._mask)
 
 
+def missing_of(name: str) -> str:
+    """The sample site whose missing data a latent stands for, by its name; an empty one where it is no such name."""
+    return name.removesuffix(_UNOBSERVED) if name.endswith(_UNOBSERVED) else ""
+
+
 def with_missing_only(msg: dict[str, Any], observed: set[str]) -> None:
     """Complete the latent that ``numpyro.sample(name, fn, obs=, obs_mask=)`` has for what is missing.
 
@@ -92,5 +97,5 @@ def with_missing_only(msg: dict[str, Any], observed: set[str]) -> None:
     name = msg["name"]
     if msg["is_observed"]:
         observed.add(name)
-    elif name.endswith(_UNOBSERVED) and name.removesuffix(_UNOBSERVED) + _OBSERVED in observed:
+    elif missing_of(name) + _OBSERVED in observed:
         msg["fn"] = _completed(msg["fn"])
