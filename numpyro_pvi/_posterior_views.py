@@ -151,10 +151,12 @@ def limits(state: PVIState, report: RoundReport) -> tuple[str, ...]:
             "own pace, has not answered yet. What is left to move is not known; run on, and max_staleness= makes the others wait.",
         )
     if float(report.rate) > _SLOW:
+        wanted = "small steps want larger ones"
+        if not state.plan.family.full:
+            wanted = "correlated latents want a guide with a full covariance, and small steps larger ones"
         found.append(
             f"slow contraction: {float(report.rate):.4g} of a round's move comes again in the next, so that about "
-            f"{float(report.left):.2g} posterior sds are left to move. Run on; correlated latents want a guide with a full "
-            "covariance, and small steps larger ones."
+            f"{float(report.left):.2g} posterior sds are left to move. Run on; {wanted}."
         )
     elif float(report.estimate) > 4 * float(report.total_move) and not bool(within_noise(report, _floor(state))):
         found.append(

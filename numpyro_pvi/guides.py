@@ -31,6 +31,7 @@ from numpyro.infer import util as infer_util
 from ._compiling import Program, on_device
 from ._numerics import scaled_cholesky, symmetrise, value_and_grad
 from .errors import GuideError, StateError
+from .expectations import fixed_nodes
 from .families import GaussianFamily, GaussianNatural, MultivariateNormalFamily, NormalFamily
 
 # ------------------------------------------------------------------------------------------------ set-up in one program
@@ -579,7 +580,7 @@ def guide_order(guide: Any, names: tuple[str, ...], shapes: tuple) -> Int[np.nda
 
 
 class _Marginal(dist.TransformedDistribution):
-    """A Gaussian seen through one transform, which knows its mean and variance where these have closed forms."""
+    """A Gaussian seen through one transform, which knows its mean and variance: in closed form, or by quadrature of an element."""
 
     @property
     def _kind(self) -> Any:
@@ -593,7 +594,7 @@ class _Marginal(dist.TransformedDistribution):
             return self.base_dist.mean.reshape(self.batch_shape + self.event_shape)
         if isinstance(self._kind, ExpTransform):
             return jnp.exp(self.base_dist.mean + 0.5 * self.base_dist.variance)
-        return super().mean
+        return self._expected(lambda value: value, "mean")
 
     @property
     def variance(self) -> Array:
@@ -601,7 +602,20 @@ class _Marginal(dist.TransformedDistribution):
             return self.base_dist.variance.reshape(self.batch_shape + self.event_shape)
         if isinstance(self._kind, ExpTransform):
             return self.mean**2 * jnp.expm1(self.base_dist.variance)
-        return super().variance
+        return self._expected(lambda value: (value - self.mean) ** 2, "variance")
+
+    def _expected(self, function: Callable[[Array], Array], what: str) -> Array:
+        """Mean of a function of every element by itself; ``what``: its name, for who asks of elements that hang together."""
+        if self._kind.domain.event_dim or self._kind.codomain.event_dim:
+            raise NotImplementedError(
+                f"{what} of a latent with support {self.support}: a Gaussian seen through {type(self._kind).__name__} has none in "
+                f"closed form. Average over draws, as of .sample(key, (1000,))."
+            )
+        loc, sd = self.base_dist.mean, jnp.sqrt(self.base_dist.variance)
+        nodes, weights = (
+            jnp.asarray(x, loc.dtype).reshape(-1, *[1] * loc.ndim) for x in fixed_nodes("trapezoid", "float64")
+        )
+        return jnp.sum(weights * function(self._kind(loc + sd * nodes)), axis=0)
 
 
 def event_rank(fn: Any) -> int:
@@ -621,7 +635,8 @@ def in_own_support(
         covariance: within each event, flattened; None where its elements are independent.
 
     Returns:
-        A distribution with the latent's shapes. ``mean`` and ``variance`` are there for real and positive supports.
+        A distribution with the latent's shapes. ``mean`` and ``variance`` are there where every element has its own transform: real
+        and positive supports, in closed form, and intervals and half-lines, by quadrature to 1e-8 up to an unconstrained sd of 4.
     """
     rank, transform = event_rank(fn), biject_to(fn.support)
     if covariance is None or rank == 0:

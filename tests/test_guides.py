@@ -1,5 +1,7 @@
 """Gaussian AutoGuides as a family and a flat layout, and their params from natural parameters and back."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import autoguide as ag
+from scipy.integrate import quad
 
 from numpyro_pvi.errors import GuideError
 from numpyro_pvi.families import MultivariateNormalFamily, NormalFamily
@@ -15,6 +18,7 @@ from numpyro_pvi.guides import (
     family_of,
     guide_layout,
     guide_param_names,
+    in_own_support,
     natural_to_params,
     params_to_natural,
     setup_guide,
@@ -136,3 +140,38 @@ def test_supported_kinds_pass_and_others_do_not():
         check_guide(ag.AutoNormal)
     with pytest.raises(GuideError, match="AutoLowRank.*must be one of"):
         check_guide(ag.AutoLowRankMultivariateNormal(model))
+
+
+OWN = {
+    "unit interval": (dist.Beta(2.0, 3.0), lambda u: 1 / (1 + math.exp(-u))),
+    "interval": (dist.Uniform(-1.0, 4.0), lambda u: 5 / (1 + math.exp(-u)) - 1),
+    "half-line": (dist.Pareto(2.0, 3.0), lambda u: 2 + math.exp(u)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_means_and_variances_of_elements_with_a_transform_of_their_own(name):
+    """Against adaptive quadrature, of independent elements and of ones that are jointly Gaussian within an event."""
+    loc, sd = np.array([-0.7, 1.2]), np.array([0.4, 1.1])
+    fn, transform = OWN[name]
+
+    def moment(power, center, at):
+        def term(z):
+            return (transform(loc[at] + sd[at] * z) - center) ** power * math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+
+        return quad(term, -12, 12, epsabs=1e-10)[0]
+
+    mean = [moment(1, 0.0, at) for at in range(2)]
+    variance = [moment(2, mean[at], at) for at in range(2)]
+    root = np.array([[sd[0], 0.0], [0.6 * sd[1], 0.8 * sd[1]]])
+    for event, covariance in ((0, None), (1, None), (1, jnp.asarray(root @ root.T))):
+        found = in_own_support(fn.expand([2]).to_event(event), jnp.asarray(loc), jnp.asarray(sd), covariance)
+        np.testing.assert_allclose(found.mean, mean, rtol=2e-5)
+        np.testing.assert_allclose(found.variance, variance, rtol=1e-4)
+
+
+def test_moments_of_elements_that_hang_together_are_refused_in_words():
+    found = in_own_support(dist.Dirichlet(jnp.ones(3)), jnp.zeros(2), jnp.ones(2), None)
+    for what in ("mean", "variance"):
+        with pytest.raises(NotImplementedError, match=f"{what} of a latent with support.*draws"):
+            getattr(found, what)

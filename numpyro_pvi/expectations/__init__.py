@@ -60,7 +60,7 @@ from ._product_moments import (
     tilted_on_grid,
     weighable,
 )
-from ._rules import FIXED_RULES, RULES, TOLERANCE
+from ._rules import FIXED_RULES, RULES, TOLERANCE, fixed_nodes
 from ._tilted import (
     GRID_DIM,
     LEAST_PER_LATENT,

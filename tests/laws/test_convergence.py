@@ -198,6 +198,7 @@ def test_claims_against_the_exact_posterior(name):
     assert result.converged == (name == "correlated latents")
     if result.message.startswith("stalled"):
         assert "group" in result.message and "visits" in result.message and result.info.notes
+    assert mean_field or "want a guide with a full covariance" not in "".join((result.message, *result.info.notes))
 
 
 # ---------------------------------------------------------------------------------------- params that q knows nothing of
