@@ -28,6 +28,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .errors import PVIError
 
@@ -439,6 +440,27 @@ def _calls_back(jaxpr: Any) -> bool:
     """Whether it runs Python of the model's, of which nothing is known but where it lies in memory."""
     own = any("callback" in equation.primitive.name for equation in jaxpr.eqns)
     return own or any(_calls_back(inner) for equation in jaxpr.eqns for inner in _jaxprs_in(equation))
+
+
+def loops_on(jaxpr: Any) -> bool:
+    """Whether it has a loop whose length is known only as it runs: a solver's, of equations that may be as stiff as they like."""
+    own = any(equation.primitive.name == "while" for equation in jaxpr.eqns)
+    return own or any(loops_on(inner) for equation in jaxpr.eqns for inner in _jaxprs_in(equation))
+
+
+def without_unread(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A function without what it computes and its results do not depend on: that would be differentiated with the rest.
+
+    ``function``: of pytrees of arrays, to one; ``args``: of the shapes and dtypes of those to come. Returns the function.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+
+    def alone(*args: Any) -> Any:
+        found = jax.core.eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return alone
 
 
 def _values_in(equation: Any) -> list:

@@ -18,7 +18,7 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.distributions.util import sum_rightmost
 from numpyro.primitives import Messenger
 
-from .._compiling import work_of
+from .._compiling import without_unread, work_of
 from .._numerics import grad
 from ..handlers import BatchPlates, Completed, FullPlates, RowAxes
 from ._arguments import join_arguments, split_arguments
@@ -433,6 +433,14 @@ def _log_prior(call: ModelCall, exact: tuple[str, ...], point: Float[Array, "D"]
     return sum((terms[n] for n in exact), start=jnp.zeros((), point.dtype))
 
 
+def _log_prior_alone(call: ModelCall, exact: tuple[str, ...], point: Float[Array, "D"]) -> Callable[[Array], Array]:
+    """The log prior without the rest of the model, whose second derivatives nobody needs, and which may have none: an ODE's.
+
+    ``point``: of the shape and dtype of those to come.
+    """
+    return without_unread(partial(_log_prior, call, exact), point)
+
+
 def exact_prior(
     call: ModelCall, exact: tuple[str, ...], point: Float[Array, "D"]
 ) -> tuple[Float[Array, "D"], Float[Array, "D D"]]:
@@ -441,7 +449,7 @@ def exact_prior(
     ``call``: the model and its arguments; ``exact``: latents whose priors are jointly quadratic in the flat vector; ``point``:
     where to read them (anywhere: they are quadratic). Returns ``(precision_mean, precision)``; zero on every other coordinate.
     """
-    slope = grad(partial(_log_prior, call, exact))
+    slope = grad(_log_prior_alone(call, exact, point))
     gradient, precision = slope(point), -jax.jacfwd(slope)(point)
     return gradient + precision @ point, precision
 
@@ -456,7 +464,7 @@ def exact_diagonal_prior(
     where to read them (anywhere: they are quadratic). Returns ``(precision_mean, precision, coupled)``: zero on every other
     coordinate, and whether some coordinates are coupled, in which case the other two mean nothing.
     """
-    gradient, product = jax.linearize(grad(partial(_log_prior, call, exact)), point)
+    gradient, product = jax.linearize(grad(_log_prior_alone(call, exact, point)), point)
     precision = -product(jnp.ones_like(point))
     probe = 0.5 + jax.random.uniform(jax.random.key(0), point.shape, point.dtype)
     image = -product(probe)

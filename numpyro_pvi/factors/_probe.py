@@ -16,7 +16,7 @@ from numpyro import distributions as dist
 from numpyro import handlers
 from numpyro.distributions.transforms import biject_to
 
-from .._compiling import look, look_again
+from .._compiling import look, look_again, loops_on
 from .._numerics import grad
 from ..handlers import FullPlates, RowAxes
 from ._arguments import ReadByValue, is_dynamic, split_arguments
@@ -43,6 +43,9 @@ _NUM_DRAWS = 64
 # Directions are prior deviations; five decades of step cover links that saturate and links that look linear.
 _RAY_SCALES = (1e-4, 1e-2, 0.3, 3.0, 30.0)
 _NUM_DIRECTIONS = 2
+# The farthest step where the model has loops whose length is known only as they run: a solver of differential equations takes as
+# many steps as its rates are large, without end at e^30.
+_REACH_OF_LOOPS = 3.0
 _CHECK_STEPS = (0.3, 0.01)
 # How far to both sides of the prior's location, in prior sds, densities are looked at as well: a link may overflow on one side.
 _ASIDE = 3.0
@@ -223,7 +226,7 @@ class _StaticArgs:
             own_loc, own_sd = _robust_moments(own)
             call = dataclasses.replace(call, local=own_loc)
         noise = jax.random.normal(direction_key, (_NUM_DIRECTIONS, call.layout.dim), loc.dtype)
-        looked = _with_sides(ray_points(loc, sd * noise), loc, sd, noise[0])
+        looked = _with_sides(ray_points(loc, sd * noise, look.closed.jaxpr), loc, sd, noise[0])
         # What holds at the parameters' start alone is told from what holds for all of their values.
         several = [params, moved_values(params, self.sites, direction_key)] if params else [params]
 
@@ -457,9 +460,14 @@ def rays_of(blocks: int) -> Rays:
     return Rays(np.concatenate([one + b * (count * per_ray + 1) for b in range(blocks)]), blocks)
 
 
-def ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"]) -> Float[Array, "P D"]:
-    """Points along K rays in unconstrained space: their common origin first, then every ray's steps of :func:`ray_steps`."""
+def ray_points(loc: Float[Array, "D"], directions: Float[Array, "K D"], jaxpr: Any) -> Float[Array, "P D"]:
+    """Points along K rays in unconstrained space: their common origin first, then every ray's steps of :func:`ray_steps`.
+
+    ``jaxpr``: of what is looked at there. Where it loops for as long as its numbers ask for, the longest rays end nearer.
+    """
     steps = jnp.asarray(ray_steps()[1:], loc.dtype).reshape(len(directions), -1)
+    if loops_on(jaxpr):
+        steps = steps * jnp.minimum(1.0, _REACH_OF_LOOPS / steps[:, -1:])
     moved = loc + steps[:, :, None] * directions[:, None, :]
     return jnp.concatenate([loc[None], moved.reshape(moved.shape[0] * moved.shape[1], loc.shape[0])])
 
@@ -550,10 +558,11 @@ def predictor_terms(factor: SeenFactor) -> tuple[TermSpec, ...] | None:
     moving = [name for name in forms if facts[name].latent or any(LATENTS in f.labels for f in forms[name].values())]
     if not moving or not all(_whole(facts[name], forms[name]) for name in moving):
         return None
-    seen, first = _along_rays(factor, read, facts, moving, points)
+    along = ray_points(points[0], points[1:] - points[0], closed.jaxpr)
+    seen, first = _along_rays(factor, read, facts, moving, along)
     found, rays = [], rays_of(len(factor.others))
     for name in moving:
-        own = _own(factor, name, points, rays) if facts[name].latent else None
+        own = _own(factor, name, np.asarray(along), rays) if facts[name].latent else None
         # What is proved of a kink holds in values, too; a latent's own value is a predictor, whatever its prior is.
         term = find_term(facts_of_some_rows(facts[name]), seen[name], own, rays, forms[name], first[name])
         if term is None:
@@ -569,10 +578,9 @@ def _whole(facts: SiteFacts, forms: dict[str, Form]) -> bool:
 
 
 def _along_rays(
-    factor: SeenFactor, read: Callable, facts: dict[str, SiteFacts], names: list[str], points: Array
+    factor: SeenFactor, read: Callable, facts: dict[str, SiteFacts], names: list[str], along: Array
 ) -> tuple[dict, dict]:
     """The sites' parameters at all points of all rays, of some rows where there are many; and at the first, of all rows."""
-    along = ray_points(points[0], points[1:] - points[0])
 
     def looked(along: Array, others: list, params: dict) -> tuple[dict, dict]:
         def one(point: Array, own: dict) -> dict:
@@ -586,8 +594,7 @@ def _along_rays(
     return jax.device_get(look(looked, along, list(factor.others), factor.params))
 
 
-def _own(factor: SeenFactor, name: str, points: Array, rays: Rays) -> np.ndarray:
+def _own(factor: SeenFactor, name: str, along: np.ndarray, rays: Rays) -> np.ndarray:
     """A latent's value at every point of every ray."""
-    along = np.asarray(ray_points(points[0], points[1:] - points[0]))
     own = along[:, factor.layout.slice_of(name)].reshape(-1, *factor.layout.shapes[factor.layout.names.index(name)])
     return np.concatenate([own] * rays.blocks)
