@@ -38,6 +38,7 @@ from .factors import (
     model_work,
     positional_names,
     refuse_randomness,
+    refuse_reads_of_what_is_not_missing,
     refuse_unheld,
     refuse_unsupported,
     signature_of,
@@ -588,6 +589,7 @@ def open_call(pvi: Any, rng_key: Any, args: tuple, kwargs: dict, families: Colle
     if not elsewhere:
         check_data(looked_at, args, kwargs, names)
         refuse_unheld(trace, lambda: handlers.trace(handlers.seed(looked_at, plan_key)).get_trace(*args, **kwargs))
+        refuse_reads_of_what_is_not_missing(trace, looked_at, plan_key, args, kwargs)
     refuse_unsupported(trace)
     check_observed_shapes(trace)
     if watch.asked:

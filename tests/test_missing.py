@@ -11,7 +11,7 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from numpyro.infer.util import log_density
 
-from numpyro_pvi import PVI, AutoExponentialFamily, PartitionError
+from numpyro_pvi import PVI, AutoExponentialFamily, PartitionError, PVIError
 from numpyro_pvi.handlers import FullPlates, _partition
 
 N = 12
@@ -116,13 +116,54 @@ def test_the_density_is_a_normal_in_unconstrained_space(fn, tolerance):
     np.testing.assert_allclose(found[here], wanted.log_prob(free)[here], rtol=1e3 * tolerance)
 
 
-def test_a_latent_of_the_users_own_of_that_name_is_as_they_wrote_it():
+def by_hand(reads):
+    """What ``obs_mask`` is made of, by a user's own hand, who may read the latent elsewhere."""
+
+    def model(y, here):
+        a = numpyro.sample("a", dist.Normal())
+        with numpyro.plate("rows", len(y)):
+            fn = dist.Normal(a, 1.0)
+            with handlers.mask(mask=here):
+                numpyro.sample("y_observed", fn, obs=y)
+            with handlers.mask(mask=~here):
+                z = numpyro.sample("y_unobserved", fn)
+            numpyro.sample("w", dist.Normal(jnp.where(here, reads * z, 0.0), 1.0), obs=y)
+
+    return model
+
+
+def test_a_latent_that_is_read_where_the_data_are_there_is_refused():
+    model = by_hand(1.0)
+    with pytest.raises(
+        PVIError, match="'y_unobserved' is masked where 'y_observed' is not.*'w' does: give it another name"
+    ):
+        PVI(model, AutoNormal(model)).init(jax.random.key(0), Y, HERE)
+    model = by_hand(0.0)
+    PVI(model, AutoNormal(model)).init(jax.random.key(0), Y, HERE)
+
+
+def test_latents_beside_nothing_observed_are_as_the_user_wrote_them():
     def model():
         with numpyro.plate("rows", 3), handlers.mask(mask=np.array([True, False, True])):
             numpyro.sample("z_unobserved", dist.Normal(0.0, 3.0))
 
     values = {"z_unobserved": jnp.array([0.3, 1.0, -2.0])}
     assert log_density(FullPlates(model), (), {}, values)[0] == log_density(model, (), {}, values)[0]
+
+
+def test_a_mask_of_the_users_own_stays():
+    """Around ``obs_mask`` and within its distribution: entries that it leaves out have no density, missing or not."""
+    here, within, around = (np.array(x, bool) for x in ([1, 1, 0, 0, 0], [1, 0, 1, 0, 1], [1, 1, 1, 1, 0]))
+
+    def model():
+        with numpyro.plate("rows", 5), handlers.mask(mask=around):
+            numpyro.sample("z", dist.Normal(0.0, 3.0).mask(within), obs=np.ones(5), obs_mask=here)
+
+    trace = handlers.trace(handlers.seed(FullPlates(model), 0)).get_trace()
+    value = jnp.linspace(-1.0, 1.0, 5)
+    normal, own = (dist.Normal(0.0, sd).log_prob(value) for sd in (1.0, 3.0))
+    wanted = np.where(around, np.where(here, normal, np.where(within, own, 0.0)), 0.0)
+    np.testing.assert_allclose(trace["z_unobserved"]["fn"].log_prob(value), wanted, rtol=1e-6)
 
 
 def test_a_fit_is_saved_and_loaded(tmp_path, tolerance):

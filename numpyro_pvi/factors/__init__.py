@@ -92,6 +92,7 @@ from ._planner import (
     plan_factors,
     proved_only,
     refuse_randomness,
+    refuse_reads_of_what_is_not_missing,
     refuse_unheld,
     refuse_unsupported,
     trace_arguments,

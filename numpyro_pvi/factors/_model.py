@@ -20,7 +20,7 @@ from numpyro.primitives import Messenger
 
 from .._compiling import without_unread, work_of
 from .._numerics import grad
-from ..handlers import BatchPlates, Completed, FullPlates, RowAxes
+from ..handlers import BatchPlates, FullPlates, RowAxes
 from ._arguments import join_arguments, split_arguments
 
 T = TypeVar("T")
@@ -222,9 +222,9 @@ class DrawImproper(Messenger):
 
 
 def base_distribution(fn: Any) -> Any:
-    """A distribution without its expansions, masks and transforms, and without what is said of entries that are not missing."""
-    while hasattr(fn, "base_dist") or isinstance(fn, Completed):
-        fn = fn.counted if isinstance(fn, Completed) else fn.base_dist
+    """A distribution without its expansions, masks and transforms."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
     return fn
 
 

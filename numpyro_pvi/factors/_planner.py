@@ -28,10 +28,11 @@ from ..errors import (
     PVIError,
     SkippedGroupError,
 )
-from ..handlers import FullPlates, Partition, RowAxes, refuse_latents
+from ..handlers import Completed, FullPlates, Partition, RowAxes, completed_in, missing_of, refuse_latents
 from ._arguments import as_arrays, check_finite_arguments, is_dynamic, join_arguments, split_arguments
 from ._chunks import GroupMasks, Packing
 from ._enumerate import check_enumerated, enumerated
+from ._log_densities import ValueCall
 from ._mechanism import HOSTILE, HOSTILE_TO_DRAWS, choose_reading, densities_nearby, is_hostile
 from ._model import DrawImproper, Layout, LocalLayout, ModelCall, abstract_trace, is_latent, is_observed, site_log_prob
 from ._plan import PartitionPlan
@@ -526,7 +527,7 @@ def masks_named(trace: Callable[[], dict]) -> Iterator[None]:
 def _is_masked(fn: Any) -> bool:
     while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
         fn = fn.base_dist
-    return isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
+    return isinstance(fn, dist.MaskedDistribution) and fn._mask is not True and not isinstance(fn, Completed)
 
 
 def refuse_unheld(trace: dict, concrete: Callable[[], dict]) -> None:
@@ -555,6 +556,35 @@ def refuse_unheld(trace: dict, concrete: Callable[[], dict]) -> None:
                     "numpyro.handlers.mask leaves out together with all that is observed of the row, so that nothing holds it: "
                     "mask the observed sample sites alone."
                 )
+
+
+def refuse_reads_of_what_is_not_missing(trace: dict, model: Callable, key: Any, args: tuple, kwargs: dict) -> None:
+    """Refuse a model that reads a latent of missing data where these are not missing: see :func:`with_missing_only`.
+
+    NumPyro's own ``obs_mask`` lets nobody; a latent that a user gave such a name may be read anywhere. ``trace``: abstract trace
+    of the model; ``key``: a random key. The densities of all other sites are compared, at draws from the prior, with what they
+    are where those entries are others. Raises PVIError naming the latent and the site that reads it.
+    """
+    names = [n for n, s in trace.items() if is_latent(s) and completed_in(s["fn"]) is not None]
+    if not names:
+        return
+    with numpyro.validation_enabled(False):
+        values = {n: s["value"] for n, s in draw_trace(model, key, args, kwargs, {}).items() if is_latent(s)}
+        call = ValueCall(model, args, kwargs)
+        before = call.trace(values)
+        for name in names:
+            fn, value = before[name]["fn"], values[name]
+            missing = jnp.asarray(completed_in(fn)._mask)
+            missing = jnp.reshape(missing, jnp.shape(missing) + (1,) * fn.event_dim)
+            moved = jnp.where(missing, value, fn.sample(jax.random.fold_in(key, 1)))
+            for other, site in call.trace(values | {name: moved}).items():
+                if site["type"] != "sample" or other == name:
+                    continue
+                if not np.array_equal(site_log_prob(site), site_log_prob(before[other]), equal_nan=True):
+                    raise PVIError(
+                        f"latent {name!r} is masked where '{missing_of(name)}_observed' is not, and is taken for obs_mask's own, "
+                        f"which nothing reads where the data are there; {other!r} does: give it another name."
+                    )
 
 
 def _may_run_away(support: Any) -> bool:

@@ -1,7 +1,7 @@
 """Effect handlers: which rows of a NumPyro model belong to which group."""
 
 from ._groups import PRIOR, GroupTable, known_labels, labels_table, numbered_table, one_group_table, plain
-from ._missing import Completed, missing_of
+from ._missing import Completed, completed_in, missing_of
 from ._partition import (
     Axis,
     BatchPlates,

@@ -41,11 +41,11 @@ class FullPlates(Messenger):
         super().__init__(fn)
         # Whether a plate had drawn fewer indices than it has.
         self.widened = False
-        self._observed: set[str] = set()
+        self._observed: dict[str, Any] = {}
 
     def __enter__(self) -> Any:
         """Begin a run of the model."""
-        self._observed = set()
+        self._observed = {}
         return super().__enter__()
 
     def process_message(self, msg: dict[str, Any]) -> None:
