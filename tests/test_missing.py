@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
+from numpyro.contrib.control_flow import scan
 from numpyro.distributions.transforms import biject_to
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from numpyro.infer.util import log_density
@@ -199,3 +200,24 @@ def test_values_that_cannot_be_summed_out_say_what_to_write(fn, words):
 
     with pytest.raises(PartitionError, match=words):
         PVI(model, AutoNormal(model)).init(jax.random.key(0), np.ones(N, int), HERE)
+
+
+def test_what_is_missing_in_a_scan_is_summed_over_as_elsewhere(tolerance):
+    """A random walk seen at some steps: the evidence of these in closed form."""
+    steps, sd = 8, 0.6
+    there, path = np.array([1, 1, 0, 1, 0, 0, 1, 1], bool), 0.5 * np.cos(np.arange(8.0))
+
+    def model(y, here):
+        start = numpyro.sample("start", dist.Normal(0.0, 1.0))
+
+        def step(before, row):
+            return numpyro.sample("y", dist.Normal(before, sd), obs=row[0], obs_mask=row[1]), None
+
+        scan(step, start, (y, here))
+
+    _, result = fitted(model, AutoMultivariateNormal, path, there, rounds=5, num_groups=1)
+    at = 1 + np.arange(steps)[there]
+    covariance = 1.0 + sd**2 * np.minimum(at[:, None], at)
+    seen = path[there]
+    wanted = 0.5 * (seen @ np.linalg.solve(covariance, seen) + np.linalg.slogdet(2 * np.pi * covariance)[1])
+    np.testing.assert_allclose(result.losses[-1], wanted, atol=1e5 * tolerance)
