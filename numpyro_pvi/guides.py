@@ -593,7 +593,7 @@ class _Marginal(dist.TransformedDistribution):
     def _parts(self) -> tuple[Any, Any, Any]:
         """The transform of one element before it is shifted and scaled, as on intervals and half-lines, and by what it is."""
         parts = list(self._kind.parts) if isinstance(self._kind, ComposeTransform) else [self._kind]
-        last = parts.pop() if isinstance(parts[-1], AffineTransform) else AffineTransform(0.0, 1.0)
+        last: Any = parts.pop() if isinstance(parts[-1], AffineTransform) else AffineTransform(0.0, 1.0)
         return (parts[0] if len(parts) == 1 else ComposeTransform(parts)), last.loc, last.scale
 
     @property

@@ -37,8 +37,8 @@ class LocalNoise(NamedTuple):
     local: Float[Array, "U T K"]
 
 
-# Pairs whose curvature corrects values: one for so many, up to so many. Four leave as much noise as the draws' own curvature does
-# (2PL, Gamma-Poisson, measurement error: within .9 to 1.5 times), two up to 1.5 times as much.
+# Pairs whose curvature corrects values: one for so many, up to so many. Four leave .95 to 1.4 times the noise that the draws' own
+# curvature does (graded responses, Gamma-Poisson, measurement error).
 _PAIRS_A_CORRECTION, _MOST_CORRECTIONS = 4, 4
 # Of the shared latents' part in these, which is the same in every round; and what makes the key of the others. A small number would
 # give one of the keys that the round's own draws are of: splitting a key folds numbers from 0 in.
@@ -110,7 +110,7 @@ class LocalLatentProgram:
 
     A quadratic form, a control variate, takes out of values what the draws' own second moments are off, so that those of
     quadratics are exact. Its curvature is that at other draws: the draws' own covaries with their second moments, which made
-    values too good (.73 nats of 571, 2PL with full covariance).
+    values too good (.74 nats of 571, graded responses with full covariance).
 
     Args:
         log_density: ``(data, theta, z) -> nats``, observed and local terms of one chunk, z Float[R K].
