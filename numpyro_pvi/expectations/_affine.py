@@ -250,19 +250,27 @@ def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: d
     return over_predictors(partial(_evaluate, spec, data), mean, spread, level, num_rules)
 
 
-def over_predictors(row_fn: Callable[..., Array], mean: tuple, spread: dict, level: Any, num_rules: int) -> tuple:
+def over_predictors(
+    row_fn: Callable[..., Array],
+    mean: tuple,
+    spread: dict,
+    level: Any,
+    num_rules: int,
+    share: Float[Array, "E"] | None = None,
+) -> tuple:
     """Quadrature of rows over their one or two predictors.
 
     ``row_fn``: log densities of rows at predictors Float[E] each, nats; ``mean``: the predictors' means, Float[E] each;
-    ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule. Returns ``(E f, E f' by predictor, E
+    ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule; ``share``: what the rows count in an
+    average over other latents, or None. Returns ``(E f, E f' by predictor, E
     f'' by pair, absolute error)``.
     """
     if len(mean) == 1:
         sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))
-        result = expect_1d(row_fn, mean[0], sd, rule=level, num_rules=num_rules)
+        result = expect_1d(row_fn, mean[0], sd, rule=level, num_rules=num_rules, share=share)
         return result.value, (result.grad,), {(0, 0): result.hess}, result.absolute
     law = (mean[0], mean[1], spread[0, 0], spread[0, 1], spread[1, 1])
-    result = expect_2d(row_fn, *law, rule=level, num_rules=num_rules)
+    result = expect_2d(row_fn, *law, rule=level, num_rules=num_rules, share=share)
     hess = {(0, 0): result.hess[..., 0], (0, 1): result.hess[..., 1], (1, 1): result.hess[..., 2]}
     return result.value, (result.grad[..., 0], result.grad[..., 1]), hess, result.absolute
 
@@ -712,7 +720,7 @@ def _settled(
     counted, eps = counts > 0, jnp.finfo(counts.dtype).eps
 
     def at(level: Any) -> tuple[Any, Array]:
-        value, slope, bend, error = over_predictors(row_fn, mean, covariance, level, num_rules)
+        value, slope, bend, error = over_predictors(row_fn, mean, covariance, level, num_rules, counts)
         size = jnp.where(counted, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in bend.items()), 0.0)
         # Of what counts no more than rounding an error may be unknown.
         wrong = jnp.where(counts > eps, counts * _error_beyond_rounding(error, size, mean), 0.0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float
 
 from ..factors import TermSpec
 from ..families import ProductFamily, ProductNatural, base_family, members_of, pair_rule, support_of
+from ._rules import NEGLIGIBLE
 
 # -------------------------------------------------------------------------------------------------- structure by latent
 # How a factor's expectation is taken, latent by latent: what was found, static and hashable.
@@ -170,8 +172,8 @@ def strength_three(count: int) -> np.ndarray:
 
 # Antithetic pairs of sign rows where no fixed design is known to be exact.
 _RANDOM_PAIRS = 16
-# Nodes of Gauss and Hermite's rule in a normal latent that is not conjugate.
-_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
+# Nodes of Gauss and Hermite's rule in a normal latent that is not conjugate, before those that count for nothing are left out.
+_NUM_NODES = 32
 # Points evaluated together.
 _TOGETHER = 64
 
@@ -277,8 +279,8 @@ class MeanSpace:
         probs = variables.get("probs", {})
         cells, by_nodes = all_values({n: x.shape[-1] for n, x in probs.items()}), self._components("quadrature")
         seen = self.structure.by_predictors
-        count = len(_NODES) if by_nodes else 1
-        nodes, shares = (jnp.asarray(x, signs.dtype) for x in (_NODES, _WEIGHTS / np.mean(_WEIGHTS)))
+        nodes, shares = (jnp.asarray(x, signs.dtype) for x in _nodes(signs.dtype.name))
+        count = len(nodes) if by_nodes else 1
 
         def at(coordinates: dict) -> Array:
             def one(index: tuple) -> Array:
@@ -387,6 +389,14 @@ class MeanSpace:
             rule, own = _rule(family), signs[role.first : role.first + role.signs]
             found[role.name] = rule.points(coordinates[role.name], sign_shape(family, role, own))
         return found
+
+
+@cache
+def _nodes(dtype_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes in a normal latent, and what each counts in the mean over them; at the outermost ones densities would overflow."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
+    kept = weights > NEGLIGIBLE[dtype_name] * weights.sum()
+    return nodes[kept], weights[kept] / weights[kept].mean()
 
 
 def all_values(sizes: Mapping[str, int]) -> np.ndarray:

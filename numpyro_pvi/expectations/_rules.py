@@ -25,6 +25,12 @@ TARGET: dict[str, float] = {"float64": 1e-8, "float32": 1e-6}
 TOLERANCE: dict[str, float] = {"float64": 1e-8, "float32": 1e-5}
 """Error of all rows' curvature, relative to its sum or to q's precision, that a finer rule is tried for."""
 
+NEGLIGIBLE: dict[str, float] = {"float64": 1e-18, "float32": 1e-10}
+"""Weight, in averages whose weights add up to 1, below which a node of several dimensions is left out."""
+
+OVERFLOWN: dict[str, float] = {"float64": 1e-9, "float32": 1e-7}
+"""The same, of nodes at which a density or a derivative of it is not finite: where its arithmetic fails, and not the model."""
+
 # Range in sds and number of nodes of the coarse trapezoid: an even number, as of the fine one (see `fixed_nodes`).
 _COARSE = {"float64": (7.5, 40), "float32": (6.0, 30)}
 # Nodes of one and of two predictors that a pass over few rows takes at once, and the number of rows up to which it does.
@@ -78,7 +84,7 @@ def node_table(num_axes: int, dtype_name: str) -> NodeTable:
         nodes, weight = fixed_nodes(name, dtype_name)
         per_axis.append(len(nodes))
         product = np.prod(np.meshgrid(*[weight] * num_axes), axis=0).ravel()
-        kept = product > (0.0 if num_axes == 1 else 1e-18 if dtype_name == "float64" else 1e-10)
+        kept = product > (0.0 if num_axes == 1 else NEGLIGIBLE[dtype_name])
         grid = [g.ravel()[kept] for g in np.meshgrid(*[nodes] * num_axes)]
         grid, product = _whole_blocks(grid, product[kept], BLOCKS[num_axes - 1])
         parts.append(grid)

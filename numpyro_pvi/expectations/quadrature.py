@@ -8,6 +8,7 @@ Nothing here decides on concrete values, so everything runs under jit, vmap and 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ._rules import RULES, SD_LIMITS, TARGET, locate_features, node_table
+from ._rules import NEGLIGIBLE, OVERFLOWN, RULES, SD_LIMITS, TARGET, locate_features, node_table
 
 # ------------------------------------------------------------------------------------------------------- two predictors
 # Gaussian expectations of rows that depend on two affine predictors (a location and a scale, say), with their error.
@@ -95,8 +96,10 @@ def _derivatives(row_fn: RowFn2D, u: Array, v: Array) -> tuple[Array, ...]:
     return (*value, uu, uv, vv)
 
 
-def _terms_2d(row_fn: RowFn2D, law: Law, u: Array, v: Array, z: tuple[Array, Array], weight: Array) -> Sums2D:
-    plain = tuple(weight * t for t in _derivatives(row_fn, u, v))
+def _terms_2d(
+    row_fn: RowFn2D, law: Law, u: Array, v: Array, z: tuple[Array, Array], weight: Array, share: Array | None = None
+) -> Sums2D:
+    plain = tuple(weight * t for t in _that_are_finite(_derivatives(row_fn, u, v), weight, share))
     grad, hess = law.whiten(list(plain[1:3]), list(plain[3:]))
     stein = (z[0] * grad[0], z[1] * grad[0], z[1] * grad[1], z[0] * plain[0], z[1] * plain[0])
     size = tuple(jnp.abs(t) for t in (plain[0], *grad, *hess))
@@ -136,10 +139,10 @@ def _moments(sums: Sums2D, hess: list[Array], error: Array, absolute: Array) -> 
     return RowMoments2D(sums.plain[0], jnp.stack(sums.plain[1:3], -1), jnp.stack(hess, -1), error, absolute)
 
 
-def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array) -> RowMoments2D:
+def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Array | None = None) -> RowMoments2D:
     """Tensor product of a fixed rule; the error is the gap between direct and Stein forms, as in one dimension.
 
-    Few rows take a block of nodes at a time, as in one dimension.
+    Few rows take a block of nodes at a time, as in one dimension. ``share``: as of :func:`expect_2d`.
     """
     dtype = law.mean_u.dtype
     table = node_table(2, dtype.name)
@@ -148,8 +151,9 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array) -> RowMoments2D:
     start, stop, per_axis = table.span(index)
 
     def at(z1: Array, z2: Array, weight: Array) -> Sums2D:
+        (z1, z2), weight = _that_count((z1, z2), weight, share)
         u, v = law.mean_u + law.slope * z2 + law.sd_u * z1, law.mean_v + law.sd_v * z2
-        return _terms_2d(row_fn, law, u, v, (z1, z2), weight)
+        return _terms_2d(row_fn, law, u, v, (z1, z2), weight, share)
 
     def step(k: Array, sums: Sums2D) -> Sums2D:
         if width > 1:
@@ -169,8 +173,11 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array) -> RowMoments2D:
     return _moments(sums, list(sums.plain[3:]), error, second)
 
 
-def mapped_2d(row_fn: RowFn2D, law: Law) -> RowMoments2D:
-    """Nested trapezoids, each on its own change of variable; the inner one is found anew at every outer node."""
+def mapped_2d(row_fn: RowFn2D, law: Law, share: Array | None = None) -> RowMoments2D:
+    """Nested trapezoids, each on its own change of variable; the inner one is found anew at every outer node.
+
+    ``share``: as of :func:`expect_2d`.
+    """
     dtype = law.mean_u.dtype
     num_outer, num_inner = _NUM_OUTER[dtype.name] // 2, _NUM_INNER[dtype.name] // 2
     outer = locate_features(_outer_slope(row_fn, law), law.mean_u)
@@ -182,7 +189,7 @@ def mapped_2d(row_fn: RowFn2D, law: Law) -> RowMoments2D:
         z2 = outer.anchor + offset
         weight = step * rate * jnp.exp(-0.5 * z2**2) / (2 * np.pi)
         v = law.mean_v + law.sd_v * outer.anchor + law.sd_v * offset
-        return _inner_sums(row_fn, law, v, z2, weight, num_inner)
+        return _inner_sums(row_fn, law, v, z2, weight, num_inner, share)
 
     def pair(carry: tuple[Sums2D, Sums2D], first: Array) -> tuple[tuple[Sums2D, Sums2D], None]:
         """An even and an odd outer node, on a leading axis of two."""
@@ -216,7 +223,9 @@ def _outer_slope(row_fn: RowFn2D, law: Law) -> Callable[[Array, Array], tuple[Ar
     return slope_fn
 
 
-def _inner_sums(row_fn: RowFn2D, law: Law, v: Array, z2: Array, weight: Array, half: int) -> tuple[Sums2D, Sums2D]:
+def _inner_sums(
+    row_fn: RowFn2D, law: Law, v: Array, z2: Array, weight: Array, half: int, share: Array | None
+) -> tuple[Sums2D, Sums2D]:
     """Even and odd half of the inner rule at one outer node per row."""
     mean = law.mean_u + law.slope * z2
 
@@ -235,9 +244,8 @@ def _inner_sums(row_fn: RowFn2D, law: Law, v: Array, z2: Array, weight: Array, h
     def node(index: Array) -> Sums2D:
         offset, rate = rows.inverse(low + step * index)
         z1 = rows.anchor + offset
-        return _terms_2d(
-            row_fn, law, base + law.sd_u * offset, v, (z1, z2), weight * step * rate * jnp.exp(-0.5 * z1**2)
-        )
+        density = weight * step * rate * jnp.exp(-0.5 * z1**2)
+        return _terms_2d(row_fn, law, base + law.sd_u * offset, v, (z1, z2), density, share)
 
     def pair(sums: Sums2D, first: Array) -> tuple[Sums2D, None]:
         return _add_2d(sums, jax.vmap(node)(first + jnp.arange(2, dtype=mean.dtype))), None
@@ -319,17 +327,45 @@ def derivatives(row_fn: RowFn, u: Array) -> tuple[Array, Array, Array]:
     return value, grad, hess
 
 
-def _terms_1d(row_fn: RowFn, u: Array, z: Array, weight: Array, sd: Array) -> _Sums:
-    value, grad, hess = (weight * t for t in derivatives(row_fn, u))
+def _terms_1d(row_fn: RowFn, u: Array, z: Array, weight: Array, sd: Array, share: Array | None = None) -> _Sums:
+    found = derivatives(row_fn, u)
+    value, grad, hess = (weight * t for t in _that_are_finite(found, weight, share))
     tilt = z / sd
     parts = (value, grad, hess, tilt * value, tilt * grad)
     return _Sums(*parts, *(jnp.abs(part) for part in parts))
 
 
-def _block_terms(row_fn: RowFn, mean: Array, sd: Array, z: Array, weight: Array) -> _Sums:
+def _that_count(z: tuple[Array, ...], weight: Array, share: Array | None) -> tuple[tuple[Array, ...], Array]:
+    """Nodes and weights with those of negligible weight in the middle and of none; ``share``: what the whole rule counts."""
+    if share is None:
+        return z, weight
+    count = weight * share > NEGLIGIBLE[share.dtype.name]
+    return tuple(jnp.where(count, x, 0.0) for x in z), jnp.where(count, weight, 0.0)
+
+
+def _overflown(parts: tuple[Array, ...], weight: Array, share: Array) -> Array:
+    """Where a density or a derivative of it is not finite at a node that counts next to nothing."""
+    finite = jnp.stack([jnp.isfinite(t) for t in parts]).all(axis=0)
+    return ~finite & (weight * share < OVERFLOWN[share.dtype.name])
+
+
+def _that_are_finite(parts: tuple[Array, ...], weight: Array, share: Array | None) -> tuple[Array, ...]:
+    """The same with zeros there."""
+    if share is None:
+        return parts
+    lost = _overflown(parts, weight, share)
+    return tuple(jnp.where(lost, 0.0, t) for t in parts)
+
+
+def _block_terms(row_fn: RowFn, mean: Array, sd: Array, z: Array, weight: Array, share: Array | None) -> _Sums:
     """The sums over a block of nodes that all rows share, as two matrix products."""
-    points = mean + sd * z.reshape((-1,) + (1,) * mean.ndim)
-    found = jnp.concatenate([t.reshape(len(z), -1) for t in derivatives(jax.vmap(row_fn), points)], axis=1)
+    column = (-1,) + (1,) * mean.ndim
+    (at,), counts = _that_count((z.reshape(column),), weight.reshape(column), share)
+    parts = derivatives(jax.vmap(row_fn), mean + sd * at)
+    if share is not None:
+        kept = (counts > 0) & ~_overflown(parts, counts, share)
+        parts = [jnp.where(kept, t, 0.0) for t in parts]
+    found = jnp.concatenate([t.reshape(len(z), -1) for t in parts], axis=1)
     exact = jax.lax.Precision.HIGHEST
     sums = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), z]), found, precision=exact)
     sizes = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), jnp.abs(z)]), jnp.abs(found), precision=exact)
@@ -366,10 +402,11 @@ def _rounding(sums: _Sums, mean: Array, sd: Array) -> tuple[Array, Array]:
     )
 
 
-def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array) -> RowMoments1D:
+def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array, share: Array | None = None) -> RowMoments1D:
     """A rule with the same standardised nodes in every row; one loop in the program, whichever rule the index means.
 
     Few rows take a block of nodes at a time: node by node they would wait for the loop more than for their densities.
+    ``share``: as of :func:`expect_1d`.
     """
     sd = _floor_sd(sd)
     table = node_table(1, mean.dtype.name)
@@ -379,9 +416,9 @@ def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array) -> RowMome
 
     def step(k: Array, sums: _Sums) -> _Sums:
         if width > 1:
-            return _add_1d(sums, _block_terms(row_fn, mean, sd, nodes[k], weights[k]))
-        node, weight = nodes[k, 0], weights[k, 0]
-        return _add_1d(sums, _terms_1d(row_fn, mean + sd * node, node, weight, sd))
+            return _add_1d(sums, _block_terms(row_fn, mean, sd, nodes[k], weights[k], share))
+        (node,), weight = _that_count((nodes[k, 0],), weights[k, 0], share)
+        return _add_1d(sums, _terms_1d(row_fn, mean + sd * node, node, weight, sd, share))
 
     sums = jax.lax.fori_loop(start // width, stop // width, step, _zeros_1d(mean))
     return RowMoments1D(sums.value, sums.grad, sums.hess, *_fixed_error(sums, mean, sd, per_axis))
@@ -417,8 +454,11 @@ def _standardised(row_fn: RowFn, mean: Array, sd: Array) -> Callable[[Array, Arr
     return slope_fn
 
 
-def _mapped(row_fn: RowFn, mean: Array, sd: Array) -> RowMoments1D:
-    """Trapezoid on the row's own change of variable: fine at its features, wide enough for its mass."""
+def _mapped(row_fn: RowFn, mean: Array, sd: Array, share: Array | None = None) -> RowMoments1D:
+    """Trapezoid on the row's own change of variable: fine at its features, wide enough for its mass.
+
+    ``share``: as of :func:`expect_1d`.
+    """
     sd = _floor_sd(sd)
     rows = locate_features(_standardised(row_fn, mean, sd), mean)
     low, high = rows.forward(rows.low), rows.forward(rows.high)
@@ -432,9 +472,8 @@ def _mapped(row_fn: RowFn, mean: Array, sd: Array) -> RowMoments1D:
         x = low + step * (first + jnp.arange(2, dtype=mean.dtype).reshape((2,) + (1,) * mean.ndim))
         offset, rate = rows.inverse(x)
         z = rows.anchor + offset
-        new = jax.vmap(_terms_1d, (None, 0, 0, 0, None))(
-            row_fn, base + sd * offset, z, norm * rate * jnp.exp(-0.5 * z**2), sd
-        )
+        density = norm * rate * jnp.exp(-0.5 * z**2)
+        new = jax.vmap(_terms_1d, (None, 0, 0, 0, None, None))(row_fn, base + sd * offset, z, density, sd, share)
         return _add_1d(sums, new), None
 
     start = _zeros_1d(jnp.zeros((2, *mean.shape), mean.dtype))
@@ -569,19 +608,24 @@ def expect_1d(
     *,
     rule: str | int | Int[Array, ""] | None = None,
     num_rules: int | None = None,
+    share: Float[Array, "*rows"] | None = None,
 ) -> RowMoments1D:
     """E psi, E psi' and E psi'' of every row under u ~ N(mean, sd^2).
 
     ``row_fn``: elementwise psi, rows to rows, in nats; may close over data and parameters; ``sd``: standard deviation of each
     row's predictor, >= 0; ``rule``: a name in `RULES`, an index into it (traced or not), or None for `choose_rule` on these
-    rows; ``num_rules``: how many of `RULES` a traced index can mean; the finest one is costly to compile. Returns the three
-    expectations and the estimated relative error of the worst of them per row. A kink of psi (Laplace) is in hess under the
-    rule "mapped"; the others ask for that rule by a large error. Raises ValueError for an unknown rule name.
+    rows; ``num_rules``: how many of `RULES` a traced index can mean; the finest one is costly to compile; ``share``: what each
+    row's expectation counts in an average that it is taken for, about 1 in the mean: fixed nodes that count next to nothing in
+    that are left out, since densities overflow far out, and so is any node that counts little (`OVERFLOWN`) where they have.
+    None leaves none out. Returns the three expectations and the estimated relative error of the worst of them per row. A kink
+    of psi (Laplace) is in hess under the rule "mapped"; the others ask for that rule by a large error. Raises ValueError for an
+    unknown rule name.
     """
     mean, sd = jnp.broadcast_arrays(mean, sd)
     if rule is None:
         rule = choose_rule(row_fn, mean, sd)
-    return _dispatch(lambda *a: _fixed(row_fn, *a), lambda *a: _mapped(row_fn, *a), rule, num_rules, (mean, sd))
+    fixed, mapped = partial(_fixed, row_fn, share=share), partial(_mapped, row_fn, share=share)
+    return _dispatch(fixed, mapped, rule, num_rules, (mean, sd))
 
 
 # Where the largest value of an integrand is looked for: so many prior sds to both sides, then ever finer about the best.
@@ -642,20 +686,22 @@ def expect_2d(
     *,
     rule: str | int | Int[Array, ""] | None = None,
     num_rules: int | None = None,
+    share: Float[Array, "*rows"] | None = None,
 ) -> RowMoments2D:
     """E psi, its gradient and its Hessian for every row under (u, v) jointly Gaussian.
 
     ``row_fn``: elementwise psi(u, v), rows to rows, in nats; ``cov_uu``: variance of the first predictor, >= 0; ``cov_uv``:
     covariance; ``cov_vv``: variance of the second predictor, >= 0; ``rule``: a name in `RULES`, an index into it (traced or
     not), or None for the cheapest that meets the target; ``num_rules``: how many of `RULES` a traced index can mean; the finest
-    one is costly to compile. Returns the expectations and the estimated relative error of the worst of them per row. Raises
-    ValueError unknown rule name.
+    one is costly to compile; ``share``: as of `expect_1d`. Returns the expectations and the estimated relative error of the
+    worst of them per row. Raises ValueError unknown rule name.
     """
     moments = jnp.broadcast_arrays(mean_u, mean_v, cov_uu, cov_uv, cov_vv)
     if rule is None:
         rule = choose_rule_2d(row_fn, *moments)
     law = gaussian_law(*moments)
-    return _dispatch(lambda *a: fixed_2d(row_fn, *a), lambda *a: mapped_2d(row_fn, *a), rule, num_rules, (law,))
+    fixed, mapped = partial(fixed_2d, row_fn, share=share), partial(mapped_2d, row_fn, share=share)
+    return _dispatch(fixed, mapped, rule, num_rules, (law,))
 
 
 def _dispatch(fixed: Callable, mapped: Callable, rule: str | int | Array, num_rules: int | None, args: tuple):

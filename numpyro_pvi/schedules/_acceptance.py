@@ -161,23 +161,29 @@ def accept_jointly(
         else:
             good = test(evaluation, sites)
         good = good if opening is None else good | opening
-        return Accepted(sites, evaluation, jnp.where(good, step, 0.5 * step), halvings + ~good, good, state.tries + 1)
+        halved, lost = jnp.where(good, step, 0.5 * step), state.why + _lost(evaluation, old)
+        return Accepted(sites, evaluation, halved, halvings + ~good, good, state.tries + 1, lost)
 
-    first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False), jnp.int32(0))
+    # While it looks, ``why`` counts the candidates that were not finite.
+    first = Accepted(old_sites, old, step, jnp.int32(0), jnp.array(False), jnp.int32(0), jnp.int32(0))
     last = jax.lax.while_loop(unfinished, attempt, first)
 
     def keep(new, previous):
         return jax.tree.map(lambda a, b: jnp.where(last.accepted, a, b), new, previous)
 
     sites, evaluation = keep(last.sites, old_sites), keep(last.evaluation, old)
-    why = _why(last.evaluation, old)
+    why = jnp.where(2 * last.why > last.tries, NOT_FINITE, _why(last.evaluation, old)).astype(jnp.int32)
     return last._replace(sites=sites, evaluation=evaluation, step=share(last.step), why=why)
+
+
+def _lost(tried: Evaluation, old: Evaluation) -> Bool[Array, ""]:
+    """Whether a candidate lost a group whose factor was finite."""
+    return ~jnp.all(jnp.isfinite(tried.groups.value) | ~jnp.isfinite(old.groups.value))
 
 
 def _why(tried: Evaluation, old: Evaluation) -> Int[Array, ""]:
     """Why the last candidate of a search was refused."""
-    lost = ~jnp.all(jnp.isfinite(tried.groups.value) | ~jnp.isfinite(old.groups.value))
-    code = jnp.where(lost | ~jnp.isfinite(old.elbo), NOT_FINITE, FELL)
+    code = jnp.where(_lost(tried, old) | ~jnp.isfinite(old.elbo), NOT_FINITE, FELL)
     return jnp.where(tried.moments.valid, code, IMPROPER).astype(jnp.int32)
 
 

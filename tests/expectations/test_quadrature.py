@@ -484,3 +484,29 @@ def test_the_log_of_an_expected_density_wherever_its_mass_is(name):
 
 def test_a_density_that_is_nought_has_no_log_expectation():
     assert log_expectation_1d(lambda u: jnp.full_like(u, -jnp.inf), jnp.zeros(2), jnp.ones(2)).tolist() == [-np.inf] * 2
+
+
+def overflowing(u, *_):
+    """A log density that is infinite below -3.5, as one with a cancelled normaliser is."""
+    return jnp.where(u < -3.5, jnp.inf, -0.5 * (u - 0.2) ** 2)
+
+
+@pytest.mark.parametrize("rows", [3, 3000], ids=["blocks", "node by node"])
+@pytest.mark.parametrize("predictors", [1, 2])
+@pytest.mark.parametrize("share", [1e-12, 1e-3] if X64 else [1e-4, 1e-1], ids=["left out", "overflown"])
+def test_nodes_that_count_for_nothing_are_not_looked_at(share, predictors, rows):
+    """In an average of which a rule is a small share: what is left has the moments of the density without the cliff.
+
+    What is lost, times the share, is far below rounding.
+    """
+    mean, sd, share = jnp.full(rows, 0.1), 0.7, jnp.full(rows, share)
+    rule = "gh20" if predictors == 2 else "coarse"
+    if predictors == 1:
+        expect = functools.partial(expect_1d, overflowing, mean, jnp.full(rows, sd), rule=rule)
+    else:
+        own = jnp.full(rows, sd**2)
+        expect = functools.partial(expect_2d, overflowing, mean, mean, own, 0.1 * own, own, rule=rule)
+    found = expect(share=share)
+    assert_allclose(found.value, -0.5 * (sd**2 + 0.1**2), rtol=1e-3)
+    assert_allclose(found.hess.reshape(rows, -1)[:, 0], -1.0, rtol=1e-3)
+    assert not np.isfinite(expect().value).any() and not np.isfinite(expect(share=jnp.ones(rows)).value).any()

@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
-from scipy import special, stats
+from scipy import optimize, special, stats
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi import _exponential_plan as product_plan
@@ -443,3 +443,38 @@ def test_chunks_one_after_another_say_the_same():
     result = pvi.run(KEY, 4, jnp.asarray(X), jnp.asarray(y), progress_bar=False)
     start = fitted("two scalars")[1].losses[:4]
     np.testing.assert_allclose(result.losses, start, rtol=1e-4 if SINGLE else 1e-9)
+
+
+def truncated(y):
+    m, s = numpyro.sample("m", dist.Normal(0.0, 1.0)), numpyro.sample("s", dist.HalfNormal(1.0))
+    with numpyro.plate("data", y.shape[0]):
+        numpyro.sample("obs", dist.TruncatedNormal(m, s, low=0.0, high=3.0), obs=y)
+
+
+def best_truncated(y):
+    """Least negative ELBO of a normal m beside a log-normal s, by a product of Gauss and Hermite's rules and BFGS."""
+    x, w = np.polynomial.hermite_e.hermegauss(24)
+    w = w / w.sum()
+
+    def loss(at):
+        m, log_s = at[0] + np.exp(at[1]) * x[:, None], at[2] + np.exp(at[3]) * x[None, :]
+        s = np.exp(log_s)
+        # In the tail where both ends are far from 1.
+        low, high = np.where(m < 0, (m - 3.0) / s, -m / s), np.where(m < 0, m / s, (3.0 - m) / s)
+        mass = special.log_ndtr(high) + np.log1p(-np.exp(special.log_ndtr(low) - special.log_ndtr(high)))
+        log_p = stats.norm.logpdf(m) + stats.halfnorm.logpdf(s) + log_s - len(y) * mass
+        log_p = log_p + sum(stats.norm.logpdf(one, m, s) for one in y)
+        return -np.sum(w[:, None] * w * log_p) - at[1] - at[3] - 1 - np.log(2 * np.pi)
+
+    return optimize.minimize(loss, [0.5, -1.0, 0.0, -1.5], method="BFGS").fun
+
+
+def test_densities_that_overflow_far_out_do_not_keep_q_from_its_optimum():
+    """NumPyro's truncated normal is infinite far from its interval, where a corner of two rules' outermost nodes would look."""
+    # Fewer rows leave q wider, in single precision so wide that nodes with mass overflow on the way.
+    y = np.abs(np.random.default_rng(7).normal(0.5, 1.0, 60 if SINGLE else 16))
+    y = y[y < 3]
+    pvi = PVI(Partition(truncated, "data", np.arange(len(y)) % 2), AutoExponentialFamily(truncated))
+    result = pvi.run(KEY, 200, jnp.asarray(y, jnp.result_type(float)), tol=1e-2, progress_bar=False)
+    assert result.converged
+    np.testing.assert_allclose(result.losses[-1], best_truncated(y), atol=1e-3)
