@@ -70,6 +70,8 @@ _SLOWEST = 1.0 - 1e-4
 _LAST_PLACES = 16
 # Share of the last rate that is kept where moves are noisy.
 _SMOOTHING = 0.5
+# The share of a noisy move that comes again, at most: no rate is larger.
+_LARGEST_SHARE = 1.0
 # Nats beyond which a loss is an overflow that has not come to an end.
 _HUGE = 1e18
 # A step below this share of the longest recent one is short; what share of that is remembered from round to round.
@@ -241,6 +243,8 @@ def pace(
     size = jnp.where(size > 0, size, 1.0)
     again = jnp.vdot(trail, last.trail) / size
     if noisy:
+        # Noise makes shares of any size: a large one is no slow mode.
+        again = jnp.clip(again, -_LARGEST_SHARE, _LARGEST_SHARE)
         again = _SMOOTHING * last.rate + (1.0 - _SMOOTHING) * again
     else:
         # Where moves shrink, by how much: fast modes that turn back would hide slow ones that go on.

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -90,6 +91,32 @@ def test_one_fast_round_is_enough():
     """A conjugate fit is done after one round, and says so after the second."""
     errors = walk(np.zeros((2, 2)), np.array([7.0, -2.0]), 2)
     assert errors[1][1] == 0.0
+
+
+def strolls(dim, rounds=60, many=8):
+    """Largest ratio of what is said to be left to the last move, in walks of noise alone whose rounds differ in size."""
+
+    @jax.jit
+    def after(report, move):
+        size = jnp.max(jnp.abs(move))
+        found = convergence.pace(report, sketch(move), size, size, jnp.asarray(1.0, move.dtype), True)
+        return report._replace(**found._asdict(), step=jnp.ones((1,), move.dtype)), found.left / size
+
+    worst = []
+    for seed in range(many):
+        rng, report = np.random.default_rng(seed), empty_report(1, jnp.zeros(()).dtype)
+        for k in range(rounds):
+            report, ratio = after(report, jnp.asarray(np.exp(rng.normal()) * rng.normal(size=dim)))
+            worst += [float(ratio)] if k > 3 else []
+    return max(worst)
+
+
+@pytest.mark.parametrize("dim", [1, 14])
+def test_noise_is_no_slow_mode(dim, monkeypatch):
+    """Two noisy moves one way say nothing of thousands of sds to come."""
+    assert strolls(dim) < 100
+    monkeypatch.setattr(convergence, "_LARGEST_SHARE", np.inf)
+    assert strolls(dim) > 1000
 
 
 def test_a_sketch_keeps_lengths_and_directions():
