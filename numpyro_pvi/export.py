@@ -321,6 +321,7 @@ def to_arviz(
     num_samples: int = 1000,
     trace: PVITrace | None = None,
     agents: tuple[Sequence[Hashable], Callable[[Hashable], dict[str, Any]]] | None = None,
+    whole: Callable | None = None,
 ) -> Any:
     """Draw from q and arrange the draws, their log-likelihoods and the observed data as ArviZ data.
 
@@ -341,6 +342,8 @@ def to_arviz(
         kwargs: the model's keyword arguments.
         trace: what happened in every round, of a run that has it.
         agents: labels of agents that each have a q of their own, and what gives one's marginals.
+        whole: the model with the observed sites that ``model`` has summed out with discrete latents, where it has: their data
+            are read off it.
         num_samples: draws S. The result holds S numbers for every observed row (1000 draws of 100,000 rows: 800 MB in
             float64), and for every row of a deterministic; nothing else grows with S.
 
@@ -361,6 +364,9 @@ def to_arviz(
     sites: dict = {}
     jax.eval_shape(lambda key: sites.update(_trace_at(model, guide, key, params, args, kwargs)), jax.random.key(0))
     observed = {name: value for name, value in observed.items() if np.size(value)}
+    if whole is not None:
+        of_whole = _observed_by(whole, guide, rng_key, params, args, kwargs)
+        observed, sites = {name: site["value"] for name, site in of_whole.items()} | observed, of_whole | sites
     dims = site_dims(sites, _SAMPLE_DIMS)
     groups = {
         "posterior": _one_chain(posterior),
@@ -467,6 +473,14 @@ def _trace_at(model: Callable, guide: Any, key: Any, params: dict, args: tuple, 
                 f"the guide {type(guide).__name__} has no latent {name!r} of the model; pass the fitted guide."
             )
     return trace
+
+
+def _observed_by(model: Callable, guide: Any, key: Any, params: dict, args: tuple, kwargs: dict) -> dict:
+    """Observed sites of a model at one draw from the guide; latents that this lacks are drawn."""
+    drawn = guide.sample_posterior(key, params, *args, **kwargs)
+    at_draw = handlers.seed(handlers.substitute(model, data={**params, **drawn}), key)
+    trace = handlers.trace(at_draw).get_trace(*args, **kwargs)
+    return {name: site for name, site in trace.items() if _is_sample(site, observed=True)}
 
 
 def _is_sample(site: dict, observed: bool) -> bool:

@@ -723,6 +723,8 @@ class PVI(SVI):
             return self._fit.shared_to_arviz(self, state, args, kwargs, rng_key, num_samples, trace)
         params = self.get_params(state)
         shown = {"trace": trace, "agents": own_marginals(self, state)}
+        if state.plan.partition.enumeration is not None:
+            shown["whole"] = FullPlates(self.model)
         return export.to_arviz(rng_key, model, self.guide, params, args, kwargs, num_samples=num_samples, **shown)
 
     # ------------------------------------------------------------------ joints between the rooms

@@ -12,7 +12,7 @@ import pytest
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 
-from numpyro_pvi import PVI, PVIError, StateError
+from numpyro_pvi import PVI, Partition, PVIError, StateError
 from numpyro_pvi.export import to_arviz
 
 ROWS = 40
@@ -136,6 +136,22 @@ class TestStructure:
         idata = to_arviz(rng_key, with_factor, guide, fitted(guide, y), y, {}, num_samples=5)
         np.testing.assert_allclose(array(idata, "log_likelihood", "penalty"), -(array(idata, "posterior", "z") ** 2))
         assert set(idata["observed_data"].data_vars) == {"y"}
+
+    def test_sites_with_discrete_latents_summed_out_have_their_data(self, rng_key):
+        def mixture(y, weight):
+            m = numpyro.sample("m", dist.Normal(jnp.array([-2.0, 2.0]), 1.0).to_event(1))
+            with numpyro.plate("rows", y.shape[0]):
+                z = numpyro.sample("z", dist.Bernoulli(0.4), infer={"enumerate": "parallel"})
+                numpyro.sample("y", dist.Normal(m[z], 1.0), obs=y)
+            numpyro.sample("weight", dist.Normal(m.sum(), 1.0), obs=weight)
+
+        y = jnp.linspace(-2.0, 3.0, 6)
+        pvi = PVI(Partition(mixture, "rows", 2), AutoMultivariateNormal(mixture))
+        idata = pvi.to_arviz(rng_key, pvi.init(rng_key, y, 0.5), y, 0.5, num_samples=5)
+        assert idata["observed_data"]["y"].dims == ("rows",)
+        np.testing.assert_allclose(array(idata, "observed_data", "y"), y)
+        np.testing.assert_allclose(idata["observed_data"]["weight"], 0.5)
+        assert idata["log_likelihood"]["y"].dims == ("chain", "draw", "rows")
 
 
 class TestNumbers:

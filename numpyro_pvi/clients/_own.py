@@ -393,7 +393,9 @@ class Client(Respondent):
                 "pvi.evaluate(state)."
             )
         drawn = _Drawn(model, plan, shared, rows, params, self._pvi.guide.prototype_trace)
-        return export.to_arviz(rng_key, model, drawn, params, self._args, self._kwargs, num_samples=num_samples)
+        whole = None if plan.partition.enumeration is None else FullPlates(self._pvi.model)
+        given = self._args, self._kwargs
+        return export.to_arviz(rng_key, model, drawn, params, *given, num_samples=num_samples, whole=whole)
 
     def _last_look(self) -> tuple[Any, Any]:
         """Moments of the q of the last look, and natural parameters of latents of this group's own there, or None."""
