@@ -1,6 +1,7 @@
 """Converged means converged: whatever a run says of itself is held against exact posteriors, restarts and faults."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +17,25 @@ from numpyro.optim import Adam
 import numpyro_pvi.schedules._convergence as convergence
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.errors import GuideError, NonFiniteLossError, SkippedGroupError
+from numpyro_pvi.expectations import Expected
+from numpyro_pvi.families import NormalFamily
 from numpyro_pvi.schedules import (
+    FELL,
+    NOT_FINITE,
     STALL_ROUNDS,
     Committee,
     Decentralized,
     StochasticSubset,
     Streaming,
     Synchronous,
+    accept_jointly,
     empty_report,
     settled,
     stalled,
 )
+from numpyro_pvi.schedules._contract import Evaluation
 from numpyro_pvi.schedules._convergence import Approach, approach, refusals, sketch
+from numpyro_pvi.sites import SiteStack, posterior
 from numpyro_pvi.solvers import LocalELBO, NaturalGradient, StochasticNaturalGradient
 
 KEY = random.key(0)
@@ -109,6 +117,38 @@ def strolls(dim, rounds=60, many=8):
             report, ratio = after(report, jnp.asarray(np.exp(rng.normal()) * rng.normal(size=dim)))
             worst += [float(ratio)] if k > 3 else []
     return max(worst)
+
+
+@pytest.mark.parametrize(
+    ("wall", "why"),
+    [(0.0, NOT_FINITE), (1e-5, NOT_FINITE), (0.5, FELL), (np.inf, FELL)],
+    ids=["at q", "near", "far", "none"],
+)
+def test_a_search_says_what_ended_it(wall, why):
+    """A value that falls beyond q, which is no number beyond a wall: what most of the candidates met is what is told."""
+    family = NormalFamily(1)
+    sites = SiteStack(family.natural(jnp.zeros((1, 1)), jnp.zeros((1, 1))), None)
+    prior = family.natural(jnp.zeros(1), jnp.ones(1))
+
+    def evaluate(at, rule=None, *_, **__):
+        q = posterior(prior, at)
+        moments = family.moments(q)
+        value = jnp.where(moments.loc > wall, jnp.inf, -moments.loc)
+        groups, none = Expected(value, *(None,) * 5), jnp.zeros(())
+        return Evaluation(q, moments, groups, None, none, jnp.sum(value), jnp.ones(()), jnp.int32(0), jnp.array(False))
+
+    problem = SimpleNamespace(
+        family=family,
+        prior_natural=prior,
+        evaluate=evaluate,
+        matches_moments=False,
+        blind=False,
+        between=lambda old, new, step: old + (new - old) * step,
+        allowance=lambda *_: 0.0,
+    )
+    wanted = SiteStack(family.natural(jnp.ones((1, 1)), jnp.zeros((1, 1))), None)
+    done = accept_jointly(problem, sites, wanted, evaluate(sites), jnp.ones(()), None)
+    assert not done.accepted and int(done.why) == why
 
 
 @pytest.mark.parametrize("dim", [1, 14])
