@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.scipy.stats import norm
 from jaxtyping import Array, Bool, Float, Int
 
-from .._numerics import clip_psd_2x2
+from .._numerics import all_finite, clip_psd_2x2
 from ..errors import PVIError
 from ..factors import (
     Instead,
@@ -39,7 +39,7 @@ from ..factors import (
 from ..families import GaussianFamily, GaussianMoments, GaussianNatural
 from ._expected import Expected
 from ._rules import RULES, TOLERANCE, fixed_nodes
-from .quadrature import derivatives, expect_1d, expect_2d, refined, rule_index
+from .quadrature import Share, derivatives, expect_1d, expect_2d, refined, rule_index
 
 # Which rows count, by partitioned axis.
 Masks = Mapping[str | None, Bool[Array, "R"]]
@@ -256,13 +256,13 @@ def over_predictors(
     spread: dict,
     level: Any,
     num_rules: int,
-    share: Float[Array, "E"] | None = None,
+    share: Share | None = None,
 ) -> tuple:
     """Quadrature of rows over their one or two predictors.
 
     ``row_fn``: log densities of rows at predictors Float[E] each, nats; ``mean``: the predictors' means, Float[E] each;
-    ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule; ``share``: what the rows count in an
-    average over other latents, or None. Returns ``(E f, E f' by predictor, E
+    ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule; ``share``: what the rows count in
+    an average over other latents, or None. Returns ``(E f, E f' by predictor, E
     f'' by pair, absolute error)``.
     """
     if len(mean) == 1:
@@ -719,8 +719,10 @@ def _settled(
     counts = jnp.broadcast_to(counts, mean[0].shape).astype(mean[0].dtype)
     counted, eps = counts > 0, jnp.finfo(counts.dtype).eps
 
-    def at(level: Any) -> tuple[Any, Array]:
-        value, slope, bend, error = over_predictors(row_fn, mean, covariance, level, num_rules, counts)
+    most = jnp.max(counts, initial=0.0)
+
+    def look(level: Any, careful: Any) -> tuple[Any, Array]:
+        value, slope, bend, error = over_predictors(row_fn, mean, covariance, level, num_rules, Share(most, careful))
         size = jnp.where(counted, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in bend.items()), 0.0)
         # Of what counts no more than rounding an error may be unknown.
         wrong = jnp.where(counts > eps, counts * _error_beyond_rounding(error, size, mean), 0.0)
@@ -728,11 +730,29 @@ def _settled(
         # Curvature much smaller than q's precision needs no relative accuracy.
         return found, largest(jnp.sum(wrong) / jnp.maximum(jnp.sum(counts * size), 1.0))
 
+    def at(level: Any) -> tuple[Any, Array]:
+        return _finite_or_careful(look, level)
+
     wide = counts > _WIDE
     widths = [jnp.max(jnp.where(wide, v, 0.0), initial=0.0) for (i, j), v in covariance.items() if i == j]
     widest = largest(jnp.sqrt(jnp.maximum(jnp.stack(widths).max(), 0.0)))
     found, _, error = refined(at, rule_index(widest), TOLERANCE[widest.dtype.name], num_rules)
     return found, error
+
+
+def _finite_or_careful(look: Callable, level: Any) -> tuple[Any, Array]:
+    """``look(level, careful)``, and again with care where that is not finite: one program serves for both."""
+    look = jax.jit(look, inline=True)
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(look, level, jnp.array(False)))
+
+    def unfinished(state: tuple) -> Array:
+        tries, (found, _) = state
+        return (tries == 0) | ((tries == 1) & ~all_finite(found))
+
+    def again(state: tuple) -> tuple:
+        return state[0] + 1, look(level, state[0] > 0)
+
+    return jax.lax.while_loop(unfinished, again, (jnp.int32(0), zero))[1]
 
 
 @jax.custom_batching.custom_vmap

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ._rules import NEGLIGIBLE, OVERFLOWN, RULES, SD_LIMITS, TARGET, locate_features, node_table
 
@@ -25,6 +25,32 @@ from ._rules import NEGLIGIBLE, OVERFLOWN, RULES, SD_LIMITS, TARGET, locate_feat
 # u = mean_u + r z2 + s_c z1 inside, where s_v^2 = cov_vv, r = cov_uv / s_v and s_c^2 = cov_uu - r^2.
 
 RowFn2D = Callable[[Array, Array], Array]
+
+
+class Share(NamedTuple):
+    """What rows' expectations count in an average that they are taken for, and which nodes are then looked at.
+
+    Densities overflow far out, where nodes count next to nothing: of fixed rules those are left out. Where a density still is not
+    finite, ``careful`` leaves out those that count little. The finest rule, whose nodes lie where the mass is, leaves out the
+    latter only, and only where the density is not finite.
+    """
+
+    # At most, of any row, where the mean of the average's weights is 1.
+    most: Float[Array, ""]
+    careful: Bool[Array, ""] | bool = False
+
+    def that_count(self, z: tuple[Array, ...], weight: Array) -> tuple[tuple[Array, ...], Array]:
+        """Nodes and weights with those that are left out in the middle and of no weight."""
+        dtype = self.most.dtype.name
+        count = weight * self.most > jnp.where(self.careful, OVERFLOWN[dtype], NEGLIGIBLE[dtype])
+        return tuple(jnp.where(count, x, 0.0) for x in z), jnp.where(count, weight, 0.0)
+
+    def finite(self, parts: tuple[Array, ...], weight: Array) -> tuple[Array, ...]:
+        """A density and its derivatives with zeros at nodes that count little where one of them is not finite."""
+        # A sum is finite where all of its terms are: infinities of two signs make a NaN.
+        lost = ~jnp.isfinite(sum(parts)) & (weight * self.most < OVERFLOWN[self.most.dtype.name])
+        return tuple(jnp.where(lost, 0.0, t) for t in parts)
+
 
 _HALF_LOG_2PI = 0.5 * np.log(2 * np.pi)
 _NUM_OUTER = {"float64": 96, "float32": 64}
@@ -97,9 +123,10 @@ def _derivatives(row_fn: RowFn2D, u: Array, v: Array) -> tuple[Array, ...]:
 
 
 def _terms_2d(
-    row_fn: RowFn2D, law: Law, u: Array, v: Array, z: tuple[Array, Array], weight: Array, share: Array | None = None
+    row_fn: RowFn2D, law: Law, u: Array, v: Array, z: tuple[Array, Array], weight: Array, share: Share | None = None
 ) -> Sums2D:
-    plain = tuple(weight * t for t in _that_are_finite(_derivatives(row_fn, u, v), weight, share))
+    found = _derivatives(row_fn, u, v)
+    plain = tuple(weight * t for t in (found if share is None else share.finite(found, weight)))
     grad, hess = law.whiten(list(plain[1:3]), list(plain[3:]))
     stein = (z[0] * grad[0], z[1] * grad[0], z[1] * grad[1], z[0] * plain[0], z[1] * plain[0])
     size = tuple(jnp.abs(t) for t in (plain[0], *grad, *hess))
@@ -139,7 +166,7 @@ def _moments(sums: Sums2D, hess: list[Array], error: Array, absolute: Array) -> 
     return RowMoments2D(sums.plain[0], jnp.stack(sums.plain[1:3], -1), jnp.stack(hess, -1), error, absolute)
 
 
-def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Array | None = None) -> RowMoments2D:
+def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Share | None = None) -> RowMoments2D:
     """Tensor product of a fixed rule; the error is the gap between direct and Stein forms, as in one dimension.
 
     Few rows take a block of nodes at a time, as in one dimension. ``share``: as of :func:`expect_2d`.
@@ -151,9 +178,10 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Array | None 
     start, stop, per_axis = table.span(index)
 
     def at(z1: Array, z2: Array, weight: Array) -> Sums2D:
-        (z1, z2), weight = _that_count((z1, z2), weight, share)
+        if share is not None:
+            (z1, z2), weight = share.that_count((z1, z2), weight)
         u, v = law.mean_u + law.slope * z2 + law.sd_u * z1, law.mean_v + law.sd_v * z2
-        return _terms_2d(row_fn, law, u, v, (z1, z2), weight, share)
+        return _terms_2d(row_fn, law, u, v, (z1, z2), weight)
 
     def step(k: Array, sums: Sums2D) -> Sums2D:
         if width > 1:
@@ -173,7 +201,7 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Array | None 
     return _moments(sums, list(sums.plain[3:]), error, second)
 
 
-def mapped_2d(row_fn: RowFn2D, law: Law, share: Array | None = None) -> RowMoments2D:
+def mapped_2d(row_fn: RowFn2D, law: Law, share: Share | None = None) -> RowMoments2D:
     """Nested trapezoids, each on its own change of variable; the inner one is found anew at every outer node.
 
     ``share``: as of :func:`expect_2d`.
@@ -224,7 +252,7 @@ def _outer_slope(row_fn: RowFn2D, law: Law) -> Callable[[Array, Array], tuple[Ar
 
 
 def _inner_sums(
-    row_fn: RowFn2D, law: Law, v: Array, z2: Array, weight: Array, half: int, share: Array | None
+    row_fn: RowFn2D, law: Law, v: Array, z2: Array, weight: Array, half: int, share: Share | None
 ) -> tuple[Sums2D, Sums2D]:
     """Even and odd half of the inner rule at one outer node per row."""
     mean = law.mean_u + law.slope * z2
@@ -327,44 +355,18 @@ def derivatives(row_fn: RowFn, u: Array) -> tuple[Array, Array, Array]:
     return value, grad, hess
 
 
-def _terms_1d(row_fn: RowFn, u: Array, z: Array, weight: Array, sd: Array, share: Array | None = None) -> _Sums:
+def _terms_1d(row_fn: RowFn, u: Array, z: Array, weight: Array, sd: Array, share: Share | None = None) -> _Sums:
     found = derivatives(row_fn, u)
-    value, grad, hess = (weight * t for t in _that_are_finite(found, weight, share))
+    value, grad, hess = (weight * t for t in (found if share is None else share.finite(found, weight)))
     tilt = z / sd
     parts = (value, grad, hess, tilt * value, tilt * grad)
     return _Sums(*parts, *(jnp.abs(part) for part in parts))
 
 
-def _that_count(z: tuple[Array, ...], weight: Array, share: Array | None) -> tuple[tuple[Array, ...], Array]:
-    """Nodes and weights with those of negligible weight in the middle and of none; ``share``: what the whole rule counts."""
-    if share is None:
-        return z, weight
-    count = weight * share > NEGLIGIBLE[share.dtype.name]
-    return tuple(jnp.where(count, x, 0.0) for x in z), jnp.where(count, weight, 0.0)
-
-
-def _overflown(parts: tuple[Array, ...], weight: Array, share: Array) -> Array:
-    """Where a density or a derivative of it is not finite at a node that counts next to nothing."""
-    finite = jnp.stack([jnp.isfinite(t) for t in parts]).all(axis=0)
-    return ~finite & (weight * share < OVERFLOWN[share.dtype.name])
-
-
-def _that_are_finite(parts: tuple[Array, ...], weight: Array, share: Array | None) -> tuple[Array, ...]:
-    """The same with zeros there."""
-    if share is None:
-        return parts
-    lost = _overflown(parts, weight, share)
-    return tuple(jnp.where(lost, 0.0, t) for t in parts)
-
-
-def _block_terms(row_fn: RowFn, mean: Array, sd: Array, z: Array, weight: Array, share: Array | None) -> _Sums:
+def _block_terms(row_fn: RowFn, mean: Array, sd: Array, z: Array, weight: Array) -> _Sums:
     """The sums over a block of nodes that all rows share, as two matrix products."""
-    column = (-1,) + (1,) * mean.ndim
-    (at,), counts = _that_count((z.reshape(column),), weight.reshape(column), share)
-    parts = derivatives(jax.vmap(row_fn), mean + sd * at)
-    if share is not None:
-        kept = (counts > 0) & ~_overflown(parts, counts, share)
-        parts = [jnp.where(kept, t, 0.0) for t in parts]
+    points = mean + sd * z.reshape((-1,) + (1,) * mean.ndim)
+    parts = derivatives(jax.vmap(row_fn), points)
     found = jnp.concatenate([t.reshape(len(z), -1) for t in parts], axis=1)
     exact = jax.lax.Precision.HIGHEST
     sums = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), z]), found, precision=exact)
@@ -402,7 +404,7 @@ def _rounding(sums: _Sums, mean: Array, sd: Array) -> tuple[Array, Array]:
     )
 
 
-def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array, share: Array | None = None) -> RowMoments1D:
+def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array, share: Share | None = None) -> RowMoments1D:
     """A rule with the same standardised nodes in every row; one loop in the program, whichever rule the index means.
 
     Few rows take a block of nodes at a time: node by node they would wait for the loop more than for their densities.
@@ -415,10 +417,12 @@ def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array, share: Arr
     start, stop, per_axis = table.span(index)
 
     def step(k: Array, sums: _Sums) -> _Sums:
+        z, weight = nodes[k], weights[k]
+        if share is not None:
+            (z,), weight = share.that_count((z,), weight)
         if width > 1:
-            return _add_1d(sums, _block_terms(row_fn, mean, sd, nodes[k], weights[k], share))
-        (node,), weight = _that_count((nodes[k, 0],), weights[k, 0], share)
-        return _add_1d(sums, _terms_1d(row_fn, mean + sd * node, node, weight, sd, share))
+            return _add_1d(sums, _block_terms(row_fn, mean, sd, z, weight))
+        return _add_1d(sums, _terms_1d(row_fn, mean + sd * z[0], z[0], weight[0], sd))
 
     sums = jax.lax.fori_loop(start // width, stop // width, step, _zeros_1d(mean))
     return RowMoments1D(sums.value, sums.grad, sums.hess, *_fixed_error(sums, mean, sd, per_axis))
@@ -454,7 +458,7 @@ def _standardised(row_fn: RowFn, mean: Array, sd: Array) -> Callable[[Array, Arr
     return slope_fn
 
 
-def _mapped(row_fn: RowFn, mean: Array, sd: Array, share: Array | None = None) -> RowMoments1D:
+def _mapped(row_fn: RowFn, mean: Array, sd: Array, share: Share | None = None) -> RowMoments1D:
     """Trapezoid on the row's own change of variable: fine at its features, wide enough for its mass.
 
     ``share``: as of :func:`expect_1d`.
@@ -608,18 +612,17 @@ def expect_1d(
     *,
     rule: str | int | Int[Array, ""] | None = None,
     num_rules: int | None = None,
-    share: Float[Array, "*rows"] | None = None,
+    share: Share | None = None,
 ) -> RowMoments1D:
     """E psi, E psi' and E psi'' of every row under u ~ N(mean, sd^2).
 
     ``row_fn``: elementwise psi, rows to rows, in nats; may close over data and parameters; ``sd``: standard deviation of each
     row's predictor, >= 0; ``rule``: a name in `RULES`, an index into it (traced or not), or None for `choose_rule` on these
-    rows; ``num_rules``: how many of `RULES` a traced index can mean; the finest one is costly to compile; ``share``: what each
-    row's expectation counts in an average that it is taken for, about 1 in the mean: fixed nodes that count next to nothing in
-    that are left out, since densities overflow far out, and so is any node that counts little (`OVERFLOWN`) where they have.
-    None leaves none out. Returns the three expectations and the estimated relative error of the worst of them per row. A kink
-    of psi (Laplace) is in hess under the rule "mapped"; the others ask for that rule by a large error. Raises ValueError for an
-    unknown rule name.
+    rows; ``num_rules``: how many of `RULES` a traced index can mean; the finest one is costly to compile; ``share``: what the
+    rows count in an average that they are taken for, which leaves out nodes that count for nothing in that; None leaves none
+    out. Returns the three expectations and the estimated relative error of the worst of them per row. A kink of psi (Laplace)
+    is in hess under the rule "mapped"; the others ask for that rule by a large error. Raises ValueError for an unknown rule
+    name.
     """
     mean, sd = jnp.broadcast_arrays(mean, sd)
     if rule is None:
@@ -686,7 +689,7 @@ def expect_2d(
     *,
     rule: str | int | Int[Array, ""] | None = None,
     num_rules: int | None = None,
-    share: Float[Array, "*rows"] | None = None,
+    share: Share | None = None,
 ) -> RowMoments2D:
     """E psi, its gradient and its Hessian for every row under (u, v) jointly Gaussian.
 
