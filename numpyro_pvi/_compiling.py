@@ -34,8 +34,8 @@ from .errors import PVIError
 
 # On CPU jaxlib 0.10.2 hands sums to YNNPACK, which gets two of one array wrong beyond its first 65,536 numbers where another array
 # is spread over it: jit(lambda c, y: (y * c).sum(-1) + c.sum(-1)), c of shape (400, 150, 2) and y of (150, 2). Beta and Dirichlet
-# log densities are of this form. None are handed over here, which costs nothing that shows: an update of 20,000 x 50 under full
-# covariance takes 35.4 ms with it and 35.2 without, of 50,000 x 10 under mean-field 28.0 and 31.2 (medians of three runs in turn).
+# log densities are of this form. None are handed over here: an update of 20,000 x 50 under full covariance takes 35.4 ms with
+# it and 35.2 without, of 50,000 x 10 under mean-field 28.0 and 31.2 (medians of three runs in turn, which differ by as much).
 _RIGHT = {"xla_cpu_experimental_ynn_fusion_type": ""}
 # XLA's levels, on CPU. The fusion emitters cost compiling and save little there. "plain" asks for nothing: on other devices, and
 # within another program, which decides how it is compiled.

@@ -261,9 +261,8 @@ def over_predictors(
     """Quadrature of rows over their one or two predictors.
 
     ``row_fn``: log densities of rows at predictors Float[E] each, nats; ``mean``: the predictors' means, Float[E] each;
-    ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule; ``share``: what the rows count in
-    an average over other latents, or None. Returns ``(E f, E f' by predictor, E
-    f'' by pair, absolute error)``.
+    ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule; ``share``: what the rows count in an
+    average over other latents, or None. Returns ``(E f, E f' by predictor, E f'' by pair, absolute error)``.
     """
     if len(mean) == 1:
         sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))
@@ -714,12 +713,10 @@ def _settled(
 
     ``counts``: what each element counts in what is made of them. Elements that do not count have zeros, and an error is what it
     is times what it counts: the outermost of a rule's nodes in another latent, which see the widest predictors, have next to no
-    weight, and would ask for the finest rule at all nodes.
+    weight, and would ask for the finest rule at all nodes. Where a result is not finite, nodes that count little are left out.
     """
     counts = jnp.broadcast_to(counts, mean[0].shape).astype(mean[0].dtype)
-    counted, eps = counts > 0, jnp.finfo(counts.dtype).eps
-
-    most = jnp.max(counts, initial=0.0)
+    counted, eps, most = counts > 0, jnp.finfo(counts.dtype).eps, jnp.max(counts, initial=0.0)
 
     def look(level: Any, careful: Any) -> tuple[Any, Array]:
         value, slope, bend, error = over_predictors(row_fn, mean, covariance, level, num_rules, Share(most, careful))

@@ -29,7 +29,7 @@ NEGLIGIBLE: dict[str, float] = {"float64": 1e-18, "float32": 1e-10}
 """Weight, in averages whose weights add up to 1, below which a node of several dimensions is left out."""
 
 OVERFLOWN: dict[str, float] = {"float64": 1e-9, "float32": 1e-7}
-"""The same, of nodes at which a density or a derivative of it is not finite: where its arithmetic fails, and not the model."""
+"""The same where a density or a derivative of it is not finite, of which nobody tells failed arithmetic from a density of 0."""
 
 # Range in sds and number of nodes of the coarse trapezoid: an even number, as of the fine one (see `fixed_nodes`).
 _COARSE = {"float64": (7.5, 40), "float32": (6.0, 30)}

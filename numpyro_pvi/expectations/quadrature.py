@@ -32,7 +32,8 @@ class Share(NamedTuple):
 
     Densities overflow far out, where nodes count next to nothing: of fixed rules those are left out. Where a density still is not
     finite, ``careful`` leaves out those that count little. The finest rule, whose nodes lie where the mass is, leaves out the
-    latter only, and only where the density is not finite.
+    latter only, and only where the density is not finite. A density of 0 at such nodes goes unnoticed with them: the expectation
+    of its logarithm is then finite where it is minus infinity.
     """
 
     # At most, of any row, where the mean of the average's weights is 1.
