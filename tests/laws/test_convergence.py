@@ -1,7 +1,6 @@
 """Converged means converged: whatever a run says of itself is held against exact posteriors, restarts and faults."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from numpyro_pvi.schedules import (
     STALL_ROUNDS,
     Committee,
     Decentralized,
+    ProblemDefaults,
     StochasticSubset,
     Streaming,
     Synchronous,
@@ -119,35 +119,43 @@ def strolls(dim, rounds=60, many=8):
     return max(worst)
 
 
+class Wall(ProblemDefaults):
+    """One coordinate, one group, and a value that falls beyond q and is no number beyond a wall."""
+
+    num_groups, labels, solver, stream = 1, ("a",), None, None
+
+    def __init__(self, wall):
+        self.wall, self.family = wall, NormalFamily(1)
+        self.prior_natural = self.family.natural(jnp.zeros(1), jnp.ones(1))
+
+    def evaluate(self, sites, rule=None, *_, **__):
+        q = posterior(self.prior_natural, sites)
+        moments = self.family.moments(q)
+        value = jnp.where(moments.loc > self.wall, jnp.inf, -moments.loc)
+        groups, none = Expected(value, *(None,) * 5), jnp.zeros(())
+        return Evaluation(q, moments, groups, None, none, jnp.sum(value), jnp.ones(()), jnp.int32(0), jnp.array(False))
+
+    def between(self, old, aim, step):
+        return old + (aim - old) * step
+
+    def unasked(self, *_, **__):
+        raise AssertionError("a search for a step makes no visits")
+
+    visit_all = visit_group = visit_prior = unasked
+
+
 @pytest.mark.parametrize(
     ("wall", "why"),
     [(0.0, NOT_FINITE), (1e-5, NOT_FINITE), (0.5, FELL), (np.inf, FELL)],
     ids=["at q", "near", "far", "none"],
 )
 def test_a_search_says_what_ended_it(wall, why):
-    """A value that falls beyond q, which is no number beyond a wall: what most of the candidates met is what is told."""
-    family = NormalFamily(1)
-    sites = SiteStack(family.natural(jnp.zeros((1, 1)), jnp.zeros((1, 1))), None)
-    prior = family.natural(jnp.zeros(1), jnp.ones(1))
-
-    def evaluate(at, rule=None, *_, **__):
-        q = posterior(prior, at)
-        moments = family.moments(q)
-        value = jnp.where(moments.loc > wall, jnp.inf, -moments.loc)
-        groups, none = Expected(value, *(None,) * 5), jnp.zeros(())
-        return Evaluation(q, moments, groups, None, none, jnp.sum(value), jnp.ones(()), jnp.int32(0), jnp.array(False))
-
-    problem = SimpleNamespace(
-        family=family,
-        prior_natural=prior,
-        evaluate=evaluate,
-        matches_moments=False,
-        blind=False,
-        between=lambda old, new, step: old + (new - old) * step,
-        allowance=lambda *_: 0.0,
+    """What most of the candidates met is what is told."""
+    problem = Wall(wall)
+    old, wanted = (
+        SiteStack(problem.family.natural(jnp.full((1, 1), to), jnp.zeros((1, 1))), None) for to in (0.0, 1.0)
     )
-    wanted = SiteStack(family.natural(jnp.ones((1, 1)), jnp.zeros((1, 1))), None)
-    done = accept_jointly(problem, sites, wanted, evaluate(sites), jnp.ones(()), None)
+    done = accept_jointly(problem, old, wanted, problem.evaluate(old), jnp.ones(()), None)
     assert not done.accepted and int(done.why) == why
 
 
