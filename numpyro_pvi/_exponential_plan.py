@@ -265,10 +265,12 @@ def plan_product(
     prior = ProductNatural({n: held[n] if n in held else _zeros(x) for n, x in components.start.parts.items()})
 
     structure = partial(_structure, plan, components, key, expectation, (away or {}, call.params))
+    # Where latents are summed over, terms have the axes that their members have.
+    parts = all(support_of(own) is None for _, own in family.components)
 
     def likelihood_terms(values: dict, params: dict) -> dict:
         here = dataclasses.replace(call, params=params)
-        found = here.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents)
+        found = here.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents, parts)
         return {n: plan.over_base_measure(values, n, x) for n, x in found.items()}
 
     likelihood = planned.structure
@@ -280,7 +282,7 @@ def plan_product(
         def prior_terms(values: dict, params: dict) -> dict:
             base = {f"log h of {n}": x for n, x in plan.log_base_measures(values).items()}
             here = dataclasses.replace(call, params=params)
-            return base | here.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents)
+            return base | here.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents, parts)
 
         prior_factor = structure(prior_terms, "prior factor", partial(_sites, plan, call, False))
         zero = {*held, *plan.row_axes}

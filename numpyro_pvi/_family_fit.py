@@ -553,7 +553,11 @@ def _remark(state: PVIState, found: Contradiction) -> str:
     if factor == "prior":
         return remark(state, found, f"the prior of {name!r} was held exactly", "it is a factor of its own")
     structure = plan.likelihood if factor == "likelihood" else plan.prior_factor
-    words = {"absent": "constant in", "predictors": "a function of one or two predictors of"}
+    words = {
+        "absent": "constant in",
+        "predictors": "a function of one or two predictors of",
+        "quadrature": "a sum of functions of one member each of",
+    }
     kind = words.get(next(role.kind for role in structure.roles if role.name == name), "conjugate in")
     if factor == "prior factor":
         return remark(state, found, f"the prior factor was taken as {kind} {name!r}", f"{name!r} is drawn")

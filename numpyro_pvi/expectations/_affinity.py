@@ -172,7 +172,7 @@ def find_structure(
     rng = np.random.default_rng(0)
     asks = _Look(components)
     plans = [_plan(asks, c, rng) for c in components]
-    terms, forms = _traced(components, terms, params)
+    terms, forms, together = _traced(components, terms, params)
     values = asks.evaluate(terms)
     roles, first = [], 0
     for component, asked in zip(components, plans, strict=True):
@@ -184,7 +184,8 @@ def find_structure(
             first += signs
         roles.append(role)
     asked = None if expectation in ("values", "monte_carlo") else predictors
-    roles, found = _by_predictors(roles, dict(family.components), asked)
+    apart = partial(_apart, components, terms, together, np.random.default_rng(1))
+    roles, found = _by_predictors(roles, dict(family.components), asked, apart)
     structure = FactorStructure(tuple(roles), "all", terms=found)
     if first > _MOST_SIGNS:
         structure = dataclasses.replace(structure, design="random")
@@ -215,7 +216,7 @@ def with_draws(
             first += role.signs
         roles.append(role)
     design = "all" if first <= MANY_SIGNS else "random"
-    changed = dataclasses.replace(structure, roles=tuple(_one_by_nodes(roles)), design=design, terms=terms)
+    changed = dataclasses.replace(structure, roles=tuple(_by_nodes(roles)), design=design, terms=terms)
     _refuse(changed, family, expectation, where)
     return changed
 
@@ -329,15 +330,25 @@ def _compare(
 
 def _traced(
     components: list[_Component], terms: Callable, params: dict | None
-) -> tuple[Callable[[dict], Array], dict[str, Form]]:
-    """The terms, traced once, and by component what they are of its values, for all values of the others and of params."""
+) -> tuple[Callable[[dict], Array], dict[str, Form], Callable[[Collection[str]], Form]]:
+    """The terms, traced once, and what they are of values, for all values of the others and of params.
+
+    By component of its own; and a function that says what they are of those of several, each in a place of its own.
+    """
     at, beside = {c.name: jnp.asarray(c.values[0]) for c in components}, jax.tree.leaves(params)
     closed = jax.make_jaxpr(terms)(at, params) if beside else jax.make_jaxpr(terms)(at)
     names, forms, others = sorted(at), {}, [unmarked() for _ in beside]
     for c in components:
         inputs = [marked_component(c.name, c.family) if n == c.name else unmarked() for n in names]
         (forms[c.name],) = forms_of(closed, inputs + others, statistics_of(c.family))
-    return lambda values: jaxpr_as_fun(closed)(*(values[n] for n in names), *beside)[0], forms
+    families = {c.name: c.family for c in components}
+
+    def together(chosen: Collection[str]) -> Form:
+        own = {n: marked_component(n, families[n])._replace(place=-1 - i) for i, n in enumerate(names) if n in chosen}
+        (form,) = forms_of(closed, [own.get(n, unmarked()) for n in names] + others, Statistics())
+        return form
+
+    return lambda values: jaxpr_as_fun(closed)(*(values[n] for n in names), *beside)[0], forms, together
 
 
 def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation: str, form: Form) -> LatentRole:
@@ -347,12 +358,7 @@ def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation:
     if not form.kink and np.array_equal(values[asked.none], values[asked.all], equal_nan=True):
         return LatentRole(name, "absent")
     tolerance = _TOLERANCE[values.dtype.name]
-    none, whole = values[asked.none], values[asked.all]
-    single = True
-    for row in asked.subsets:
-        seen, size = values[row], np.abs(values[row]) + np.abs(none) + np.abs(whole)
-        near = np.minimum(np.abs(seen - none), np.abs(seen - whole)) <= tolerance * size
-        single = single and bool(np.all(near))
+    none, single = values[asked.none], _see_one(values, asked.none, asked.all, asked.subsets)
     rule = pair_rule(component.family)
     if component.pairs is None or expectation == "monte_carlo" or (getattr(rule, "marginal", False) and not single):
         return LatentRole(name, "draws", single=single)
@@ -368,6 +374,17 @@ def _role(component: _Component, asked: _Asked, values: np.ndarray, expectation:
     return LatentRole(name, "quadrature" if nodes else "draws", single=single, proved=bool(nodes and one))
 
 
+def _see_one(values: np.ndarray, none: int, whole: int, subsets: Collection[int]) -> bool:
+    """Whether every term, with some of all that was exchanged, is what it is with none of it or with all."""
+    tolerance = _TOLERANCE[values.dtype.name]
+    for row in subsets:
+        ends = np.abs(values[row] - values[none]), np.abs(values[row] - values[whole])
+        size = np.abs(values[row]) + np.abs(values[none]) + np.abs(values[whole])
+        if not np.all(np.minimum(*ends) <= tolerance * size):
+            return False
+    return True
+
+
 def _seems_affine(asked: _Asked, values: np.ndarray, single: bool, tolerance: float) -> bool:
     """Whether averages over values and over pairs of the same average statistics agree."""
     checks = asked.alone if not single else asked.together + asked.alone
@@ -375,15 +392,53 @@ def _seems_affine(asked: _Asked, values: np.ndarray, single: bool, tolerance: fl
     return affine and all(_agree_in_change(values[a], values[b], tolerance) for a, b in asked.far)
 
 
-def _one_by_nodes(roles: list[LatentRole]) -> list[LatentRole]:
-    """Quadrature where one component asks for it and nothing is drawn; of several, all are drawn."""
-    if sum(role.kind in ("quadrature", "draws") for role in roles) <= 1:
+def _by_nodes(
+    roles: list[LatentRole], apart: Callable[[tuple[str, ...]], tuple[bool, bool]] | None = None
+) -> list[LatentRole]:
+    """Quadrature where all that would be drawn ask for it and are apart: Hermite's rule in all of them at once; else draws.
+
+    ``apart``: of some components whether no term sees two of them, and whether that is proved; None where roles say so.
+    """
+    lone = [role for role in roles if role.kind in ("quadrature", "draws")]
+    if len(lone) <= 1:
         return roles
-    return [dataclasses.replace(r, kind="draws") if r.kind == "quadrature" else r for r in roles]
+    names = tuple(role.name for role in lone)
+    fit = all(role.kind == "quadrature" for role in lone)
+    holds, proved = (fit, True) if apart is None or not fit else apart(names)
+    if not holds:
+        return [dataclasses.replace(r, kind="draws") if r.name in names else r for r in roles]
+    return [dataclasses.replace(r, proved=r.proved and proved) if r.name in names else r for r in roles]
+
+
+def _apart(
+    components: list[_Component],
+    terms: Callable[[dict], Array],
+    together: Callable[[Collection[str]], Form],
+    rng: np.random.Generator,
+    names: tuple[str, ...],
+) -> tuple[bool, bool]:
+    """Whether no term sees two members of some components, all taken together, and whether that is proved."""
+    form = together(names)
+    if form.place is not None:
+        return True, True
+    if form.kink:
+        # It may hide from values what a term sees.
+        return False, False
+    look, chosen = _Look(components), [c for c in components if c.name in names]
+
+    def exchanged(part: Callable[[_Component], np.ndarray]) -> int:
+        old, new = _FITTED, _FITTED + 1
+        return look.ask(0, {c.name: c.mixed(c.values[new], c.values[old], part(c)) for c in chosen})
+
+    none, whole = look.ask(0, {}), exchanged(lambda c: np.ones(c.members, bool))
+    subsets = [exchanged(lambda c: rng.random(c.members) < 0.5) for _ in range(_SUBSETS)]
+    # One component whole and the others not at all: with few members, random subsets may have missed it.
+    subsets += [exchanged(lambda c, own=name: np.full(c.members, c.name == own)) for name in names]
+    return _see_one(look.evaluate(terms), none, whole, subsets), False
 
 
 def _by_predictors(
-    roles: list[LatentRole], families: dict[str, Any], predictors: Callable | None
+    roles: list[LatentRole], families: dict[str, Any], predictors: Callable | None, apart: Callable
 ) -> tuple[list[LatentRole], tuple[TermSpec, ...]]:
     """Quadrature over what terms see of normal components, as many of them as that is found for, where some would be drawn."""
     asked = [
@@ -391,16 +446,16 @@ def _by_predictors(
     ]
     lone = [r for r in roles if r.kind in ("quadrature", "draws")]
     if predictors is None or not asked or (len(lone) == 1 and lone[0].kind == "quadrature"):
-        return _one_by_nodes(roles), ()
+        return _by_nodes(roles, apart), ()
     terms = predictors(tuple(asked))
     if terms is None and len(asked) > 1:
         asked = [name for name in asked if predictors((name,)) is not None]
         terms = predictors(tuple(asked)) if asked else None
     if terms is None:
-        return _one_by_nodes(roles), ()
+        return _by_nodes(roles, apart), ()
     proved = all(term.proved for term in terms)
     seen = [dataclasses.replace(r, kind="predictors", proved=proved) if r.name in asked else r for r in roles]
-    return _one_by_nodes(seen), terms
+    return _by_nodes(seen, apart), terms
 
 
 def _is_normal(family: Any) -> bool:
@@ -456,9 +511,9 @@ def _design(
 def _refuse(structure: FactorStructure, family: ProductFamily, expectation: str, where: str) -> None:
     if expectation == "quadrature" and not structure.exact:
         raise PVIError(
-            f"expectation='quadrature' is for one normal latent, or one Gaussian chain, of which no term sees two members, and for "
-            f"normal latents that every term sees one or two affine functions of; the {where} is {structure}. Leave "
-            "expectation='auto'."
+            "expectation='quadrature' is for normal and log-normal latents, and Gaussian chains, of which no term sees two "
+            f"members, and for normal latents that every term sees one or two affine functions of; the {where} is {structure}. "
+            "Leave expectation='auto'."
         )
     if expectation == "exact" and (structure.by_nodes or structure.by_predictors or not structure.exact):
         drawn = structure.drawn or structure.by_nodes or structure.by_predictors

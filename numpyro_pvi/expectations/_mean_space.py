@@ -4,8 +4,8 @@
 average over pairs of points (:mod:`numpyro_pvi.families._pairs`), exact for products of such latents over a sign design, and
 ``dF/dmu`` is its derivative. The other latents are drawn; their ``dF/dmu`` is ``I(eta)^-1 dF/deta`` with implicitly
 reparameterised draws and I the Fisher metric, which is solved with and never inverted. A conjugate latent's message is
-averaged over the draws of the others (Rao-Blackwell). Where one latent alone is not conjugate, it is normal (or a Gaussian
-chain), and no term sees two of its members, Gauss and Hermite's rule in every member at once takes the draws' place. Normal
+averaged over the draws of the others (Rao-Blackwell). Where all that are not conjugate are normal (or log-normal, or Gaussian
+chains), and no term sees two members of any, Gauss and Hermite's rule in every member at once takes the draws' place. Normal
 latents that terms see through one or two affine predictors are not drawn either: given the others, terms hand in their
 expectations over these (:mod:`._affine`).
 """
@@ -35,8 +35,9 @@ from ._rules import NEGLIGIBLE
 class LatentRole:
     """How one component of the product family enters a factor.
 
-    ``kind``: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one: no term
-    sees two members), "predictors" (of normal ones: every term sees one or two affine functions of them), "draws", or "absent";
+    ``kind``: "exact" (the factor is affine in its statistics), "sum" (over its values), "quadrature" (of a normal one, or its
+    exponential: no term sees two members of all that are taken so), "predictors" (of normal ones: every term sees one or two
+    affine functions of them), "draws", or "absent";
     ``signs``: how many signs it takes in the design, and where they begin; ``single``: whether every term depends on one member
     at most, so that all members share their signs; ``axis``: of members, the axis that runs over rows, of which every term sees
     one; None where members belong to no row; ``proved``: whether that is so for all values of all latents, and was not found at
@@ -80,7 +81,7 @@ class FactorStructure:
 
     @property
     def by_nodes(self) -> tuple[str, ...]:
-        """Components whose expectations are by Gauss-Hermite quadrature: one at most."""
+        """Components whose expectations are by Gauss-Hermite quadrature, of which no term sees two."""
         return tuple(role.name for role in self.roles if role.kind == "quadrature")
 
     @property
@@ -107,7 +108,7 @@ class FactorStructure:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is drawn: closed form, or quadrature in one component, or over predictors."""
+        """Whether nothing is drawn: closed form, or quadrature in components or over predictors."""
         return not self.drawn and self.design != "random"
 
     @property
@@ -289,9 +290,10 @@ class MeanSpace:
 
             def settled(drawn: dict, row: Any, cell: Any, node: Any) -> Array:
                 values = rest["fixed"] | drawn | self._points(coordinates, signs[row])
-                if by_nodes:
-                    role, family = by_nodes[0]
+                for role, family in by_nodes:
+                    # The same node in all of them: every term sees one at most.
                     values[role.name] = _rule(family).points(coordinates[role.name], nodes[node])
+                if by_nodes:
                     return shares[node] * weighted(values, cell, shares[node])
                 return weighted(values, cell, 1.0)
 

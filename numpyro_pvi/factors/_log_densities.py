@@ -23,6 +23,7 @@ from ._model import (
     is_observed,
     rows_first,
     site_log_prob,
+    site_parts,
     with_wide_observations,
 )
 from ._plan import PartitionPlan
@@ -64,10 +65,14 @@ class ValueCall:
         return dataclasses.replace(self, model=reading.sized(self.model, chunk[0].shape[0]), args=args, kwargs=kwargs)
 
     def likelihood_terms(
-        self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...] = ()
+        self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...] = (), parts: bool = False
     ) -> dict[str, Array]:
-        """Elementwise log density of the groups' sites, in nats: those with a partitioned axis but latents held exactly."""
-        return {name: site_log_prob(site) for name, site in self.sites(values, rows, exact, True).items()}
+        """Elementwise log density of the groups' sites, in nats: those with a partitioned axis but latents held exactly.
+
+        ``parts``: whether entries of an observation's event are apart: see :func:`site_parts`.
+        """
+        found = self.sites(values, rows, exact, True).items()
+        return {n: site_parts(s) if parts and is_observed(s) else site_log_prob(s) for n, s in found}
 
     def sites(
         self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...], groups: bool
@@ -81,9 +86,15 @@ class ValueCall:
         trace = self.trace(values)
         return {name: site_log_prob(trace[name]) for name in names}
 
-    def prior_terms(self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...]) -> dict[str, Array]:
-        """Elementwise log density of the prior factor's sites, in nats: no partitioned axis, and not held exactly."""
-        return {name: site_log_prob(site) for name, site in self.sites(values, rows, exact, False).items()}
+    def prior_terms(
+        self, values: Mapping[str, Array], rows: RowAxes, exact: tuple[str, ...], parts: bool = False
+    ) -> dict[str, Array]:
+        """Elementwise log density of the prior factor's sites, in nats: no partitioned axis, and not held exactly.
+
+        ``parts``: whether entries of an event are apart: see :func:`site_parts`.
+        """
+        of = site_parts if parts else site_log_prob
+        return {name: of(site) for name, site in self.sites(values, rows, exact, False).items()}
 
 
 @dataclasses.dataclass(frozen=True)

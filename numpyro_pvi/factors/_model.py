@@ -236,6 +236,17 @@ def site_log_prob(site: dict, log_jacobian: Array | None = None) -> Array:
     return value if site["scale"] is None else value * site["scale"]
 
 
+def site_parts(site: dict) -> Array:
+    """What the log density of a sample site is a sum of: :func:`site_log_prob`, with the entries of an event apart.
+
+    They are where the event is many by ``to_event`` alone, as in ``Normal(0, tau).expand([3]).to_event(1)``.
+    """
+    part = site
+    while isinstance(part["fn"], dist.Independent) and jnp.ndim(1.0 if site["scale"] is None else site["scale"]) == 0:
+        part = {**part, "fn": part["fn"].base_dist}
+    return site_log_prob(part)
+
+
 def is_latent(site: dict) -> bool:
     """Whether a trace entry is an unobserved sample site."""
     return site["type"] == "sample" and not site["is_observed"]

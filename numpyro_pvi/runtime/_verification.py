@@ -277,13 +277,14 @@ _LINE, _THIRD = (0.0, 1 / 3, 2 / 3, 1.0), (1.0, -3.0, 3.0, -1.0)
 def product_claims(plan: ProductPlan) -> tuple[str, ...]:
     """What a plan claims and nothing has proved, as "factor/component".
 
-    That it is exact in the component, sees it through predictors, or does not see it. ``plan``: the plan. Returns names under
+    That it is exact in the component, sees it through predictors, does not see it, or that no term sees two members of all that
+    Hermite's rule is in at once. ``plan``: the plan. Returns names under
     "likelihood" and "prior factor", and under "prior" components whose prior is held exactly.
     """
     claimed, proved = [], plan.partition.proved
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
         if found is not None and factor.split()[0] not in proved:
-            claimed += [f"{factor}/{role.name}" for role in found.roles if role.kind in _CLAIMED]
+            claimed += [f"{factor}/{role.name}" for role in found.roles if role.kind in _CLAIMED or _is_apart(role)]
     if "prior" not in proved:
         claimed += [f"prior/{name}" for name in plan.exact]
     return tuple(claimed)
@@ -346,7 +347,8 @@ def _factor_checks(
     local = [name for name in names if name not in checks]
     rng, settings, weights = np.random.default_rng(0), [], []
     for name in local:
-        own = [_settings(problem, roles[name], {n: x[b] for n, x in draws.items()}, rng) for b in range(_BACKGROUNDS)]
+        how = problem, structure, roles[name]
+        own = [_settings(*how, {n: x[b] for n, x in draws.items()}, rng, b) for b in range(_BACKGROUNDS)]
         settings += [s for pairs, _ in own for s in pairs]
         weights.append(own[0][1])
     if local:
@@ -452,9 +454,18 @@ def _by_claimed_terms(problem: ProductProblem, factor: str, structure: FactorStr
     return Check(_where_finite(claimed, values), _allowed(sizes + parts))
 
 
-def _settings(problem: ProductProblem, role: Any, draws: dict, rng: Any) -> tuple[list[dict], list[float]]:
+def _is_apart(role: LatentRole) -> bool:
+    """Whether it was found, and not proved, that no term sees a member of the component and another of what goes with it."""
+    return role.kind == "quadrature" and not role.proved
+
+
+def _settings(
+    problem: ProductProblem, structure: FactorStructure, role: LatentRole, draws: dict, rng: Any, background: int
+) -> tuple[list[dict], list[float]]:
     """Values of all components, and weights of the factor's values there that add up to 0 if what is claimed holds."""
     family, held = dict(problem.family.components)[role.name], {n: x[0] for n, x in draws.items()}
+    if role.kind == "quadrature":
+        return _mixed(problem, structure, role, draws, background)
     old, new = held[role.name], draws[role.name][1:]
     rule = pair_rule(family)
     if role.kind == "absent" or rule is None:
@@ -473,6 +484,27 @@ def _settings(problem: ProductProblem, role: Any, draws: dict, rng: Any) -> tupl
         mask = mask.reshape(*members, *(1,) * (old.ndim - len(members)))
         points = jnp.where(mask, points, old)
     return [held | {role.name: x} for x in points], weights
+
+
+def _mixed(
+    problem: ProductProblem, structure: FactorStructure, role: LatentRole, draws: dict, background: int
+) -> tuple[list[dict], list[float]]:
+    """The same of a sum of functions of one member each: what some members change is the same whatever the others are.
+
+    Some are the component, or half of its members: at every two backgrounds that follow one another each of them once.
+    """
+    held, families = {n: x[0] for n, x in draws.items()}, dict(problem.family.components)
+    settings, some, rng = [], {}, np.random.default_rng(background // 2)
+    for name in structure.by_nodes:
+        members = members_of(families[name])
+        mask = np.full(members, name == role.name)
+        if name == role.name and mask.size > 1:
+            mask = rng.permutation(np.arange(mask.size) % 2 == background % 2).reshape(members)
+        some[name] = mask.reshape((*members, *(1,) * (held[name].ndim - len(members))))
+    for first, second in ((True, True), (True, False), (False, True), (False, False)):
+        new = {n: jnp.where(np.where(x, first, second), draws[n][1], held[n]) for n, x in some.items()}
+        settings.append(held | new)
+    return settings, [1.0, -1.0, -1.0, 1.0]
 
 
 def factor_values(

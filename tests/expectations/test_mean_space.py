@@ -1,6 +1,8 @@
 """What a factor is affine in is found by values, and expectations and messages follow from it."""
 
+import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +143,85 @@ def test_several_latents_that_are_not_affine_are_drawn():
     assert set(find(family, natural, terms, "monte_carlo").drawn) == {"rate", "w", "v"}
     with pytest.raises(PVIError, match="no term sees two members"):
         find(family, natural, terms, "quadrature")
+
+
+SEEN_BY_S, SEEN_BY_T = np.asarray([0.7, -0.3, 1.1]), np.asarray([0.4, -1.6])
+
+
+def two_scales(values):
+    """Scales of normal latents with locations at hand, under half-normal priors; no term sees both."""
+    s, t = values["s"], values["t"]
+    return jnp.concatenate(
+        [
+            dist.Normal(SEEN_BY_S, s).log_prob(values["a"]),
+            dist.Normal(SEEN_BY_T, t[..., None]).log_prob(values["b"]).reshape(-1),
+            dist.HalfNormal(1.5).log_prob(s)[None],
+            dist.HalfNormal(2.0).log_prob(t),
+        ]
+    )
+
+
+SCALES = {
+    "s": dist.LogNormal(0.3, 0.4),
+    "t": dist.LogNormal(jnp.asarray([-0.2, 0.1]), jnp.asarray([0.2, 0.5])),
+    "a": dist.Normal(jnp.asarray([0.5, 0.0, 1.0]), jnp.asarray([0.3, 0.6, 0.2])),
+    "b": dist.Normal(jnp.zeros((2, 2)), 0.5),
+}
+
+
+def scale_by_hand(loc, variance, squares, prior, count):
+    """E_q of what is said of a log-normal scale, and the precision of its message: -2 dF/dv."""
+    power = lambda k: np.exp(k * loc + 0.5 * k**2 * variance)  # noqa: E731
+    half = math.log(2.0) - 0.5 * math.log(2 * math.pi) - math.log(prior)
+    value = -0.5 * count * math.log(2 * math.pi) - count * loc - 0.5 * squares * power(-2) + half
+    return value - 0.5 * power(2) / prior**2, 2 * squares * power(-2) + 2 * power(2) / prior**2
+
+
+def opaquely(terms):
+    """The same terms by a product with the identity, in which every entry may see all others."""
+    return lambda values: jnp.eye(10) @ terms(values)
+
+
+@pytest.mark.parametrize("proved", [True, False], ids=["proved", "found"])
+def test_latents_of_which_no_term_sees_two_are_by_nodes_together(proved):
+    """Inverse second moments of log-normals are known."""
+    terms = two_scales if proved else opaquely(two_scales)
+    family, natural = product(**SCALES)
+    structure = find(family, natural, terms)
+    assert set(structure.by_nodes) == {"s", "t"} and structure.expectation == "quadrature in s, t"
+    assert structure.exact and structure.evidence == ("proved" if proved else "found")
+    value, message = expect(family, natural, structure, terms)
+    squares = np.sum((np.asarray(SCALES["a"].loc) - SEEN_BY_S) ** 2 + np.asarray(SCALES["a"].scale) ** 2)
+    wanted, precision = scale_by_hand(0.3, 0.16, squares, 1.5, 3)
+    np.testing.assert_allclose(message.parts["s"].precision, precision, rtol=30 * TIGHT)
+    for k in range(2):
+        own = scale_by_hand(*((-0.2, 0.04), (0.1, 0.25))[k], np.sum(SEEN_BY_T**2 + 0.25), 2.0, 2)
+        wanted += own[0]
+        np.testing.assert_allclose(message.parts["t"].precision[k], own[1], rtol=30 * TIGHT)
+    np.testing.assert_allclose(value, wanted, rtol=TIGHT)
+    inverse = np.exp(-2 * 0.3 + 2 * 0.16)
+    np.testing.assert_allclose(message.parts["a"].precision, np.full(3, inverse), rtol=10 * TIGHT)
+    np.testing.assert_allclose(message.parts["a"].precision_mean, inverse * SEEN_BY_S, rtol=10 * TIGHT)
+
+
+@pytest.mark.parametrize(
+    "seen", [lambda s, t: jnp.exp(-s * t[0]), lambda s, t: jnp.cos(t[0] * t[1])], ids=["s t", "t t"]
+)
+def test_one_term_that_sees_two_of_them_has_all_drawn(seen):
+    """As one node in both would be: the fault that the test for it is there for is planted beside it."""
+
+    def terms(values):
+        return jnp.concatenate([two_scales(values)[:-1], seen(values["s"], values["t"])[None]])
+
+    family, natural = product(**SCALES)
+    for own in (terms, opaquely(terms)):
+        structure = find(family, natural, own)
+        assert set(structure.drawn) == {"s", "t"} and not structure.by_nodes
+    planted = dataclasses.replace(structure, roles=find(family, natural, two_scales).roles)
+    alone = lambda values: seen(values["s"], values["t"])[None]  # noqa: E731
+    sampled = np.asarray(jax.vmap(alone)(family.sample(natural, KEY, (100_000,))), np.float64)
+    error = sampled.std() / np.sqrt(len(sampled))
+    assert abs(float(expect(family, natural, planted, alone)[0]) - sampled.mean()) > 6 * error
 
 
 def test_products_of_many_latents_take_all_signs():

@@ -346,6 +346,45 @@ def test_families_are_verified_alike(monkeypatch):
     assert_true_loss(pvi, result, *data, noise=3.0)
 
 
+def spreads(y, apart=True):
+    """Scales of which no entry of a row sees two, or else some do."""
+    s = numpyro.sample("s", dist.HalfNormal(1.0))
+    with numpyro.plate("pair", 2):
+        t = numpyro.sample("t", dist.HalfNormal(1.0))
+    with numpyro.plate("data", y.shape[0]):
+        scales = jnp.stack([s, t[0], t[1]]) if apart else jnp.stack([s, t[0] * t[1], s * t[1]])
+        numpyro.sample("obs", dist.Normal(0.0, scales).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "met"])
+def test_that_no_term_sees_two_of_what_is_by_nodes_is_verified(monkeypatch, apart):
+    """Of components beside one another, and of one's own members."""
+    find = product_plan.find_structure
+
+    def found(*args):
+        own = find(*args)
+        by_nodes = [dataclasses.replace(role, kind="quadrature", proved=False) for role in own.roles]
+        return dataclasses.replace(own, roles=tuple(by_nodes))
+
+    monkeypatch.setattr(product_plan, "find_structure", found)
+    model = lambda y: spreads(y, apart)  # noqa: E731
+    y = np.stack([0.5 * NOISE, X, NOISE], axis=1)
+    pvi = PVI(Partition(model, "data", LABELS), AutoExponentialFamily(model))
+    state = unproved(pvi.init(KEY, y))
+    assert pvi.info(state).expectation == ("quadrature in s, t",) * 3
+    arguments = rows_of(state.plan, *pvi._arguments((y,), {}))
+    seen = contradictions(pvi, state, *arguments)
+    assert {one.claim for one in seen} == (set() if apart else {"likelihood/s", "likelihood/t"})
+    if apart:
+        return
+    after = pvi._fit.demoted(pvi, state, seen, *arguments)
+    notes = " ".join(pvi.info(after).notes)
+    assert "its likelihood was taken as a sum of functions of one member each of 's', but differs" in notes
+    assert pvi.info(after).expectation[-1] == "draws of s, t"
+    result = pvi.run(KEY, 8, y, init_state=after, progress_bar=False)
+    assert_true_loss(pvi, result, y, noise=3.0)
+
+
 def test_when_is_a_matter_of_the_number_of_rounds_alone():
     verifier, rounds, done = Verifier(None, [], ()), [], 0
     while done < 300:
