@@ -150,7 +150,11 @@ def limits(state: PVIState, report: RoundReport) -> tuple[str, ...]:
             "not all has been told: some factor's value was no number where the last round began, or its group, which works at its "
             "own pace, has not answered yet. What is left to move is not known; run on, and max_staleness= makes the others wait.",
         )
-    if float(report.rate) > _SLOW:
+    moved, far = float(report.total_move), float(report.estimate) > 4 * float(report.total_move)
+    far = far and not bool(within_noise(report, _floor(state)))
+    # Whole steps, of which as much comes again as there is left: nothing but the contraction itself takes its time.
+    whole = bool(np.max(report.step) > 0.5) and moved >= 0.5 * float(report.estimate) * (1 - float(report.rate))
+    if float(report.rate) > _SLOW or (far and whole):
         wanted = "small steps want larger ones"
         if not state.plan.family.full:
             wanted = "correlated latents want a guide with a full covariance, and small steps larger ones"
@@ -158,9 +162,9 @@ def limits(state: PVIState, report: RoundReport) -> tuple[str, ...]:
             f"slow contraction: {float(report.rate):.4g} of a round's move comes again in the next, so that about "
             f"{float(report.left):.2g} posterior sds are left to move. Run on; {wanted}."
         )
-    elif float(report.estimate) > 4 * float(report.total_move) and not bool(within_noise(report, _floor(state))):
+    elif far:
         found.append(
-            f"small steps: the last round moved q by {float(report.total_move):.2g} posterior sds, while its factors ask for "
+            f"small steps: the last round moved q by {moved:.2g} posterior sds, while its factors ask for "
             f"{float(report.estimate):.2g}: a step size of the solver's or a damping, noise that is averaged, steps that were "
             "halved, or groups that are still at a visit from an older q hold it back."
         )

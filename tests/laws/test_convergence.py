@@ -15,6 +15,7 @@ from numpyro.optim import Adam
 
 import numpyro_pvi.schedules._convergence as convergence
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
+from numpyro_pvi._posterior_views import limits
 from numpyro_pvi.errors import GuideError, NonFiniteLossError, SkippedGroupError
 from numpyro_pvi.expectations import Expected
 from numpyro_pvi.families import NormalFamily
@@ -99,6 +100,19 @@ def test_one_fast_round_is_enough():
     """A conjugate fit is done after one round, and says so after the second."""
     errors = walk(np.zeros((2, 2)), np.array([7.0, -2.0]), 2)
     assert errors[1][1] == 0.0
+
+
+@pytest.mark.parametrize(("step", "said"), [(1.0, "slow contraction: 0.85 of"), (0.2, "small steps: ")])
+def test_what_holds_a_fit_back_is_named(step, said):
+    """Whole steps that come again by a rate are no small ones, however much is left of them."""
+    model = lambda y: numpyro.sample("y", dist.Normal(numpyro.sample("x", dist.Normal(0.0, 1.0)), 1.0), obs=y)  # noqa: E731
+    pvi = PVI(model, AutoDiagonalNormal(model), num_groups=1)
+    state = pvi.init(KEY, jnp.zeros(()))
+    last = {"total_move": 1e-3, "rate": 0.85, "estimate": 6.6e-3, "left": 6.6e-3, "refused": 0, "finite": True}
+    report = jax.device_get(state.report)._replace(step=np.full_like(state.report.step, step))
+    report = report._replace(**{n: np.asarray(x) for n, x in last.items()})
+    (note,) = limits(state, report)
+    assert note.startswith(said)
 
 
 def strolls(dim, rounds=60, many=8):
