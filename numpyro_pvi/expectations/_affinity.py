@@ -431,7 +431,7 @@ def _apart(
         return look.ask(0, {c.name: c.mixed(c.values[new], c.values[old], part(c)) for c in chosen})
 
     none, whole = look.ask(0, {}), exchanged(lambda c: np.ones(c.members, bool))
-    subsets = [exchanged(lambda c: rng.random(c.members) < 0.5) for _ in range(_SUBSETS)]
+    subsets = [exchanged(lambda c: np.asarray(rng.random(c.members) < 0.5)) for _ in range(_SUBSETS)]
     # One component whole and the others not at all: with few members, random subsets may have missed it.
     subsets += [exchanged(lambda c, own=name: np.full(c.members, c.name == own)) for name in names]
     return _see_one(look.evaluate(terms), none, whole, subsets), False

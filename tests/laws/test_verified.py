@@ -369,7 +369,8 @@ def test_that_no_term_sees_two_of_what_is_by_nodes_is_verified(monkeypatch, apar
     monkeypatch.setattr(product_plan, "find_structure", found)
     model = lambda y: spreads(y, apart)  # noqa: E731
     y = np.stack([0.5 * NOISE, X, NOISE], axis=1)
-    pvi = PVI(Partition(model, "data", LABELS), AutoExponentialFamily(model))
+    # What is claimed falsely starts sites that are too narrow to tell it from rounding in single precision.
+    pvi = PVI(Partition(model, "data", LABELS), AutoExponentialFamily(model), init_sites="prior")
     state = unproved(pvi.init(KEY, y))
     assert pvi.info(state).expectation == ("quadrature in s, t",) * 3
     arguments = rows_of(state.plan, *pvi._arguments((y,), {}))
