@@ -265,12 +265,10 @@ def plan_product(
     prior = ProductNatural({n: held[n] if n in held else _zeros(x) for n, x in components.start.parts.items()})
 
     structure = partial(_structure, plan, components, key, expectation, (away or {}, call.params))
-    # Where latents are summed over, terms have the axes that their members have.
-    parts = all(support_of(own) is None for _, own in family.components)
 
     def likelihood_terms(values: dict, params: dict) -> dict:
         here = dataclasses.replace(call, params=params)
-        found = here.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents, parts)
+        found = here.likelihood_terms(plan.latent_values(values), part.rows, plan.exact_latents, _in_parts(family))
         return {n: plan.over_base_measure(values, n, x) for n, x in found.items()}
 
     likelihood = planned.structure
@@ -282,7 +280,7 @@ def plan_product(
         def prior_terms(values: dict, params: dict) -> dict:
             base = {f"log h of {n}": x for n, x in plan.log_base_measures(values).items()}
             here = dataclasses.replace(call, params=params)
-            return base | here.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents, parts)
+            return base | here.prior_terms(plan.latent_values(values), part.rows, plan.exact_latents, _in_parts(family))
 
         prior_factor = structure(prior_terms, "prior factor", partial(_sites, plan, call, False))
         zero = {*held, *plan.row_axes}
@@ -300,6 +298,11 @@ def plan_product(
     )
     plan = dataclasses.replace(plan, partition=partition, likelihood=likelihood, prior_factor=prior_factor)
     return plan, prior, base_site
+
+
+def _in_parts(family: ProductFamily) -> bool:
+    """Whether structure may be looked for in parts of terms: where latents are summed over, these have their members' axes."""
+    return all(support_of(own) is None for _, own in family.components)
 
 
 _probed = Program(probe_values, static=("family",))
