@@ -278,8 +278,8 @@ def product_claims(plan: ProductPlan) -> tuple[str, ...]:
     """What a plan claims and nothing has proved, as "factor/component".
 
     That it is exact in the component, sees it through predictors, does not see it, or that no term sees two members of all that
-    Hermite's rule is in at once. ``plan``: the plan. Returns names under
-    "likelihood" and "prior factor", and under "prior" components whose prior is held exactly.
+    Hermite's rule is in at once. ``plan``: the plan. Returns names under "likelihood" and "prior factor", and under "prior"
+    components whose prior is held exactly.
     """
     claimed, proved = [], plan.partition.proved
     for factor, found in (("likelihood", plan.likelihood), ("prior factor", plan.prior_factor)):
