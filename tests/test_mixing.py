@@ -1,4 +1,4 @@
-"""Rounds extrapolated from the last ones, where sites are two numbers per row, or q is mean-field."""
+"""Rounds extrapolated from the last ones, where sites are two numbers per row, q is mean-field, or components move in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import scipy.optimize
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
-from numpyro_pvi import PVI, Partition
+from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.families import GaussianNatural
 from numpyro_pvi.schedules import Synchronous, _synchronous
 from numpyro_pvi.solvers import NaturalGradient
@@ -220,6 +220,43 @@ def test_what_is_left_counts_the_slowest_mode(monkeypatch):
     monkeypatch.setattr(_synchronous, "_still_to_go", lambda problem, old, gram, *rest: 0.0 * gram[0, 0])
     jax.clear_caches()
     assert off() > 1e-2
+
+
+OWNERS = np.repeat(np.arange(6), 4)
+
+
+def _levels(y):
+    """Levels that hang together: coordinate ascent goes from their common level to them and back by small steps."""
+    common = numpyro.sample("common", dist.Normal(0.0, 10.0))
+    with numpyro.plate("owners", 6):
+        level = numpyro.sample("level", dist.Normal(common, 0.15))
+    with numpyro.plate("rows", y.shape[0]) as i:
+        numpyro.sample("y", dist.Normal(level[jnp.asarray(OWNERS)[i]], 1.0), obs=y[i])
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_turns_of_components_converge_in_few_rounds_to_exact_means(num_groups, monkeypatch):
+    """Means of a product of normals are exact for a normal posterior, and rounds without mixing many."""
+    y = 2.0 + np.random.default_rng(6).normal(size=OWNERS.size)
+
+    def fit() -> tuple[int, np.ndarray]:
+        pvi = PVI(Partition(_levels, "rows", np.arange(OWNERS.size) % num_groups), AutoExponentialFamily(_levels))
+        done = pvi.run(jax.random.key(0), 400, y, tol=1e-4, progress_bar=False)
+        q = pvi.posterior(done.state)
+        return len(done.losses), np.append(q["level"].mean, q["common"].mean)
+
+    # Of the levels and what they have in common, by completing the square.
+    precision = np.diag([4.0 + 0.15**-2] * 6 + [6 * 0.15**-2 + 0.01])
+    precision[6, :6] = precision[:6, 6] = -(0.15**-2)
+    pull = np.append(np.bincount(OWNERS, weights=y), 0.0)
+    exact, sds = np.linalg.solve(precision, pull), 1 / np.sqrt(np.diagonal(precision))
+    rounds, means = fit()
+    assert np.max(np.abs(means - exact) / sds) < 3e-4
+    with monkeypatch.context() as patched:
+        jax.clear_caches()
+        patched.setattr(_synchronous, "_mixes_sites", lambda problem: False)
+        assert fit()[0] > 3 * rounds
+    jax.clear_caches()
 
 
 def test_sites_of_groups_that_come_and_go_are_mixed_anew():

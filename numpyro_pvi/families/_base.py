@@ -497,6 +497,11 @@ class MetricDefaults(FamilyDefaults):
         """Variances of the sufficient statistics."""
         return moments.scale**2
 
+    def inner_products(self: Any, moments: FamilyMoments, change: Any) -> Float[Array, "W W"]:
+        """Inner products of W changes of the naturals (leading axis) in the Fisher metric of q."""
+        images = jax.vmap(lambda own: self.fisher_product(moments.natural, own))(change)
+        return self.flat(change) @ self.flat(images).T
+
     @property
     def num_moves(self) -> int:
         """Length of what :meth:`moves` gives."""

@@ -109,6 +109,13 @@ class ProductFactors(ProblemDefaults):
         """The exactly held prior, times the sites of groups whose rows are not at hand."""
         return self.problem.prior
 
+    def zero_sites(self, dtype: Any) -> SiteStack:
+        """See :class:`numpyro_pvi.schedules.ProblemDefaults`; latents inside the plate have sites of their own members."""
+        none, plan = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), self.prior_natural), self.problem.plan
+        own = {name: none.parts[name] for name in plan.row_axes}
+        groups = jax.tree.map(lambda x: jnp.zeros((self.num_groups, *x.shape), dtype), shared_of(plan, none))
+        return SiteStack(groups, none if self.has_prior_factor else None, MemberSites(own) if own else None)
+
     @property
     def has_prior_factor(self) -> bool:
         """Whether the prior has a site."""

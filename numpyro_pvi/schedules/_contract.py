@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -264,6 +265,12 @@ class ProblemDefaults(Protocol):
         zero, zeros = jnp.zeros_like(rest), jnp.zeros((self.num_groups,), rest.dtype)
         groups = Expected(zeros, None, None, zeros, zeros, zeros)
         return Evaluation(q, moments, groups, None, rest, zero, zero, rule, jnp.array(False))
+
+    def zero_sites(self: Any, dtype: Any) -> SiteStack:
+        """Zeros of the shapes of the sites that rounds move: of the groups, and of the prior factor where it has one."""
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), self.prior_natural)
+        groups = jax.tree.map(lambda x: jnp.zeros((1 if self.flat else self.num_groups, *x.shape), dtype), none)
+        return SiteStack(groups, none if self.has_prior_factor else None)
 
     def tidy(self: Any, sites: SiteStack) -> SiteStack:
         """Remove rounding asymmetry; where groups have local latents, take their sites from the joint natural parameters."""

@@ -26,7 +26,8 @@ from ._contract import Evaluation, Problem, RoundCarry, ScheduleDefaults, Turns
 from ._convergence import round_report, with_prior
 
 # ------------------------------------------------------------------------------------------------------ Anderson mixing
-# Extrapolation over rounds, where sites are two numbers per row or q is mean-field: Anderson mixing of their last targets.
+# Extrapolation over rounds, where sites are two numbers per row, q is mean-field, or components move in turns: Anderson mixing of
+# their last targets.
 
 # Rounds remembered; rows from which on a round costs so much that fewer rounds matter; and the residual, in posterior sds and
 # their like for the precision, beyond which steps say too little of one another.
@@ -51,34 +52,33 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
     """An empty memory, or None where rounds are not extrapolated.
 
     ``whole``: whether the schedule takes full steps of its own accord. Returns the memory: for sites by rows, from
-    :data:`LEAST_ROWS` rows on, and for those of a mean-field q, under a solver of one full step a visit.
+    :data:`LEAST_ROWS` rows on, for those of a mean-field q, and of components in turns, under a solver of one full step a visit.
     """
     solver = problem.solver
     if not whole or not solver.immediate or solver.step_size != 1.0:
         return None
-    if problem.flat:
-        lead: tuple[int, ...] = ()
-        if problem.prior_natural.precision.shape[0] < LEAST_ROWS:
-            return None
-    elif _mixes_sites(problem):
-        lead = (problem.num_groups + bool(problem.has_prior_factor),)
-    else:
+    if not (problem.prior_natural.precision.shape[0] >= LEAST_ROWS if problem.flat else _mixes_sites(problem)):
         return None
-    memory = jax.tree.map(lambda x: jnp.zeros((WINDOW, *lead, *x.shape), dtype), problem.prior_natural)
+    memory = jax.tree.map(lambda x: jnp.zeros((WINDOW, *x.shape), x.dtype), problem.zero_sites(dtype))
     return Mixing(memory, memory, jnp.int32(0), jnp.array(False), jnp.zeros((), dtype))
 
 
 def _mixes_sites(problem: Any) -> bool:
-    """Whether rounds on a mean-field q are extrapolated: they contract by the correlations that it does not have."""
-    plain = problem.capped and not (problem.stochastic or problem.blind or problem.matches_moments)
-    return plain and problem.units is None and 2 * problem.num_groups * problem.family.dim <= _MOST_MIXED
+    """Whether rounds on a q of independent parts are extrapolated: they contract by the correlations that it does not have."""
+    if problem.stochastic or problem.blind or problem.matches_moments or problem.tied:
+        return False
+    # Values by draws compare between two q of one round, and rounds do not; latents of rows follow within a round.
+    sites = problem.zero_sites(float)
+    contracts = (problem.in_turns and not problem.noisy) or (problem.capped and problem.units is None)
+    return contracts and sites.local is None and sum(x.size for x in jax.tree.leaves(sites)) <= _MOST_MIXED
 
 
-def _all_sites(sites: SiteStack) -> Any:
-    """Sites of the groups and of the prior factor, if there is one, by a leading axis."""
-    if sites.prior is None:
-        return sites.groups
-    return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), sites.prior, sites.groups)
+def _asked(problem: Any, residuals: SiteStack) -> Any:
+    """What all sites ask of q together, by rounds (leading axis)."""
+    if problem.flat:
+        return jax.tree.map(lambda r: r[:, 0], residuals.groups)
+    nothing = jax.tree.map(jnp.zeros_like, problem.prior_natural)
+    return jax.vmap(lambda own: posterior(nothing, own))(residuals)
 
 
 def mixture(
@@ -87,22 +87,20 @@ def mixture(
     """Remember a round's sites and targets, and extrapolate from those remembered.
 
     ``problem``: the factors; ``proposal``: what every row, or group, asks for there; ``step``: the plain step, which parallel
-    updates of a mean-field q are capped at. Returns the memory, the mixture of targets (of steps so long towards them) whose
-    residuals are least in q's Fisher metric (Anderson 1965), and whether to try it.
+    updates of a mean-field q are capped at; None where it is a whole one. Returns the memory, the mixture of targets (of steps
+    so long towards them) whose residuals are least in q's Fisher metric (Anderson 1965), and whether to try it.
     """
 
     def push(stack, new):
         return jnp.roll(stack, -1, axis=0).at[-1].set(new)
 
-    rows = jax.tree.map(lambda x: x[0], (carry.sites.groups, proposal.groups)) if problem.flat else None
-    here, there = rows or (_all_sites(carry.sites), _all_sites(proposal))
-    points, targets = jax.tree.map(push, mixing.points, here), jax.tree.map(push, mixing.targets, there)
+    here = dataclasses.replace(carry.sites, others=None)
+    points, targets = jax.tree.map(push, mixing.points, here), jax.tree.map(push, mixing.targets, proposal)
     # What draws ask for does not tell how rounds contract.
     sampled = problem.noisy and problem.sampled(carry.evaluation.rule)
     filled = jnp.where(sampled, 0, jnp.minimum(mixing.filled + 1, WINDOW))
     residuals = targets - points
-    # What all sites ask of q together.
-    asked = residuals if problem.flat else jax.tree.map(lambda r: jnp.sum(r, axis=1), residuals)
+    asked = _asked(problem, residuals)
     change = jax.tree.map(lambda r: jnp.append(r[-1] - r[:-1], r[-1:], axis=0), asked)
     gram = problem.family.inner_products(carry.evaluation.moments, change)
     shares = mixing_shares(gram, filled)
@@ -110,17 +108,12 @@ def mixture(
     attempt = (filled > 1 if problem.flat else filled == WINDOW) & ~mixing.refused & carry.evaluation.moments.valid
     attempt = attempt & (_length(gram) <= NEAR)
     memory = Mixing(points, targets, filled, mixing.refused, mixing.left)
-    if problem.flat:
-        groups = jax.tree.map(lambda t: jnp.tensordot(shares, t, 1)[None], targets)
-        return memory, SiteStack(groups, proposal.prior), attempt
-    steps = jax.tree.map(lambda p: jnp.sum(p[-1] - p[:-1], axis=1), points)
-    left = jnp.where(sampled, 0.0, _still_to_go(problem, carry.evaluation, gram, steps, filled))
-    memory = memory._replace(left=left.astype(mixing.left.dtype))
-    mixed = jax.tree.map(lambda p, r: jnp.tensordot(shares, p + step * r, 1), points, residuals)
-    if proposal.prior is None:
-        return memory, SiteStack(mixed, None), attempt
-    prior, groups = (jax.tree.map(lambda x, i=i: x[i], mixed) for i in (0, slice(1, None)))
-    return memory, SiteStack(groups, prior), attempt
+    if not problem.flat:
+        steps = _asked(problem, jax.tree.map(lambda p: p[-1] - p[:-1], points))
+        left = jnp.where(sampled, 0.0, _still_to_go(problem, carry.evaluation, gram, steps, filled))
+        memory = memory._replace(left=left.astype(mixing.left.dtype))
+    aims = targets if step is None else jax.tree.map(lambda p, r: p + step * r, points, residuals)
+    return memory, jax.tree.map(lambda aim: jnp.tensordot(shares, aim, 1), aims), attempt
 
 
 def _still_to_go(problem: Any, old: Evaluation, gram: Any, steps: Any, filled: Int[Array, ""]) -> Float[Array, ""]:
@@ -347,7 +340,7 @@ class Synchronous(ScheduleDefaults):
             mixing, aim, fallback, restart = carry.schedule.mixing, proposal, None, None
             if mixing is not None:
                 own = 1.0 if problem.flat else first
-                mixing, mixed, attempt = mixture(problem, mixing, carry, proposal, own)
+                mixing, mixed, attempt = mixture(problem, mixing, carry, proposal, None if problem.flat else own)
                 plain = proposal if problem.flat else carry.sites + (proposal - carry.sites) * own
                 aim, fallback = select(attempt, mixed, proposal), plain
                 # A mixture is taken whole or not at all; without one there is nothing to fall back on.
@@ -366,10 +359,20 @@ class Synchronous(ScheduleDefaults):
         share = late if self.damping == "auto" else late * self.damping
         # What was halved before is a shorter sweep, and not a share of a full one, whose later turns have seen all of the earlier.
         swept = cast(Any, problem).sweep(carry, share * step, noise)
-        done = accept_jointly(problem, carry.sites, swept.sites, carry.evaluation, jnp.ones_like(step), noise)
+        one, aim, how, taken = jnp.ones_like(step), swept.sites, {}, False
+        if (mixing := carry.schedule.mixing) is not None:
+            mixing, mixed, attempt = mixture(problem, mixing, carry, swept.sites, None)
+            # Of shorter sweeps the map is another one.
+            attempt, filled = attempt & (step == 1.0), jnp.where(step == 1.0, mixing.filled, 0)
+            aim, how = select(attempt, mixed, aim), {"fallback": aim, "restart": jnp.where(attempt, one, 0.0)}
+        done = accept_jointly(problem, carry.sites, aim, carry.evaluation, one, noise, **how)
+        if mixing is not None:
+            refused = attempt & ((done.halvings > 0) | ~done.accepted)
+            taken, mixing = attempt & ~refused, mixing._replace(refused=refused, filled=filled)
+            carry = carry._replace(schedule=carry.schedule._replace(mixing=mixing))
         swept = swept._replace(share=swept.share / step)
         done = done._replace(step=done.step * step)
-        return self._finish(problem, carry, swept.groups, swept.prior, done, None, swept)
+        return self._finish(problem, carry, swept.groups, swept.prior, done, None, swept, taken)
 
     def _late(self, problem: Problem, state: SynchronousState) -> Float[Array, ""]:
         """The largest step of a round; turns by some of the rows keep all of a step that was given, and the noise of it."""
@@ -388,7 +391,15 @@ class Synchronous(ScheduleDefaults):
         return jnp.minimum(largest, 1.0 / jnp.maximum(state.eigenvalue, 1.0))
 
     def _finish(
-        self, problem: Problem, carry: RoundCarry, results, prior, done, scale, swept: Turns | None = None
+        self,
+        problem: Problem,
+        carry: RoundCarry,
+        results,
+        prior,
+        done,
+        scale,
+        swept: Turns | None = None,
+        mixed: Any = False,
     ) -> RoundCarry:
         old, state = carry.evaluation, carry.schedule
         share = 1.0 if swept is None else swept.share
@@ -416,17 +427,8 @@ class Synchronous(ScheduleDefaults):
         averaging = state.averaging
         if problem.noisy and not problem.stochastic:
             averaging = average_late(problem, averaging, done.evaluation, old)
-        gain, rounding = elbo_gain(done.evaluation, old)
-        # Below rounding the ELBO no longer sees a parallel step that overshoots; growing moves show it. Of draws they show
-        # nothing: moves grow in every other round, and steps would wither.
-        oscillates = (moved > state.last_move) & (gain <= rounding) & (not (problem.stochastic or problem.blind))
-        if problem.noisy:
-            oscillates = oscillates & ~problem.sampled(old.rule)
-        grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest(problem))
-        step = jnp.where(oscillates, 0.5 * done.step, grown)
-        # A round that found no acceptable step starts the next search a little below the full one.
-        refused = done.step if problem.stochastic else 0.125
-        step = jnp.where(done.accepted, jnp.maximum(step, 2.0**-MAX_HALVINGS), refused)
+        oscillates = _oscillates(problem, moved > state.last_move, done.evaluation, old) & ~jnp.asarray(mixed)
+        step = self._next_step(problem, done, oscillates)
         probe, eigenvalue = state.probe, state.eigenvalue
         if problem.capped and not problem.stochastic:
             product = _curvature_product(problem, state, done.evaluation, scale)
@@ -447,6 +449,25 @@ class Synchronous(ScheduleDefaults):
             ),
             report,
         )
+
+    def _next_step(self, problem: Problem, done: Any, oscillates: Bool[Array, ""]) -> Float[Array, ""]:
+        """Where the next round's search begins."""
+        grown = jnp.minimum(jnp.where(done.halvings == 0, 2.0, 1.0) * done.step, self._largest(problem))
+        step = jnp.where(oscillates, 0.5 * done.step, grown)
+        # A round that found no acceptable step starts the next search a little below the full one.
+        refused = done.step if problem.stochastic else 0.125
+        return jnp.where(done.accepted, jnp.maximum(step, 2.0**-MAX_HALVINGS), refused)
+
+
+def _oscillates(problem: Problem, grew: Bool[Array, ""], new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
+    """Whether steps overshoot: below rounding the ELBO no longer sees it, and growing moves do.
+
+    Of draws growing moves show nothing: they grow in every other round, and steps would wither. Nor do those of a mixture, which
+    the next plain turns are not as long as.
+    """
+    gain, rounding = elbo_gain(new, old)
+    oscillates = grew & (gain <= rounding) & (not (problem.stochastic or problem.blind))
+    return oscillates & ~problem.sampled(old.rule) if problem.noisy else oscillates
 
 
 def _curvature_diagonal(problem: Problem, evaluation) -> Float[Array, "D"]:
