@@ -59,7 +59,8 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
         return None
     if not (problem.prior_natural.precision.shape[0] >= LEAST_ROWS if problem.flat else _mixes_sites(problem)):
         return None
-    memory = jax.tree.map(lambda x: jnp.zeros((WINDOW, *x.shape), x.dtype), problem.zero_sites(dtype))
+    sites = jax.eval_shape(lambda: problem.zero_sites(dtype))
+    memory = jax.tree.map(lambda x: jnp.zeros((WINDOW, *x.shape), x.dtype), sites)
     return Mixing(memory, memory, jnp.int32(0), jnp.array(False), jnp.zeros((), dtype))
 
 
@@ -68,7 +69,7 @@ def _mixes_sites(problem: Any) -> bool:
     if problem.stochastic or problem.blind or problem.matches_moments or problem.tied:
         return False
     # Values by draws compare between two q of one round, and rounds do not; latents of rows follow within a round.
-    sites = problem.zero_sites(float)
+    sites = jax.eval_shape(lambda: problem.zero_sites(float))
     contracts = (problem.in_turns and not problem.noisy) or (problem.capped and problem.units is None)
     return contracts and sites.local is None and sum(x.size for x in jax.tree.leaves(sites)) <= _MOST_MIXED
 
