@@ -459,12 +459,27 @@ def taken_over(pvi: Any, state: Any, args: tuple, kwargs: dict) -> tuple[PVIStat
     _check_solver(pvi, state)
     _check_optim(pvi, state)
     wanted = pvi._fit.memories(pvi, state, dynamic, static)
+    state = _mixed_anew(state, wanted["schedule_state"])
     other = [n for n in _MEMORIES if jax.tree.structure(getattr(state, n)) != jax.tree.structure(wanted[n])]
     if other:
         _check_memories(pvi, state, other)
         state = restarted(pvi, state, dynamic, static)
     pvi._memory.accept(state)
     return state, dynamic, static
+
+
+def _mixed_anew(state: PVIState, wanted: Any) -> PVIState:
+    """The state with an empty memory for extrapolation, or without one, where its schedule and that of the PVI differ in it.
+
+    Whether rounds are extrapolated depends on damping and on the solver's steps, and the rest of the state does not.
+    """
+    here = state.schedule_state
+    if type(here) is not type(wanted) or "mixing" not in getattr(here, "_fields", ()):
+        return state
+    if jax.tree.structure(here.mixing) == jax.tree.structure(wanted.mixing):
+        return state
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), wanted.mixing)
+    return dataclasses.replace(state, schedule_state=here._replace(mixing=empty))
 
 
 def _made_of(state: PVIState) -> Any:

@@ -259,6 +259,28 @@ def test_turns_of_components_converge_in_few_rounds_to_exact_means(num_groups, m
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("guide", [AutoNormal, AutoExponentialFamily])
+def test_states_go_on_whether_or_not_rounds_are_mixed(guide):
+    """Under another damping, or steps of another size, the memory begins anew, and nothing else."""
+    model, data = (_logistic, _correlated()) if guide is AutoNormal else (_levels, (1.0 * OWNERS,))
+    part = Partition(model, "rows", np.arange(NUM_ROWS if guide is AutoNormal else OWNERS.size) % 2)
+    ways = {
+        "mixed": (Synchronous(), NaturalGradient()),
+        "damped": (Synchronous(damping=1.0), NaturalGradient()),
+        "short": (Synchronous(), NaturalGradient(step_size=0.5)),
+    }
+    pvis = {n: PVI(part, guide(model), solver=solver, schedule=schedule) for n, (schedule, solver) in ways.items()}
+    state = pvis["mixed"].run(jax.random.key(0), 8, *data, progress_bar=False).state
+    assert int(state.schedule_state.mixing.filled) > 0
+    for name in ("damped", "mixed", "short", "mixed"):
+        before = float(pvis[name].evaluate(state, *data))
+        state = pvis[name].update(state, *data)[0]
+        found = state.schedule_state.mixing
+        assert (found is None) == (name != "mixed")
+        assert found is None or int(found.filled) == 1
+        assert float(pvis[name].evaluate(state, *data)) <= before + 1e-8
+
+
 def test_sites_of_groups_that_come_and_go_are_mixed_anew():
     X, y = _correlated()
     here = np.arange(NUM_ROWS) < 12

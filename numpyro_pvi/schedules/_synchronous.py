@@ -32,7 +32,7 @@ from ._convergence import round_report, with_prior
 # Rounds remembered; rows from which on a round costs so much that fewer rounds matter; and the residual, in posterior sds and
 # their like for the precision, beyond which steps say too little of one another.
 WINDOW, LEAST_ROWS, NEAR = 6, 128, 5.0
-# Numbers in the sites of a mean-field q up to which so many rounds of them are remembered.
+# Numbers in the sites of a q of independent parts up to which so many rounds of them are remembered.
 _MOST_MIXED = 1 << 17
 
 
@@ -44,7 +44,7 @@ class Mixing(NamedTuple):
     filled: Int[Array, ""]
     # Whether the last mixture was refused: the next round then takes its plain step.
     refused: Bool[Array, ""]
-    # How far a mean-field q was from where these rounds lead, as far as they tell, posterior sds.
+    # How far such a q was from where these rounds lead, as far as they tell, posterior sds.
     left: Float[Array, ""]
 
 
@@ -241,10 +241,11 @@ class Synchronous(ScheduleDefaults):
     they may be by draws (there is no structure), sds of a full-covariance q grow by no more than 1.2 times in each of the
     first 30 rounds whose sites together ask for no normalisable q.
 
-    Under "auto", where sites are two numbers per row (``NaturalGradient(sites=)``), from 128 rows on, or q is mean-field and
-    expectations are not by draws, from the sixth round on, the joint step aims at the mixture of the last six rounds' targets
-    whose residuals are least in the Fisher metric of q (Anderson mixing), once these are below five posterior sds; where the
-    ELBO has fallen there, at the round's own target. A number takes plain steps.
+    Under "auto", where sites are two numbers per row (``NaturalGradient(sites=)``), from 128 rows on, or, where
+    expectations are not by draws, q is mean-field or components move in turns, from the sixth round on, the joint step
+    aims at the mixture of the last six rounds' targets whose residuals are least in the Fisher metric of q (Anderson
+    mixing), once these are below five posterior sds; where the ELBO has fallen there, at the round's own target. A number
+    takes plain steps.
 
     Under a stochastic solver each site has been moved as if alone, so that M of them together go M times too far: "auto"
     is then 1/M (a mean of M normalisable q's is normalisable), or ``power / M`` under :class:`numpyro_pvi.solvers.LocalELBO` with
