@@ -242,6 +242,10 @@ def test_turns_of_components_converge_in_few_rounds_to_exact_means(num_groups, m
     def fit() -> tuple[int, np.ndarray]:
         pvi = PVI(Partition(_levels, "rows", np.arange(OWNERS.size) % num_groups), AutoExponentialFamily(_levels))
         done = pvi.run(jax.random.key(0), 400, y, tol=1e-4, progress_bar=False)
+        assert done.converged
+        # The first mixture is longer than the plain rounds before it, which is no mode that hardly shrinks.
+        first = pvi.run(jax.random.key(0), 6, y, tol=None, progress_bar=False).state
+        assert float(first.report.left) < 100.0
         q = pvi.posterior(done.state)
         return len(done.losses), np.append(q["level"].mean, q["common"].mean)
 
@@ -271,13 +275,13 @@ def test_states_go_on_whether_or_not_rounds_are_mixed(guide):
     }
     pvis = {n: PVI(part, guide(model), solver=solver, schedule=schedule) for n, (schedule, solver) in ways.items()}
     state = pvis["mixed"].run(jax.random.key(0), 8, *data, progress_bar=False).state
-    assert int(state.schedule_state.mixing.filled) > 0
+    assert int(state.schedule_state.mixing.filled) > 1
     for name in ("damped", "mixed", "short", "mixed"):
         before = float(pvis[name].evaluate(state, *data))
         state = pvis[name].update(state, *data)[0]
         found = state.schedule_state.mixing
         assert (found is None) == (name != "mixed")
-        assert found is None or int(found.filled) == 1
+        assert found is None or int(found.filled) <= 1
         assert float(pvis[name].evaluate(state, *data)) <= before + 1e-8
 
 

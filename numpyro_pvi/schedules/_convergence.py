@@ -467,6 +467,7 @@ def round_report(
     drift: Any = 0.0,
     own: Any = None,
     asked: Asked | None = None,
+    mixed: Any = False,
 ) -> RoundReport:
     """Report on a round that ends at ``done``.
 
@@ -491,6 +492,7 @@ def round_report(
             posterior sds.
         own: share of what it asks for that a solver takes by its own settings; a number, or one per group; None is all.
         asked: what the factors asked for, where the schedule knows.
+        mixed: whether the round went to a mixture of rounds' targets: how far says nothing of a rate, nor of the next's.
 
     Returns:
         The report, with running totals continued from the carry's.
@@ -509,6 +511,7 @@ def round_report(
         asked = asked_of(problem, carry, states, prior_state, move, moved, share, taken)
     noisy = problem.noisy | problem.stochastic | problem.blind
     trail, still = _trail(problem, done, carry), _is_rounding(problem, done, carry)
+    trail, still = jnp.where(mixed, 0.0, trail), still | jnp.asarray(mixed)
     ahead = pace(last, trail, moved, asked.together, _longest(step, taken), noisy, late, still, drift)
     finite = sound(done.evaluation.elbo) | problem.blind
     refused, why = refusals(last, taken, done.why)

@@ -424,6 +424,7 @@ class Synchronous(ScheduleDefaults):
             late=1.0 if problem.stochastic else self._late(problem, state),
             drift=state.drift,
             own=results.step if problem.stochastic else share,
+            mixed=mixed,
         )
         moved = report.total_move
         averaging = state.averaging
