@@ -465,8 +465,8 @@ class Synchronous(ScheduleDefaults):
 def _oscillates(problem: Problem, grew: Bool[Array, ""], new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
     """Whether steps overshoot: below rounding the ELBO no longer sees it, and growing moves do.
 
-    Of draws growing moves show nothing: they grow in every other round, and steps would wither. Nor do those of a mixture, which
-    the next plain turns are not as long as.
+    Of draws growing moves show nothing: they grow in every other round, and steps would wither. How far
+    a mixture went shows nothing either, and is not asked about.
     """
     gain, rounding = elbo_gain(new, old)
     oscillates = grew & (gain <= rounding) & (not (problem.stochastic or problem.blind))
