@@ -13,8 +13,8 @@ from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from numpyro_pvi import PVI, AutoExponentialFamily, Partition
 from numpyro_pvi.families import GaussianNatural
-from numpyro_pvi.schedules import Synchronous, _synchronous
-from numpyro_pvi.solvers import NaturalGradient
+from numpyro_pvi.schedules import Synchronous, _synchronous, natural_gradient_proposal
+from numpyro_pvi.solvers import LocalResult, NaturalGradient
 
 NUM_ROWS = 24
 SIZES = {1: (24,), 3: (5, 12, 7)}
@@ -217,7 +217,7 @@ def test_what_is_left_counts_the_slowest_mode(monkeypatch):
         return np.max(np.abs(fit.params["w_auto_loc"] - mean) * np.sqrt(np.diag(precision)))
 
     assert off() < 1e-2
-    monkeypatch.setattr(_synchronous, "_still_to_go", lambda problem, old, gram, *rest: 0.0 * gram[0, 0])
+    monkeypatch.setattr(_synchronous, "_still_to_go", lambda problem, old, gram, *rest: (0.0 * gram[0, 0],) * 2)
     jax.clear_caches()
     assert off() > 1e-2
 
@@ -275,7 +275,11 @@ def test_states_go_on_whether_or_not_rounds_are_mixed(guide):
     }
     pvis = {n: PVI(part, guide(model), solver=solver, schedule=schedule) for n, (schedule, solver) in ways.items()}
     state = pvis["mixed"].run(jax.random.key(0), 8, *data, progress_bar=False).state
-    assert int(state.schedule_state.mixing.filled) > 1
+    assert int(state.schedule_state.mixing.filled) == _synchronous.WINDOW
+    # What was asked for where data were others says nothing here.
+    others = (*data[:-1], 1.0 - np.asarray(data[-1]))
+    for given, kept in ((data, _synchronous.WINDOW), (others, 1)):
+        assert int(pvis["mixed"].update(state, *given)[0].schedule_state.mixing.filled) == kept
     for name in ("damped", "mixed", "short", "mixed"):
         before = float(pvis[name].evaluate(state, *data))
         state = pvis[name].update(state, *data)[0]
@@ -283,6 +287,120 @@ def test_states_go_on_whether_or_not_rounds_are_mixed(guide):
         assert (found is None) == (name != "mixed")
         assert found is None or int(found.filled) <= 1
         assert float(pvis[name].evaluate(state, *data)) <= before + 1e-8
+
+
+class _As:
+    """A problem that says otherwise of itself."""
+
+    def __init__(self, problem, **said):
+        self._problem = problem
+        vars(self).update(said)
+
+    def __getattr__(self, name):
+        return getattr(self._problem, name)
+
+
+@pytest.fixture(scope="module")
+def late():
+    """A mean-field fit whose eighth round went to a mixture, with its factors, and where its rounds stand."""
+    pvi, data = _mean_field(2), _correlated()
+    fit = pvi.run(jax.random.key(0), 8, *data, tol=None, progress_bar=False)
+    problem = pvi._engine._state_problem(fit.state, None, data, {}, False)
+    carry = pvi._engine.carry(problem, fit.state)
+    return problem, carry, natural_gradient_proposal(problem, carry), fit
+
+
+def test_a_mixture_is_no_measure_of_plain_rounds(late):
+    """Neither how long the next one may be, nor the rate at which they shrink."""
+    *_, fit = late
+    moves = np.asarray(fit.trace.total_move)
+    assert moves[-1] > 5.0 * moves[-2]
+    assert float(fit.state.schedule_state.last_move) == pytest.approx(moves[-2], rel=1e-12)
+    assert not np.any(np.asarray(fit.state.report.trail))
+
+
+def test_what_was_remembered_goes_where_rounds_are_not_the_same(late, monkeypatch):
+    """Of other data, and of factors that do not ask for all that they want; what it told of slow modes stays."""
+    problem, carry, proposal, _ = late
+    mixing, window = carry.schedule.mixing, _synchronous.WINDOW
+    assert int(mixing.filled) == window and float(mixing.reach) > 4.0
+
+    def after(mixing, whole):
+        kept, _, attempt = _synchronous.mixture(problem, mixing, carry, proposal, 1.0, whole)
+        return int(kept.filled), bool(attempt), float(kept.left)
+
+    filled, attempt, left = after(mixing._replace(refused=jnp.array(False)), True)
+    assert filled == window and attempt and left > 0.0
+    for elsewhere, whole, kept in ((1e-3, True, 1), (jnp.nan, True, 1), (0.0, False, 0)):
+        filled, attempt, still = after(mixing._replace(elbo=mixing.elbo + elsewhere), whole)
+        assert filled == kept and not attempt and still > 0.5 * left
+    monkeypatch.setattr(_synchronous, "_is_where_it_ended", lambda mixing, here: jnp.array(True))
+    assert after(mixing._replace(elbo=mixing.elbo + 1e-3), True)[0] == window
+
+
+def test_where_one_factor_asked_for_less_rounds_are_not_the_same():
+    def factor(backoffs, moved):
+        return LocalResult(None, None, jnp.asarray(backoffs), jnp.asarray(moved))
+
+    whole = factor([0, 0], [True, True])
+    for groups, prior, expected in (
+        (whole, None, True),
+        (whole, factor(0, True), True),
+        (factor([0, 1], [True, True]), None, False),
+        (factor([0, 0], [True, False]), None, False),
+        (whole, factor(1, True), False),
+        (whole, factor(0, False), False),
+    ):
+        assert bool(_synchronous._all_asked(groups, prior)) is expected
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"stochastic": True},
+        {"blind": True},
+        {"matches_moments": True},
+        {"tied": True},
+        {"units": 3},
+        {"in_turns": True, "noisy": True},
+        {"solver": NaturalGradient(step_size=0.5)},
+        {"solver": NaturalGradient(num_steps=2)},
+    ],
+    ids=str,
+)
+def test_rounds_that_do_not_tell_how_they_contract_are_not_mixed(late, said):
+    problem, dtype = late[0], jnp.zeros(()).dtype
+    assert _synchronous.no_mixing(problem, True, dtype) is not None
+    assert _synchronous.no_mixing(problem, False, dtype) is None
+    said = {"capped": False} | said if "in_turns" in said else said
+    assert _synchronous.no_mixing(_As(problem, **said), True, dtype) is None
+
+
+def _unknown_scale(y):
+    level = numpyro.sample("level", dist.Normal(0.0, 10.0))
+    precision = numpyro.sample("precision", dist.Gamma(2.0, 2.0))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(level, 1 / jnp.sqrt(precision)), obs=y)
+
+
+def test_rounds_whose_mixtures_are_refused_are_plain_ones(monkeypatch):
+    """Mixtures that lie outside of the family are tried once each, and cost no round."""
+    y, part = np.random.default_rng(1).normal(2.0, 3.0, 24), Partition(_unknown_scale, "rows", np.arange(24) % 3)
+
+    def fit(schedule):
+        pvi = PVI(part, AutoExponentialFamily(_unknown_scale), schedule=schedule)
+        done = pvi.run(jax.random.key(0), 8, y, tol=None, progress_bar=False)
+        return np.asarray(done.losses), done.state.schedule_state.mixing
+
+    plain, _ = fit(Synchronous(damping=1.0))
+    with monkeypatch.context() as patched:
+        jax.clear_caches()
+        patched.setattr(_synchronous, "mixing_shares", lambda gram, filled: -1e9 + 0.0 * gram[0])
+        refused, found = fit(Synchronous())
+    jax.clear_caches()
+    # Every other round tries one.
+    assert int(found.filled) == _synchronous.WINDOW and bool(found.refused)
+    np.testing.assert_allclose(refused, plain, rtol=1e-12)
 
 
 def test_sites_of_groups_that_come_and_go_are_mixed_anew():

@@ -217,6 +217,7 @@ def pace(
     late: Any = 1.0,
     still: Any = False,
     drift: Any = 0.0,
+    mixed: Any = False,
 ) -> Pace:
     """How much is left to move: what is asked for, or the sum of the moves to come where they shrink slowly.
 
@@ -231,7 +232,8 @@ def pace(
     likewise; ``step``: share of what was asked for that was taken; 0 where steps were refused; ``noisy``: whether moves have
     noise in them; ``late``: weight of a round in the average of late ones; ``still``: whether the move is rounding
     (:func:`rounding`), whose size and direction say nothing of a rate; ``drift``: how far q has gone one way through the noise of
-    late rounds, which is left at least. Returns the fields of the round's report.
+    late rounds, which is left at least; ``mixed``: whether the round went to a mixture of rounds' targets, whose memory tells
+    what is left (as ``drift``), and how far says nothing of a rate. Returns the fields of the round's report.
     """
     step = jnp.asarray(step, moved.dtype)
     paced = jnp.maximum(step, _FADING * last.paced)
@@ -239,7 +241,7 @@ def pace(
     # A longer or shorter step than the last one moves q by so much more or less at the same rate.
     trail = trail / jnp.where(step > 0, step, 1.0)
     size, new = jnp.vdot(last.trail, last.trail), jnp.vdot(trail, trail)
-    compares = steady & (size > 0) & ~jnp.asarray(still)
+    compares = steady & (size > 0) & ~jnp.asarray(still) & ~jnp.asarray(mixed)
     size = jnp.where(size > 0, size, 1.0)
     again = jnp.vdot(trail, last.trail) / size
     if noisy:
@@ -255,12 +257,13 @@ def pace(
     asked = jnp.where(jnp.asarray(late) < 1, averaged, asked)
     to_come = moved * jnp.max(last.step) / jnp.where(step > 0, step, 1.0) / (1.0 - rate)
     ahead = jnp.where(compares, to_come, jnp.minimum(last.estimate, asked / (1.0 - rate)))
+    ahead = jnp.where(mixed, 0.0, ahead)
     estimate = jnp.maximum(jnp.maximum(asked, moved), ahead)
     estimate = jnp.where(jnp.isnan(estimate), jnp.inf, estimate).astype(moved.dtype)
     recent = jnp.maximum(last.estimate, last.before)
     left = jnp.maximum(estimate, jnp.minimum(recent, 10.0 * estimate))
     left = jnp.maximum(left, drift).astype(moved.dtype)
-    trail = jnp.where(steady, trail, 0.0).astype(moved.dtype)
+    trail = jnp.where(steady & ~jnp.asarray(mixed), trail, 0.0).astype(moved.dtype)
     return Pace(estimate, last.estimate, left, rate, trail, paced.astype(moved.dtype))
 
 
@@ -511,8 +514,7 @@ def round_report(
         asked = asked_of(problem, carry, states, prior_state, move, moved, share, taken)
     noisy = problem.noisy | problem.stochastic | problem.blind
     trail, still = _trail(problem, done, carry), _is_rounding(problem, done, carry)
-    trail, still = jnp.where(mixed, 0.0, trail), still | jnp.asarray(mixed)
-    ahead = pace(last, trail, moved, asked.together, _longest(step, taken), noisy, late, still, drift)
+    ahead = pace(last, trail, moved, asked.together, _longest(step, taken), noisy, late, still, drift, mixed)
     finite = sound(done.evaluation.elbo) | problem.blind
     refused, why = refusals(last, taken, done.why)
     return RoundReport(

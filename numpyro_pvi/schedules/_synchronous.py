@@ -34,6 +34,8 @@ from ._convergence import round_report, with_prior
 WINDOW, LEAST_ROWS, NEAR = 6, 128, 5.0
 # Numbers in the sites of a q of independent parts up to which so many rounds of them are remembered.
 _MOST_MIXED = 1 << 17
+# Units in the last place of its summands that an ELBO may differ by where another program sums it.
+_SAME_ELBO = 16
 
 
 class Mixing(NamedTuple):
@@ -44,8 +46,12 @@ class Mixing(NamedTuple):
     filled: Int[Array, ""]
     # Whether the last mixture was refused: the next round then takes its plain step.
     refused: Bool[Array, ""]
-    # How far such a q was from where these rounds lead, as far as they tell, posterior sds.
+    # How far such a q was from where these rounds lead, as far as they tell, posterior sds; and how far it went for a change of
+    # what is asked for, at most.
     left: Float[Array, ""]
+    reach: Float[Array, ""]
+    # The ELBO where the last round ended: at another one, of other data or params, the same sites ask for something else.
+    elbo: Float[Array, ""]
 
 
 def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
@@ -61,7 +67,8 @@ def no_mixing(problem: Any, whole: bool, dtype: Any) -> Mixing | None:
         return None
     sites = jax.eval_shape(lambda: problem.zero_sites(dtype))
     memory = jax.tree.map(lambda x: jnp.zeros((WINDOW, *x.shape), x.dtype), sites)
-    return Mixing(memory, memory, jnp.int32(0), jnp.array(False), jnp.zeros((), dtype))
+    none = jnp.zeros((), dtype)
+    return Mixing(memory, memory, jnp.int32(0), jnp.array(False), none, none, none)
 
 
 def _mixes_sites(problem: Any) -> bool:
@@ -83,12 +90,13 @@ def _asked(problem: Any, residuals: SiteStack) -> Any:
 
 
 def mixture(
-    problem: Any, mixing: Mixing, carry: Any, proposal: SiteStack, step: Any
+    problem: Any, mixing: Mixing, carry: Any, proposal: SiteStack, step: Any, whole: Any
 ) -> tuple[Mixing, SiteStack, Bool[Array, ""]]:
     """Remember a round's sites and targets, and extrapolate from those remembered.
 
     ``problem``: the factors; ``proposal``: what every row, or group, asks for there; ``step``: the plain step, which parallel
-    updates of a mean-field q are capped at; None where it is a whole one. Returns the memory, the mixture of targets (of steps
+    updates of a mean-field q are capped at; None where it is a whole one; ``whole``: whether all of them asked, and for all that
+    they want: else the map is another one, and what was remembered goes. Returns the memory, the mixture of targets (of steps
     so long towards them) whose residuals are least in q's Fisher metric (Anderson 1965), and whether to try it.
     """
 
@@ -99,7 +107,8 @@ def mixture(
     points, targets = jax.tree.map(push, mixing.points, here), jax.tree.map(push, mixing.targets, proposal)
     # What draws ask for does not tell how rounds contract.
     sampled = problem.noisy and problem.sampled(carry.evaluation.rule)
-    filled = jnp.where(sampled, 0, jnp.minimum(mixing.filled + 1, WINDOW))
+    known = jnp.where(_is_where_it_ended(mixing, carry.evaluation), mixing.filled, 0)
+    filled = jnp.where(sampled | ~jnp.asarray(whole), 0, jnp.minimum(known + 1, WINDOW))
     residuals = targets - points
     asked = _asked(problem, residuals)
     change = jax.tree.map(lambda r: jnp.append(r[-1] - r[:-1], r[-1:], axis=0), asked)
@@ -108,30 +117,48 @@ def mixture(
     # A mean-field q waits until the memory is full, and takes the plain steps that it always took until then.
     attempt = (filled > 1 if problem.flat else filled == WINDOW) & ~mixing.refused & carry.evaluation.moments.valid
     attempt = attempt & (_length(gram) <= NEAR)
-    memory = Mixing(points, targets, filled, mixing.refused, mixing.left)
+    memory = mixing._replace(points=points, targets=targets, filled=filled)
     if not problem.flat:
         steps = _asked(problem, jax.tree.map(lambda p: p[-1] - p[:-1], points))
-        left = jnp.where(sampled, 0.0, _still_to_go(problem, carry.evaluation, gram, steps, filled))
-        memory = memory._replace(left=left.astype(mixing.left.dtype))
+        left, reach = _still_to_go(problem, carry.evaluation, gram, steps, filled, mixing.reach)
+        left = jnp.where(sampled, 0.0, left)
+        memory = memory._replace(left=left.astype(mixing.left.dtype), reach=reach.astype(mixing.reach.dtype))
     aims = targets if step is None else jax.tree.map(lambda p, r: p + step * r, points, residuals)
     return memory, jax.tree.map(lambda aim: jnp.tensordot(shares, aim, 1), aims), attempt
 
 
-def _still_to_go(problem: Any, old: Evaluation, gram: Any, steps: Any, filled: Int[Array, ""]) -> Float[Array, ""]:
+def _ended(mixing: Mixing, attempt: Bool[Array, ""], done: Any) -> tuple[Mixing, Bool[Array, ""]]:
+    """What is remembered of how a round ended, and whether it went to the mixture that it was to attempt."""
+    refused = attempt & ((done.halvings > 0) | ~done.accepted)
+    elbo = done.evaluation.elbo.astype(mixing.elbo.dtype)
+    return mixing._replace(refused=refused, elbo=elbo), attempt & ~refused
+
+
+def _is_where_it_ended(mixing: Mixing, here: Evaluation) -> Bool[Array, ""]:
+    """Whether a round begins with the ELBO that the last one ended with: with the same data and params."""
+    return jnp.abs(here.elbo - mixing.elbo) <= _SAME_ELBO * jnp.finfo(here.size.dtype).eps * here.size
+
+
+def _still_to_go(
+    problem: Any, old: Evaluation, gram: Any, steps: Any, filled: Int[Array, ""], reach: Any
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """An estimate of how far q is from where rounds lead: the residual, times the most that q went for a change of residuals.
 
     Mixtures converge much faster than the slowest mode that they go through, and their moves do not show what is left of it.
     ``gram``: inner products of differences of residuals, and of the newest, last; ``steps``: how far q went meanwhile. Differences
-    within rounding say nothing, nor do modes that no step of the window went along. Returns posterior sds, and their like for the
-    precision.
+    within rounding say nothing, nor do modes that no step of the window went along. ``reach``: what the last round found: the
+    window has seen it go, where it has begun anew. Returns posterior sds, and their like for the precision; and what q went for a
+    change at most.
     """
     whole = _squares(problem, old, jax.tree.map(lambda x: x[None], old.q))[0]
     within = 64 * jnp.finfo(gram.dtype).eps * jnp.sqrt(jnp.maximum(whole, 1.0))
     changes = jnp.sqrt(jnp.maximum(jnp.diagonal(gram)[:-1], 0.0))
     there = (jnp.arange(WINDOW - 1) >= WINDOW - filled) & (changes > within)
     ratios = jnp.sqrt(jnp.maximum(_squares(problem, old, steps), 0.0)) / jnp.where(there, changes, 1.0)
+    found = jnp.max(jnp.where(there, ratios, 0.0), initial=1.0)
+    reach = jnp.where(filled == WINDOW, found, jnp.maximum(found, reach))
     length = _length(gram)
-    return jnp.where(length > within, length * jnp.max(jnp.where(there, ratios, 0.0), initial=1.0), 0.0)
+    return jnp.where(length > within, length * reach, 0.0), reach
 
 
 def _squares(problem: Any, old: Evaluation, change: Any) -> Float[Array, "W"]:
@@ -329,7 +356,7 @@ class Synchronous(ScheduleDefaults):
                 old.q, carry.sites.prior, carry.prior_solver, prior_key, old.rule, noise, start=old.prior
             )
         local = problem.local_proposal(carry, results.moved) if results.local is None else results.local
-        proposal = SiteStack(results.site, None if prior is None else prior.site, local)
+        proposal, mixed = SiteStack(results.site, None if prior is None else prior.site, local), False
         if problem.stochastic:
             done = accept_once(problem, carry.sites, proposal, old, carry.schedule.step, noise)
         else:
@@ -342,9 +369,10 @@ class Synchronous(ScheduleDefaults):
             mixing, aim, fallback, restart = carry.schedule.mixing, proposal, None, None
             if mixing is not None:
                 own = 1.0 if problem.flat else first
-                mixing, mixed, attempt = mixture(problem, mixing, carry, proposal, None if problem.flat else own)
+                whole = _all_asked(results, prior)
+                mixing, aims, attempt = mixture(problem, mixing, carry, proposal, None if problem.flat else own, whole)
                 plain = proposal if problem.flat else carry.sites + (proposal - carry.sites) * own
-                aim, fallback = select(attempt, mixed, proposal), plain
+                aim, fallback = select(attempt, aims, proposal), plain
                 # A mixture is taken whole or not at all; without one there is nothing to fall back on.
                 first = jnp.where(attempt, self._largest(problem), first).astype(first.dtype)
                 restart = jnp.where(attempt, first, 0.0)
@@ -352,9 +380,9 @@ class Synchronous(ScheduleDefaults):
             done = accept_jointly(problem, carry.sites, aim, old, first, noise, probe, fallback, **searched)
             if mixing is not None:
                 done = done._replace(step=jnp.where(attempt, own * done.step, done.step))
-                refused = attempt & ((done.halvings > 0) | ~done.accepted)
-                carry = carry._replace(schedule=carry.schedule._replace(mixing=mixing._replace(refused=refused)))
-        return self._finish(problem, carry, results, prior, done, scale)
+                mixing, mixed = _ended(mixing, attempt, done)
+                carry = carry._replace(schedule=carry.schedule._replace(mixing=mixing))
+        return self._finish(problem, carry, results, prior, done, scale, mixed=mixed)
 
     def _in_turns(self, problem: Problem, carry: RoundCarry, noise: Any) -> RoundCarry:
         late, step = self._late(problem, carry.schedule), carry.schedule.step
@@ -363,14 +391,12 @@ class Synchronous(ScheduleDefaults):
         swept = cast(Any, problem).sweep(carry, share * step, noise)
         one, aim, how, taken = jnp.ones_like(step), swept.sites, {}, False
         if (mixing := carry.schedule.mixing) is not None:
-            mixing, mixed, attempt = mixture(problem, mixing, carry, swept.sites, None)
-            # Of shorter sweeps the map is another one.
-            attempt, filled = attempt & (step == 1.0), jnp.where(step == 1.0, mixing.filled, 0)
+            whole = (step == 1.0) & _all_asked(swept.groups, swept.prior)
+            mixing, mixed, attempt = mixture(problem, mixing, carry, swept.sites, None, whole)
             aim, how = select(attempt, mixed, aim), {"fallback": aim, "restart": jnp.where(attempt, one, 0.0)}
         done = accept_jointly(problem, carry.sites, aim, carry.evaluation, one, noise, **how)
         if mixing is not None:
-            refused = attempt & ((done.halvings > 0) | ~done.accepted)
-            taken, mixing = attempt & ~refused, mixing._replace(refused=refused, filled=filled)
+            mixing, taken = _ended(mixing, attempt, done)
             carry = carry._replace(schedule=carry.schedule._replace(mixing=mixing))
         swept = swept._replace(share=swept.share / step)
         done = done._replace(step=done.step * step)
@@ -432,12 +458,8 @@ class Synchronous(ScheduleDefaults):
             averaging = average_late(problem, averaging, done.evaluation, old)
         oscillates = _oscillates(problem, moved > state.last_move, done.evaluation, old) & ~jnp.asarray(mixed)
         step = self._next_step(problem, done, oscillates)
-        probe, eigenvalue = state.probe, state.eigenvalue
         if problem.capped and not problem.stochastic:
-            product = _curvature_product(problem, state, done.evaluation, scale)
-            estimate, direction = power_iteration_step(product, scale, state.probe)
-            usable = done.accepted & jnp.isfinite(estimate) & jnp.all(jnp.isfinite(direction))
-            probe, eigenvalue = jnp.where(usable, direction, probe), jnp.where(usable, estimate, eigenvalue)
+            state = _probed(problem, state, done, scale)
         return RoundCarry(
             done.sites,
             done.evaluation,
@@ -445,10 +467,9 @@ class Synchronous(ScheduleDefaults):
             None if prior is None else prior.state,
             state._replace(
                 step=step.astype(state.step.dtype),
-                probe=probe,
-                eigenvalue=eigenvalue,
                 averaging=averaging,
-                last_move=moved,
+                # How far a mixture went is no measure for the next round.
+                last_move=jnp.where(mixed, state.last_move, moved),
             ),
             report,
         )
@@ -462,6 +483,11 @@ class Synchronous(ScheduleDefaults):
         return jnp.where(done.accepted, jnp.maximum(step, 2.0**-MAX_HALVINGS), refused)
 
 
+def _all_asked(groups: Any, prior: Any) -> Bool[Array, ""]:
+    """Whether every factor made a proposal, and a whole one; ``prior``: of the prior factor, or None."""
+    return jnp.all(jnp.stack([jnp.all(x.moved & (x.backoffs == 0)) for x in (groups, prior) if x is not None]))
+
+
 def _oscillates(problem: Problem, grew: Bool[Array, ""], new: Evaluation, old: Evaluation) -> Bool[Array, ""]:
     """Whether steps overshoot: below rounding the ELBO no longer sees it, and growing moves do.
 
@@ -471,6 +497,15 @@ def _oscillates(problem: Problem, grew: Bool[Array, ""], new: Evaluation, old: E
     gain, rounding = elbo_gain(new, old)
     oscillates = grew & (gain <= rounding) & (not (problem.stochastic or problem.blind))
     return oscillates & ~problem.sampled(old.rule) if problem.noisy else oscillates
+
+
+def _probed(problem: Problem, state: SynchronousState, done: Any, scale: Float[Array, "D"]) -> SynchronousState:
+    """One step of the power iteration on the curvature where the round has come to."""
+    product = _curvature_product(problem, state, done.evaluation, scale)
+    estimate, direction = power_iteration_step(product, scale, state.probe)
+    usable = done.accepted & jnp.isfinite(estimate) & jnp.all(jnp.isfinite(direction))
+    probe, eigenvalue = jnp.where(usable, direction, state.probe), jnp.where(usable, estimate, state.eigenvalue)
+    return state._replace(probe=probe, eigenvalue=eigenvalue)
 
 
 def _curvature_diagonal(problem: Problem, evaluation) -> Float[Array, "D"]:

@@ -54,13 +54,16 @@ def metric_is_the_derivative(members):
         stack = jax.tree.map(lambda *x: jnp.stack(x), *(family.unflat(s * change) for s in (0.1, -0.2)))
         moved = fisher @ change / moments.scale
         small = family.moves(family.moments(q + family.unflat(1e-4 * change)), moments)
-        shifts = jnp.outer(jnp.array([0.1, -0.2], start.dtype), moved)
-        return (moments.scale**2, family.shift(stack, moments), small), (jnp.diagonal(fisher), shifts, 1e-4 * moved)
+        sizes = jnp.array([0.1, -0.2], start.dtype)
+        gram = jnp.outer(sizes, sizes) * (change @ fisher @ change)
+        found = moments.scale**2, family.shift(stack, moments), small, family.inner_products(moments, stack)
+        return found, (jnp.diagonal(fisher), jnp.outer(sizes, moved), 1e-4 * moved, gram)
 
-    (variances, shift, small), wanted = both(start)
+    (variances, shift, small, gram), wanted = both(start)
     np.testing.assert_allclose(variances, wanted[0], rtol=TIGHT)
     np.testing.assert_allclose(shift, wanted[1], rtol=TIGHT, atol=TIGHT)
     np.testing.assert_allclose(small, wanted[2], rtol=0.05, atol=2e-6)
+    np.testing.assert_allclose(gram, wanted[3], rtol=TIGHT)
 
 
 @pytest.mark.parametrize("members", [MEMBERS, OTHERS], ids=["vectors and matrices", "chains and others"])
