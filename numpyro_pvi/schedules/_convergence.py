@@ -233,7 +233,8 @@ def pace(
     noise in them; ``late``: weight of a round in the average of late ones; ``still``: whether the move is rounding
     (:func:`rounding`), whose size and direction say nothing of a rate; ``drift``: how far q has gone one way through the noise of
     late rounds, which is left at least; ``mixed``: whether the round went to a mixture of rounds' targets, whose memory tells
-    what is left (as ``drift``), and how far says nothing of a rate. Returns the fields of the round's report.
+    what is left (as ``drift``, of sites that are no numbers of rows), and how far says nothing of a rate. Returns the fields
+    of the round's report.
     """
     step = jnp.asarray(step, moved.dtype)
     paced = jnp.maximum(step, _FADING * last.paced)

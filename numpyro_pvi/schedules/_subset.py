@@ -146,7 +146,8 @@ class StochasticSubset(ScheduleDefaults):
         if self.rates is not None:
             resolve(self.rates, "StochasticSubset(rates)", problem, 1.0)
         if problem.in_turns:
-            return Synchronous(self.damping).init(problem, dtype)
+            # Rounds of other groups each time are no iteration of one map.
+            return Synchronous(self.damping).init(problem, dtype)._replace(mixing=None)
         self._dampings(problem, dtype)
         averaging = no_averaging(dim if problem.noisy and not problem.stochastic else 0, dtype)
         one = jnp.ones((), dtype)

@@ -57,7 +57,7 @@ def test_a_rate_that_is_read_off_rounding_is_noticed(x64, monkeypatch):
     monkeypatch.setattr(_convergence, "rounding", lambda change, of: jnp.array(False))
     if x64:
         pytest.skip("rounding is too small to be mistaken for a move of 1e-4 sds")
-    # Of rounds that are extrapolated no rate is read anyway.
+    # Of rounds that go to a mixture no rate is read anyway.
     assert most_left(Sequential()) > 1e-3
 
 
