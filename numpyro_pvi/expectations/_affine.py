@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -247,7 +247,7 @@ def _row_expectations(spec: TermSpec, data: TermData, mean: tuple, covariance: d
     size = math.prod(data.fn.batch_shape)
     mean = tuple(jnp.broadcast_to(m, (size,)) for m in mean)
     spread = {k: jnp.broadcast_to(v, (size,)) for k, v in covariance.items()}
-    return over_predictors(partial(_evaluate, spec, data), mean, spread, level, num_rules)
+    return over_predictors(partial(_evaluate, spec, data), mean, spread, level, num_rules)[:4]
 
 
 def over_predictors(
@@ -257,21 +257,24 @@ def over_predictors(
     level: Any,
     num_rules: int,
     share: Share | None = None,
+    beside: Sequence[Callable[..., Array]] = (),
 ) -> tuple:
     """Quadrature of rows over their one or two predictors.
 
     ``row_fn``: log densities of rows at predictors Float[E] each, nats; ``mean``: the predictors' means, Float[E] each;
     ``spread``: their covariances by pair, Float[E] each; ``level``: Int[] quadrature rule; ``share``: what the rows count in an
-    average over other latents, or None. Returns ``(E f, E f' by predictor, E f'' by pair, absolute error)``.
+    average over other latents, or None; ``beside``: further functions of the predictors, whose expectations are taken at the same
+    nodes. Returns ``(E f, E f' by predictor, E f'' by pair, absolute error, expectations beside)``.
     """
+    options: dict = {"rule": level, "num_rules": num_rules, "share": share, "beside": beside}
     if len(mean) == 1:
         sd = jnp.sqrt(jnp.clip(spread[0, 0], 0.0, None))
-        result = expect_1d(row_fn, mean[0], sd, rule=level, num_rules=num_rules, share=share)
-        return result.value, (result.grad,), {(0, 0): result.hess}, result.absolute
+        result = expect_1d(row_fn, mean[0], sd, **options)
+        return result.value, (result.grad,), {(0, 0): result.hess}, result.absolute, result.beside
     law = (mean[0], mean[1], spread[0, 0], spread[0, 1], spread[1, 1])
-    result = expect_2d(row_fn, *law, rule=level, num_rules=num_rules, share=share)
+    result = expect_2d(row_fn, *law, **options)
     hess = {(0, 0): result.hess[..., 0], (0, 1): result.hess[..., 1], (1, 1): result.hess[..., 2]}
-    return result.value, (result.grad[..., 0], result.grad[..., 1]), hess, result.absolute
+    return result.value, (result.grad[..., 0], result.grad[..., 1]), hess, result.absolute, result.beside
 
 
 def _evaluate(spec: TermSpec, data: TermData, *predictors: Float[Array, "E"]) -> Float[Array, "E"]:
@@ -629,7 +632,7 @@ def claimed_terms(law: PredictorLaw, values: Mapping[str, Array], point: Float[A
 def _expected(law: PredictorLaw, spec: TermSpec, data: TermData, masks: Mapping[str | None, Any]) -> Array:
     """One term's expectation, elementwise in its batch shape."""
     shape, counts = data.fn.batch_shape, jnp.where(_elements(data, spec, masks), law.share, 0.0)
-    # The density reads nothing else of the term. Each leaf that moves costs an expectation of its own.
+    # The density reads nothing else of the term. Each leaf that moves costs a slope at every node.
     leaves, structure = jax.tree.flatten(dataclasses.replace(unread_held(spec, data), design=(), offset=()))
 
     def density(leaves: tuple, *predictors: Array) -> Array:
@@ -658,26 +661,24 @@ def _law_of(law: PredictorLaw, data: TermData) -> tuple[tuple, dict]:
 def _expectation_of(density: Callable, shape: tuple[int, ...], num_rules: int) -> Callable:
     """``E f`` of every element as a function of the predictors' law and of what else f depends on, with its derivatives."""
 
-    def moments(row_fn: Callable, mean: tuple, covariance: dict, counted: Array) -> tuple:
-        return _settled(row_fn, mean, covariance, counted, num_rules)[0]
-
     @jax.custom_jvp
     def expected(mean: tuple, covariance: dict, counted: Array, leaves: tuple) -> Array:
-        return moments(partial(density, leaves), mean, covariance, counted)[0]
+        return _settled(partial(density, leaves), mean, covariance, counted, num_rules)[0][0]
 
     def along(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         mean, covariance, counted, leaves = primals
-        value, slope, bend = moments(partial(density, leaves), mean, covariance, counted)
+        moving = [k for k, step in enumerate(tangents[3]) if not _still(step)]
+        slopes = tuple(_slope_in(density, leaves, k, shape) for k in moving)
+        found, _ = _settled(partial(density, leaves), mean, covariance, counted, num_rules, slopes)
+        value, slope, bend, beside = found
         moved = jnp.zeros_like(value)
         for own, step in zip(slope, tangents[0], strict=True):
             moved = moved if _still(step) else moved + own * step
         for pair, step in tangents[1].items():
             half = 0.5 if pair[0] == pair[1] else 1.0
             moved = moved if _still(step) else moved + half * bend[pair] * step
-        for k, step in enumerate(tangents[3]):
-            if not _still(step):
-                own = _slope_in(density, leaves, k, shape)
-                moved = moved + moments(own, mean, covariance, counted)[0] * _elementwise(step, shape)
+        for own, k in zip(beside, moving, strict=True):
+            moved = moved + own * _elementwise(tangents[3][k], shape)
         return value, moved
 
     expected.defjvp(along, symbolic_zeros=True)
@@ -707,25 +708,27 @@ def _still(step: Any) -> bool:
 
 
 def _settled(
-    row_fn: Callable, mean: tuple, covariance: dict, counts: Array, num_rules: int
-) -> tuple[tuple[Array, tuple, dict], Array]:
-    """``(E f, E f_i, E f_ij)`` of every element by the cheapest rule whose error does no harm, and that error.
+    row_fn: Callable, mean: tuple, covariance: dict, counts: Array, num_rules: int, beside: tuple[Callable, ...] = ()
+) -> tuple[tuple[Array, tuple, dict, tuple], Array]:
+    """``(E f, E f_i, E f_ij, E g)`` of every element by the cheapest rule whose error does no harm, and that error.
 
-    ``counts``: what each element counts in what is made of them. Elements that do not count have zeros, and an error is what it
-    is times what it counts: the outermost of a rule's nodes in another latent, which see the widest predictors, have next to no
-    weight, and would ask for the finest rule at all nodes. Where a result is not finite, nodes that count little are left out.
+    ``beside``: further functions g, f's derivatives in what it depends on besides; ``counts``: what each element counts in what is
+    made of them. Elements that do not count have zeros, and an error is what it is times what it counts: the outermost of a rule's
+    nodes in another latent, which see the widest predictors, have next to no weight, and would ask for the finest rule at all
+    nodes. Where a result is not finite, nodes that count little are left out of it.
     """
     counts = jnp.broadcast_to(counts, mean[0].shape).astype(mean[0].dtype)
     counted, eps, most = counts > 0, jnp.finfo(counts.dtype).eps, jnp.max(counts, initial=0.0)
 
     def look(level: Any, careful: Any) -> tuple[Any, Array]:
-        value, slope, bend, error = over_predictors(row_fn, mean, covariance, level, num_rules, Share(most, careful))
+        share = Share(most, careful)
+        value, slope, bend, error, own = over_predictors(row_fn, mean, covariance, level, num_rules, share, beside)
         size = jnp.where(counted, sum(jnp.abs(h) * jnp.abs(covariance[pair]) for pair, h in bend.items()), 0.0)
         # Of what counts no more than rounding an error may be unknown.
         wrong = jnp.where(counts > eps, counts * _error_beyond_rounding(error, size, mean), 0.0)
-        found = jax.tree.map(lambda x: jnp.where(counted, x, 0.0), (value, slope, bend))
+        parts = jax.tree.map(lambda x: jnp.where(counted, x, 0.0), ((value, slope, bend), *own))
         # Curvature much smaller than q's precision needs no relative accuracy.
-        return found, largest(jnp.sum(wrong) / jnp.maximum(jnp.sum(counts * size), 1.0))
+        return parts, largest(jnp.sum(wrong) / jnp.maximum(jnp.sum(counts * size), 1.0))
 
     def at(level: Any) -> tuple[Any, Array]:
         return _finite_or_careful(look, level)
@@ -733,21 +736,30 @@ def _settled(
     wide = counts > _WIDE
     widths = [jnp.max(jnp.where(wide, v, 0.0), initial=0.0) for (i, j), v in covariance.items() if i == j]
     widest = largest(jnp.sqrt(jnp.maximum(jnp.stack(widths).max(), 0.0)))
-    found, _, error = refined(at, rule_index(widest), TOLERANCE[widest.dtype.name], num_rules)
-    return found, error
+    (found, *own), _, error = refined(at, rule_index(widest), TOLERANCE[widest.dtype.name], num_rules)
+    return (*found, tuple(own)), error
 
 
-def _finite_or_careful(look: Callable, level: Any) -> tuple[Any, Array]:
-    """``look(level, careful)``, and again with care where that is not finite: one program serves for both."""
+def _finite_or_careful(look: Callable, level: Any) -> tuple[tuple, Array]:
+    """``look(level, careful)``, and again with care where that is not finite: one program serves for both.
+
+    ``look``: to parts, and the error of the first. A part that is finite without care stays as it is.
+    """
     look = jax.jit(look, inline=True)
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(look, level, jnp.array(False)))
 
     def unfinished(state: tuple) -> Array:
-        tries, (found, _) = state
-        return (tries == 0) | ((tries == 1) & ~all_finite(found))
+        tries, (parts, _) = state
+        return (tries == 0) | ((tries == 1) & ~all_finite(parts))
 
     def again(state: tuple) -> tuple:
-        return state[0] + 1, look(level, state[0] > 0)
+        tries, (parts, error) = state
+        kept = [(tries > 0) & all_finite(part) for part in parts]
+        found, wrong = look(level, tries > 0)
+        found = tuple(
+            jax.tree.map(partial(jnp.where, keep), *pair) for keep, *pair in zip(kept, parts, found, strict=True)
+        )
+        return tries + 1, (found, jnp.where(kept[0], error, wrong))
 
     return jax.lax.while_loop(unfinished, again, (jnp.int32(0), zero))[1]
 

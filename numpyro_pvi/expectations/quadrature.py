@@ -7,7 +7,7 @@ For each row n with log-likelihood psi_n(u), u ~ N(mean_n, sd_n^2):
 Nothing here decides on concrete values, so everything runs under jit, vmap and loops.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,11 +46,32 @@ class Share(NamedTuple):
         count = weight * self.most > jnp.where(self.careful, OVERFLOWN[dtype], NEGLIGIBLE[dtype])
         return tuple(jnp.where(count, x, 0.0) for x in z), jnp.where(count, weight, 0.0)
 
-    def finite(self, parts: tuple[Array, ...], weight: Array) -> tuple[Array, ...]:
-        """A density and its derivatives with zeros at nodes that count little where one of them is not finite."""
+    def finite(
+        self, parts: tuple[Array, ...], weight: Array, beside: tuple[Array, ...] = ()
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """A density and its derivatives with zeros at nodes that count little where one of them is not finite.
+
+        ``beside``: functions that go without those nodes too, and each without those where it is not finite itself, of which the
+        density is none the wiser.
+        """
+        little = weight * self.most < OVERFLOWN[self.most.dtype.name]
         # A sum is finite where all of its terms are: infinities of two signs make a NaN.
-        lost = ~jnp.isfinite(sum(parts)) & (weight * self.most < OVERFLOWN[self.most.dtype.name])
-        return tuple(jnp.where(lost, 0.0, t) for t in parts)
+        lost = little & ~jnp.isfinite(sum(parts))
+        own = tuple(jnp.where(lost | (little & ~jnp.isfinite(t)), 0.0, t) for t in beside)
+        return tuple(jnp.where(lost, 0.0, t) for t in parts), own
+
+
+class Rows(NamedTuple):
+    """What is integrated: psi, whose curvature says how fine a rule has to be, and functions that share its nodes.
+
+    The latter are for derivatives of psi in numbers that it depends on beside its predictors. As functions of a predictor they
+    have the singularities of psi, each stronger by one order, and psi'' by two: where a rule is fine enough for E psi'', it is for
+    them. Nothing is estimated of their errors, and a singularity that psi has not at the very value of such a number goes unseen:
+    that of |u|^p in p, at p = 2.
+    """
+
+    psi: Callable[..., Array]
+    beside: tuple[Callable[..., Array], ...] = ()
 
 
 _HALF_LOG_2PI = 0.5 * np.log(2 * np.pi)
@@ -66,6 +87,7 @@ class RowMoments2D(NamedTuple):
     hess: Float[Array, "*rows 3"]  # E psi_uu, E psi_uv, E psi_vv
     error: Float[Array, "*rows"]  # estimated relative error of the worst, in whitened coordinates; inf where not finite
     absolute: Float[Array, "*rows"]  # estimated error of the whitened hess, in nats; inf where not known
+    beside: tuple[Float[Array, "*rows"], ...] = ()  # of the functions beside psi
 
 
 class Law(NamedTuple):
@@ -98,6 +120,7 @@ class Sums2D(NamedTuple):
     stein: tuple[Array, ...]  # z1 g1, z2 g1, z2 g2, z1 psi, z2 psi
     size: tuple[Array, ...]  # sums of |.|: psi, g1, g2, h11, h12, h22
     stein_size: tuple[Array, ...]  # sums of |.| of `stein`
+    beside: tuple[Array, ...] = ()  # the functions beside psi
 
 
 def gaussian_law(mean_u: Array, mean_v: Array, cov_uu: Array, cov_uv: Array, cov_vv: Array) -> Law:
@@ -124,19 +147,21 @@ def _derivatives(row_fn: RowFn2D, u: Array, v: Array) -> tuple[Array, ...]:
 
 
 def _terms_2d(
-    row_fn: RowFn2D, law: Law, u: Array, v: Array, z: tuple[Array, Array], weight: Array, share: Share | None = None
+    rows: Rows, law: Law, u: Array, v: Array, z: tuple[Array, Array], weight: Array, share: Share | None = None
 ) -> Sums2D:
-    found = _derivatives(row_fn, u, v)
-    plain = tuple(weight * t for t in (found if share is None else share.finite(found, weight)))
+    found, own = _derivatives(rows.psi, u, v), tuple(f(u, v) for f in rows.beside)
+    if share is not None:
+        found, own = share.finite(found, weight, own)
+    plain, beside = tuple(weight * t for t in found), tuple(weight * t for t in own)
     grad, hess = law.whiten(list(plain[1:3]), list(plain[3:]))
     stein = (z[0] * grad[0], z[1] * grad[0], z[1] * grad[1], z[0] * plain[0], z[1] * plain[0])
     size = tuple(jnp.abs(t) for t in (plain[0], *grad, *hess))
-    return Sums2D(plain, stein, size, tuple(jnp.abs(t) for t in stein))
+    return Sums2D(plain, stein, size, tuple(jnp.abs(t) for t in stein), beside)
 
 
-def _zeros_2d(like: Array) -> Sums2D:
+def _zeros_2d(like: Array, beside: int) -> Sums2D:
     zero = jnp.zeros_like(like)
-    return Sums2D((zero,) * 6, (zero,) * 5, (zero,) * 6, (zero,) * 5)
+    return Sums2D((zero,) * 6, (zero,) * 5, (zero,) * 6, (zero,) * 5, (zero,) * beside)
 
 
 def _add_2d(left: Sums2D, right: Sums2D) -> Sums2D:
@@ -164,10 +189,11 @@ def _gaps(sums: Sums2D, law: Law) -> tuple[list[Array], list[Array], list[Array]
 
 
 def _moments(sums: Sums2D, hess: list[Array], error: Array, absolute: Array) -> RowMoments2D:
-    return RowMoments2D(sums.plain[0], jnp.stack(sums.plain[1:3], -1), jnp.stack(hess, -1), error, absolute)
+    grad = jnp.stack(sums.plain[1:3], -1)
+    return RowMoments2D(sums.plain[0], grad, jnp.stack(hess, -1), error, absolute, sums.beside)
 
 
-def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Share | None = None) -> RowMoments2D:
+def fixed_2d(rows: Rows, law: Law, index: int | Array, share: Share | None = None) -> RowMoments2D:
     """Tensor product of a fixed rule; the error is the gap between direct and Stein forms, as in one dimension.
 
     Few rows take a block of nodes at a time, as in one dimension. ``share``: as of :func:`expect_2d`.
@@ -182,7 +208,7 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Share | None 
         if share is not None:
             (z1, z2), weight = share.that_count((z1, z2), weight)
         u, v = law.mean_u + law.slope * z2 + law.sd_u * z1, law.mean_v + law.sd_v * z2
-        return _terms_2d(row_fn, law, u, v, (z1, z2), weight)
+        return _terms_2d(rows, law, u, v, (z1, z2), weight)
 
     def step(k: Array, sums: Sums2D) -> Sums2D:
         if width > 1:
@@ -190,7 +216,7 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Share | None 
             return _add_2d(sums, jax.tree.map(lambda x: jnp.sum(x, axis=0), block))
         return _add_2d(sums, at(inner[k, 0], outer[k, 0], weights[k, 0]))
 
-    sums = jax.lax.fori_loop(start // width, stop // width, step, _zeros_2d(law.mean_u))
+    sums = jax.lax.fori_loop(start // width, stop // width, step, _zeros_2d(law.mean_u, len(rows.beside)))
     _, _, gaps = _gaps(sums, law)
     # What is not a number is no small gap.
     gaps = [
@@ -202,14 +228,14 @@ def fixed_2d(row_fn: RowFn2D, law: Law, index: int | Array, share: Share | None 
     return _moments(sums, list(sums.plain[3:]), error, second)
 
 
-def mapped_2d(row_fn: RowFn2D, law: Law, share: Share | None = None) -> RowMoments2D:
+def mapped_2d(rows: Rows, law: Law, share: Share | None = None) -> RowMoments2D:
     """Nested trapezoids, each on its own change of variable; the inner one is found anew at every outer node.
 
     ``share``: as of :func:`expect_2d`.
     """
     dtype = law.mean_u.dtype
     num_outer, num_inner = _NUM_OUTER[dtype.name] // 2, _NUM_INNER[dtype.name] // 2
-    outer = locate_features(_outer_slope(row_fn, law), law.mean_u)
+    outer = locate_features(_outer_slope(rows.psi, law), law.mean_u)
     low, high = outer.forward(outer.low), outer.forward(outer.high)
     step = (high - low) / (2 * num_outer - 1)
 
@@ -218,7 +244,7 @@ def mapped_2d(row_fn: RowFn2D, law: Law, share: Share | None = None) -> RowMomen
         z2 = outer.anchor + offset
         weight = step * rate * jnp.exp(-0.5 * z2**2) / (2 * np.pi)
         v = law.mean_v + law.sd_v * outer.anchor + law.sd_v * offset
-        return _inner_sums(row_fn, law, v, z2, weight, num_inner, share)
+        return _inner_sums(rows, law, v, z2, weight, num_inner, share)
 
     def pair(carry: tuple[Sums2D, Sums2D], first: Array) -> tuple[tuple[Sums2D, Sums2D], None]:
         """An even and an odd outer node, on a leading axis of two."""
@@ -227,7 +253,7 @@ def mapped_2d(row_fn: RowFn2D, law: Law, share: Share | None = None) -> RowMomen
         split = jax.tree.map(lambda s, a, b: s + jnp.abs(a - b), split, even, odd)
         return (jax.tree.map(lambda s, a, b: s + a + b, sums, even, odd), split), None
 
-    start = _zeros_2d(jnp.zeros((2, *law.mean_u.shape), dtype))
+    start = _zeros_2d(jnp.zeros((2, *law.mean_u.shape), dtype), len(rows.beside))
     (sums, split), _ = jax.lax.scan(pair, (start, start), 2.0 * jnp.arange(num_outer, dtype=dtype))
     halves = jax.tree.map(lambda a, s: jnp.maximum(jnp.abs(a[0] - a[1]), s[0] + s[1]), sums, split)
     return _mapped_moments_2d(jax.tree.map(lambda a: a[0] + a[1], sums), halves, outer.cut, law)
@@ -253,33 +279,33 @@ def _outer_slope(row_fn: RowFn2D, law: Law) -> Callable[[Array, Array], tuple[Ar
 
 
 def _inner_sums(
-    row_fn: RowFn2D, law: Law, v: Array, z2: Array, weight: Array, half: int, share: Share | None
+    rows: Rows, law: Law, v: Array, z2: Array, weight: Array, half: int, share: Share | None
 ) -> tuple[Sums2D, Sums2D]:
     """Even and odd half of the inner rule at one outer node per row."""
     mean = law.mean_u + law.slope * z2
 
     def slope_fn(center: Array, offset: Array) -> tuple[Array, Array, Array]:
         ones = jnp.ones_like(center)
-        along = lambda x: jax.jvp(lambda t: row_fn(t, v), (x,), (ones,))  # noqa: E731
+        along = lambda x: jax.jvp(lambda t: rows.psi(t, v), (x,), (ones,))  # noqa: E731
         u = (mean + law.sd_u * center) + law.sd_u * offset
         (value, grad), (_, hess) = jax.jvp(along, (u,), (ones,))
         return value, law.sd_u * grad, law.sd_u**2 * hess
 
-    rows = locate_features(slope_fn, mean)
-    low, high = rows.forward(rows.low), rows.forward(rows.high)
+    change = locate_features(slope_fn, mean)
+    low, high = change.forward(change.low), change.forward(change.high)
     step = (high - low) / (2 * half - 1)
-    base = mean + law.sd_u * rows.anchor
+    base = mean + law.sd_u * change.anchor
 
     def node(index: Array) -> Sums2D:
-        offset, rate = rows.inverse(low + step * index)
-        z1 = rows.anchor + offset
+        offset, rate = change.inverse(low + step * index)
+        z1 = change.anchor + offset
         density = weight * step * rate * jnp.exp(-0.5 * z1**2)
-        return _terms_2d(row_fn, law, base + law.sd_u * offset, v, (z1, z2), density, share)
+        return _terms_2d(rows, law, base + law.sd_u * offset, v, (z1, z2), density, share)
 
     def pair(sums: Sums2D, first: Array) -> tuple[Sums2D, None]:
         return _add_2d(sums, jax.vmap(node)(first + jnp.arange(2, dtype=mean.dtype))), None
 
-    start = _zeros_2d(jnp.zeros((2, *mean.shape), mean.dtype))
+    start = _zeros_2d(jnp.zeros((2, *mean.shape), mean.dtype), len(rows.beside))
     sums, _ = jax.lax.scan(pair, start, 2.0 * jnp.arange(half, dtype=mean.dtype))
     return tuple(jax.tree.map(lambda a, k=k: a[k], sums) for k in (0, 1))
 
@@ -332,6 +358,7 @@ class RowMoments1D(NamedTuple):
     hess: Float[Array, "*rows"]  # E psi''
     error: Float[Array, "*rows"]  # estimated relative error of the worst of the three; inf where psi is not finite
     absolute: Float[Array, "*rows"]  # estimated error of hess times the variance, in nats; inf where not known
+    beside: tuple[Float[Array, "*rows"], ...] = ()  # of the functions beside psi
 
 
 class _Sums(NamedTuple):
@@ -347,6 +374,7 @@ class _Sums(NamedTuple):
     abs_hess: Array
     abs_stein_grad: Array
     abs_stein_hess: Array
+    beside: tuple[Array, ...] = ()  # the functions beside psi
 
 
 def derivatives(row_fn: RowFn, u: Array) -> tuple[Array, Array, Array]:
@@ -356,32 +384,37 @@ def derivatives(row_fn: RowFn, u: Array) -> tuple[Array, Array, Array]:
     return value, grad, hess
 
 
-def _terms_1d(row_fn: RowFn, u: Array, z: Array, weight: Array, sd: Array, share: Share | None = None) -> _Sums:
-    found = derivatives(row_fn, u)
-    value, grad, hess = (weight * t for t in (found if share is None else share.finite(found, weight)))
+def _terms_1d(rows: Rows, u: Array, z: Array, weight: Array, sd: Array, share: Share | None = None) -> _Sums:
+    found, own = derivatives(rows.psi, u), tuple(f(u) for f in rows.beside)
+    if share is not None:
+        found, own = share.finite(found, weight, own)
+    value, grad, hess = (weight * t for t in found)
     tilt = z / sd
     parts = (value, grad, hess, tilt * value, tilt * grad)
-    return _Sums(*parts, *(jnp.abs(part) for part in parts))
+    return _Sums(*parts, *(jnp.abs(part) for part in parts), tuple(weight * t for t in own))
 
 
-def _block_terms(row_fn: RowFn, mean: Array, sd: Array, z: Array, weight: Array) -> _Sums:
+def _block_terms(rows: Rows, mean: Array, sd: Array, z: Array, weight: Array) -> _Sums:
     """The sums over a block of nodes that all rows share, as two matrix products."""
     points = mean + sd * z.reshape((-1,) + (1,) * mean.ndim)
-    parts = derivatives(jax.vmap(row_fn), points)
+    parts = *derivatives(jax.vmap(rows.psi), points), *(jax.vmap(f)(points) for f in rows.beside)
     found = jnp.concatenate([t.reshape(len(z), -1) for t in parts], axis=1)
     exact = jax.lax.Precision.HIGHEST
-    sums = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), z]), found, precision=exact)
-    sizes = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), jnp.abs(z)]), jnp.abs(found), precision=exact)
-    (plain, tilted), (plain_size, tilted_size) = (x.reshape(2, 3, *mean.shape) for x in (sums, sizes))
-    return _Sums(*plain, *(tilted[:2] / sd), *plain_size, *(tilted_size[:2] / sd))
+    plain, own = found[:, : 3 * mean.size], jnp.matmul(weight, found[:, 3 * mean.size :], precision=exact)
+    sums = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), z]), plain, precision=exact)
+    sizes = jnp.matmul(weight * jnp.stack([jnp.ones_like(z), jnp.abs(z)]), jnp.abs(plain), precision=exact)
+    (direct, tilted), (direct_size, tilted_size) = (x.reshape(2, 3, *mean.shape) for x in (sums, sizes))
+    beside = tuple(own.reshape(len(rows.beside), *mean.shape))
+    return _Sums(*direct, *(tilted[:2] / sd), *direct_size, *(tilted_size[:2] / sd), beside)
 
 
-def _zeros_1d(like: Array) -> _Sums:
-    return _Sums(*([jnp.zeros_like(like)] * len(_Sums._fields)))
+def _zeros_1d(like: Array, beside: int) -> _Sums:
+    zero = jnp.zeros_like(like)
+    return _Sums(*([zero] * 10), (zero,) * beside)
 
 
 def _add_1d(left: _Sums, right: _Sums) -> _Sums:
-    return _Sums(*(a + b for a, b in zip(left, right, strict=True)))
+    return jax.tree.map(jnp.add, left, right)
 
 
 def _floor_sd(sd: Array) -> Array:
@@ -405,7 +438,7 @@ def _rounding(sums: _Sums, mean: Array, sd: Array) -> tuple[Array, Array]:
     )
 
 
-def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array, share: Share | None = None) -> RowMoments1D:
+def _fixed(rows: Rows, mean: Array, sd: Array, index: int | Array, share: Share | None = None) -> RowMoments1D:
     """A rule with the same standardised nodes in every row; one loop in the program, whichever rule the index means.
 
     Few rows take a block of nodes at a time: node by node they would wait for the loop more than for their densities.
@@ -422,11 +455,11 @@ def _fixed(row_fn: RowFn, mean: Array, sd: Array, index: int | Array, share: Sha
         if share is not None:
             (z,), weight = share.that_count((z,), weight)
         if width > 1:
-            return _add_1d(sums, _block_terms(row_fn, mean, sd, z, weight))
-        return _add_1d(sums, _terms_1d(row_fn, mean + sd * z[0], z[0], weight[0], sd))
+            return _add_1d(sums, _block_terms(rows, mean, sd, z, weight))
+        return _add_1d(sums, _terms_1d(rows, mean + sd * z[0], z[0], weight[0], sd))
 
-    sums = jax.lax.fori_loop(start // width, stop // width, step, _zeros_1d(mean))
-    return RowMoments1D(sums.value, sums.grad, sums.hess, *_fixed_error(sums, mean, sd, per_axis))
+    sums = jax.lax.fori_loop(start // width, stop // width, step, _zeros_1d(mean, len(rows.beside)))
+    return RowMoments1D(sums.value, sums.grad, sums.hess, *_fixed_error(sums, mean, sd, per_axis), sums.beside)
 
 
 def _fixed_error(sums: _Sums, mean: Array, sd: Array, num_nodes: int | np.integer | Array) -> tuple[Array, Array]:
@@ -459,38 +492,38 @@ def _standardised(row_fn: RowFn, mean: Array, sd: Array) -> Callable[[Array, Arr
     return slope_fn
 
 
-def _mapped(row_fn: RowFn, mean: Array, sd: Array, share: Share | None = None) -> RowMoments1D:
+def _mapped(rows: Rows, mean: Array, sd: Array, share: Share | None = None) -> RowMoments1D:
     """Trapezoid on the row's own change of variable: fine at its features, wide enough for its mass.
 
     ``share``: as of :func:`expect_1d`.
     """
     sd = _floor_sd(sd)
-    rows = locate_features(_standardised(row_fn, mean, sd), mean)
-    low, high = rows.forward(rows.low), rows.forward(rows.high)
+    change = locate_features(_standardised(rows.psi, mean, sd), mean)
+    low, high = change.forward(change.low), change.forward(change.high)
     half = _NUM_MAPPED[mean.dtype.name] // 2
     step = (high - low) / (2 * half - 1)
-    base = mean + sd * rows.anchor
+    base = mean + sd * change.anchor
     norm = step / (2 * np.pi) ** 0.5
 
     def pair(sums: _Sums, first: Array) -> tuple[_Sums, None]:
         """An even and an odd node, on a leading axis of two."""
         x = low + step * (first + jnp.arange(2, dtype=mean.dtype).reshape((2,) + (1,) * mean.ndim))
-        offset, rate = rows.inverse(x)
-        z = rows.anchor + offset
+        offset, rate = change.inverse(x)
+        z = change.anchor + offset
         density = norm * rate * jnp.exp(-0.5 * z**2)
-        new = jax.vmap(_terms_1d, (None, 0, 0, 0, None, None))(row_fn, base + sd * offset, z, density, sd, share)
+        new = jax.vmap(lambda u, z, own: _terms_1d(rows, u, z, own, sd, share))(base + sd * offset, z, density)
         return _add_1d(sums, new), None
 
-    start = _zeros_1d(jnp.zeros((2, *mean.shape), mean.dtype))
+    start = _zeros_1d(jnp.zeros((2, *mean.shape), mean.dtype), len(rows.beside))
     sums, _ = jax.lax.scan(pair, start, 2.0 * jnp.arange(half, dtype=mean.dtype))
     even, odd = (jax.tree.map(lambda a, k=k: a[k], sums) for k in (0, 1))
-    return _mapped_moments_1d(even, odd, rows.cut, mean, sd)
+    return _mapped_moments_1d(even, odd, change.cut, mean, sd)
 
 
 def _mapped_moments_1d(even: _Sums, odd: _Sums, cut: Array, mean: Array, sd: Array) -> RowMoments1D:
     """Joins the two half rules, decides between E psi'' and its Stein form, and estimates the error."""
     sums = _add_1d(even, odd)
-    halves = _Sums(*(jnp.abs(a - b) for a, b in zip(even, odd, strict=True)))
+    halves = jax.tree.map(lambda a, b: jnp.abs(a - b), even, odd)
     noise_grad, noise_hess = _rounding(sums, mean, sd)
     gap_grad, gap_hess = jnp.abs(sums.grad - sums.stein_grad), jnp.abs(sums.hess - sums.stein_hess)
     kink = gap_hess > 10 * (halves.hess + halves.stein_hess + noise_hess)
@@ -520,11 +553,12 @@ def _mapped_moments_1d(even: _Sums, odd: _Sums, cut: Array, mean: Array, sd: Arr
     ]
     worst = jnp.maximum(jnp.maximum(relative[0], relative[1]), relative[2])
     lost = jnp.where(cut, jnp.inf, hess_error * sd**2)
-    return RowMoments1D(sums.value, sums.grad, hess, jnp.where(cut, jnp.inf, worst), lost)
+    return RowMoments1D(sums.value, sums.grad, hess, jnp.where(cut, jnp.inf, worst), lost, sums.beside)
 
 
 def _apply(row_fn: RowFn, mean: Array, sd: Array, name: str) -> RowMoments1D:
-    return _mapped(row_fn, mean, sd) if name == "mapped" else _fixed(row_fn, mean, sd, RULES.index(name))
+    rows = Rows(row_fn)
+    return _mapped(rows, mean, sd) if name == "mapped" else _fixed(rows, mean, sd, RULES.index(name))
 
 
 def rule_index(max_sd: Float[Array, ""]) -> Int[Array, ""]:
@@ -614,6 +648,7 @@ def expect_1d(
     rule: str | int | Int[Array, ""] | None = None,
     num_rules: int | None = None,
     share: Share | None = None,
+    beside: Sequence[RowFn] = (),
 ) -> RowMoments1D:
     """E psi, E psi' and E psi'' of every row under u ~ N(mean, sd^2).
 
@@ -621,14 +656,16 @@ def expect_1d(
     row's predictor, >= 0; ``rule``: a name in `RULES`, an index into it (traced or not), or None for `choose_rule` on these
     rows; ``num_rules``: how many of `RULES` a traced index can mean; the finest one is costly to compile; ``share``: what the
     rows count in an average that they are taken for, which leaves out nodes that count for nothing in that; None leaves none
-    out. Returns the three expectations and the estimated relative error of the worst of them per row. A kink of psi (Laplace)
-    is in hess under the rule "mapped"; the others ask for that rule by a large error. Raises ValueError for an unknown rule
+    out; ``beside``: functions whose expectations are taken at the same nodes (see :class:`Rows`). Returns the expectations
+    and the estimated relative error of the worst of psi's three per row. A kink of psi (Laplace) is in hess under the rule
+    "mapped"; the others ask for that rule by a large error. Raises ValueError for an unknown rule
     name.
     """
     mean, sd = jnp.broadcast_arrays(mean, sd)
     if rule is None:
         rule = choose_rule(row_fn, mean, sd)
-    fixed, mapped = partial(_fixed, row_fn, share=share), partial(_mapped, row_fn, share=share)
+    rows = Rows(row_fn, tuple(beside))
+    fixed, mapped = partial(_fixed, rows, share=share), partial(_mapped, rows, share=share)
     return _dispatch(fixed, mapped, rule, num_rules, (mean, sd))
 
 
@@ -691,20 +728,22 @@ def expect_2d(
     rule: str | int | Int[Array, ""] | None = None,
     num_rules: int | None = None,
     share: Share | None = None,
+    beside: Sequence[RowFn2D] = (),
 ) -> RowMoments2D:
     """E psi, its gradient and its Hessian for every row under (u, v) jointly Gaussian.
 
     ``row_fn``: elementwise psi(u, v), rows to rows, in nats; ``cov_uu``: variance of the first predictor, >= 0; ``cov_uv``:
     covariance; ``cov_vv``: variance of the second predictor, >= 0; ``rule``: a name in `RULES`, an index into it (traced or
     not), or None for the cheapest that meets the target; ``num_rules``: how many of `RULES` a traced index can mean; the finest
-    one is costly to compile; ``share``: as of `expect_1d`. Returns the expectations and the estimated relative error of the
-    worst of them per row. Raises ValueError unknown rule name.
+    one is costly to compile; ``share``, ``beside``: as of `expect_1d`. Returns the expectations and the estimated relative error of
+    the worst of them per row. Raises ValueError unknown rule name.
     """
     moments = jnp.broadcast_arrays(mean_u, mean_v, cov_uu, cov_uv, cov_vv)
     if rule is None:
         rule = choose_rule_2d(row_fn, *moments)
     law = gaussian_law(*moments)
-    fixed, mapped = partial(fixed_2d, row_fn, share=share), partial(mapped_2d, row_fn, share=share)
+    rows = Rows(row_fn, tuple(beside))
+    fixed, mapped = partial(fixed_2d, rows, share=share), partial(mapped_2d, rows, share=share)
     return _dispatch(fixed, mapped, rule, num_rules, (law,))
 
 
@@ -725,4 +764,5 @@ def _dispatch(fixed: Callable, mapped: Callable, rule: str | int | Array, num_ru
 
 def _apply_2d(row_fn: RowFn2D, name: str, *moments: Array) -> RowMoments2D:
     law = gaussian_law(*moments)
-    return mapped_2d(row_fn, law) if name == "mapped" else fixed_2d(row_fn, law, RULES.index(name))
+    rows = Rows(row_fn)
+    return mapped_2d(rows, law) if name == "mapped" else fixed_2d(rows, law, RULES.index(name))
