@@ -749,8 +749,10 @@ def _finite_or_careful(look: Callable, level: Any) -> tuple[tuple, Array]:
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(look, level, jnp.array(False)))
 
     def unfinished(state: tuple) -> Array:
-        tries, (parts, _) = state
-        return (tries == 0) | ((tries == 1) & ~all_finite(parts))
+        tries, (parts, error) = state
+        # Of all that is mapped over, or each would have a rule of its own from here on.
+        lost = largest(jnp.where(all_finite(parts), 0.0, 1.0).astype(error.dtype)) > 0
+        return (tries == 0) | ((tries == 1) & lost)
 
     def again(state: tuple) -> tuple:
         tries, (parts, error) = state
@@ -759,7 +761,7 @@ def _finite_or_careful(look: Callable, level: Any) -> tuple[tuple, Array]:
         found = tuple(
             jax.tree.map(partial(jnp.where, keep), *pair) for keep, *pair in zip(kept, parts, found, strict=True)
         )
-        return tries + 1, (found, jnp.where(kept[0], error, wrong))
+        return tries + 1, (found, largest(jnp.where(kept[0], error, wrong)))
 
     return jax.lax.while_loop(unfinished, again, (jnp.int32(0), zero))[1]
 

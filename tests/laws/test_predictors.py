@@ -22,6 +22,7 @@ from numpyro_pvi import _exponential_plan as product_plan
 from numpyro_pvi._group_lifecycle import rows_of
 from numpyro_pvi._verified import contradictions
 from numpyro_pvi.expectations import PredictorLaw, _affine
+from numpyro_pvi.expectations._rules import RULES
 from numpyro_pvi.factors import DerivedLeaf, Predictor, TermData, TermSpec
 from numpyro_pvi.families._pairs import LocRoot, LocVariance
 from numpyro_pvi.runtime import LaxMap
@@ -436,6 +437,12 @@ def test_all_that_is_mapped_over_takes_one_rule():
     np.testing.assert_array_equal(found, jnp.full((2, 3), 3.0))
     rows = jax.make_jaxpr(jax.vmap(lambda x: jax.lax.cond(_affine.largest(x) > 2, jnp.sin, jnp.cos, x)))(x)
     assert "cond[" in str(rows)
+
+    def settled(loc):
+        return _affine._settled(jnp.sin, (loc,), {(0, 0): jnp.ones(3)}, jnp.ones(3), len(RULES))
+
+    # The finest rule is a branch of its own, also where far nodes are looked for that are not finite.
+    assert "cond[" in str(jax.make_jaxpr(jax.vmap(settled))(jnp.zeros((2, 3))))
 
 
 def test_chunks_one_after_another_say_the_same():
