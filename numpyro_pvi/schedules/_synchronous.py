@@ -135,7 +135,10 @@ def _ended(mixing: Mixing, attempt: Bool[Array, ""], done: Any) -> tuple[Mixing,
 
 
 def _is_where_it_ended(mixing: Mixing, here: Evaluation) -> Bool[Array, ""]:
-    """Whether a round begins with the ELBO that the last one ended with: with the same data and params."""
+    """Whether a round begins with the ELBO that the last one ended with: with the same data and params, but for rounding.
+
+    In single precision sums of many rows hide small changes of these: a mixture is then taken only if the ELBO does not fall.
+    """
     return jnp.abs(here.elbo - mixing.elbo) <= _SAME_ELBO * jnp.finfo(here.size.dtype).eps * here.size
 
 
